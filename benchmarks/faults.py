@@ -22,7 +22,7 @@ from common import Row, force_cpu_devices, report
 from jaxrl_async.config.load import load
 from jaxrl_async.errors import JaxrlError
 from jaxrl_async.metrics.recorder import read_lines
-from jaxrl_async.ports import Reply
+from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.run import loop, threads
 from jaxrl_async.run.assemble import Parts
 from jaxrl_async.testing import sabotage as faults

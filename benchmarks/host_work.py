@@ -30,7 +30,7 @@ from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.config import schema
 from jaxrl_async.garbage import only_new_garbage
-from jaxrl_async.sampler.batch.waiting import WaitingQueue
+from jaxrl_async.sampler.batch.admission import WaitingQueue
 from jaxrl_async.sampler.router.dealing import TALKS, Candidate, Dealer
 from jaxrl_async.sampler.router.job import RouterJob
 from jaxrl_async.trainer.credit import Credit, PassResults
@@ -160,7 +160,7 @@ class LongDealing:
         """Deal requests to samplers that have room for all."""
         queue: WaitingQueue[RouterJob] = WaitingQueue()
         queue.add(job for job in jobs if self._dealer.may_wait(job, bool))
-        samplers = [Candidate(in_flight=0, places=len(jobs), seat=seat) for seat in (0, 1)]
+        samplers = [Candidate(in_flight=0, places=len(jobs), slot=slot) for slot in (0, 1)]
         shares = self._dealer.fill(queue, samplers)
         assert sum(map(len, shares.values())) == len(jobs)
 
@@ -179,7 +179,7 @@ def one_step(groups: list[EpisodeGroup], row_length: int, router: LongDealing) -
     estimator = advantage.resolve(algorithm.advantage)
     credit = Credit(
         algorithm=algorithm,
-        teacher=schema.TeacherSection(),
+        teacher=None,
         advantage=estimator,
         level=advantage.facts_of(estimator).level,
         kl=kl.resolve(algorithm.kl),

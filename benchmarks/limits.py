@@ -27,9 +27,9 @@ from common import MODELS, Row, make_params, options, parser, report
 from peers.environments import ENVIRONMENTS, FOLDER, preloaded
 
 from jaxrl_async.config import schema
-from jaxrl_async.model.cpu.calls import packed, packed_product
-from jaxrl_async.model.cpu.library import SAMPLING, kernels_are_there
-from jaxrl_async.sampler.device.arguments import DecodeArgs
+from jaxrl_async.cpu.kernel_calls import packed, packed_product
+from jaxrl_async.cpu.kernel_library import SAMPLING, kernels_are_there
+from jaxrl_async.sampler.device.program_arguments import DecodeArgs
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.setup import SamplerSettings, build_setup
 

@@ -58,7 +58,7 @@ SETTINGS = (
     "trainer.micro_batch_tokens=512",
     "metrics={peak_flops: 1e9, tensorboard: false}",
     "checkpoint={every: 1, keep: 2}",
-    "mesh.samplers_in=elsewhere",
+    "mesh.samplers_in=external",
     f"remote={{listen: '{HOSTS[TRAINER]}:{PORT}', transfer: tcp, least: 2, wait_s: 60, "
     f"silence_s: {SILENCE_S}, transfer_timeout_s: 10}}",
     "staleness.max_staleness=2",

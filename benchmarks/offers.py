@@ -24,11 +24,12 @@ from common import Row, report
 
 from jaxrl_async import codec
 from jaxrl_async.config.remote_section import RemoteSection
+from jaxrl_async.remote.weights.locations import HeldShard, Holder, offer_json
+from jaxrl_async.remote.weights.outbox import WeightOutbox
+from jaxrl_async.remote.weights.remote_link import RemoteEnd
+from jaxrl_async.remote.wire.messages import Hello, Live, Offer, Staged
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.manifest import Manifest
-from jaxrl_async.weights.remote.outbox import WeightOutbox
-from jaxrl_async.weights.remote.whereabouts import HeldShard, Holder, offer_json
-from jaxrl_async.wire.messages import Hello, Live, Offer, Staged
 
 SAMPLERS = (64, 256, 1000, 2000, 4000)
 TRAINER = "10.1.0.1:8484"
@@ -110,14 +111,15 @@ def main() -> None:
 def row(samplers: int) -> Row:
     """Publish versions to so many samplers; return the minimum times of three."""
     outbox = WeightOutbox(lambda p: p, PlayedOffering(), RemoteSection(), checksum=False)
-    channel = WeightChannel(outbox=outbox)
+    channel = WeightChannel(remote=outbox)
     offered = deque[PlayedSession]()
     params = {"w": jnp.zeros(2)}
     channel.begin(params)
     for number in range(samplers):
         session = PlayedSession(offered)
         address = f"10.0.{number // 250}.{number % 250}:8484"
-        channel.admit(session, Hello(name=f"s{number}", data_address=address))
+        hello = Hello(name=f"s{number}", data_address=address)
+        RemoteEnd(session, hello, channel.exchange, outbox)
     _come(channel, offered, samplers, 0)
     times, threads = [], 0
     for version in (1, 2, 3):

@@ -24,9 +24,9 @@ from jaxrl_async.config import schema
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.mesh import SAMPLER_RULES, make_slices, shapes_on, shardings
 from jaxrl_async.model.spec import weight_table
-from jaxrl_async.weights.remote.seams import Fetched, Fetching
-from jaxrl_async.weights.remote.transports import make_fetching, make_offering
-from jaxrl_async.weights.remote.tree import sources
+from jaxrl_async.remote.weights.fetch_tree import sources
+from jaxrl_async.remote.weights.protocols import Fetched, Fetching
+from jaxrl_async.remote.weights.transport_choice import make_fetching, make_offering
 
 WARM_UP = 2
 """Versions before the measured ones of a transport: from the third on, memory is used again."""

@@ -59,8 +59,9 @@ from jaxrl_async.config import schema
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.mesh import TRAINER_RULES, shardings
 from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.remote.run.local_samplers import LocalSamplers
+from jaxrl_async.remote.run.remote_samplers import make_remote_sampling
 from jaxrl_async.run.builders.inputs import check_inputs
-from jaxrl_async.run.builders.remote_samplers import make_remote_sampling
 from jaxrl_async.run.builders.samplers import Sampling, make_sampling
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.replay.recording import Recording
@@ -178,7 +179,7 @@ def decode_config(
     """Return the configuration of a run whose policy has this shape."""
     return schema.Config(
         mesh=schema.MeshSection(samplers_in=where, samplers=samplers),
-        remote=RemoteSection(least=samplers, wait_s=120.0, transfer=args.transfer),
+        remote=RemoteSection(min_samplers=samplers, wait_s=120.0, transfer=args.transfer),
         model=schema.ModelSection(
             architecture=schema.ArchitectureSection(
                 family="llama",
@@ -306,7 +307,7 @@ def total(windows: list[Window], name: str) -> float:
 
 def cpu_of_samplers(sampling: Sampling) -> float:
     """Return the CPU seconds of the samplers' processes so far; of this one if they are threads."""
-    if sampling.processes is None:
+    if not isinstance(sampling.processes, LocalSamplers):
         return time.process_time()
     ticks = 0
     for child in sampling.processes.children:
@@ -431,7 +432,7 @@ def run_updates(
             f"run.dir={folder}", f"run.steps={WARM_UP + args.steps}", "run.overwrite=true",
             "warm_start.steps=0", "eval.every=0", "data.addition.eval_size=8",
             "checkpoint.every=0", f"mesh.samplers_in={where}", f"mesh.samplers={samplers}",
-            *([f"remote.least={samplers}"] if where == "processes" else []),
+            *([f"remote.min_samplers={samplers}"] if where == "processes" else []),
             f"staleness.max_staleness={staleness}", *args.set,
         ]  # fmt: skip
         command = [sys.executable, "-m", "jaxrl_async.train", "configs/addition.yaml", *settings]

@@ -6,8 +6,8 @@
 Qwen3-8B on TPU v6e: a sampler's times are set by hand, near the rates of the plan of
 configs/plans/qwen3_8b_v6e_32.yaml (they are no output of it), the trainer is as fast as all
 samplers together, a step is 131,072 answers. Weights travel at the rate that was measured of this
-package's TCP transport, between processes of one machine (plan/transports.py): a sampler is one
-process, the trainer one for each 4 chips. --write puts the table into docs/plans.md.
+package's TCP transport, between processes of one machine (plan/transport_rates.py): a sampler is
+one process, the trainer one for each 4 chips. --write puts the table into docs/plans.md.
 
 present    samplers at work, mean
 busy       of the samplers that are present
@@ -30,7 +30,7 @@ from jaxrl_async.plan.chips import CHIPS
 from jaxrl_async.plan.lengths import assumed
 from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers, TransferTree, Turnover
 from jaxrl_async.plan.simulate import simulate
-from jaxrl_async.plan.transports import TRANSPORTS, carried_bytes_per_s
+from jaxrl_async.plan.transport_rates import TRANSPORTS, carried_bytes_per_s
 
 DOCS = Path(__file__).parent.parent / "docs/plans.md"
 BEGIN, END = (f"<!-- {word}: benchmarks/samplers_at_scale.py -->" for word in ("begin", "end"))

@@ -81,7 +81,7 @@ class Setting:
 
 def processes(count: int) -> tuple[str, ...]:
     """Return overrides for samplers in processes of their own."""
-    return (f"mesh.samplers={count}", f"remote.least={count}", "mesh.samplers_in=processes")
+    return (f"mesh.samplers={count}", f"remote.min_samplers={count}", "mesh.samplers_in=processes")
 
 
 TAIL = tuple(long_tail(512, median=24, most=128))

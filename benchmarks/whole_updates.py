@@ -29,7 +29,6 @@ from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import make_slices
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
 from jaxrl_async.run.builders.learning import make_step
 from jaxrl_async.run.builders.samplers import (
@@ -41,8 +40,18 @@ from jaxrl_async.run.builders.samplers import (
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.trainer.learner import Learner, LearnerSettings
-from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings
-from jaxrl_async.types import Completion, Episode, Partial, Prompt, Request, SamplingParams, Score
+from jaxrl_async.trainer.outlets import Outlets
+from jaxrl_async.trainer.trainer import Trainer, TrainerSettings
+from jaxrl_async.types import (
+    Completion,
+    Episode,
+    EpisodeLimits,
+    Partial,
+    Prompt,
+    Request,
+    SamplingParams,
+    Score,
+)
 from jaxrl_async.weights.channel import WeightChannel
 
 NEVER = 10**9
@@ -187,8 +196,7 @@ def run(work: Work) -> None:
         publisher=channel,
         outlets=Outlets(
             evaluate=dict,
-            report=watch.report,
-            begin_report=lambda *step: lambda more: watch.report(*step),
+            report=lambda *step: lambda more: watch.report(*step),
             save=lambda learner, version, next_group: None,
             should_stop=lambda: False,
         ),

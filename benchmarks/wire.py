@@ -24,12 +24,12 @@ import zmq
 from common import Row, columns, options, parser, report, spread
 
 from jaxrl_async import codec
+from jaxrl_async.remote.wire.client import dial
+from jaxrl_async.remote.wire.grpc_link import OPTIONS, grpc
+from jaxrl_async.remote.wire.listener import Hub
+from jaxrl_async.remote.wire.messages import MESSAGES, Answers, Hello, Start, Welcome
+from jaxrl_async.remote.wire.session import WireLimits, WireSession
 from jaxrl_async.types import Completion, Request, StopReason
-from jaxrl_async.wire.dial import dial
-from jaxrl_async.wire.grpc_link import OPTIONS, grpc
-from jaxrl_async.wire.hub import Hub
-from jaxrl_async.wire.messages import MESSAGES, Answers, Hello, Start, Welcome
-from jaxrl_async.wire.session import WireLimits, WireSession
 
 REQUESTS, PROMPT, ANSWER, AT_ONCE = 64, 200, 300, 4
 WAIT_S = 60.0

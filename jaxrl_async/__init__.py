@@ -1,12 +1,12 @@
 """Asynchronous reinforcement learning of language models in JAX.
 
-The public names below are loaded on first use: importing the package costs nothing.
-The main job is `jaxrl-async train CONFIG`; from Python, `jaxrl_async.train(...)`. What is not
-listed in `__all__` is not public and may change at any time (docs/python.md).
+The public names below are loaded on first use, so importing the package costs nothing.
+The main command is `jaxrl-async train CONFIG`; from Python, `jaxrl_async.train(...)`. Names that
+are not in `__all__` are not public and may change at any time (docs/python.md).
 """
 
 import importlib
-from types import ModuleType  # never `import types`: that is a module of ours
+from types import ModuleType  # never `import types`: the package has a module of that name
 from typing import Any
 
 __version__ = "0.4.0.dev0"
@@ -51,13 +51,13 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names alone, as completion shows them."""
+    """List only the public names, for completion."""
     return sorted(__all__)
 
 
 class CalledModule(ModuleType):
-    """A module that shares its name with a public function, such as jaxrl_async.train: once it is
-    imported it is found by that name, and calls the function."""
+    """A module that shares its name with a public function, such as jaxrl_async.train. Once
+    imported, the module is found under that name; calling it calls the function."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return __getattr__(self.__name__.rpartition(".")[2])(*args, **kwargs)

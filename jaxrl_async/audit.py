@@ -1,9 +1,9 @@
 """Audit a run: jaxrl-async audit RUN checks that its ledger adds up.
 
-Every group was admitted once and has one fate: trained on, once or as often as buffer.reuse says,
+Every group was admitted once and has one fate: trained on (once, or up to buffer.reuse times),
 dropped for a reason, or still active at the end. No token was older than max_staleness, every step
-had its groups, metrics.jsonl has the same steps, and both reach the newest checkpoint. Exit code 0:
-all of this holds; 1: something does not; 2: there is no run to audit.
+had its groups, metrics.jsonl has the same steps, and both files reach the newest checkpoint.
+Exit code 0: all of this holds; 1: a check failed; 2: there is no run to audit.
 """
 
 import sys
@@ -18,11 +18,12 @@ import yaml
 from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.recorder import listed_lines, numbered_lines, read_lines
+from jaxrl_async.run.checkpoint.bucket import open_bucket
 from jaxrl_async.run.checkpoint.seal import is_sealed, saved_steps
 
 USAGE = "usage: jaxrl-async audit RUN"
 SHOWN = 20
-"""Problems printed one by one."""
+"""Maximum number of problems that are printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class Audit:
     dropped: Mapping[str, int] = field(default_factory=dict)
     lags: Mapping[int, int] = field(default_factory=dict)  # version - oldest token -> groups
     resumed: int = 0
-    skipped: tuple[str, ...] = ()  # lines that are none of a run's
+    skipped: tuple[str, ...] = ()  # lines that no run wrote
 
 
 def audit(lines: Sequence[Mapping[str, Any]], rules: Rules) -> Audit:
@@ -119,7 +120,7 @@ class _Books:
             self.problems.append(f"line {number}: unknown fate {fate!r}")
 
     def _resumed(self, line: Mapping[str, Any]) -> None:
-        """Forget what was recorded of the groups whose numbers the resumed run gives again."""
+        """Forget the records of groups whose numbers the resumed run assigns again."""
         next_groups = line.get("places") or [line["next_group"]]
         self.processes = count = len(next_groups)
         old = {g for g in self.admitted_at if g // count < next_groups[g % count]}
@@ -145,7 +146,7 @@ class _Books:
             self.ended[group] = "trained on as often as it may be"
 
     def _returned(self, group: int, line: Mapping[str, Any]) -> None:
-        """Undo a use whose step was not made."""
+        """Undo a use whose step did not take place."""
         self.ended.pop(group, None)
         for counts, key in (
             (self.uses, group),
@@ -157,7 +158,7 @@ class _Books:
                 del counts[key]
 
     def open_problems(self) -> Iterator[str]:
-        """Name what is wrong at the end of the ledger: steps, lost groups, gaps in the numbers."""
+        """Yield the problems at the end of the ledger: steps, lost groups, gaps in the numbers."""
         rules = self.rules
         last = max(self.steps, default=-1)
         for version in range(last + 1):
@@ -203,9 +204,8 @@ def audit_run(folder: Path) -> Audit:
         waits=config["staleness"].get("when_too_old", "wait") == "wait",
     )
     ledger, metrics = folder / "ledger.jsonl", folder / "metrics.jsonl"
-    # The run may be training: what is read first is in what is read later, not the reverse.
-    checkpoints = folder / "checkpoints"
-    sealed = [s for s in saved_steps(checkpoints) if is_sealed(checkpoints / str(s))]
+    # The run may still be training: files read later contain at least what earlier ones did.
+    sealed = _sealed(folder, config)
     before = _reported(metrics)
     lines = [x for x in read_lines(ledger) if "fate" in x]
     reported = _reported(metrics)
@@ -213,7 +213,7 @@ def audit_run(folder: Path) -> Audit:
     result = replace(audit(lines, rules), skipped=skipped[0] + skipped[1])
     made, last = set(range(result.steps + 1)), max(reported, default=0)
     problems = list(result.problems)
-    # The ledger may have one step more than the metrics: the one in which the run was killed.
+    # The ledger may have one step more than the metrics if the run was killed in that step.
     if not (made - {result.steps} <= reported and before <= made):
         problems.append(
             f"metrics.jsonl has {len(reported)} steps up to {last}, the ledger {result.steps}"
@@ -226,16 +226,25 @@ def audit_run(folder: Path) -> Audit:
     return replace(result, problems=tuple(problems))
 
 
+def _sealed(folder: Path, config: Mapping[str, Any]) -> list[int]:
+    """Return the steps of the run's checkpoints with checksums, in its folder or on its bucket."""
+    address = config.get("checkpoint", {}).get("dir")
+    if address is not None:
+        return open_bucket(address, config["run"]["name"]).steps()
+    checkpoints = folder / "checkpoints"
+    return [s for s in saved_steps(checkpoints) if is_sealed(checkpoints / str(s))]
+
+
 def _reported(metrics: Path) -> set[int]:
     """Return the steps that have metrics."""
     return {line["step"] for line in read_lines(metrics) if "step" in line}
 
 
 def skipped_lines(path: Path) -> Iterator[str]:
-    """Name the lines of a file that are none of a run's, if there are some."""
+    """Yield a message about the lines of a file that no run wrote, if there are any."""
     numbers = [number for number, line in numbered_lines(path) if line is None]
     if numbers:
-        yield f"{path.name}: {listed_lines(numbers)} is torn, or none of a run's: skipped"
+        yield f"{path.name}: {listed_lines(numbers)} is torn, or not written by a run: skipped"
 
 
 def audit_report(result: Audit) -> str:

@@ -1,8 +1,8 @@
-"""Whether an exception says that a service is away for now: a connection that broke or was refused,
-a time-out, 429, or 5xx. Such a call may succeed later; a bug does not go away.
+"""Decide whether an exception means that a service is temporarily unavailable: a broken or refused
+connection, a timeout, 429, or 5xx. Retrying such a call may succeed; a bug persists.
 
-Exceptions of HTTP clients are known by their names and by the status that they carry: none of these
-libraries is imported. What an exception was explicitly raised from (`raise ... from error`) counts.
+Exceptions of HTTP clients are recognized by their class names and by the status that they carry;
+none of these libraries is imported. Explicit causes (`raise ... from error`) count as well.
 """
 
 import errno
@@ -33,7 +33,7 @@ NAMES = frozenset(
         *("HTTPClientError", "EndpointConnectionError", "AutoReconnect"),  # botocore, pymongo
     )
 )
-"""Names of classes, or of their bases, that say so in any library."""
+"""Names of classes, or of their base classes, that mean "unavailable" in any library."""
 LEAVES = frozenset(
     (
         *("ConnectError", "ConnectTimeout", "ReadError", "ReadTimeout", "WriteError"),
@@ -42,22 +42,22 @@ LEAVES = frozenset(
         *("ClientConnectorError", "ConnectionTimeoutError", "TunnelError"),
     )
 )
-"""Names of classes that say so where an exception is there as text alone."""
+"""Names of classes that mean "unavailable" where only an exception's text is known."""
 NEVER = frozenset(
     ("UnsupportedProtocol", "LocalProtocolError", "InvalidURL", "SSLCertVerificationError")
 )
-"""Names of classes below those above that say that the call is wrong."""
+"""Subclasses of the classes above that mean that the call itself is wrong."""
 UNKNOWN_HOST = frozenset(("gaierror", "NameResolutionError", "ClientConnectorDNSError"))
-"""Names of classes that say that no host has this name."""
+"""Names of classes that mean that the host name does not resolve."""
 IN_VAIN = frozenset(("TimeoutError", "Timeout", "TimeoutException", "TimeoutExpired"))
-"""Names of classes, or of their bases, after which the call may have been made nevertheless."""
+"""Names of classes, or of their base classes, after which the call may have taken effect anyway."""
 REFUSED = frozenset(
     (
         *("ConnectionRefusedError", "ConnectError", "NewConnectionError"),
         *("ClientConnectorError", "EndpointConnectionError", "RateLimitError"),
     )
 )
-"""Names of classes that say that nothing was sent, or that it was refused."""
+"""Names of classes that mean that nothing was sent, or that the call was refused."""
 GRPC_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED")
 MCP_NAMES = ("MCPError", "McpError")
 MCP_CLOSED = -32000
@@ -73,14 +73,14 @@ NETWORK = frozenset(
 )
 """Error numbers of the network; errors of files and of memory have others."""
 CAUSES = 8
-"""Longest chain of causes that is looked at."""
+"""Maximum number of chained causes that are inspected."""
 LONGEST_ASKED_S = 3600.0
-"""Longest wait of a Retry-After that is kept, seconds."""
+"""Maximum wait from a Retry-After header that is honored, seconds."""
 
 
 def away_in(error: BaseException | None) -> BaseException | None:
-    """Return the exception which says that a service is away: this one, or one that it was raised
-    from; None: it says something else."""
+    """Return the exception that means that a service is unavailable: this one, or one of its
+    causes. None if the error means something else."""
     for _ in range(CAUSES):
         if error is None:
             return None
@@ -95,10 +95,11 @@ def away_in(error: BaseException | None) -> BaseException | None:
 
 
 def not_begun_in(error: BaseException | None) -> BaseException | None:
-    """Return the exception which says that a service is away and did not begin this call, so that
-    it is safe to make it again whatever it does: a refused connection, 429, 503, a
-    `ConnectionError` or `Away` that a function raises itself. None: it says something else, as a
-    time-out does and a name that no host has."""
+    """Return the exception that means that a service is unavailable and did not begin this call.
+
+    Retrying is then safe for any call: after a refused connection, 429, 503, or a `ConnectionError`
+    or `Away` that a function raises itself. Returns None otherwise, for example after a timeout or
+    if the host name does not resolve."""
     away = away_in(error)
     chain = list(_led_to(error))
     names = {kind.__name__ for one in chain for kind in type(one).__mro__}
@@ -112,8 +113,8 @@ def not_begun_in(error: BaseException | None) -> BaseException | None:
 
 
 def _led_to(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and what led to it: causes, contexts, and what HTTP clients keep in
-    `reason` and in their arguments."""
+    """Yield an exception and what led to it: its causes, contexts, and the exceptions that HTTP
+    clients keep in `reason` and in their arguments."""
     left, seen = [error], set[int]()
     while left and len(seen) < 4 * CAUSES:
         one = left.pop(0)
@@ -127,13 +128,13 @@ def _led_to(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def says_away(text: str) -> bool:
-    """Return whether a text names an exception by which a service is away."""
+    """Return whether a text names an exception that means that a service is unavailable."""
     return not (NAMES | LEAVES).isdisjoint(re.findall(r"[A-Za-z]+", text))
 
 
 def asked_wait_s(error: BaseException) -> float | None:
-    """Return the wait that the service asks for by Retry-After, seconds, at most an hour; None: it
-    asks for none."""
+    """Return the wait that the service asks for with Retry-After, seconds, at most an hour. None
+    if it asks for none."""
     waits = [getattr(error, "wait_s", None)]
     for holder in (error, getattr(error, "response", None)):
         with suppress(Exception):  # an attribute of an unknown library may raise
@@ -143,7 +144,8 @@ def asked_wait_s(error: BaseException) -> float | None:
 
 
 def retry_after_s(headers: Mapping[str, Any]) -> float | None:
-    """Return the wait that a Retry-After header asks for, seconds; None: none that can be read."""
+    """Return the wait that a Retry-After header asks for, seconds; None if there is no valid
+    one."""
     given = headers.get("retry-after") or headers.get("Retry-After")
     if given is None:
         return None
@@ -158,12 +160,12 @@ def retry_after_s(headers: Mapping[str, Any]) -> float | None:
 
 
 def _says_away(error: BaseException) -> bool | None:
-    """Return whether an exception itself says that a service is away; None: its cause may."""
+    """Return whether an exception itself means "unavailable"; None: inspect its cause."""
     if isinstance(error, Away):
         return True
     if isinstance(error, EndpointMisset | GivenUp):
         return False
-    if isinstance(error, JaxrlError):  # ours that were raised by a time limit of ours have no cause
+    if isinstance(error, JaxrlError):  # raised by one of our time limits: no cause
         return False if isinstance(error, OSError) else None
     if not isinstance(error, Exception):
         return False
@@ -181,14 +183,15 @@ def _says_away(error: BaseException) -> bool | None:
 
 
 def _is_of_network(error: OSError) -> bool | None:
-    """Return whether an OSError is of the network, not of a file; one without a number may be."""
+    """Return whether an OSError comes from the network, not a file; None: it has no error
+    number."""
     if isinstance(error, ConnectionError | TimeoutError):
         return True
-    if isinstance(error, ValueError):  # of requests: an address without a scheme
+    if isinstance(error, ValueError):  # from requests: an address without a scheme
         return False
     if isinstance(error, ssl.SSLError) or type(error).__name__ == "gaierror":
         return True
-    reason = getattr(error, "reason", None)  # of urllib.error.URLError
+    reason = getattr(error, "reason", None)  # from urllib.error.URLError
     if isinstance(reason, BaseException):
         return _says_away(reason)
     of_a_client = type(error) is OSError or type(error).__module__.startswith("requests.")
@@ -196,9 +199,9 @@ def _is_of_network(error: OSError) -> bool | None:
 
 
 def _status_of(error: BaseException) -> int | None:
-    """Return the HTTP status that an exception carries; a gRPC code as 503 or 400; None: none."""
+    """Return the HTTP status that an exception carries, or None. gRPC codes become 503 or 400."""
     response = getattr(error, "response", None)
-    if isinstance(response, Mapping):  # of botocore
+    if isinstance(response, Mapping):  # from botocore
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return status if isinstance(status, int) else None
     for holder in (error, response, error.__dict__.get("error")):

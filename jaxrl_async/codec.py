@@ -1,10 +1,10 @@
 """Convert carriers to bytes and back, for checkpoints and for messages between processes: JSON for
-structure, one buffer for arrays.
+the structure, one buffer for the arrays.
 
     8 bytes: length of the JSON │ JSON │ arrays, one after another
 
-Only the dataclasses and enums that the reader names can be loaded; there is no pickle. What many
-messages have in common is converted once (`Encoded`) and stored among the arrays in this form.
+Only the dataclasses and enums that the reader names can be loaded; pickle is not used. Data that
+many messages share is converted once (`Encoded`) and stored among the arrays in this form.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jaxrl_async import types
 Bytes = NDArray[np.uint8]
 
 KIND = "!"
-"""Key that marks a JSON object as something other than a mapping, and names its kind."""
+"""Key that marks a JSON object as something other than a mapping and names its kind."""
 CARRIERS: tuple[type, ...] = tuple(
     kind
     for kind in vars(types).values()
@@ -32,17 +32,17 @@ CARRIERS: tuple[type, ...] = tuple(
 )
 """The records and enums of types.py."""
 PLAIN_KINDS = "biufcSU"
-"""Kinds of NumPy's own dtypes that are saved, each by its `str`: numbers and text."""
+"""Kinds of NumPy dtypes that are saved, each by its `str`: numbers and text."""
 ML_DTYPES: dict[str, Any] = {
     name: np.dtype(kind)
     for name, kind in vars(ml_dtypes).items()
     if isinstance(kind, type) and issubclass(kind, np.generic)
 }
-"""dtypes that NumPy itself has no name for (bfloat16, 8-bit floats), by name."""
+"""dtypes that NumPy itself does not define (bfloat16, 8-bit floats), by name."""
 LEAVES = frozenset((str, int, float, bool, type(None)))
-"""What JSON holds as it is."""
+"""Types that JSON stores unchanged."""
 PLAIN_DTYPE = re.compile(rf"[<>|][{PLAIN_KINDS}]\d{{1,9}}")
-"""What NumPy's own dtypes are called; no other text of a stranger's reaches np.dtype."""
+"""Names of NumPy's own dtypes; no other received text is passed to np.dtype."""
 
 
 def dumps(tree: Any) -> Bytes:
@@ -58,9 +58,9 @@ def dumps(tree: Any) -> Bytes:
 
 
 def loads(data: Bytes | memoryview, kinds: Sequence[type] = ()) -> Any:
-    """Convert what `dumps` wrote back; `kinds` are records in addition to those of types.py.
+    """Convert bytes from `dumps` back; `kinds` are records in addition to types.py.
 
-    Raises ValueError for other bytes, whoever made them.
+    Raises ValueError for any other bytes, including malicious ones.
     """
     try:
         return _loaded(np.ascontiguousarray(data, np.uint8).data, _kinds_by_name(tuple(kinds)))
@@ -69,16 +69,16 @@ def loads(data: Bytes | memoryview, kinds: Sequence[type] = ()) -> Any:
 
 
 class Encoded(Mapping[str, Any]):
-    """A mapping that goes into many messages, and is converted to bytes once for all of them. It is
-    loaded as a plain one."""
+    """A mapping that is part of many messages and is converted to bytes only once. It is loaded as
+    a plain mapping."""
 
     def __init__(self, value: Mapping[str, Any]) -> None:
-        """value: it must not change any more."""
+        """value: the mapping, which must not change afterwards."""
         self._value = value
 
     @cached_property
     def data(self) -> Bytes:
-        """What `dumps` makes of the mapping."""
+        """The mapping as encoded by `dumps`."""
         return dumps(dict(self._value))
 
     def __getitem__(self, key: str) -> Any:
@@ -141,7 +141,7 @@ def _encoded_other(value: Any, arrays: list[NDArray[Any]]) -> Any:
 
 @lru_cache(maxsize=1024)
 def _field_names(kind: type) -> tuple[str, ...] | None:
-    """Return the names of a record's fields; None: it is no record."""
+    """Return the names of a record's fields; None if the type is not a record."""
     if not dataclasses.is_dataclass(kind):
         return None
     return tuple(field.name for field in dataclasses.fields(kind))
@@ -158,7 +158,7 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
 
 @lru_cache(maxsize=256)
 def _named_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype that `_dtype_name` names so; raise ValueError for another name."""
+    """Return the dtype with this name from `_dtype_name`; raise ValueError for other names."""
     if name in ML_DTYPES:
         return np.dtype(ML_DTYPES[name])
     if not PLAIN_DTYPE.fullmatch(name) or _dtype_name(dtype := np.dtype(name)) != name:
@@ -177,7 +177,7 @@ def _decoded(value: Any, buffer: memoryview, known: Mapping[str, type], at: list
     kind = value[KIND]
     if kind == "array":
         return _view(value, buffer, at).copy()
-    if kind == "encoded":  # not copied: within one there may be another
+    if kind == "encoded":  # not copied: it may contain another one
         return _loaded(_view(value["of"], buffer, at).reshape(-1).view(np.uint8).data, known)
     if kind == "mapping":  # a mapping that itself has the key KIND
         return _decoded_fields(value["fields"], buffer, known, at)

@@ -1,4 +1,4 @@
-"""Define every error that a user can cause, with one base; each is also a standard-library type.
+"""Define the errors that a user can cause. They share a base; each is also a standard error type.
 
 A message says what was wrong, where, and what to do.
 """
@@ -14,25 +14,25 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def in_a_line(error: BaseException, most: int = 200) -> str:
-    """Return an error's own words in one line, `most` characters of them."""
+    """Return an error's message on one line, cut after `most` characters."""
     return " ".join(str(error).split())[:most]
 
 
 def printable(text: str, most: int = 4096) -> str:
-    """Return a text that others sent as it may be logged: its first `most` characters in one line,
-    with spaces for all that would begin another line or speak to a terminal."""
+    """Return received text in a form that is safe to log: its first `most` characters on one line,
+    with spaces in place of line breaks and terminal control characters."""
     return "".join(c if c.isprintable() else " " for c in text[:most])
 
 
 def shown(text: str, indent: str = "") -> str:
-    """Return a text of several lines, which may quote what others sent, as it may be shown on a
-    terminal: each line printable, those after the first with this indent."""
+    """Return text of several lines, which may quote received text, in a form that is safe for a
+    terminal. Every line is printable; lines after the first get this indent."""
     lines = text.replace("\t", "    ").split("\n")
     return f"\n{indent}".join(printable(line, len(line)) for line in lines)
 
 
 def is_the_runs_own_end(error: BaseException) -> bool:
-    """Return whether an exception raised in a user's code was caused by the run ending instead.
+    """Return whether an exception raised in a user's code comes from the run ending.
 
     That is the case if the task that runs the code is cancelled, its coroutine is closed, or the
     user pressed Ctrl-C in the main thread.
@@ -53,18 +53,18 @@ class JaxrlError(Exception):
 
 
 class ConfigError(JaxrlError, ValueError):
-    """The configuration is malformed, out of range, or asks for an impossible combination."""
+    """The configuration is malformed, out of range, or requests an impossible combination."""
 
 
 class DataError(JaxrlError, ValueError):
-    """A dataset, record or tokenizer cannot be used as it is."""
+    """A dataset, record or tokenizer cannot be used."""
 
 
 class TextTooLong(DataError):
-    """A text cannot fit the tokens that a run takes, and was not encoded."""
+    """A text is longer than a run's token limit and was not fully encoded."""
 
     def __init__(self, message: str, token_ids: Any) -> None:
-        """token_ids: one more than fits, which stand for the text; they begin as it does."""
+        """token_ids: one more than the limit; they begin as the text's own tokens do."""
         super().__init__(message)
         self.token_ids = token_ids  # [limit + 1] int32
 
@@ -74,11 +74,12 @@ class CheckpointError(JaxrlError, OSError):
 
 
 class EarlierSaveError(CheckpointError):
-    """The previous checkpoint could not be written; the requested one is being written."""
+    """The previous checkpoint could not be written; the one requested now is being written."""
 
 
 class FolderLost(JaxrlError, RuntimeError):
-    """A run's folder was removed, moved or replaced while the run wrote into it."""
+    """A run's folder was removed, moved or replaced while the run wrote into it, or another trainer
+    has begun to write its checkpoints to the bucket."""
 
 
 class MeshError(JaxrlError, ValueError):
@@ -86,23 +87,23 @@ class MeshError(JaxrlError, ValueError):
 
 
 class WeightsError(JaxrlError, RuntimeError):
-    """A weight update does not match what the sampler expects, or the probe disagrees."""
+    """A weight update does not match what the sampler expects, or the probe's log-probs differ."""
 
 
 class RolloutError(JaxrlError, RuntimeError):
-    """A request, an environment or a scorer failed, and the error policy does not forgive it."""
+    """A request, an environment or a scorer failed, and the error policy does not tolerate it."""
 
 
 class SamplersLost(RolloutError):
-    """No sampler is left, and none will come: the run ends."""
+    """No sampler is left and none can join, so the run ends."""
 
 
 class SessionEnded(RolloutError, ConnectionAbortedError):
-    """A call came for a session that has ended, or that nobody opened; the message says why."""
+    """A call named a session that has ended or was never opened; the message says why."""
 
 
 class SessionLimit(RolloutError):
-    """A session has reached a limit and may not draw any more; the message names the limit."""
+    """A session has reached a limit and may not generate more; the message names the limit."""
 
 
 class RolloutTimeout(RolloutError, TimeoutError):
@@ -110,33 +111,34 @@ class RolloutTimeout(RolloutError, TimeoutError):
 
 
 class Away(RolloutError):
-    """A service that plays or judges does not answer for now; the same call may succeed later."""
+    """A service that plays or judges is temporarily unavailable; a retry may succeed."""
 
     def __init__(self, message: str, wait_s: float | None = None) -> None:
-        """wait_s: what the service asks for, seconds; None: it does not say."""
+        """wait_s: the wait that the service asks for, seconds; None: it does not say."""
         super().__init__(message)
         self.wait_s = wait_s
 
 
 class GivenUp(RolloutError):
-    """A call was made again for long enough in an outage, and what needs it fails. It is no failure
-    of the user's code."""
+    """A call was retried for long enough during an outage; its episode or group fails. The user's
+    code is not at fault."""
 
 
 class EndpointMisset(RolloutError):
-    """An endpoint that judges or plays will serve no call as it is set up: the run ends."""
+    """An endpoint that judges or plays is configured such that every call fails; the run ends."""
 
 
 class OutageTooLong(EndpointMisset):
-    """A service has been away for longer than the run waits for it: the run ends."""
+    """A service was unavailable for longer than the run waits for it; the run ends."""
 
 
 class RefusedScore(RolloutError):
-    """A scorer did not return one valid score per episode; a retry would not change that."""
+    """A scorer did not return one valid score per episode; a retry would not help."""
 
 
 class StalledError(JaxrlError, TimeoutError):
-    """The run as a whole made no progress for too long; the message names the part that waits."""
+    """The run as a whole made no progress for too long; the message names the part that is
+    waiting."""
 
 
 class TrainingError(JaxrlError, ArithmeticError):
@@ -148,11 +150,11 @@ class ReplayError(JaxrlError, RuntimeError):
 
 
 class Disconnected(JaxrlError, ConnectionError):
-    """The session with another process has ended; the message says why."""
+    """The connection to another process has ended; the message says why."""
 
 
 class JoinRefused(JaxrlError, ConnectionRefusedError):
-    """The other side does not let this process join: secret, protocol or model do not fit."""
+    """The other side rejects this process: the secret, protocol or model does not match."""
 
 
 class WrongSecret(JoinRefused):
@@ -160,28 +162,28 @@ class WrongSecret(JoinRefused):
 
 
 class Closed(JaxrlError, RuntimeError):
-    """The part was closed while a caller waited for it: the run is stopping."""
+    """A component was closed while a caller waited for it, because the run is stopping."""
 
 
 class Preempted(JaxrlError, InterruptedError):
-    """SIGTERM or SIGHUP ended the run; everything is saved, and the run can be resumed."""
+    """SIGTERM or SIGHUP ended the run. Everything is saved, and the run can be resumed."""
 
 
 class Stopped(JaxrlError, InterruptedError):
-    """Ctrl-C ended the run before there was a policy to write; everything else is saved."""
+    """Ctrl-C ended the run before a policy could be written; everything else is saved."""
 
 
 class RunsFailed(JaxrlError, RuntimeError):
-    """Of several adapters that learnt in one run one or more failed; the message says which."""
+    """One or more of the adapters that were trained in one run failed; the message says which."""
 
 
 class ProcessEndRefused(JaxrlError, RuntimeError):
-    """A function of the user's wanted to end the process while a run was training in it."""
+    """A user's function tried to end the process while a run was training in it."""
 
 
 class MissingExtraError(JaxrlError, ImportError):
-    """An optional dependency is needed; the message names the extra to install."""
+    """An optional dependency is missing; the message names the extra to install."""
 
 
 class StopTraining(Exception):
-    """Raised by a caller's on_step: end the run after this update, with everything saved."""
+    """Raised by a caller's on_step to end the run after this update, with everything saved."""

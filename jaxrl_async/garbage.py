@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept off what a long loop has before it begins."""
+"""Keep Python's garbage collector from scanning objects that exist before a long loop begins."""
 
 import gc
 from collections.abc import Iterator
@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def only_new_garbage() -> Iterator[None]:
-    """Have the collector look at nothing but what is made inside the `with`.
+    """Make the collector ignore all objects that exist before the `with`.
 
-    Half a million objects (modules, traced programs, the parts of a run) are there before, for
-    good. A full collection goes through all of them, a tenth to half a second in which no thread
-    runs Python: nobody takes an update's result or the next decode block's. Whatever nobody refers
-    to any more is freed as before; only cycles that earlier objects are part of stay until the end,
-    with all that they refer to. Where somebody has frozen objects already (`gc.freeze`), this does
+    About half a million objects (modules, traced programs, the parts of a run) exist by then and
+    live on. A full collection scans all of them for 0.1 to 0.5 s. No thread runs Python during
+    that time, so the results of updates and decode blocks are not processed. Unreferenced objects
+    are still freed as before; only cycles that include earlier objects are kept until the end,
+    with everything that they refer to. If objects are already frozen (`gc.freeze`), this does
     nothing.
     """
     if gc.get_freeze_count():

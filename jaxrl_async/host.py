@@ -1,4 +1,4 @@
-"""What the host has, without asking JAX, and freed memory given back to it."""
+"""Query the host's hardware and memory without JAX, and return freed memory to the system."""
 
 import ctypes
 import importlib.util
@@ -11,15 +11,15 @@ from itertools import chain
 from pathlib import Path
 
 TPU_FILES = ("accel[0-9]*", "vfio/[0-9]*")
-"""Below /dev on a host with TPU chips."""
+"""Device files below /dev on a host with TPU chips."""
 
 
 NVIDIA_FILES = ("nvidiactl", "nvidia0", "dxg")
-"""One of them is below /dev on a host with NVIDIA's driver; the last under Windows' Linux."""
+"""Device files below /dev on a host with NVIDIA's driver, at least one; dxg is for WSL."""
 
 
 def version_of(package: str) -> str:
-    """Return the version of an installed package; "": it is not installed."""
+    """Return the version of an installed package; "" if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -27,8 +27,8 @@ def version_of(package: str) -> str:
 
 
 def host_memory() -> tuple[int, int]:
-    """Return the bytes of memory that this process may have, and those that are free. Raises
-    OSError where the system does not say (it is not Linux)."""
+    """Return the memory that this process may use, and the free part of it, in bytes. Raises
+    OSError if the system does not report it (it is not Linux)."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     table = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     total, free = table["MemTotal"], table["MemAvailable"]
@@ -39,40 +39,42 @@ def host_memory() -> tuple[int, int]:
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return total, free
-    for of_files in ("inactive_file", "active_file"):  # given up when memory is asked for
+    for of_files in ("inactive_file", "active_file"):  # the kernel frees them on demand
         used -= int(stat.get(of_files, 0))
     return min(total, limit), max(0, min(free, limit - used))
 
 
 GPU_SHARE_VARIABLES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
-"""Which share of each GPU JAX takes; JAX calls the first deprecated, and refuses both together."""
+"""Variables with JAX's share of each GPU; the first is deprecated, and JAX refuses both
+together."""
 USUAL_GPU_SHARE = 0.75
-"""What JAX takes if neither is set."""
+"""JAX's share if neither variable is set."""
 LARGE_GPU_SHARE = 0.95
-"""The share for a run that has the card to itself: the rest is for CUDA, its libraries, and the
-buffers of NCCL. Plans count on it, unless the environment sets another share."""
+"""The share for a run that has the GPU to itself: the rest is for CUDA, its libraries, and NCCL's
+buffers. Plans assume it unless the environment sets another share."""
 NEARLY_ALL = 0.9
-"""Share from which on there is little more to give to JAX."""
+"""From this share on, JAX cannot get much more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemory:
-    """How much of each GPU's memory JAX gives to a process with this environment, and when."""
+    """The share of each GPU's memory that JAX gives to a process with this environment, and
+    when."""
 
-    variable: str  # by which another share is asked for
+    variable: str  # which sets another share
     told: float | None = None  # the share that the environment sets; None: it sets none
-    pooled: bool = True  # False: XLA_PYTHON_CLIENT_ALLOCATOR=platform, for which no share counts
-    preallocated: bool = True  # False: the share is taken as it is needed
-    problem: str = ""  # what is wrong with the variables, and what to do; told is None then
+    pooled: bool = True  # False: XLA_PYTHON_CLIENT_ALLOCATOR=platform, which ignores the share
+    preallocated: bool = True  # False: memory is allocated on demand
+    problem: str = ""  # what is wrong with the variables and what to do; then told is None
 
     @property
     def share(self) -> float:
-        """The share that JAX has at most."""
+        """The maximum share of JAX."""
         return 1.0 if not self.pooled else USUAL_GPU_SHARE if self.told is None else self.told
 
     @property
     def planned_share(self) -> float:
-        """The share that a run has if it is started as its plan says."""
+        """The share of a run that is started with the environment that its plan recommends."""
         return LARGE_GPU_SHARE if self.told is None or not self.pooled else self.told
 
 
@@ -97,8 +99,8 @@ def gpu_memory() -> GpuMemory:
 
 
 def more_of_a_gpu() -> str:
-    """Return a sentence, with a space behind it, on how JAX gets more of a GPU; "": it has nearly
-    all."""
+    """Return a sentence, with a space at its end, on how JAX gets more of a GPU; "" if it already
+    has nearly all."""
     memory = gpu_memory()
     if memory.problem:
         return f"{memory.problem} "
@@ -113,8 +115,8 @@ def more_of_a_gpu() -> str:
 def give_back_memory() -> None:
     """Return freed memory that malloc holds to the system.
 
-    What several threads have made and freed leaves it scattered over their arenas, and a long run
-    would seem to grow. Does nothing if malloc is not glibc's.
+    Memory that several threads allocated and freed is scattered over their arenas, which makes a
+    long run appear to grow. Does nothing if malloc is not glibc's.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -122,30 +124,30 @@ def give_back_memory() -> None:
 
 
 def has_tpu() -> bool:
-    """Return whether TPU chips are attached, of a generation that this version of JAX knows or
-    not."""
+    """Return whether TPU chips are attached, even if this version of JAX does not know their
+    generation."""
     return any(chain.from_iterable(Path("/dev").glob(pattern) for pattern in TPU_FILES))
 
 
 def has_nvidia() -> bool:
-    """Return whether NVIDIA's driver is installed; without it JAX's CUDA plugin is of no use."""
+    """Return whether NVIDIA's driver is installed; JAX's CUDA plugin needs it."""
     return any((Path("/dev") / name).exists() for name in NVIDIA_FILES)
 
 
 CUDA_PLUGIN = "xla_cuda"
-"""How the modules of JAX's CUDA plugins begin: xla_cuda12, xla_cuda13."""
+"""Prefix of the module names of JAX's CUDA plugins: xla_cuda12, xla_cuda13."""
 
 
 def jax_plugins() -> list[str]:
-    """Return the module names of JAX's plugins for devices that are installed."""
+    """Return the module names of JAX's installed device plugins."""
     found = importlib.util.find_spec("jax_plugins")
     places = [] if found is None else list(found.submodule_search_locations or ())
     return [module.name for module in pkgutil.iter_modules(places)]
 
 
 def card_out_of_reach(plugins: Sequence[str]) -> tuple[str, str] | None:
-    """Return, for people, what keeps JAX's CUDA plugin from the cards of this host, and what to do;
-    None: there is NVIDIA's driver, or no CUDA plugin among `plugins`."""
+    """Return why JAX's CUDA plugin cannot use this host's GPUs, and what to do, as messages. None
+    if NVIDIA's driver is present or `plugins` contains no CUDA plugin."""
     of_cuda = [f"jax-{name.removeprefix('xla_')}-plugin" for name in plugins
                if name.startswith(CUDA_PLUGIN)]  # fmt: skip
     if not of_cuda or has_nvidia():

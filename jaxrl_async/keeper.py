@@ -1,14 +1,14 @@
-"""Runs one command and leaves nothing of it behind. Standard library alone: it runs as a script.
+"""Run one command and clean up everything that it started. Standard library only, run as a script.
 
     caller ──starts──> keeper ──starts──> command ──> children, also those that leave its session
                          │ the command exits, the caller sends SIGTERM, or the caller has died:
                          │ SIGKILL to everything below
                          └─ ends as the command did
 
-Where the system has it (Linux), the keeper is a subreaper: whatever loses its parent below it
-becomes its own child, so that no double fork hides from it. Elsewhere it kills the command's
-process group. The command has the caller's standard input and output. A keeper costs about 20 ms of
-CPU time and 5 MB.
+On Linux the keeper is a subreaper: a process below it that loses its parent becomes the keeper's
+child, so a double fork does not escape. On other systems it kills the command's process group.
+The command has the caller's standard input and output. A keeper costs about 20 ms of CPU time and
+5 MB.
 """
 
 import ctypes
@@ -21,21 +21,21 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-"""What a keeper waits for; all but the first end its command."""
+"""Signals that a keeper waits for; all but the first end its command."""
 RESTORED = (signal.SIGPIPE, signal.SIGXFSZ)
-"""Signals that Python ignores, and that a command expects as they are."""
+"""Signals that Python ignores; the command gets their default handlers."""
 LOOK_S = 0.5
-"""How often a keeper looks whether its caller lives, seconds."""
+"""Interval at which a keeper checks whether its caller is alive, seconds."""
 END_S = 5.0
-"""Longest wait for killed processes to be gone, seconds: nothing ends one inside a driver."""
+"""Maximum wait for killed processes to exit, seconds: a process inside a driver cannot be ended."""
 AGAIN_S = 0.02
-"""Wait before what was born meanwhile is killed, seconds."""
+"""Wait before killing processes that were started in the meantime, seconds."""
 MAX_FILES = 65_536
-"""Descriptors below this number are closed in a keeper once its command has them."""
+"""A keeper closes its descriptors below this number once its command has them."""
 NOT_FOUND, NOT_RUN = 127, 126
-"""Exit codes, as shells have them, of a command that does not exist, or cannot be run."""
+"""Exit codes for a command that does not exist, or cannot be run; the same as in shells."""
 
-# Of Linux's linux/prctl.h, linux/capability.h and linux/landlock.h.
+# From linux/prctl.h, linux/capability.h and linux/landlock.h.
 SET_DUMPABLE, DROP_CAPABILITY, SET_SUBREAPER, SET_NO_NEW_PRIVILEGES = 4, 24, 36, 38
 TRACE_OTHERS, READ_OTHERS = 19, 38  # CAP_SYS_PTRACE, CAP_PERFMON
 CREATE_RULESET, RESTRICT_SELF = 444, 446
@@ -44,13 +44,13 @@ SCOPE_SIGNAL = 2
 
 
 def kept(words: Sequence[str]) -> list[str]:
-    """Return the words of a command that runs another one under a keeper. It must be started by
-    this process, in a session of its own; SIGTERM ends it with all that it has started."""
+    """Return the words of a command that runs another one under a keeper. This process must start
+    it in a new session; SIGTERM ends it with everything that it has started."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *words]
 
 
 def kill_session(session: int) -> None:
-    """Kill the processes of a session, where the system lists them: a keeper was killed itself."""
+    """Kill the processes of a session, if the system lists them: for a keeper that was killed."""
     for pid, _, of_session in _processes():
         if of_session == session:
             with suppress(ProcessLookupError, PermissionError):
@@ -58,10 +58,10 @@ def kill_session(session: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a command to its end, and end as it did.
+    """Run a command to its end, then exit with the command's status.
 
     Args:
-        arguments: the process id of the caller, and the words of the command.
+        arguments: the caller's process id, then the command and its arguments.
     """
     caller, words = int(arguments[0]), list(arguments[1:])
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class _System:
-    """Calls that Python has no name for. Where there is none, they do nothing."""
+    """System calls that Python does not offer. They do nothing if they are not available."""
 
     def __init__(self) -> None:
         self._library = None
@@ -91,19 +91,20 @@ class _System:
                 self._library = ctypes.CDLL(None, use_errno=True)
 
     def control(self, option: int, value: int) -> bool:
-        """Call prctl; return whether it did what it was asked."""
+        """Call prctl; return whether it succeeded."""
         if self._library is None:
             return False
         return bool(self._library.prctl(option, value, 0, 0, 0) == 0)
 
     def confine(self) -> None:
-        """Have this process and its children neither trace nor signal others, where that takes no
-        other right from them: as root, or where no new privileges can be had in any case."""
+        """Prevent this process and its children from tracing or signalling others. Done only where
+        it costs no other privilege: as root, or if the process cannot gain new privileges
+        anyway."""
         for capability in (TRACE_OTHERS, READ_OTHERS):
             self.control(DROP_CAPABILITY, capability)
         if self._library is None or self._landlock() < SCOPED_SINCE:
             return
-        rules = (ctypes.c_uint64 * 3)(0, 0, SCOPE_SIGNAL)  # of files, of the network, of scopes
+        rules = (ctypes.c_uint64 * 3)(0, 0, SCOPE_SIGNAL)  # files, network, scopes
         size = ctypes.c_size_t(ctypes.sizeof(rules))
         ruleset = self._library.syscall(CREATE_RULESET, ctypes.byref(rules), size, 0)
         if ruleset < 0:
@@ -130,12 +131,12 @@ def _become(words: list[str], mask: Iterable[int], system: _System) -> None:
     except OSError as error:
         os.write(2, f"{words[0]}: {error.strerror}\n".encode(errors="replace"))
         os._exit(NOT_FOUND if error.errno == errno.ENOENT else NOT_RUN)
-    finally:  # whatever happens: this is not the keeper
+    finally:  # always: this process is not the keeper
         os._exit(NOT_RUN)
 
 
 def _let_go_of_files() -> None:
-    """Close what is the command's, so that its pipes end with it."""
+    """Close the command's descriptors, so its pipes end when it does."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for own in (0, 1, 2):
         os.dup2(nothing, own)
@@ -143,7 +144,7 @@ def _let_go_of_files() -> None:
 
 
 def _waited(seconds: float) -> bool:
-    """Wait for a signal; return whether one came that ends the command."""
+    """Wait for a signal; return whether one arrived that ends the command."""
     if hasattr(signal, "sigtimedwait"):
         came = signal.sigtimedwait(SIGNALS, seconds)
         return came is not None and came.si_signo != signal.SIGCHLD
@@ -152,7 +153,7 @@ def _waited(seconds: float) -> bool:
 
 
 def _reaped() -> tuple[dict[int, int], bool]:
-    """Return the wait status of each child that has ended, and whether there are others."""
+    """Return the wait status of each child that has ended, and whether other children exist."""
     ended = {}
     try:
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -163,7 +164,8 @@ def _reaped() -> tuple[dict[int, int], bool]:
 
 
 def _end_all(command: int) -> dict[int, int]:
-    """Kill all that is left below this process; return how what was reaped has ended."""
+    """Kill all remaining processes below this one; return the statuses of those that were
+    reaped."""
     ended: dict[int, int] = {}
     until = time.monotonic() + END_S
     _kill_group(command)
@@ -179,7 +181,7 @@ def _end_all(command: int) -> dict[int, int]:
 
 
 def _kill_group(pid: int) -> None:
-    """Kill a process below this one, and its group unless that is this process's own."""
+    """Kill a process below this one, and its group unless this process is in it."""
     with suppress(ProcessLookupError, PermissionError):
         if os.getpgid(pid) != os.getpgrp():
             os.killpg(os.getpgid(pid), signal.SIGKILL)
@@ -198,7 +200,7 @@ def _children() -> list[int]:
 
 
 def _processes() -> list[tuple[int, int, int]]:
-    """Return process, parent and session of all processes; [] where the system lists none."""
+    """Return process, parent and session of all processes; [] if the system does not list them."""
     found = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         with suppress(OSError, ValueError, IndexError):
@@ -209,7 +211,7 @@ def _processes() -> list[tuple[int, int, int]]:
 
 
 def _end_as(status: int) -> None:
-    """End this process as another one has ended. Never returns."""
+    """End this process with the exit code or signal of another one. Never returns."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         with suppress(OSError):  # SIGKILL has no handler

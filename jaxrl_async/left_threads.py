@@ -1,11 +1,11 @@
-"""Threads that are left inside a program which nothing interrupts: an update of a minute, say.
+"""Handle threads that are stuck in native code that cannot be interrupted, such as a long update.
 
-Python ends a daemon thread that comes back from such a program while the interpreter exits, by
-unwinding it through C++ that does not allow that: the process aborts ("terminate called ...",
-SIGABRT), and its exit code is lost. So no interpreter exits while there is one:
+If a daemon thread returns from native code while the interpreter exits, Python unwinds it through
+C++ that does not allow that. The process then aborts ("terminate called ...", SIGABRT), and its
+exit code is lost. The interpreter therefore does not exit while such a thread exists:
 
     a command              the process ends immediately, with the exit code of the command
-    a program that calls   it waits at its exit until the thread is out, for a limited time;
+    a program that calls   it waits at its exit until the thread returns, for a limited time;
     train()                then, or at Ctrl-C, the process ends immediately, with LEFT_CODE or
                            INTERRUPTED_CODE
 """
@@ -18,44 +18,45 @@ import threading
 import time
 
 LEFT_CODE = 1
-"""Exit code of a process that could not wait any longer for a thread."""
+"""Exit code of a process that timed out waiting for a thread."""
 INTERRUPTED_CODE = 130
-"""The same where Ctrl-C ended the wait."""
+"""Exit code if Ctrl-C ended the wait."""
 LEAST_S = 60.0
-"""Least of the longest wait at exit for a thread, seconds."""
+"""Minimum of the timeout for a thread at exit, seconds."""
 EXIT_S = 30.0
-"""When a command's process ends that threads of a user's code keep, after its work, seconds."""
+"""Time after which a command whose work is done exits even if user threads still run, seconds."""
 WAITING = {
     "threading.py": ("wait", "_wait_for_tstate_lock"),
     "selectors.py": ("select",),
     "queue.py": ("get", "put"),
 }
-"""Functions of the standard library in which a thread that only waits is: it is harmless."""
+"""Functions of the standard library in which a thread is only waiting, which is harmless."""
 
 log = logging.getLogger(__name__)
 
-_left: dict[threading.Thread, float] = {}  # how long to wait for each, seconds
-_code: int | None = None  # of the command; None: this process runs no command
+_left: dict[threading.Thread, float] = {}  # timeout of each, seconds
+_code: int | None = None  # the command's exit code; None: this process runs no command
 os.register_at_fork(after_in_child=_left.clear)
 
 
 def leave_behind(thread: threading.Thread, longest_s: float = LEAST_S) -> None:
-    """Take note of a daemon thread that may not end, although all that it waits for was closed.
-    Called before it is joined, which Ctrl-C may interrupt; those that have ended are forgotten.
+    """Register a daemon thread that may not end, although everything that it waits for was closed.
+    Call this before joining the thread, since Ctrl-C may interrupt the join. Registered threads
+    that have ended are removed.
 
-    longest_s: what it does may take at most that long.
+    longest_s: maximum duration of what the thread does.
     """
     for ended in [other for other in list(_left) if not other.is_alive()]:
         _left.pop(ended, None)
     if not _left:
         atexit.unregister(_end)
-        atexit.register(_end)  # after jax's own: what was registered last is called first
+        atexit.register(_end)  # after jax's own: the last one registered is called first
     _left[thread] = max(longest_s, LEAST_S)
 
 
 def at_exit_end_with(code: int) -> int:
-    """Have this process, which runs a command, end immediately with its exit code if a thread is
-    left, and in any case EXIT_S seconds from now; return the code."""
+    """Make this process, which runs a command, end with the command's exit code: immediately at
+    exit if a thread is stuck, and in any case EXIT_S seconds from now. Return the code."""
     global _code
     _code = code
     late = threading.Timer(EXIT_S, _end_late, (code,))
@@ -65,11 +66,11 @@ def at_exit_end_with(code: int) -> int:
 
 
 def _end_late(code: int) -> None:
-    """End a process whose interpreter waits for threads that are not daemons, or for those of a
+    """End a process whose interpreter waits for non-daemon threads, or for threads of a
     ThreadPoolExecutor."""
     kept = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
     log.warning(
-        "the process has not ended %g s after its work, and ends now; its threads were: %s",
+        "the process did not exit %g s after its work was done, and ends now; its threads were: %s",
         EXIT_S,
         ", ".join(sorted(kept)[:16]),
     )
@@ -77,7 +78,7 @@ def _end_late(code: int) -> None:
 
 
 def inside_programs() -> list[threading.Thread]:
-    """Return the threads left behind that are still inside something that is not Python."""
+    """Return the registered threads that are still inside native code."""
     frames = sys._current_frames()
 
     def is_inside(thread: threading.Thread) -> bool:
@@ -91,15 +92,15 @@ def inside_programs() -> list[threading.Thread]:
 
 
 def _end() -> None:
-    """Let the interpreter exit once no thread is left inside a program."""
+    """Let the interpreter exit once no registered thread is inside native code."""
     try:
         _wait()
-    except KeyboardInterrupt:  # beyond this the interpreter would exit, and the process abort
+    except KeyboardInterrupt:  # if raised, the interpreter would exit and the process abort
         _end_process(INTERRUPTED_CODE)
 
 
 def _wait() -> None:
-    """Wait until no thread is inside a program; end the process if that takes too long."""
+    """Wait until no thread is inside native code; end the process after a timeout."""
     if _code is not None and inside_programs():
         _end_process(_code)
         return
@@ -113,8 +114,8 @@ def _wait() -> None:
         if not said:
             said = True
             log.warning(
-                "waiting at most %.0f s for thread %s: nothing interrupts the program that it is "
-                "inside",
+                "waiting at most %.0f s for thread %s: it is inside native code that cannot be "
+                "interrupted",
                 left_s,
                 threads[0].name,
             )
@@ -122,11 +123,11 @@ def _wait() -> None:
 
 
 def _end_process(code: int) -> None:
-    """End immediately, with all that was written flushed."""
+    """Flush all output, then end immediately."""
     try:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
-    finally:  # whatever happens: another Ctrl-C, a pipe that nobody reads
+    finally:  # even after another Ctrl-C or a broken pipe
         os._exit(code)

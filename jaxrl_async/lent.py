@@ -1,6 +1,6 @@
-"""What a user's function is given: copies, or arrays that it cannot write into. Needs no JAX.
+"""Arguments for a user's functions: copies, or arrays that cannot be written. Needs no JAX.
 
-A function may use up what it is given (`tests.pop()`): the next call gets it whole again.
+A function may consume its arguments (`tests.pop()`): the next call gets them complete again.
 """
 
 import copy
@@ -25,8 +25,8 @@ UNCHANGEABLE = (str, bytes, int, float, bool, complex, type(None))
 def copied(value: T, what: str = "a value") -> T:
     """Return a deep copy of a value of a record.
 
-    What cannot be copied (an open file, a lock) is returned itself, with one warning for each
-    `what`.
+    A value that cannot be copied (an open file, a lock) is returned itself, with one warning for
+    each `what`.
     """
     if isinstance(value, UNCHANGEABLE):
         return value
@@ -39,7 +39,7 @@ def copied(value: T, what: str = "a value") -> T:
 
 def _warn_shared(what: str, kind: str, error: str) -> None:
     own = object()
-    if _WARNED.setdefault(what, own) is own:  # one thread's alone
+    if _WARNED.setdefault(what, own) is own:  # only the first thread warns
         log.warning(
             "%s is a %s that cannot be copied (%s): all calls of your functions share it, and one "
             "that changes it changes it for all others.",
@@ -50,13 +50,13 @@ def _warn_shared(what: str, kind: str, error: str) -> None:
 
 
 def copied_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record whose values are copies, by column."""
+    """Return a record with copies of its values, by column."""
     return {name: copied(value, f"the column {name!r}") for name, value in columns.items()}
 
 
 def read_only(carrier: T) -> T:
-    """Return a carrier of types.py (an Episode) whose arrays cannot be written into, and whose
-    mappings and messages are copies."""
+    """Return a carrier of types.py (an Episode) whose arrays are read-only, and whose mappings and
+    messages are copies."""
     if isinstance(carrier, np.ndarray):
         view = carrier.view()
         view.flags.writeable = False
@@ -70,7 +70,7 @@ def read_only(carrier: T) -> T:
 
 
 def lending(function: Callable[..., T]) -> Callable[..., T]:
-    """Return a function of carriers whose arguments are read-only to the given one."""
+    """Wrap a function of carriers to make its arguments read-only."""
 
     @functools.wraps(function)
     def lent(*carriers: Any) -> T:
@@ -80,8 +80,9 @@ def lending(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def as_json(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return copies of messages that a checkpoint can hold: what is not JSON becomes text."""
+    """Return copies of messages that a checkpoint can hold: values that are not JSON become
+    text."""
     try:
         return tuple(json.loads(json.dumps(list(map(dict, messages)), default=str)))
-    except (TypeError, ValueError, RecursionError):  # keys that are no text; a loop
+    except (TypeError, ValueError, RecursionError):  # keys that are not text; a loop
         return tuple({"role": m["role"], "content": str(m.get("content"))} for m in messages)

@@ -1,4 +1,4 @@
-"""Split devices into a trainer slice and sampler slices; one table a role says how to shard."""
+"""Split devices into a trainer slice and sampler slices; a table for each role defines sharding."""
 
 import functools
 import logging
@@ -31,7 +31,7 @@ from jaxrl_async.host import (
 log = logging.getLogger(__name__)
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
-"""By communication, least first: only data crosses slices, tensor is on neighbouring chips."""
+"""In order of communication, least first: only data crosses slices; tensor uses adjacent chips."""
 
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
@@ -49,7 +49,7 @@ TRAINER_RULES: dict[str, str | tuple[str, ...] | None] = {
     "tokens": ("context", "data", "fsdp", "expert"),
     "looked_up": ("context", "data", "expert"),
 }
-"""How the trainer shards each logical axis: weights over fsdp, expert and tensor.
+"""The trainer's sharding of each logical axis: weights over fsdp, expert and tensor.
 
 tokens: rows and lengths flattened into one axis, in the order of model/layout.py; looked_up: the
 same while the embedding's columns are sharded over fsdp."""
@@ -58,7 +58,8 @@ IN_SLICE_RULES: dict[str, str | tuple[str, ...] | None] = {
     name: tuple(a for a in axes if a != "data") if isinstance(axes, tuple) else axes
     for name, axes in TRAINER_RULES.items()
 }
-"""The trainer's rules where each part of the axis data computes separately (`by_slice`)."""
+"""The trainer's rules inside `by_slice`, where each part of the axis data computes separately
+(`by_slice`)."""
 
 SAMPLER_RULES: dict[str, str | tuple[str, ...] | None] = {
     **TRAINER_RULES,
@@ -67,18 +68,19 @@ SAMPLER_RULES: dict[str, str | tuple[str, ...] | None] = {
     "tokens": None,
     "looked_up": None,
 }
-"""How a sampler shards each logical axis: weights and KV pages over tensor and expert.
+"""A sampler's sharding of each logical axis: weights and KV pages over tensor and expert.
 
 Along the other axes of its mesh, devices repeat the same work."""
 
 
 def skip_absent_accelerators() -> None:
-    """Keep JAX from starting libtpu, which logs many errors, and the CUDA plugin, which logs its
-    own failure, on a host without any accelerator: either may be installed only for its compiler.
+    """Keep JAX from starting plugins on a host without accelerators: libtpu, which logs many
+    errors, and the CUDA plugin, which logs its failure. Both may be installed only for their
+    compiler.
 
-    Without effect if JAX_PLATFORMS names a platform, there are chips or NVIDIA's driver, or there
-    are plugins of others. A user of the CUDA plugin may have wanted a card: the log says once
-    that the process uses the CPU, and what to do.
+    Has no effect if JAX_PLATFORMS names a platform, if TPU chips or NVIDIA's driver are present,
+    or if there are other plugins. If the CUDA plugin is installed, the user may have wanted a
+    GPU: a warning is logged once that the process uses the CPU, and what to do.
     """
     plugins = jax_plugins()
     others = any(not name.startswith(CUDA_PLUGIN) for name in plugins)
@@ -86,29 +88,29 @@ def skip_absent_accelerators() -> None:
     asked = getattr(jax.config, "jax_platforms", None) or "JAX_FORCE_TPU_INIT" in os.environ
     if others or cards or asked or has_tpu():
         return
-    jax.config.update("jax_platforms", "cpu")  # a second call finds it asked for
+    jax.config.update("jax_platforms", "cpu")  # a second call returns above
     if problem := card_out_of_reach(plugins):
         log.warning("%s. To do: %s.", *problem)
 
 
 def have_threads_for_collectives() -> None:
-    """Have XLA start 32 threads on a CPU, before JAX's first use, unless PJRT_NPROC says how many.
+    """Make XLA start 32 threads on a CPU, unless PJRT_NPROC is set. Call it before JAX's first use.
 
-    For programs on several CPU devices: their collectives can hang with as many threads as cores.
+    For programs on several CPU devices, whose collectives can hang with as many threads as cores.
     With more threads than cores everything is slower.
     """
     os.environ.setdefault("PJRT_NPROC", "32")
 
 
 LEAST_CPU_DEVICES = 2
-"""Devices that a CPU is made to look like at least, by whatever starts JAX first: as many as a
-trainer and a sampler need by default, which a later job of the process may be."""
+"""Minimum number of CPU devices that a process which starts JAX asks for: a trainer and a sampler
+need that many by default, and a later job of the process may train."""
 
 
 def ask_for_cpu_devices(count: int = LEAST_CPU_DEVICES) -> bool:
-    """Have JAX's CPU backend look like at least so many devices; return False if it runs already.
+    """Make JAX's CPU backend show at least `count` devices; return False if it is already running.
 
-    Without effect if XLA_FLAGS gives a number.
+    Has no effect if XLA_FLAGS sets a number.
     """
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return True
@@ -121,7 +123,8 @@ def ask_for_cpu_devices(count: int = LEAST_CPU_DEVICES) -> bool:
 
 
 class Slices(NamedTuple):
-    """The trainer's mesh and those of the samplers in this process; if colocated, one sampler on
+    """The trainer's mesh and the meshes of the samplers in this process. If colocated, one sampler
+    on
     the trainer's devices of this process."""
 
     trainer: Mesh
@@ -137,11 +140,11 @@ class Slices(NamedTuple):
 def make_slices(section: schema.MeshSection, devices: Sequence[jax.Device] | None = None) -> Slices:
     """Give the trainer the first devices and the samplers the next (or the same) ones.
 
-    With several processes, each gives its first devices to the trainer's mesh, which spans them
-    all; the samplers are those of this process (if colocated one, on what this process gave).
-    Samplers in processes of their own have devices of their own: all of these are the trainer's.
-    Raises MeshError if there are too few devices, if they cannot be cut so, or if the TPU compiler
-    refuses a program over the devices of a slice.
+    With several processes, each gives its first devices to the trainer's mesh, which spans all
+    processes; the samplers are in this process (if colocated, one sampler on the devices
+    that this process gave). Samplers in separate processes have their own devices; all devices
+    here are then the trainer's. Raises MeshError if there are too few devices, if they cannot be
+    divided this way, or if the TPU compiler rejects a program over the devices of a slice.
     """
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) < section.num_devices:
@@ -160,7 +163,7 @@ def make_slices(section: schema.MeshSection, devices: Sequence[jax.Device] | Non
     starts = range(first, first + samplers * each, each)
     here = next((h for h in hosts if h[0].process_index == jax.process_index()), hosts[0])
     of_trainer = [d for host in hosts for d in host[:count]]
-    in_place = section.colocated and not alone  # each device has its part of the weights already
+    in_place = section.colocated and not alone  # each device already has its part of the weights
     slices = Slices(
         make_mesh(section.trainer, of_trainer, reorder=alone or not samplers),
         tuple(
@@ -177,7 +180,7 @@ def make_slices(section: schema.MeshSection, devices: Sequence[jax.Device] | Non
 
 
 def _wanted(section: schema.MeshSection) -> str:
-    """Return what the devices of this run's own process are for."""
+    """Describe what the devices of this run's own process are used for."""
     trainer = f"trainer {section.trainer.num_devices}"
     if section.remote:
         return f"{trainer}; the samplers have their own"
@@ -204,14 +207,15 @@ def _check_hosts(section: schema.MeshSection, hosts: Sequence[Sequence[jax.Devic
 
 
 def check_collective(mesh: Mesh, role: str) -> None:
-    """Compile a sum over all devices of a mesh; some parts of a TPU slice the compiler refuses.
+    """Compile a sum over all devices of a mesh, since the TPU compiler rejects some parts of a
+    slice.
 
-    Half of each host's chips of a slice of several hosts, for instance, on v5e and v6e. Nothing is
-    run. It takes a tenth of a second.
+    For instance half of each host's chips of a slice of several hosts, on v5e and v6e. Nothing is
+    executed. Takes about 0.1 s.
 
     Args:
         mesh: A trainer's or a sampler's mesh.
-        role: How the configuration calls it, for the error.
+        role: Its name in the configuration, for the error.
 
     Raises MeshError with what to do.
     """
@@ -224,28 +228,28 @@ def check_collective(mesh: Mesh, role: str) -> None:
     except jax.errors.JaxRuntimeError as error:
         hosts = len({d.process_index for d in mesh.devices.flat})
         raise MeshError(
-            f"the compiler refuses a sum over the {count} {mesh.devices.flat[0].device_kind} "
-            f"devices of {role}, on {hosts} hosts: {str(error).splitlines()[0][:200]}. A part of a "
-            "TPU slice must be one that programs can run on: give trainer and samplers whole "
-            "slices of their own (mesh.samplers_in=elsewhere, mesh.trainer as large as its slice, "
-            "and python -m jaxrl_async.sample on each sampler's slice), or take one host."
+            f"the compiler rejects a sum over the {count} {mesh.devices.flat[0].device_kind} "
+            f"devices of {role}, on {hosts} hosts: {str(error).splitlines()[0][:200]}. Programs "
+            "must be able to run on this part of a TPU slice: give trainer and samplers "
+            "separate, whole slices (mesh.samplers_in=external, mesh.trainer as large as its "
+            "slice, and python -m jaxrl_async.sample on each sampler's slice), or use one host."
         ) from error
 
 
 def make_mesh(
     axes: schema.AxesSection, devices: Sequence[jax.Device], *, reorder: bool = True
 ) -> Mesh:
-    """Make a mesh of the devices, as `arranged` orders them. Raises MeshError."""
+    """Make a mesh of the devices in the order of `arranged`. Raises MeshError."""
     return Mesh(arranged(axes, devices, reorder=reorder), AXES)
 
 
 def arranged(
     axes: schema.AxesSection, devices: Sequence[jax.Device], *, reorder: bool = True
 ) -> np.ndarray:
-    """Arrange devices as [data, fsdp, expert, context, tensor]; only on TPU is their order changed.
+    """Arrange devices as [data, fsdp, expert, context, tensor]; their order changes only on TPU.
 
-    On TPU, slices joined by a data center network (DCN) are split along data only, each slice one
-    block of it.
+    Slices that are joined by a data center network (DCN) are split along data only: each slice is
+    one block along that axis.
 
     Args:
         axes: Size of each axis.
@@ -253,7 +257,7 @@ def arranged(
         reorder: Let the axes follow each slice's torus. False keeps the given order, in which a
             process's devices are adjacent (its samplers take their weights from them).
 
-    Raises MeshError if the slices cannot be split so.
+    Raises MeshError if the slices cannot be split this way.
     """
     shape = tuple(getattr(axes, name) for name in AXES)
     if devices[0].platform != "tpu":
@@ -264,10 +268,10 @@ def arranged(
     ]
     if len({len(one) for one in slices}) > 1 or axes.data % len(slices):
         raise MeshError(
-            f"{len(devices)} devices lie on {len(slices)} TPU slices, of "
+            f"{len(devices)} devices are on {len(slices)} TPU slices, of "
             f"{', '.join(str(len(one)) for one in slices)} devices, and only the axis data may span"
-            f" slices: it is {axes.data}. Make data a multiple of the number of slices, and take "
-            "as many devices of each."
+            f" slices: it is {axes.data}. Make data a multiple of the number of slices, and use "
+            "the same number of devices of each."
         )
     each = (axes.data // len(slices), *shape[1:])
     blocks = [_on_torus(one, each) if reorder else np.array(one).reshape(each) for one in slices]
@@ -275,9 +279,9 @@ def arranged(
 
 
 def _on_torus(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
-    """Arrange one slice's devices so that neighbours on an axis are neighbours on the torus.
+    """Arrange one slice's devices to make neighbours on an axis neighbours on the torus.
 
-    Keeps their order, with a warning, if they do not fill a box that can be divided so.
+    If they do not fill a box that can be divided this way, warn and keep their order.
     """
     if _is_box([(*d.coords, d.core_on_chip) for d in devices]):
         try:
@@ -299,8 +303,8 @@ def _is_box(coordinates: Sequence[tuple[int, ...]]) -> bool:
 
 
 def local_part(mesh: Mesh) -> Mesh:
-    """Return the mesh or, if other processes own some of its devices, one of this process's along
-    fsdp: for programs that this process runs alone."""
+    """Return the mesh; or, if other processes own some of its devices, a mesh of this process's
+    devices along fsdp, for programs that this process runs alone."""
     local = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     if len(local) == mesh.size:
         return mesh
@@ -308,7 +312,7 @@ def local_part(mesh: Mesh) -> Mesh:
 
 
 def num_shards(mesh: Mesh, rules: Rules, axis: str) -> int:
-    """Return into how many shards the rules divide a logical axis on a mesh."""
+    """Return the number of shards into which the rules divide a logical axis on a mesh."""
     names = rules.get(axis) or ()
     return math.prod(mesh.shape[n] for n in ((names,) if isinstance(names, str) else names))
 
@@ -321,7 +325,7 @@ def batch_sharding(mesh: Mesh, rules: Rules = TRAINER_RULES) -> NamedSharding:
 def spec_for(
     shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh, rules: Rules
 ) -> PartitionSpec:
-    """Return an array's PartitionSpec; a dimension that its mesh axes do not divide stays whole."""
+    """Return an array's PartitionSpec; dimensions not divisible by their mesh axes stay whole."""
     used: set[str] = set()
     entries: list[Any] = []
     for size, axis in zip(shape, axes, strict=True):
@@ -338,16 +342,16 @@ def spec_for(
 
 
 def by_slice(function: Callable[..., Any], mesh: Mesh, in_axes: Sequence[Any]) -> Any:
-    """Return a function run by each part of the axis data on its own part of some arguments.
+    """Return a function that each part of the axis data runs on its own part of some arguments.
 
-    What it computes crosses no slice, so nothing that the other axes divide changes: inside, the
-    mesh has no axis data (`trainer_rules`, `placement`, `divided`). Its results get an axis in
-    front, one entry for each part.
+    The computation does not cross slices, so the sharding over the other axes is unchanged.
+    Inside, the mesh has no axis data (`trainer_rules`, `placement`, `divided`). The results get a
+    leading axis with one entry for each part.
 
     Args:
-        function: what is computed.
-        mesh: a trainer's.
-        in_axes: for each argument "data", if its first axis is divided; None: every part has it.
+        function: the function to run.
+        mesh: a trainer's mesh.
+        in_axes: for each argument "data" if its first axis is divided; None: every part gets all.
     """
 
     def one(*given: Any) -> Any:
@@ -365,27 +369,27 @@ def by_slice(function: Callable[..., Any], mesh: Mesh, in_axes: Sequence[Any]) -
 
 
 def is_in_slice() -> bool:
-    """Return whether what is traced is computed by each part of the axis data (`by_slice`)."""
+    """Return whether tracing happens inside `by_slice`."""
     return "data" in jax.sharding.get_abstract_mesh().manual_axes
 
 
 def trainer_rules() -> Rules:
-    """Return how the trainer shards logical axes where this is traced."""
+    """Return the trainer's sharding rules for the code that is being traced."""
     return IN_SLICE_RULES if is_in_slice() else TRAINER_RULES
 
 
 def placement(mesh: Mesh, spec: PartitionSpec) -> Any:
-    """Return a sharding on a trainer's mesh, for what is traced here."""
+    """Return a sharding on a trainer's mesh for the code that is being traced."""
     return spec if is_in_slice() else NamedSharding(mesh, spec)
 
 
 def devices_here(mesh: Mesh) -> int:
-    """Return over how many devices what is traced here is divided."""
+    """Return the number of devices over which the traced code is divided."""
     return mesh.size // (mesh.shape["data"] if is_in_slice() else 1)
 
 
 def divided(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Any:
-    """Return a function run by each device on its own parts, of the mesh or of its slice."""
+    """Return a function that each device, of the mesh or of its slice, runs on its own parts."""
     where: dict[str, Any] = {"mesh": mesh}
     if is_in_slice():
         where = {"axis_names": set(mesh.axis_names) - {"data"}}
@@ -403,7 +407,7 @@ def shardings(table: Any, mesh: Mesh, rules: Rules) -> Any:
 
 
 HOST, DEVICE = "pinned_host", "device"
-"""JAX's memory kinds: the host's, and the device's."""
+"""JAX's memory kinds of the host and the device."""
 
 
 def in_memory(kind: str, tree: Any) -> Any:
@@ -418,20 +422,20 @@ def in_memory(kind: str, tree: Any) -> Any:
 
 
 def shapes_on(tree: Any, shardings: Any) -> Any:
-    """Return shapes with shardings for arrays or shapes: to lower programs without running them."""
+    """Return shapes with shardings for arrays or shapes, to lower programs without running them."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
     )
 
 
 def spans_processes(mesh: Mesh | None) -> bool:
-    """Return whether several processes own the mesh's devices; None: the default device."""
+    """Return whether several processes own the mesh's devices; None means the default device."""
     return mesh is not None and len({d.process_index for d in mesh.devices.flat}) > 1
 
 
 def put(tree: Any, sharding: Any) -> Any:
-    """Put host arrays on the devices of a sharding. What is no array yet, but can be made one, is
-    made here, so that as little of it as possible is held at a time.
+    """Put host arrays on the devices of a sharding. Values that are not arrays yet are converted
+    here, one at a time, to keep little in memory.
 
     If other processes own some of the devices, all processes must pass the same arrays.
     """
@@ -446,7 +450,8 @@ def put(tree: Any, sharding: Any) -> Any:
 
 
 def whole(array: jax.Array | np.ndarray) -> np.ndarray:
-    """Copy an array to the host. If other processes hold parts of it, all must call this."""
+    """Copy an array to the host. If other processes hold parts of it, all processes must call
+    this."""
     if isinstance(array, np.ndarray):
         return array
     if not (array.is_fully_addressable or array.is_fully_replicated):
@@ -492,7 +497,7 @@ class DeviceLock:
 
 
 class DeviceLocks:
-    """Several locks taken together, always in this order, and given back in the other."""
+    """Several locks that are acquired together, always in this order, and released in reverse."""
 
     def __init__(self, *locks: AbstractContextManager[Any]) -> None:
         self._locks, self._held = locks, ExitStack()
@@ -509,7 +514,7 @@ class DeviceLocks:
 
 
 class _NoDeviceLock:
-    """A lock that does nothing, for devices to which no other thread dispatches."""
+    """A lock that does nothing, for devices that no other thread uses."""
 
     def __enter__(self) -> "_NoDeviceLock":
         return self

@@ -1,13 +1,13 @@
-"""Wait for services that are away: the one place in which calls of environments, tools, judges and
-rewards are made again for as long as an outage lasts.
+"""Wait for services that are unavailable: the only place that retries calls of environments, tools,
+judges and rewards for the duration of an outage.
 
-    attempt ──away?──> wait (growing, with chance in it, Retry-After kept) ──> attempt ──> answered
-                 ├──> others are answered meanwhile: this call alone is at fault, and fails
-                 └──> CALL_S are over: this call fails, and another one asks in its place
+    attempt ──away?──> wait (growing, with jitter, at least Retry-After) ──> attempt ──> answered
+                 ├──> other calls are answered meanwhile: this call alone is at fault, and fails
+                 └──> CALL_S are over: this call fails, and another one is made in its place
 
-A service is known by what it is called in messages. One that has not answered once since the run
-began is waited for only for a moment, or for faults.outage_s where it is set: its address is wrong,
-or it was never started.
+Services are identified by their names in messages. A service that has not answered since the run
+began may have a wrong address, or was never started. The run waits for it only briefly (FIRST_S),
+or for faults.outage_s if that is set.
 """
 
 import asyncio
@@ -26,26 +26,27 @@ from typing import TypeVar
 from jaxrl_async.away import asked_wait_s, away_in
 from jaxrl_async.errors import GivenUp, JaxrlError, OutageTooLong, in_a_line
 from jaxrl_async.metrics.fault_counts import backoff_s
-from jaxrl_async.ports import Clock
+from jaxrl_async.ports.run import Clock
 
 T = TypeVar("T")
 
 ENVIRONMENT = "the environment"
-"""What Outages calls the counterpart of the policy: an environment, a game or a program."""
+"""Name, in Outages, of the policy's counterpart: an environment, a game or a program."""
 FIRST_S = 30.0
-"""How long a service is waited for that has never answered in this run, where faults.outage_s is
-not set, seconds."""
+"""Maximum wait for a service that has never answered in this run if faults.outage_s is not set,
+seconds."""
 TRIES = 5
-"""Times that a call is made again at least, though others are answered meanwhile."""
+"""Minimum number of retries of a call, even if other calls are answered meanwhile."""
 CALL_S = 1200.0
-"""Longest time for which one call is made again, seconds: the service may be unable to answer
-this one. What needs it then fails, and what takes its place asks again."""
+"""Maximum time for which one call is retried, seconds: the service may be unable to answer it.
+What needs it then fails, and its replacement makes a new call."""
 ALONE_S = 120.0
-"""Longest time for which calls of one prompt are made again if no other's are, seconds."""
+"""Maximum time for which calls of one prompt are retried if only that prompt's calls fail,
+seconds."""
 LEAST_S = 0.1
-"""Shortest first wait, seconds."""
+"""Minimum of the first wait, seconds."""
 CHANCE = 0.25
-"""Waits differ by at most this share: calls do not come back all at the same time."""
+"""Jitter of the waits, as a share: it keeps calls from being retried all at the same time."""
 TOLD_S = 60.0
 """Time between two reports of one outage, seconds."""
 
@@ -54,31 +55,31 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class _Outage:
-    """One service that is away."""
+    """One service that is unavailable."""
 
-    since_s: float  # of its first failure, by the clock
-    since: float  # time.time()
-    given_up_s: float | None  # when its calls are given up, if they may be at fault themselves
-    error: str = ""  # the newest one
-    wait_s: float = 0.0  # the newest one
-    told: bool = False  # it was reported
-    over: bool = False  # another call was answered, and calls that failed wait on
+    since_s: float  # the time of its first failure, by the clock
+    since: float  # the same as time.time()
+    given_up_s: float | None  # timeout of its calls if they may be at fault themselves
+    error: str = ""  # the latest one
+    wait_s: float = 0.0  # the latest one
+    told: bool = False  # whether it was reported
+    over: bool = False  # another call was answered; calls that failed still wait
 
 
 @dataclass(slots=True, kw_only=True)
 class _Call:
-    """A call that is made again in an outage; see `Outages.until_answered`."""
+    """A call that is retried during an outage; see `Outages.until_answered`."""
 
     who: str
     tries: int
     patience_s: float
     optional: bool
-    again: int = 0  # times that it was made again, or is about to be
-    first_s: float = 0.0  # when it failed first, by the clock
-    sure_s: float = math.inf  # when it failed for the second time
+    again: int = 0  # number of retries, the next one included
+    first_s: float = 0.0  # time of its first failure, by the clock
+    sure_s: float = math.inf  # time of its second failure
 
     def note_failure(self, now_s: float) -> None:
-        """Remember when it failed first, and again."""
+        """Remember the times of its first two failures."""
         if not self.again:
             self.first_s = now_s
         elif self.again == 1:
@@ -86,7 +87,7 @@ class _Call:
 
 
 class Outages:
-    """The services of one run that are away. Any thread and any event loop."""
+    """The unavailable services of one run. Any thread and any event loop."""
 
     def __init__(
         self,
@@ -100,32 +101,33 @@ class Outages:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         chance: Callable[[], float] = random.random,
     ) -> None:
-        """Know of none.
+        """Start without outages.
 
         Args:
-            longest_s: how long a service is waited for, seconds; None: for ever, and FIRST_S if it
-                has never answered.
+            longest_s: maximum wait for a service, seconds; None: no limit, but FIRST_S for a
+            service
+                that has never answered.
             backoff_first_s: the first wait, seconds; each is twice the last, 60 s at most.
             known: all services have answered before, as in a run that is resumed.
             count: called with the name of each fault (metrics/fault_counts.py).
             clock: for waits and durations.
             wall: for the time of day.
-            sleep: waits for so many seconds.
-            chance: a number from 0 to 1 for each wait.
+            sleep: waits for a number of seconds.
+            chance: a number from 0 to 1 for the jitter of each wait.
         """
         self._longest_s, self._known, self._count = longest_s, known, count
         self._first_s = max(backoff_first_s, LEAST_S)
         self._clock, self._wall, self._sleep, self._chance = clock, wall, sleep, chance
         self._lock = threading.Lock()
         self._away: dict[str, _Outage] = {}
-        self._unanswered: dict[str, tuple[float, float]] = {}  # since when, by both clocks
-        # calls that have failed and are made again, by service and what they are about
+        self._unanswered: dict[str, tuple[float, float]] = {}  # since when, on both clocks
+        # calls that failed and are retried, by service and what they are about
         self._calls = defaultdict[str, Counter[object]](Counter)
-        self._answered: dict[str, float] = {}  # when each service last did, by the clock
-        self._told_s: dict[str, float] = {}  # when each service was last reported
-        self._total_s, self._began_s = 0.0, 0.0  # of outages over, and when those now began
+        self._answered: dict[str, float] = {}  # time of each service's last answer
+        self._told_s: dict[str, float] = {}  # time of each service's last report
+        self._total_s, self._began_s = 0.0, 0.0  # of past outages; start of the current ones
         self.reported = False
-        """Whether a Notices asks for `reports`; if not, each outage is logged here, as often."""
+        """Whether a Notices object fetches `reports`; if not, outages are logged here, as often."""
 
     # ---- calls
 
@@ -139,25 +141,25 @@ class Outages:
         patience_s: float = CALL_S,
         optional: bool = False,
     ) -> T:
-        """Return what `attempt` returns; await it again while the service is away.
+        """Return the result of `attempt`; retry it while the service is unavailable.
 
-        Limits of time round the call (`time_limit`) are put off by as much as that takes.
+        The time limits around the call (`time_limit`) are extended by the duration of the outage.
 
         Args:
-            who: the service, for people, such as "the environment (reset)".
-            attempt: makes the call. What it raises that is no outage is raised immediately.
-            tries: after so many further attempts the call is given up if the service has answered
-                another call meanwhile: then this call alone is at fault. An optional one is given
-                up in any case.
-            about: the prompt that the call is about; None: it is about another one than all others.
-            patience_s: longest time from the first failure on, seconds, after which the call is
+            who: the service's name in messages, such as "the environment (reset)".
+            attempt: makes the call. Exceptions that do not mean an outage are raised immediately.
+            tries: number of retries after which the call is given up if the service has answered
+                another call meanwhile, since then this call alone is at fault. An optional call is
+                given up after that many in any case.
+            about: the prompt that the call is about; None: a different one from all others.
+            patience_s: maximum time from the first failure on, seconds, after which the call is
                 given up.
-            optional: what is asked for may be at fault, as where the policy chooses an address:
-                a service that has never answered is not taken to be missing, and no wait is begun
-                that ends after patience_s.
+            optional: the call itself may be wrong, for example if the policy chooses an address. A
+                service that has never answered is then not considered missing, and no wait begins
+                that would end after patience_s.
 
-        Raises OutageTooLong if the service has been away for longer than the run waits, and
-        GivenUp if this call was made again for long enough.
+        Raises OutageTooLong if the service was unavailable for longer than the run waits, and
+        GivenUp if this call was retried for long enough.
         """
         about = object() if about is None else about
         call = _Call(who=who, tries=tries, patience_s=patience_s, optional=optional)
@@ -196,8 +198,8 @@ class Outages:
                 self._note_over(who, about)
 
     def answered(self, who: str) -> None:
-        """Note that a service has answered just now: it is there. Calls of it that wait, as
-        Retry-After asked them to, are still waited for."""
+        """Record that a service has just answered, so it is available. Calls that are waiting as
+        Retry-After requested continue to wait."""
         now_s = self._clock()
         with self._lock:
             self._answered[who] = now_s
@@ -211,30 +213,30 @@ class Outages:
             log.warning("%s is back after %s", who, spoken(now_s - outage.since_s))
 
     def knows(self, who: str) -> None:
-        """Note that a service has answered at some time in this run: it exists."""
+        """Record that a service has answered at some time in this run, so it exists."""
         self._answered.setdefault(who, -math.inf)
 
-    # ---- for those who watch
+    # ---- reports
 
     @property
     def away(self) -> bool:
-        """Whether a call waits that a service did not answer."""
+        """Whether a call is waiting for an unavailable service."""
         return bool(self._away)
 
     def total_s(self) -> float:
-        """Return the seconds in which a service was away since the start."""
+        """Return the total time for which any service was unavailable, seconds."""
         with self._lock:
             return self._total_s + (self._clock() - self._began_s if self._any_away() else 0.0)
 
     def reports(self) -> list[str]:
-        """Return a line for each service that is away, or for which calls wait, unless it had one
-        within a minute."""
+        """Return a line for each service that is unavailable or for which calls wait, unless it was
+        reported within the last minute."""
         with self._lock:
             lines = [self._report(who, self._clock()) for who in self._away]
         return [line for line in lines if line is not None]
 
     def _report(self, who: str, now_s: float) -> str | None:
-        """Return a line of a service that is away; None: it was reported not long ago."""
+        """Return a line on an unavailable service; None if it was reported recently."""
         if now_s - self._told_s.get(who, -math.inf) < TOLD_S:
             return None
         outage = self._away[who]
@@ -266,17 +268,18 @@ class Outages:
         return max(wait_s, asked_wait_s(away) or 0.0)
 
     def _exists(self, who: str) -> bool:
-        """Return whether a service has answered in this run, or in the one that it resumes."""
+        """Return whether a service has answered in this run, or in the run that it resumes."""
         return self._known or who in self._answered
 
     def _is_hopeless(self, call: _Call, now_s: float, wait_s: float) -> bool:
-        """Return whether a call that failed just now is given up. wait_s: until the next try."""
+        """Return whether to give up a call that just failed. wait_s: the wait before the next
+        retry."""
         who, waited_s = call.who, now_s - call.first_s
         if call.optional and (call.again >= call.tries or waited_s + wait_s > call.patience_s):
             return True
         if call.again >= call.tries:
             if self._is_well(who, call.sure_s):
-                return True  # others were answered meanwhile
+                return True  # other calls were answered meanwhile
             if self._is_alone(who) and (
                 self._is_well(who, call.first_s) or (self._exists(who) and waited_s >= ALONE_S)
             ):
@@ -317,7 +320,7 @@ class Outages:
                 log.warning("%s", line)
 
     def _note_over(self, who: str, about: object) -> None:
-        """A call that has failed waits no more; without any that does, the outage is over."""
+        """Remove a call that no longer waits; the outage is over when none are left."""
         with self._lock:
             calls = self._calls[who]
             calls[about] -= 1
@@ -337,7 +340,7 @@ class Outages:
             self._total_s += now_s - self._began_s
 
     def _most_s(self, who: str, outage: _Outage) -> float | None:
-        """Return how long a service is waited for, seconds; None: for ever."""
+        """Return the maximum wait for a service, seconds; None: no limit."""
         if outage.given_up_s is not None:
             return None
         if self._exists(who):
@@ -354,7 +357,7 @@ class Outages:
             return
         why = (
             f"faults.outage_s ({most_s:g}) ends the run. Everything is saved: --resume continues "
-            "once it is there"
+            "once it is available"
             if self._exists(who)
             else "it has not answered once since the run began. See whether it runs and whether "
             "its address is right; faults.outage_s waits for longer, as for a server that loads "
@@ -373,7 +376,7 @@ def _words(error: BaseException) -> str:
 
 
 def spoken(seconds: float) -> str:
-    """Return a duration for people: 1.5 s, 12 min, 3.4 h."""
+    """Return a duration as text: 1.5 s, 12 min, 3.4 h."""
     if seconds < 1:
         return "less than 1 s"
     if seconds < 120:
@@ -381,7 +384,7 @@ def spoken(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-# ---- limits of time that an outage puts off
+# ---- time limits that an outage extends
 
 _limits: ContextVar[tuple[tuple[asyncio.AbstractEventLoop, asyncio.Timeout], ...]] = ContextVar(
     "limits", default=()
@@ -390,7 +393,7 @@ _limits: ContextVar[tuple[tuple[asyncio.AbstractEventLoop, asyncio.Timeout], ...
 
 @contextlib.asynccontextmanager
 async def time_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """Do as asyncio.timeout; outages inside, on this loop or on another, put it off."""
+    """Like asyncio.timeout, but outages inside, on this loop or on another, extend it."""
     async with asyncio.timeout(seconds) as limit:
         token = _limits.set((*_limits.get(), (asyncio.get_running_loop(), limit)))
         try:
@@ -400,7 +403,7 @@ async def time_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
 
 
 def put_off_limits(seconds: float) -> None:
-    """Give all limits of time round this call so many seconds more."""
+    """Extend all time limits around this call by this many seconds."""
     for loop, limit in _limits.get():
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(_put_off, limit, seconds)
@@ -409,5 +412,5 @@ def put_off_limits(seconds: float) -> None:
 def _put_off(limit: asyncio.Timeout, seconds: float) -> None:
     ends_s = limit.when()
     if ends_s is not None:
-        with contextlib.suppress(RuntimeError):  # it is over
+        with contextlib.suppress(RuntimeError):  # it has expired
             limit.reschedule(ends_s + seconds)

@@ -1,5 +1,5 @@
-"""Folders that belong to this user alone, for what a process later trusts or executes: secrets of
-runs, compiled kernels."""
+"""Folders that belong only to this user, for files that a process later trusts or executes: secrets
+of runs, compiled kernels."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ from jaxrl_async.errors import in_a_line
 log = logging.getLogger(__name__)
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-"""Bits of a mode with which others can change something."""
+"""Mode bits that allow other users to change a file or folder."""
 EFFECTIVE = os.access in os.supports_effective_ids
 
 
@@ -25,13 +25,13 @@ class NotPrivateError(OSError):
 def private_folder(name: str) -> Path:
     """Return $XDG_CACHE_HOME/jaxrl_async/NAME (~/.cache by default), with mode 0700.
 
-    If that cannot be made or written to, or is another user's or a link, one of this user in the
-    system's folder for temporary files is used, which the log says. Raises OSError if that
-    cannot be made either.
+    If that folder cannot be created or written to, belongs to another user, or is a link, a
+    folder of this user in the system's temporary folder is used, with a warning. Raises OSError
+    if that cannot be created either.
     """
     try:
         return made_private(_of_caches() / name)
-    except (OSError, RuntimeError) as error:  # the last: there is no home
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home
         spare = _spare(name)
         _say(
             f"{in_a_line(error)}. {spare} is used instead; set XDG_CACHE_HOME to a folder of your "
@@ -41,9 +41,9 @@ def private_folder(name: str) -> Path:
 
 
 def readable_folders(name: str) -> list[Path]:
-    """Return the folders, in the order of private_folder, in which this user's processes may have
-    kept something, or root for all users; nothing is made. Others cannot change them, but each file
-    still has to be checked (check_own_file)."""
+    """Return the folders in which this user's processes, or root for all users, may have stored
+    files, in the order of private_folder. Creates nothing. Other users cannot change these folders,
+    but each file still has to be checked (check_own_file)."""
     found = []
     for parent in (_of_caches, _of_temporary_files):
         with contextlib.suppress(OSError, RuntimeError):
@@ -56,8 +56,8 @@ def readable_folders(name: str) -> list[Path]:
 
 
 def made_private(folder: Path) -> Path:
-    """Return the folder, made if it is not there, which only this user can read and change. Raises
-    NotPrivateError if it is another user's or a link, OSError if it cannot be made or written
+    """Return the folder, created if missing, with access for this user only. Raises NotPrivateError
+    if it belongs to another user or is a link, OSError if it cannot be created or written
     to."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     found = folder.lstat()
@@ -73,7 +73,7 @@ def made_private(folder: Path) -> Path:
 
 
 def check_own_file(found: os.stat_result, path: Path | str) -> None:
-    """Raise NotPrivateError unless a file is a plain one, of this user or of root, that others
+    """Raise NotPrivateError unless a file is a regular file of this user or root that other users
     cannot change.
 
     Args:
@@ -89,8 +89,8 @@ def check_own_file(found: os.stat_result, path: Path | str) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file, which this user alone can read and change, whole or not at all, even if the
-    process or the machine ends meanwhile. Raises OSError."""
+    """Replace a file, accessible to this user only, atomically, even if the process or the machine
+    stops meanwhile. Raises OSError."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as f:
         draft = Path(f.name)
         try:
@@ -109,7 +109,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def _of_caches() -> Path:
-    """Raises RuntimeError if there is no home."""
+    """Raises RuntimeError if there is no home directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrl_async"
 
 

@@ -1,10 +1,10 @@
-"""Traces of JAX's profiler of chosen steps (run.profile): what the devices did, operation by
+"""Traces of chosen steps by JAX's profiler (run.profile): what the devices did, operation by
 operation, and when the host waited for them.
 
     StepTraces.of(3) ──> ProcessTrace of this process ─────────────> RUN/profile (metrics.profiles)
                    └───> samplers.profile(3, on=True) ──the wire──> a ProcessTrace in each sampler
 
-JAX's profiler traces a whole process, one trace at a time: samplers that are threads of the trainer
+JAX's profiler traces a whole process, one trace at a time; samplers that are threads of the trainer
 are in its trace. Each trace ends with its step, or after MOST_S or SAMPLER_S. Spans of
 metrics.spans (`prefill`, `wait for the block`) are marked in it by their names.
 """
@@ -27,14 +27,15 @@ from jaxrl_async.metrics.profiles import FOLDER, SUFFIXES, write_trace
 log = logging.getLogger(__name__)
 
 MOST_S = 60.0
-"""Longest trace of a trainer, seconds. A step that waits longer for its groups has a second trace,
-of its update."""
+"""Maximum duration of a trainer's trace, seconds. A step that waits longer for its groups gets a
+second trace, of its update."""
 SAMPLER_S = 5.0
-"""Longest trace of a sampler process, seconds: some hundred decode blocks, tens of MB."""
+"""Maximum duration of a sampler process's trace, seconds: a few hundred decode blocks, tens of
+MB."""
 MOST_SAMPLERS = 4
-"""Most sampler processes that trace a step."""
+"""Maximum number of sampler processes that trace a step."""
 MOST_SENT_BYTES = 64 << 20
-"""Largest trace that a sampler sends to the trainer, bytes."""
+"""Maximum size of a trace that a sampler sends to the trainer, bytes."""
 
 _taking = threading.Lock()  # held while this process is traced
 
@@ -44,15 +45,15 @@ class ProfileError(JaxrlError):
 
 
 class ProcessTrace:
-    """A trace of this process, which has begun. Any thread.
+    """A running trace of this process. Any thread.
 
     Attributes:
         timed_out: whether it was ended by its time limit.
     """
 
     def __init__(self, most_s: float) -> None:
-        """Begin; the trace ends automatically after most_s. Raises ProfileError if this process is
-        being traced already, or its profiler cannot begin."""
+        """Begin the trace, which ends automatically after most_s. Raises ProfileError if this
+        process is already being traced, or its profiler cannot start."""
         self.timed_out = False
         if not _taking.acquire(blocking=False):
             raise ProfileError("another trace of this process is under way")
@@ -60,7 +61,7 @@ class ProcessTrace:
         self._lock, self._running = threading.Lock(), True
         self._error: Exception | None = None
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # each call of a Python function: larger than all the rest
+        options.python_tracer_level = 0  # Python function calls, larger than all the rest
         try:
             jax.profiler.start_trace(self._folder, profiler_options=options)
         except Exception as error:
@@ -89,7 +90,7 @@ class ProcessTrace:
             self._forget()
 
     def drop(self) -> None:
-        """End the trace, and keep nothing of it."""
+        """End the trace and discard it."""
         self._timer.cancel()
         self._end()
         self._forget()
@@ -115,14 +116,14 @@ class ProcessTrace:
 
 
 class TracedSamplers(Protocol):
-    """Sampler processes, which send their traces to the run's folder on their own."""
+    """Sampler processes, which send their traces to the run's folder themselves."""
 
     def profile(self, step: int, *, on: bool) -> None:
         """Begin the traces of a step, or end them."""
 
 
 class StepTraces:
-    """Takes the traces of chosen steps for one trainer, on its thread. A trace that fails is
+    """Takes the traces of chosen steps for one trainer, on its thread. If a trace fails, that is
     logged, and the run continues."""
 
     def __init__(
@@ -132,17 +133,17 @@ class StepTraces:
         process: str = "trainer",
         samplers: TracedSamplers | None = None,
     ) -> None:
-        """Take nothing yet.
+        """Start without a trace.
 
         Args:
             root: the run's folder. None: no step is traced.
-            steps: that are traced.
+            steps: the steps to trace.
             process: the name of this process in its traces.
-            samplers: in separate processes; None: no sampler is in one.
+            samplers: the samplers in separate processes; None: no separate processes.
         """
         self._root, self._process, self._samplers = root, process, samplers
         self._steps = frozenset(steps if root is not None else ())
-        self._step, self._name = 0, process  # of the trace under way
+        self._step, self._name = 0, process  # of the running trace
         self._trace: ProcessTrace | None = None
 
     @contextmanager
@@ -165,8 +166,8 @@ class StepTraces:
             self._step = 0
 
     def before_update(self) -> None:
-        """Begin a second trace of this step, if the first one ended while its groups were awaited:
-        it holds nothing of the update."""
+        """Begin a second trace of this step if the first one timed out while waiting for groups,
+        since it does not contain the update."""
         if self._trace is not None and self._trace.timed_out:
             self._end()
             self._begin(f"{self._process}-update")
@@ -194,7 +195,7 @@ class StepTraces:
 def keep_trace(
     root: Path, step: int, process: str, files: Mapping[str, bytes], note: str = ""
 ) -> None:
-    """Write a trace into the run's folder, and say how to open it; what fails is logged."""
+    """Write a trace into the run's folder and log how to open it; failures are logged."""
     try:
         write_trace(root, step, process, files)
     except OSError as error:

@@ -1,12 +1,12 @@
 """python -m jaxrl_async.sample --join ADDRESS: a sampler that joins a run, on its own devices.
 
-The trainer's run has mesh.samplers_in=elsewhere. If it listens on anything but loopback, both sides
-need the same secret in the environment variable JAXRL_ASYNC_SECRET. On loopback the trainer makes
-one at each start, which this command finds if the same user starts it on the same machine.
+The trainer's run sets mesh.samplers_in=external. If it listens on anything but loopback, both
+sides need the same secret in the environment variable JAXRL_ASYNC_SECRET. On loopback the trainer
+creates one at each start; this command finds it if the same user starts it on the same machine.
 
 Exit codes: 0 the run is finished, or one Ctrl-C; 1 a failure, explained on stderr; 2 a bad command
 line or configuration; 69 no trainer answered within --wait; 75 ended by SIGTERM or SIGHUP, with
-what was running handed back to the trainer.
+running requests handed back to the trainer.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from jaxrl_async.config.schema import AxesSection, DistributedSection
 from jaxrl_async.errors import ConfigError, Disconnected, JaxrlError, is_out_of_memory, shown
 from jaxrl_async.host import has_nvidia, more_of_a_gpu
 from jaxrl_async.huge_pages import start_with_huge_pages
-from jaxrl_async.launch import distributed
 from jaxrl_async.left_threads import at_exit_end_with
 from jaxrl_async.metrics.guarded_stream import guarded_output
 from jaxrl_async.metrics.health import health_endpoint
 from jaxrl_async.metrics.json_logs import FORMS, LOGS_VARIABLE, logs_as, print_exception
 from jaxrl_async.metrics.spans import TRACE_VARIABLE, recorded_spans
+from jaxrl_async.run import distributed
 from jaxrl_async.run.signals import NO_TRAINER_CODE, end_on_ctrl_c
 from jaxrl_async.shown_environment import hide_secrets
 
@@ -91,11 +91,11 @@ def _joined(args: argparse.Namespace) -> int:
     axes, cores = axes_of(args.mesh), cores_of(args.cores)
     if cores:
         os.sched_setaffinity(0, cores)  # before JAX, whose threads inherit it
-    # Loaded late: --help and a typo answer without importing JAX.
+    # Loaded late: --help and errors in the command line do not import JAX.
     place = distributed.join_sampler_processes(section_of(args))
     if args.decoder:
         importlib.import_module("jaxrl_async.model.own_code").load_code(args.decoder, "--decoder")
-    process = importlib.import_module("jaxrl_async.run.remote.sampler_process")
+    process = importlib.import_module("jaxrl_async.remote.run.sampler_process")
     joining = process.Joining(
         address=args.join,
         name=args.name,
@@ -111,7 +111,7 @@ def _joined(args: argparse.Namespace) -> int:
 
 
 def section_of(args: argparse.Namespace) -> DistributedSection:
-    """Return how the processes of this sampler find each other. Raises ConfigError."""
+    """Return the settings by which this sampler's processes find each other. Raises ConfigError."""
     if args.process is None:
         return DistributedSection()
     index, slash, count = args.process.partition("/")
@@ -126,7 +126,7 @@ def section_of(args: argparse.Namespace) -> DistributedSection:
 
 
 def connections_of(args: argparse.Namespace) -> RemoteSection:
-    """Return what this side has of its own: the certificates, and the port if one is given."""
+    """Return this side's own settings: the certificates, and the port if one is given."""
     own = RemoteSection(
         tls_certificate=args.tls_certificate,
         tls_key=args.tls_key,
@@ -138,13 +138,13 @@ def connections_of(args: argparse.Namespace) -> RemoteSection:
 
 
 def axes_of(text: str) -> dict[str, int]:
-    """Return the axes of `tensor=4,expert=2`; {}: none were given. Raises ConfigError."""
+    """Parse axes such as `tensor=4,expert=2`; {} for an empty text. Raises ConfigError."""
     axes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
         if name not in AXES or not size.isdigit() or not int(size):
             raise ConfigError(
-                f"--mesh {text}: {part!r} is no axis. Give AXIS=SIZE, separated by commas, of "
+                f"--mesh {text}: {part!r} is not an axis. Give AXIS=SIZE, separated by commas, of "
                 f"{', '.join(AXES)}: for example --mesh tensor=4."
             )
         axes[name] = int(size)
@@ -152,34 +152,34 @@ def axes_of(text: str) -> dict[str, int]:
 
 
 def cores_of(text: str) -> set[int]:
-    """Return the cores of `0,3`. Raises ConfigError for one that this process may not use."""
+    """Parse cores such as `0,3`. Raises ConfigError for a core that this process may not use."""
     if not text:
         return set()
     allowed = os.sched_getaffinity(0)
     parts = text.split(",")
     if not all(part.isdigit() and int(part) in allowed for part in parts):
         raise ConfigError(
-            f"--cores {text}: give numbers of cores that this process may use, by commas: "
+            f"--cores {text}: give cores that this process may use, separated by commas: "
             f"{', '.join(map(str, sorted(allowed)))}."
         )
     return {int(part) for part in parts}
 
 
 def seconds_of(text: str) -> float:
-    """Return a time in seconds, finite and not negative. Raises ArgumentTypeError."""
+    """Parse a time in seconds, finite and not negative. Raises ArgumentTypeError."""
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time in seconds, such as 600")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds, such as 600")
     return seconds
 
 
 def port_of(text: str) -> int:
-    """Return a port from 0 to 65535. Raises ArgumentTypeError."""
+    """Parse a port from 0 to 65535. Raises ArgumentTypeError."""
     if not (text.isascii() and text.isdigit() and int(text) <= 65535):
-        raise argparse.ArgumentTypeError(f"{text!r} is no port from 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
     return int(text)
 
 
@@ -194,13 +194,20 @@ def _parser() -> argparse.ArgumentParser:
         "--join",
         required=True,
         metavar="ADDRESS",
-        help="where the trainer listens: HOST:PORT, the run's folder or file:PATH of its join.json",
+        help="address of the trainer: HOST:PORT, the run's folder or file:PATH of its join.json",
     )
-    add("--mesh", default="", metavar="AXES", help="its slice (default: mesh.sampler of the run)")
+    add(
+        "--mesh",
+        default="",
+        metavar="AXES",
+        help="the sampler's mesh (default: mesh.sampler of the run)",
+    )
     add("--name", default="", help="for logs (default: the machine's name and the process id)")
-    add("--process", metavar="I/N", help="its number on a slice of N hosts (default: found)")
-    add("--coordinator", metavar="HOST:PORT", help="of the first of those, with --process")
-    add("--wait", type=seconds_of, default=600.0, metavar="S", help="most time without a trainer")
+    add("--process", metavar="I/N", help="index on a slice of N hosts (default: detected)")
+    add("--coordinator", metavar="HOST:PORT", help="address of the first process, with --process")
+    add(
+        "--wait", type=seconds_of, default=600.0, metavar="S", help="maximum time without a trainer"
+    )
     add(
         "--data-port",
         type=port_of,
@@ -211,10 +218,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--decoder",
         metavar="FILE:CLASS",
-        help="the user's own decoder of the run, for a trainer that has proved no secret",
+        help="the run's custom decoder, for a trainer that has proved no secret",
     )
-    add("--once", action="store_true", help="end when the trainer is gone: do not wait for it")
-    add("--cores", default="", metavar="LIST", help="keep to these cores, such as 2,3 (CPU)")
+    add("--once", action="store_true", help="exit when the trainer is gone, without waiting for it")
+    add("--cores", default="", metavar="LIST", help="use only these cores, such as 2,3 (CPU)")
     for name, what in (
         ("certificate", "this side's certificate"),
         ("key", "its private key"),

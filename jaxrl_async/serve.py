@@ -1,8 +1,8 @@
-"""python -m jaxrl_async.serve DIR: serve a policy to any client of OpenAI's or Anthropic's.
+"""python -m jaxrl_async.serve DIR: serve a policy to OpenAI and Anthropic clients.
 
-The key that clients send is that of the environment variable JAXRL_ASYNC_KEY (--key-variable), or
-a new one, which is printed. It listens on this machine's loopback address unless --host names
-another. See docs/endpoint.md.
+Clients send the key in the environment variable JAXRL_ASYNC_KEY (--key-variable), or a new key,
+which is printed. The server listens on this machine's loopback address unless --host names another.
+See docs/endpoint.md.
 
 Exit codes: 0 ended by Ctrl-C, SIGTERM or SIGHUP; 1 a failure, explained on stderr; 2 a bad command
 line.
@@ -22,10 +22,10 @@ from jaxrl_async.config.schema import SamplerSection
 from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.data.chat import chat_format, has_chat_format
 from jaxrl_async.data.tokenizer import load_tokenizer
-from jaxrl_async.endpoint.adapter_door import AdapterDoor
-from jaxrl_async.endpoint.desk import Desk, EndpointLimits, Served
+from jaxrl_async.endpoint.adapter_admin import AdapterAdmin
 from jaxrl_async.endpoint.http_server import LOOPBACK, Endpoint
-from jaxrl_async.endpoint.wish import Terms, stop_ids
+from jaxrl_async.endpoint.sampling_request import CallerLimits, stop_ids
+from jaxrl_async.endpoint.service import EndpointLimits, EndpointService, Served
 from jaxrl_async.errors import ConfigError, JaxrlError
 from jaxrl_async.garbage import only_new_garbage
 from jaxrl_async.huge_pages import start_with_huge_pages
@@ -37,7 +37,7 @@ from jaxrl_async.model.lora import Lora
 from jaxrl_async.model.peft import load_peft
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import Params
-from jaxrl_async.ports import Generate
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.run.builders.program_cache import verify_compiled_programs
 from jaxrl_async.run.signals import STOPPING, listens_to
 from jaxrl_async.sampler.sampler import Sampler
@@ -46,15 +46,15 @@ from jaxrl_async.shown_environment import hide_secrets
 from jaxrl_async.types import SamplingParams
 
 KEY_VARIABLE = "JAXRL_ASYNC_KEY"
-"""Environment variable with the key of clients."""
+"""Environment variable with the clients' key."""
 USUAL_SLOTS = 8
-"""Sequences that are drawn at once where only other limits are given."""
+"""Number of slots if only other limits are given."""
 USUAL_ADAPTERS = 8
-"""Places for adapters where calls may load some."""
+"""Number of adapter slots if calls may load adapters."""
 USUAL_RANK = 32
-"""Rank of those places where no adapter is given at the start."""
+"""Rank of adapter slots if no adapter is given at the start."""
 KEY_BYTES = 24
-"""Random bytes of a key that is made here."""
+"""Random bytes of a generated key."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,8 +94,8 @@ def _serve(args: argparse.Namespace) -> int:
             limits = EndpointLimits(max_open_calls=args.max_open_calls)
             door = None
             if settings.adapters is not None:
-                door = AdapterDoor(served.name, sampler.adapters, loads_from=args.adapters_from)
-            desk = Desk(served, limits, guest_keys=(key,), adapters=door)
+                door = AdapterAdmin(served.name, sampler.adapters, loads_from=args.adapters_from)
+            desk = EndpointService(served, limits, guest_keys=(key,), adapters=door)
             with Endpoint(desk, host=args.host, port=args.port) as endpoint, only_new_garbage():
                 print(f"serving {served.name} at {endpoint.address}/v1", flush=True)
                 ended.wait()
@@ -112,7 +112,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def loaded_adapters(args: argparse.Namespace, policy: Policy) -> list[tuple[str, Lora, Params]]:
-    """Return the adapters of the command line with their names. Raises ConfigError and
+    """Load the adapters of the command line, with their names. Raises ConfigError and
     CheckpointError."""
     found: dict[str, tuple[str, Lora, Params]] = {}
     for text in args.adapter:
@@ -126,7 +126,7 @@ def loaded_adapters(args: argparse.Namespace, policy: Policy) -> list[tuple[str,
 
 
 def adapter_room(args: argparse.Namespace, given: Sequence[Lora]) -> AdapterRoom | None:
-    """Return the sampler's room for adapters; None: none are served. Raises ConfigError."""
+    """Return the sampler's adapter slots; None: no adapters are served. Raises ConfigError."""
     if not given and args.adapters_from is None:
         if args.max_loras or args.max_lora_rank:
             raise ConfigError(
@@ -144,7 +144,7 @@ def adapter_room(args: argparse.Namespace, given: Sequence[Lora]) -> AdapterRoom
 def sampler_section(
     args: argparse.Namespace, policy: Policy, room: AdapterRoom | None = None
 ) -> SamplerSection:
-    """Return the settings of the sampler, which may have room for adapters. Raises ConfigError."""
+    """Return the sampler's settings, with slots for adapters if given. Raises ConfigError."""
     usual = roomy_section(policy.spec, "float32", room)
     length = args.max_length or usual.max_length
     if length < 2:
@@ -169,7 +169,7 @@ def served_policy(
         folder: with the tokenizer.
         generate: the sampler.
         section: its settings.
-        chat: which chat format; see data.chat_format.
+        chat: the chat format; see data.chat_format.
     """
     tokenizer = load_tokenizer(folder)
     tokenizer.max_tokens = section.max_length
@@ -181,7 +181,7 @@ def served_policy(
         generate=generate,
         tokenizer=tokenizer,
         chat=found,
-        terms=Terms(
+        terms=CallerLimits(
             sampling=SamplingParams(),
             stop_token_ids=stop_ids(tokenizer, found),
             max_new_tokens=section.max_new_tokens,
@@ -200,32 +200,32 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("folder", metavar="DIR", help="Hugging Face directory of the policy, or its address")
     add("--host", default=LOOPBACK, help="address to listen on; 0.0.0.0 is every IPv4 address")
-    add("--port", type=int, default=8000, help="0 takes any free one")
+    add("--port", type=int, default=8000, help="port to listen on; 0: any free port")
     add(
         "--key-variable",
         default=KEY_VARIABLE,
         metavar="NAME",
-        help="environment variable of the key",
+        help="environment variable that holds the key",
     )
-    add("--slots", type=_count, help="sequences that are drawn at once")
-    add("--max-length", type=_count, help="prompt and answer, tokens")
-    add("--max-new-tokens", type=_count, help="longest answer, tokens")
+    add("--slots", type=_count, help="number of sequences that are generated at the same time")
+    add("--max-length", type=_count, help="maximum tokens of prompt and answer")
+    add("--max-new-tokens", type=_count, help="maximum tokens of an answer")
     add("--kv-memory-mib", type=_count, help="memory of KV cache and adapters, MiB")
-    add("--max-open-calls", type=_count, default=1024, help="calls at once; others get 429")
+    add("--max-open-calls", type=_count, default=1024, help="concurrent calls; more get 429")
     add("--chat-format", default="auto", help="auto, template, FILE.jinja or a renderer's name")
     add("--adapter", action="append", default=[], metavar="NAME=DIR", help="PEFT adapter to serve")
     add("--adapters-from", type=Path, metavar="DIR", help="calls may load adapters from below here")
-    add("--max-loras", type=_count, help="adapters at once")
-    add("--max-lora-rank", type=_count, help="largest rank of an adapter")
-    add("--decoder", metavar="FILE.py:CLASS", help="layers of your own, see docs/own_decoder.md")
-    add("--seed", type=int, default=0, help="of the random numbers of calls without a seed")
+    add("--max-loras", type=_count, help="maximum number of loaded adapters")
+    add("--max-lora-rank", type=_count, help="maximum rank of an adapter")
+    add("--decoder", metavar="FILE.py:CLASS", help="custom decoder, see docs/own_decoder.md")
+    add("--seed", type=int, default=0, help="seed for calls that give none")
     return parser
 
 
 def _count(text: str) -> int:
-    """Return a whole number from 1 on. Raises ArgumentTypeError."""
+    """Parse a positive integer. Raises ArgumentTypeError."""
     if not text.isdecimal() or not 1 <= int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 

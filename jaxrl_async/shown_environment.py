@@ -1,5 +1,5 @@
-"""Which environment variables other programs see: those that a run starts, and those that look into
-its process (/proc/PID/environ).
+"""Control which environment variables other programs see: programs that a run starts, and programs
+that read its process (/proc/PID/environ).
 
     this process's environment ──without_secrets──> the command that plays an agent program
                                └─hide_secrets─────> what its own memory shows to other processes
@@ -13,11 +13,12 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from typing import Any
 
 log = logging.getLogger(__name__)
 
 OWN_VARIABLES = "JAXRL_ASYNC_"
-"""How the names of variables begin that are the run's own: other programs do not see them."""
+"""Prefix of the names of the run's own variables, which other programs do not see."""
 SHOWN = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "PWD", "TMPDIR", "TEMP", "TMP", "TZ"),
     *("LANG", "LANGUAGE", "LC_*", "NO_COLOR", "LD_LIBRARY_PATH", "HOSTNAME", "CI", "DISPLAY"),
@@ -36,40 +37,43 @@ SHOWN = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS"),
 )
 """Variables that a command needs to find its programs, files, language, certificates, caches and
-devices. Not those that lead to others' keys (KUBECONFIG, DOCKER_CONFIG, SSH_AUTH_SOCK)."""
+devices. Variables that lead to keys (KUBECONFIG, DOCKER_CONFIG, SSH_AUTH_SOCK) are excluded."""
 ADDRESSES = (
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "FTP_PROXY", "DOCKER_HOST", "HF_ENDPOINT"),
     *("http_proxy", "https_proxy", "all_proxy", "ftp_proxy"),
     *("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "UV_INDEX_URL", "UV_DEFAULT_INDEX", "GOPROXY"),
 )
-"""Variables that it sees, too, where their values hold neither a user (a@b) nor a query (?a)."""
+"""Variables that a command also sees if their values hold neither a user (a@b) nor a query (?a)."""
 USUAL = (
     *("_", "SHLVL", "OLDPWD", "LS_COLORS", "LESS*", "PS1", "MAIL", "EDITOR", "VISUAL", "PAGER"),
     *("COLORTERM", "TERM_*", "HIST*", "WINDOWID", "XDG_S*", "DBUS_*", "DESKTOP_SESSION"),
     *("GLIBC_TUNABLES", "JAX_*", "XLA_*", "TF_CPP_*", "MALLOC_*", "LD_PRELOAD"),
 )
-"""Variables that are nearly always there, or are the run's: that they are hidden is not said."""
+"""Variables that are nearly always set, or belong to the run: hiding them is not reported."""
 SECRET_NAME = re.compile(
     r"(KEY|TOKEN|SECRET|CREDENTIAL|COOKIE|AUTH|DSN|PAT)(S?\d*$|_)|PASS(WORD|WD|PHRASE)", re.I
 )
-"""Names of variables whose values are taken for secrets."""
+"""Names of variables whose values are treated as secrets."""
 SECRET_VALUE = re.compile(r"://[^/\s@]+@|-----BEGIN [A-Z ]*PRIVATE KEY")
-"""Values that are taken for secrets: addresses with a password in them, and private keys."""
-SET_DUMPABLE = 4  # of Linux's linux/prctl.h
+"""Values that are treated as secrets: addresses that contain a password, and private keys."""
+KEY_SETTINGS = ("key_variable", "key_env")
+"""Suffixes of the names of settings that name an environment variable with a key."""
+VLLM_KEY = "VLLM_API_KEY"
+SET_DUMPABLE = 4  # from linux/prctl.h
 ENV_START, ENV_END = 47, 48
-"""Places of two addresses in /proc/self/stat, counted from behind the program's name."""
+"""Indices of two addresses in /proc/self/stat, counted from the field after the program's name."""
 
 
 def without_secrets(
     environ: Mapping[str, str], secrets: Collection[str] = (), also: Iterable[str] = ()
 ) -> dict[str, str]:
-    """Return the variables that a program may see: those of SHOWN and of `also`, and of ADDRESSES
-    without a password, without the run's own and without the secrets.
+    """Return the variables that a program may see: SHOWN, `also`, and ADDRESSES without a password,
+    but neither the run's own variables nor the secrets.
 
     Args:
         environ: all variables.
         secrets: names of variables that hold keys of the run.
-        also: names of further variables; NAME* stands for all that begin so.
+        also: names of further variables; NAME* matches all names with this prefix.
     """
     shown = (*SHOWN, *also)
     return {
@@ -83,8 +87,8 @@ def without_secrets(
 def unseen(
     environ: Mapping[str, str], seen: Collection[str], secrets: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Return the names of the variables that a program may miss: those that are not `seen`, without
-    the run's own and those of USUAL."""
+    """Return the names of hidden variables that a program may miss: all that are not `seen`, except
+    the run's own variables and those in USUAL."""
     hidden = (n for n in environ if n not in seen and not is_the_runs(n, secrets))
     return tuple(sorted(name for name in hidden if not _is_one_of(name, USUAL)))
 
@@ -94,23 +98,23 @@ def _is_one_of(name: str, patterns: Iterable[str]) -> bool:
 
 
 def is_the_runs(name: str, secrets: Collection[str] = ()) -> bool:
-    """Return whether a variable is the run's own, or one of its secrets."""
+    """Return whether a variable is one of the run's own, or one of its secrets."""
     return name.startswith(OWN_VARIABLES) or name in secrets
 
 
 def hide_secrets(secrets: Collection[str] = ()) -> tuple[str, ...]:
-    """Take the secrets among the variables out of what other processes see of this one; this one
-    and the processes that it starts have them as before.
+    """Hide secret variables of this process from other processes. This process and those that it
+    starts keep them.
 
-    The values in the environment that the process began with are overwritten (that is what
-    /proc/PID/environ shows, to root as well), and if there was one, the process's memory is closed
-    to other processes of the same user (PR_SET_DUMPABLE): no core dump, no debugger, but for root.
-    Does nothing where the system is not Linux.
+    The values in the environment that the process started with are overwritten, since
+    /proc/PID/environ shows them, to root as well. If there was such a value, the process's memory
+    is also closed to other processes of the same user (PR_SET_DUMPABLE): no core dump and no
+    debugger, except for root. Does nothing if the system is not Linux.
 
     Args:
-        secrets: names of variables that hold keys, in addition to those that look so.
+        secrets: names of variables that hold keys, in addition to those that look like secrets.
 
-    Returns the names of what was hidden.
+    Returns the names of the hidden variables.
     """
     hidden = tuple(
         name
@@ -121,7 +125,7 @@ def hide_secrets(secrets: Collection[str] = ()) -> tuple[str, ...]:
     if sys.platform != "linux" or not hidden:
         return ()
     for name in hidden:
-        os.environ[name] = os.environ.pop(name)  # elsewhere: the first one is overwritten
+        os.environ[name] = os.environ.pop(name)  # moves it: the first copy is overwritten
     with suppress(OSError, ValueError, IndexError):
         _overwrite({os.fsencode(name) for name in hidden})
     with suppress(OSError, AttributeError):
@@ -131,7 +135,7 @@ def hide_secrets(secrets: Collection[str] = ()) -> tuple[str, ...]:
 
 
 def _overwrite(names: Collection[bytes]) -> None:
-    """Overwrite the values of variables in the environment that this process began with."""
+    """Overwrite the values of variables in the environment that this process started with."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[ENV_START]), int(fields[ENV_END])
@@ -141,3 +145,17 @@ def _overwrite(names: Collection[bytes]) -> None:
         if name in names:
             ctypes.memset(place + len(name) + 1, 0, len(value))
         place += len(entry) + 1
+
+
+def key_variables(settings: Any) -> set[str]:
+    """Return the environment variables that settings (nested, as plain data) name for keys, and
+    the key variable of a vLLM server. A task's commands do not see them."""
+    named = {VLLM_KEY}
+    if isinstance(settings, Mapping):
+        for name, value in settings.items():
+            if name.endswith(KEY_SETTINGS) and isinstance(value, str):
+                named.add(value)
+            named |= key_variables(value)
+    elif isinstance(settings, list | tuple):
+        named = named.union(*(key_variables(value) for value in settings))
+    return named

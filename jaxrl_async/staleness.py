@@ -5,13 +5,14 @@ its admission a group holds K slots, one per use. A slot is freed when the weigh
 used it are live in every sampler, or when the use will not happen (the group is dropped, or too
 stale to be used again). There are (S + 1) * P - K * L slots; K is 1 by default.
 
-"Live in every sampler" is a number that never falls, and each sampler that serves requests draws
-from that version or a newer one, whatever joins and leaves: weights/exchange.py keeps that. The
-count below uses nothing else.
+"Live in every sampler" is a number that never decreases. Each sampler that serves requests
+generates with that version or a newer one, even as samplers join and leave: weights/exchange.py
+ensures that. The count below relies on nothing else.
 
-That is pacing by waiting: rollouts pause rather than draw what would be too stale. Pacing by
-dropping has `memory_bound` places instead, freed as soon as a group is taken: rollouts continue,
-and groups too stale when drawn are dropped. There the check at each draw is the whole bound.
+This is pacing by waiting: rollouts pause instead of generating what would be too stale. Pacing by
+dropping has `memory_bound` places instead, which are freed as soon as a group is taken. Rollouts
+continue, and groups that are too stale at the trainer's draw are dropped: there the check at each
+draw is the whole bound.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from jaxrl_async.types import Drop, EpisodeGroup
 
 
 def capacity(max_staleness: int, groups_per_step: int, lookahead: int, reuse: int = 1) -> int:
-    """Return how many uses of groups may be outstanding at once: (S + 1) * P - K * L.
+    """Return how many uses of groups may be outstanding at the same time: (S + 1) * P - K * L.
 
     It must be at least K * P, or a step could never be filled: with all slots free, P different
     groups must be admitted. See `never_fills_a_step`.
@@ -31,7 +32,7 @@ def capacity(max_staleness: int, groups_per_step: int, lookahead: int, reuse: in
 def never_fills_a_step(
     max_staleness: int, groups_per_step: int, lookahead: int, reuse: int = 1
 ) -> str | None:
-    """Return why no step could ever be filled, as an error's words; None: steps can be filled.
+    """Return why no step could ever be filled, as an error message; None if steps can be filled.
 
     Pacing by waiting needs a capacity of K * P uses: S >= least_limit(P, L, K). For K = 1 that is
     L <= S * P, the largest look-ahead.
@@ -51,7 +52,7 @@ def never_fills_a_step(
         )
     groups = capacity(max_staleness, groups_per_step, lookahead, reuse) // reuse
     return (
-        f"buffer.reuse ({reuse}) leaves room for {groups} groups at once, fewer than "
+        f"buffer.reuse ({reuse}) leaves room for {groups} groups at a time, fewer than "
         f"algorithm.groups_per_step ({groups_per_step}): a step could never be filled. Lower it, "
         f"or raise staleness.max_staleness to {least}."
     )
@@ -63,9 +64,10 @@ def least_limit(groups_per_step: int, lookahead: int, reuse: int = 1) -> int:
 
 
 def memory_bound(max_staleness: int, groups_per_step: int, overcommit: float) -> int:
-    """Return how many groups pacing by dropping has in memory: floor(overcommit * (S + 1) * P).
+    """Return the number of groups in memory with pacing by dropping: floor(overcommit * (S + 1) *
+    P).
 
-    At least P for an overcommit of 1 or more, so a step can be filled.
+    This is at least P for an overcommit of 1 or more, so a step can be filled.
     """
     return int(overcommit * (max_staleness + 1) * groups_per_step)
 
@@ -79,28 +81,28 @@ def worst_staleness(capacity: int, lookahead: int, groups_per_step: int, reuse: 
     """Return the worst staleness of any first use: (capacity - K + K * L) // P, in versions.
 
     Let group g enter while version v is live; C = capacity. Count the uses before g's first one:
-      - those of steps that are live: v * P, because a slot is freed only once its step is live;
-      - those whose slots are held when g enters: at most C - K, as g holds K;
-      - those of groups that enter after g and overtake it: at most K * L, for select() lets nobody
-        overtake the oldest waiting group from further than L numbers away (failed ones waste
-        numbers), whichever of those within reach it takes.
+      - uses by steps that are live: v * P, because a slot is freed only once its step is live;
+      - uses whose slots are held when g enters: at most C - K, as g holds K;
+      - uses of groups that enter after g and overtake it: at most K * L, since select() lets no
+        group overtake the oldest waiting one from more than L numbers away (failed ones waste
+        numbers), whichever group within reach it takes.
     A group that fails or is dropped is not used (again): it leaves one of the counts and adds to
-    none, so its slots may go to a new group at once. Each P uses make one version, hence g is first
-    trained on at version (v * P + C - K + K * L) // P at most, and no token of it is older than v.
-    With C = (S + 1) * P - K * L the result is S where K <= P, below where not: reached where K = 1
-    and L = 0, loose where L is near S * P. A later use is not bounded by this count but by the
-    check at each draw: a group too old to be used again gives its slots back.
+    none, so its slots may go to a new group immediately. Each P uses make one version, hence g is
+    first trained on at version (v * P + C - K + K * L) // P at most, and no token of it is older
+    than v. With C = (S + 1) * P - K * L the result is S if K <= P, and lower otherwise: reached if
+    K = 1 and L = 0, loose if L is near S * P. This count does not bound later uses; the check at
+    each draw does: a group too old to be used again frees its slots.
 
-    Were a slot freed when the group is taken, the P groups of each step that is not live yet
+    If a slot were freed when the group is taken, the P groups of each step that is not live yet
     would be missing from the second count; tests/test_staleness.py has such schedules.
 
-    The trainer never gets stuck: where it waits, all steps are live, so the slots held are those of
-    groups with uses left. Fewer than P such groups hold at most K * (P - 1) slots, K less than
-    there are, and another group is admitted; P of them fill a step once they are ready.
+    The trainer never gets stuck: while it waits, all steps are live, so only groups with uses left
+    hold slots. Fewer than P such groups hold at most K * (P - 1) slots, K less than there are, so
+    another group is admitted; P of them fill a step once they are ready.
 
-    Hence a fresh group cannot become stale: there is nothing to drop. Nor where the capacity
-    changes meanwhile (ReplayBuffer.set_limit), as long as it is never above C: g enters only while
-    the slots held leave room in the capacity of that moment, hence in C. Dropping needs more slots
+    Hence a fresh group cannot become stale: there is nothing to drop. That also holds if the
+    capacity changes meanwhile (ReplayBuffer.set_limit), as long as it is never above C: g enters
+    only while the held slots fit the capacity of that moment, hence C. Dropping needs more slots
     than the bound allows: see `memory_bound`.
     """
     return (capacity - reuse + reuse * lookahead) // groups_per_step
@@ -116,8 +118,8 @@ def split_stale(
 
 
 def drop_reason(group: EpisodeGroup, version: int, max_staleness: int) -> Drop | None:
-    """Return why a group may not be trained on at this version: too stale, or drawn by weights that
-    the trainer does not have yet; None if it may."""
+    """Return why a group may not be trained on at this version: it is too stale, or was generated
+    by weights that the trainer does not have yet. None if it may."""
     oldest, newest = group.version_range
     if newest > version:
         return Drop.FROM_THE_FUTURE

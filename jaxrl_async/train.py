@@ -1,4 +1,4 @@
-"""python -m jaxrl_async.train CONFIG [section.key=value ...]: the main job, whose command line is
+"""python -m jaxrl_async.train CONFIG [section.key=value ...]: the main job. Its command line is in
 train_command.py.
 
 From Python: jaxrl_async.train(model=..., data=..., reward=...), see docs/python.md.
@@ -9,7 +9,7 @@ import sys
 from jaxrl_async.huge_pages import start_with_huge_pages
 
 if __name__ == "__main__":
-    start_with_huge_pages()  # before the rest is imported for nothing
+    start_with_huge_pages()  # before the other imports, which a restart would waste
 
 from jaxrl_async import CalledModule
 from jaxrl_async.left_threads import at_exit_end_with

@@ -1,15 +1,15 @@
 """Train: jaxrl-async train CONFIG [section.key=value ...]. CONFIG is a YAML file or recipe:NAME.
 
-    --help [SECTION]   print this, and every setting, or those of a section, with unit, range and
-                     default
+    --help [SECTION]   print this, and every setting, or the settings of a section, with unit, range
+                     and default
     --print-config   print the resolved configuration, as YAML
     --resume         continue from the newest good checkpoint of the run (run.resume=true)
     --replay-schedule FILE   follow another run's schedule.jsonl bit for bit (run.replay_schedule)
 
 Exit codes: 0 finished, or stopped by one Ctrl-C with everything saved; 1 a failure, explained on
 stderr; 2 a bad command line or configuration; 75 ended by SIGTERM or SIGHUP, with everything saved
-within checkpoint.grace_s: continue with --resume; 130 a second Ctrl-C, or one before anything was
-begun.
+within checkpoint.grace_s: continue with --resume; 130 a second Ctrl-C, or one before the run was
+started.
 """
 
 import importlib
@@ -23,10 +23,10 @@ from jaxrl_async.config.load import dump, help_text, load
 from jaxrl_async.config.several import runs_of
 from jaxrl_async.errors import ConfigError, JaxrlError, Preempted, is_out_of_memory, shown
 from jaxrl_async.host import has_nvidia, more_of_a_gpu
-from jaxrl_async.launch import distributed
 from jaxrl_async.metrics.guarded_stream import guarded_output
 from jaxrl_async.metrics.health import health_endpoint
 from jaxrl_async.metrics.json_logs import logs_as, print_exception
+from jaxrl_async.run import distributed
 from jaxrl_async.run.signals import PREEMPTED_CODE
 
 USAGE = (
@@ -40,7 +40,7 @@ SMALLER = (
 
 
 RESUME = ("run.resume=true", "run.overwrite=false")
-"""What --resume sets: an example's run.overwrite is for new runs."""
+"""Overrides of --resume: an example's run.overwrite is for new runs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None, told: ExitStack) -> int:
-    """Run the command line; told: ends the guard of stdout and stderr, and the form of the log."""
+    """Run the command line; told: restores stdout and stderr and the log's format at the end."""
     args = list(sys.argv[1:] if argv is None else argv)
     if "--help" in args or "-h" in args:
         return _help([word for word in args if word not in ("--help", "-h")])
@@ -71,7 +71,7 @@ def _run(argv: Sequence[str] | None, told: ExitStack) -> int:
         overrides += [f"run.replay_schedule={json.dumps(file)}" for file in replayed]
         config = load(words[0], overrides)
         if "--print-config" in flags:
-            start = importlib.import_module("jaxrl_async.run.start")
+            start = importlib.import_module("jaxrl_async.run.start_checks")
             for one in (config, *runs_of(config).values()):
                 start.check_names(one)
             whole = importlib.import_module("jaxrl_async.algorithms.preflight").with_correction(
@@ -81,7 +81,7 @@ def _run(argv: Sequence[str] | None, told: ExitStack) -> int:
             return 0
         told.enter_context(guarded_output())
         told.enter_context(health_endpoint())
-        # Loaded late, so that --help and a typo in a config answer without importing JAX.
+        # Imported late: --help and an error in a configuration need no JAX.
         told.enter_context(logs_as(config.run.logs, run=config.run.name, role="trainer"))
         config = distributed.join_processes(config)
         importlib.import_module("jaxrl_async.run.loop").train(config)
@@ -114,8 +114,8 @@ def _run(argv: Sequence[str] | None, told: ExitStack) -> int:
 
 
 def _help(words: list[str]) -> int:
-    """Print what the command line takes, or, with the name of a section or a setting as the only
-    word, that one; return the exit code."""
+    """Print the usage, or the help of the section or setting that is the only word; return the exit
+    code."""
     try:
         if len(words) == 1 and not words[0].startswith("-") and "/" not in words[0]:
             print(help_text(words[0].rstrip("=.")))

@@ -1,4 +1,4 @@
-"""Several files of a folder, replaced together when all of them are whole."""
+"""Replace several files of a folder together, once all of them are complete."""
 
 import os
 import shutil
@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 UNFINISHED = ".writing"
-"""Folder of the files that are being written, within the one that they are for."""
+"""Name of the subfolder for files that are being written."""
 
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder. What is written there replaces the files of the same names in
-    `folder` at the end; if an exception leaves it, nothing changes. A link is replaced by a file:
-    what it points to stays as it is. One writer at a time."""
+    """Yield an empty folder. Files written there replace the files of the same names in `folder`
+    at the end; if an exception is raised, nothing changes. A link is replaced by a file; the link's
+    target is unchanged. One writer at a time."""
     made = folder / UNFINISHED
     shutil.rmtree(made, ignore_errors=True)  # of a process that was killed
     made.mkdir(parents=True)

@@ -1,5 +1,6 @@
 """What importing costs: host modules never pull in JAX, and the package itself nothing."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -29,20 +30,17 @@ HOST_SIDE = [
     "scorers.reward_arguments",
     "scorers.guard",
     "sampler.batch.shapes",
-    "sampler.batch.pages",
-    "sampler.batch.prefix",
     "sampler.batch.slots",
-    "sampler.batch.routes",
+    "sampler.batch.expert_routing",
     "sampler.batch.kv_budget",
     "sampler.partial",
     "sampler.request_checks",
     "sampler.lifetime",
     "staleness",
     "codec",
-    "sampler.batch.concurrency",
     "sampler.batch.sequence",
     "sampler.batch.admission",
-    "sampler.batch.kv_pool",
+    "sampler.batch.kv_cache",
     "sampler.router",
     "sampler.requests",
     "sampler.stats",
@@ -108,10 +106,10 @@ def test_an_unknown_public_name_is_an_attribute_error():
         _ = jaxrl_async.Smapler
 
 
-def test_inner_init_files_are_empty():
+def test_inner_init_files_hold_a_docstring_alone():
     """But for the package that shares its name with a public function."""
     files = PACKAGE.glob("*/**/__init__.py")
-    full = [p.parent.name for p in files if p.read_text().strip()]
+    full = [p.parent.name for p in files if len(ast.parse(p.read_text()).body) > 1]
     assert full == ["plan"]
 
 

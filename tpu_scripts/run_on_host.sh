@@ -12,7 +12,7 @@ role=halves
 case ${1-} in
     --trainer | --sampler) role=${1#--} at=${2:?$usage}; shift 2 ;;
 esac
-hosts=$("$python" -m jaxrl_async.launch.distributed)
+hosts=$("$python" -m jaxrl_async.run.distributed)
 # Do not ask JAX on a slice of several hosts: it would wait for the others.
 chips=${CHIPS_PER_HOST:-$(find /dev -maxdepth 2 \( -path '/dev/accel[0-9]*' -o -path '/dev/vfio/[0-9]*' \) | wc -l)}
 ((chips)) || chips=$("$python" -c 'import jax; print(jax.local_device_count())')
@@ -22,7 +22,7 @@ fi
 config=${1:?$usage}
 shift
 if [[ $role == trainer ]]; then
-    mesh=("mesh.trainer.fsdp=$((hosts * chips))" mesh.samplers_in=elsewhere "remote.listen=0.0.0.0:$at")
+    mesh=("mesh.trainer.fsdp=$((hosts * chips))" mesh.samplers_in=external "remote.listen=0.0.0.0:$at")
 elif ((chips > 1)); then
     mesh=("mesh.trainer.fsdp=$((hosts * (chips / 2)))" "mesh.sampler.tensor=$((chips / 2))" "mesh.samplers=$hosts")
 elif ((hosts == 1)); then

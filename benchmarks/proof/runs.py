@@ -91,7 +91,7 @@ def two(work: Work) -> None:
         name = f"two_{transfer}"
         left = (deadline - SPARE_S) * (number + 1) / 2 - (deadline - work.left_s)
         settings = [
-            *ADDITION, *steps, "mesh.samplers_in=elsewhere", f"remote.transfer={transfer}",
+            *ADDITION, *steps, "mesh.samplers_in=external", f"remote.transfer={transfer}",
             "remote.wait_s=90",
         ]  # fmt: skip
         with Run(work, name, *settings, env=share, within_s=left) as started:

@@ -1,0 +1,1 @@
+"""Formulas: advantages, losses, corrections, KL. No threads and no mesh."""

@@ -1,16 +1,17 @@
-"""Advantage estimators: from the rewards of one whole step to one number per token. NumPy only.
+"""Advantage estimators: from the rewards of a whole step to one number per token. NumPy only.
 
     StepData (groups, rewards, token rewards, values) ──estimator──> StepAdvantages
 
-An estimator sees all groups of the step at once, since some normalise over the batch. It computes
-in float64 and returns float32 arrays `[length]` that are 0 where the policy drew nothing. All treat
-edge cases alike: equal values (a group of one, equal rewards) are normalised to exactly 0, whatever
-the rounding, and the reward of an episode without drawn tokens is lost. Groups may differ in size.
+An estimator gets all groups of the step together, since some normalise over the batch. It computes
+in float64 and returns float32 arrays `[length]` that are 0 at tokens that were not generated. All
+handle edge cases alike: equal values (a group of one, equal rewards) are normalised to exactly 0
+despite rounding, and the reward of an episode without generated tokens is lost. Groups may differ
+in size.
 
-Each reward is credited to a drawn token: the sequence's reward to the last one; the reward of a
-token to itself, or, if it was not drawn (a tool's reply), to the last one drawn before it. Rewards
-before the first drawn token are not credited. Estimators of one number per sequence look at its
-return: its reward plus the rewards credited to its tokens.
+Each reward is credited to a generated token: the sequence's reward to the last one; the reward of a
+token to itself, or, if it was not generated (a tool's reply), to the last generated token before
+it. Rewards before the first generated token are not credited. Estimators of one number per sequence
+use its return: its reward plus the rewards credited to its tokens.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -42,44 +43,44 @@ class StepData:
     groups: tuple[EpisodeGroup, ...]
     rewards: tuple[Doubles, ...]  # per group [episodes] float64, of the sequences after shaping
     token_rewards: tuple[tuple[FloatArray | None, ...], ...] | None = (
-        None  # per episode [length]: process rewards, and -beta * KL of drawn tokens; None: none
+        None  # per episode [length]: process rewards and -beta * KL of generated tokens
     )
     values: tuple[tuple[FloatArray, ...], ...] | None = (
-        None  # per episode [length]: a critic's value of the state before token t is drawn
+        None  # per episode [length]: a critic's value of the state before token t
     )
     last_values: tuple[Doubles, ...] | None = (
         None  # per group [episodes] float64: a critic's value of the state after the last token
     )
     compared: tuple[BoolArray, ...] | None = (
-        None  # per group [episodes]: whom algorithm.baseline compares; None: all
+        None  # per group [episodes]: episodes that algorithm.baseline compares; None: all
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAdvantages:
-    """The output of an estimator: what policy and critic learn from."""
+    """The output of an estimator: the targets of policy and critic."""
 
-    advantages: PerToken  # 0 where not drawn
-    returns: PerToken | None = None  # the critic's targets, 0 where not drawn; None: no critic
+    advantages: PerToken  # 0 where not generated
+    returns: PerToken | None = None  # the critic's targets, 0 where not generated; None: no critic
 
 
 AdvantageFn = Callable[..., StepAdvantages]  # (StepData, **settings) -> StepAdvantages
 
 
 class AdvantageFacts(NamedTuple):
-    """What an advantage estimator declares."""
+    """The facts that an advantage estimator declares."""
 
     level: Literal["token", "sequence"] | None = "sequence"
-    """"token": each token gets a number of its own; "sequence": all tokens of an episode the same.
+    """"token": a separate number per token; "sequence": one number for all tokens of an episode.
 
-    Both look at token_rewards (`returns_of` adds them up), so that a KL in the rewards is taken off
-    these. None: not known, and the KL is taken off the sequences' rewards.
+    Both use token_rewards (`returns_of` adds them up), so a KL in the rewards is subtracted from
+    these. None: unknown; the KL is subtracted from the sequences' rewards.
     """
-    needs: tuple[Literal["values"], ...] = ()  # a critic's
-    compared_in_group: bool = False  # 0 for a group of one, whatever its tokens earned
+    needs: tuple[Literal["values"], ...] = ()  # a critic's values
+    compared_in_group: bool = False  # 0 for a group of one, also with token rewards
     divided_in_group: bool = False  # by the spread or the mean of the group's rewards
     centered_in_step: bool = False  # 0 for a step of one answer, undiscounted
-    part_weights: str | None = None  # the argument that weighs the parts of the reward
+    part_weights: str | None = None  # name of the argument that weighs the parts of the reward
 
 
 advantage: Registry[AdvantageFn, AdvantageFacts] = Registry(
@@ -95,7 +96,7 @@ def needs_critic(choice: Choice) -> bool:
 def step_data(
     groups: Sequence[EpisodeGroup], values: Sequence[Sequence[FloatArray]] | None = None
 ) -> StepData:
-    """Return the step's data from its scores, before any shaping."""
+    """Return the step's data from its scores, before shaping."""
     has_token_rewards = any(s.by_token is not None for g in groups for s in g.scores)
     return StepData(
         groups=tuple(groups),
@@ -122,9 +123,9 @@ def group_normalized(
 ) -> StepAdvantages:
     """(r_i - mean(r)) / (max(std(r), floor) + epsilon): GRPO. std is the population's, over G.
 
-    Shao et al. 2024 (DeepSeekMath, arXiv:2402.03300), sec. 4.1.2, outcome supervision, which has
-    no floor: a difference of 0.001 between wrong answers of different lengths then weighs as much
-    as one of 1 between right and wrong. With a floor of 0.1 it weighs 0.01 of that.
+    Shao et al. 2024 (DeepSeekMath, arXiv:2402.03300), sec. 4.1.2, outcome supervision, without the
+    floor. Without it, a difference of 0.001 between wrong answers of different lengths weighs as
+    much as a difference of 1 between correct and wrong. With a floor of 0.1 it weighs 0.01 of that.
     """
     return _per_sequence(data, [_standardized(r, epsilon, floor) for r in returns_of(data)])
 
@@ -140,11 +141,11 @@ def group_mean(data: StepData) -> StepAdvantages:
 
 @advantage(compared_in_group=True)
 def kimi(data: StepData) -> StepAdvantages:
-    """r_i - mean(r): Kimi k1.5, eq. 3, whose empirical mean stands for tau log Z.
+    """r_i - mean(r): Kimi k1.5, eq. 3, where the empirical mean estimates tau log Z.
 
     Team Kimi 2025 (arXiv:2501.12599), sec. 2.3.2. The second term of that gradient,
-    -tau / 2 * grad (log policy - log behavior)^2 of the whole sequence, depends on the policy that
-    learns and thus belongs to the loss or the KL, with tau as its coefficient.
+    -tau / 2 * grad (log policy - log behavior)^2 of the whole sequence, depends on the policy being
+    trained. It therefore belongs to the loss or the KL, with tau as its coefficient.
     """
     return group_mean(data)
 
@@ -161,7 +162,7 @@ def rloo(data: StepData) -> StepAdvantages:
 
 @advantage(compared_in_group=True)
 def opo(data: StepData) -> StepAdvantages:
-    """r_i - sum_j l_j r_j / sum_j l_j, l the drawn tokens: the baseline of least variance.
+    """r_i - sum_j l_j r_j / sum_j l_j, l the generated tokens: the minimum-variance baseline.
 
     Hao et al. 2025 (arXiv:2505.23585), sec. 3.2: a sequence's squared gradient grows with length.
     """
@@ -173,7 +174,7 @@ def opo(data: StepData) -> StepAdvantages:
 def maxrl(data: StepData) -> StepAdvantages:
     """(r_i - mean(r)) / mean(r), 0 where no reward is above 0: hard prompts weigh 1 / pass rate.
 
-    Tajwar et al. 2026 (arXiv:2602.02710): the mean gradient of the successes, less that of all.
+    Tajwar et al. 2026 (arXiv:2602.02710): the mean gradient of the successes minus that over all.
     For rewards of 0 and 1.
     """
     return _per_sequence(data, [_centered(r) / _positive(r.mean()) for r in returns_of(data)])
@@ -185,13 +186,13 @@ def maxrl(data: StepData) -> StepAdvantages:
     lambda k, group_size: k <= group_size,
 )
 def pass_at_k(data: StepData, *, k: Whole = 4, threshold: Finite = 0.5) -> StepAdvantages:
-    """Reward that any of k answers is right; analytic over all subsets of the group.
+    """Reward that any of k answers is correct; analytic over all subsets of the group.
 
     With N answers, M of them wrong, R = 1 - C(M, k) / C(N, k) and sigma = sqrt(R (1 - R)):
-        right  (1 - R) / sigma
-        wrong  (1 - R - C(M - 1, k - 1) / C(N - 1, k - 1)) / sigma
-    and 0 where sigma is. Chen et al. 2025 (arXiv:2508.10751), sec. 2.4, eq. 14 and 15. Right is a
-    reward above `threshold`; a group of fewer than k has subsets of its own size.
+        correct  (1 - R) / sigma
+        wrong    (1 - R - C(M - 1, k - 1) / C(N - 1, k - 1)) / sigma
+    and 0 where sigma is 0. Chen et al. 2025 (arXiv:2508.10751), sec. 2.4, eq. 14 and 15. An answer
+    is correct if its reward is above `threshold`. In a group of fewer than k, k is the group size.
     """
     rights = [r > threshold for r in returns_of(data)]
     return _per_sequence(data, [_pass_at_k(right, min(k, len(right))) for right in rights])
@@ -221,9 +222,9 @@ def grpo_lead(
 ) -> StepAdvantages:
     """Scale GRPO's by w(rho) where above 0, else by w(1 - rho); rho is the group's pass rate.
 
-    w(rho) = lowest + (highest - lowest) / (1 + exp(steepness (rho - middle))): being right weighs
-    more on a hard prompt. Zhang & Zuo 2025 (GRPO-LEAD, arXiv:2504.09696), difficulty-aware
-    reweighting; its reward by length is shaping's `concise`.
+    w(rho) = lowest + (highest - lowest) / (1 + exp(steepness (rho - middle))): a correct answer
+    weighs more on a hard prompt. Zhang & Zuo 2025 (GRPO-LEAD, arXiv:2504.09696), difficulty-aware
+    reweighting; the paper's length-dependent reward is the shaping `concise`.
     """
 
     def of_group(rewards: Doubles) -> Doubles:
@@ -240,10 +241,10 @@ def grpo_lead(
 
 @advantage(level="token", centered_in_step=True)
 def reinforce_pp(data: StepData, *, gamma: Share = 1.0, epsilon: Above0 = 1e-8) -> StepAdvantages:
-    """Return-to-go of token rewards and the sequence's, normalised over all tokens of the step.
+    """Return-to-go of token and sequence rewards, normalised over all tokens of the step.
 
     A_t = r - beta sum_{i >= t} KL(i), then (A - mean) / std over the batch: Hu et al. 2025
-    (REINFORCE++, arXiv:2501.03262), eq. 8 to 10. Made for one answer to a prompt.
+    (REINFORCE++, arXiv:2501.03262), eq. 8 to 10. Designed for one answer per prompt.
     """
     return _drawn(data, _normalized(_to_go(data, gamma), epsilon))
 
@@ -252,7 +253,7 @@ def reinforce_pp(data: StepData, *, gamma: Share = 1.0, epsilon: Above0 = 1e-8) 
 def reinforce_pp_baseline(data: StepData, *, epsilon: Above0 = 1e-8) -> StepAdvantages:
     """r_i - mean(r) in the group, then normalised over all tokens of the step.
 
-    Hu et al. 2025 (REINFORCE++, arXiv:2501.03262), the variant for several answers to a prompt.
+    Hu et al. 2025 (REINFORCE++, arXiv:2501.03262), the variant for several answers per prompt.
     """
     lengths = [_lengths(g) for g in data.groups]
     values = [
@@ -269,11 +270,11 @@ def gdpo(
     """Normalise each named part in its group, then their weighted sum over the step.
 
     A_i = sum_k w_k (r_k,i - mean(r_k)) / std(r_k), then (A - mean) / std over all episodes: Liu et
-    al. 2026 (arXiv:2601.05242). Weights default to 1. What shaping added to the reward is one more
-    part, `shaping`, and what tokens earned another, `tokens`, unless a part names it, as that of
-    an environment's turn does; a reward without parts is the part
-    `reward`. A weight of a part that no score of the step names has no effect; `check_weights`
-    looks for wrong names before the run.
+    al. 2026 (arXiv:2601.05242). Weights default to 1. The part `shaping` is what shaping added to
+    the reward. The part `tokens` is the sum of token rewards, less the rewards in named parts
+    (such as rewards of an environment's turns). A reward without parts is the part `reward`. A
+    weight of a part that no score of the step names has no effect; `check_weights` checks the names
+    before the run.
     """
     per_group = zip(data.groups, data.rewards, _earned_by_tokens(data), strict=True)
     named = [_parts(*of_group) for of_group in per_group]
@@ -286,7 +287,7 @@ def gdpo(
 
 
 def check_weights(choice: Choice, parts: Collection[str]) -> None:
-    """Raise ConfigError if the estimator weighs a part that is not one of the reward's parts."""
+    """Raise ConfigError if the estimator weighs a part that the reward does not have."""
     argument = advantage.facts(choice).part_weights
     if argument is None:
         return
@@ -318,10 +319,10 @@ def _parts(group: EpisodeGroup, rewards: Doubles, of_tokens: Doubles) -> dict[st
 def discounted(
     data: StepData, *, gamma: Share = 1.0, turn_gamma: Share = 1.0, epsilon: Above0 = 1e-6
 ) -> StepAdvantages:
-    """Normalise the discounted return-to-go over all drawn tokens of the group. No critic.
+    """Normalise the discounted return-to-go over all generated tokens of the group. No critic.
 
-    G_t = r_t + gamma G_{t+1}, with gamma * turn_gamma where a tool's reply lies between, so that a
-    step's reward reaches what led to it. DeepSeekMath (arXiv:2402.03300), sec. 4.1.3, sums the same
+    G_t = r_t + gamma G_{t+1}, with gamma * turn_gamma across a tool's reply, so a turn's reward
+    reaches the tokens that led to it. DeepSeekMath (arXiv:2402.03300), sec. 4.1.3, sums the same
     way.
     """
     returns = _to_go(data, gamma, turn_gamma)
@@ -332,7 +333,8 @@ def discounted(
 def discounted_batch(
     data: StepData, *, gamma: Share = 1.0, turn_gamma: Share = 1.0, epsilon: Above0 = 1e-6
 ) -> StepAdvantages:
-    """Normalise the discounted return-to-go over all drawn tokens of the step; see `discounted`."""
+    """Normalise the discounted return-to-go over all generated tokens of the step; see
+    `discounted`."""
     return _drawn(data, _normalized(_to_go(data, gamma, turn_gamma), epsilon))
 
 
@@ -348,18 +350,18 @@ def gae(
 ) -> StepAdvantages:
     """A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t: PPO's.
 
-    Schulman et al. 2015 (arXiv:1506.02438), eq. 16; arXiv:1707.06347, eq. 11. Time runs over drawn
-    tokens only; V after the last is 0. returns = A + V. `whiten` then normalises A over the step.
-    Raises ConfigError without a critic's values.
+    Schulman et al. 2015 (arXiv:1506.02438), eq. 16; arXiv:1707.06347, eq. 11. Time runs over
+    generated tokens only; V after the last token is 0. returns = A + V. `whiten` then normalises A
+    over the step. Raises ConfigError without a critic's values.
 
-    bootstrap: after the last token of an episode that StopReason.LENGTH cut, V is the critic's
-    value (Pardo et al. 2018, arXiv:1712.00378, sec. 2.2). It is right if the limit exists only in
-    training and the reward is for the tokens so far. By default the limit is part of the task: the
-    sequence's reward judges the answer as it was cut, and nothing is added for its continuation.
+    bootstrap: after the last token of an episode truncated with StopReason.LENGTH, V is the
+    critic's value (Pardo et al. 2018, arXiv:1712.00378, sec. 2.2). Use it if the limit exists only
+    in training and the reward covers only the tokens so far. By default the limit is part of the
+    task: the sequence's reward judges the truncated answer, and V after it is 0.
     """
     if data.values is None:
         raise ConfigError(
-            "advantage 'gae' needs a critic's values, and there is no critic. Choose another "
+            "advantage 'gae' needs a critic's values, but the run has no critic. Choose another "
             "advantage (group_normalized), or train a critic."
         )
     values = [
@@ -391,8 +393,8 @@ advantage.check_known(function_facts.WEIGHS_PARTS, lambda facts: facts.part_weig
 
 
 def _bootstrapped(data: StepData) -> list[Doubles]:
-    """Return the value of the state after each episode's last token: 0 unless its length cut it."""
-    assert data.last_values is not None, "a critic's values come with those after the last token"
+    """Return the value of the state after each episode's last token: 0 unless truncated."""
+    assert data.last_values is not None, "a critic's values need the values after the last token"
     cut = [[e.stop is StopReason.LENGTH for e in g.episodes] for g in data.groups]
     return [np.where(c, v, 0.0) for c, v in zip(cut, data.last_values, strict=True)]
 
@@ -401,7 +403,7 @@ def _bootstrapped(data: StepData) -> list[Doubles]:
 
 
 def _centered(values: Doubles, weights: Doubles | None = None) -> Doubles:
-    """Subtract the (weighted) mean; exactly 0 if all are equal, whatever the mean's rounding."""
+    """Subtract the (weighted) mean; exactly 0 if all are equal, despite the mean's rounding."""
     if not len(values) or np.all(values == values[0]):
         return np.zeros_like(values)
     if weights is None or not weights.any():
@@ -424,22 +426,22 @@ def _positive(mean: float) -> float:
 
 
 def _lengths(group: EpisodeGroup) -> Doubles:
-    """Return the episodes' numbers of drawn tokens."""
+    """Return the episodes' numbers of generated tokens."""
     return np.array([e.num_drawn for e in group.episodes], np.float64)
 
 
-# ---- numbers of drawn tokens: per group, per episode [drawn] float64
+# ---- numbers per generated token: per group, per episode [drawn] float64
 
 Drawn = Sequence[Sequence[Doubles]]
 
 
 def returns_of(data: StepData) -> list[Doubles]:
-    """Add up each sequence's reward and what its tokens earned; per group [episodes]."""
+    """Add up each sequence's reward and its tokens' rewards; per group [episodes]."""
     return [r + t for r, t in zip(data.rewards, _earned_by_tokens(data), strict=True)]
 
 
 def _earned_by_tokens(data: StepData) -> list[Doubles]:
-    """Sum the token rewards credited to each episode's drawn tokens; per group [episodes]."""
+    """Sum the token rewards credited to each episode's generated tokens; per group [episodes]."""
     extra = data.token_rewards or tuple((None,) * len(g.episodes) for g in data.groups)
     return [
         np.array([_earned_in(e, 0.0, rewards).sum() for e, rewards in zip(*both, strict=True)])
@@ -448,7 +450,7 @@ def _earned_by_tokens(data: StepData) -> list[Doubles]:
 
 
 def _earned(data: StepData) -> Drawn:
-    """Return the reward credited to each drawn token."""
+    """Return the reward credited to each generated token."""
     extra = data.token_rewards or tuple((None,) * len(g.episodes) for g in data.groups)
     return [
         [_earned_in(*one) for one in zip(g.episodes, rewards.tolist(), of_group, strict=True)]
@@ -457,13 +459,13 @@ def _earned(data: StepData) -> Drawn:
 
 
 def _earned_in(episode: Episode, reward: float, token_rewards: FloatArray | None) -> Doubles:
-    """Return the rewards credited to an episode's drawn tokens: [drawn]."""
+    """Return the rewards credited to an episode's generated tokens: [drawn]."""
     drawn = episode.num_drawn
     if not drawn:
         return np.zeros(0)
     earned = np.zeros(drawn)
     if token_rewards is not None:
-        earner = np.cumsum(episode.drawn) - 1  # -1: before the first drawn token, not credited
+        earner = np.cumsum(episode.drawn) - 1  # -1: before the first generated token, not credited
         credited = np.asarray(token_rewards, np.float64)[earner >= 0]
         np.add.at(earned, earner[earner >= 0], credited)
     earned[-1] += reward
@@ -471,20 +473,20 @@ def _earned_in(episode: Episode, reward: float, token_rewards: FloatArray | None
 
 
 def _to_go(data: StepData, gamma: float, turn_gamma: Share = 1.0) -> Drawn:
-    """Return the discounted sum of what each drawn token and those after it earned."""
+    """Return the discounted sum of the rewards of each generated token and those after it."""
     earned = _earned(data)
     discounts = [_discounts(e, gamma, turn_gamma) for g in data.groups for e in g.episodes]
     return _regrouped(_discounted_sums(_flat(earned), discounts), earned)
 
 
 def _discounts(episode: Episode, gamma: float, turn_gamma: float) -> Doubles:
-    """Return the discount from each drawn token to the next one."""
+    """Return the discount from each generated token to the next one."""
     gaps = np.diff(np.flatnonzero(episode.drawn), append=0)
     return np.where(gaps > 1, gamma * turn_gamma, gamma).astype(np.float64)
 
 
 def _discounted_sums(terms: Sequence[Doubles], discounts: Sequence[Doubles]) -> list[Doubles]:
-    """Return y_t = terms_t + discounts_t * y_{t+1}, for all sequences at once, from the end."""
+    """Return y_t = terms_t + discounts_t * y_{t+1}, for all sequences together, from the end."""
     shape = max((len(x) for x in terms), default=0), len(terms)
     y, d = np.zeros(shape), np.zeros(shape)
     for i, (x, of_x) in enumerate(zip(terms, discounts, strict=True)):
@@ -501,7 +503,7 @@ def _normalized(values: Drawn, epsilon: float) -> Drawn:
 
 
 def _cut(flat: Doubles, like: Sequence[Doubles]) -> list[Doubles]:
-    """Cut an array into pieces as long as those of `like`."""
+    """Split an array into pieces of the lengths in `like`."""
     return np.split(flat, np.cumsum([len(v) for v in like], dtype=np.int64))[:-1]
 
 
@@ -516,11 +518,11 @@ def _regrouped(flat: Sequence[Doubles], like: Drawn) -> Drawn:
     return [[next(rest) for _ in of_group] for of_group in like]
 
 
-# ---- onto the tokens
+# ---- assignment to tokens
 
 
 def _per_sequence(data: StepData, values: Sequence[Doubles]) -> StepAdvantages:
-    """Give each drawn token its episode's value; values: per group [episodes]."""
+    """Give each generated token its episode's value; values: per group [episodes]."""
     return StepAdvantages(
         advantages=tuple(
             tuple(
@@ -533,7 +535,7 @@ def _per_sequence(data: StepData, values: Sequence[Doubles]) -> StepAdvantages:
 
 
 def _drawn(data: StepData, values: Drawn) -> StepAdvantages:
-    """Give each drawn token its own value."""
+    """Give each generated token its own value."""
     return StepAdvantages(
         advantages=tuple(
             tuple(_placed(e, v) for e, v in zip(group.episodes, of_group, strict=True))
@@ -543,7 +545,7 @@ def _drawn(data: StepData, values: Drawn) -> StepAdvantages:
 
 
 def _placed(episode: Episode, values: Doubles) -> FloatArray:
-    """Return an array [length] with these values at the drawn tokens, else 0."""
+    """Return an array [length] with these values at the generated tokens, else 0."""
     placed = np.zeros(len(episode.token_ids), np.float32)
     placed[episode.drawn] = values
     return placed

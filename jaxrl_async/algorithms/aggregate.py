@@ -1,9 +1,9 @@
-"""How token losses become one number: the only place that divides by a count.
+"""Aggregation of token losses to one number: the only place that divides by a count.
 
-Before the first micro-batch an aggregate looks at the whole step's batch on the host and gives each
-token its weight; the loss is the sum of weight * token loss. Denominators are therefore global by
-construction: micro-batches, devices and packing only change the order of a sum. A mini-batch's
-tokens keep the weights that the whole step gave them, times the number of mini-batches.
+Before the first micro-batch, an aggregate gets the whole step's batch on the host and gives each
+token its weight. The loss is the sum of weight * token loss. Denominators are therefore global:
+micro-batches, devices and packing only change the order of a sum. The tokens of a mini-batch keep
+the weights from the whole step, times the number of mini-batches.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ aggregate: Registry[AggregateFn, NoFacts] = Registry("aggregate", "algorithm.agg
 
 @aggregate
 def token_mean(batch: PackedBatch) -> FloatArray:
-    """1 / number of learnt tokens: every token counts the same.
+    """1 / number of trained tokens: every token counts the same.
 
     DAPO (arXiv:2503.14476), sec. 3.3.
     """
@@ -34,7 +34,7 @@ def token_mean(batch: PackedBatch) -> FloatArray:
 def sequence_mean(batch: PackedBatch) -> FloatArray:
     """Average the sequences' token means: every sequence counts the same.
 
-    GRPO (arXiv:2402.03300), eq. 3. A sequence with nothing to learn does not count.
+    GRPO (arXiv:2402.03300), eq. 3. A sequence without trained tokens does not count.
     """
     counts = _tokens_of(batch.sequence_ids, batch)
     num_sequences = max(int(np.count_nonzero(counts)), 1)
@@ -43,7 +43,7 @@ def sequence_mean(batch: PackedBatch) -> FloatArray:
 
 @aggregate
 def constant(batch: PackedBatch, *, divisor: Above0) -> FloatArray:
-    """Average the sequences' token sums / divisor, the same for all: no bias by length.
+    """Average the sequences' token sums / divisor, the same for all: no length bias.
 
     Dr. GRPO (arXiv:2503.20783), sec. 3.2; its divisor is the longest answer allowed, in tokens.
     """
@@ -53,7 +53,7 @@ def constant(batch: PackedBatch, *, divisor: Above0) -> FloatArray:
 
 @aggregate
 def sequence_sum(batch: PackedBatch) -> FloatArray:
-    """Average the sequences' token sums: the policy gradient itself, long answers weigh more.
+    """Average the sequences' token sums: the plain policy gradient; long answers weigh more.
 
     Williams 1992 (REINFORCE); `constant` with a divisor of 1.
     """
@@ -64,8 +64,8 @@ def sequence_sum(batch: PackedBatch) -> FloatArray:
 def per_group(batch: PackedBatch) -> FloatArray:
     """Average the groups' token means: every prompt counts the same.
 
-    DAPO's token mean (arXiv:2503.14476, sec. 3.3) within a group, so that a prompt with long or
-    many answers does not weigh more than another. A group with nothing to learn does not count.
+    DAPO's token mean (arXiv:2503.14476, sec. 3.3) within a group, so a prompt with long or many
+    answers does not weigh more than another. A group without trained tokens does not count.
     """
     counts = _tokens_of(batch.group_ids, batch)
     num_groups = max(int(np.count_nonzero(counts)), 1)
@@ -73,12 +73,12 @@ def per_group(batch: PackedBatch) -> FloatArray:
 
 
 def mean_of(total: float, count: float) -> float:
-    """Return total / count; 0 if nothing was counted."""
+    """Return total / count; 0 if count is 0."""
     return total / count if count else 0.0
 
 
 def _tokens_of(ids: IntArray, batch: PackedBatch) -> NDArray[np.int64]:
-    """Count the learnt tokens of each id; a last entry is for padding, whose id is -1."""
+    """Count the trained tokens of each id; the last entry is for padding, whose id is -1."""
     return np.bincount(ids[batch.mask], minlength=int(ids.max(initial=-1)) + 2)
 
 

@@ -1,11 +1,11 @@
-"""Pairs of the policy's own answers: which are made of a group, and what each answer weighs.
+"""Pairs of the policy's own answers: their choice within a group, and the weight of each answer.
 
-    rewards after shaping ──choose──> (better, worse) of each group ──keep_paired──> what is packed
+    rewards after shaping ──choose──> (better, worse) per group ──keep_paired──> episodes to pack
     log-probs of policy and reference ──PairWeights──> d loss / d log policy(answer)
 
-The gradient of a loss of pairs is the sum over answers of that number times the gradient of the
-answer's log-prob: given the log-probs beforehand, answers are learnt like any other sequences, each
-in whichever row or micro-batch it lies, and an answer of many pairs is computed once.
+The gradient of a pair loss is the sum over answers of that derivative times the gradient of the
+answer's log-prob. Given the log-probs beforehand, answers are trained on like other sequences, in
+any row or micro-batch, and an answer in several pairs is computed once.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,23 +42,23 @@ class AnswerPair(NamedTuple):
     worse: int
 
 
-# ---- which pairs
+# ---- choice of pairs
 
 
 def choose_pairs(
     returns: Doubles, learnable: NDArray[np.bool_], how: How, seed: Sequence[int]
 ) -> tuple[list[AnswerPair], int]:
-    """Pair the answers of a group; also return how many pairs were not made for being ties.
+    """Pair the answers of a group; also return the number of pairs skipped as ties.
 
-    Of equally good answers the first is taken. What is chosen of the chosen answers alone is the
-    same again.
+    The first of equally good answers is taken. Applied again to the chosen answers alone, the
+    choice is the same.
 
     Args:
-        returns: [answers] how good each is.
-        learnable: [answers] whether it has tokens to learn; others are in no pair.
-        how: as pairs.choose. Where only the best is paired, a group whose answers are all equally
+        returns: [answers] return of each answer.
+        learnable: [answers] whether an answer has tokens to train on; others are in no pair.
+        how: as pairs.choose. If only the best is paired, a group whose answers are all equally
             good counts as one tie.
-        seed: keys the draw of best_random.
+        seed: key of the random choice of best_random.
     """
     there = [int(i) for i in np.flatnonzero(learnable)]
     if len(there) < 2:
@@ -78,7 +78,7 @@ def choose_pairs(
 
 
 def pairs_of_groups(shaped: Shaped, how: How, seed: int) -> tuple[list[list[AnswerPair]], int]:
-    """Return the pairs of each group by its episodes' indices, and the number of ties."""
+    """Return the pairs of each group, by episode index, and the number of ties."""
     pairs, ties = [], 0
     everything = zip(shaped.data.groups, returns_of(shaped.data), shaped.masks, strict=True)
     for group, returns, masks in everything:
@@ -91,7 +91,7 @@ def pairs_of_groups(shaped: Shaped, how: How, seed: int) -> tuple[list[list[Answ
 
 
 def keep_paired(shaped: Shaped, *, how: How, seed: int) -> Shaped:
-    """Leave the answers out that are in no pair, and count the ties; a ShapingFn, the last one."""
+    """Drop the answers that are in no pair, and count the ties; a ShapingFn, applied last."""
     pairs, ties = pairs_of_groups(shaped, how, seed)
     kept = [sorted({i for pair in of_group for i in pair}) for of_group in pairs]
     left = sum(len(g.episodes) - len(k) for g, k in zip(shaped.data.groups, kept, strict=True))
@@ -100,13 +100,13 @@ def keep_paired(shaped: Shaped, *, how: How, seed: int) -> Shaped:
 
 
 def has_pair(group: EpisodeGroup, shapings: Sequence[ShapingFn], how: How, seed: int) -> bool:
-    """Return whether a group, shaped by itself, has two answers of which one is better."""
+    """Return whether a group, shaped alone, has two answers with different returns."""
     pairs, _ = pairs_of_groups(shape(step_data([group]), shapings), how, seed)
     return bool(pairs[0])
 
 
 def pairs_of_step(data: StepData, masks: Any, how: How, seed: int) -> list[AnswerPair]:
-    """Return the pairs of a step by the index of its episodes, group after group."""
+    """Return the pairs of a step; episodes are numbered over the step, group after group."""
     of_groups, _ = pairs_of_groups(Shaped(data=data, masks=masks), how, seed)
     starts = np.cumsum([0, *(len(g.episodes) for g in data.groups)])
     return [
@@ -116,11 +116,11 @@ def pairs_of_step(data: StepData, masks: Any, how: How, seed: int) -> list[Answe
     ]
 
 
-# ---- what each answer weighs
+# ---- weights of the answers
 
 
 def pairs_loss(choice: Choice) -> PreferenceLossFn:
-    """Return the chosen loss of pairs. Raises ConfigError, also for one of single answers."""
+    """Return the chosen pair loss. Raise ConfigError, also for a loss on single answers."""
     try:
         loss = preference_loss.resolve(choice)
         single = needs_baseline(loss)
@@ -129,33 +129,34 @@ def pairs_loss(choice: Choice) -> PreferenceLossFn:
         raise ConfigError(text if "pairs.loss" in text else f"pairs.loss: {text}") from error
     if single:
         raise ConfigError(
-            f"pairs.loss = {choice!r} needs a baseline of mismatched answers, which are not made "
-            "of the policy's own. Take dpo, ipo, simpo or orpo, or declare no such need."
+            f"pairs.loss = {choice!r} needs a baseline of mismatched answers, which does not exist "
+            "for the policy's own answers. Use dpo, ipo, simpo or orpo, or do not declare this "
+            "need."
         )
     return loss
 
 
 class AnswerSums(NamedTuple):
-    """What a loss of pairs knows of each answer of a step: sums over its learnt tokens."""
+    """The input of a pair loss for each answer of a step: sums over its trained tokens."""
 
-    logprobs: Doubles  # [answers] of the weights that learn
-    lengths: Doubles  # [answers] learnt tokens
+    logprobs: Doubles  # [answers] of the weights being trained
+    lengths: Doubles  # [answers] trained tokens
     reference: Doubles | None = None  # [answers] log-probs of the reference
 
 
 class PairWeights:
-    """The mean loss of a step's pairs, and its derivative by each answer's log-prob."""
+    """The mean loss of a step's pairs, and its derivative with respect to the log-probs."""
 
     def __init__(self, loss: PreferenceLossFn) -> None:
-        """Compile nothing yet; a program is made for each power of two of pairs."""
+        """Compile nothing yet; one program is compiled per power of two of pairs."""
         self._derive = jax.jit(jax.value_and_grad(partial(_loss_of_pairs, loss), has_aux=True))
 
     def __call__(
         self, pairs: Sequence[AnswerPair], sums: AnswerSums
     ) -> tuple[Doubles, dict[str, float]]:
-        """Return d loss / d log policy of each answer, and a report of loss and pairs.
+        """Return d loss / d log policy of each answer, and metrics of the loss and the pairs.
 
-        The loss is the mean over the step's pairs; 0 where there is none.
+        The loss is the mean over the step's pairs; 0 without pairs.
         """
         weights = np.zeros(len(sums.logprobs))
         better, worse = (np.array([p[side] for p in pairs], np.int64) for side in (0, 1))
@@ -179,7 +180,7 @@ class PairWeights:
 def _in_pairs(
     values: Doubles, *, better: NDArray[np.int64], worse: NDArray[np.int64], room: int
 ) -> NDArray[np.float32]:
-    """Return the values of both sides of each pair, [2, room] float32; 0 where there is none."""
+    """Return the values of both sides of each pair, [2, room] float32, padded with 0."""
     sides = np.zeros((2, room), np.float32)
     sides[0, : len(better)], sides[1, : len(worse)] = values[better], values[worse]
     return sides
@@ -192,7 +193,7 @@ def _loss_of_pairs(
     reference: Array | None,
     weight: Array,
 ) -> tuple[Array, Totals]:
-    """Return weight * sum of the losses of pairs, [2, pairs] each, and what to report of them."""
+    """Return weight * sum of the pairs' losses, and the totals to report. Inputs: [2, pairs]."""
     x = PairInputs(logprobs[0], logprobs[1], lengths[0], lengths[1])
     if reference is not None:
         x = x._replace(reference_chosen=reference[0], reference_rejected=reference[1])

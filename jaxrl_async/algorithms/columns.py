@@ -4,8 +4,8 @@
     weights     ──aggregate────────────>├──> DeviceBatch ──update──> TokenInputs ──> loss
     passes      ──before the update────>┘         (policy log-probs, entropy ... join here)
 
-To add a column, add its row to `COLUMNS` and its field to the tuples that carry it. Imports fail
-where a tuple and the table disagree.
+To add a column, add its row to `COLUMNS` and its field to the tuples that carry it. The import
+fails if a tuple and the table disagree.
 """
 
 from collections.abc import Iterable
@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 from jaxrl_async.types import NOT_DRAWN, PackedBatch
 
 ALL_BITS = 0xFF
-"""A byte of a sampling mask where nothing was drawn: any token."""
+"""A byte of a sampling mask at a token that was not sampled: all tokens allowed."""
 UNKNOWN_EXPERT = -1
-"""Expert of a token whose routing the sampler did not report."""
+"""The expert id of a token whose routing the sampler did not report."""
 
 Columns = dict[str, NDArray[Any]]
-"""Host arrays [rows, length, ...] by column name, beside a PackedBatch."""
+"""Host arrays [rows, length, ...] by column name, in addition to a PackedBatch."""
 
 
 class Source(Enum):
-    """Who makes a column."""
+    """The producer of a column."""
 
     PACK = "trainer.pack, from episodes: a field of PackedBatch"
     AGGREGATE = "algorithm.aggregate, from the packed batch"
@@ -42,17 +42,17 @@ class Column(NamedTuple):
     name: str
     dtype: str
     source: Source
-    fill: int | float | bool = 0  # of padding
-    on_device: bool = True  # a field of DeviceBatch; False also for what the update makes
+    fill: int | float | bool = 0  # value of padding
+    on_device: bool = True  # a field of DeviceBatch; False also for columns of the update
     in_loss: bool = False  # a field of losses.TokenInputs
-    optional: bool = False  # None in runs that do without it
-    per_token: str = ""  # axes behind [rows, length]
+    optional: bool = False  # None in runs that do not need it
+    per_token: str = ""  # axes after [rows, length]
     policy_alone: bool = False  # must not be given to a reference, teacher or critic
-    of_context: bool = False  # the same where another context shares the token
+    of_context: bool = False  # the same in every context that shares the token
 
 
 def _loss_only(name: str, *, optional: bool = False, dtype: str = "float32") -> Column:
-    """Declare a column that the update makes for the losses."""
+    """Declare a column that the update computes for the losses."""
     return Column(name, dtype, Source.UPDATE, on_device=False, in_loss=True, optional=optional)
 
 
@@ -95,11 +95,11 @@ COLUMNS: dict[str, Column] = {
         _loss_only("teacher_divergence", optional=True),
     )
 }  # fmt: skip
-"""All columns by name; those of DeviceBatch in its order."""
+"""All columns by name; DeviceBatch's columns are in the order of its fields."""
 
 
 class DeviceBatch(NamedTuple):
-    """A micro-batch on the devices; [rows, length] each, divided as mesh.batch_sharding says."""
+    """A micro-batch on the devices; [rows, length] each, sharded by mesh.batch_sharding."""
 
     token_ids: Array
     positions: Array
@@ -109,11 +109,11 @@ class DeviceBatch(NamedTuple):
     versions: Array
     advantages: Array
     weights: Array  # of the policy loss
-    supervised_weights: Array | None = None  # of -log policy: worked answers mixed in
+    supervised_weights: Array | None = None  # of -log policy: demonstrations mixed in
     proximal_logprobs: Array | None = None  # of the weights at the start of the step
-    reference_logprobs: Array | None = None  # where they are taken before the update
+    reference_logprobs: Array | None = None  # if they are computed before the update
     covariance_rank: Array | None = None  # as in losses.TokenInputs
-    teacher_ids: Array | None = None  # [rows, length, k] the teacher's likeliest tokens
+    teacher_ids: Array | None = None  # [rows, length, k] the teacher's most likely tokens
     teacher_logprobs: Array | None = None  # [rows, length, k]
     kept: Array | None = None  # [rows, length, ceil(vocab / 8)] sampling masks
     expert_ids: Array | None = None  # [rows, length, layers, k]
@@ -122,18 +122,18 @@ class DeviceBatch(NamedTuple):
 
 
 def names_of(*sources: Source) -> tuple[str, ...]:
-    """Return the names of the columns that these sources make."""
+    """Return the names of the columns that these sources produce."""
     return tuple(c.name for c in COLUMNS.values() if c.source in sources)
 
 
 def check_fields(carrier: str, fields: Iterable[str], declared: Iterable[str]) -> None:
-    """Raise TypeError where a carrier's fields are not the columns that COLUMNS gives it."""
+    """Raise TypeError if a carrier's fields differ from its columns in COLUMNS."""
     if differing := sorted({*fields} ^ {*declared}):
         raise TypeError(f"{carrier} and algorithms.columns.COLUMNS differ in {differing}")
 
 
 def for_other_models(batch: PackedBatch) -> PackedBatch:
-    """Return the batch without the columns that are the policy's alone."""
+    """Return the batch without the columns that only the policy may see."""
     hidden: dict[str, Any] = {c.name: None for c in COLUMNS.values() if c.policy_alone}
     return replace(batch, **hidden)
 

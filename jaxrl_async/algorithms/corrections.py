@@ -1,24 +1,24 @@
-"""Corrections for tokens that other weights drew: a factor per token, on the policy loss.
+"""Corrections for off-policy tokens: a factor per token, on the policy loss.
 
-w = proximal / behavior is the importance weight: of a token (level token), the product over its
-sequence (sequence) or the geometric mean over it (geometric). A correction returns a factor, and
-weights * w is the corrected importance weight. The factor has no gradient and is 1 on-policy and
-outside the mask.
+w = proximal / behavior is the importance weight: per token (level token), the product over the
+sequence (sequence) or the geometric mean over the sequence (geometric). A correction returns a
+factor, and weights * w is the corrected importance weight. The factor has no gradient and is 1
+on-policy and outside the mask.
 
     algorithm.anchor=behavior   the loss's ratio is policy / behavior and contains w: loss * weights
-    algorithm.anchor=proximal   it is policy / proximal: loss * weights * exp(log_ratio).
+    algorithm.anchor=proximal   the ratio is policy / proximal: loss * weights * exp(log_ratio).
                                 Decoupled PPO, AReaL (arXiv:2505.24298), eq. 5
 
 At the levels sequence and geometric, `truncate` and `band` are therefore exact with
-anchor=proximal; with behavior each token keeps its own ratio times weights.
+anchor=proximal; with anchor=behavior each token keeps its own ratio times weights.
 
-`combined` makes one correction of a list, in any order: factors multiply. With anchor=proximal the
-importance weight is the w of the one correction in the list that bounds it. Each declares a role:
+`combined` combines a list, in any order, to one correction: factors multiply. With anchor=proximal
+the importance weight is the w of the correction in the list that bounds it. Each declares a role:
 
     bounds      bounds w, which is the importance weight; at most one in a list
-    rejects     keeps or drops by w: a factor of 1 or 0. If nothing in the list bounds w, the
-                importance weight is w at this level (masked importance sampling)
-    filters     does not look at w; alone with anchor=proximal, w is left out
+    rejects     keeps or drops tokens by w: a factor of 1 or 0. If no correction in the list bounds
+                w, the importance weight is w at this level (masked importance sampling)
+    filters     does not use w; if a list has only filters, anchor=proximal omits w
 """
 
 import math
@@ -56,7 +56,7 @@ Level = Literal["token", "sequence", "geometric"]
 class Correction(NamedTuple):
     """The output of a correction."""
 
-    weights: Array  # [rows, length] float32 >= 0, no gradient; at most 1, but for `band`
+    weights: Array  # [rows, length] float32 >= 0, no gradient; at most 1, except for `band`
     truncated: Array  # [rows, length] bool, tokens whose weight is not 1
     log_ratio: Array  # [rows, length] float32, log w at the correction's level; 0 outside the mask
 
@@ -65,10 +65,10 @@ CorrectionFn = Callable[..., Correction]  # (TokenInputs, **settings) -> Correct
 
 
 class CorrectionFacts(NamedTuple):
-    """What a correction declares."""
+    """The facts that a correction declares."""
 
     role: Literal["bounds", "rejects", "filters"] = "rejects"  # see above
-    level: Level | None = "token"  # of w, if no argument `level` says it; None: not known
+    level: Level | None = "token"  # of w, without an argument `level`; None: unknown
     may_grow: bool = False  # its factor may exceed 1
 
 
@@ -89,14 +89,14 @@ def default_correction(loss: Choice, anchor: str) -> Choice:
     chosen = defaults.proximal if anchor == "proximal" else defaults.behavior
     if chosen is None:
         raise ConfigError(
-            f"algorithm.loss={name_of(loss)} has no anchor but the policy that drew the tokens. "
-            "Set algorithm.anchor=behavior, or another loss."
+            f"algorithm.loss={name_of(loss)} supports only the policy that sampled the tokens as "
+            "its anchor. Set algorithm.anchor=behavior, or another loss."
         )
     return chosen
 
 
 def correction_of(algorithm: AlgorithmSection) -> Choices:
-    """Return the corrections that are used: those that are set, or the loss's default."""
+    """Return the configured corrections, or the loss's default."""
     if algorithm.correction is not None:
         return algorithm.correction
     return default_correction(algorithm.loss, algorithm.anchor)
@@ -105,9 +105,9 @@ def correction_of(algorithm: AlgorithmSection) -> Choices:
 def combined(choices: Choices, anchor: str = "behavior") -> CorrectionFn:
     """Combine the chosen corrections: weights multiply, a token is truncated if any truncates it.
 
-    log_ratio is that of the correction that bounds w, else of one that rejects (all of one level),
-    else 0. Raise ConfigError on an unknown name, on two that bound w, and, if the anchor is
-    proximal, on a list that leaves open which w is meant.
+    log_ratio is from the correction that bounds w, else from one that rejects (all of one level),
+    else 0. Raise ConfigError on an unknown name, on two corrections that bound w, and, with the
+    proximal anchor, on a list with an ambiguous w.
     """
     listed = _listed(choices)
     parts = [correction.resolve(choice) for choice in listed]
@@ -127,36 +127,36 @@ def combined(choices: Choices, anchor: str = "behavior") -> CorrectionFn:
 
 
 def _listed(choices: Choices) -> list[Choice]:
-    """Return the choices as a list. Raise ConfigError if there is none."""
+    """Return the choices as a list. Raise ConfigError if it is empty."""
     listed = each_of(choices)
     if not listed:
-        raise ConfigError("algorithm.correction: a list needs at least one: write none.")
+        raise ConfigError("algorithm.correction: the list is empty: write none.")
     return listed
 
 
 def _index_of_weight(listed: Sequence[Choice], anchor: str) -> int:
-    """Return the index of the correction whose log_ratio counts."""
+    """Return the index of the correction whose log_ratio is used."""
     names = [name_of(choice) for choice in listed]
     roles = [correction.facts(choice).role for choice in listed]
     bounds = [i for i, role in enumerate(roles) if role == "bounds"]
     if len(bounds) > 1:
         raise ConfigError(
             f"algorithm.correction: {' and '.join(names[i] for i in bounds)} each bound the one "
-            "importance weight. Keep one of them, and reject or mask beside it."
+            "importance weight. Keep one of them, and combine it with reject or mask."
         )
     others = [i for i, role in enumerate(roles) if role == "rejects"]
     levels = sorted({level_of(listed[i]) for i in others})
     if not bounds and len(levels) > 1 and anchor == "proximal":
         raise ConfigError(
             "algorithm.correction: with algorithm.anchor=proximal the loss needs one importance "
-            f"weight, and {', '.join(names[i] for i in others)} look at several "
-            f"({', '.join(levels)}). Add the one that is meant, such as {{truncate: {{cap: 5.0}}}}."
+            f"weight, but {', '.join(names[i] for i in others)} use several levels "
+            f"({', '.join(levels)}). Add the intended one, such as {{truncate: {{cap: 5.0}}}}."
         )
     return next(iter([*bounds, *others, 0]))
 
 
 def level_of(choice: Choice) -> str:
-    """Return the level of a correction's importance weight; its name where that is not known."""
+    """Return the level of a correction's importance weight; the correction's name if unknown."""
     name, facts = name_of(choice), correction.facts(choice)
     if facts.level is None:
         return name
@@ -164,7 +164,7 @@ def level_of(choice: Choice) -> str:
     return str((defaults_of(correction[name]) | given).get("level", facts.level))
 
 
-# --- the menu: what to do, at which level ---------------------------------------------------------
+# --- corrections by action and level --------------------------------------------------------------
 
 
 @correction(role="filters")
@@ -219,7 +219,7 @@ def reject(
 ) -> Correction:
     """0 for all tokens of a sequence that violates low <= w <= high, else 1. low <= 1 <= high.
 
-    At level token any of its tokens may violate it, else the sequence's own w. Rejection of
+    At level token, any of its tokens may violate it; else, the sequence's w. Rejection of
     sequences by their geometric mean: Liu et al. 2025 (see mask).
     """
     logs = level_log_ratio(x, level)
@@ -227,7 +227,7 @@ def reject(
     return _correct(x, jnp.where(broken, 0.0, 1.0), broken, logs)
 
 
-# --- named settings of it -------------------------------------------------------------------------
+# --- named settings -------------------------------------------------------------------------------
 
 
 @correction(role="bounds")
@@ -248,7 +248,7 @@ def tis(x: TokenInputs, *, cap: AtLeast1 = 2.0) -> Correction:
 
 @correction(role="rejects")
 def mis(x: TokenInputs, *, cap: AtLeast1 = 2.0) -> Correction:
-    """Masked importance sampling: `mask` at level token, from above."""
+    """Masked importance sampling: `mask` at level token, with an upper bound only."""
     return mask(x, cap=cap)
 
 
@@ -266,16 +266,16 @@ def seq_mis(x: TokenInputs, *, cap: AtLeast1 = 2.0) -> Correction:
 
 @correction(role="rejects", level="geometric")
 def geo_mis(x: TokenInputs, *, low: Share = 0.99, cap: AtLeast1 = 1.01) -> Correction:
-    """0 for sequences outside a narrow band, whatever their length: `mask` at level geometric."""
+    """0 for sequences of any length outside a narrow band: `mask` at level geometric."""
     return mask(x, low=low, cap=cap, level="geometric")
 
 
 @correction(role="rejects")
 def icepop(x: TokenInputs, *, low: Share = 0.5, cap: AtLeast1 = 5.0) -> Correction:
-    """1 where low <= w <= cap, else 0: `mask` at level token, on both sides.
+    """1 where low <= w <= cap, else 0: `mask` at level token, with both bounds.
 
-    IcePop, Ling Team 2025 (Ring-1T, arXiv:2510.18855), with alpha = low and beta = cap; as there,
-    with anchor=proximal.
+    IcePop, Ling Team 2025 (Ring-1T, arXiv:2510.18855), with alpha = low and beta = cap. With
+    anchor=proximal it is the paper's.
     """
     return mask(x, low=low, cap=cap)
 
@@ -287,8 +287,8 @@ def icepop(x: TokenInputs, *, low: Share = 0.5, cap: AtLeast1 = 5.0) -> Correcti
 def opsm(x: TokenInputs, *, delta: AtLeast0 = 0.1) -> Correction:
     """0 where A < 0 and the mean over the sequence of log(behavior / policy) exceeds delta, nats.
 
-    Off-policy sequence masking: a bad answer that the policy has become unlikely to give teaches
-    nothing. DeepSeek-V3.2 (arXiv:2512.02556), eq. 9.
+    Off-policy sequence masking: a bad answer that has become unlikely under the policy is not
+    trained on. DeepSeek-V3.2 (arXiv:2512.02556), eq. 9.
     """
     away = bounded_difference(x, x.behavior_logprobs, jax.lax.stop_gradient(x.policy_logprobs))
     far = mean_over_sequence(away, x.mask, x.segment_ids) > delta
@@ -297,7 +297,7 @@ def opsm(x: TokenInputs, *, delta: AtLeast0 = 0.1) -> Correction:
 
 @correction(role="filters")
 def age_limit(x: TokenInputs, *, max_age: Annotated[int, Field(ge=0)] = 4) -> Correction:
-    """0 for tokens drawn more than max_age versions ago, else 1: each token by its own version."""
+    """0 for tokens sampled more than max_age versions ago, else 1: by each token's own version."""
     return _filter(x, jnp.where(_ages(x) > max_age, 0.0, 1.0))
 
 
@@ -307,11 +307,11 @@ def age_decay(x: TokenInputs, *, half_life: Above0 = 4.0) -> Correction:
     return _filter(x, jnp.exp2(-_ages(x) / half_life))
 
 
-# --- parts ----------------------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------
 
 
 def level_log_ratio(x: TokenInputs, level: Level) -> Array:
-    """Return log w of the token, of its sequence, or the mean over it; within MAX_LOG_RATIO."""
+    """Return log w of the token or sequence, or its mean over it; within MAX_LOG_RATIO."""
     logs = mismatch(x)
     if level == "sequence":
         total = sum_over_sequence(logs, x.mask, x.segment_ids)
@@ -322,7 +322,7 @@ def level_log_ratio(x: TokenInputs, level: Level) -> Array:
 
 
 def _correct(x: TokenInputs, weights: Array, acts: Array, logs: Array) -> Correction:
-    """Return a correction that does nothing outside the mask."""
+    """Return a correction that is neutral outside the mask."""
     return Correction(jnp.where(x.mask, weights, 1.0), x.mask & acts, logs)
 
 

@@ -1,6 +1,6 @@
-"""How evenly tokens are spread over a mixture's experts: counts, a loss, a correction, a report.
+"""Load balance of a mixture of experts: counts, a loss, a correction, metrics.
 
-L layers with experts, E experts of each, k experts of a token.
+L layers with experts, E experts per layer, k experts per token.
 """
 
 import math
@@ -12,26 +12,26 @@ from jax import Array
 
 
 class ExpertLoad(NamedTuple):
-    """Sums over tokens that are not padding; they add up over micro-batches."""
+    """Sums over tokens other than padding; they add up over micro-batches."""
 
-    chosen: Any  # [L, E] int32, tokens that went to each expert
-    odds: Any  # [L, E] float32, the router's probabilities; they alone carry a gradient
+    chosen: Any  # [L, E] int32, tokens routed to each expert
+    odds: Any  # [L, E] float32, the router's probabilities; the only part with a gradient
     tokens: Any  # [] int32
 
 
 def load_balance_loss(odds: Any, chosen: Any, tokens: Any, *, each_layer: bool = False) -> Any:
     """Return E sum_e f_e P_e: Fedus et al. 2021 (Switch Transformer, arXiv:2101.03961), eq. 4-6.
 
-    f_e: share of the tokens that went to e, P_e: mean probability of e, both over all layers as in
-    transformers' load_balancing_loss_func. k where either is even. It is linear in `odds`: with the
-    counts of a whole update, the losses of its micro-batches add up to the update's. Of JAX's or
-    NumPy's arrays.
+    f_e: share of the tokens routed to e, P_e: mean probability of e, both over all layers as in
+    transformers' load_balancing_loss_func. The loss is k if either is uniform. It is linear in
+    `odds`: with the counts of a whole update, the losses of its micro-batches add up to the
+    update's loss. Accepts JAX or NumPy arrays.
 
     Args:
         odds: [L, E], sums of a micro-batch.
         chosen: [L, E], counts of the whole update.
-        tokens: of the whole update.
-        each_layer: take the mean of the layers' losses.
+        tokens: number of tokens of the whole update.
+        each_layer: return the mean of the layers' losses.
     """
     count = tokens + (tokens == 0)
     shares, means = chosen / count, odds / count
@@ -48,7 +48,7 @@ def correction_step(chosen: Array) -> Array:
 
 
 def load_measures(load: ExpertLoad, *, each_layer: bool = False) -> dict[str, float]:
-    """Return what is reported of an update's load, on the host; nothing if there is no token."""
+    """Return the metrics of an update's load, on the host; empty without tokens."""
     chosen = np.asarray(load.chosen, np.float64)
     experts = chosen.shape[1]
     if not chosen.any():

@@ -1,8 +1,9 @@
-"""Estimators of KL(policy || other) from the log-probs of tokens that the policy drew.
+"""Estimators of KL(policy || other) from the log-probs of tokens sampled from the policy.
 
-With d = log policy - log other, from one sample each (Schulman 2020, "Approximating KL divergence",
-http://joschu.net/blog/kl-approx.html). As a loss their gradients differ: on-policy, k2's is that of
-the true divergence in expectation, k1's is 0, and k3's is that of KL(other || policy).
+d = log policy - log other, one sample each (Schulman 2020, "Approximating KL divergence",
+http://joschu.net/blog/kl-approx.html). Used as losses, their gradients differ. On-policy and in
+expectation, k2's gradient equals the true divergence's, k1's is 0, and k3's equals the gradient of
+KL(other || policy).
 """
 
 from collections.abc import Callable
@@ -22,10 +23,10 @@ KLFn = Callable[
 
 
 class KLFacts(NamedTuple):
-    """What a KL estimator declares."""
+    """The facts that a KL estimator declares."""
 
     needs: tuple[str, ...] = ("reference_logprobs",)  # fields of TokenInputs
-    has_gradient: bool = True  # False: its expected gradient is 0, so that it is no loss
+    has_gradient: bool = True  # False: its expected gradient is 0, so it cannot be a loss
 
 
 kl: Registry[KLFn, KLFacts] = Registry("kl estimator", "algorithm.kl", KLFacts)
@@ -56,9 +57,9 @@ def k3(x: TokenInputs) -> Array:
 
 @kl
 def unbiased(x: TokenInputs) -> Array:
-    """r k3, r = policy / behavior with its gradient: unbiased also for tokens of another policy.
+    """r k3, r = policy / behavior with its gradient: unbiased also for off-policy tokens.
 
-    Its gradient is r d d log policy: in expectation that of the true divergence, unlike k3's.
+    Its gradient is r d d log policy: in expectation the true divergence's, unlike k3's.
     DeepSeek-V3.2 (arXiv:2512.02556), eq. 7.
     """
     ratio = jnp.exp(bounded_difference(x, x.policy_logprobs, x.behavior_logprobs))
@@ -81,9 +82,8 @@ def next_coefficient(
 ) -> float:
     """Return coefficient (1 + clip(measured / target - 1, -0.2, 0.2) / horizon).
 
-    It steers the measured KL towards the target, once a step; horizon is in steps. Ziegler et al.
-    2019 (arXiv:1909.08593), sec. 2.2, where
-    K_beta = 1 / horizon = 0.1.
+    It steers the measured KL towards the target, once per step; horizon is in steps. Ziegler et al.
+    2019 (arXiv:1909.08593), sec. 2.2, where K_beta = 1 / horizon = 0.1.
     """
     error = min(max(measured / target - 1, -0.2), 0.2)
     return coefficient * (1 + error / horizon)

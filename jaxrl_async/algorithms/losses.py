@@ -1,13 +1,13 @@
 """Token losses: a formula over named arrays. No averaging here (aggregate.py), no configuration.
 
-Every array is `[rows, length]`. Values outside the mask may be anything, even NaN, and give neither
+Every array is `[rows, length]`. Values outside the mask may be anything, even NaN; they add neither
 loss nor gradient.
 
-A loss looks at the ratio r = policy / anchor. With `algorithm.anchor=behavior` the anchor is the
-distribution that drew the token, and r is the whole importance ratio. With `proximal` it is the
-policy at the start of the step, and the corrections (corrections.py) take care of proximal /
-behaviour: decoupled PPO (AReaL, arXiv:2505.24298). Any loss here can thus be decoupled but those
-whose weight is a function of the whole ratio (topr, vespo).
+A loss uses the ratio r = policy / anchor. With `algorithm.anchor=behavior` the anchor is the
+distribution that the token was sampled from, and r is the whole importance ratio. With `proximal`
+the anchor is the policy at the start of the step, and the corrections (corrections.py) handle
+proximal / behaviour: decoupled PPO (AReaL, arXiv:2505.24298). All losses here can be decoupled,
+except losses whose weight is a function of the whole ratio (topr, vespo).
 """
 
 from collections.abc import Callable, Mapping
@@ -35,24 +35,25 @@ from jaxrl_async.config import function_facts
 from jaxrl_async.config.choice import Choice
 
 MAX_LOG_RATIO = 40.0
-"""Bound on |log ratio|, nats, so that a ratio and its square are finite in float32.
+"""Bound on |log ratio|, nats, which keeps a ratio and its square finite in float32.
 
-Beyond it a drawn token has a probability below 1e-17 elsewhere: only broken data gets there.
+Beyond it a sampled token has a probability below 1e-17 under the other policy: only corrupt data
+exceeds the bound.
 """
 SMALLEST_REST = 1e-8
-"""Least probability of all other tokens together, where its logarithm is taken."""
+"""Minimum total probability of all other tokens, before its logarithm is taken."""
 
 
 class TokenInputs(NamedTuple):
     """The input of a token loss; position t holds token t's log-prob under each policy."""
 
     policy_logprobs: (
-        Array  # [rows, length] float32, of the weights that learn; carries the gradient
+        Array  # [rows, length] float32, of the weights being trained; carries the gradient
     )
-    behavior_logprobs: Array  # [rows, length] float32, of the distribution that drew the token
+    behavior_logprobs: Array  # [rows, length] float32, of the distribution sampled from
     advantages: Array  # [rows, length] float32
-    mask: Array  # [rows, length] bool, learnt tokens
-    versions: Array  # [rows, length] int32, policy version that drew the token
+    mask: Array  # [rows, length] bool, trained tokens
+    versions: Array  # [rows, length] int32, policy version that sampled the token
     entropy: Array  # [rows, length] float32, of the policy at the token, nats
     reference_logprobs: Array | None = None  # [rows, length] float32, of the frozen reference
     anchor_logprobs: Array | None = None
@@ -62,14 +63,14 @@ class TokenInputs(NamedTuple):
     segment_ids: Array | None = None
     """[rows, length] int32, sequences of a row from 1, 0 is padding. None: a row is a sequence."""
     ages: Array | None = None
-    """[rows, length] int32, version that learns minus the version that drew. None: 0."""
+    """[rows, length] int32, trained version minus the version that sampled. None: 0."""
     reference_divergence: Array | None = None
     """[rows, length] float32, exact KL(policy || reference) at the token; carries the gradient."""
     teacher_divergence: Array | None = None
     """[rows, length] float32, divergence from the teacher at the token; carries the gradient."""
     covariance_rank: Array | None = None
-    """[rows, length] float32 in [0, 1): share of the step's tokens whose log-prob and advantage
-    covary more, by (log policy - mean) * (A - mean)."""
+    """[rows, length] float32 in [0, 1): share of the step's tokens with a larger covariance of
+    log-prob and advantage, (log policy - mean) * (A - mean)."""
 
 
 check_fields("TokenInputs", TokenInputs._fields, (n for n, c in COLUMNS.items() if c.in_loss))
@@ -95,8 +96,8 @@ TokenLossFn = Callable[..., TokenLoss]  # (TokenInputs, **settings) -> TokenLoss
 class DefaultCorrections(NamedTuple):
     """The correction of a loss if algorithm.correction is not set, by algorithm.anchor.
 
-    At the level of the loss's own ratio, or none: a factor per token would bend a ratio per
-    sequence. Against the proximal policy, proximal / behaviour is in no loss's ratio, and the
+    It is at the level of the loss's own ratio, or none: a factor per token would distort a ratio
+    per sequence. With the proximal anchor no loss's ratio contains proximal / behaviour, and the
     correction adds it, bounded.
     """
 
@@ -105,30 +106,30 @@ class DefaultCorrections(NamedTuple):
 
 
 OPEN_RATIO = DefaultCorrections()
-"""A ratio per token, unbounded for one sign of A at least: the correction bounds it."""
+"""A ratio per token, unbounded for at least one sign of A: the correction bounds it."""
 OWN_BOUND = DefaultCorrections(behavior="none")
 """The loss bounds its ratio per token, or how far it may move the token's probability."""
 OWN_MEAN_BOUND = DefaultCorrections(behavior="none", proximal={"truncate": {"level": "geometric"}})
 """The loss bounds a ratio that is the geometric mean over the sequence."""
 OWN_PRODUCT_BOUND = DefaultCorrections(behavior="none", proximal=None)
-"""The loss weighs by a function of the product over the sequence of policy / behaviour: a factor
-for a part of that ratio would weigh answers otherwise, those too that have no ratio in it."""
+"""The loss weighs by a function of the product over the sequence of policy / behaviour. A factor
+for part of that ratio would change the weights, even of answers whose weight has no ratio in it."""
 NO_RATIO = DefaultCorrections(behavior="none", proximal="none")
-"""The loss has no importance weight, whatever drew the token."""
+"""The loss has no importance weight, for off-policy tokens either."""
 
 
 ON_REQUEST = frozenset({"covariance_rank", "proximal_logprobs"})
-"""Fields of TokenInputs that a loss can declare to need; they cost a pass before the updates."""
+"""Fields of TokenInputs that a loss may declare as needed; they cost a pass before the updates."""
 
 
 class LossFacts(NamedTuple):
-    """What a token loss declares."""
+    """The facts that a token loss declares."""
 
     correction: DefaultCorrections = OPEN_RATIO
     needs: tuple[Literal["covariance_rank", "proximal_logprobs"], ...] = ()  # see ON_REQUEST
-    ratio_of: Literal["token", "sequence"] = "token"  # whose ratio weighs a token
+    ratio_of: Literal["token", "sequence"] = "token"  # the ratio that weighs a token
     gradient_of: Literal["token", "sequence"] = "token"
-    """Whose advantage a token's gradient has on-policy: its own, or the mean over its sequence."""
+    """The advantage in a token's on-policy gradient: its own, or the mean over its sequence."""
 
 
 token_loss: Registry[TokenLossFn, LossFacts] = Registry(
@@ -138,9 +139,9 @@ supervised_loss: Registry[TokenLossFn, NoFacts] = Registry("supervised loss", "r
 
 
 def masked_loss(function: TokenLossFn) -> TokenLossFn:
-    """Wrap a user's loss so that it returns a TokenLoss and is 0 outside the mask.
+    """Wrap a user's loss to return a TokenLoss that is 0 outside the mask.
 
-    The function sees 0 outside the mask, and may return the loss alone: [rows, length].
+    The function gets 0 outside the mask, and may return the loss alone: [rows, length].
     """
 
     def masked(x: TokenInputs) -> TokenLoss:
@@ -235,7 +236,7 @@ def geo_mean(x: TokenInputs, *, clip_low: Above0 = 0.4, clip_high: Above0 = 0.4)
     """-A exp(mean over the sequence of l), l = min(log r, clip_high) where A > 0, else
     max(log r, -clip_low).
 
-    Bounds are in nats, on each token. The gradient is gspo's without the tokens that are cut. GMPO,
+    Bounds are in nats, per token. The gradient is gspo's without the clipped tokens. GMPO,
     Zhao et al. 2025 (arXiv:2507.20673).
     """
     advantages, logs = _advantages(x), log_ratio(x)
@@ -261,10 +262,10 @@ def sapo(x: TokenInputs, *, tau_pos: Above0 = 1.0, tau_neg: Above0 = 1.05) -> To
 def dppo_tv(x: TokenInputs, *, low: UpTo1 = 0.2, high: UpTo1 = 0.2) -> TokenLoss:
     """-r A; 0 where A > 0 and policy - anchor > high, or A < 0 and policy - anchor < -low.
 
-    The trust region is one of probabilities, not ratios: |policy - anchor| of the drawn token is
-    the total variation of "this token or another". Divergence PPO, Qi et al. 2026
-    (arXiv:2602.04879), eq. 11 to 13 (there low = high = delta). r has no bound of its own: a rare
-    token may weigh much, which is the method. verl also caps r at 20: correction={tis: {cap: 20}}.
+    The trust region is in probabilities, not ratios: |policy - anchor| of the sampled token is the
+    total variation of "this token or another". Divergence PPO, Qi et al. 2026 (arXiv:2602.04879),
+    eq. 11 to 13 (there low = high = delta). r is not bounded: a rare token may have a large weight
+    by design. verl also caps r at 20: correction={tis: {cap: 20}}.
     """
     shift = _probability(x.policy_logprobs) - _probability(_anchor(x))
     return _trust_region(x, jnp.abs(shift), low, high)
@@ -274,8 +275,8 @@ def dppo_tv(x: TokenInputs, *, low: UpTo1 = 0.2, high: UpTo1 = 0.2) -> TokenLoss
 def dppo_kl(x: TokenInputs, *, low: Above0 = 0.05, high: Above0 = 0.05) -> TokenLoss:
     """-r A; 0 where A > 0, r > 1 and D > high, or A < 0, r < 1 and D > low.
 
-    D = q log(q/p) + (1 - q) log((1 - q)/(1 - p)), nats: KL(anchor || policy) of "the drawn token or
-    another", q the anchor's probability and p the policy's. Divergence PPO (arXiv:2602.04879),
+    D = q log(q/p) + (1 - q) log((1 - q)/(1 - p)), nats: KL(anchor || policy) of "the sampled token
+    or another", q the anchor's probability and p the policy's. Divergence PPO (arXiv:2602.04879),
     eq. 11, 12 and 14.
     """
     anchor, rest = _probability(_anchor(x)), _log_rest(_anchor(x)) - _log_rest(x.policy_logprobs)
@@ -288,8 +289,8 @@ def ipo(
 ) -> TokenLoss:
     """dppo_tv's loss + penalty (log r)^2, which has no gradient on-policy.
 
-    The penalty also pulls tokens back that the trust region masks. PRIME-RL's policy loss, with the
-    squared log ratio of Kimi K2.5. For a band of ratios instead of probabilities use
+    The penalty also pulls back tokens that the trust region masks. PRIME-RL's policy loss, with the
+    squared log ratio of Kimi K2.5. For a band of ratios instead of probabilities, use
     correction=icepop.
     """
     inner = dppo_tv(x, low=low, high=high)
@@ -307,8 +308,8 @@ def clip_cov(
     """ppo_clip, but 0 for the share of tokens whose log-prob and advantage covary most.
 
     Those tokens reduce entropy most. Cui et al. 2025, "The Entropy Mechanism"
-    (arXiv:2505.22617), Clip-Cov; the paper draws the tokens at random from a band of covariances,
-    here they are the top ones of the step, so that nothing is random.
+    (arXiv:2505.22617), Clip-Cov. The paper samples the tokens at random from a band of covariances;
+    here they are the step's top tokens, which is deterministic.
     """
     selected = _top_covariance(x, share)
     ratio = jnp.where(selected, 0.0, jnp.exp(log_ratio(x)))
@@ -336,14 +337,14 @@ def reinforce(x: TokenInputs) -> TokenLoss:
     """-stop_gradient(r) A log policy, r = policy / anchor: gradient -r A d log policy.
 
     The score function estimator of Williams 1992 (Machine Learning 8), with the importance ratio
-    that corrects for tokens of an older policy (1 on-policy). Bound r with a correction.
+    that corrects for tokens of an older policy (1 on-policy). A correction bounds r.
     """
     return _score(x, jnp.exp(log_ratio(x)), jnp.zeros_like(x.mask))
 
 
 @token_loss(correction=NO_RATIO)
 def gpg(x: TokenInputs) -> TokenLoss:
-    """-A log policy, whatever drew the token: no ratio. GPG, Chu et al. 2025 (arXiv:2504.02546)."""
+    """-A log policy, without a ratio. GPG, Chu et al. 2025 (arXiv:2504.02546)."""
     return _score(x, jnp.ones(x.mask.shape, jnp.float32), jnp.zeros_like(x.mask))
 
 
@@ -415,7 +416,7 @@ token_loss.check_known(
     function_facts.AGAINST_BEHAVIOR, lambda facts: facts.correction.proximal is None
 )
 
-# --- parts ----------------------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------
 
 
 def _anchor(x: TokenInputs) -> Array:
@@ -438,13 +439,13 @@ def _score(x: TokenInputs, weights: Array, clipped: Array) -> TokenLoss:
 
 
 def _surrogate(ratio: Array, advantages: Array, low: float, high: float) -> tuple[Array, Array]:
-    """Return min(r A, clip(r, 1 - low, 1 + high) A), and where the bound is active."""
+    """Return min(r A, clip(r, 1 - low, 1 + high) A), and the tokens where the bound is active."""
     bounded = jnp.clip(ratio, 1 - low, 1 + high) * advantages
     return jnp.minimum(ratio * advantages, bounded), bounded < ratio * advantages
 
 
 def _trust_region(x: TokenInputs, divergence: Array, low: float, high: float) -> TokenLoss:
-    """Return -r A, but 0 for tokens beyond the divergence that A would push further away."""
+    """Return -r A, but 0 for tokens beyond the divergence bound that A would push further."""
     logs, advantages = log_ratio(x), _advantages(x)
     above = (advantages > 0) & (logs > 0) & (divergence > high)
     below = (advantages < 0) & (logs < 0) & (divergence > low)

@@ -1,9 +1,9 @@
-"""The objective of one micro-batch: the chosen functions put together, and what to report of them.
+"""The objective of one micro-batch: the chosen functions combined, and their metrics.
 
     loss = c_p * token loss * correction + c_kl * kl - c_h * entropy + c_t * divergence from teacher
 
-Everything adds up over micro-batches: `aggregate` made the weights of the loss's sum beforehand,
-and each reported mean travels as (total, count) until `summarize` divides on the host.
+Everything adds up over micro-batches: `aggregate` computes the weights of the loss's sum
+beforehand, and each reported mean is kept as (total, count) until `summarize` divides on the host.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,44 +48,44 @@ class Coefficients(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """The chosen functions, settings bound, and which terms there are at all."""
+    """The chosen functions with their settings bound, and the terms of the loss."""
 
     loss: TokenLossFn
     correction: CorrectionFn
     kl: KLFn
     coefficients: Coefficients  # at the start of the run
-    anchor: str = "behavior"  # what the loss's ratio is against: behavior or proximal
+    anchor: str = "behavior"  # denominator of the loss's ratio: behavior or proximal
     kl_in_loss: bool = True
     whole_kl: bool = False  # over the whole vocabulary
-    has_entropy: bool = False  # whether the bonus is ever on
+    has_entropy: bool = False  # whether the bonus may be on
     entropy_clip: float | None = None
     policy: float = 1.0  # weight of the policy loss
     teacher: float = 0.0  # weight of the divergence from the teacher
 
 
 class Totals(NamedTuple):
-    """What a micro-batch adds to the report; scalars by the names of metrics.metric.METRICS."""
+    """A micro-batch's share of the metrics; scalars by the names of metrics.metric.METRICS."""
 
     sums: dict[str, Array]
     means: dict[str, tuple[Array, Array]]  # total, count
-    maxima: dict[str, Array]  # -inf where nothing was looked at
-    minima: dict[str, Array]  # inf where nothing was looked at
+    maxima: dict[str, Array]  # -inf over no tokens
+    minima: dict[str, Array]  # inf over no tokens
     load: ExpertLoad | None = None  # the only part with a gradient; None: no experts
 
 
 def pass_columns(
     algorithm: schema.AlgorithmSection, *, refers: bool, offloads: bool
 ) -> frozenset[str]:
-    """Return the columns that are made by passes before the updates of a step.
+    """Return the columns that are computed by passes before the updates of a step.
 
-    The proximal log-probs are if the weights change before their last use. The reference's are if
-    the rewards need them, if each epoch would compute them anew, and if the reference is not on the
-    devices.
+    The proximal log-probs are included if the weights change before their last use. The reference's
+    are included if the rewards need them, if each epoch would compute them again, or if the
+    reference is not on the devices.
 
     Args:
         algorithm: the algorithm's settings.
-        refers: whether there is a reference.
-        offloads: whether the reference is kept in the host's memory.
+        refers: whether the run has a reference.
+        offloads: whether the reference is kept in host memory.
     """
     in_reward = algorithm.kl_in == "reward" and refers
     needed = set(ON_REQUEST.intersection(token_loss.facts(algorithm.loss).needs))
@@ -102,10 +102,10 @@ def make_recipe(
 ) -> Recipe:
     """Resolve the functions that the configuration names.
 
-    Raises ConfigError, with the nearest known name.
+    Raise ConfigError, with the nearest known name.
     """
     loss = token_loss.resolve(algorithm.loss)
-    distils = teacher is not None and teacher.source != "none" and teacher.form == "loss"
+    distils = teacher is not None and teacher.form == "loss"
     return Recipe(
         loss=masked_loss(loss) if is_own(schema.name_of(algorithm.loss)) else loss,
         correction=combined(correction_of(algorithm), algorithm.anchor),
@@ -130,15 +130,17 @@ def policy_loss(
     *,
     num_lags: int = 0,
 ) -> tuple[Array, Totals]:
-    """Return a micro-batch's share of the step's loss and of the report.
+    """Return a micro-batch's share of the step's loss and of its metrics.
 
-    If the sampler reported no log-prob (NaN), the proximal one stands in: importance weight 1.
+    If the sampler reported no log-prob (NaN), the proximal one is used: importance weight 1.
 
     Args:
+        recipe: the chosen functions.
+        x: the inputs of the losses.
         weights: [rows, length] float32 from `aggregate`.
-        version: int32, of the weights that learn.
-        coefficients: None: the recipe's.
-        num_lags: lags that are reported one by one.
+        version: int32, of the weights being trained.
+        coefficients: coefficients of this step. None: the recipe's.
+        num_lags: number of lags that are reported separately.
     """
     coefficients = recipe.coefficients if coefficients is None else coefficients
     known = ~jnp.isnan(x.behavior_logprobs)
@@ -173,9 +175,9 @@ def policy_loss(
 def _other_terms(
     recipe: Recipe, x: TokenInputs, weights: Array, coefficients: Coefficients
 ) -> tuple[Array, dict[str, tuple[Array, Array]]]:
-    """Return c_kl * kl - c_h * entropy + c_t * divergence from the teacher, and what to report.
+    """Return c_kl * kl - c_h * entropy + c_t * divergence from the teacher, and their means.
 
-    A term that the recipe or the inputs lack is left out.
+    Terms that the recipe or the inputs lack are omitted.
     """
     total, means = jnp.float32(0), {}
     if x.reference_logprobs is not None or x.reference_divergence is not None:
@@ -194,11 +196,11 @@ def _other_terms(
 
 
 def _corrected_loss(recipe: Recipe, x: TokenInputs) -> tuple[TokenLoss, Array, Array]:
-    """Return the token loss against the recipe's anchor, what is truncated, and the loss's factor.
+    """Return the token loss with the recipe's anchor, the truncated tokens and the loss's factor.
 
-    anchor behavior: the loss's ratio holds the importance weight, the factor bounds it. proximal:
-    the ratio starts where the importance weight ends, and the factor is the corrected weight
-    (decoupled PPO, arXiv:2505.24298, eq. 5).
+    anchor behavior: the loss's ratio contains the importance weight, and the factor bounds it.
+    anchor proximal: the ratio is policy / proximal, and the factor is the corrected importance
+    weight (decoupled PPO, arXiv:2505.24298, eq. 5).
     """
     corrected = recipe.correction(x)
     if recipe.anchor == "behavior":
@@ -235,18 +237,18 @@ def next_entropy_coefficient(
 
 
 def active_entropy_coefficient(coefficient: float, measured: float, *, target: float) -> float:
-    """Return the coefficient that the step uses: 0 while the entropy is above the target.
+    """Return the coefficient used in the step: 0 while the entropy is above the target.
 
     Skywork-OR1 (arXiv:2505.22312): alpha_k = c_k 1[e_k <= target].
     """
     return coefficient if measured <= target else 0.0
 
 
-# ---- given answers, reports
+# ---- supervised loss, metrics
 
 
 def supervised_loss(x: TokenInputs, weights: Array) -> tuple[Array, Totals]:
-    """Return the share of loss and report for maximum likelihood of given tokens alone."""
+    """Return the share of loss and metrics for maximum likelihood of given tokens."""
     loss = _weighted(x, weights, cross_entropy(x).loss)
     sums = {"train/loss": loss, "train/tokens": jnp.sum(x.mask)}
     report = Totals(sums, {"policy/entropy": _mean(x.mask, x.entropy)}, {}, {})
@@ -270,9 +272,9 @@ def merged_parts(totals: Totals) -> Totals:
 
 
 def summarize(totals: Sequence[Totals]) -> dict[str, float]:
-    """Combine all micro-batches' totals, on the host, into one report.
+    """Combine the totals of all micro-batches into one report, on the host.
 
-    A mean or extreme over no token (no token of the current version, say) is left out.
+    A mean or extreme over no tokens (such as none of the current version) is omitted.
     """
     first = totals[0]
     stats = {k: float(sum(float(t.sums[k]) for t in totals)) for k in first.sums}
@@ -291,10 +293,10 @@ def mean_report(
 ) -> dict[str, float]:
     """Merge the reports of updates on parts of one step, by the kind of each metric.
 
-    A mean over tokens is weighted by the tokens that an update learnt (its report's `tokens`), a
-    mean over sequences by its sequences. The step's loss is the plain mean: tokens weigh in a
-    part's loss what they do in the step's, times the number of parts. Metrics derived from means
-    are derived again from the merged ones.
+    A mean over tokens is weighted by the tokens of an update (its report's `tokens`), a mean over
+    sequences by its sequences. The step's loss is the plain mean: a token's weight in a part's loss
+    is its weight in the step's, times the number of parts. Metrics derived from means are derived
+    again from the merged means.
     """
     if len(reports) == 1:
         return dict(reports[0])
@@ -312,7 +314,7 @@ def mean_report(
 
 
 def _distances(x: TokenInputs, known: Array) -> dict[str, tuple[Array, Array]]:
-    """Measure how far the policy is from what drew the tokens. known: log-probs were reported."""
+    """Measure the policy's distance from the sampler. known: tokens with reported log-probs."""
     difference, apart = log_ratio(x), jnp.abs(mismatch(x))
     return {
         "policy/entropy": _mean(x.mask, x.entropy),
@@ -335,7 +337,7 @@ def _largest_distances(x: TokenInputs, known: Array) -> dict[str, Array]:
 
 
 def _fresh(x: TokenInputs) -> Array:
-    """Mark tokens drawn by exactly the weights that learn: a mismatch there is not staleness."""
+    """Mark tokens sampled by exactly the current weights: a mismatch there is not staleness."""
     return x.mask & (x.ages == 0)
 
 

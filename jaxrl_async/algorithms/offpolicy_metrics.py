@@ -1,7 +1,8 @@
-"""How far the data is from the weights that learn: always measured, whatever the algorithm.
+"""Off-policy measures: how far the data is from the weights being trained.
 
-w = proximal / behavior, of a token, or multiplied over its sequence. Totals and counts add up over
-micro-batches (`off_policy_measures`); what is not a mean is derived from the means on the host.
+They are measured with every algorithm. w = proximal / behavior, per token or multiplied over the
+token's sequence. Totals and counts add up over micro-batches (`off_policy_measures`); measures that
+are not means are derived from the means on the host.
 """
 
 from collections.abc import Mapping
@@ -18,14 +19,14 @@ OF_SEQUENCES = (
     "offpolicy/sequence_weight_mean",
     "offpolicy/sequence_weight_square_mean",
 )
-"""Means over sequences; all others are over tokens."""
+"""The measures that are means over sequences; all others are means over tokens."""
 
 
 def off_policy_measures(x: TokenInputs, version: Array) -> dict[str, tuple[Array, Array]]:
-    """Return (total, count) of each mean, over learnt tokens or over sequences with any.
+    """Return (total, count) of each mean, over trained tokens or over sequences that have any.
 
-    version: int32, of the weights that learn. k3 estimates KL(behavior || proximal). At lag 0 both
-    are the same weights, so that it measures numerics alone.
+    version: int32, of the weights being trained. k3 estimates KL(behavior || proximal). At lag 0
+    both are the same weights, so k3 measures only numerical differences.
     """
     logs = mismatch(x)
     fresh = x.mask & (x.versions == version)
@@ -53,7 +54,7 @@ def divergence_by_lag(x: TokenInputs, num_lags: int) -> dict[str, tuple[Array, A
 
 
 def derived_measures(stats: Mapping[str, float]) -> dict[str, float]:
-    """Derive effective sample sizes and chi-square from the means that are there.
+    """Derive effective sample sizes and chi-square from the means that `stats` has.
 
     Effective sample size as a share, (sum w)^2 / (n sum w^2): Kish 1965; Owen 2013, "Monte Carlo
     theory", eq. 9.13. Chi-square divergence of proximal from behaviour: mean w^2 - 1.

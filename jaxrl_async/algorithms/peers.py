@@ -1,9 +1,9 @@
-"""Who is compared with whom: a group's episodes of one word (Episode.peers) and no others.
+"""Comparison among peers: a group's episodes with the same `Episode.peers`, and no others.
 
     groups  (a a b b b)  (a b)  ──by_peers──>  (a a)  (b b b)  (a)  (b)  ──estimator──┐
     advantages of (a a b b b)  (a b)  <──────────────────────────────of_groups────────┘
 
-Estimators see each word's episodes as a group of its own, and of these the ones that are compared
+Estimators see each set of peers as a separate group, restricted to the episodes that are compared
 (StepData.compared, algorithm.baseline). Pure host code.
 """
 
@@ -21,11 +21,11 @@ from jaxrl_async.types import EpisodeGroup
 T = TypeVar("T")
 D = TypeVar("D", bound=np.generic)
 Classes = list[list[int]]
-"""For each word of a group, in the order of its first episode, the indices of its episodes."""
+"""The episode indices of each set of peers in a group, ordered by the set's first episode."""
 
 
 def classes_of(group: EpisodeGroup) -> Classes:
-    """Return who is compared with whom in a group."""
+    """Return the sets of peers in a group."""
     by_word: dict[str, list[int]] = {}
     for index, episode in enumerate(group.episodes):
         by_word.setdefault(episode.peers, []).append(index)
@@ -33,13 +33,13 @@ def classes_of(group: EpisodeGroup) -> Classes:
 
 
 def split_group(group: EpisodeGroup) -> list[EpisodeGroup]:
-    """Return a group for each of its words."""
+    """Return one group per set of peers."""
     classes = classes_of(group)
     return [group] if len(classes) < 2 else [_part_of(group, indices) for indices in classes]
 
 
 def by_peers(data: StepData) -> StepData:
-    """Return the step with a group for each word of each group."""
+    """Return the step with one group per set of peers of each group."""
     classes = [classes_of(group) for group in data.groups]
     if all(len(of) == 1 for of in classes):
         return data
@@ -47,7 +47,7 @@ def by_peers(data: StepData) -> StepData:
 
 
 def picked(data: StepData, parts: Sequence[tuple[int, Sequence[int]]]) -> StepData:
-    """Return a step with a group for each (index of a group, indices of its episodes)."""
+    """Return a step with one group per (group index, episode indices)."""
 
     def of(columns: Sequence[Sequence[T]] | None) -> tuple[tuple[T, ...], ...] | None:
         if columns is None:
@@ -70,7 +70,7 @@ def picked(data: StepData, parts: Sequence[tuple[int, Sequence[int]]]) -> StepDa
 
 
 def of_groups(learnt: StepAdvantages, groups: Sequence[EpisodeGroup]) -> StepAdvantages:
-    """Return what was estimated of the parts of these groups, in the groups' own order."""
+    """Join the estimates for the peers of these groups, in the groups' original order."""
     classes = [classes_of(group) for group in groups]
     if len(learnt.advantages) == len(classes):
         return learnt
@@ -81,7 +81,7 @@ def of_groups(learnt: StepAdvantages, groups: Sequence[EpisodeGroup]) -> StepAdv
 def compared_with_peers(
     data: StepData, advantage: AdvantageFn, *, trunk: str, least: int = 2
 ) -> StepAdvantages:
-    """Estimate the advantages of a step, each episode among its peers.
+    """Estimate the advantages of a step, comparing each episode with its peers.
 
     Args:
         data: the step.
@@ -97,9 +97,9 @@ def compared_with_peers(
 def among_compared(data: StepData, advantage: AdvantageFn, least: int) -> StepAdvantages:
     """Estimate the advantages among the episodes that are compared (StepData.compared).
 
-    All others get 0, and so do all of a group with fewer than `least` that are compared. With rloo
-    it is RLOO-N of Marin (MarinSkyRL, compute_rloo_n_outcome_advantage). Returns are for a critic,
-    which algorithm.baseline=unmasked refuses (preflight.check_algorithm): they are left out.
+    All other episodes get 0, and so does a group with fewer than `least` compared episodes. With
+    rloo this is Marin's RLOO-N (MarinSkyRL, compute_rloo_n_outcome_advantage). Returns are omitted:
+    they are for a critic, which algorithm.baseline=unmasked refuses (preflight.check_algorithm).
     """
     if data.compared is None:
         return advantage(data)
@@ -115,7 +115,7 @@ def among_compared(data: StepData, advantage: AdvantageFn, least: int) -> StepAd
 
 
 def num_too_few(data: StepData, least: int) -> int:
-    """Count the episodes that are compared and learn nothing, because there are no others."""
+    """Count the compared episodes that get no advantage because they have too few peers."""
     if data.compared is None:
         return 0
     parts = by_peers(data_with_references(data)).compared or ()

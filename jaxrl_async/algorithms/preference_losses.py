@@ -1,8 +1,8 @@
 """Preference losses: a formula over named arrays, one number per pair. No averaging here.
 
-Every array is `[pairs]`, a log-prob the sum over an answer's tokens. An answer of length 0 is not
-there: only kto can learn from the other one alone. Where neither is there, the loss may be anything
-finite; `summed` leaves it out.
+Every array is `[pairs]`; a log-prob is the sum over an answer's tokens. An answer of length 0 is
+missing: only kto can learn from the other answer alone. If both are missing, the loss may be any
+finite number; `summed_pairs` leaves it out.
 """
 
 from collections.abc import Callable
@@ -19,17 +19,17 @@ from jaxrl_async.config import function_facts
 from jaxrl_async.errors import ConfigError
 
 MAX_MEAN_LOGPROB = -1e-6
-"""Upper bound on mean log-probs in orpo, so that the odds p / (1 - p) stay finite."""
+"""Upper bound on mean log-probs in orpo, which keeps the odds p / (1 - p) finite."""
 
 
 class PairInputs(NamedTuple):
-    """What a preference loss may look at. The gradient flows through chosen_ and
+    """The input of a preference loss. The gradient flows through chosen_logprobs and
     rejected_logprobs."""
 
     chosen_logprobs: Array  # [pairs] float32, nats
     rejected_logprobs: Array  # [pairs] float32, nats
-    chosen_lengths: Array  # [pairs] learnt tokens
-    rejected_lengths: Array  # [pairs] learnt tokens
+    chosen_lengths: Array  # [pairs] trained tokens
+    rejected_lengths: Array  # [pairs] trained tokens
     reference_chosen: Array | None = None  # [pairs] float32, of the frozen reference
     reference_rejected: Array | None = None  # [pairs] float32
     baseline: Array | None = None  # [] float32, kto's z0: see kl_baseline
@@ -39,7 +39,7 @@ class PairLoss(NamedTuple):
     """The output of a preference loss."""
 
     loss: Array  # [pairs] float32
-    chosen_rewards: Array  # [pairs] float32, the reward that the loss is about
+    chosen_rewards: Array  # [pairs] float32, the loss's implicit reward
     rejected_rewards: Array  # [pairs] float32
 
 
@@ -47,9 +47,9 @@ PreferenceLossFn = Callable[..., PairLoss]  # (PairInputs, **settings) -> PairLo
 
 
 class PreferenceFacts(NamedTuple):
-    """What a preference loss declares."""
+    """The facts that a preference loss declares."""
 
-    needs: tuple[str, ...] = ("reference",)  # and baseline: what is made for it beforehand
+    needs: tuple[str, ...] = ("reference",)  # inputs made beforehand: reference, baseline
 
 
 preference_loss: Registry[PreferenceLossFn, PreferenceFacts] = Registry(
@@ -108,11 +108,11 @@ def kto(
     """Half of l_D (1 - s(beta (r_chosen - z0))) + l_U (1 - s(beta (z0 - r_rejected))).
 
     r: log-ratio of an answer to the reference. Ethayarajh et al. 2024 (arXiv:2402.01306), eq. 8.
-    Half, since the paper's mean is over answers and there are two; one that is not there gives
-    nothing, so that unpaired answers are pairs with one of them.
+    Half, since the paper's mean is over answers and a pair has two. A missing answer adds nothing,
+    so an unpaired answer is a pair with one answer missing.
     """
     if x.baseline is None:
-        raise ConfigError("preference loss 'kto' needs a baseline: give mismatched sequences.")
+        raise ConfigError("preference loss 'kto' needs a baseline: provide mismatched sequences.")
     chosen, rejected = log_ratios(x)
     z0 = jax.lax.stop_gradient(x.baseline)
     desirable = desirable_weight * jax.nn.sigmoid(-beta * (chosen - z0))
@@ -164,29 +164,29 @@ preference_loss.check_known(function_facts.SINGLE_ANSWERS, lambda facts: "baseli
 
 
 def kl_baseline(log_ratio_total: Array, num_sequences: Array | int) -> Array:
-    """Return kto's z0: max(0, mean log-ratio of answers to prompts that they do not belong to).
+    """Return kto's z0: max(0, mean log-ratio of answers paired with other answers' prompts).
 
     Ethayarajh et al. 2024 (arXiv:2402.01306), sec. 4.1: an estimate of the KL of policy and
-    reference, biased but cheap; no gradient goes through it.
+    reference, biased but cheap; it carries no gradient.
     """
     return jax.lax.stop_gradient(jnp.maximum(log_ratio_total / num_sequences, 0.0))
 
 
 def needs_reference(loss: PreferenceLossFn) -> bool:
-    """Return whether a resolved loss compares with a frozen reference."""
+    """Return whether a resolved loss needs a frozen reference."""
     return "reference" in preference_loss.facts_of(loss).needs
 
 
 def needs_baseline(loss: PreferenceLossFn) -> bool:
-    """Return whether a resolved loss needs kl_baseline; it then learns from single answers, too."""
+    """Return whether a resolved loss needs kl_baseline; it then also accepts single answers."""
     return "baseline" in preference_loss.facts_of(loss).needs
 
 
 def log_ratios(x: PairInputs) -> tuple[Array, Array]:
-    """Return log(policy / reference) of the chosen and of the rejected answer."""
+    """Return log(policy / reference) of the chosen and the rejected answer."""
     if x.reference_chosen is None or x.reference_rejected is None:
         raise ConfigError(
-            "this preference loss needs a reference: give frozen.reference, or take a loss that "
+            "this preference loss needs a reference: set frozen.reference, or choose a loss that "
             "needs none (simpo, orpo)."
         )
     chosen = x.chosen_logprobs - jax.lax.stop_gradient(x.reference_chosen)
@@ -196,10 +196,10 @@ def log_ratios(x: PairInputs) -> tuple[Array, Array]:
 def summed_pairs(
     x: PairLoss, chosen_lengths: Array, rejected_lengths: Array, weight: Array
 ) -> tuple[Array, Totals]:
-    """Return weight * sum of the losses of the pairs that exist, and what to report of them.
+    """Return weight * sum of the losses of the pairs that exist, and the totals to report.
 
-    weight: 2 / answers of the whole step, which is 1 / pairs if no answer is alone. Rewards are
-    over the answers that exist; accuracy and margin over whole pairs, and a tie is half right.
+    weight: 2 / answers of the whole step, which is 1 / pairs if every answer is paired. Rewards are
+    averaged over existing answers; accuracy and margin over complete pairs. A tie counts half.
     """
     has_chosen, has_rejected = chosen_lengths > 0, rejected_lengths > 0
     both = has_chosen & has_rejected

@@ -1,6 +1,6 @@
-"""Everything that the algorithm names, tried on a tiny batch before anything is trained.
+"""Checks of all functions that the algorithm names, on a tiny batch, before training.
 
-A user's own functions are tried harder, for shapes, dtypes and gradients:
+A user's own functions are also checked for shapes, dtypes and gradients:
 
     algorithm: {loss: my_file.py:my_loss}          or   {my_file.py:my_loss: {strength: 0.5}}
 
@@ -8,9 +8,9 @@ A user's own functions are tried harder, for shapes, dtypes and gradients:
         ratio = jnp.exp(log_ratio(x))
         return -strength * ratio * x.advantages
 
-Its values outside x.mask are discarded, and algorithm.aggregate averages. It may return a
-TokenLoss instead, which also says which tokens were clipped. The fields of TokenInputs are
-documented at the class (algorithms/losses.py).
+Values outside x.mask are discarded, and algorithm.aggregate averages the rest. The function may
+return a TokenLoss instead, which also marks the clipped tokens. The fields of TokenInputs are
+documented in the class (algorithms/losses.py).
 """
 
 import logging
@@ -43,29 +43,31 @@ from jaxrl_async.types import Episode, EpisodeGroup, Prompt, Score, StopReason, 
 SHAPE = (2, 6)
 """Rows and length of the tiny batch."""
 RATIOS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0)
-"""Ratios policy / behavior of a token at which a warning reports what it weighs. A second token of
-the sequence has the inverse: a ratio per sequence is 1."""
+"""Ratios policy / behavior of a token for which a warning reports its weight. A second token of the
+sequence has the inverse ratio, so the ratio of the sequence is 1."""
 
 log = logging.getLogger(__name__)
 
 
 def with_correction(config: schema.Config) -> schema.Config:
-    """Return the configuration with algorithm.correction filled in, for all later readers.
+    """Return the configuration with algorithm.correction filled in.
 
     Raise ConfigError on an unknown loss.
     """
     algorithm = config.algorithm
-    if config.run.job != "rl" or config.pairs.loss is not None:  # pairs need no correction
+    if config.run.job != "rl" or config.pairs is not None:  # pairs need no correction
         return config
     used = algorithm.model_copy(update={"correction": correction_of(algorithm)})
     return config.model_copy(update={"algorithm": used})
 
 
-def check_algorithm(algorithm: schema.AlgorithmSection, teacher: schema.TeacherSection) -> None:
+def check_algorithm(
+    algorithm: schema.AlgorithmSection, teacher: schema.TeacherSection | None
+) -> None:
     """Try every function that the algorithm names.
 
-    Raise ConfigError where one is unknown, refuses its arguments or fails. Warn where a correction
-    bends a loss that needs none.
+    Raise ConfigError if a function is unknown, rejects its arguments or fails. Warn if a correction
+    changes a loss that needs none.
     """
     recipe = make_recipe(algorithm, teacher)
     try_own_loss(algorithm)
@@ -73,18 +75,18 @@ def check_algorithm(algorithm: schema.AlgorithmSection, teacher: schema.TeacherS
     _try("algorithm.loss", algorithm.loss, lambda: jax.eval_shape(recipe.loss, x))
     used = correction_of(algorithm)
     _try("algorithm.correction", used, lambda: jax.eval_shape(recipe.correction, x))
-    members = algorithm.least_members or algorithm.group_size
+    members = algorithm.min_members or algorithm.group_size
     for choice in algorithm.shaping:
         function = shaping.resolve(choice, group_size=members)
         _try("algorithm.shaping", choice, lambda f=function: shape(step, [f]))  # type: ignore[misc]
     left = kept_group_size(algorithm.shaping, members)
-    if algorithm.pivots.continuations:  # and the trunk
+    if algorithm.pivots is not None:  # and the trunk
         left = min(left, algorithm.pivots.continuations + 1)
     try_advantage(algorithm.advantage, group_size=left)
     if algorithm.baseline == "unmasked" and needs_critic(algorithm.advantage):
         raise ConfigError(
-            f"algorithm.baseline=unmasked leaves answers out of what algorithm.advantage = "
-            f"{algorithm.advantage!r} sees, and its critic learns from all. Set baseline=all."
+            f"algorithm.baseline=unmasked hides masked answers from algorithm.advantage = "
+            f"{algorithm.advantage!r}, whose critic is trained on all answers. Set baseline=all."
         )
     aggregate.resolve(algorithm.aggregate)
     if bends(algorithm):
@@ -92,7 +94,7 @@ def check_algorithm(algorithm: schema.AlgorithmSection, teacher: schema.TeacherS
 
 
 def _try(key: str, choice: schema.Choices, call: Callable[[], Any]) -> None:
-    """Call; raise ConfigError naming the setting where that fails."""
+    """Call the function; raise ConfigError, with the setting's name, if it fails."""
     try:
         call()
     except ConfigError:
@@ -109,11 +111,11 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first}"
 
 
-# ---- a correction that bends a loss
+# ---- a correction that changes a loss
 
 
 def bends(algorithm: schema.AlgorithmSection) -> bool:
-    """Return whether a correction changes what a loss that needs none makes of a token's ratio."""
+    """Return whether a correction changes the token weights of a loss that needs none."""
     used = schema.each_of(correction_of(algorithm))
     if default_correction(algorithm.loss, algorithm.anchor) != "none":
         return False
@@ -123,25 +125,25 @@ def bends(algorithm: schema.AlgorithmSection) -> bool:
 
 
 def bending_warning(algorithm: schema.AlgorithmSection) -> str:
-    """Say in numbers what algorithm.correction does to a loss that `bends` says it bends."""
+    """Return the warning for `bends`, with the token weights with and without the correction."""
     found = _first_difference(algorithm)
-    assert found is not None, "nothing is bent"
+    assert found is not None, "the correction changes no weight"
     sign, *both = found
     kept, bent = (", ".join(f"{w:.3g}" for w in weights) for weights in both)
     return (
         f"algorithm.loss={schema.name_of(algorithm.loss)} needs no correction, and "
         f"algorithm.correction={correction_of(algorithm)} is set: a token of advantage "
         f"{sign:g} with policy / behavior = {', '.join(f'{r:g}' for r in RATIOS)}, in a "
-        f"sequence with one of the inverse ratio, weighs {bent}, without the correction {kept}. "
-        "Set algorithm.correction=null for that."
+        f"sequence with a token of the inverse ratio, weighs {bent} instead of {kept}. "
+        "To remove the correction, set algorithm.correction=null."
     )
 
 
 def _first_difference(
     algorithm: schema.AlgorithmSection,
 ) -> tuple[float, NDArray[np.float64], NDArray[np.float64]] | None:
-    """Return an advantage for which the correction changes what tokens of RATIOS weigh, and their
-    weights without and with it; None: there is no such advantage."""
+    """Return an advantage for which the correction changes the weights of tokens of RATIOS, and the
+    weights without and with it. None: it never does."""
     by_default = algorithm.model_copy(update={"correction": None})
     pairs = [(r, 1 / r) for r in RATIOS]
     for sign in (1.0, -1.0):
@@ -154,14 +156,15 @@ def _first_difference(
 def effective_weights(
     algorithm: schema.AlgorithmSection, ratios: ArrayLike, advantage: float = 1.0
 ) -> NDArray[np.float64]:
-    """Return -d loss / d log policy / advantage of each token, summed losses, [sequences, length].
+    """Return -d loss / d log policy / advantage of each token; [sequences, length]. Losses are
+    summed.
 
     Args:
-        algorithm: what is differentiated, without its KL term.
+        algorithm: the settings of the loss; its KL term is ignored.
         ratios: [sequences, length], policy / behavior of each token, which has a probability of
-            exp(-5) under the behaviour policy. With anchor=proximal the proximal policy is the one
-            that learns.
-        advantage: of each token.
+            exp(-5) under the behaviour policy. With anchor=proximal the proximal policy is the
+            policy being trained.
+        advantage: advantage of each token.
     """
     logs = np.log(np.asarray(ratios, np.float64))
     behavior = np.full(logs.shape, -5.0, np.float32)
@@ -190,7 +193,7 @@ def effective_weights(
 
 
 def try_own_loss(algorithm: schema.AlgorithmSection) -> None:
-    """Try a loss of a user's file for shape, dtype and gradient. Raise ConfigError."""
+    """Check shape, dtype and gradient of a loss from a user's file. Raise ConfigError."""
     if not is_own(schema.name_of(algorithm.loss)):
         return
     where = f"algorithm.loss = {schema.name_of(algorithm.loss)!r}"
@@ -199,7 +202,7 @@ def try_own_loss(algorithm: schema.AlgorithmSection) -> None:
     function, x = token_loss.resolve(algorithm.loss), tiny_inputs(algorithm)
     none: dict[str, Any] = dict.fromkeys(absent)
     x = x._replace(**none)
-    missing = "".join(f" x.{name} is made for a loss that declares its need." for name in absent)
+    missing = "".join(f" x.{name} exists only for a loss that declares it." for name in absent)
     try:
         result: Any = jax.eval_shape(function, x)
     except Exception as error:
@@ -221,8 +224,8 @@ def try_own_loss(algorithm: schema.AlgorithmSection) -> None:
         )
     if not np.any(gradient):
         raise ConfigError(
-            f"{where} has no gradient by x.policy_logprobs: nothing would be learnt. Use it, and "
-            "without stop_gradient."
+            f"{where} has no gradient with respect to x.policy_logprobs: nothing would be trained. "
+            "Use it, without stop_gradient."
         )
 
 
@@ -232,13 +235,13 @@ def _check_loss_shape(where: str, loss: Any) -> None:
         return
     given = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
     raise ConfigError(
-        f"{where} must give one float per token, float32{list(SHAPE)} here, not {given}. Do not "
-        "average: that is algorithm.aggregate's."
+        f"{where} must return one float per token, float32{list(SHAPE)} here, not {given}. Do not "
+        "average: algorithm.aggregate does."
     )
 
 
 def tiny_inputs(algorithm: schema.AlgorithmSection) -> TokenInputs:
-    """Make every field that a loss may look at with this algorithm; some tokens are masked."""
+    """Make every field that a loss may use with this algorithm; some tokens are masked."""
     refers = algorithm.kl_coefficient > 0
     whole = sees_whole_distribution(algorithm.kl)
     rng = np.random.default_rng(0)
@@ -262,7 +265,7 @@ def tiny_inputs(algorithm: schema.AlgorithmSection) -> TokenInputs:
             "reference_divergence": near(0.5) ** 2 if refers and whole else None,
             "covariance_rank": rng.random(SHAPE),
             "anchor_logprobs": None,  # the objective sets it, with algorithm.anchor=proximal
-            "teacher_divergence": None,  # a term of its own, which no loss looks at
+            "teacher_divergence": None,  # a separate term, which no loss uses
         }
     )
 
@@ -271,9 +274,9 @@ def tiny_inputs(algorithm: schema.AlgorithmSection) -> TokenInputs:
 
 
 def try_advantage(choice: schema.Choice, *, group_size: int) -> None:
-    """Try an estimator of a user's file on two groups; of any other only check its arguments.
+    """Try an estimator from a user's file on two groups; for others only check the arguments.
 
-    group_size: episodes of a group that the shapings leave. Raise ConfigError.
+    group_size: episodes per group after the shapings. Raise ConfigError.
     """
     function = advantage.resolve(choice, group_size=group_size)
     if not is_own(schema.name_of(choice)):
@@ -289,30 +292,30 @@ def try_advantage(choice: schema.Choice, *, group_size: int) -> None:
         ) from error
     if not isinstance(given, StepAdvantages):
         raise ConfigError(
-            f"{where} must give an algorithms.advantages.StepAdvantages, not "
+            f"{where} must return an algorithms.advantages.StepAdvantages, not "
             f"{type(given).__name__}."
         )
     shapes = [[np.shape(a) for a in of_group] for of_group in given.advantages]
     wanted = [[e.token_ids.shape for e in g.episodes] for g in data.groups]
     if shapes != wanted:
         raise ConfigError(
-            f"{where} must give one number per token of each episode of each group: shapes {wanted}"
-            f" here, not {shapes}."
+            f"{where} must return one number per token of each episode of each group: shapes "
+            f"{wanted} here, not {shapes}."
         )
     if needs_critic(choice):
         returns = [[np.shape(a) for a in of_group] for of_group in given.returns or ()]
         if returns != wanted:
             raise ConfigError(
-                f"{where} declares that it needs a critic's values, and must give returns for the "
-                f"critic to learn, in the shapes of the advantages: {wanted} here, not {returns}."
+                f"{where} declares that it needs a critic's values, so it must return the critic's "
+                f"targets (returns), in the shapes of the advantages: {wanted} here, not {returns}."
             )
     if not all(np.isfinite(a).all() for of_group in given.advantages for a in of_group):
-        raise ConfigError(f"{where} gives numbers that are not finite on two small groups.")
+        raise ConfigError(f"{where} returns numbers that are not finite on two small groups.")
 
 
 def tiny_step(*, with_values: bool = False) -> StepData:
-    """Make two groups of three episodes, one with different rewards; with_values adds a critic's
-    values, all 0."""
+    """Make two groups of three episodes, one group with different rewards; with_values adds a
+    critic's values, all 0."""
     drawn = np.array([False, True, True, True])
     episode = Episode(
         token_ids=np.arange(4, dtype=np.int32),

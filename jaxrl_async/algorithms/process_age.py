@@ -1,4 +1,4 @@
-"""The age limit of process rewards: they count only while the answers they judge are young."""
+"""The age limit of process rewards: they are dropped for groups that are too old."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,14 +9,14 @@ from jaxrl_async.types import EpisodeGroup
 def within_age(
     groups: Sequence[EpisodeGroup], version: int, max_age: int | None
 ) -> tuple[tuple[EpisodeGroup, ...], dict[str, float]]:
-    """Leave out the process rewards of groups that are too old; also return counts of the others.
+    """Drop the process rewards of groups that are too old; also return counts for the metrics.
 
-    A group keeps or loses those of all its answers, which are compared with each other.
+    A group keeps or loses the process rewards of all its answers, since they are compared.
 
     Args:
-        groups: to learn from.
-        version: of the weights that learn.
-        max_age: most versions by which the oldest token of a group may be older. None: any.
+        groups: the groups to train on.
+        version: version of the weights being trained.
+        max_age: maximum age of a group's oldest token, versions. None: no limit.
     """
     judged = [any(s.process_rewards is not None for s in group.scores) for group in groups]
     if max_age is None or not any(judged):

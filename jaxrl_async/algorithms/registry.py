@@ -1,7 +1,7 @@
-"""Names for functions: what a configuration can choose from, and what a contract test runs over.
+"""Registries of named functions: the choices of a configuration and the cases of contract tests.
 
-A function's keyword-only arguments are its settings. Each has its range in its type. A rule states
-what must hold between several of them, and facts state what the rest of the code must know:
+A function's keyword-only arguments are its settings, with their ranges in their types. A rule
+states a condition on several of them. Facts declare properties that the rest of the code needs:
 
     @shaping
     @rule("low must be below high", lambda low, high: low < high)
@@ -10,7 +10,7 @@ what must hold between several of them, and facts state what the rest of the cod
     @token_loss(needs=("covariance_rank",))
     def kl_cov(x: TokenInputs, *, share: UpTo1 = 2e-3, penalty: Above0 = 1.0) -> TokenLoss: ...
 
-A user's own function may leave out all of these, and types too. It states facts with `declare`:
+A user's own function may omit all of these, and types too. It declares facts with `declare`:
 
     @declare(level="token", needs=("values",))
     def my_advantage(data: StepData) -> StepAdvantages: ...
@@ -48,7 +48,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Facts = TypeVar("Facts")
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-"""Any number: below 0, too."""
+"""Any finite number, also below 0."""
 Share = Annotated[float, Field(ge=0, le=1)]
 AtLeast0 = Annotated[float, Field(ge=0)]
 AtLeast1 = Annotated[float, Field(ge=1)]
@@ -65,14 +65,14 @@ class Rule(NamedTuple):
     holds: Callable[..., bool]  # takes arguments and settings such as group_size, by name
 
     def needs(self) -> list[str]:
-        """Return the names of what `holds` looks at."""
+        """Return the names of the parameters of `holds`."""
         return list(inspect.signature(self.holds).parameters)
 
 
 def rule(says: str, holds: Callable[..., bool]) -> Callable[[F], F]:
     """Attach a rule to the function below.
 
-    `Registry.resolve` checks it when everything that it looks at is known.
+    `Registry.resolve` checks it if all its parameters are known.
     """
 
     def attach(function: F) -> F:
@@ -98,7 +98,7 @@ def declare(**facts: Any) -> Callable[[F], F]:
 
 
 def is_absent(choice: Choice) -> bool:
-    """Return whether a choice names a function of a user's file that is not on this machine."""
+    """Return whether a choice names a function in a user's file missing on this machine."""
     name = name_of(choice)
     return is_own(name) and not Path(name.rpartition(":")[0]).is_file()
 
@@ -111,7 +111,7 @@ class Registry(Generic[F, Facts]):
     """Functions of one kind and one signature, by name; used as the decorator that registers them.
 
     A function's keyword-only arguments are its settings, and `resolve({"ppo_clip": {"clip_high":
-    0.28}})` returns the function with these bound. Iterating gives the names.
+    0.28}})` returns the function with these bound. Iteration yields the names.
     """
 
     def __init__(
@@ -120,10 +120,10 @@ class Registry(Generic[F, Facts]):
         """Make an empty registry.
 
         Args:
-            kind: what such a function is called in messages.
-            setting: the configuration's key that chooses one.
-            facts: the record of what a function declares; each fact has a default.
-            assumed: the facts of a user's function that declares none. None: the defaults.
+            kind: name of this kind of function in messages.
+            setting: key of the configuration that chooses a function.
+            facts: record of the facts that a function declares; each has a default.
+            assumed: facts of a user's function that declares none. None: the defaults.
         """
         self.kind, self.setting = kind, setting
         self._make_facts = facts
@@ -149,15 +149,15 @@ class Registry(Generic[F, Facts]):
         return register if function is None else register(function)
 
     def facts(self, choice: Choice) -> Facts:
-        """Return what the chosen function declares.
+        """Return the facts of the chosen function.
 
-        What a user's function does not declare is assumed, and all of it if its file is not on
-        this machine. Raise ConfigError on an unknown name or fact.
+        Facts that a user's function does not declare are assumed; all are if its file is missing
+        on this machine. Raise ConfigError on an unknown name or fact.
         """
         return self._assumed if is_absent(choice) else self.facts_of(self[name_of(choice)])
 
     def facts_of(self, function: F) -> Facts:
-        """Return what a function declares, with or without settings bound; as `facts`."""
+        """Return the facts of a function, with or without settings bound; see `facts`."""
         bare = getattr(function, "func", function)
         declared = getattr(bare, "facts", None)
         if declared is None:
@@ -180,13 +180,13 @@ class Registry(Generic[F, Facts]):
         return self._assumed._replace(**declared)  # type: ignore[attr-defined]
 
     def check_known(self, names: Collection[str], fact: Callable[[Facts], bool]) -> None:
-        """Raise TypeError unless the fact holds for exactly these of the registered functions."""
+        """Raise TypeError unless the fact holds for exactly these registered functions."""
         declared = {name for name in self if fact(self.facts(name))}
         if declared != set(names):
             differing = sorted(declared ^ set(names))
             raise TypeError(
-                f"{self.kind}: config/function_facts.py says otherwise of {differing} than where "
-                "they are registered"
+                f"{self.kind}: config/function_facts.py and the registrations disagree on "
+                f"{differing}"
             )
 
     def __iter__(self) -> Iterator[str]:
@@ -198,7 +198,7 @@ class Registry(Generic[F, Facts]):
     def __getitem__(self, name: str) -> F:
         """Return the function of this name, or FILE.py:FUNCTION from a user's file.
 
-        Raise ConfigError with the nearest name if there is none.
+        Raise ConfigError with the nearest name if the name is unknown.
         """
         if is_own(name):
             return load_function(name, self.kind)  # type: ignore[return-value]
@@ -217,7 +217,7 @@ class Registry(Generic[F, Facts]):
 
         Args:
             choice: a name, or {name: {argument: value}}.
-            run_settings: settings of the run that rules may look at, by name.
+            run_settings: settings of the run that rules may use, by name.
         """
         name, arguments = _parse(self.kind, choice)
         function = self[name]
@@ -226,7 +226,7 @@ class Registry(Generic[F, Facts]):
         return functools.partial(function, **arguments) if arguments else function  # type: ignore[return-value]
 
     def _fitted(self, name: str, function: F, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments in the function's types. Raise ConfigError if one does not fit."""
+        """Convert the arguments to the function's types. Raise ConfigError if one does not fit."""
         settings, types, fitted = settings_of(function), types_of(function), dict[str, Any]()
         for key, value in arguments.items():
             if key not in settings:
@@ -252,7 +252,7 @@ class Registry(Generic[F, Facts]):
         return fitted
 
     def _check_rules(self, name: str, function: F, known: dict[str, Any]) -> None:
-        """Raise ConfigError if a rule is broken; skip rules that look at more than is known."""
+        """Raise ConfigError if a rule is broken; skip rules with unknown parameters."""
         for one in rules_of(function):
             seen = {key: known[key] for key in one.needs() if key in known}
             if len(seen) == len(one.needs()) and not one.holds(**seen):
@@ -267,7 +267,7 @@ def settings_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the defaults of a function's settings, for those that have one."""
+    """Return the defaults of the settings that have one."""
     return {k: p.default for k, p in settings_of(function).items() if p.default is not p.empty}
 
 
@@ -302,7 +302,7 @@ def range_of(kind: Any) -> str:
 
 
 def has_range(kind: Any) -> bool:
-    """Return whether a type says which of its values are meant: a number needs a range."""
+    """Return whether a type restricts its values: a number needs a range."""
     if get_origin(kind) is Annotated:
         return any(_limits(note) for note in kind.__metadata__)
     inner = [k for k in get_args(kind) if k is not ...]
@@ -329,7 +329,7 @@ def _parse(kind: str, choice: Choice) -> tuple[str, dict[str, Any]]:
 
 
 def _as(kind: Any, value: Any) -> Any:
-    """Convert a configuration's value to this type, such as a list to a tuple, a text to a path.
+    """Convert a configuration's value to this type, such as a list to a tuple or a text to a path.
 
     Types that pydantic does not know are not checked. Raise ValueError if the value does not fit.
     """

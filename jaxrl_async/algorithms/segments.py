@@ -1,4 +1,4 @@
-"""Sums over the sequences of packed rows, given to each of their tokens.
+"""Sums over the sequences of packed rows, broadcast to each token of a sequence.
 
     segment_ids         1   1   1   2  2  0      (0 is padding)
     mask                0   1   1   1  1  0
@@ -8,11 +8,11 @@
     first_tokens        0   1   0   1  0  0
 
 A sequence lies in one row, so its sum does not depend on its neighbours in the row, on the order of
-rows or on the cut into micro-batches. `segment_ids=None`: each row is one sequence.
+rows or on the split into micro-batches. `segment_ids=None`: each row is one sequence.
 
-Of an episode of several contexts (types.Episode.starts), each context is a sequence here: ratios
-and weights of whole sequences are those of what was drawn in it, given what the policy saw there.
-The advantage is still the episode's, and aggregates count episodes.
+Each context of an episode (types.Episode.starts) is a separate sequence here: a sequence's ratios
+and weights cover the tokens generated in one context, given what the policy saw there. The
+advantage is still the episode's, and aggregates count episodes.
 """
 
 from collections.abc import Callable
@@ -24,27 +24,27 @@ from jax import Array
 
 
 def sum_over_sequence(values: Array, mask: Array, segment_ids: Array | None = None) -> Array:
-    """Sum the values over the learnt tokens of each token's sequence; [rows, length].
+    """Sum the values over the trained tokens of each token's sequence; [rows, length].
 
-    0 for a sequence without any. Outside the mask values [rows, length] may be anything, even NaN.
+    0 for a sequence without trained tokens. Values outside the mask may be anything, even NaN.
     """
     return _over_sequences(jax.ops.segment_sum, jnp.where(mask, values, 0), segment_ids)
 
 
 def mean_over_sequence(values: Array, mask: Array, segment_ids: Array | None = None) -> Array:
-    """Average the values over the learnt tokens of each token's sequence, as
+    """Average the values over the trained tokens of each token's sequence, as
     `sum_over_sequence`."""
     counts = sum_over_sequence(jnp.ones_like(mask, jnp.float32), mask, segment_ids)
     return sum_over_sequence(values, mask, segment_ids) / jnp.maximum(counts, 1)
 
 
 def any_in_sequence(flags: Array, mask: Array, segment_ids: Array | None = None) -> Array:
-    """Return whether any learnt token of each token's sequence has the flag; [rows, length]."""
+    """Return whether any trained token of each token's sequence has the flag; [rows, length]."""
     return sum_over_sequence(flags.astype(jnp.int32), mask, segment_ids) > 0
 
 
 def first_tokens(mask: Array, segment_ids: Array | None = None) -> Array:
-    """Mark the first learnt token of each sequence that has any; [rows, length] bool."""
+    """Mark the first trained token of each sequence that has any; [rows, length] bool."""
     positions = jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32), mask.shape)
     learnt = jnp.where(mask, positions, mask.shape[1])
     return mask & (positions == _over_sequences(jax.ops.segment_min, learnt, segment_ids))

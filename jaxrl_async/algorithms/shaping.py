@@ -1,13 +1,13 @@
-"""What happens to rewards, masks and groups between the scorer and the advantage. NumPy only.
+"""Shaping of rewards, masks and groups between the scorer and the advantage. NumPy only.
 
     step_data(groups) ──> shape(data, [soft_overlong, mask_truncated, ...]) ──> advantage, pack
 
 A shaping is a pure function Shaped -> Shaped, registered by name and applied in the order of the
-configuration. It may change rewards, mask tokens, or leave episodes out; it counts how often, and
-never changes the groups that it was given. A masked episode still counts in its group's baseline,
-unless `compare_unmasked` takes it out of that; one that is left out does not.
+configuration. It may change rewards, mask tokens, or drop episodes. It counts how often it does so
+and never modifies its input groups. A masked episode still counts in its group's baseline unless
+`compare_unmasked` excludes it; a dropped episode does not count.
 
-`has_signal` says which groups are worth learning from at all.
+`has_signal` selects the groups that are worth training on.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ class Shaped:
     """One step between the scorers and the advantage."""
 
     data: StepData
-    masks: tuple[tuple[BoolArray, ...], ...]  # per episode [length]: tokens that are learnt
+    masks: tuple[tuple[BoolArray, ...], ...]  # per episode [length]: tokens to train on
     counts: Mapping[str, float] = field(default_factory=dict)  # by name as in METRICS
 
 
@@ -43,25 +43,25 @@ ShapingFn = Callable[..., Shaped]  # (Shaped, **settings) -> Shaped
 
 
 class ShapingFacts(NamedTuple):
-    """What a shaping declares."""
+    """The facts that a shaping declares."""
 
-    group_size: str | None = None  # the argument that says how many episodes of a group it keeps
-    masks: bool = False  # it may mask whole episodes
+    group_size: str | None = None  # name of its argument for the episodes kept per group
+    masks: bool = False  # whether it may mask whole episodes
 
 
 shaping: Registry[ShapingFn, ShapingFacts] = Registry("shaping", "algorithm.shaping", ShapingFacts)
 
 
 def kept_group_size(choices: Sequence[Choice], group_size: int) -> int:
-    """Return how many episodes of a group of `group_size` these shapings leave at most."""
+    """Return the maximum number of episodes that these shapings keep of `group_size`."""
     named = [(shaping.facts(choice).group_size, arguments_of(choice)) for choice in choices]
     return min([group_size, *(given[name] for name, given in named if name is not None)])
 
 
 def shape(data: StepData, functions: Sequence[ShapingFn] = ()) -> Shaped:
-    """Apply all functions in order; without any, all drawn tokens are learnt.
+    """Apply all functions in order. Without functions, all generated tokens are trained on.
 
-    What a function compares within a group it compares among peers (Episode.peers).
+    Comparisons within a group are made among peers only (Episode.peers).
     """
     parts = by_peers(data) if functions else data
     masks = tuple(tuple(e.drawn for e in g.episodes) for g in parts.groups)
@@ -72,8 +72,8 @@ def shape(data: StepData, functions: Sequence[ShapingFn] = ()) -> Shaped:
 
 
 def bounded(function: ShapingFn, choice: Choice) -> ShapingFn:
-    """Return the shaping so that it raises DataError, with its name, where it makes a reward that
-    is not a finite number of at most LARGEST_REWARD: of a larger one no square is finite."""
+    """Wrap a shaping to raise DataError, with its name, if a reward is NaN or its absolute value
+    exceeds LARGEST_REWARD, above which the square is not finite."""
 
     def shaping_within_bounds(shaped: Shaped) -> Shaped:
         done: Shaped = function(shaped)
@@ -83,8 +83,8 @@ def bounded(function: ShapingFn, choice: Choice) -> ShapingFn:
             wrong = ~(np.abs(values) <= LARGEST_REWARD)  # NaN is wrong, too
             if wrong.any():
                 raise DataError(
-                    f"algorithm.shaping = {choice!r} made a reward of {values[wrong][0]:g}. It "
-                    f"must leave finite numbers of at most {LARGEST_REWARD:g}: correct the "
+                    f"algorithm.shaping = {choice!r} made a reward of {values[wrong][0]:g}. "
+                    f"Rewards must be finite and at most {LARGEST_REWARD:g}: correct the "
                     "function or its arguments."
                 )
         return done
@@ -93,11 +93,11 @@ def bounded(function: ShapingFn, choice: Choice) -> ShapingFn:
 
 
 def _rejoined(shaped: Shaped, groups: Sequence[EpisodeGroup]) -> Shaped:
-    """Return a step whose groups were split by words with the groups whole again, in their own
-    order; where episodes were left out, in the order of the words."""
+    """Join the groups of a step that were split by peers (Episode.peers). The episodes are in their
+    original order; if some were dropped, in the order of the parts."""
     data, begin = shaped.data, 0
     whole: list[EpisodeGroup] = []
-    chosen: list[list[tuple[int, int]]] = []  # per group: part and index in it
+    chosen: list[list[tuple[int, int]]] = []  # per group: (part, index in the part)
     masks: list[tuple[BoolArray, ...]] = []
     for group in groups:
         classes = classes_of(group)
@@ -148,7 +148,7 @@ def soft_overlong_penalty(length: int, max_tokens: int, cache_tokens: int) -> fl
 def soft_overlong(
     shaped: Shaped, *, max_tokens: Whole, cache_tokens: Whole, weight: Above0 = 1.0
 ) -> Shaped:
-    """Add weight * soft_overlong_penalty(drawn tokens) to each reward. DAPO, eq. 13."""
+    """Add weight * soft_overlong_penalty(generated tokens) to each reward. DAPO, eq. 13."""
     penalties = [
         np.array([soft_overlong_penalty(e.num_drawn, max_tokens, cache_tokens) for e in g.episodes])
         for g in shaped.data.groups
@@ -159,9 +159,10 @@ def soft_overlong(
 
 @shaping
 def missing_eos(shaped: Shaped, *, penalty: Above0 = 1.0) -> Shaped:
-    """Subtract `penalty` from the reward of answers that a length limit cut off, and keep them.
+    """Subtract `penalty` from the reward of answers truncated by a length limit, and keep them.
 
-    Huang et al. 2024 (arXiv:2403.17031), whose penalty replaces the score; subtracted as in TRL.
+    Huang et al. 2024 (arXiv:2403.17031), where the penalty replaces the score. Here it is
+    subtracted, as in TRL.
     """
     cut = [
         np.array([e.stop is StopReason.LENGTH for e in g.episodes], bool)
@@ -174,7 +175,7 @@ def missing_eos(shaped: Shaped, *, penalty: Above0 = 1.0) -> Shaped:
 @shaping
 @rule("low must be below high", lambda low, high: low < high)
 def cap(shaped: Shaped, *, low: Finite, high: Finite) -> Shaped:
-    """Clip rewards to [low, high], so that one wild score cannot set a group's baseline."""
+    """Clip rewards to [low, high], so one outlier cannot dominate a group's baseline."""
     rewards = [np.clip(r, low, high) for r in shaped.data.rewards]
     changed = [a != b for a, b in zip(rewards, shaped.data.rewards, strict=True)]
     return _rewarded(shaped, rewards, "shaping/capped", changed)
@@ -182,10 +183,10 @@ def cap(shaped: Shaped, *, low: Finite, high: Finite) -> Shaped:
 
 @shaping
 def concise(shaped: Shaped, *, alpha: AtLeast0 = 0.05, threshold: Finite = 0.5) -> Shaped:
-    """Reward exp(-alpha z) if right, else -1; z is the length, standardised among the right.
+    """Reward exp(-alpha z) if correct, else -1; z is the length, standardised over correct answers.
 
-    Zhang & Zuo 2025 (GRPO-LEAD, arXiv:2504.09696), length-dependent accuracy reward. Right is a
-    reward above `threshold`.
+    Zhang & Zuo 2025 (GRPO-LEAD, arXiv:2504.09696), length-dependent accuracy reward. An answer is
+    correct if its reward is above `threshold`.
     """
     pairs = list(zip(shaped.data.groups, shaped.data.rewards, strict=True))
     rewards = [_concise(_lengths(g), r > threshold, alpha) for g, r in pairs]
@@ -203,10 +204,10 @@ def _concise(lengths: Doubles, right: NDArray[np.bool_], alpha: float) -> Double
 
 @shaping
 def length_reward(shaped: Shaped, *, weight: Above0 = 1.0, threshold: Finite = 0.5) -> Shaped:
-    """Add weight * x, x = 0.5 - (length - min) / (max - min) where right, min(0, x) where wrong.
+    """Add weight * x, x = 0.5 - (length - min) / (max - min) if correct, else min(0, x).
 
-    Team Kimi 2025 (Kimi k1.5, arXiv:2501.12599), sec. 2.3.3: minimum and maximum are the group's;
-    nothing where they are equal. Right is a reward above `threshold`.
+    Team Kimi 2025 (Kimi k1.5, arXiv:2501.12599), sec. 2.3.3. Minimum and maximum are over the
+    group; x = 0 if they are equal. An answer is correct if its reward is above `threshold`.
     """
     pairs = list(zip(shaped.data.groups, shaped.data.rewards, strict=True))
     extra = [_by_length(_lengths(g), r > threshold) for g, r in pairs]
@@ -227,7 +228,7 @@ def _by_length(lengths: Doubles, right: NDArray[np.bool_]) -> Doubles:
 
 @shaping(masks=True)
 def mask_truncated(shaped: Shaped) -> Shaped:
-    """Mask episodes that ran into a length limit: their reward is no verdict.
+    """Mask episodes truncated by a length limit: their reward does not judge a complete answer.
 
     DAPO (arXiv:2503.14476), sec. 3.4, overlong filtering.
     """
@@ -237,16 +238,16 @@ def mask_truncated(shaped: Shaped) -> Shaped:
 
 @shaping(masks=True)
 def overlong_filter(shaped: Shaped, *, max_tokens: Whole) -> Shaped:
-    """Mask episodes of more than `max_tokens` drawn tokens, however they ended.
+    """Mask episodes of more than `max_tokens` generated tokens, for any stop reason.
 
-    DAPO's overlong filtering (arXiv:2503.14476, sec. 3.4) with a limit below the sampler's own.
+    DAPO's overlong filtering (arXiv:2503.14476, sec. 3.4) with a limit below the sampler's.
     """
     cut = [[e.num_drawn > max_tokens for e in g.episodes] for g in shaped.data.groups]
     return _masked(shaped, cut, "shaping/masked_overlong")
 
 
 def compare_unmasked(shaped: Shaped) -> Shaped:
-    """Take masked episodes out of what their groups' baselines compare (algorithm.baseline)."""
+    """Exclude masked episodes from their groups' baselines (algorithm.baseline)."""
     compared = tuple(
         np.array([m.any() or not e.drawn.any() for e, m in zip(g.episodes, masks, strict=True)])
         for g, masks in zip(shaped.data.groups, shaped.masks, strict=True)
@@ -261,7 +262,7 @@ shaping.check_known(function_facts.MASKS_EPISODES, lambda facts: facts.masks)
 
 @shaping(group_size="keep")
 @rule(
-    "keep must be below algorithm.group_size, or nothing is left out",
+    "keep must be below algorithm.group_size, or nothing is dropped",
     lambda keep, group_size: keep < group_size,
 )
 def downsample(
@@ -272,13 +273,13 @@ def downsample(
     threshold: Finite = 0.5,
     seed: Annotated[int, Field(ge=0)] = 0,
 ) -> Shaped:
-    """Keep a random `keep` of a group's episodes and leave the others out: resample on correct.
+    """Keep `keep` random episodes of each group and drop the others: resample on correct.
 
-    Right and wrong answers keep their shares, and at least one each. Wrong ones are drawn
-    uniformly, so that all ways to fail are seen; right ones with weights 1 / penalty, which prefers
-    clean solutions. The penalty is the score's part of that name (tool errors, format; 0 if
-    missing). Shang et al. 2025 (GRPO-RoC in rStar2-Agent, arXiv:2508.20722). The draw is keyed by
-    seed, prompt and group, not by order.
+    Correct and wrong answers keep their shares, with at least one of each. Wrong answers are
+    sampled uniformly, to keep all kinds of failure. Correct answers are sampled with weights
+    1 / penalty, which prefers clean solutions. The penalty is the score's part of that name (tool
+    errors, format; 0 if missing). Shang et al. 2025 (GRPO-RoC in rStar2-Agent, arXiv:2508.20722).
+    The random choice is keyed by seed, prompt and group, not by order.
     """
     chosen = [
         _resampled(g, r > threshold, keep, penalty, seed)
@@ -291,7 +292,7 @@ def downsample(
 def _resampled(
     group: EpisodeGroup, right: NDArray[np.bool_], keep: int, penalty: str, seed: int
 ) -> list[int]:
-    """Return the indices of the episodes that stay, ascending."""
+    """Return the indices of the episodes to keep, ascending."""
     size = len(right)
     if size <= keep:
         return list(range(size))
@@ -301,14 +302,14 @@ def _resampled(
         num_right = min(max(num_right, 1), keep - 1)
     penalties = np.array([s.parts.get(penalty, 0.0) for s in group.scores])
     weights = np.where(right, 1 / (np.maximum(penalties, 0.0) + 1e-3), 1.0)
-    keys = rng.exponential(size=size) / weights  # the smallest: draws by weight, none twice
+    keys = rng.exponential(size=size) / weights  # smallest: weighted, without replacement
     order = np.argsort(keys, kind="stable")
     taken = [*order[right[order]][:num_right], *order[~right[order]][: keep - num_right]]
     return sorted(int(i) for i in taken)
 
 
 def with_episodes(shaped: Shaped, chosen: Sequence[Sequence[int]]) -> Shaped:
-    """Return the step with the chosen episodes of each group only."""
+    """Return the step with only the chosen episodes of each group."""
     small = picked(shaped.data, list(enumerate(chosen)))
     return replace(shaped, data=small, masks=_picked(shaped.masks, chosen))
 
@@ -319,7 +320,7 @@ def _picked(
     return tuple(tuple(c[i] for i in of) for c, of in zip(columns, chosen, strict=True))
 
 
-# ---- how they are put together
+# ---- shared parts
 
 
 def _rewarded(
@@ -339,7 +340,7 @@ def _masked(shaped: Shaped, cut: Sequence[Sequence[bool]], name: str) -> Shaped:
 
 
 def counted(shaped: Shaped, name: str, count: int) -> Shaped:
-    """Return the step with `count` more under a name of METRICS."""
+    """Return the step with `count` added to a counter, named as in METRICS."""
     return replace(shaped, counts={**shaped.counts, name: shaped.counts.get(name, 0.0) + count})
 
 
@@ -347,19 +348,19 @@ def _lengths(group: EpisodeGroup) -> Doubles:
     return np.array([e.num_drawn for e in group.episodes], np.float64)
 
 
-# ---- which groups
+# ---- selection of groups
 
 
 def has_signal(group: EpisodeGroup, *, part: str | None = None, least_std: float = 0.0) -> bool:
-    """Return whether the standard deviation of the group's returns, or of those of one of its
-    words (Episode.peers), is above `least_std`.
+    """Return whether the standard deviation of the returns is above `least_std` in the group, or in
+    any of its sets of peers (Episode.peers).
 
-    Equal returns never differ, whatever their rounding. Yu et al. 2025 (DAPO, arXiv:2503.14476),
-    sec. 3.2, dynamic sampling: prompts with accuracy 0 or 1 have no gradient.
+    Rounding does not make equal returns differ. Yu et al. 2025 (DAPO, arXiv:2503.14476), sec. 3.2,
+    dynamic sampling: prompts with accuracy 0 or 1 have no gradient.
 
     Args:
         group: scored episodes.
-        part: the part of the reward to look at, 0 in a score without it. None: the whole return.
+        part: the part of the reward to compare, 0 in a score without it. None: the whole return.
         least_std: in units of the reward.
     """
     return any(
@@ -370,7 +371,7 @@ def has_signal(group: EpisodeGroup, *, part: str | None = None, least_std: float
 
 
 def _judged(group: EpisodeGroup, part: str | None) -> Doubles:
-    """Return the numbers that decide on the group's signal, [episodes]."""
+    """Return the values that are compared for the group's signal, [episodes]."""
     if part is None:
         return returns_of(step_data([group]))[0]
     return np.array([s.parts.get(part, 0.0) for s in group.scores], np.float64)

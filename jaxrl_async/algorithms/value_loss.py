@@ -1,4 +1,4 @@
-"""What a critic minimises, and how much of the returns its values explain."""
+"""The critic's loss, and the explained variance of its values."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ class ValueLoss(NamedTuple):
     """The output of value_loss."""
 
     loss: Array  # [rows, length] float32, 0 outside the mask
-    clipped: Array  # [rows, length] bool, tokens whose gradient the bound cut off
+    clipped: Array  # [rows, length] bool, tokens whose gradient was clipped
 
 
 def value_loss(
@@ -36,7 +36,7 @@ def value_loss(
 def explained_variance(values: FloatArray, returns: FloatArray, mask: BoolArray) -> float:
     """Return 1 - Var(R - v) / Var(R) over the mask: 1 is perfect, 0 no better than a constant.
 
-    NaN where the returns do not vary, or something is not finite.
+    NaN if the returns do not vary or any value is not finite.
     """
     wanted, given = returns[mask].astype(np.float64), values[mask].astype(np.float64)
     if not len(wanted) or not np.isfinite([wanted, given]).all() or not wanted.var():

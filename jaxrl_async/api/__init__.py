@@ -1,0 +1,1 @@
+"""Training, asking and planning from Python."""

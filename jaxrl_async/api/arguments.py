@@ -11,8 +11,7 @@ import dataclasses
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_async.config.former import NAMES, Replaced, renew_names
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.chat_formats.chat_messages import without_filled
@@ -27,7 +27,7 @@ from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.run.folder import given_folder
 from jaxrl_async.tasks.game import Game
-from jaxrl_async.tasks.handed_over import handed_over
+from jaxrl_async.tasks.named_tasks import HANDED_OVER
 from jaxrl_async.tasks.task import Environment, Task
 
 log = logging.getLogger(__name__)
@@ -61,8 +61,8 @@ Data = str | Path | Iterable[Any]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Brought:
-    """What a caller brings beside settings; see jaxrl_async.train. A mapping is the section of the
-    same name."""
+    """What a caller gives in addition to settings; see jaxrl_async.train. A mapping is the section
+    of the same name."""
 
     model: str | Path | Policy | Mapping[str, Any] | None = None
     data: Data | Mapping[str, Any] | None = None
@@ -71,11 +71,10 @@ class Brought:
     task: str | Mapping[str, Any] | Task | type | None = None
 
 
-@contextmanager
 def configured(
     brought: Brought, config: str | Path | Mapping[str, Any] | Config | None, settings: Mapping
-) -> Iterator[Config]:
-    """Yield the configuration of a call while the `with` lasts: its task is known as long.
+) -> tuple[Config, Task | None]:
+    """Return the configuration of a call, and its task if that is an object.
 
     Args:
         brought: model, data, rewards and task.
@@ -86,8 +85,8 @@ def configured(
     """
     tree = _tree_of(config)
     brought, sections = _without_sections(brought)
-    for name, value in {**sections, **settings}.items():
-        _put(tree, name, value)
+    for one in _put_all(tree, {**sections, **settings}):
+        log.warning("train: %s", one.told)
     run = tree.setdefault("run", {})
     if not (run.get("resume") or run.get("resume_or_start")):
         run.setdefault("overwrite", True)
@@ -103,7 +102,7 @@ def configured(
         tree["task"], task = task, None
     elif isinstance(task, str | Mapping):
         raise ConfigError(
-            "train: a task by name has rewards of its own, and cannot take functions beside them. "
+            "train: a task by name has its own rewards, and cannot take further functions. "
             "Give reward=FILE.py:FUNCTION, or the task as an object."
         )
     if isinstance(brought.data, str | Path) or job != "rl":
@@ -116,12 +115,9 @@ def configured(
         if task is not None and task.reward is not None:
             raise ConfigError("train: the task has a reward, and reward gives another. Leave one.")
         task = dataclasses.replace(task or Task(), reward=functions)
-    if task is None:
-        yield load(tree, where="train")
-        return
-    with handed_over(task) as name:
-        tree["task"] = name
-        yield load(tree, where="train")
+    if task is not None:
+        tree["task"] = HANDED_OVER
+    return load(tree, where="train"), task
 
 
 def check_given(
@@ -132,8 +128,7 @@ def check_given(
     configured's. Raises ConfigError."""
     tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else _tree_of(config)
     brought, sections = _without_sections(brought)
-    for name, value in {**sections, **settings}.items():
-        _put(tree, name, value)
+    _put_all(tree, {**sections, **settings})
     data, model = tree.get("data") or {}, tree.get("model") or {}
     brings = brought.data is not None or brought.task is not None or bool(tree.get("task"))
     asks = bool({"source", "addition"} & data.keys()) or bool(tree.get("runs"))
@@ -180,6 +175,19 @@ def _tree_of(config: str | Path | Mapping[str, Any] | Config | None) -> dict[str
     return load(config).model_dump(exclude_unset=True)
 
 
+def _put_all(tree: dict[str, Any], settings: Mapping[str, Any]) -> list[Replaced]:
+    """Write settings over those of the tree; return what both wrote in a former way. Raises
+    ConfigError."""
+    replaced = renew_names(tree)
+    for name, value in settings.items():
+        own: dict[str, Any] = {}
+        _put(own, name, value)
+        replaced += renew_names(own)
+        for section, inner in own.items():
+            _put(tree, section, inner)
+    return replaced
+
+
 def _put(tree: dict[str, Any], name: str, value: Any) -> None:
     """Write a setting that has this name into the tree. Raises ConfigError."""
     if name in Config.model_fields:
@@ -189,7 +197,7 @@ def _put(tree: dict[str, Any], name: str, value: Any) -> None:
             tree[name] = dict(value) if isinstance(value, Mapping) else value
         return
     for section in FLAT:
-        if name in _names_in(section):
+        if name in _names_in(section) or f"{section}.{name}" in NAMES:
             outer, _, inner = section.partition(".")
             found = {inner: {name: value}} if inner else {name: value}
             tree[outer] = _joined(tree.get(outer) or {}, found)
@@ -260,7 +268,7 @@ def _task_of(task: Any) -> str | Mapping[str, Any] | Task | None:
 def _with_records(task: Task, brought: Brought, columns: Mapping[str, str]) -> Task:
     if task.records is not None:
         raise ConfigError("train: the task has records, and data gives others. Leave one out.")
-    asks = not (task.environment or task.game or task.program)  # nobody else asks the question
+    asks = not (task.environment or task.game or task.program)  # otherwise they ask the question
     train = _renamed(_records(brought.data, "data", plain=asks), columns, "data", asks=asks)
     held_out = None
     if brought.eval_data is not None:
@@ -287,7 +295,7 @@ def _taken_columns(tree: dict[str, Any]) -> dict[str, str]:
 def _renamed(
     records: Sequence[dict[str, Any]], columns: Mapping[str, str], name: str, *, asks: bool
 ) -> list[dict[str, Any]]:
-    """Return records that have, beside their own columns, those that a task looks for; asks: each
+    """Return records with the columns that a task reads, in addition to their own; asks: each
     needs a question. Raises DataError."""
     asked = [columns[c] for c in ("prompt", "messages") if c in columns]
     usual = QUESTIONS if asks else ()

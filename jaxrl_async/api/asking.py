@@ -1,4 +1,4 @@
-"""Ask a policy: texts or conversations in, texts out, whole or as they are drawn."""
+"""Ask a policy: texts or conversations in, texts out, complete or streamed."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +11,11 @@ from jaxrl_async.config.schema import SamplerSection
 from jaxrl_async.data.chat import chat_format
 from jaxrl_async.data.images import ImageStore, holds_images, taken_images
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.endpoint.wish import stop_ids
+from jaxrl_async.endpoint.sampling_request import stop_ids
 from jaxrl_async.errors import DataError
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.vision.reading import images_of
-from jaxrl_async.ports import ChatFormat
+from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.types import IntArray, Message, Request, SamplingParams
@@ -23,10 +23,11 @@ from jaxrl_async.types import IntArray, Message, Request, SamplingParams
 LOOK_S = 0.02
 """How often `stream` looks for new tokens, seconds."""
 USUAL_TOKENS = 256
-"""Longest answer where none is given, tokens."""
+"""Default maximum length of an answer, tokens."""
 
 Asked = str | Sequence[Message]
-"""A text (a question to a chat model, else what it goes on from), or a conversation to answer."""
+"""A text (a question to a chat model, or the beginning that another model continues), or a
+conversation to answer."""
 
 
 class Asker:
@@ -57,7 +58,7 @@ class Asker:
         self._images: ImageStore | None = None
         if policy.tower is not None:
             self._images = images_of(policy.tower, policy.spec, policy.tokenizer)
-        if self._images is not None:  # a tokenizer of its own: it writes this store's images
+        if self._images is not None:  # a separate tokenizer: it writes this store's images
             self._tokenizer = Tokenizer(policy.tokenizer.hf, eos_ids=policy.tokenizer.eos_ids)
             self._tokenizer.images = self._images
         self._chat: ChatFormat | None = None
@@ -88,7 +89,7 @@ class Asker:
         """Return an answer to each prompt, or to the only one, in this order; blocks.
 
         Args:
-            prompts: a text (a question to a chat model, else what it goes on from), a conversation
+            prompts: a text (a question to a chat model, or a beginning to continue), a conversation
                 (messages) to answer, or several.
             max_new_tokens: longest answer.
             temperature: 0: the most likely tokens.
@@ -111,8 +112,8 @@ class Asker:
         top_p: float = 1.0,
         top_k: int = 0,
     ) -> Iterator[str]:
-        """Yield the answer to a prompt in pieces, as it is drawn. Arguments and errors as of
-        `generate`. Leaving early ends the drawing."""
+        """Yield the answer to a prompt in pieces while it is sampled. Arguments and errors as in
+        `generate`. Leaving the loop early cancels the answer."""
         sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
         request = self._request(prompt, max_new_tokens, sampling)
         (answer,) = self._sampler.start_many([request])

@@ -1,4 +1,4 @@
-"""A run as Python sees it when it is over, or later: what its folder holds."""
+"""A finished run as an object: its results, read from its folder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ from jaxrl_async.run.shown_answers import read_answers
 
 @dataclass(frozen=True)
 class Run:
-    """The results of a run. Everything is read when it is asked for. As the last line of a
-    notebook's cell it is a picture: rewards by update, and who was busy when."""
+    """The results of a run, each read when it is accessed. As the last line of a notebook's cell it
+    is a picture: rewards by update, and the timeline."""
 
     path: Path
     """The run's folder; a text is taken for one."""
@@ -37,7 +37,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """What each update measured, by name (docs/metrics.md); `step` 0 is before the first."""
+        """Metrics of each update, by name (docs/metrics.md); `step` 0 is before the first."""
         return read_lines(self._paths.metrics)
 
     @property
@@ -48,7 +48,7 @@ class Run:
     @property
     def answers(self) -> list[dict[str, Any]]:
         """Answers to the first held-out prompts at each evaluation: prompt, completion, reference,
-        reward, version, and the answer's index and seat."""
+        reward, version, and the answer's index and player (`seat`)."""
         return read_answers(self._paths.answers)
 
     @property
@@ -81,7 +81,7 @@ class Run:
 
     def table(self, names: Sequence[str] = ()) -> dict[str, list[Any]]:
         """Return the metrics by column, with None where a step has not measured one: what
-        pandas.DataFrame takes. names: columns beside `step`; none: all."""
+        pandas.DataFrame takes. names: columns in addition to `step`; none: all."""
         lines = self.metrics
         columns = names or sorted({key for line in lines for key in line} - {"step"})
         return {name: [line.get(name) for line in lines] for name in ("step", *columns)}

@@ -63,7 +63,7 @@ def plan(
             "h100-8"; what trainer and samplers divide unless the samplers are elsewhere
             (mesh.samplers_in).
         overrides: settings, as `section.key=value`.
-        sampler_topology: chips of all samplers together, each on a slice of its own, where they
+        sampler_topology: chips of all samplers together, each on a separate slice, where they
             are elsewhere; None: as mesh says.
         lengths: of answers, tokens: a list, {length: weight}, a run's folder or a JSON file of
             these; None: a long-tailed distribution is assumed.
@@ -111,7 +111,7 @@ def _lengths_file(lengths: Any, file: Path) -> str:
 
 def _command(words: Sequence[str], out: Path) -> tuple[int, str, str]:
     """Run the command line of the plan, its progress logged; return its exit code, what it printed,
-    and the end of what it told on stderr."""
+    and the end of its output on stderr."""
     path = os.pathsep.join(filter(None, (str(PACKAGES), os.environ.get("PYTHONPATH"))))
     last: list[str] = []
     with out.open("w+", encoding="utf-8") as printed:

@@ -1,6 +1,6 @@
 """Train from Python: in one call, or update by update.
 
-The run is that of `python -m jaxrl_async.train`; the arguments are made a configuration first,
+The run is the same as with `python -m jaxrl_async.train`: the arguments become a configuration,
 which is written to its folder.
 """
 
@@ -34,7 +34,7 @@ def train(
     on_step: OnStep | None = None,
     **settings: Any,
 ) -> Run:
-    """Train a policy, and return what came of it; blocks.
+    """Train a policy and return the finished run; blocks.
 
     Works on any thread and inside a running event loop; Ctrl-C saves and ends the run where it is
     called on the main thread. A run of the same name is moved aside, unless resume=True.
@@ -42,8 +42,8 @@ def train(
     Args:
         model: directory of a Hugging Face model, or a policy; None: random weights of the shape in
             model={"architecture": ...}.
-        data: records to train on, as mappings (`question` or `messages`, `answer`, and whatever the
-            reward asks for) or texts; or the path of a file of them.
+        data: records to train on, as mappings (`question` or `messages`, `answer`, and the columns
+            that the reward reads) or texts; or the path of a file of them.
         reward: a function of (completion, and any of prompt, reference and the records' columns by
             name) or, as elsewhere, of (prompts, completions, and columns), all lists with one item
             an answer; the name of a built-in one; or a list of these, which are added up.
@@ -64,14 +64,14 @@ def train(
     brought = Brought(model=model, data=data, eval_data=eval_data, reward=reward, task=task)
     if on_step is not None:
         _check_callback(on_step)
-    with configured(brought, config, settings) as resolved:
-        check_given(brought, config, settings)
-        if resolved.runs:
-            raise ConfigError(
-                "train: runs: several adapters that learn in one run have no single policy to "
-                "return. Start them with python -m jaxrl_async.train FILE, or call train for each."
-            )
-        return Run(loop.train(resolved, on_step))
+    resolved, own_task = configured(brought, config, settings)
+    check_given(brought, config, settings)
+    if resolved.runs:
+        raise ConfigError(
+            "train: runs: several adapters that learn in one run have no single policy to return. "
+            "Start them with python -m jaxrl_async.train FILE, or call train for each."
+        )
+    return Run(loop.train(resolved, on_step, own_task))
 
 
 def _check_callback(on_step: OnStep) -> None:
@@ -102,8 +102,8 @@ class StepMetrics:
 class Steps:
     """Updates of a run, to iterate over once: the next is made when it is asked for.
 
-    Leaving the `for` early ends the run with everything saved. Samplers go on between two updates
-    as far as the bound on staleness lets them.
+    Leaving the `for` early ends the run with everything saved. Between two updates samplers
+    continue as far as the bound on staleness allows.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -114,7 +114,7 @@ class Steps:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="train", daemon=True)
         self.run: Run | None = None
-        """What came of it; None: it has not ended."""
+        """The finished run; None: it has not ended."""
 
     def __iter__(self) -> Iterator[StepMetrics]:
         """Yield each update. Raises what the run raises, and RuntimeError the second time."""
@@ -155,7 +155,7 @@ def steps(
     reward: Reward | Sequence[Reward] | None = None,
     **arguments: Any,
 ) -> Steps:
-    """Return the updates of a run to iterate over; the arguments are those of `train`.
+    """Return the updates of a run to iterate over; takes the arguments of `train`.
 
     for step in steps(model=..., data=..., reward=...): print(step.number, step["reward/mean"])
     """

@@ -1,0 +1,1 @@
+"""The replay buffer, which bounds the staleness of groups. Needs no JAX."""

@@ -1,6 +1,6 @@
-"""What a replay buffer holds: its groups, how far each has come, and counts of what became of them.
+"""The contents of a replay buffer: its groups with their states, and counts of their outcomes.
 
-Bookkeeping alone: no lock, no clock, no ledger and no waiting. buffer/replay.py has those.
+Bookkeeping only; buffer/replay.py adds the lock, the clock, the ledger and the waiting.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from jaxrl_async.types import Drop, EpisodeGroup, Ticket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferStats:
-    """A reading of the buffer."""
+    """A snapshot of the buffer's statistics."""
 
     capacity: int  # slots; fewer while the limit is below max_staleness
     active: int  # slots in use
@@ -21,25 +21,25 @@ class BufferStats:
     admitted: int  # since the start, groups
     trained: int  # taken by the trainer since the start, groups; each counts once
     dropped: dict[str, int]  # since the start, groups by reason (a Drop)
-    kept: int = 0  # trained on, to be used again
-    barren: int = 0  # finished without a signal since the last one that was kept
-    no_signal: str = ""  # what those were like, for people
+    kept: int = 0  # trained on, and kept for reuse
+    barren: int = 0  # groups without a signal since the last one with a signal
+    no_signal: str = ""  # description of these groups, for messages
     reused: int = 0  # uses after the first since the start
-    mean_kept_tokens: float = 0.0  # drawn tokens per episode that was trained on
-    mean_dropped_tokens: float = 0.0  # the same of dropped ones: compare, to see a bias by length
-    admit_wait_s: float = 0.0  # rollouts waiting at the gate, since the start
-    draw_wait_s: float = 0.0  # the trainer waiting for groups, since the start
+    mean_kept_tokens: float = 0.0  # generated tokens per trained episode
+    mean_dropped_tokens: float = 0.0  # per dropped episode; compare to detect a length bias
+    admit_wait_s: float = 0.0  # rollouts waiting at the gate, since the start, seconds
+    draw_wait_s: float = 0.0  # the trainer waiting for groups, since the start, seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferState:
-    """What a checkpoint keeps of a buffer, read at one moment."""
+    """The state of a buffer for a checkpoint, read atomically."""
 
     next_group: int  # number of the next ticket
     next_untaken: int  # one more than the highest number trained on
-    pending: tuple[Ticket, ...] = ()  # admitted, neither finished nor given back
+    pending: tuple[Ticket, ...] = ()  # admitted, neither finished nor returned
     ready: tuple[EpisodeGroup, ...] = ()  # finished, not taken
-    kept: tuple[tuple[EpisodeGroup, int], ...] = ()  # to be used again, and uses so far
+    kept: tuple[tuple[EpisodeGroup, int], ...] = ()  # kept for reuse, with uses so far
     trained: int = 0
     reused: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
@@ -52,13 +52,13 @@ class BufferState:
 
 @dataclass(slots=True)
 class RunningMean:
-    """The mean of whole numbers that come one by one; 0 of none."""
+    """The running mean of integers; 0 without any."""
 
     total: int = 0
     count: int = 0
 
     def add(self, values: Iterable[int]) -> None:
-        """Take these values in."""
+        """Add these values."""
         for value in values:
             self.total += value
             self.count += 1
@@ -76,13 +76,13 @@ class RunningMean:
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """Counts of what became of the groups, and of the time waited, since the start of the run."""
+    """Counts of the groups' outcomes, and the time waited, since the start of the run."""
 
     admitted: int = 0
     trained: int = 0
     reused: int = 0
     resampled: int = 0  # groups without a signal since the last draw
-    barren: int = 0  # groups without a signal since the last one that was kept
+    barren: int = 0  # groups without a signal since the last one with a signal
     dropped: Counter[Drop] = field(default_factory=Counter)
     kept_tokens: RunningMean = field(default_factory=RunningMean)
     dropped_tokens: RunningMean = field(default_factory=RunningMean)
@@ -92,11 +92,11 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastDraw:
-    """What the last draw changed, so that it can be given back."""
+    """The changes of the last draw, needed to undo it."""
 
     version: int = 0
-    fresh: Mapping[int, EpisodeGroup] = field(default_factory=dict)  # by number, taken once
-    again: tuple[int, ...] = ()  # numbers of kept groups
+    fresh: Mapping[int, EpisodeGroup] = field(default_factory=dict)  # by number, first uses
+    again: tuple[int, ...] = ()  # numbers of reused groups
     kept: Mapping[int, EpisodeGroup] = field(default_factory=dict)  # before the draw
     uses: Mapping[int, int] = field(default_factory=dict)
     next_untaken: int = 0
@@ -118,23 +118,23 @@ class Contents:
         self.pending: dict[int, Ticket] = {}  # admitted, not yet taken; ascending
         self.ready: dict[int, EpisodeGroup] = {}
         self.kept: dict[int, EpisodeGroup] = {}  # trained on, with uses left
-        self.uses: dict[int, int] = {}  # of those
-        self.taken: dict[int, int] = {}  # version drawn at -> slots it holds
+        self.uses: dict[int, int] = {}  # so far, of the kept groups
+        self.taken: dict[int, int] = {}  # version drawn for -> slots in use
         self.tally = Tally()
 
     @property
     def slots(self) -> int:
-        """Uses of groups that are outstanding."""
+        """Number of slots in use: outstanding uses of groups."""
         left = self._reuse * len(self.kept) - sum(self.uses.values())
         return len(self.pending) * self._reuse + sum(self.taken.values()) + left
 
     @property
     def places(self) -> int:
-        """Groups in memory."""
+        """Number of groups in memory."""
         return len(self.pending) + len(self.kept)
 
     def admit(self, count: int, version: int) -> tuple[Ticket, ...]:
-        """Give the next `count` tickets."""
+        """Return the next `count` tickets."""
         first = self.next_group
         tickets = tuple(Ticket(group=first + i, version=version) for i in range(count))
         self.pending |= {ticket.group: ticket for ticket in tickets}
@@ -143,22 +143,22 @@ class Contents:
         return tickets
 
     def put(self, group: EpisodeGroup) -> None:
-        """Take in a finished group."""
+        """Add a finished group."""
         self.ready[group.ticket.group] = group
 
     def is_in_flight(self, number: int) -> bool:
-        """Return whether this group was admitted and is not finished."""
+        """Return True if this group was admitted and is not finished."""
         return number in self.pending and number not in self.ready
 
     def fail(self, number: int, reason: Drop) -> bool:
-        """Remove a group that will never be finished; return whether it was there."""
+        """Remove a group that will never be finished; return False if it was not pending."""
         if self.pending.pop(number, None) is None:
             return False
         self.tally.dropped[reason] += 1
         return True
 
     def drop(self, group: EpisodeGroup, reason: Drop) -> None:
-        """Remove a finished group for good."""
+        """Remove a finished group."""
         self.ready.pop(group.ticket.group, None)
         del self.pending[group.ticket.group]
         self.tally.dropped_tokens.add(lengths(group))
@@ -176,8 +176,8 @@ class Contents:
         return group
 
     def take_again(self, number: int) -> tuple[EpisodeGroup, int]:
-        """Give a kept group to the trainer once more; return it and which use this is. Its last use
-        removes it."""
+        """Give a kept group to the trainer again; return it and the number of this use. The last
+        use removes it."""
         group = self.kept[number]
         self.uses[number] += 1
         self.tally.reused += 1
@@ -187,12 +187,12 @@ class Contents:
         return group, use
 
     def retire(self, number: int) -> int:
-        """Remove a kept group before its last use; return how often it was used."""
+        """Remove a kept group before its last use; return its number of uses."""
         del self.kept[number]
         return self.uses.pop(number)
 
     def hold(self, version: int, count: int) -> None:
-        """Keep the slots of `count` groups in use until a later version than this one is live."""
+        """Keep the slots of `count` groups in use until a version later than this one is live."""
         self.taken[version] = self.taken.get(version, 0) + count
 
     def release(self, live: int) -> None:
@@ -201,7 +201,7 @@ class Contents:
             del self.taken[version]
 
     def before_draw(self, version: int, fresh: Iterable[int], again: tuple[int, ...]) -> LastDraw:
-        """Return what `give_back` needs, before these groups are taken."""
+        """Return the data that `give_back` needs. Call it before these groups are taken."""
         return LastDraw(
             version=version,
             fresh={number: self.ready[number] for number in fresh},
@@ -213,7 +213,7 @@ class Contents:
         )
 
     def give_back(self, draw: LastDraw) -> None:
-        """Undo a draw; what was admitted or finished since stays."""
+        """Undo a draw; groups admitted or finished since then stay."""
         tickets = {number: group.ticket for number, group in draw.fresh.items()}
         self.pending = dict(sorted((self.pending | tickets).items()))
         self.ready = dict(sorted({**self.ready, **draw.fresh}.items()))
@@ -225,7 +225,7 @@ class Contents:
         self.taken[draw.version] -= len(draw.fresh) + len(draw.again)
 
     def state(self, *, active: bool, limit: int, ledger_lines: int) -> BufferState:
-        """Return everything as data. active: with the groups that are there now."""
+        """Return the full state. active: include the current groups."""
         pending = (t for n, t in self.pending.items() if n not in self.ready)
         kept = ((group, self.uses[n]) for n, group in self.kept.items())
         tally = self.tally
@@ -246,7 +246,7 @@ class Contents:
         )
 
     def restore(self, state: BufferState) -> None:
-        """Hold what `state` says, in a buffer that has admitted nothing yet."""
+        """Restore a state, in a buffer that has admitted nothing yet."""
         assert not self.pending and not self.taken, "restore before anything is admitted"
         tickets = [*state.pending, *(g.ticket for g in state.ready)]
         self.next_group, self.next_untaken = state.next_group, state.next_untaken
@@ -267,5 +267,5 @@ class Contents:
 
 
 def lengths(group: EpisodeGroup) -> list[int]:
-    """Return the drawn tokens of each episode."""
+    """Return the number of generated tokens of each episode."""
     return [episode.num_drawn for episode in group.episodes]

@@ -1,19 +1,22 @@
-"""The replay buffer: a lock round the pure parts. Host side, bounded, and the gate on staleness.
+"""The replay buffer on the host: adds locking to the pure parts, is bounded, and gates the
+staleness.
 
         admit ──> in flight ──put──> ready ──draw──> taken ──set_live──> freed
-                                       ^── give_back ──┘  (no step came of it)
+                                       ^── give_back ──┘  (its step failed)
                      │ fail, cancel    │ stale,        └──> kept ──draw──> ... up to `reuse` times,
                      │ no signal       │ from the           │              or until it is too old
                      └──> freed        └──> dropped, freed  └──> retired, freed
 
-A slot is one use of a group; a group has `reuse` of them, 1 by default. It is freed when the
-weights of the step that used the group are live, or when the group is dropped: a fresh group may
-then take the place at once, so that the step can still be filled (no livelock at max_staleness 0).
-Tokens of one group carry versions from its ticket's up to the live one; the bound is on the oldest.
+A slot is one use of a group; a group has `reuse` slots, 1 by default. A slot is freed when the
+weights of the step that used the group are live, or when the group is dropped. A fresh group may
+then take the slot immediately, so the step can still be filled (no livelock at max_staleness 0).
+Tokens of one group have versions from its ticket's up to the live one; the bound applies to the
+oldest.
 
-With when_too_old="drop" a slot is a place in memory: one for each group that is in flight, ready or
-kept, free as soon as the group leaves. Rollouts then run ahead of the bound. What has grown too old
-by the draw is dropped there; what has done so while it is drawn is cancelled: `watch` says when.
+With when_too_old="drop", a slot is a place in memory: each group in flight, ready or kept holds
+one, which is freed when the group leaves. Rollouts then run ahead of the bound. Groups that are too
+old at the draw are dropped there; groups that become too old while they are generated are cancelled
+(see `watch`).
 """
 
 import threading
@@ -29,11 +32,11 @@ from jaxrl_async.buffer.contents import (
     LastDraw,
     lengths,
 )
-from jaxrl_async.buffer.judge import Judge
+from jaxrl_async.buffer.eligibility import Eligibility
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.select import Rank, select, select_again, strict, waited_for
 from jaxrl_async.errors import Closed, ConfigError, TrainingError
-from jaxrl_async.ports import Clock
+from jaxrl_async.ports.run import Clock
 from jaxrl_async.staleness import (
     capacity,
     least_limit,
@@ -44,34 +47,34 @@ from jaxrl_async.staleness import (
 from jaxrl_async.types import CancelledGroup, Draw, Drop, EpisodeGroup, Prompt, Ticket
 
 HOPELESS_STEPS, HOPELESS_GROUPS = 10, 128
-"""As many steps' worth of groups without a signal in a row, and so many at least, end the run by
-default."""
+"""By default the run ends after this many steps' worth, and at least this many, consecutive groups
+without a signal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferSettings:
-    """How many groups a buffer holds, how old they may grow, and which come first."""
+    """Capacity, staleness bound and order of a buffer."""
 
     groups_per_step: int
     max_staleness: int
-    lookahead: int = 0  # younger groups that may overtake a slow one
+    lookahead: int = 0  # newer groups that may overtake a slow one
     when_too_old: Literal["wait", "drop"] = "wait"  # rollouts wait at the gate, or run ahead
     overcommit: float = 1.0  # with drop: groups in memory per (max_staleness + 1) * groups_per_step
     reuse: int = 1  # steps that may train on one group
-    rank: Rank = strict  # which of the groups that may be drawn come first
+    rank: Rank = strict  # order of the groups that may be drawn
     has_signal: Callable[[EpisodeGroup], bool] = lambda group: True  # others are dropped when put
     # groups without a signal in one step that end the run; None: `hopeless` in a row; 0: no limit
     max_resampled: int | None = None
-    wants_pairs: bool = False  # no signal is also: no pair
+    wants_pairs: bool = False  # a group without a pair also has no signal
 
     @property
     def hopeless(self) -> int:
-        """Groups without a signal in a row that end the run by default."""
+        """Number of consecutive groups without a signal that ends the run by default."""
         return max(HOPELESS_STEPS * self.groups_per_step, HOPELESS_GROUPS)
 
     @property
     def waits(self) -> bool:
-        """Whether rollouts wait at the gate so that nothing grows too old."""
+        """True if rollouts wait at the gate, so no group becomes too old."""
         return self.when_too_old == "wait"
 
     @property
@@ -82,7 +85,8 @@ class BufferSettings:
         return least_limit(self.groups_per_step, self.lookahead, self.reuse)
 
     def capacity(self, limit: int) -> int:
-        """Return the slots for this staleness target; with drop the places in memory."""
+        """Return the number of slots for this staleness target; with "drop", the places in
+        memory."""
         if not self.waits:
             return memory_bound(self.max_staleness, self.groups_per_step, self.overcommit)
         return capacity(limit, self.groups_per_step, self.lookahead, self.reuse)
@@ -100,7 +104,7 @@ class BufferSettings:
 class ReplayBuffer:
     """The groups between rollouts and trainer, and the gate that bounds their staleness.
 
-    Touched by the rollout loop (admit, put, fail), the trainer (draw, give_back, pause, resume,
+    Used by the rollout loop (admit, put, fail), the trainer (draw, give_back, pause, resume,
     set_limit) and samplers (set_live), under one lock.
     """
 
@@ -112,14 +116,14 @@ class ReplayBuffer:
         note: Callable[..., None] = lambda **event: None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """Make an empty buffer at version 0. Raises ConfigError if no step could ever be filled.
+        """Create an empty buffer at version 0. Raises ConfigError if no step could ever be filled.
 
         Args:
-            settings: the bounds and the order.
-            ledger: where the fate of each group is written.
-            note: called with each change, under the lock (ports.Schedule.write): the same changes
-                in the same order make the same buffer.
-            clock: for the times waited.
+            settings: bounds and order.
+            ledger: records the outcome of each group.
+            note: called with each change, under the lock (ports.Schedule.write). The same changes
+                in the same order reproduce the buffer.
+            clock: for measuring wait times.
         """
         settings.check()
         self._settings = settings
@@ -129,13 +133,14 @@ class ReplayBuffer:
         self._changed = threading.Condition()
         self._live = 0
         self._contents = Contents(settings.reuse)
-        self._judge, self._judge_again = Judge(), Judge()  # of ready groups, of kept ones
+        # for ready groups, for kept groups
+        self._judge, self._judge_again = Eligibility(), Eligibility()
         self._last_draw = LastDraw()
-        # while a draw waits: only a group of at most this number can fill its step; None: look
+        # while a draw waits, only a group with at most this number can fill its step; None: check
         self._waits_for: int | None = None
         self._dropped: list[tuple[EpisodeGroup, Drop]] = []  # since the last draw
         self._cancelled: list[CancelledGroup] = []  # since the last draw
-        self._version = 0  # that the trainer draws for
+        self._version = 0  # that the trainer is drawing for
         self._oldest = 0  # version of the oldest tokens that may still be trained on
         self._aged: Callable[[int], None] = lambda oldest: None
         self._paused = self._closed = False
@@ -143,10 +148,11 @@ class ReplayBuffer:
     # ---- the rollout loop
 
     def admit(self, timeout_s: float | None = None) -> tuple[Ticket, ...]:
-        """Give tickets for all groups that may start now; block until there is one.
+        """Return tickets for all groups that may start now; block until there is at least one.
 
-        Empty after timeout_s. Raises Closed. At max_staleness 0 a step's tickets all come in one
-        call, since one set_live frees all slots of a step: the sampler's schedule is reproducible.
+        Returns no tickets after timeout_s. Raises Closed. At max_staleness 0, all tickets of a step
+        are returned by one call, since one set_live frees all slots of a step. This makes the
+        sampler's schedule reproducible.
         """
         start = self._clock()
         with self._changed:
@@ -161,10 +167,10 @@ class ReplayBuffer:
             return tickets
 
     def put(self, group: EpisodeGroup) -> Drop | None:
-        """Hand in a finished group; return Drop.NO_SIGNAL if it has nothing to learn from.
+        """Add a finished group; return Drop.NO_SIGNAL if it contains no training signal.
 
-        Its slot is then free at once, for another prompt. Raises Closed; asserts that its ticket is
-        in flight.
+        In that case its slot is freed immediately for another prompt. Raises Closed; asserts that
+        its ticket is in flight.
         """
         with self._changed:
             self._raise_if_closed()
@@ -184,7 +190,7 @@ class ReplayBuffer:
             return None
 
     def fail(self, ticket: Ticket, prompt: Prompt, reason: Drop) -> None:
-        """Give a ticket back; its slot is free at once, for a fresh group. Idempotent, also after
+        """Return a ticket; its slot is freed immediately for a fresh group. Idempotent, also after
         close()."""
         with self._changed:
             number = ticket.group
@@ -199,8 +205,8 @@ class ReplayBuffer:
             self._changed.notify_all()
 
     def cancel(self, group: CancelledGroup) -> None:
-        """Give back the ticket of a group that has become too old while it was drawn; its slot is
-        free at once. Idempotent, also after close()."""
+        """Return the ticket of a group that became too old while it was generated; its slot is
+        freed immediately. Idempotent, also after close()."""
         with self._changed:
             number = group.ticket.group
             assert number not in self._contents.ready, f"group {number} has been put already"
@@ -221,9 +227,9 @@ class ReplayBuffer:
             self._changed.notify_all()
 
     def watch(self, aged: Callable[[int], None], stop: Callable[[int], None]) -> None:
-        """Call `aged`, under the lock, with the version of the oldest tokens that may still be
-        trained on whenever the trainer asks for groups of a version at which that rises; never
-        where rollouts wait. `stop` is not called (ports.Gate)."""
+        """Register `aged`. It is called, under the lock, with the oldest version whose tokens may
+        still be trained on, whenever the trainer draws for a version that raises it; never if
+        rollouts wait. `stop` is not called (ports.Gate)."""
         with self._changed:
             self._aged = aged
             aged(self._oldest)
@@ -231,10 +237,10 @@ class ReplayBuffer:
     # ---- the trainer
 
     def draw(self, version: int, timeout_s: float | None = None) -> Draw:
-        """Take one step's groups, fresh ones first; block until they are ready.
+        """Take the groups of one step, fresh ones first; block until they are ready.
 
-        What is too old or from the future is dropped, counted and reported. Raises Closed,
-        TimeoutError after timeout_s, and TrainingError if too many groups had no signal
+        Groups that are too old or from a future version are dropped, counted and reported. Raises
+        Closed, TimeoutError after timeout_s, and TrainingError if too many groups had no signal
         (max_resampled).
         """
         start = self._clock()
@@ -247,7 +253,7 @@ class ReplayBuffer:
             contents.tally.draw_wait_s += waited_s
             if not complete:
                 wanted = self._settings.groups_per_step
-                raise TimeoutError(f"no {wanted} groups were ready within {timeout_s} s")
+                raise TimeoutError(f"{wanted} groups were not ready within {timeout_s} s")
             fresh, again = self._selected(version)
             self._last_draw = contents.before_draw(version, fresh, again)
             groups = (
@@ -256,7 +262,7 @@ class ReplayBuffer:
             )
             contents.tally.resampled = 0
             contents.hold(version, len(groups))
-            if not self._settings.waits:  # their places in memory are free already
+            if not self._settings.waits:  # their places in memory are already free
                 self._changed.notify_all()
             dropped, self._dropped = tuple(self._dropped), []
             cancelled, self._cancelled = tuple(self._cancelled), []
@@ -268,10 +274,11 @@ class ReplayBuffer:
             return Draw(groups=groups, dropped=dropped, waited_s=waited_s, cancelled=cancelled)
 
     def give_back(self) -> None:
-        """Undo the last draw: its groups are as before it, and the ledger says so.
+        """Undo the last draw: its groups return to their previous states, and the ledger records
+        this.
 
-        For a run that ends because the step failed, so that a resumed one uses the groups. What was
-        admitted or finished since stays. A second call does nothing.
+        Used when a run ends because the step failed, so the resumed run uses the groups. Groups
+        admitted or finished since then stay. A second call does nothing.
         """
         with self._changed:
             draw, self._last_draw = self._last_draw, LastDraw()
@@ -286,13 +293,13 @@ class ReplayBuffer:
             self._changed.notify_all()
 
     def pause(self) -> None:
-        """Admit nothing until resume()."""
+        """Admit no groups until resume()."""
         with self._changed:
             self._note(pause=True)
             self._paused = True
 
     def resume(self) -> None:
-        """Admit again."""
+        """Admit groups again."""
         with self._changed:
             self._note(resume=True)
             self._paused = False
@@ -301,9 +308,9 @@ class ReplayBuffer:
     def set_limit(self, limit: int) -> None:
         """Set the staleness target; asserts that a step can still be filled within it.
 
-        Where rollouts wait, fewer groups are admitted until so few are active that the target
-        holds; those that are active stay, and max_staleness bounds them as before. Where too old
-        groups are dropped, those above the target are dropped at the next draw.
+        If rollouts wait, admission is reduced until few enough groups are active for the target to
+        hold; active groups stay, still bounded by max_staleness. If too old groups are dropped,
+        groups above the target are dropped at the next draw.
         """
         least, bound = self._settings.least_limit, self._settings.max_staleness
         assert least <= limit <= bound, f"{limit} is not within {least} and the bound"
@@ -315,14 +322,14 @@ class ReplayBuffer:
     # ---- samplers
 
     def set_live(self, version: int) -> None:
-        """Free the slots of the steps before `version`: every sampler draws from it now."""
+        """Free the slots of the steps before `version`: every sampler uses it now."""
         with self._changed:
             self._note(live=version)
             self._live = max(self._live, version)
             self._contents.release(version)
             self._changed.notify_all()
 
-    # ---- anybody
+    # ---- any thread
 
     def close(self) -> None:
         """Wake every waiter with Closed. Idempotent."""
@@ -332,7 +339,7 @@ class ReplayBuffer:
             self._ledger.close()
 
     def stats(self) -> BufferStats:
-        """Return a consistent reading."""
+        """Return a consistent snapshot."""
         with self._changed:
             contents, tally = self._contents, self._contents.tally
             return BufferStats(
@@ -354,8 +361,8 @@ class ReplayBuffer:
             )
 
     def state(self, *, active: bool = True) -> BufferState:
-        """Return what a resumed run needs. active: with the groups that are there now; without, a
-        resumed run draws anew all that no step has used, under the same numbers."""
+        """Return the state for a resumed run. active: include the current groups. Without them, a
+        resumed run generates all groups that no step has used again, under the same numbers."""
         with self._changed:
             return self._contents.state(
                 active=active, limit=self._limit, ledger_lines=self._ledger.lines
@@ -364,8 +371,8 @@ class ReplayBuffer:
     def restore(self, state: BufferState, version: int) -> None:
         """Continue at the trainer's `version`, before the first admit.
 
-        All samplers draw from `version` then, so that nothing is from the future, and no slot
-        waits for weights to be live. The rollouts put or fail the pending groups as usual.
+        All samplers use `version` at that time, so no group is from a future version, and no slot
+        waits for weights to become live. The rollouts put or fail the pending groups as usual.
         """
         with self._changed:
             self._contents.restore(state)
@@ -380,7 +387,7 @@ class ReplayBuffer:
         return self._contents.slots if self._settings.waits else self._contents.places
 
     def _free_slots(self) -> int:
-        """Return how many groups may start now."""
+        """Return the number of groups that may start now."""
         reuse = self._settings.reuse if self._settings.waits else 1
         return may_admit(self._active(), self._capacity, reuse)
 
@@ -398,14 +405,14 @@ class ReplayBuffer:
         return fresh
 
     def _selected(self, version: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the numbers of the fresh groups to take, and of those to use again."""
+        """Return the numbers of the fresh groups to take, and of the kept groups to reuse."""
         settings, fresh = self._settings, self._fresh(version)
         missing = settings.groups_per_step - len(fresh)
         again = select_again(self._contents.kept, missing, rank=settings.rank, version=version)
         return fresh, again
 
     def _complete(self, version: int) -> bool:
-        """Drop what may not be trained on; return whether a step can be filled."""
+        """Drop groups that may not be trained on; return True if a step can be filled."""
         contents, settings = self._contents, self._settings
         oldest = settings.max_staleness if settings.waits else self._limit
         dropped = self._judge.unfit(contents.ready, version, oldest)
@@ -427,8 +434,8 @@ class ReplayBuffer:
         return False
 
     def _tell_age(self, version: int) -> None:
-        """Tell who watches if tokens that could be trained on before are too old at this version.
-        What the bound of this moment refuses is refused at the draw, too."""
+        """Call `aged` if the oldest trainable version rises at this version. The same bound applies
+        to the draw."""
         self._version = version
         oldest = version - self._limit
         if not self._settings.waits and oldest > self._oldest:
@@ -442,19 +449,19 @@ class ReplayBuffer:
         return group
 
     def _take_again(self, number: int, version: int) -> EpisodeGroup:
-        """Give a kept group to the trainer once more."""
+        """Give a kept group to the trainer again."""
         group, use = self._contents.take_again(number)
         self._ledger.write("trained", **_facts(group, version), use=use)
         return group
 
     def _retire(self, number: int, version: int) -> None:
-        """Remove a kept group that is too old to be used again; its remaining slots are free."""
+        """Remove a kept group that is too old to be reused; its remaining slots are freed."""
         uses = self._contents.retire(number)
         self._ledger.write("retired", group=number, version=version, uses=uses)
         self._changed.notify_all()
 
     def _drop(self, group: EpisodeGroup, reason: Drop, version: int) -> None:
-        """Remove a finished group for good; its slot is free."""
+        """Remove a finished group; its slot is freed."""
         self._contents.drop(group, reason)
         self._waits_for = None
         self._dropped.append((group, reason))
@@ -467,24 +474,24 @@ class ReplayBuffer:
         if most is None and tally.barren >= settings.hopeless:
             steps = tally.barren // settings.groups_per_step
             since = f"{tally.barren} groups in a row, {steps} steps' worth,"
-            limit = "Set algorithm.max_resampled to wait for longer (0: for ever)"
+            limit = "Set algorithm.max_resampled to wait longer (0: forever)"
         elif most and tally.resampled > most:
             since = f"{tally.resampled} groups since the last step"
-            limit = f"Raise algorithm.max_resampled ({most}) to wait for longer"
+            limit = f"Raise algorithm.max_resampled ({most}) to wait longer"
         else:
             return
         raise TrainingError(
             f"{since} had no signal ({self._no_signal()}): the prompts are too easy or too hard "
-            "for the policy, or the reward is constant. Look at the rewards in samples.jsonl, "
+            "for the policy, or the reward is constant. Check the rewards in samples.jsonl, "
             "change the data or raise algorithm.group_size; algorithm.dynamic_sampling=false, "
-            f"without pairs.loss, trains on such groups too. {limit}."
+            f"without pairs.loss, also trains on such groups. {limit}."
         )
 
     def _no_signal(self) -> str:
-        """Say what the last step's worth of groups without a signal was like."""
+        """Describe the last step's worth of groups without a signal."""
         last = self._dropped[-self._settings.groups_per_step :]
         rewards = [s.total for g, why in last if why is Drop.NO_SIGNAL for s in g.scores]
-        what = "no pair" if self._settings.wants_pairs else "all rewards of a group alike"
+        what = "no pair" if self._settings.wants_pairs else "all rewards of a group equal"
         if not rewards:
             return what
         return f"{what}; the last rewards are {min(rewards):.3g} to {max(rewards):.3g}"
@@ -500,7 +507,7 @@ class ReplayBuffer:
 
 
 def _facts(group: EpisodeGroup, version: int) -> dict[str, object]:
-    """Return what the ledger says of a group that is finished."""
+    """Return the ledger's fields of a finished group."""
     return {
         "group": group.ticket.group,
         "prompt": group.prompt.prompt_id,

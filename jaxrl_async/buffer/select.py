@@ -1,11 +1,12 @@
-"""Which groups the trainer takes next: pure functions. None of them touches the staleness bound.
+"""Selection of the groups that the trainer takes next. Pure functions that never change the
+staleness bound.
 
-    fresh (never trained on)   from within `lookahead` numbers of the oldest pending one, by rank
-    kept (to be used again)    fill the step up where too few fresh ones are ready, by rank
+    fresh (never trained on)   within `lookahead` numbers of the oldest pending one, by rank
+    kept (for reuse)           fill up the step if too few fresh ones are ready, by rank
 
-A rank orders the groups that may be taken; it never widens the window, which is all that the proof
-in staleness.py needs. With lookahead 0 the window is one group, and fresh groups are drawn
-in order of admission whatever the rank.
+A rank orders the groups that may be taken. It never widens the window, and the proof in
+staleness.py depends only on the window. With lookahead 0 the window is one group, and fresh groups
+are drawn in order of admission for every rank.
 """
 
 from collections import deque
@@ -18,22 +19,23 @@ from jaxrl_async.types import EpisodeGroup
 
 Rank = Callable[
     [EpisodeGroup, int], float
-]  # (group, version about to be improved) -> smallest first; ties by number
+]  # (group, version about to be updated) -> smallest first; ties by number
 
 HALF_LIFE = 1.0
 """Age that halves a group's weight in `recent`, in versions."""
 
 
 def strict(group: EpisodeGroup, version: int) -> float:
-    """Rank in order of admission: no group is favoured, and runs can be compared."""
+    """Rank in order of admission: no group is preferred, and runs are comparable."""
     return float(group.ticket.group)
 
 
 def recent(group: EpisodeGroup, version: int) -> float:
     """Rank at random with weights 2^(-age / HALF_LIFE): nearly on-policy groups are likelier.
 
-    The smallest of exponential variables over weights is drawn by weight (Efraimidis & Spirakis
-    2006). Keyed by group and version: the same whatever else is in the buffer.
+    The minimum of exponential variables divided by weights is sampled in proportion to the weights
+    (Efraimidis & Spirakis 2006). The noise is keyed by group and version, so it does not depend on
+    the other groups in the buffer.
     """
     age = max(version - group.oldest_version, 0)
     noise = np.random.default_rng([version, group.ticket.group]).exponential()
@@ -41,14 +43,16 @@ def recent(group: EpisodeGroup, version: int) -> float:
 
 
 def reward_variance(group: EpisodeGroup, version: int) -> float:
-    """Rank by variance of rewards, largest first: of 0 and 1, prompts solved half of the time."""
+    """Rank by variance of rewards, largest first: for rewards 0 and 1, prompts solved half of the
+    time."""
     return -float(np.var([s.total for s in group.scores])) if group.scores else 0.0
 
 
 def advantage_size(group: EpisodeGroup, version: int) -> float:
-    """Rank by mean |r - mean(r)|, largest first: the advantage's size, as in prioritised replay.
+    """Rank by mean |r - mean(r)|, largest first: the advantage's size, as in prioritized replay.
 
-    Schaul et al. 2016 (arXiv:1511.05952), sec. 3.3, with the advantage for the TD error, greedily.
+    Schaul et al. 2016 (arXiv:1511.05952), sec. 3.3, with the advantage instead of the TD error,
+    greedily.
     """
     rewards = np.array([s.total for s in group.scores], np.float64)
     return -float(np.abs(rewards - rewards.mean()).mean()) if len(rewards) else 0.0
@@ -70,12 +74,11 @@ def select(
 
     Args:
         pending: numbers of all groups admitted and not yet taken, ascending.
-        ready: the finished ones.
-        count: groups wanted.
-        lookahead: a ready group may overtake the oldest pending one only from within so many
-            numbers of it.
-        rank: orders those that may be taken.
-        version: about to be improved.
+        ready: the finished groups.
+        count: number of groups wanted.
+        lookahead: a ready group may overtake the oldest pending one only within this many numbers.
+        rank: orders the groups that may be taken.
+        version: the version about to be updated.
     """
     waiting, later, window = deque(pending), deque(pending), list[tuple[float, int]]()
     taken = dict[int, None]()
@@ -93,12 +96,12 @@ def select(
 
 
 def waited_for(pending: Iterable[int], taken: Container[int], lookahead: int) -> int:
-    """Return the highest number of a group that would let `select` take more than it has, once it
-    is ready; -1: all are taken. Any above it changes nothing.
+    """Return the highest number of a group that would let `select` take more groups when it becomes
+    ready; -1: all are taken. A ready group with a higher number changes nothing.
 
     Args:
         pending, lookahead: see `select`.
-        taken: what `select` returned, fewer than it was asked for.
+        taken: the result of `select`, with fewer groups than wanted.
     """
     oldest = next((n for n in pending if n not in taken), None)
     return -1 if oldest is None else oldest + lookahead
@@ -107,5 +110,5 @@ def waited_for(pending: Iterable[int], taken: Container[int], lookahead: int) ->
 def select_again(
     kept: Mapping[int, EpisodeGroup], count: int, *, rank: Rank = strict, version: int = 0
 ) -> tuple[int, ...]:
-    """Return the numbers of the groups to train on once more, at most `count`, each once."""
+    """Return the numbers of the groups to train on again, at most `count`, each once."""
     return tuple(sorted(kept, key=lambda n: (rank(kept[n], version), n))[: max(count, 0)])

@@ -7,7 +7,7 @@ usage: jaxrl-async completion bash|zsh|fish
     fish    jaxrl-async completion fish > ~/.config/fish/completions/jaxrl-async.fish
 
 It completes commands, their options, recipes, files, and names of settings, such as
-algorithm.learning_rate=. Print it again after an upgrade: the names are written into it.
+algorithm.learning_rate=. Generate it again after an upgrade, since it contains the names.
 """
 
 import sys
@@ -31,7 +31,7 @@ OPTIONS = {
     "--max-lora-rank --decoder --seed",
     "export": "--help --dtype --step --adapter --adapter-only --upload --private --decoder",
 }
-"""Options of the commands; a test compares them with what each --help says."""
+"""Options of the commands; a test compares them with each command's --help."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,8 +1,8 @@
 """Check this machine, and what a configuration needs: jaxrl-async doctor [CONFIG [section.key=value ...]].
 
 Packages and their versions, devices with their memory, host memory, cores, /dev/shm, disk and the
-compile cache; of a configuration, whether its extras, files, functions, tokenizer and memory are
-there. Each line is ok, a warning or an error, with what to do. Nothing is trained or changed.
+compile cache. With a configuration, also its extras, files, functions, tokenizer and memory. Each
+line is ok, a warning or an error, with what to do. Nothing is trained or changed.
 
 Exit codes: 0 no error; 1 an error; 2 a bad command line.
 """  # noqa: E501
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     devices, of_devices = look_at_devices(args.timeout)
     found += _told("devices", of_devices)
     config, problem = _loaded(args)
-    # Only now: the configuration's part imports JAX, which must not take the devices here.
+    # Not earlier: the configuration's part imports JAX, which must not take the devices here.
     importlib.import_module("jax").config.update("jax_platforms", "cpu")
     needs = importlib.import_module("jaxrl_async.command.needs")
     runs = Path("runs" if config is None else config.run.dir)
@@ -74,19 +74,19 @@ def _parser() -> argparse.ArgumentParser:
         type=_seconds,
         default=60.0,
         metavar="S",
-        help="longest wait for JAX to tell its devices, seconds (default 60)",
+        help="timeout of JAX's list of devices, seconds (default 60)",
     )
     return parser
 
 
 def _seconds(text: str) -> float:
-    """Return a time in seconds. Raises ArgumentTypeError."""
+    """Parse a time in seconds. Raises ArgumentTypeError."""
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time in seconds, such as 60")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds, such as 60")
     return seconds
 
 

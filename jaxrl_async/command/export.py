@@ -1,13 +1,13 @@
-"""Export a policy for other programs: a Hugging Face directory, or an adapter as PEFT reads it.
+"""Export a policy for other programs: a Hugging Face directory, or an adapter in PEFT's format.
 
     jaxrl-async export runs/addition OUT                     the policy at the end of a run
-    jaxrl-async export runs/addition OUT --step 50           that of a checkpoint, also of a run that goes on
-    jaxrl-async export runs/math OUT --adapter-only          the adapter alone
-    jaxrl-async export Qwen3-0.6B OUT --adapter DIR          a model with PEFT's adapter added to its weights
+    jaxrl-async export runs/addition OUT --step 50           the policy of a checkpoint, also during the run
+    jaxrl-async export runs/math OUT --adapter-only          only the adapter
+    jaxrl-async export Qwen3-0.6B OUT --adapter DIR          a model with a PEFT adapter added to its weights
     jaxrl-async export Qwen3-0.6B OUT --dtype bfloat16       in another data type
-    jaxrl-async export runs/addition OUT --upload ME/NAME    and onto the Hugging Face hub, with a card of the run
+    jaxrl-async export runs/addition OUT --upload ME/NAME    also upload it to the Hugging Face hub, with a card
 
-Exit codes: 0 written; 1 what is asked for is not there or cannot be read; 2 a bad command line.
+Exit codes: 0 written; 1 the source does not exist or cannot be read; 2 a bad command line.
 """  # noqa: E501
 
 import argparse
@@ -25,7 +25,7 @@ from jaxrl_async.data.hub import Upload
 from jaxrl_async.errors import ConfigError, JaxrlError
 
 GGUF_BASE = (
-    ", which stands for a GGUF file and has no weights that PEFT reads: export that, too "
+    ", which points to a GGUF file and has no weights for PEFT: export that, too "
     "(jaxrl-async export FILE.gguf OUT), and give PEFT the folder"
 )
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _written(args: argparse.Namespace) -> str:
-    """Write what is asked for; return what to tell of it."""
+    """Write the requested files; return a description of them."""
     saved: Any = importlib.import_module("jaxrl_async.run.saved_policy")
     paths = importlib.import_module("jaxrl_async.run.folder").Paths(args.source)
     base = None
@@ -76,14 +76,14 @@ def _written(args: argparse.Namespace) -> str:
         policy.save_adapter(args.out, base)
         _write_card(args, paths)
         hint = GGUF_BASE if base and (Path(base) / POINTER).is_file() else ""
-        return f"{args.out}: the adapter alone, as PEFT reads it; its base is {base}{hint}"
+        return f"{args.out}: the adapter only, in PEFT's format; its base is {base}{hint}"
     policy.save_pretrained(args.out)
     _write_card(args, paths)
     return f"{args.out}: a Hugging Face directory of {policy!r}, in {saved.dtype_of(args.out)}"
 
 
 def _write_card(args: argparse.Namespace, paths: Any) -> None:
-    """Write README.md, the card of a run's policy; another's is left as it is."""
+    """Write README.md, the card of a run's policy, unless another one exists."""
     if _is_run(args.source):
         cards = importlib.import_module("jaxrl_async.run.model_card")
         card = cards.model_card(paths, step=args.step, adapter=args.adapter_only)
@@ -91,11 +91,11 @@ def _write_card(args: argparse.Namespace, paths: Any) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise ConfigError if the arguments do not fit each other."""
+    """Raise ConfigError if the arguments are inconsistent."""
     if not args.source.is_dir():
         raise ConfigError(f"{args.source}: there is no such folder. Give a run's or a policy's.")
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-        raise ConfigError(f"{args.out} is there already. Give a new folder, or empty it.")
+        raise ConfigError(f"{args.out} already exists. Give a new folder, or empty it.")
     is_run = _is_run(args.source)
     if not is_run and not (args.source / "config.json").is_file():
         raise ConfigError(
@@ -103,9 +103,9 @@ def _check(args: argparse.Namespace) -> None:
             "directory (config.json)."
         )
     if args.private and args.upload is None:
-        raise ConfigError("--private is of an upload. Give --upload OWNER/NAME, or leave it out.")
+        raise ConfigError("--private is for an upload. Give --upload OWNER/NAME, or leave it out.")
     if is_run and args.adapter:
-        raise ConfigError("--adapter: a run's own adapter is added without it. Give a policy.")
+        raise ConfigError("--adapter: a run's own adapter is always added. Give a policy.")
     if not is_run and (args.step is not None or args.adapter_only):
         raise ConfigError("--step and --adapter-only are for runs; this is a policy's directory.")
 
@@ -121,15 +121,19 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("source", metavar="RUN|POLICY", help="of a run, or a policy; or its address")
+    add("source", metavar="RUN|POLICY", help="folder of a run or a policy, or its address")
     add("out", type=Path, metavar="OUT", help="new folder")
-    add("--dtype", choices=("float32", "bfloat16"), help="of the weights (default: as they are)")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="data type of weights (default: unchanged)",
+    )
     add("--step", type=int, metavar="N", help="the checkpoint after N updates of a run")
-    add("--adapter", metavar="DIR", help="PEFT's adapter, to add to a policy's weights")
-    add("--adapter-only", action="store_true", help="a run's adapter alone, as PEFT reads it")
-    add("--upload", metavar="OWNER/NAME", help="and upload it to the Hugging Face hub")
-    add("--private", action="store_true", help="where only the owner sees it")
-    add("--decoder", metavar="FILE.py:CLASS", help="layers of your own, see docs/own_decoder.md")
+    add("--adapter", metavar="DIR", help="PEFT adapter to add to a policy's weights")
+    add("--adapter-only", action="store_true", help="write only a run's adapter, in PEFT's format")
+    add("--upload", metavar="OWNER/NAME", help="also upload it to the Hugging Face hub")
+    add("--private", action="store_true", help="make the uploaded repository private")
+    add("--decoder", metavar="FILE.py:CLASS", help="custom decoder, see docs/own_decoder.md")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""What `jaxrl-async doctor` finds."""
+"""The findings of `jaxrl-async doctor`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -21,5 +21,5 @@ class Finding:
 
 
 def gib(num_bytes: float) -> str:
-    """Return a number of bytes in words: 3.1 GiB, or 64 MiB."""
+    """Return a number of bytes as text: 3.1 GiB, or 64 MiB."""
     return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:,.0f} MiB"

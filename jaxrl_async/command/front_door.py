@@ -1,4 +1,4 @@
-"""jaxrl-async COMMAND ...: one door to every command line. Imports only what a command needs.
+"""jaxrl-async COMMAND ...: the entry point of all commands. Imports only what a command needs.
 
 jaxrl-async train recipe:addition      = python -m jaxrl_async.train recipe:addition
 """
@@ -17,17 +17,17 @@ from jaxrl_async.left_threads import at_exit_end_with
 
 PROGRAM = "jaxrl-async"
 INTERRUPTED = 130
-"""Exit code after Ctrl-C: 128 + SIGINT, as shells count."""
+"""Exit code after Ctrl-C: 128 + SIGINT, as in shells."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command: where its `main(argv) -> exit code` is, and what it does."""
+    """A command: the module with its `main(argv) -> exit code`, and its description."""
 
     module: str  # below jaxrl_async
     about: str
     main: str = "main"
-    computes: bool = False  # enough for huge pages to matter
+    computes: bool = False  # enough to benefit from huge pages
 
 
 COMMANDS = {
@@ -39,20 +39,18 @@ COMMANDS = {
         "plan.__main__", "compile a run for TPU slices or NVIDIA cards that need not exist"
     ),
     "doctor": Command("command.doctor", "check this machine, and what a configuration needs"),
-    "view": Command("view.__main__", "show runs on a page that follows them: RUN ..."),
+    "view": Command("view.__main__", "show runs on a page that updates as they run: RUN ..."),
     "audit": Command("audit", "check that a run's ledger adds up: RUN"),
     "sample": Command("sample", "join a run as a sampler: --join ADDRESS", computes=True),
-    "serve": Command(
-        "serve", "serve a policy to clients of OpenAI's or Anthropic's: DIR", computes=True
-    ),
+    "serve": Command("serve", "serve a policy to OpenAI and Anthropic clients: DIR", computes=True),
     "export": Command("command.export", "write a policy, or an adapter, for other programs"),
-    "completion": Command("command.completion", "print what completes words in a shell"),
+    "completion": Command("command.completion", "print a shell's completion script"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `argv` (without the program's name); return the command's own exit code, or 2 if there is
-    no such command."""
+    """Run `argv` (without the program's name); return the command's own exit code, or 2 for an
+    unknown command."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         print(_help(), file=sys.stderr)
@@ -79,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nended by Ctrl-C", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output is gone, such as `head`
+    except BrokenPipeError:  # the reader of the output is gone, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     finally:
@@ -88,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def unknown(name: str, rest: Sequence[str]) -> str:
-    """Say that there is no such command or option, and what may have been meant."""
+    """Return a message about an unknown command or option, with suggestions."""
     if name.startswith("-"):
         return f"unknown option {name} before a command; options follow it: {PROGRAM} COMMAND ..."
     if name.startswith("recipe:") or name.endswith((".yaml", ".yml")):
@@ -110,7 +108,7 @@ def _help() -> str:
             "",
             *lines,
             "",
-            f"{PROGRAM} COMMAND --help   tells more of a command",
+            f"{PROGRAM} COMMAND --help   shows a command's help",
             f"{PROGRAM} --version        prints the version",
             "",
             f"To begin: {PROGRAM} train recipe:addition     (three minutes on two CPU cores)",

@@ -1,5 +1,5 @@
-"""What a machine has for a run: packages, devices, memory, cores, disk. Imports no JAX: devices are
-asked for in a process of their own, which is given up after a while."""
+"""Check a machine for a run: packages, devices, memory, cores, disk. Imports no JAX: a separate
+process queries the devices, with a timeout."""
 
 import contextlib
 import json
@@ -19,6 +19,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from jaxrl_async.command.finding import GIB, Finding, gib
+from jaxrl_async.cpu.compiler import NotBuiltError, compiler_here
 from jaxrl_async.host import (
     TPU_FILES,
     card_out_of_reach,
@@ -29,12 +30,11 @@ from jaxrl_async.host import (
     jax_plugins,
     version_of,
 )
-from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here
 
 OLDEST_PYTHON = (3, 11)
 LITTLE_DISK = 2 * GIB
 ENDING_S = 5.0
-"""Longest wait for a process that was killed, seconds: one that waits for a driver may not end."""
+"""Maximum wait for a killed process to exit, seconds: a process that waits for a driver may not."""
 PROBE = """
 import json, jax
 devices = jax.local_devices()
@@ -45,17 +45,17 @@ print(json.dumps({
     "capability": getattr(devices[0], "compute_capability", None),
 }))
 """
-"""Run by another Python to see the devices."""
+"""Program for a separate process that lists the devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What JAX sees."""
+    """The devices that JAX sees."""
 
     platform: str
     kind: str
     count: int
-    memory: int | None  # bytes of one; None: not reported (a CPU)
+    memory: int | None  # bytes of one device; None: not reported (a CPU)
     capability: str | None = None  # of an NVIDIA card, such as "9.0"; None: another device
 
 
@@ -63,7 +63,7 @@ class Devices:
 
 
 def package_findings() -> Iterator[Finding]:
-    """Compare Python and the packages with what pyproject.toml asks for."""
+    """Compare Python and the packages with the requirements in pyproject.toml."""
     own = platform.python_version()
     if sys.version_info < OLDEST_PYTHON:
         yield Finding("error", f"python {own}", "install Python 3.11 or newer")
@@ -74,7 +74,7 @@ def package_findings() -> Iterator[Finding]:
     except PackageNotFoundError:
         yield Finding(
             "warning",
-            "jaxrl_async is used without being installed, so its packages cannot be compared",
+            "jaxrl_async is not installed, so its requirements cannot be checked",
             f"pip install -c {constraints_file()} -e .",
         )
         return
@@ -87,7 +87,7 @@ def package_findings() -> Iterator[Finding]:
         if (own := version_of(plugin)) not in ("", jax):
             yield Finding(
                 "error",
-                f"{plugin} is {own}, and jax is {jax}: JAX uses no plugin of another version",
+                f"{plugin} is {own}, and jax is {jax}: JAX does not use plugins of other versions",
                 f"pip install '{plugin}=={jax}'",
             )
     there, absent = set[str](), set[str]()
@@ -101,7 +101,7 @@ def package_findings() -> Iterator[Finding]:
 
 
 def constraints_file() -> str:
-    """Return the name of the file with the versions that are tested on this Python."""
+    """Return the name of the file with the versions that are tested with this Python."""
     minor = min(max(sys.version_info.minor, 11), 13)
     return "constraints.txt" if minor == 11 else f"constraints-3.{minor}.txt"
 
@@ -122,7 +122,7 @@ SHOWN = (
     "safetensors",
     "numpy",
 )
-"""Packages whose versions are shown, where they are installed."""
+"""Packages whose versions are shown if they are installed."""
 
 
 ACCELERATORS = {
@@ -131,7 +131,7 @@ ACCELERATORS = {
     "cuda12": "jax-cuda12-plugin",
     "cuda13": "jax-cuda13-plugin",
 }
-"""What the extras of jax bring."""
+"""Packages that the extras of jax install."""
 CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
@@ -157,8 +157,7 @@ def _extra_of(one: Requirement) -> str:
 
 
 def look_at_devices(timeout_s: float) -> tuple[Devices | None, list[Finding]]:
-    """Ask JAX for its devices in another process, for timeout_s at most; return them, and what to
-    tell."""
+    """List JAX's devices in another process, within timeout_s; return them with the findings."""
     told, error = _asked(timeout_s)
     if told is None:
         return None, [_no_devices(error)]
@@ -196,23 +195,24 @@ def look_at_devices(timeout_s: float) -> tuple[Devices | None, list[Finding]]:
 
 
 def _share_finding() -> Finding:
-    """Say how much of each GPU JAX takes, and when."""
+    """Report JAX's share of each GPU's memory, and when it is allocated."""
     memory = gpu_memory()
     if memory.problem:
         return Finding("warning", memory.problem)
     if not memory.pooled:
-        return Finding("ok", "JAX takes memory of each GPU as it is needed, without a limit of its "
-                       "own (XLA_PYTHON_CLIENT_ALLOCATOR=platform)")  # fmt: skip
-    how = "at its start" if memory.preallocated else "as it is needed"
+        return Finding("ok", "JAX allocates memory of each GPU on demand, without its own limit "
+                       "(XLA_PYTHON_CLIENT_ALLOCATOR=platform)")  # fmt: skip
+    how = "at its start" if memory.preallocated else "on demand"
     return Finding(
         "ok",
         f"JAX takes {memory.share:.0%} of each GPU {how} ({memory.variable}, "
-        "XLA_PYTHON_CLIENT_PREALLOCATE): processes that share one need shares below 1 together",
+        "XLA_PYTHON_CLIENT_PREALLOCATE): the shares of processes on the same GPU must sum to less "
+        "than 1",
     )
 
 
 def _asked(timeout_s: float) -> tuple[dict[str, Any] | None, str]:
-    """Return what PROBE prints; or None, and why it did not."""
+    """Return PROBE's output; or None, and the reason."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
             [sys.executable, "-c", PROBE], stdout=out, stderr=err, start_new_session=True
@@ -221,7 +221,7 @@ def _asked(timeout_s: float) -> tuple[dict[str, Any] | None, str]:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            # One that waits for a driver may not even end then; nothing more can be done from here.
+            # A process that waits for a driver may not end even then; nothing more can be done.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(ENDING_S)
             return None, f"no answer within {timeout_s:g} s"
@@ -245,13 +245,13 @@ def _no_devices(error: str) -> Finding:
     return Finding(
         "error",
         f"JAX cannot use the devices: {error}",
-        "see whether `python -c 'import jax; print(jax.devices())'` works; another process may "
+        "check that `python -c 'import jax; print(jax.devices())'` works; another process may "
         "hold them; a larger --timeout helps a slow start",
     )
 
 
 def holders_of_devices() -> Iterator[str]:
-    """Yield the other processes that have an accelerator's device open, as far as this user may
+    """Yield the other processes that have an accelerator's device open, as far as this user can
     see."""
     for process in Path("/proc").glob("[0-9]*"):
         if process.name == str(os.getpid()):
@@ -260,7 +260,7 @@ def holders_of_devices() -> Iterator[str]:
             opened = {os.readlink(fd) for fd in (process / "fd").iterdir()}
             name = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:80].strip()
         except OSError:
-            continue  # another user's, or it has ended
+            continue  # another user's process, or it has ended
         if any(_is_device(path) for path in opened):
             yield f"process {process.name} ({name})"
 
@@ -291,7 +291,7 @@ def host_findings(runs: Path, cache: Path) -> Iterator[Finding]:
     except OSError:
         yield Finding(
             "warning",
-            "there is no /dev/shm",
+            "/dev/shm does not exist",
             "use remote.transfer=tcp with mesh.samplers_in=processes",
         )
     yield compiler_finding()
@@ -300,29 +300,29 @@ def host_findings(runs: Path, cache: Path) -> Iterator[Finding]:
 
 
 def compiler_finding() -> Finding:
-    """Say whether the CPU kernels of our own can be built here."""
+    """Report whether the package's CPU kernels can be built here."""
     try:
         return Finding("ok", f"compiler of CPU kernels: {compiler_here()}")
     except NotBuiltError as error:
         return Finding(
             "ok",
-            f"samplers and updates on this CPU compute by XLA's programs alone: {error}",
+            f"samplers and updates on this CPU use only XLA's programs: {error}",
         )
 
 
 def disk_finding(folder: Path, needed: float, what: str) -> Finding:
-    """Say whether a folder, which need not exist yet, can be written to and has so many bytes."""
+    """Report whether a folder, which need not exist yet, is writable and has enough space."""
     place = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
         return Finding(
-            "error", f"{folder} cannot be written to ({place})", "set run.dir to a folder that can"
+            "error", f"{folder} cannot be written to ({place})", "set run.dir to a writable folder"
         )
     free = shutil.disk_usage(place).free
     if free < needed:
         return Finding(
             "warning",
             f"disk at {folder}: {gib(free)} free, {gib(needed)} {what}",
-            "free some, lower checkpoint.keep, or set run.dir",
+            "free some space, lower checkpoint.keep, or set run.dir",
         )
     return Finding("ok", f"disk at {folder}: {gib(free)} free")
 
@@ -330,7 +330,7 @@ def disk_finding(folder: Path, needed: float, what: str) -> Finding:
 def _cache_finding(cache: Path) -> Finding:
     if not cache.is_dir():
         return Finding(
-            "ok", f"compile cache {cache}: none yet, the first start compiles everything"
+            "ok", f"compile cache {cache}: empty, so the first start compiles everything"
         )
     files = [entry for entry in cache.iterdir() if entry.is_file()]
     size = sum(entry.stat().st_size for entry in files)

@@ -1,4 +1,4 @@
-"""What a configuration needs of a machine: files, extras, tokenizer, functions, devices, memory.
+"""Check a machine for a configuration: files, extras, tokenizer, functions, devices, memory.
 Nothing is trained, and no weight is read."""
 
 import os
@@ -23,7 +23,7 @@ from jaxrl_async.run.builders.device_memory import both_bytes, sampler_bytes, tr
 from jaxrl_async.run.builders.devices import CACHE_FOLDER
 from jaxrl_async.run.builders.initial_policy import make_tokenizer, spec_of_run
 from jaxrl_async.run.builders.playing import find_task
-from jaxrl_async.run.start import check_names, check_paths, hub_names, with_hub_folders
+from jaxrl_async.run.start_checks import check_names, check_paths, hub_names, with_hub_folders
 from jaxrl_async.trainer.optimizer import optimizer_bytes
 
 
@@ -33,7 +33,7 @@ class Extra:
 
     name: str
     module: str
-    used_by: Callable[[Config], str | None]  # the setting that needs it; None: none does
+    used_by: Callable[[Config], str | None]  # the setting that needs it, or None
 
 
 def _task(library: str) -> Callable[[Config], str | None]:
@@ -56,7 +56,7 @@ def _gguf(config: Config) -> str | None:
     settings = {
         "model.path": config.model.path,
         "data.tokenizer": config.data.tokenizer,
-        "teacher.path": config.teacher.path,
+        "teacher.path": None if config.teacher is None else config.teacher.path,
         "critic.path": config.critic.path,
         "reference.path": config.reference.path,
         "preference.reference": config.preference.reference,
@@ -87,9 +87,9 @@ def cache_of(config: Config | None) -> Path:
 
 
 def needs_findings(config: Config, devices: Devices | None) -> Iterator[Finding]:
-    """Look at everything that a configuration needs.
+    """Check everything that a configuration needs.
 
-    devices: what JAX sees; None: not known.
+    devices: JAX's devices; None: not known.
     """
     if devices is None:
         config = config.on_devices("cpu")
@@ -146,21 +146,21 @@ def _extras(config: Config) -> Iterator[Finding]:
 
 
 def _not_cached(named: tuple[str, str, str]) -> Finding | None:
-    """Say what the run would download; nothing is downloaded here."""
+    """Report what the run would download; nothing is downloaded here."""
     setting, value, kind = named
     name, option = value.split(":")[0], " --repo-type dataset" if kind == "dataset" else ""
     if cached_folder(name, kind) is not None:
         return None
     return Finding(
         "warning",
-        f"{setting}={value} is a name on the Hugging Face hub, and not in its cache: the run "
-        "downloads it when it starts, and what it needs is not known before",
+        f"{setting}={value} is a name on the Hugging Face hub that is not in the cache: the run "
+        "downloads it when it starts, and its needs are not known before",
         f"hf download {name}{option}",
     )
 
 
 def _own_files(config: Config) -> Iterator[Finding]:
-    """Look for the user's own functions: check_names leaves a missing file to other machines."""
+    """Check the files of user functions: check_names tolerates a missing file on other machines."""
     choices = [("reward.function", choice) for choice in each_of(config.reward.function)]
     choices += [] if config.task is None else [("task", config.task)]
     for setting, choice in choices:
@@ -168,7 +168,7 @@ def _own_files(config: Config) -> Iterator[Finding]:
             yield Finding(
                 "error",
                 f"{setting}={name_of(choice)}: there is no such file here",
-                f"correct the path; it is looked for from {Path.cwd()}",
+                f"correct the path; it is relative to {Path.cwd()}",
             )
 
 
@@ -178,11 +178,11 @@ def _devices(config: Config, devices: Devices | None) -> Iterator[Finding]:
     if devices is None or several:
         yield Finding(
             "warning",
-            f"the mesh needs {needed} devices, which were not counted here",
+            f"the mesh needs {needed} devices, which could not be counted here",
             "run doctor on each host",
         )
     elif devices.platform == "cpu":
-        yield Finding("ok", f"the mesh needs {needed} devices; the CPU acts as so many")
+        yield Finding("ok", f"the mesh needs {needed} devices; the CPU simulates them")
     elif devices.count < needed:
         yield Finding(
             "error",
@@ -195,7 +195,7 @@ def _devices(config: Config, devices: Devices | None) -> Iterator[Finding]:
 
 
 def _memory(config: Config, spec: ModelSpec, devices: Devices | None) -> Iterator[Finding]:
-    """Compare what a run keeps with what there is. Activations come on top of it."""
+    """Compare a run's permanent memory with the available memory. Activations are extra."""
     trainer = trainer_bytes(config, spec)
     sampler = sampler_bytes(config, spec) if config.run.job == "rl" else 0.0
     mesh, here = config.mesh, 0.0
@@ -210,12 +210,12 @@ def _memory(config: Config, spec: ModelSpec, devices: Devices | None) -> Iterato
         yield Finding(
             "warning",
             f"memory of a device: {gib(kept)} at least, and JAX does not report the limit",
-            "look at the devices' own tool (nvidia-smi, tpu-info); `jaxrl-async plan` knows what "
+            "check the devices' own tool (nvidia-smi, tpu-info); `jaxrl-async plan` computes what "
             "a run needs",
         )
         return
     if devices is None or devices.memory is None:
-        here = trainer + sampler * (0 if mesh.samplers_in == "elsewhere" else mesh.samplers)
+        here = trainer + sampler * (0 if mesh.samplers_in == "external" else mesh.samplers)
         if mesh.colocated and sampler:
             here = both_bytes(config, spec)
         yield _fits("host memory: trainer and samplers", here, host_memory()[1], smaller)
@@ -227,12 +227,12 @@ def _memory(config: Config, spec: ModelSpec, devices: Devices | None) -> Iterato
         yield _fits("memory of a device, both sides", both, devices.memory, smaller)
         return
     yield _fits("memory of a trainer's device", each_trainer, devices.memory, smaller)
-    if sampler and mesh.samplers_in != "elsewhere":
+    if sampler and mesh.samplers_in != "external":
         yield _fits("memory of a sampler's device", each_sampler, devices.memory, smaller)
 
 
 TIGHT = 0.7
-"""From this share of the memory on, activations and temporaries may not fit beside what is kept."""
+"""Share of the memory above which activations and temporaries may not fit in addition."""
 
 
 def _fits(what: str, needed: float, there: float, smaller: str) -> Finding:
@@ -242,8 +242,8 @@ def _fits(what: str, needed: float, there: float, smaller: str) -> Finding:
     if needed > TIGHT * there:
         return Finding(
             "warning",
-            f"{text}, and activations come on top",
-            "`jaxrl-async plan` compiles the programs and knows; or " + smaller,
+            f"{text}, plus activations",
+            "`jaxrl-async plan` compiles the programs to find out; or " + smaller,
         )
     return Finding("ok", text)
 

@@ -1,8 +1,8 @@
-"""jaxrl-async recipes: list the configurations that come with the package, with a line each.
+"""jaxrl-async recipes: list the configurations that come with the package, one line each.
 
 usage: jaxrl-async recipes [NAME]
 
-Train with one by `jaxrl-async train recipe:NAME [section.key=value ...]`. With NAME its file is
+Train one with `jaxrl-async train recipe:NAME [section.key=value ...]`. With NAME, its file is
 printed, to copy and change.
 """
 
@@ -14,7 +14,7 @@ from jaxrl_async.config.recipes import PREFIX, recipe_file, recipe_names, recipe
 from jaxrl_async.errors import ConfigError
 
 LINE = 140
-"""Longest line of the list, characters."""
+"""Maximum length of a line of the list, characters."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,0 +1,2 @@
+"""The configuration: sections, rules that hold across them, and how a file is loaded. Needs no
+JAX."""

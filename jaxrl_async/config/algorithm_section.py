@@ -1,4 +1,4 @@
-"""Settings of the algorithm and the models beside the policy: reference, critic, teacher.
+"""Settings of the algorithm and of the models it needs: reference, critic, teacher.
 
 Needs no JAX.
 """
@@ -20,28 +20,29 @@ class AlgorithmSection(Section):
     groups_per_step: Count = 8
     """Prompts per training step (P)."""
     oversample: NonNegative = 0
-    """Members begun beyond group_size: the first group_size that end make the group, the others are
-    cancelled and counted. Saves waiting for the slowest; favours short answers."""
-    least_members: Positive | None = None
-    """Members with which a group goes on if others fail, counted; null: it fails as a whole."""
-    pivots: PivotSection = PivotSection()
-    """Further continuations of a group's answers, drawn from chosen tokens."""
+    """Extra rollouts per group: the first group_size to finish are kept, the others are cancelled
+    and counted. Saves waiting for the slowest; favours short answers."""
+    min_members: Positive | None = None
+    """Minimum members of a group in which some fail, which are counted; null: any failure drops the
+    group."""
+    pivots: PivotSection | None = None
+    """More continuations of a group's answers, sampled from chosen tokens on; null: none."""
     shaping: tuple[Choice, ...] = ()
     """Transformations of rewards and masks, applied in order before the advantage."""
     advantage: Choice = "group_normalized"
     """Advantage estimator."""
     baseline: Literal["all", "unmasked"] = "all"
-    """Whom an answer is compared with: all of its group, masked ones included, as in DAPO, or only
-    those that no shaping masks (unmasked; with advantage=rloo it is RLOO-N)."""
+    """Answers that an answer is compared with: its whole group, masked answers included, as in DAPO
+    (all), or the answers that no shaping masks (unmasked; with advantage=rloo it is RLOO-N)."""
     least_compared: int = Field(2, ge=2)
-    """With baseline=unmasked, fewest answers of a group that must be left to compare: those of a
-    group with fewer get advantage 0, and are counted."""
+    """With baseline=unmasked, minimum number of unmasked answers in a group: where there are fewer,
+    all its answers get advantage 0 and are counted."""
     dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal, and sample other prompts instead."""
     max_resampled: NonNegative | None = None
-    """Most groups that dynamic sampling, or pairs.loss without a pair, may drop for one step
-    before the run ends; null: ten steps' worth and at least 128 groups, without one that is kept;
-    0: no limit."""
+    """Maximum groups that dynamic sampling, or pairs.loss without a pair, may drop for one step
+    before the run ends; null: ten steps' worth and at least 128 groups, if none is kept; 0: no
+    limit."""
     signal_part: str | None = None
     """Named part of the reward, such as correct, that dynamic sampling compares; null: the whole
     reward."""
@@ -51,8 +52,8 @@ class AlgorithmSection(Section):
     """Off-policy correction, one or a list; null: the loss's default (at the level of its ratio:
     truncate_token; none for a loss that bounds its own ratio or has no ratio)."""
     anchor: Literal["behavior", "proximal"] = "behavior"
-    """Denominator of the loss's ratio: the policy that drew the token (behavior), or the weights at
-    the start of the step (proximal)."""
+    """Denominator of the loss's ratio: the policy that sampled the token (behavior), or the weights
+    at the start of the step (proximal)."""
     loss: Choice = "ppo_clip"
     """Policy loss."""
     epochs: Positive = 1
@@ -82,15 +83,15 @@ class AlgorithmSection(Section):
     entropy_step: float = Field(5e-3, gt=0)
     """Change of the bonus's weight per step, towards the entropy target."""
     supervised_coefficient: float = Field(0.0, ge=0)
-    """Weight of a supervised (maximum likelihood) loss on worked answers in each step; 0: none."""
+    """Weight of a supervised (maximum likelihood) loss on demonstrations in each step; 0: none."""
     supervised_batch: Count = 16
-    """Worked answers per step for that loss, from warm_start.path or the task's own."""
+    """Demonstrations per step for that loss, from warm_start.path or the task's own."""
     aggregate: Choice = "token_mean"
     """How the token losses are averaged into one number."""
     keep_sampling_mask: bool | None = None
-    """Take the trainer's log-probs over only the tokens that sampler.top_k, top_p and min_p left to
-    draw from; null: yes, if one of these leaves any out and pairs.loss, which has no ratio, is
-    null. false there: over the whole vocabulary, with a biased ratio."""
+    """Compute the trainer's log-probs over only the tokens that sampler.top_k, top_p and min_p
+    kept; null: yes, if one of these removes any and pairs.loss, which has no ratio, is null. false
+    in that case: over the whole vocabulary, with a biased ratio."""
     keep_routing: bool = False
     """Replay the sampler's choice of experts in the trainer (R3, routing replay);
     mixture-of-experts models only."""
@@ -119,9 +120,10 @@ class CriticSection(Section):
 
 
 class TeacherSection(Section):
-    source: Literal["none", "path", "self"] = "none"
-    """Teacher to distil from: none, the model in path, or an older copy of the policy itself
-    (self)."""
+    """Distillation from a teacher, in addition to the rewards or in their place."""
+
+    source: Literal["path", "self"]
+    """Teacher to distil from: the model in path, or an older copy of the policy itself (self)."""
     path: str | None = None
     """Hugging Face directory of the teacher; it must have the policy's tokens, but its vocabulary
     may be padded to another size."""
@@ -129,7 +131,7 @@ class TeacherSection(Section):
     """Updates between two copies of the policy into the teacher of source=self; 0: it stays the
     initial policy."""
     form: Literal["advantage", "loss"] = "advantage"
-    """advantage: -log(policy / teacher) of the drawn token is an advantage; loss: a divergence of
+    """advantage: -log(policy / teacher) of the sampled token is an advantage; loss: a divergence of
     distributions is a term of the loss."""
     kind: Literal["reverse", "forward", "js"] = "reverse"
     """Divergence for form=loss: KL(policy || teacher) (reverse), KL(teacher || policy) (forward) or
@@ -137,12 +139,12 @@ class TeacherSection(Section):
     beta: float = Field(0.5, gt=0, lt=1)
     """Weight of the teacher in the mixture for kind=js."""
     top_k: NonNegative = 0
-    """Number of likeliest tokens that form=loss compares one by one, all others being lumped
-    together; 0: the whole vocabulary."""
-    top_of: Literal["teacher", "student"] = "teacher"
-    """Whose likeliest tokens those are. The student's are taken at the start of the step with one
-    more pass; they suit kind=reverse, an expectation under the student."""
+    """Number of likeliest tokens that form=loss compares one by one, with all
+    others lumped together; 0: the whole vocabulary."""
+    top_k_of: Literal["teacher", "student"] = "teacher"
+    """Model whose likeliest tokens are compared. The student's cost one more pass at the start of
+    the step; they suit kind=reverse, an expectation under the student."""
     coefficient: float = Field(1.0, ge=0)
     """Weight of the distillation term."""
     rewards: float = Field(1.0, ge=0)
-    """Weight of the advantages from rewards beside it; 0: distillation alone."""
+    """Weight of the advantages from rewards; 0: only the distillation."""

@@ -1,4 +1,4 @@
-"""Rules about how evenly experts are used (model.balance). Needs no JAX."""
+"""Rules about balancing experts (model.balance). Needs no JAX."""
 
 from collections.abc import Iterator
 
@@ -10,24 +10,24 @@ rule = RuleBook()
 
 @rule()
 def an_adapter_leaves_routers_as_they_are(config: Config) -> Iterator[str]:
-    """Refuse to balance experts by routers that are frozen."""
-    balance, rank = config.model.balance, config.model.lora.rank
+    """Refuse to balance experts with frozen routers."""
+    balance, lora = config.model.balance, config.model.lora
     for name, value in (("loss", balance.loss), ("bias_rate", balance.bias_rate)):
-        if rank and value:
+        if lora is not None and value:
             yield (
-                f"model.balance.{name} ({value:g}) moves routers, which an adapter "
-                f"(model.lora.rank={rank}) leaves as they are. Set {name}=0, or train all weights "
-                "(model.lora.rank=0)."
+                f"model.balance.{name} ({value:g}) changes routers, which an adapter "
+                f"(model.lora.rank={lora.rank}) keeps frozen. Set {name}=0, or train all "
+                "weights (model.lora=null)."
             )
 
 
 @rule()
 def a_correction_is_not_rounded_away(config: Config) -> Iterator[str]:
-    """Refuse steps of a correction that bfloat16 loses."""
+    """Refuse bias updates that bfloat16 rounds away."""
     rate, rounding = config.model.balance.bias_rate, config.trainer.rounding
     if rate and config.model.param_dtype == "bfloat16" and rounding == "nearest":
         yield (
-            f"model.balance.bias_rate ({rate:g}) is below what bfloat16 can tell apart, and "
+            f"model.balance.bias_rate ({rate:g}) is below the resolution of bfloat16, and "
             "trainer.rounding=nearest loses it. Set rounding=masters or stochastic, or "
             "model.param_dtype=float32."
         )

@@ -13,11 +13,11 @@ def name_of(choice: Choice) -> str:
     return choice if isinstance(choice, str) else next(iter(choice), "")
 
 
-def each_of(choices: Choices | None) -> list[Choice]:
-    """Return one choice, a list of them or None as a list."""
+def each_of(choices: Choices | tuple[Choice, ...] | None) -> list[Choice]:
+    """Return one choice, several of them or None as a list."""
     if choices is None:
         return []
-    return choices if isinstance(choices, list) else [choices]
+    return list(choices) if isinstance(choices, list | tuple) else [choices]
 
 
 def arguments_of(choice: Choice) -> dict[str, Any]:

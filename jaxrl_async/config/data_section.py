@@ -11,12 +11,12 @@ class AdditionSection(Section):
     """The embedded task: a + b, worked out digit by digit with carries."""
 
     digits: Annotated[int, Field(ge=1, le=9)] = 4
-    """Most digits of a summand."""
+    """Maximum digits of a summand."""
     eval_size: Annotated[int, Field(ge=1, le=100_000)] = 256
     """Number of held-out problems, which are never trained on."""
     worked_share: float = Field(1.0, ge=0, le=1)
     """Share of the answers for the warm start and sft that show the work digit by digit; the others
-    give the sum alone."""
+    give only the sum."""
 
 
 class JsonlSection(Section):
@@ -26,13 +26,13 @@ class JsonlSection(Section):
     path: str = ""
     """Training records: a file with one JSON object per line, also packed by gzip, bz2 or xz; or
     (extra [datasets]) a FILE.parquet, a folder of such files or of one split that `datasets` saved,
-    or OWNER/NAME:CONFIG:SPLIT on the Hugging Face hub (SPLIT is train if it is left out, and CONFIG
-    if there is one alone)."""
+    or OWNER/NAME:CONFIG:SPLIT on the Hugging Face hub (SPLIT defaults to train, and CONFIG to
+    the only one)."""
     eval_path: str | None = None
     """File of held-out records, or OWNER/NAME:CONFIG:SPLIT; null: the last eval_size records of
     path."""
     eval_size: Positive = 64
-    """Most held-out records to use."""
+    """Maximum number of held-out records."""
     prompt_field: str = "question"
     """Field with the question, or with chat messages; preference jobs always read `prompt`."""
     messages_field: str | None = "messages"
@@ -51,7 +51,7 @@ class JsonlSection(Section):
     """Python format string with {prompt}; null: the chat format (data.chat_format), or the bare
     prompt if the tokenizer has none."""
     max_bad_share: float = Field(0.01, ge=0, le=1)
-    """Largest share of records that may be skipped as malformed, too long or incomplete."""
+    """Maximum share of records that may be skipped as malformed, too long or incomplete."""
 
 
 class DataSection(Section):
@@ -62,25 +62,25 @@ class DataSection(Section):
     jsonl: JsonlSection = JsonlSection()
     """Settings of the record file."""
     tokenizer: str | None = None
-    """Hugging Face tokenizer directory, or OWNER/NAME on the hub; null: that of model.path, or the
-    embedded task's own."""
+    """Hugging Face tokenizer directory, or OWNER/NAME on the hub; null: the tokenizer of
+    model.path, or of the embedded task."""
     system_prompt: str | None = None
-    """System message before questions, and before messages that begin with none; null: none."""
+    """System message before questions, and before messages without one; null: none."""
     chat_format: str = "auto"
-    """What writes chat messages: the tokenizer's own chat template (template), a FILE.jinja, a
+    """Writer of chat messages: the tokenizer's own chat template (template), a FILE.jinja, a
     renderer of the package `renderers` by name, such as qwen3 (extra [chat]), or (auto) the
     renderer that fits the model, else the template."""
     chat_arguments: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """What the chat format reads besides messages and tools, such as enable_thinking: false."""
+    """Further arguments of the chat format, such as enable_thinking: false."""
     keep_thinking: bool = False
-    """Keep the thinking of earlier turns where the chat format drops it, so that a conversation
-    stays one sequence."""
+    """Keep the thinking of earlier turns where the chat format drops it: a conversation then stays
+    one sequence."""
     max_prompt_tokens: Positive | None = None
-    """Longest prompt of record files, tokens; longer ones are skipped, counted and logged. null:
-    what sampler.max_length leaves after sampler.max_new_tokens, and at least half of it where that
-    is not set; all but one token of it where nothing is sampled."""
+    """Maximum length of a prompt from record files, tokens; longer ones are skipped, counted and
+    logged. null: what sampler.max_length leaves after sampler.max_new_tokens, and at least half of
+    it where that is not set; all but one token of it where nothing is sampled."""
     curriculum: Literal["none", "hard_first", "frontier_first"] = "none"
-    """Order of the prompts: the stream's, or drawn with weights 1 - p (hard_first) or p (1 - p)
+    """Order of the prompts: the stream's, or sampled with weights 1 - p (hard_first) or p (1 - p)
     (frontier_first), p being the prompt's measured pass rate."""
     curriculum_pool: Count = 64
     """Upcoming prompts that a curriculum chooses among; each is used exactly once in any case."""

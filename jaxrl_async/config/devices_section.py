@@ -1,4 +1,4 @@
-"""Settings of where the run works: processes, and the slices of devices. Needs no JAX."""
+"""Settings of processes, and of the slices of devices. Needs no JAX."""
 
 from typing import Literal
 
@@ -66,22 +66,22 @@ class MeshSection(Section):
     """Independent samplers, each on its own slice; for small models several beat one wide
     sampler."""
     colocated: bool = False
-    """Run trainer and sampler on the same devices, in turns, still asynchronously; with several
+    """Run trainer and sampler alternately on the same devices, still asynchronously; with several
     processes, each has one sampler, on the trainer's devices of this process."""
-    samplers_in: Literal["threads", "processes", "elsewhere"] = "threads"
-    """Where the samplers run: in threads of this process, on slices of its devices; in processes of
-    their own, which the run starts on this machine; or elsewhere: in processes that join the run
-    (python -m jaxrl_async.sample --join HOST:PORT)."""
+    samplers_in: Literal["threads", "processes", "external"] = "threads"
+    """Where the samplers run: in threads of this process, on slices of its devices (threads); in
+    separate processes that the run starts on this machine (processes); or in processes that join
+    the run with `python -m jaxrl_async.sample --join HOST:PORT` (external)."""
 
     @property
     def remote(self) -> bool:
-        """Whether the samplers run in processes of their own, so that the mesh is the trainer's."""
+        """Whether the samplers run in separate processes: the mesh is then only the trainer's."""
         return self.samplers_in != "threads"
 
     @property
     def num_devices(self) -> int:
         """Devices that the run's own process needs: the larger slice if colocated, else all slices;
-        the trainer's alone if the samplers are processes of their own."""
+        only the trainer's if the samplers run in separate processes."""
         if self.remote:
             return self.trainer.num_devices
         both = (self.trainer.num_devices, self.samplers * self.sampler.num_devices)
@@ -89,5 +89,5 @@ class MeshSection(Section):
 
     @property
     def without_samplers(self) -> "MeshSection":
-        """The trainer's slice alone, for jobs without a sampler."""
-        return MeshSection(trainer=self.trainer, samplers_in="elsewhere")
+        """Only the trainer's slice, for jobs without a sampler."""
+        return MeshSection(trainer=self.trainer, samplers_in="external")

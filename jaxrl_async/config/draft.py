@@ -1,6 +1,6 @@
-"""A configuration's text while it is loaded: read with care, with the line of each key.
+"""A configuration's text while it is loaded: parsed strictly, with the line of each key.
 
-    text --yaml--> tree + line of each key        problems are collected beside them
+    text --yaml--> tree + line of each key        and a list of problems
 
 Needs no JAX.
 """
@@ -16,13 +16,13 @@ import yaml
 from jaxrl_async.errors import ConfigError
 
 MAX_BYTES = 2**18
-"""Longest configuration file."""
+"""Maximum size of a configuration file."""
 MAX_DEPTH = 16
-"""Deepest nesting of a configuration file."""
+"""Maximum nesting of a configuration file."""
 MAX_NODES = 10_000
-"""Most keys and values of a configuration file; each alias counts as all that it stands for."""
+"""Maximum number of keys and values of a configuration file; each alias counts as its target."""
 MAX_INTEGER = 2**63
-"""Integers from here on are refused for every setting."""
+"""Integers of this size or above are refused for every setting."""
 COMMAND_LINE = "command line"
 
 KeyPath = tuple[str, ...]
@@ -31,19 +31,20 @@ Tree = dict[str, Any]
 
 @dataclass
 class Draft:
-    """A configuration while it is loaded: the raw tree, where its keys come from, its problems."""
+    """A configuration while it is loaded: the raw tree, the places of its keys, its problems."""
 
     file: str
     tree: Tree = field(default_factory=dict)
     lines: dict[KeyPath, int] = field(default_factory=dict)  # line of each key in the file, from 1
     overridden: set[KeyPath] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
+    told: set[str] = field(default_factory=set)  # warnings that were logged
 
     def where(self, path: KeyPath) -> str:
-        """Say where a key was set: on the command line, or in which line of the file."""
+        """Return where a key was set: on the command line, or in which line of the file."""
+        if any(path[:end] in self.overridden for end in range(1, len(path) + 1)):
+            return COMMAND_LINE
         for end in range(len(path), 0, -1):
-            if path[:end] in self.overridden:
-                return COMMAND_LINE
             if path[:end] in self.lines:
                 return f"{self.file}, line {self.lines[path[:end]]}"
         return f"{self.file} with the {COMMAND_LINE}" if self.overridden else self.file
@@ -108,7 +109,7 @@ def parse_yaml(text: str, where: str, draft: Draft | None = None) -> Any:
         LookupError,
         TypeError,
         AttributeError,
-    ) as error:  # PyYAML lets what its constructors raise through
+    ) as error:  # PyYAML does not catch the errors of its constructors
         reason = (
             "nested too deeply"
             if isinstance(error, RecursionError)
@@ -128,13 +129,13 @@ def _keys(
 ) -> Iterator[tuple[KeyPath, int]]:
     """Yield path and line of each key below `node`; raise ConfigError for refused kinds of YAML.
 
-    counter: counts the nodes; an alias counts as all that it stands for.
+    counter: counts the nodes; an alias counts as all nodes of its target.
     """
     line = node.start_mark.line + 1
     if next(counter) > MAX_NODES:
         raise ConfigError(
             f"{where}, line {line}: more than {MAX_NODES:,} keys and values, each alias "
-            "counting as all that it stands for. No configuration has so many: correct the path."
+            "counting as its target. This is not a configuration: correct the path."
         )
     if id(node) in seen or depth > MAX_DEPTH:
         raise ConfigError(f"{where}, line {line}: nested more than {MAX_DEPTH} deep. Flatten it.")

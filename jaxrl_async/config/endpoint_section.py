@@ -1,5 +1,4 @@
-"""Settings of the run's HTTP endpoint: where it listens, who may call, how much at once. Needs no
-JAX."""
+"""Settings of the run's HTTP endpoint: address, keys and limits. Needs no JAX."""
 
 from pydantic import Field
 
@@ -20,25 +19,25 @@ class EndpointSection(Section):
     model: str = Field("policy", min_length=1)
     """Name of the policy for clients."""
     key_variable: str = "JAXRL_ASYNC_KEY"
-    """Environment variable with the key of guests: callers beside the run, whose answers are not
-    trained on. Not set there: there are no guests."""
+    """Environment variable with the key of guests: callers whose answers are not trained on. If the
+    variable is not set, guests are refused."""
     max_open_calls: Count = 1024
-    """Most calls that are answered at once; others are told to come back (429)."""
+    """Maximum concurrent calls; further ones get status 429 with Retry-After."""
     max_sessions: Count = 4096
-    """Most sessions of programs that are open at once."""
+    """Maximum number of open sessions of programs."""
     max_reward: float = Field(100.0, gt=0, le=LARGEST_REWARD)
-    """Largest reward, and part of one, that a session may be given by a call, positive or negative;
-    a larger one is refused."""
+    """Maximum absolute value of a reward, and of each part, that a call may give a session; a
+    larger one is refused."""
     max_body_mib: Positive | None = None
-    """Longest body of a call, MiB. null: 1 MiB, and 128 bytes for each token of
+    """Maximum size of a call's body, MiB; null: 1 MiB, and 128 bytes for each token of
     sampler.max_length."""
     call_timeout_s: float = Field(3600.0, gt=0)
-    """Longest time for one answer, seconds."""
+    """Timeout of one answer, seconds."""
     stall_s: float = Field(60.0, gt=0)
-    """Longest time that a client may leave its answer unread, seconds; then it is cut off."""
-    outsiders: bool = False
-    """Have agents outside of the run play all episodes: they ask the endpoint for tasks."""
-    outsider_key_variable: str = "JAXRL_ASYNC_AGENT_KEY"
-    """Environment variable with the key that they ask for tasks with."""
-    outsider_tries: Count = 3
-    """How many of them in a row may leave an episode before its group fails."""
+    """Time after which a client that does not read its answer is disconnected, seconds."""
+    external_agents: bool = False
+    """Let agents outside of the run play all episodes: they ask the endpoint for tasks."""
+    agent_key_variable: str = "JAXRL_ASYNC_AGENT_KEY"
+    """Environment variable with the key of external agents."""
+    agent_tries: Count = 3
+    """Number of agents in a row that may abandon an episode before its group fails."""

@@ -1,4 +1,4 @@
-"""Rules about samplers that are somebody else's engine (sampler.engine). Needs no JAX."""
+"""Rules about samplers of other engines (sampler.engine). Needs no JAX."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ rule = RuleBook()
 
 @rule("sampler")
 def an_engine_has_addresses(config: Config) -> Iterator[str]:
-    """Require addresses, each once, exactly for servers of somebody else."""
+    """Require different addresses exactly for external servers."""
     engine, urls = config.sampler.engine, config.sampler.engine_urls
     if (engine == "vllm") != bool(urls):
         yield (
@@ -28,7 +28,7 @@ def an_engine_has_addresses(config: Config) -> Iterator[str]:
 
 @rule(job="rl")
 def an_engine_has_devices_of_its_own(config: Config) -> Iterator[str]:
-    """Require servers to run elsewhere, where the run gives them no devices and starts none, and
+    """Require servers to be external, since the run gives them no devices and starts none, and
     engines in this process to be its threads."""
     engine, where = config.sampler.engine, config.mesh.samplers_in
     if engine == "jetstream" and where != "threads":
@@ -36,40 +36,40 @@ def an_engine_has_devices_of_its_own(config: Config) -> Iterator[str]:
             f"sampler.engine=jetstream samples in threads of this process, and mesh.samplers_in="
             f"{where}. Set mesh.samplers_in=threads."
         )
-    if engine == "vllm" and where != "elsewhere":
+    if engine == "vllm" and where != "external":
         yield (
-            f"sampler.engine={engine} draws on devices of its own, and mesh.samplers_in={where} "
-            "says that the run gives it some. Set mesh.samplers_in=elsewhere."
+            f"sampler.engine={engine} samples on its own devices, and with mesh.samplers_in="
+            f"{where} the run would provide them. Set mesh.samplers_in=external."
         )
 
 
 @rule(job="rl")
 def an_engine_has_layers_of_the_policy(config: Config) -> Iterator[str]:
-    """Refuse layers of the user's own: an engine has families of its own alone."""
+    """Refuse the user's own layers: other engines have only their own model families."""
     engine, decoder = config.sampler.engine, config.model.decoder
     if engine != "native" and decoder is not None:
         yield (
-            f"model.decoder={decoder} is a class of this package, which sampler.engine={engine} "
-            "has no layers for. Set sampler.engine=native, or model.decoder=null with a family."
+            f"model.decoder={decoder} is a class for this package, and sampler.engine={engine} "
+            "cannot run its layers. Set sampler.engine=native, or model.decoder=null with a family."
         )
 
 
 @rule(job="rl")
 def an_engine_can_give_what_is_kept(config: Config) -> Iterator[str]:
-    """Refuse what an engine's answers do not have, and weights that it cannot read."""
+    """Refuse to keep data that an engine's answers lack, and weights that it cannot read."""
     engine, algorithm = config.sampler.engine, config.algorithm
     if engine == "native":
         return
     if config.keeps_masks or algorithm.keep_sampling_mask:
         yield (
             "algorithm.keep_sampling_mask (null: true with sampler.top_k, top_p or min_p) needs "
-            f"the sampling mask of each token, which is not read from sampler.engine={engine}. Set "
+            f"the sampling mask of each token, which sampler.engine={engine} does not provide. Set "
             "top_k=0, top_p=1 and min_p=0, or accept a biased ratio with keep_sampling_mask=false."
         )
     if algorithm.keep_routing:
         yield (
-            "algorithm.keep_routing needs the experts of each token, which are not read from "
-            f"sampler.engine={engine}. Set it to false."
+            "algorithm.keep_routing needs the experts of each token, which "
+            f"sampler.engine={engine} does not provide. Set it to false."
         )
     if config.weights.eight_bits:
         yield (
@@ -79,7 +79,7 @@ def an_engine_can_give_what_is_kept(config: Config) -> Iterator[str]:
     if config.sampler.slots is None:
         yield (
             f"sampler.slots=null has no meaning for sampler.engine={engine}, whose memory the run "
-            "does not know. Set the number of requests that a server gets at once."
+            "does not know. Set the number of concurrent requests of a server."
         )
     if engine == "vllm" and config.remote.transfer not in ("auto", "folder"):
         yield (
@@ -96,28 +96,28 @@ def an_engines_tokens_are_corrected(config: Config) -> Iterator[str]:
         return
     if algorithm.correction is None or algorithm.anchor != "proximal":
         yield (
-            f"algorithm.loss={name_of(algorithm.loss)} has no ratio to correct what "
-            f"sampler.engine={engine} draws with other numerics and other kernels. Set "
+            f"algorithm.loss={name_of(algorithm.loss)} has no ratio to correct for the other "
+            f"numerics and kernels of sampler.engine={engine}. Set "
             "algorithm.correction=tis and algorithm.anchor=proximal, or another loss."
         )
 
 
 @rule(job="rl")
 def jetstream_draws_in_one_way(config: Config) -> Iterator[str]:
-    """Refuse what JetStream's interface cannot express: it takes prompts, and gives tokens."""
+    """Refuse features that JetStream's interface lacks: it takes prompts, and gives tokens."""
     sampler, algorithm = config.sampler, config.algorithm
     if sampler.engine != "jetstream":
         return
     why = "which sampler.engine=jetstream does not have: its interface"
     if sampler.on_new_weights != "continue":
         yield (
-            f"sampler.on_new_weights={sampler.on_new_weights} needs running sequences that can be "
-            f"taken out of their slots, {why} keeps them. Set on_new_weights=continue."
+            f"sampler.on_new_weights={sampler.on_new_weights} needs to take running sequences out "
+            f"of their slots, {why} keeps them. Set on_new_weights=continue."
         )
     if algorithm.correction is not None and name_of(each_of(algorithm.correction)[0]) != "none":
         yield (
             "algorithm.correction needs the log-probs of the engine, "
-            f"{why} returns only tokens. The trainer's own log-probs are used in their place, so "
+            f"{why} returns only tokens. The trainer's own log-probs are used instead: "
             "each token has an importance weight of 1. Set correction=null."
         )
     if config.staleness.adapt == "ess":
@@ -135,6 +135,6 @@ def jetstream_draws_in_one_way(config: Config) -> Iterator[str]:
         )
     if config.run.replay_schedule is not None:
         yield (
-            "run.replay_schedule prescribes what each sampler takes in, which "
+            "run.replay_schedule prescribes the order of each sampler's events, which "
             "sampler.engine=jetstream does not record. Leave it out."
         )

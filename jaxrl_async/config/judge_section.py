@@ -8,97 +8,97 @@ from jaxrl_async.config.section import Count, NonNegative, Positive, Section
 
 
 class Criterion(Section):
-    """One thing that a judge looks at."""
+    """One criterion of a rubric."""
 
     text: str
-    """What is asked, in words."""
+    """The question to the judge."""
     weight: float = Field(1.0, gt=0)
-    """Weight of its score among those of the other criteria."""
+    """Weight of its score relative to the other criteria."""
 
 
 class JudgeSection(Section):
     """A language model behind an OpenAI-compatible endpoint that judges answers by a rubric."""
 
-    model: str | None = None
-    """Name of the judging model; null: no judge."""
+    model: str
+    """Name of the judging model."""
     base_url: str = Field("https://api.openai.com/v1", pattern=r"^https?://\S+$")
     """Address of the endpoint, up to /v1."""
     key_variable: str | None = Field(None, pattern=r"^\w+$")
     """Environment variable that holds the endpoint's API key; null: it needs none."""
     rubric: str | dict[str, str | Criterion] | None = None
-    """What makes an answer good: a text, whose score is the part `judge`; or several criteria, each
-    a part: {right: The result is right., polite: {text: The tone is polite., weight: 0.5}}."""
+    """Description of a good answer: a text, whose score is the part `judge`; or several criteria,
+    each a part: {right: The result is right., polite: {text: The tone is polite., weight: 0.5}}."""
     rubric_file: str | None = None
     """File with the rubric, in place of `rubric`: FILE.yaml with criteria, any other with a
     text."""
     mode: Literal["score", "rank"] = "score"
-    """score: each answer in a call of its own; rank: all answers to a prompt in one call, so that
-    they are compared (RULER)."""
+    """score: one call for each answer; rank: one call for all answers to a prompt, which the judge
+    compares (RULER)."""
     scale: tuple[float, float] = (0.0, 10.0)
     """Worst and best number that the judge gives; they become 0 and 1."""
     weight: float = 1.0
-    """Weight of the judge's reward, 0 to 1, in the sum with other rewards; 0: it judges steps
-    alone (reward.process)."""
+    """Weight of the judge's reward, 0 to 1, in the sum with other rewards; 0: it only
+    judges steps (reward.process)."""
     show_reference: bool = True
-    """Show the judge the record's right answer, if there is one."""
+    """Show the judge the record's right answer, if the record has one."""
     temperature: float | None = Field(0.0, ge=0)
-    """Sampling temperature of the judge; null: the endpoint's own."""
+    """Sampling temperature of the judge; null: the endpoint's default."""
     max_tokens: Positive | None = 1024
-    """Most tokens of a reply, reasoning included; null: the endpoint's own."""
+    """Maximum tokens of a reply, reasoning included; null: the endpoint's default."""
     extra: dict[str, Any] = Field({})
     """Further fields of each call, as the endpoint knows them, such as
     {max_completion_tokens: 1024}."""
     concurrency: Count = 16
-    """Most calls under way at once."""
+    """Maximum concurrent calls."""
     timeout_s: float = Field(60.0, gt=0)
     """Timeout of one call, seconds."""
     retries: NonNegative = 5
-    """Repeats of a call that broke, met an overload (429, 5xx) or gave no scores."""
+    """Retries of a call that broke, met an overload (429, 5xx) or gave no scores."""
     backoff_s: float = Field(1.0, ge=0)
-    """Wait before the first repeat, seconds; doubles, up to 60. The endpoint's Retry-After is
-    kept."""
+    """Wait before the first retry, seconds; doubles, up to 60. The endpoint's Retry-After is
+    respected."""
     patience_s: float = Field(300.0, gt=0)
-    """Time for the answers to one prompt, all waits and repeats included, seconds; then
-    on_failure."""
+    """Timeout of all answers to one prompt, with waits and retries, seconds; then on_failure
+    applies."""
     on_failure: Literal["fail", "neutral"] = "fail"
-    """What becomes of answers that could not be judged: fail: the group is scored again
-    (faults.scorer_retries), then given up; neutral: they get the mean of the group's other answers,
+    """Treatment of answers that could not be judged: fail: the group is scored again
+    (faults.scorer_retries), then dropped; neutral: they get the mean of the group's other answers,
     or the middle of the scale."""
     cache: bool = True
-    """Keep the scores in the run's folder, so that no question is paid for twice, also after a
+    """Keep the scores in the run's folder: no question is paid for twice, not even after a
     resume."""
 
     @property
     def judges_answers(self) -> bool:
         """Whether whole answers are judged."""
-        return self.model is not None and self.weight != 0
+        return self.weight != 0
 
 
 class ProcessSection(Section):
-    """Rewards of the steps or tokens within an answer, beside the reward of the whole."""
+    """Rewards of the steps or tokens within an answer, in addition to the reward of the whole."""
 
-    function: str | None = None
+    function: str
     """Your own function (FILE.py:FUNCTION), which gives a number for each step, or judge, which
-    asks reward.judge; null: none."""
+    asks reward.judge."""
     split: Literal["separator", "turn", "token"] = "separator"
-    """What a step is: a piece of text that ends with `separator`, a turn of the policy, or a
+    """Unit of a step: a piece of text that ends with `separator`, a turn of the policy, or a
     token. A turn's end always ends a step."""
     separator: str = Field("\n\n", min_length=1)
     """Text at the end of each step, for split=separator."""
     rubric: str = "Is the step right, and does it lead towards the goal?"
-    """What makes a step good, for function=judge."""
+    """Description of a good step, for function=judge."""
     weight: float = 1.0
     """Weight of the steps' rewards."""
     max_age_s: float | None = Field(None, ge=0)
-    """Time that a group whose answers are judged otherwise waits for its process rewards, seconds;
-    then it goes on without them. null: it waits for faults.scorer_timeout_s."""
+    """Time that a group with all other rewards waits for its process rewards, seconds; then it is
+    trained on without them. null: it waits for faults.scorer_timeout_s."""
     max_age: NonNegative | None = None
-    """Age up to which they count, versions that the weights are newer than those that drew a
-    group's oldest token: as old as this a group waits for them no more, and one that is older when
-    it is learnt is learnt without them. null: any."""
+    """Maximum staleness of process rewards, in versions between the current weights and the
+    version of a group's oldest token. A group of this age stops waiting for them, and an older one
+    is trained on without them. null: no limit."""
     on_failure: Literal["fail", "without"] = "fail"
-    """What becomes of a group whose process rewards failed: fail: it is scored again
-    (faults.scorer_retries), then given up; without: it goes on without them."""
+    """Treatment of a group whose process rewards failed: fail: it is scored again
+    (faults.scorer_retries), then dropped; without: it is trained on without them."""
     timeout_s: float = Field(30.0, gt=0)
     """Timeout of the function for one answer, seconds; reward.judge.timeout_s and patience_s for
     the judge."""

@@ -1,5 +1,5 @@
-"""Rules about what is learnt: terms of the loss that go together, and settings with which nothing
-could be learnt, or only noise.
+"""Rules about training: terms of the loss that fit together, and settings with which nothing, or
+only noise, would be trained.
 
 Needs no JAX.
 """
@@ -27,13 +27,13 @@ def _whole_kl(config: Config) -> bool:
 
 @rule()
 def an_offloaded_reference_is_looked_up_by_token(config: Config) -> Iterator[str]:
-    """Require that only the drawn tokens' log-probs of an offloaded reference are used."""
+    """Require that only an offloaded reference's log-probs of sampled tokens are used."""
     if "reference" in config.trainer.offload and (_whole_kl(config) or not config.refers):
         yield (
             "trainer.offload=reference needs a reference (algorithm.kl_coefficient above 0, or a "
-            "pairs.loss that compares with it) of which only the drawn tokens' log-probs are used "
-            "(algorithm.kl other than full). Take reference out of trainer.offload, or change "
-            "those."
+            "pairs.loss that compares with it) with only its log-probs of sampled tokens in use "
+            "(algorithm.kl other than full). Remove reference from trainer.offload, or change "
+            "these settings."
         )
 
 
@@ -42,14 +42,14 @@ def one_whole_distribution_is_compared(config: Config) -> Iterator[str]:
     """Require at most one comparison of whole distributions in a step."""
     if _whole_kl(config) and _distils_by_loss(config):
         yield (
-            "algorithm.kl=full and teacher.form=loss each compare whole distributions, and one "
-            "step does that once. Set algorithm.kl=k3 or teacher.form=advantage."
+            "algorithm.kl=full and teacher.form=loss each compare whole distributions, and a "
+            "step allows one such comparison. Set algorithm.kl=k3 or teacher.form=advantage."
         )
 
 
 @rule()
 def a_whole_kl_is_in_the_loss(config: Config) -> Iterator[str]:
-    """Require a KL over the whole vocabulary to be in the loss: no drawn token owns it."""
+    """Require a KL over the whole vocabulary to be in the loss: it belongs to no sampled token."""
     if _whole_kl(config) and config.algorithm.kl_in == "reward":
         yield (
             "algorithm.kl=full is a term of the loss. Set algorithm.kl_in=loss, or an estimator "
@@ -59,30 +59,26 @@ def a_whole_kl_is_in_the_loss(config: Config) -> Iterator[str]:
 
 @rule()
 def masked_sampling_compares_no_whole_distribution(config: Config) -> Iterator[str]:
-    """Require no comparison of whole distributions where sampling masks hide part of them."""
+    """Refuse a comparison of whole distributions if sampling masks hide part of them."""
     kept = config.keeps_masks or config.algorithm.keep_sampling_mask
     if kept and (_whole_kl(config) or _distils_by_loss(config)):
         s = config.sampler
         yield (
             f"sampler.top_k={s.top_k}, top_p={s.top_p:g} and min_p={s.min_p:g} with "
-            "algorithm.keep_sampling_mask (null: kept where one of these leaves tokens out) look "
-            "at some tokens of the vocabulary, and algorithm.kl=full or teacher.form=loss at all "
+            "algorithm.keep_sampling_mask (null: kept if one of these excludes tokens) use some "
+            "tokens of the vocabulary, and algorithm.kl=full or teacher.form=loss use all "
             "of them. Set algorithm.kl=k3 and teacher.form=advantage, or sample without top_k, "
             "top_p and min_p, or accept a biased ratio with keep_sampling_mask=false."
         )
 
 
-def _distils(config: Config) -> bool:
-    return config.teacher.source != "none"
-
-
 def _distils_by_loss(config: Config) -> bool:
-    return _distils(config) and config.teacher.form == "loss"
+    return config.teacher is not None and config.teacher.form == "loss"
 
 
 def _ignores_rewards(config: Config) -> bool:
-    """Return whether the policy learns by distillation alone."""
-    return _distils(config) and config.teacher.rewards == 0
+    """Return whether the policy is trained by distillation alone."""
+    return config.teacher is not None and config.teacher.rewards == 0
 
 
 @rule(job="rl")
@@ -92,31 +88,31 @@ def a_kl_in_the_loss_has_a_gradient(config: Config) -> Iterator[str]:
     if a.kl_coefficient and a.kl_in == "loss" and name_of(a.kl) in facts.WITHOUT_GRADIENT:
         yield (
             f"algorithm.kl={name_of(a.kl)} with algorithm.kl_in=loss has an expected gradient of "
-            "0: it would hold nothing back. Set algorithm.kl=k2 (or unbiased, k3), or kl_in=reward."
+            "0: it has no effect. Set algorithm.kl=k2 (or unbiased, k3), or kl_in=reward."
         )
 
 
 @rule(job="rl")
 def a_kl_in_the_reward_is_not_blown_up(config: Config) -> Iterator[str]:
-    """Require that a KL in the reward is not divided by a spread that consists of that KL alone."""
+    """Refuse a division of a KL in the reward by a spread that consists of that KL alone."""
     a, name = config.algorithm, name_of(config.algorithm.advantage)
     floor = arguments_of(a.advantage).get("floor", 0)
     divides = name in facts.DIVIDED_IN_GROUP and not (name == "group_normalized" and floor)
     if a.kl_coefficient and a.kl_in == "reward" and divides:
         yield (
-            f"algorithm.kl_in=reward with algorithm.advantage={name} blows the KL of a group of "
-            "equal rewards up to advantages of full size. Set kl_in=loss, or an advantage that "
+            f"algorithm.kl_in=reward with algorithm.advantage={name} amplifies the KL of a group "
+            "of equal rewards to advantages of full size. Set kl_in=loss, or an advantage that "
             "does not divide by the group's spread (group_mean, rloo, reinforce_pp), or "
             "{group_normalized: {floor: 0.1}}."
         )
 
 
-# --- something is learnt -------------------------------------------------------------------------
+# --- there is something to train on --------------------------------------------------------------
 
 
 @rule()
 def the_learning_rate_reaches_its_peak(config: Config) -> Iterator[str]:
-    """Require a warm-up that is no longer than the run."""
+    """Require a warm-up that is not longer than the run."""
     a, rl = config.algorithm, config.run.job == "rl"
     waits = config.critic.warmup_steps if rl and name_of(a.advantage) in facts.NEEDS_VALUES else 0
     updates = (config.run.steps - waits) * (a.epochs * a.minibatches if rl else 1)
@@ -131,14 +127,14 @@ def the_learning_rate_reaches_its_peak(config: Config) -> Iterator[str]:
 
 @rule(job="rl")
 def answers_are_drawn_at_random(config: Config) -> Iterator[str]:
-    """Require more than one token to draw from."""
+    """Require more than one token to sample from."""
     s = config.sampler
     if s.temperature == 0 or s.top_k == 1:
         yield (
             f"sampler.temperature ({s.temperature:g}) and sampler.top_k ({s.top_k}) leave one "
-            "token to draw: all answers to a prompt would be the same, and their log-probs not "
-            "those of a policy. Set temperature=1.0 and top_k=0; eval.temperature is that of the "
-            "evaluation."
+            "token to sample: all answers to a prompt would be the same, with log-probs that are "
+            "not a policy's. Set temperature=1.0 and top_k=0; eval.temperature sets the "
+            "temperature of the evaluation."
         )
 
 
@@ -146,11 +142,11 @@ def answers_are_drawn_at_random(config: Config) -> Iterator[str]:
 def a_loss_of_whole_ratios_has_the_behavior_as_anchor(config: Config) -> Iterator[str]:
     """Refuse a proximal anchor for losses that weigh by the whole ratio of policy to behaviour."""
     a, name = config.algorithm, name_of(config.algorithm.loss)
-    if a.anchor == "proximal" and name in facts.AGAINST_BEHAVIOR and config.pairs.loss is None:
+    if a.anchor == "proximal" and name in facts.AGAINST_BEHAVIOR and config.pairs is None:
         yield (
-            f"algorithm.loss={name} weighs an answer by its whole ratio to the policy that drew "
-            "it, and with algorithm.anchor=proximal a ratio begins at the policy that starts the "
-            "step: positive answers would not weigh what its paper says. Set "
+            f"algorithm.loss={name} weighs an answer by its whole ratio to the policy that sampled "
+            "it, but with algorithm.anchor=proximal ratios are relative to the policy at the start "
+            "of the step: positive answers would not get the weight of its paper. Set "
             "algorithm.anchor=behavior, or another loss."
         )
 
@@ -160,7 +156,7 @@ def a_group_has_answers_to_compare(config: Config) -> Iterator[str]:
     """Require several answers per group for advantages that compare them."""
     a, name = config.algorithm, name_of(config.algorithm.advantage)
     compares = name in facts.COMPARED_IN_GROUP and not _ignores_rewards(config)
-    if a.group_size == 1 and compares and config.pairs.loss is None:
+    if a.group_size == 1 and compares and config.pairs is None:
         yield (
             f"algorithm.advantage={name} compares the answers to one prompt, and "
             "algorithm.group_size=1 has one: all advantages would be 0. Raise group_size, or set "
@@ -170,29 +166,29 @@ def a_group_has_answers_to_compare(config: Config) -> Iterator[str]:
 
 @rule(job="rl")
 def a_partial_group_has_answers_to_compare(config: Config) -> Iterator[str]:
-    """Require the fewest members of a group to be a part of it, and enough to compare."""
+    """Require the minimum size of a group to be at most its size, and enough to compare."""
     a, name = config.algorithm, name_of(config.algorithm.advantage)
-    if a.least_members is None:
+    if a.min_members is None:
         return
-    if a.least_members > a.group_size:
+    if a.min_members > a.group_size:
         yield (
-            f"algorithm.least_members ({a.least_members}) must be at most algorithm.group_size "
-            f"({a.group_size}): a group has no more members. Lower it, or raise group_size."
+            f"algorithm.min_members ({a.min_members}) must be at most algorithm.group_size "
+            f"({a.group_size}). Lower it, or raise group_size."
         )
     compares = name in facts.COMPARED_IN_GROUP and not _ignores_rewards(config)
-    compares = compares and config.pairs.loss is None
-    if a.least_members == 1 < a.group_size and (compares or a.dynamic_sampling):
+    compares = compares and config.pairs is None
+    if a.min_members == 1 < a.group_size and (compares or a.dynamic_sampling):
         what = f"algorithm.advantage={name}" if compares else "algorithm.dynamic_sampling"
         yield (
-            f"{what} compares the answers to one prompt, and algorithm.least_members=1 lets a "
-            "group go on with one: nothing would be learnt from it. Set least_members to at least "
+            f"{what} compares the answers to one prompt, and algorithm.min_members=1 accepts a "
+            "group with one answer, which has no training signal. Set min_members to at least "
             "2."
         )
 
 
 @rule(job="rl")
 def enough_answers_can_be_compared(config: Config) -> Iterator[str]:
-    """Require a group to have as many answers as must be compared."""
+    """Require a group to have at least the number of answers that must be compared."""
     a = config.algorithm
     if a.baseline == "unmasked" and a.least_compared > a.group_size:
         yield (
@@ -205,13 +201,13 @@ def enough_answers_can_be_compared(config: Config) -> Iterator[str]:
 def tokens_have_different_advantages(config: Config) -> Iterator[str]:
     """Require tokens that differ for advantages that compare tokens.
 
-    They are all alike in one answer that is rewarded as a whole and undiscounted.
+    All tokens are alike in an undiscounted answer that is rewarded as a whole.
     """
     a, name = config.algorithm, name_of(config.algorithm.advantage)
     kl_per_token = a.kl_coefficient and a.kl_in == "reward"
     own_rewards = any(is_own(function) for function in config.reward.weights)
-    if own_rewards or config.reward.process.function or kl_per_token or _ignores_rewards(config):
-        return  # single tokens may be rewarded, or nothing is
+    if own_rewards or config.reward.process is not None or kl_per_token or _ignores_rewards(config):
+        return  # single tokens may be rewarded, or rewards are not used
     alone = a.group_size == 1 and (name == "discounted" or a.groups_per_step == 1)
     undiscounted = arguments_of(a.advantage).get("gamma", 1) == 1
     if alone and undiscounted and name in ("discounted", *facts.CENTERED_IN_STEP):
@@ -233,7 +229,7 @@ def each_minibatch_has_answers(config: Config) -> Iterator[str]:
         yield (
             f"algorithm.minibatches ({a.minibatches}) is more than the answers of a step "
             f"({answers}: groups_per_step * group_size): some minibatches would be empty. Set it "
-            f"to {answers} at most."
+            f"to at most {answers}."
         )
 
 
@@ -243,29 +239,31 @@ def dynamic_sampling_keeps_some_groups(config: Config) -> Iterator[str]:
     a = config.algorithm
     if a.dynamic_sampling and a.group_size < 2:
         yield (
-            "algorithm.dynamic_sampling drops groups whose rewards are all equal, which those of "
-            "algorithm.group_size=1 always are. Raise it, or set dynamic_sampling=false."
+            "algorithm.dynamic_sampling drops groups whose rewards are all equal, and a group of "
+            "algorithm.group_size=1 always has equal rewards. Raise it, or set "
+            "dynamic_sampling=false."
         )
 
 
 @rule(job="rl")
 def dynamic_sampling_selects_by_what_is_learnt(config: Config) -> Iterator[str]:
-    """Require rewards to be learnt from if dynamic sampling selects groups by them."""
+    """Require rewards in the loss if dynamic sampling selects groups by them."""
     dynamic = config.algorithm.dynamic_sampling
     if dynamic and _ignores_rewards(config):
         yield (
             "algorithm.dynamic_sampling drops groups by their rewards, which teacher.rewards=0 "
-            "does not learn from. Set dynamic_sampling=false, or teacher.rewards above 0."
+            "ignores. Set dynamic_sampling=false, or teacher.rewards above 0."
         )
 
 
 @rule(job="rl")
 def a_teacher_has_weight(config: Config) -> Iterator[str]:
     """Require a positive coefficient for a teacher that is loaded."""
-    if _distils(config) and config.teacher.coefficient == 0:
+    teacher = config.teacher
+    if teacher is not None and teacher.coefficient == 0:
         yield (
-            f"teacher.coefficient=0 learns nothing from teacher.source={config.teacher.source}. "
-            "Raise it, or set teacher.source=none."
+            f"teacher.coefficient=0 ignores teacher.source={teacher.source}. Raise it, "
+            "or set teacher=null."
         )
 
 
@@ -275,8 +273,8 @@ def the_critics_warmup_ends(config: Config) -> Iterator[str]:
     waits = config.critic.warmup_steps
     if name_of(config.algorithm.advantage) in facts.NEEDS_VALUES and waits >= config.run.steps:
         yield (
-            f"critic.warmup_steps ({waits}) leaves the policy none of run.steps "
-            f"({config.run.steps}) to learn in. Lower it, or raise run.steps."
+            f"critic.warmup_steps ({waits}) leaves none of run.steps ({config.run.steps}) to train "
+            "the policy. Lower it, or raise run.steps."
         )
 
 
@@ -287,6 +285,6 @@ def worked_answers_are_learnt_at_temperature_1(config: Config) -> Iterator[str]:
     supervised = config.algorithm.supervised_coefficient
     if supervised and temperature != 1.0:
         yield (
-            f"algorithm.supervised_coefficient learns at sampler.temperature ({temperature}), and "
-            "worked answers are learnt at 1. Set the temperature to 1, or the coefficient to 0."
+            f"algorithm.supervised_coefficient trains at sampler.temperature ({temperature}), and "
+            "demonstrations need temperature 1. Set the temperature to 1, or the coefficient to 0."
         )

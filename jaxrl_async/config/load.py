@@ -2,8 +2,8 @@
 
     text --yaml--> tree + line of each key --overrides--> tree --known keys, types, rules--> Config
 
-A problem says where it is (file and line, or command line), the key path, the value, and what is
-allowed. Needs no JAX.
+A problem names its place (file and line, or command line), the key path, the value, and the allowed
+values. Needs no JAX.
 """
 
 import logging
@@ -11,7 +11,7 @@ import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -30,22 +30,25 @@ from jaxrl_async.config.draft import (
     read_draft,
     shown,
 )
+from jaxrl_async.config.former import NAMES, Replaced, renew_names, turn_off, turns_off
 from jaxrl_async.config.recipes import PREFIX, recipe_file, with_own_paths
 from jaxrl_async.config.rules import RULES
 from jaxrl_async.config.schema import RUN_NAME, Choice, Choices, Config
 from jaxrl_async.config.section import MAX_WHOLE, Section
-from jaxrl_async.config.several import differences, merged, section_of
+from jaxrl_async.config.several import differences, is_optional, merged, section_of
 from jaxrl_async.config.unused import warnings_of_unused
 from jaxrl_async.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 MAX_PROBLEMS = 20
-"""Most problems to report of one configuration."""
+"""Maximum number of problems reported for one configuration."""
+MAX_FORMER = 4
+"""Maximum number of former names in one place that are each logged."""
 
 
 RESTARTED = ("run.resume_or_start=true", "run.overwrite=false")
-"""Overrides of a run that a launcher starts again and again; an example's overwrite is for runs
+"""Overrides of a run that a launcher restarts automatically; an example's overwrite is for runs
 that are started by hand."""
 
 
@@ -58,13 +61,13 @@ def load(
     """Load a configuration and apply overrides `section.key=value` in order.
 
     Values of overrides are YAML, except that text fields take them verbatim. Below a choice,
-    `algorithm.loss.ppo_clip.clip_high=0.3` sets an argument; `runs.NAME.` before a setting sets it
-    for one of several runs. Raises ConfigError.
+    `algorithm.loss.ppo_clip.clip_high=0.3` sets an argument; the prefix `runs.NAME.` sets a setting
+    of one of several runs. Raises ConfigError.
 
     Args:
         source: a YAML file, recipe:NAME, or the sections as mappings.
         overrides: see above.
-        where: what mappings are called in messages.
+        where: name of mappings in messages.
     """
     if isinstance(source, Mapping):
         draft = Draft(file=where, tree=_plain_copy(source))
@@ -74,6 +77,7 @@ def load(
     else:
         draft = read_draft(Path(source))
     given, of_runs = draft.tree.pop("runs", None), []
+    _renew_names(draft)
     for text in overrides:
         if text.strip().startswith(("runs.", "runs=")):
             of_runs.append(text)
@@ -88,8 +92,10 @@ def load(
 
 
 def _checked(draft: Draft) -> Config:
-    """Return a draft as a configuration that keeps the rules. Raises ConfigError with all that is
-    wrong."""
+    """Return a draft as a configuration that keeps the rules. Raises ConfigError with all
+    problems."""
+    draft = replace(draft, tree=_plain_copy(draft.tree))  # without sections that are turned off
+    _tell(draft, turn_off(draft.tree))
     known = _keep_known(draft, draft.tree, Config, ())
     try:
         config = Config.model_validate(known)
@@ -104,15 +110,35 @@ def _checked(draft: Draft) -> Config:
     raise ConfigError(_listed(list(dict.fromkeys(draft.problems))))
 
 
+def _renew_names(draft: Draft) -> None:
+    """Write former names and values in a draft as they are now."""
+    replaced = renew_names(draft.tree)
+    _tell(draft, replaced)
+    for one in replaced:
+        written = tuple(one.written.split("."))
+        if written in draft.lines:
+            draft.lines.setdefault(tuple(one.now.split(".")), draft.lines[written])
+
+
+def _tell(draft: Draft, replaced: Iterable[Replaced]) -> None:
+    """Log former ways to write settings, each once; of many, as a run of 0.3 has, the first."""
+    new = [one for one in replaced if one.told not in draft.told]
+    draft.told |= {one.told for one in new}
+    for one in new[: 1 if len(new) > MAX_FORMER else None]:
+        log.warning("%s: %s", draft.where(tuple(one.written.split("."))), one.told)
+    if len(new) > MAX_FORMER:
+        log.warning("and %d more; --print-config prints how all are written now", len(new) - 1)
+
+
 def _of_several(shared: Draft, config: Config, given: Any, overrides: Sequence[str]) -> Config:
-    """Return the configuration of several runs, in which each is what differs from the shared one.
-    Raises ConfigError.
+    """Return the configuration of several runs, each as its differences from the shared one. Raises
+    ConfigError.
 
     Args:
-        shared: all that stands beside `runs`.
+        shared: all settings except `runs`.
         config: made from it.
         given: the setting `runs`: settings, or a file of them, by name.
-        overrides: those of runs.NAME.
+        overrides: overrides of runs.NAME.
     """
     if not given or not isinstance(given, dict) or any(type(name) is not str for name in given):
         told = f"runs = {shown(given)} must be {{name: settings or a file}}; write it in the file."
@@ -141,8 +167,8 @@ def _of_several(shared: Draft, config: Config, given: Any, overrides: Sequence[s
 
 
 def _run_of(override: str, names: Iterable[str]) -> str | None:
-    """Return the run that an override runs.NAME.SECTION.KEY=VALUE is for; names may have dots in
-    them. None: there is none of this name."""
+    """Return the run of an override runs.NAME.SECTION.KEY=VALUE; names may contain dots. None: no
+    run has this name."""
     key = override.strip().partition("=")[0]
     found = (name for name in names if key.startswith(f"runs.{name}."))
     return max(found, key=len, default=None)
@@ -164,32 +190,31 @@ def _checked_several(shared: Draft, config: Config, runs: Tree) -> Config:
 
 
 def _of_one(shared: Draft, name: str, own: Any) -> Draft:
-    """Return the draft of one of several runs: the shared settings with its own in their place.
-    Raises ConfigError."""
+    """Return the draft of one of several runs: its own settings merged into the shared ones. Raises
+    ConfigError."""
     if isinstance(own, str):
-        file = read_draft(Path(own))
-        return Draft(
-            file=file.file,
-            tree=merged(deepcopy(shared.tree), file.tree),
-            lines=file.lines,
-            overridden=set(shared.overridden),
-        )
-    if not isinstance(own, dict):
+        draft, lines = read_draft(Path(own)), dict[KeyPath, int]()
+    elif not isinstance(own, dict):
         shared.complain(
             ("runs", name), f"runs.{name} = {shown(own)} must be settings by section, or a file."
         )
         raise ConfigError(_listed(shared.problems))
-    lines = {path[2:]: line for path, line in shared.lines.items() if path[:2] == ("runs", name)}
+    else:
+        in_runs, lines = ("runs", name), shared.lines
+        own_lines = {path[2:]: line for path, line in lines.items() if path[:2] == in_runs}
+        draft = Draft(file=shared.file, tree=_plain_copy(own), lines=own_lines)
+    _renew_names(draft)
     return Draft(
-        file=shared.file,
-        tree=merged(deepcopy(shared.tree), own),
-        lines={**shared.lines, **{path: line for path, line in lines.items() if path}},
-        overridden=set(shared.overridden),
+        file=draft.file,
+        tree=merged(deepcopy(shared.tree), draft.tree),
+        lines={**lines, **{path: line for path, line in draft.lines.items() if path}},
+        overridden=shared.overridden - draft.lines.keys(),
+        told=shared.told,
     )
 
 
 def _plain_copy(tree: Mapping[str, Any]) -> Tree:
-    """Return mappings as new dicts, whatever kind of mapping they are."""
+    """Return mappings of any kind as new dicts."""
     return {
         key: _plain_copy(value) if isinstance(value, Mapping) else value
         for key, value in tree.items()
@@ -197,7 +222,7 @@ def _plain_copy(tree: Mapping[str, Any]) -> Tree:
 
 
 def _complain_of_whole_sections(draft: Draft, known: Tree, error: ValidationError) -> None:
-    """Note the broken rules of single sections beside fields that are wrong in other sections."""
+    """Add the broken rules of single sections if fields of other sections are wrong."""
     wrong = {str(detail["loc"][0]) for detail in error.errors() if detail["loc"]}
     try:
         config = Config.model_validate({k: v for k, v in known.items() if k not in wrong})
@@ -217,7 +242,7 @@ def _listed(problems: list[str]) -> str:
 
 
 def dump(config: Config) -> str:
-    """Return the whole configuration as YAML, from which `load` makes an equal Config."""
+    """Return the complete configuration as YAML, from which `load` makes an equal Config."""
     return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True, width=100)
 
 
@@ -234,16 +259,17 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class FieldHelp:
-    """What is said of a setting, or of a section, whose default is None then."""
+    """Help of a setting, or of a section, whose default is None."""
 
     path: str  # "algorithm.learning_rate"
     about: str
     default: str | None = None  # as YAML
     allowed: str = ""  # type and range in words: "a whole number >= 1 or null"
+    is_null: bool = False  # whether it is a section that is null by default
 
 
 def help_of_fields(section: type[Section] = Config, path: KeyPath = ()) -> Iterator[FieldHelp]:
-    """Yield every section and setting, a section before what is in it."""
+    """Yield every section and setting, a section before its settings."""
     for name, target in section.model_fields.items():
         here = ".".join((*path, name))
         inner = section_of(target)
@@ -252,14 +278,14 @@ def help_of_fields(section: type[Section] = Config, path: KeyPath = ()) -> Itera
         if inner is None:
             yield FieldHelp(here, about, _default(target), _allowed(target))
         else:
-            yield FieldHelp(here, about)
+            yield FieldHelp(here, about, is_null=is_optional(target))
             yield from help_of_fields(inner, (*path, name))
 
 
 def help_text(prefix: str = "") -> str:
     """List every field: key path, default, type and range, help text.
 
-    prefix: only what this section, or setting, holds; "": all. Raises ConfigError.
+    prefix: only this section or setting; "": all. Raises ConfigError.
     """
     path = tuple(prefix.split(".")) if prefix else ()
     target = _find(path) if path else None
@@ -273,7 +299,8 @@ def help_text(prefix: str = "") -> str:
     lines = []
     for one in found:
         if one.default is None:
-            lines += ["", f"{one.path}{':  ' + one.about if one.about else ''}"]
+            null = " = null" if one.is_null else ""
+            lines += ["", f"{one.path}{null}{':  ' + one.about if one.about else ''}"]
         else:
             lines += [f"  {one.path} = {one.default}    ({one.allowed})", f"      {one.about}"]
     return "\n".join(lines)
@@ -290,7 +317,11 @@ def setting_names() -> list[str]:
 def _apply(draft: Draft, text: str) -> None:
     """Write one `section.key=value` into the draft's tree."""
     dotted, equals, raw = text.partition("=")
-    path = tuple(part.strip() for part in dotted.strip().split("."))
+    name = ".".join(part.strip() for part in dotted.split("."))
+    if name in NAMES:
+        log.warning("%s: %s is now called %s", COMMAND_LINE, name, NAMES[name])
+        name = NAMES[name]
+    path = tuple(name.split("."))
     if not equals or not all(path):
         draft.problems.append(
             f"{COMMAND_LINE}: {shown(text)} is not an override. Write section.key=value."
@@ -302,15 +333,28 @@ def _apply(draft: Draft, text: str) -> None:
         draft.complain(path, _unknown(path))
         return
     try:
-        value = _override_value(raw.strip(), target)
+        value = _override_value(raw.strip(), target, name)
     except ConfigError as error:
         draft.problems.append(f"{COMMAND_LINE}: {'.'.join(path)}: {error}")
         return
+    value = _renewed_value(path, value)
     if _is_section(target) and isinstance(value, dict):
         for key, inner in value.items():
             _store(draft, (*path, str(key)), inner)
     else:
         _store(draft, path, value)
+
+
+def _renewed_value(path: KeyPath, value: Any) -> Any:
+    """Return the value of an override, whose path is of now, without former names and values."""
+    tree = value
+    for key in reversed(path):
+        tree = {key: tree}
+    _renew_names(draft := Draft(file=COMMAND_LINE, tree=tree))
+    tree = draft.tree
+    for key in path:
+        tree = tree[key]
+    return tree
 
 
 def _store(draft: Draft, path: KeyPath, value: Any) -> None:
@@ -319,13 +363,13 @@ def _store(draft: Draft, path: KeyPath, value: Any) -> None:
     for depth, key in enumerate(path[:-1]):
         inner = tree.get(key)
         if isinstance(inner, list) and _is_choice(_find(path[: depth + 1])):
-            inner = {}  # a list of choices gives way to the one that takes the argument
+            inner = {}  # a list of choices is replaced by the choice with the argument
         if inner is None or (isinstance(inner, str) and not _is_section(_find(path[: depth + 1]))):
             inner = (
                 {inner: {}} if inner == path[depth + 1] else {}
             )  # `loss: ppo_clip` takes an argument
         if not isinstance(inner, dict):
-            return  # the section itself is wrong, and is reported as such
+            return  # the section itself is wrong, and is reported
         if _is_choice(_find(path[: depth + 1])) and path[depth + 1] not in inner:
             inner = {}  # another function is chosen
         tree[key] = inner
@@ -333,10 +377,12 @@ def _store(draft: Draft, path: KeyPath, value: Any) -> None:
     tree[path[-1]] = value
 
 
-def _override_value(raw: str, target: Any) -> Any:
-    """Return what `raw` means for a field: itself for text fields, else parsed as YAML."""
+def _override_value(raw: str, target: Any, name: str) -> Any:
+    """Return the value of `raw` for a field of this name: verbatim for text fields, else parsed as
+    YAML."""
     if isinstance(target, FieldInfo):
-        if raw in ("null", "~") and _is_optional(target.annotation):
+        is_null = raw in ("null", "~")
+        if is_null and (_is_optional(target.annotation) or turns_off(name, None)):
             return None
         if _is_text(target.annotation) and raw[:1] not in ("'", '"'):
             return raw
@@ -363,7 +409,7 @@ def _keep_known(
         inner = section_of(target)
         if inner is not None and isinstance(value, dict):
             known[key] = _keep_known(draft, value, inner, here)
-        elif inner is not None:
+        elif inner is not None and not (value is None and is_optional(target)):
             draft.complain(
                 here, f"{'.'.join(here)} = {shown(value)} must be a section: keys and values."
             )
@@ -375,9 +421,9 @@ def _keep_known(
 
 
 def _wrong_at_sight(value: Any, target: FieldInfo) -> bool:
-    """Return whether a value is of a kind that pydantic would accept and we do not.
+    """Return whether a value is of a kind that pydantic would accept but that is not allowed.
 
-    These are true for 1, bytes or NUL for text, and huge integers.
+    Examples: true for 1, bytes or NUL for text, and huge integers.
     """
     alternatives = _alternatives(target.annotation)
     if isinstance(value, bool) or bool in alternatives:
@@ -390,7 +436,7 @@ def _wrong_at_sight(value: Any, target: FieldInfo) -> bool:
 
 
 def _is_encodable(text: str) -> bool:
-    """Return whether a text can be written as UTF-8 and name a file."""
+    """Return whether a text can be encoded as UTF-8 and used as a file name."""
     try:
         return b"\0" not in text.encode()
     except UnicodeEncodeError:
@@ -405,6 +451,8 @@ def _translate(draft: Draft, error: ValidationError) -> Iterator[str]:
         target = _find(path)
         if isinstance(target, FieldInfo) and _named_sections(target) and len(whole) > len(path):
             yield f"{draft.where(whole)}: {'.'.join(whole)}: {one['msg']}. Correct it."
+        elif isinstance(target, FieldInfo) and one["type"] == "missing" and whole == path:
+            yield f"{draft.where(path)}: {_missing(path, target)}"
         elif isinstance(target, FieldInfo) and section_of(target) is None:
             value = draft.tree
             for key in path:
@@ -412,6 +460,14 @@ def _translate(draft: Draft, error: ValidationError) -> Iterator[str]:
             yield f"{draft.where(path)}: {_not_allowed(path, value, target)}"
         else:
             yield f"{draft.where(path)}: {'.'.join(path) or 'the configuration'}: {one['msg']}."
+
+
+def _missing(path: KeyPath, target: FieldInfo) -> str:
+    section = ".".join(path[:-1])
+    return (
+        f"{section} is given without {path[-1]}. Set {'.'.join(path)} ({_allowed(target)}), or "
+        f"{section}=null."
+    )
 
 
 def _not_allowed(path: KeyPath, value: Any, target: FieldInfo) -> str:
@@ -429,7 +485,7 @@ def _unknown(path: KeyPath) -> str:
 
 
 def _nearest(path: KeyPath) -> list[str]:
-    """Find key paths like `path`: in another section, misspelt in its own, or just similar."""
+    """Find similar key paths: in another section, misspelt in the same section, or just similar."""
     parent, name, dotted = path[:-1], path[-1], ".".join(path)
     known = dict(_all_paths(Config, ()))
     siblings = [c for c in known if c[:-1] == parent]
@@ -446,12 +502,12 @@ def _nearest(path: KeyPath) -> list[str]:
 
 
 def _most_alike(word: str, candidates: Mapping[str, KeyPath], least: float) -> KeyPath | None:
-    """Return the candidate most like the word, or None if difflib's ratio is below `least`."""
+    """Return the candidate most similar to the word; None if difflib's ratio is below `least`."""
     near = get_close_matches(word[:100], candidates, n=1, cutoff=least)
     return candidates[near[0]] if near else None
 
 
-# --- the schema, read ---------------------------------------------------------------------------
+# --- reading the schema --------------------------------------------------------------------------
 
 
 def _all_paths(section: type[Section], path: KeyPath) -> Iterator[tuple[KeyPath, bool]]:
@@ -486,7 +542,7 @@ def _is_section_type(kind: Any) -> bool:
 
 
 def _named_sections(target: FieldInfo) -> bool:
-    """Return whether a field holds sections by names of the user's."""
+    """Return whether a field holds sections by names that the user chooses."""
     kind = target.annotation
     return get_origin(kind) is dict and _is_section_type(get_args(kind)[1])
 
@@ -561,12 +617,14 @@ def _range(limits: Sequence[Any]) -> list[str]:
         f"{sign} {getattr(limit, name)}"
         for limit in limits
         for name, sign in signs.items()
-        if getattr(limit, name, None) not in (None, MAX_WHOLE)  # which goes without saying
+        if getattr(limit, name, None) not in (None, MAX_WHOLE)  # which is not mentioned
     ]
     patterns = [f"like {limit.pattern}" for limit in limits if getattr(limit, "pattern", None)]
     return [" and ".join(found)] * bool(found) + patterns
 
 
 def _default(target: FieldInfo) -> str:
+    if target.is_required():
+        return "required"
     value = target.get_default(call_default_factory=True)
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()

@@ -1,4 +1,4 @@
-"""Rules about an adapter that is trained in place of all weights (model.lora). Needs no JAX."""
+"""Rules about training an adapter instead of all weights (model.lora). Needs no JAX."""
 
 from collections.abc import Iterator
 
@@ -10,36 +10,36 @@ rule = RuleBook()
 
 @rule(job="rl")
 def an_adapter_reaches_our_samplers(config: Config) -> Iterator[str]:
-    """Require samplers that take an adapter: it alone is sent to them."""
-    if config.model.lora.rank and config.sampler.engine != "native":
+    """Require samplers that can load an adapter: only the adapter is sent to them."""
+    if config.model.lora is not None and config.sampler.engine != "native":
         yield (
-            f"model.lora.rank ({config.model.lora.rank}) sends an adapter alone, which "
-            f"sampler.engine={config.sampler.engine} is not asked to load. Set rank=0, or take "
+            f"model.lora (rank {config.model.lora.rank}) sends only an adapter, which "
+            f"sampler.engine={config.sampler.engine} cannot load. Set model.lora=null, or "
             "sampler.engine=native."
         )
 
 
 @rule()
 def the_base_of_an_adapter_stays_as_it_was_loaded(config: Config) -> Iterator[str]:
-    """Refuse a warm start of a loaded model: it trains all weights, and an adapter is to be trained
-    because these do not fit."""
+    """Refuse a warm start of a loaded model: it trains all weights, and an adapter is used because
+    training them does not fit in memory."""
     trained = config.warm_start.steps > 0 and config.run.job != "sft"
-    if config.model.lora.rank and config.model.path is not None and trained:
+    if config.model.lora is not None and config.model.path is not None and trained:
         yield (
             f"warm_start.steps ({config.warm_start.steps}) would train all weights of model.path, "
-            f"and model.lora.rank ({config.model.lora.rank}) an adapter of them. Train the records "
-            "by run.job=sft with the adapter first and give its policy as model.path, or set "
+            f"but model.lora (rank {config.model.lora.rank}) only an adapter. Train the records "
+            "by run.job=sft with the adapter first and set its policy as model.path, or set "
             "warm_start.steps=0."
         )
 
 
 @rule(job="rl")
 def trainer_and_samplers_share_a_quantised_base(config: Config) -> Iterator[str]:
-    """Refuse to quantise the samplers' base another way than the trainer's."""
-    base, dtype = config.model.lora.base, config.weights.eight_bits
-    if config.model.lora.rank and base != "full" and dtype:
+    """Refuse different quantisations of the base in samplers and trainer."""
+    lora, dtype = config.model.lora, config.weights.eight_bits
+    if lora is not None and lora.base != "full" and dtype:
         yield (
-            f"weights.dtype={dtype} quantises the samplers' weights alone, and "
-            f"model.lora.base={base} those of trainer and samplers alike. Leave weights.dtype out, "
-            "or set model.lora.base=full."
+            f"weights.dtype={dtype} quantises only the samplers' weights, and "
+            f"model.lora.base={lora.base} the weights of trainer and samplers. Leave weights.dtype "
+            "out, or set model.lora.base=full."
         )

@@ -14,29 +14,30 @@ ALL_LINEAR = "all-linear"
 
 class LoraSection(Section):
     """Train small low-rank changes of frozen weights (LoRA, arXiv:2106.09685). Defaults follow
-    "LoRA Without Regret" (Schulman et al. 2025): every matrix, alpha 32; take about ten times the
-    learning rate of a training of all weights."""
+    "LoRA Without Regret" (Schulman et al. 2025): every matrix, alpha 32; LoRA needs about ten
+    times the learning rate of full fine-tuning."""
 
-    rank: Annotated[int, Field(ge=0, le=65_536)] = 0
-    """Inner width of each change; 0: all weights are trained, and nothing is frozen."""
+    rank: Annotated[int, Field(ge=1, le=65_536)]
+    """Inner width of each change."""
     alpha: float = Field(32.0, gt=0)
     """The change is scaled by alpha / rank."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (arXiv:2312.03732)."""
     targets: str | tuple[str, ...] = ALL_LINEAR
-    """Matrices that are changed: all-linear, or names such as [q_proj, v_proj], or regular
+    """Adapted matrices: all-linear, or names such as [q_proj, v_proj], or regular
     expressions of whole names of any layer, such as model.layers.[0-9]+.self_attn.q_proj."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of each adapted matrix's inputs that its change does not see in an update: never in
-    log-probs before it, in the reference, the evaluation or the samplers. Keep 0 for rl."""
+    """Dropout of each adapted matrix's inputs to its change, only in updates: not in the log-probs
+    before an update, the reference, the evaluation or the samplers. Keep 0 for rl."""
     init: Literal["uniform", "normal"] = "uniform"
-    """How the input side begins: uniform as in PEFT, within 1 / sqrt(inputs); or normal with
-    deviation 1 / rank. The output side begins at 0."""
+    """Initialization of the input side: uniform within 1 / sqrt(inputs), as in PEFT; or normal with
+    deviation 1 / rank. The output side is initialized with 0."""
     base: Literal["full", "int8", "nf4", "int4", "q4_1"] = "full"
-    """What the frozen matrices are kept in, by trainer and samplers alike (QLoRA,
+    """Format of the frozen matrices in trainer and samplers (QLoRA,
     arXiv:2305.14314): in model.param_dtype (full); in 8 bits with a scale for each output (int8);
     or in 4 bits with scales for groups of inputs, as quantiles of a normal distribution (nf4),
     whole numbers (int4) or whole numbers above the group's least weight (q4_1). With group_size=32
     the blocks of a GGUF file stay as they are: of Q4_0 (int4, q4_1), Q4_1 and Q4_K (q4_1)."""
     group_size: Annotated[int, Field(ge=2, le=65_536)] = 64
-    """Most inputs that share a scale in 4 bits; groups lie within a head, and divide the inputs."""
+    """Maximum inputs that share a scale in 4 bits; groups lie within a head and divide the
+    inputs."""

@@ -37,7 +37,7 @@ FamilyName = Literal[
     "qwen3_5_text",
     "qwen3_5_moe_text",
 ]
-"""The model_type of each family in model.families.registry."""
+"""The model_type of each family in model.families.family_registry."""
 ROUTED_FAMILIES: tuple[FamilyName, ...] = (
     "qwen3_moe",
     "mixtral",
@@ -49,7 +49,7 @@ ROUTED_FAMILIES: tuple[FamilyName, ...] = (
     "qwen3_next",
     "qwen3_5_moe_text",
 )
-"""Those with experts."""
+"""The families with experts."""
 
 
 class ArchitectureSection(Section):
@@ -67,9 +67,10 @@ class ArchitectureSection(Section):
     kv_heads: Count = 2
     """Key and value heads; deepseek_v2 and deepseek_v3 have as many as query heads."""
     head_dim: Positive = 32
-    """Width of a head. Of deepseek_v2 and deepseek_v3 half of it turns, values are as wide as the
-    rest, and the ranks are 4 (queries) and 2 (keys and values) times it. The delta nets of
-    qwen3_next and Qwen3.5's have kv_heads key heads and `heads` value heads of this width."""
+    """Width of a head. In deepseek_v2 and deepseek_v3 the rotary part is half of it, values are as
+    wide as the other half, and the ranks are 4 (queries) and 2 (keys and values) times it. The
+    delta nets of qwen3_next and Qwen3.5 have kv_heads key heads and `heads` value heads of this
+    width."""
     mlp: Positive = 384
     """Hidden width of the MLP, or of each expert."""
     experts: NonNegative = 0
@@ -78,10 +79,9 @@ class ArchitectureSection(Section):
     experts_per_token: Positive = 2
     """Experts that each token is routed to."""
     window: Positive | None = None
-    """Tokens that a layer with a sliding window sees, for families that have such layers; null:
-    none has a window."""
+    """Size of the sliding window, tokens, for families with such layers; null: no windows."""
     tied: bool = True
-    """Use the embedding as the output head, too."""
+    """Share the embedding with the output head."""
     rope_theta: float = Field(10_000.0, gt=0)
     """Base of the rotary embedding."""
     vocab: Positive | None = None
@@ -103,14 +103,14 @@ class ModelSection(Section):
     that multiply in it (NVIDIA's from Ampere on), float32 on others and on CPUs. A resumed run
     keeps its type."""
     param_dtype: NumberType = "float32"
-    """Data type of the trainer's weights and gradients; trainer.rounding says what becomes of
+    """Data type of the trainer's weights and gradients; trainer.rounding decides about
     updates below bfloat16's resolution."""
     remat: Literal["none", "layer", "attention", "dots"] = "none"
-    """What the backward pass recomputes: nothing, each layer, each layer except attention (keeps
+    """Recomputation in the backward pass: nothing, each layer, each layer except attention (keeps
     the kernels' results on TPUs and GPUs: 2 bytes per query, token and layer), or everything but
     matrix products (dots)."""
-    lora: LoraSection = LoraSection()
-    """Train an adapter of low rank instead of all weights."""
+    lora: LoraSection | None = None
+    """Train a low-rank adapter instead of all weights; null: all weights."""
     balance: BalanceSection = BalanceSection()
     """Spread tokens evenly over the experts of a mixture."""
     attention: Literal["auto", "reference", "splash", "cudnn", "flash"] = "auto"
@@ -144,15 +144,15 @@ def dtype_on(platform: str, capability: str | None = None) -> NumberType:
 
 class WeightsSection(Section):
     dtype: Literal["float32", "bfloat16", "int8", "float8_e4m3fn"] | None = None
-    """Data type in which weights are sent and kept by the sampler; null: model.dtype. int8 and
-    float8_e4m3fn quantise the layers' matrices, with one scale per output; the rest is in
+    """Data type of the weights that are sent to the sampler and kept there; null: model.dtype. int8
+    and float8_e4m3fn quantise the layers' matrices, with one scale per output; the rest is in
     model.dtype."""
     probe: bool = True
     """After each publish, compare the sampler's log-probs of a prompt with the trainer's. Weights
     that differ by more than rounding explains end the run, unless their checksums agree."""
     probe_tolerance: float | None = Field(None, gt=0)
-    """Largest difference between those log-probs that is not warned of, nats; null: what rounding
-    explains, by data types, platform, number of layers and size of the log-probs."""
+    """Maximum difference between those log-probs without a warning, nats; null: derived from
+    rounding: data types, platform, number of layers and size of the log-probs."""
     checksum: bool = True
     """After each transfer, compare a checksum of every array on both sides before the weights are
     used."""

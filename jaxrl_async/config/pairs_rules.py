@@ -1,5 +1,4 @@
-"""Rules about learning from pairs of the policy's own answers (the section `pairs`). Needs no
-JAX."""
+"""Rules about training on pairs of the policy's own answers (the section `pairs`). Needs no JAX."""
 
 from collections.abc import Iterator
 
@@ -13,90 +12,88 @@ rule = RuleBook()
 @rule("pairs")
 def a_pairs_loss_learns_from_pairs(config: Config) -> Iterator[str]:
     """Refuse losses of single judged answers."""
-    loss = config.pairs.loss
-    if loss is not None and name_of(loss) in facts.SINGLE_ANSWERS:
+    if config.pairs is not None and (name := name_of(config.pairs.loss)) in facts.SINGLE_ANSWERS:
         yield (
-            f"pairs.loss={name_of(loss)} learns from single answers that are called good or bad, "
-            "against a baseline of mismatched ones, and pairs are compared with each other. Set "
+            f"pairs.loss={name} trains on single answers that are labelled good or bad, against a "
+            "baseline of mismatched answers; pairs are compared with each other. Set "
             "dpo, ipo, simpo or orpo; run.job=preference has kto."
         )
 
 
 @rule(job="rl")
 def pairs_have_two_answers(config: Config) -> Iterator[str]:
-    """Require two answers in each group that pairs are made of."""
+    """Require at least two answers in each group for pairs."""
     a = config.algorithm
-    if config.pairs.loss is None:
+    if config.pairs is None:
         return
     if a.group_size < 2:
         yield (
-            "pairs.loss compares answers to one prompt, and algorithm.group_size=1 draws one. "
-            "Raise it to 2 at least."
+            "pairs.loss compares answers to one prompt, and algorithm.group_size=1 samples one. "
+            "Raise it to at least 2."
         )
-    elif a.least_members == 1:
+    elif a.min_members == 1:
         yield (
-            "pairs.loss compares answers to one prompt, and algorithm.least_members=1 lets a group "
-            "go on with one. Set least_members to at least 2."
+            "pairs.loss compares answers to one prompt, and algorithm.min_members=1 accepts a "
+            "group with one answer. Set min_members to at least 2."
         )
 
 
 @rule(job="rl")
 def pairs_are_learnt_in_one_update(config: Config) -> Iterator[str]:
-    """Require one update in a step: each needs the log-probs of its weights beforehand."""
+    """Require one update per step: each update needs the log-probs of its weights beforehand."""
     a = config.algorithm
-    if config.pairs.loss is not None and a.epochs * a.minibatches > 1:
+    if config.pairs is not None and a.epochs * a.minibatches > 1:
         yield (
-            f"pairs.loss learns a step's pairs in one update, and algorithm.epochs ({a.epochs}) "
-            f"times minibatches ({a.minibatches}) asks for {a.epochs * a.minibatches}: the later "
-            "ones would go by the answers' log-probs before the first. Set both to 1; for more "
+            f"pairs.loss trains on a step's pairs in one update, and algorithm.epochs ({a.epochs}) "
+            f"times minibatches ({a.minibatches}) is {a.epochs * a.minibatches}: later updates "
+            "would use the answers' log-probs from before the first. Set both to 1; for more "
             "updates lower algorithm.groups_per_step and raise run.steps, or use buffer.reuse."
         )
 
 
 @rule(job="rl")
 def pairs_hold_the_reference_in_their_loss(config: Config) -> Iterator[str]:
-    """Refuse a KL that would change which answer is better, or that needs whole distributions of
-    a reference that is looked up by token."""
+    """Refuse a KL that would change which answer is better, or that needs whole distributions of a
+    reference whose log-probs are computed per token."""
     a = config.algorithm
-    if config.pairs.loss is None or not a.kl_coefficient:
+    if config.pairs is None or not a.kl_coefficient:
         return
     if a.kl_in == "reward":
         yield (
             "algorithm.kl_in=reward subtracts a KL from the rewards of tokens, and pairs.loss "
-            "looks at which answer is better. Set kl_in=loss, or leave algorithm.kl_coefficient "
-            "out: the beta of pairs.loss says how far from the reference the policy may go."
+            "uses only which answer is better. Set kl_in=loss, or leave algorithm.kl_coefficient "
+            "out: the beta of pairs.loss limits the distance from the reference."
         )
     if name_of(a.kl) in facts.WHOLE_VOCABULARY:
         yield (
-            f"algorithm.kl={name_of(a.kl)} compares whole distributions, and with pairs.loss the "
-            "reference is looked up by token. Set algorithm.kl=k3, or leave "
+            f"algorithm.kl={name_of(a.kl)} compares whole distributions, and with pairs.loss only "
+            "the reference's log-probs of tokens are computed. Set algorithm.kl=k3, or leave "
             "algorithm.kl_coefficient out."
         )
 
 
 @rule(job="rl")
 def pairs_have_no_teacher_in_their_advantages(config: Config) -> Iterator[str]:
-    """Refuse a teacher whose word is an advantage, and one beside which pairs weigh nothing."""
+    """Refuse a teacher in the advantages, and one that leaves pairs without weight."""
     teacher = config.teacher
-    if config.pairs.loss is None or teacher.source == "none":
+    if config.pairs is None or teacher is None:
         return
     if teacher.form == "advantage":
         yield (
             "teacher.form=advantage adds to advantages, and pairs.loss has none. Set "
-            "teacher.form=loss, or teacher.source=none."
+            "teacher.form=loss, or teacher=null."
         )
     elif not teacher.rewards:
-        yield (
-            "teacher.rewards=0 leaves pairs.loss without weight. Raise it, or set pairs.loss=null."
-        )
+        yield "teacher.rewards=0 gives pairs.loss no weight. Raise it, or set pairs=null."
 
 
 @rule(job="rl")
 def pairs_are_of_whole_answers(config: Config) -> Iterator[str]:
-    """Refuse continuations from pivots, which would be paired with answers from the prompt."""
-    count = config.algorithm.pivots.continuations
-    if config.pairs.loss is not None and count:
+    """Refuse continuations from pivots: they would be paired with answers from the prompt."""
+    pivots = config.algorithm.pivots
+    if config.pairs is not None and pivots is not None:
         yield (
-            f"pairs.loss compares whole answers, and algorithm.pivots.continuations ({count}) adds "
-            "ends of answers to their group. Set continuations=0, or pairs.loss=null."
+            "pairs.loss compares whole answers, and algorithm.pivots.continuations "
+            f"({pivots.continuations}) adds ends of answers to their group. Set "
+            "algorithm.pivots=null, or pairs=null."
         )

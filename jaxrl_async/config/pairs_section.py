@@ -8,12 +8,11 @@ from jaxrl_async.config.section import Section
 
 
 class PairsSection(Section):
-    """Learning in run.job=rl from which of a prompt's answers is the better one, in place of
-    advantages."""
+    """Preference learning within run.job=rl (online DPO): pairs of a prompt's answers take the
+    place of advantages."""
 
-    loss: Choice | None = None
-    """Loss of a pair: dpo, ipo, ipo_average, simpo or orpo, with its arguments; null: no pairs are
-    made, and advantages are learnt."""
+    loss: Choice
+    """Loss of a pair: dpo, ipo, ipo_average, simpo or orpo, with its arguments."""
     choose: Literal["best_worst", "best_random", "all"] = "best_worst"
     """Pairs of a group: its best answer against its worst, or against a random worse one, or each
     answer against each worse one."""
@@ -21,4 +20,4 @@ class PairsSection(Section):
     @property
     def refers(self) -> bool:
         """Whether the loss compares with the reference policy."""
-        return self.loss is not None and name_of(self.loss) not in facts.WITHOUT_REFERENCE
+        return name_of(self.loss) not in facts.WITHOUT_REFERENCE

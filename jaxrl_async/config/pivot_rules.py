@@ -12,29 +12,29 @@ rule = RuleBook()
 
 @rule(job="rl")
 def continuations_are_compared(config: Config) -> Iterator[str]:
-    """Require an advantage that compares what was drawn from one state, and leaves nobody out."""
+    """Require an advantage that compares answers from one state, and no downsampling."""
     algorithm, pivots = config.algorithm, config.algorithm.pivots
-    if not pivots.continuations:
+    if pivots is None:
         return
     name = name_of(algorithm.advantage)
     if name not in facts.COMPARED_IN_GROUP | facts.DIVIDED_IN_GROUP and not is_own(name):
         yield (
             f"algorithm.pivots.continuations ({pivots.continuations}) need an advantage that "
             f"compares the answers of a group, and algorithm.advantage={name} does not. Choose "
-            "one that does (group_normalized, group_mean, rloo), or set continuations to 0."
+            "one that does (group_normalized, group_mean, rloo), or set algorithm.pivots=null."
         )
     if any(name_of(choice) == "downsample" for choice in algorithm.shaping):
         yield (
-            "algorithm.pivots compares continuations with the answer that they leave, which "
-            "downsample in algorithm.shaping may leave out. Take one of them out."
+            "algorithm.pivots compares continuations with the answer from which they branch, which "
+            "downsample in algorithm.shaping may drop. Remove one of them."
         )
 
 
 @rule(job="rl")
 def a_fork_draws_on_a_branch(config: Config) -> Iterator[str]:
-    """Require the sampler whose requests have branches, or continuations could be equal."""
-    if config.algorithm.pivots.continuations and config.sampler.engine != "native":
+    """Require our sampler, whose requests have branches: otherwise continuations could be equal."""
+    if config.algorithm.pivots is not None and config.sampler.engine != "native":
         yield (
             f"algorithm.pivots needs our sampler's branches, which sampler.engine="
-            f"{config.sampler.engine} does not have. Set algorithm.pivots.continuations=0."
+            f"{config.sampler.engine} does not have. Set algorithm.pivots=null."
         )

@@ -1,26 +1,26 @@
-"""How many devices each of several processes needs, and what they cannot do together."""
+"""The number of devices per process, and settings that several processes do not support."""
 
 from jaxrl_async.config.schema import Config, MeshSection
 from jaxrl_async.errors import ConfigError
 
 
 def run_devices_per_process(config: Config, count: int) -> int:
-    """Return how many devices each of `count` processes needs for run.job.
+    """Return the number of devices that each of `count` processes needs for run.job.
 
-    Raises ConfigError if so many processes cannot make this run.
+    Raises ConfigError if this number of processes cannot make the run.
     """
     if config.run.job != "rl":
         return mesh_devices_per_process(config.mesh.without_samplers, count)
     if count > 1 and config.mesh.samplers_in == "processes":
         raise ConfigError(
             f"mesh.samplers_in=processes starts samplers on one machine, and this run has {count} "
-            "processes. Set mesh.samplers_in=elsewhere, and start the samplers on their own hosts."
+            "processes. Set mesh.samplers_in=external, and start the samplers on their own hosts."
         )
     if count > 1 and config.run.replay_schedule is not None:
         raise ConfigError(
-            f"run.replay_schedule repeats what the threads of one process did, and this run has "
-            f"{count}. Run it on one host; at staleness.max_staleness=0 several processes "
-            "learn the same without it."
+            f"run.replay_schedule repeats the events of one process's threads, and this run has "
+            f"{count} processes. Run it on one host; at staleness.max_staleness=0 several "
+            "processes train the same without it."
         )
     if count == 1 or config.mesh.remote:  # the first process alone has rollouts and scorers
         return mesh_devices_per_process(config.mesh, count)
@@ -33,7 +33,7 @@ def run_devices_per_process(config: Config, count: int) -> int:
 
 
 def mesh_devices_per_process(mesh: MeshSection, count: int) -> int:
-    """Return how many devices each of `count` processes needs for the slices.
+    """Return the number of devices that each of `count` processes needs for the slices.
 
     Raises ConfigError unless they take equal parts: the same number of trainer devices and of
     samplers (colocated: one sampler on all trainer devices of each; remote: none here).
@@ -58,7 +58,7 @@ def mesh_devices_per_process(mesh: MeshSection, count: int) -> int:
     if samplers and (trainer // count) % each:
         raise ConfigError(
             f"mesh.sampler ({each} devices) must divide the trainer's devices of one process "
-            f"({trainer // count}), so that the weights need not leave it. Make mesh.sampler "
-            "smaller and mesh.samplers more."
+            f"({trainer // count}), to transfer weights within a process. Use a smaller "
+            "mesh.sampler and more mesh.samplers."
         )
     return (trainer + samplers * each) // count

@@ -1,4 +1,4 @@
-"""Rules about samplers in processes of their own (mesh.samplers_in, remote). Needs no JAX."""
+"""Rules about samplers in separate processes (mesh.samplers_in, remote). Needs no JAX."""
 
 from collections.abc import Iterator
 
@@ -15,17 +15,17 @@ def colocated_samplers_are_threads(config: Config) -> Iterator[str]:
     if mesh.colocated and mesh.remote:
         yield (
             f"mesh.colocated puts the sampler on the trainer's devices, and mesh.samplers_in="
-            f"{mesh.samplers_in} gives it devices of its own. Set one of them to its default."
+            f"{mesh.samplers_in} gives it separate devices. Set one of them to its default."
         )
 
 
 @rule(job="rl")
 def a_replay_has_its_samplers_in_threads(config: Config) -> Iterator[str]:
-    """Require the samplers of a replay in this process: others do not record what they do."""
+    """Require the samplers of a replay in this process: other processes are not recorded."""
     if config.run.replay_schedule is not None and config.mesh.remote:
         yield (
-            f"run.replay_schedule prescribes what each sampler does, which one of "
-            f"mesh.samplers_in={config.mesh.samplers_in} does not follow. Set it to threads; at "
+            f"run.replay_schedule prescribes the order of each sampler's events, which samplers of "
+            f"mesh.samplers_in={config.mesh.samplers_in} cannot follow. Set it to threads; at "
             "staleness.max_staleness=0 the numbers are the same, bit for bit."
         )
 
@@ -37,18 +37,18 @@ def the_folder_transfer_has_a_folder(config: Config) -> Iterator[str]:
     if (remote.transfer == "folder") != (remote.folder is not None):
         yield (
             f"remote.folder ({remote.folder}) and remote.transfer ({remote.transfer}) do not match:"
-            " transfer=folder needs a folder that all machines see, and nothing else reads one."
+            " set a folder that all machines see exactly with transfer=folder."
         )
 
 
 @rule("remote")
 def weights_have_a_port_of_their_own(config: Config) -> Iterator[str]:
-    """Require another port for weights than for requests."""
+    """Require different ports for weights and for requests."""
     remote = config.remote
     if remote.data_port and remote.listen.endswith(f":{remote.data_port}"):
         yield (
             f"remote.data_port ({remote.data_port}) is the port of remote.listen ({remote.listen}),"
-            " where samplers join: weights need another one. Change one of them."
+            " where samplers join: weights need a different port. Change one of them."
         )
 
 
@@ -82,9 +82,9 @@ def tls_has_all_its_files(config: Config) -> Iterator[str]:
 @rule(job="rl")
 def the_least_number_of_samplers_is_started(config: Config) -> Iterator[str]:
     """Require the run to start as many processes as it waits for."""
-    mesh, least = config.mesh, config.remote.least
+    mesh, least = config.mesh, config.remote.min_samplers
     if mesh.samplers_in == "processes" and least > mesh.samplers:
         yield (
-            f"remote.least ({least}) is more than the {mesh.samplers} processes that mesh.samplers "
-            "starts: the run would wait for ever. Lower it, or raise mesh.samplers."
+            f"remote.min_samplers ({least}) is more than the {mesh.samplers} processes that "
+            "mesh.samplers starts: the run would never begin. Lower it, or raise mesh.samplers."
         )

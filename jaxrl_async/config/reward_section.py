@@ -10,36 +10,41 @@ from jaxrl_async.config.section import Count, NonNegative, Section
 class RewardSection(Section):
     function: Choices | None = None
     """Built-in reward (exact, gsm8k, math), your own (FILE.py:FUNCTION), a list of these with
-    weights ([math, {my.py:short: {weight: 0.1}}]), or none if there is a reward model; null: what
-    the task or the judge gives, or exact. If there is a function, it alone judges the evaluation;
-    its part `correct`, 0 to 1, is the accuracy."""
+    weights ([math, {my.py:short: {weight: 0.1}}]), or none if there is a reward model; null: the
+    reward of the task or the judge, or exact. If there is a function, only it scores the
+    evaluation; its part `correct`, 0 to 1, is the accuracy."""
     function_weight: float = 1.0
-    """Weight of the function's reward beside reward.model's in training; 0: it only judges the
+    """Weight of the function's reward, added to reward.model's in training; 0: it only scores the
     evaluation."""
     model: str | None = None
     """Folder of a reward model, as written by run.job=reward_model; null: none."""
     model_weight: float = 1.0
     """Weight of the reward model's score, which is added to the function's reward."""
-    judge: JudgeSection = JudgeSection()
-    """A language model that judges answers by a rubric, in addition to functions and model."""
-    process: ProcessSection = ProcessSection()
-    """Rewards of the steps within an answer."""
+    judge: JudgeSection | None = None
+    """A language model that judges answers by a rubric, in addition to functions and model; null:
+    none."""
+    process: ProcessSection | None = None
+    """Rewards of the steps within an answer; null: none."""
     timeout_s: float = Field(30.0, gt=0)
     """Timeout of a function for one answer (for all answers to a prompt if it judges them
     together), seconds."""
     threads: Count = 16
-    """Most threads that call reward functions that are not async; async ones wait side by side."""
+    """Maximum threads for reward functions that are not async; async functions run concurrently."""
     processes: NonNegative = 0
-    """Most processes that call your reward functions that are not async, each ended at timeout_s;
-    0: threads, which nothing can end. For functions that can keep Python busy for long within one
+    """Maximum processes for your reward functions that are not async, each killed at timeout_s; 0:
+    threads, which cannot be killed. For functions that can keep Python busy for long within one
     call (a regular expression that backtracks). Another process must be able to load them:
-    FILE.py:FUNCTION, or functions of a module's top level; what they keep in memory is that
-    process's own."""
+    FILE.py:FUNCTION, or functions of a module's top level; it does not share their memory."""
+
+    @property
+    def judged(self) -> bool:
+        """Whether a judge scores whole answers."""
+        return self.judge is not None and self.judge.judges_answers
 
     @property
     def weights(self) -> dict[str, float]:
         """The weight of each function by name; empty: there is no function."""
-        unset = "none" if self.judge.judges_answers else "exact"
+        unset = "none" if self.judged else "exact"
         chosen = unset if self.function is None else self.function
         choices = [c for c in each_of(chosen) if name_of(c) != "none"]
         return {name_of(c): arguments_of(c).get("weight", 1.0) for c in choices}
@@ -48,13 +53,13 @@ class RewardSection(Section):
 class EvalSection(Section):
     every: NonNegative = 10
     """Updates between two evaluations; 0: only at the start and at the end."""
-    beside: bool = False
-    """Evaluate while rollouts and the next update go on. The weights that are evaluated stay until
-    it ends: the next wait to be published. The last evaluation is waited for, and so is each one
-    where several processes train. Of several adapters (runs), one whose evaluation is under way
-    leaves the turn to the others."""
+    asynchronous: bool = False
+    """Evaluate while rollouts and the next update continue. The next weights are published once the
+    evaluation has ended. The run waits for the last evaluation, and for each one where several
+    processes train. With several adapters (runs), the others train during the evaluation of
+    one."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature in the evaluation; 0: greedy."""
     episodes_at_once: Count = 64
-    """Most held-out episodes of environments, games and programs that are played at once; those of
-    one answer to a prompt are asked all at once."""
+    """Maximum held-out episodes of environments, games and programs that run concurrently; episodes
+    of one turn are all requested at the same time."""

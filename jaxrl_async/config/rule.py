@@ -1,4 +1,4 @@
-"""What a rule for configurations is, and a book of rules by name."""
+"""Rules for configurations, and a collection of rules by name."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from typing import Any
 from jaxrl_async.config.schema import Config
 
 Check = Callable[[Config], Iterator[str]]
-"""Yields a sentence for each way in which a configuration breaks a rule: which settings, why, and
-what to set."""
+"""Yields a sentence for each way in which a configuration breaks a rule: the settings, the reason,
+and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigRule:
-    """What every configuration of some jobs must keep to."""
+    """A rule for all configurations of some jobs."""
 
     name: str
-    section: tuple[str, ...]  # path of the one section that the rule is about; (): several
+    section: tuple[str, ...]  # path of the section that the rule is about; (): several sections
     job: str | None  # the run.job that the rule is for; None: all
     broken: Check
 
@@ -30,7 +30,7 @@ class Violation:
 
 
 class RuleBook(dict[str, ConfigRule]):
-    """Rules by name, in the order of registration. Called, it is the decorator that registers.
+    """Rules by name, in the order of registration. A call returns the decorator that registers.
 
     @rule("mesh")
     def a_sampler_has_no_context_axis(config: Config) -> Iterator[str]:
@@ -42,7 +42,7 @@ class RuleBook(dict[str, ConfigRule]):
         """Register a function as a rule under its own name.
 
         Args:
-            section: path of the section that the rule is about; none where it is about several.
+            section: path of the section that the rule is about; empty for several sections.
             job: the run.job that the rule is for; None: all.
         """
 
@@ -55,7 +55,7 @@ class RuleBook(dict[str, ConfigRule]):
         return register
 
     def violations(self, config: Config) -> list[Violation]:
-        """List every way in which a configuration breaks the rules, in their order."""
+        """List every violation of the rules by a configuration, in the order of the rules."""
         rules = (rule for rule in self.values() if rule.job in (None, config.run.job))
         return [Violation(rule, sentence) for rule in rules for sentence in rule.broken(config)]
 

@@ -1,8 +1,7 @@
-"""What the settings of a configuration must keep to together: one function per rule, by name.
+"""Rules about combinations of settings: one function per rule, by name.
 
-`load` reports all broken rules at once. The rules about what is learnt are in
-learning_rules.py, those about samplers in processes of their own in remote_rules.py.
-Needs no JAX.
+`load` reports all broken rules together. Rules about training are in learning_rules.py, rules about
+samplers in separate processes in remote_rules.py. Needs no JAX.
 """
 
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.staleness import never_fills_a_step
 
 GRADERS = {"exact", "gsm8k", "math"}
-"""Built-in rewards, which compare with the record's answer."""
+"""Built-in rewards that compare with the record's answer."""
 
 rule = RuleBook()
 
@@ -45,8 +44,8 @@ def only_rl_is_replayed(config: Config) -> Iterator[str]:
     run = config.run
     if run.replay_schedule is not None and run.job != "rl":
         yield (
-            f"run.replay_schedule replays run.job=rl; run.job={run.job} has one thread and does "
-            "the same every time. Leave it out."
+            f"run.replay_schedule replays run.job=rl; run.job={run.job} has one thread and is "
+            "deterministic. Leave it out."
         )
 
 
@@ -60,9 +59,21 @@ def a_replay_starts_at_the_beginning(config: Config) -> Iterator[str]:
         )
 
 
+@rule("run")
+def what_is_continued_is_not_replaced(config: Config) -> Iterator[str]:
+    """Require run.overwrite not to go with what continues a run: nothing is looked at before."""
+    run = config.run
+    for name in ("resume", "resume_or_start"):
+        if run.overwrite and getattr(run, name):
+            yield (
+                f"run.{name} and run.overwrite exclude each other: the first continues a run that "
+                "exists, the second replaces it. Set one of them to false."
+            )
+
+
 @rule()
 def who_ends_first_is_not_replayed(config: Config) -> Iterator[str]:
-    """Require no replay where time decides which members make a group."""
+    """Refuse a replay if timing decides which members make a group."""
     if config.run.replay_schedule is not None and config.algorithm.oversample:
         yield (
             f"algorithm.oversample ({config.algorithm.oversample}) keeps the members that end "
@@ -85,8 +96,8 @@ def a_sampler_has_no_context_axis(config: Config) -> Iterator[str]:
 
 @rule("mesh")
 def colocated_slices_have_one_size(config: Config) -> Iterator[str]:
-    """Require a colocated sampler to have as many devices as the trainer has in one process; how
-    many processes there are may only be known at the start."""
+    """Require a colocated sampler to have as many devices as the trainer has in one process; the
+    number of processes may only be known at the start."""
     mesh, place = config.mesh, config.distributed
     count = place.num_processes or (None if place.detect else 1)
     trainer, sampler = mesh.trainer.num_devices, mesh.sampler.num_devices
@@ -95,7 +106,7 @@ def colocated_slices_have_one_size(config: Config) -> Iterator[str]:
         yield (
             f"mesh.colocated needs slices of the same size{each}; mesh.trainer has {trainer} "
             f"devices{'' if count == 1 else ' in all'} and mesh.sampler {sampler}. Make them "
-            "equal, for several processes mesh.trainer so many times larger, or set "
+            "equal (for several processes multiply mesh.trainer by their number), or set "
             "mesh.colocated=false."
         )
 
@@ -112,7 +123,7 @@ def one_sampler_is_colocated(config: Config) -> Iterator[str]:
 
 @rule("model", "architecture")
 def experts_belong_to_their_family(config: Config) -> Iterator[str]:
-    """Require experts in the mixture-of-experts family, and in no other."""
+    """Require experts exactly for the mixture-of-experts families."""
     shape = config.model.architecture
     if bool(shape.experts) != (shape.family in ROUTED_FAMILIES):
         yield (
@@ -123,7 +134,7 @@ def experts_belong_to_their_family(config: Config) -> Iterator[str]:
 
 @rule("model", "architecture")
 def a_token_visits_experts_that_exist(config: Config) -> Iterator[str]:
-    """Require each token to go through no more experts than a layer has."""
+    """Require each token to be routed to no more experts than a layer has."""
     shape = config.model.architecture
     if shape.experts and shape.experts_per_token > shape.experts:
         yield (
@@ -156,13 +167,15 @@ def a_head_has_an_even_width(config: Config) -> Iterator[str]:
 
 @rule("teacher")
 def a_students_top_tokens_are_looked_at(config: Config) -> Iterator[str]:
-    """Require the loss to compare likeliest tokens if the student chooses them."""
+    """Require a loss over top tokens if the student chooses them."""
     teacher = config.teacher
-    if teacher.top_of == "student" and (teacher.form != "loss" or not teacher.top_k):
+    if teacher is None:
+        return
+    if teacher.top_k_of == "student" and (teacher.form != "loss" or not teacher.top_k):
         yield (
-            f"teacher.top_of=student says whose likeliest teacher.top_k ({teacher.top_k}) tokens "
-            f"form=loss looks at, and teacher.form is {teacher.form}. Set form=loss and top_k, or "
-            "leave top_of out."
+            f"teacher.top_k_of=student decides whose top teacher.top_k ({teacher.top_k}) tokens "
+            f"form=loss compares, and teacher.form is {teacher.form}. Set form=loss and top_k, or "
+            "leave top_k_of out."
         )
 
 
@@ -170,6 +183,8 @@ def a_students_top_tokens_are_looked_at(config: Config) -> Iterator[str]:
 def a_teacher_at_a_path_has_one(config: Config) -> Iterator[str]:
     """Require teacher.path exactly if teacher.source=path."""
     teacher = config.teacher
+    if teacher is None:
+        return
     if (teacher.source == "path") != (teacher.path is not None):
         yield (
             f"teacher.source={teacher.source} and teacher.path={teacher.path} do not match: give a "
@@ -196,12 +211,12 @@ def _is_number(value: Any) -> bool:
 
 @rule("reward")
 def reward_functions_are_listed_once(config: Config) -> Iterator[str]:
-    """Require each function at most once in the list, and `none` only by itself."""
+    """Require each function at most once in the list, and `none` only alone."""
     names = [name_of(choice) for choice in each_of(config.reward.function)]
     if len(set(names)) < len(names) or (len(names) != 1 and "none" in names):
         yield (
-            f"reward.function lists {', '.join(names)}: give each function once, and none only by "
-            "itself."
+            f"reward.function lists {', '.join(names)}: give each function once, and none only "
+            "alone."
         )
 
 
@@ -209,10 +224,10 @@ def reward_functions_are_listed_once(config: Config) -> Iterator[str]:
 def something_gives_rewards(config: Config) -> Iterator[str]:
     """Require a reward function, a reward model or a judge."""
     reward = config.reward
-    others = reward.model is not None or reward.judge.judges_answers or config.task is not None
+    others = reward.model is not None or reward.judged or config.task is not None
     if not reward.weights and not others:
         yield (
-            f"reward.function={as_text(reward.function)} leaves no reward at all. Set "
+            f"reward.function={as_text(reward.function)} leaves the run without a reward. Set "
             "reward.model to the folder of a reward model, reward.judge, or reward.function to "
             "exact, gsm8k, math or FILE.py:FUNCTION."
         )
@@ -254,12 +269,12 @@ def a_step_can_be_filled(config: Config) -> Iterator[str]:
 
 @rule()
 def dropping_leaves_rollouts_a_chance(config: Config) -> Iterator[str]:
-    """Require that not every group under way at an update is dropped."""
+    """Refuse settings that drop every group in progress at an update."""
     section = config.staleness
     if section.when_too_old == "drop" and section.max_staleness == 0:
         yield (
             "staleness.when_too_old=drop with staleness.max_staleness=0 would drop every group "
-            "that is under way at an update: what is drawn while the trainer learns would be "
+            "that is in progress at an update: answers that are sampled during an update would be "
             "wasted. Set staleness.when_too_old=wait (it trains on the same groups and drops none) "
             "or staleness.max_staleness=1."
         )
@@ -281,7 +296,7 @@ def an_adapting_staleness_has_room(config: Config) -> Iterator[str]:
 
 @rule()
 def a_selection_has_a_choice(config: Config) -> Iterator[str]:
-    """Require groups to choose among for any selection but the strict one."""
+    """Require several groups to choose from for any selection but the strict one."""
     select = config.buffer.select
     if select != "strict" and config.buffer.reuse == 1 and not config.staleness.lookahead:
         yield (
@@ -296,7 +311,7 @@ def a_selection_has_a_choice(config: Config) -> Iterator[str]:
 @rule()
 def a_prompt_leaves_room_for_an_answer(config: Config) -> Iterator[str]:
     """Require the longest prompt to be shorter than the longest sequence; a task's environments
-    write their own."""
+    write their own prompts."""
     limit = config.data.max_prompt_tokens
     if limit is not None and limit >= config.sampler.max_length and config.task is None:
         yield (
@@ -308,8 +323,8 @@ def a_prompt_leaves_room_for_an_answer(config: Config) -> Iterator[str]:
 
 @rule()
 def an_answer_fits_into_a_sequence(config: Config) -> Iterator[str]:
-    """Require a longest answer that is written down to be shorter than the longest sequence, which
-    would cut it off unasked."""
+    """Require an explicit maximum of new tokens to be below the longest sequence, which would
+    silently cut it off."""
     sampler = config.sampler
     if (
         "max_new_tokens" in sampler.model_fields_set
@@ -317,8 +332,8 @@ def an_answer_fits_into_a_sequence(config: Config) -> Iterator[str]:
         and sampler.max_new_tokens >= sampler.max_length
     ):
         yield (
-            f"sampler.max_new_tokens ({sampler.max_new_tokens}) cannot be drawn in "
-            f"sampler.max_length ({sampler.max_length}), which is of prompt and answer together. "
+            f"sampler.max_new_tokens ({sampler.max_new_tokens}) does not fit into "
+            f"sampler.max_length ({sampler.max_length}), which includes the prompt. "
             "Raise max_length, or lower max_new_tokens."
         )
 
@@ -374,7 +389,7 @@ def records_have_the_answers_asked_for(config: Config) -> Iterator[str]:
     }
     if first := next((setting for setting, needs in needs_answers.items() if needs), None):
         yield (
-            f"{first} needs the records' answers, and data.jsonl.answer_field=null says that they "
+            f"{first} needs the records' answers, and data.jsonl.answer_field=null means that they "
             "have none. Name the field, or leave the other setting out."
         )
 
@@ -394,19 +409,19 @@ def sft_needs_no_warm_start(config: Config) -> Iterator[str]:
 
 @rule()
 def products_in_eight_bits_take_weights_in_eight_bits(config: Config) -> Iterator[str]:
-    """Require weights that sampler.matmul=int8 can round: of those in float8 or 4 bits, products
-    would stay as they are."""
+    """Require weights that sampler.matmul=int8 can round: with float8 or 4-bit weights, products
+    would stay unchanged."""
     lora = config.model.lora
     if config.sampler.matmul != "int8":
         return
     if config.weights.dtype == "float8_e4m3fn":
         yield (
-            "sampler.matmul=int8 multiplies with weights in int8, and weights.dtype=float8_e4m3fn "
+            "sampler.matmul=int8 multiplies with int8 weights, and weights.dtype=float8_e4m3fn "
             "has none. Set weights.dtype=int8 or null, or sampler.matmul=bfloat16."
         )
-    if lora.rank and lora.base in FOUR_BITS:
+    if lora is not None and lora.base in FOUR_BITS:
         yield (
-            f"sampler.matmul=int8 multiplies with weights in int8, and model.lora.base={lora.base} "
+            f"sampler.matmul=int8 multiplies with int8 weights, and model.lora.base={lora.base} "
             "has none. Set model.lora.base=int8 or full, or sampler.matmul=bfloat16."
         )
 
@@ -416,7 +431,7 @@ def rounding_needs_bfloat16_weights(config: Config) -> Iterator[str]:
     """Require weights in bfloat16 if their rounding is chosen."""
     if config.model.param_dtype == "float32" and config.trainer.rounding != "masters":
         yield (
-            f"trainer.rounding={config.trainer.rounding} says how weights in bfloat16 are rounded, "
+            f"trainer.rounding={config.trainer.rounding} decides how bfloat16 weights are rounded, "
             "and model.param_dtype is float32. Set model.param_dtype=bfloat16, or leave rounding "
             "out."
         )
@@ -438,7 +453,7 @@ def a_function_weight_has_a_counterpart(config: Config) -> Iterator[str]:
     if reward.model is None and reward.function_weight != 1:
         yield (
             f"reward.function_weight ({reward.function_weight}) weighs the function against "
-            "reward.model, and there is none. Set the model, or leave the weight out."
+            "reward.model, which is null. Set the model, or leave the weight out."
         )
 
 
@@ -449,8 +464,8 @@ def gdpo_weighs_the_parts_itself(config: Config) -> Iterator[str]:
     weights = (
         reward.function_weight,
         reward.model_weight,
-        reward.judge.weight,
-        reward.process.weight,
+        1.0 if reward.judge is None else reward.judge.weight,
+        1.0 if reward.process is None else reward.process.weight,
         *reward.weights.values(),
     )
     if name_of(config.algorithm.advantage) in facts.WEIGHS_PARTS and any(
@@ -466,7 +481,7 @@ def gdpo_weighs_the_parts_itself(config: Config) -> Iterator[str]:
 
 @rule()
 def shaping_by_length_can_act(config: Config) -> Iterator[str]:
-    """Require that answers can be as long as those that a shaping by length acts on."""
+    """Require that answers can reach the length at which a length shaping acts."""
     longest = config.sampler.max_new_tokens
     for choice in config.algorithm.shaping:
         name, given = name_of(choice), arguments_of(choice)
@@ -483,19 +498,19 @@ def shaping_by_length_can_act(config: Config) -> Iterator[str]:
 
 @rule()
 def folders_that_are_written_are_on_this_machine(config: Config) -> Iterator[str]:
-    """Refuse an address as the folder of results: a local folder of that name would be made."""
+    """Refuse an address as the folder of results: a local folder of that name would be created."""
     for setting, path in (("run.dir", config.run.dir), ("remote.folder", config.remote.folder)):
         if path is not None and "://" in path:
             yield (
                 f"{setting} = {path!r} is an address, and a run writes to folders of this machine. "
                 "Give a folder, and for run.dir set run.copy_to to the address: the run is copied "
-                "there while it goes on, and resumed from there."
+                "there while it runs, and can be resumed from there."
             )
 
 
 @rule()
 def traced_steps_are_made(config: Config) -> Iterator[str]:
-    """Require steps that the run makes, each once, for the profiler's traces."""
+    """Require different steps of the run, at most 8, for the profiler's traces."""
     steps, most = config.run.profile, 8
     if len(set(steps)) < len(steps) or max(steps, default=0) > config.run.steps:
         yield (
@@ -512,24 +527,57 @@ def traced_steps_are_made(config: Config) -> Iterator[str]:
 
 @rule()
 def a_copy_goes_to_an_address(config: Config) -> Iterator[str]:
-    """Require an address that can be written and that holds no secret: config.yaml names it."""
+    """Require a writable address without a secret: config.yaml contains it."""
     address = config.run.copy_to
     if address is None:
         return
     scheme, found, rest = address.partition("://")
     if not found or not rest or scheme in ("http", "https"):
         yield (
-            f"run.copy_to = {address!r} is no address that can be written. Give one such as "
+            f"run.copy_to = {address!r} is not a writable address. Give one such as "
             "gs://BUCKET/DIR or s3://BUCKET/DIR, or file:///DIR for a mounted folder."
         )
     elif ":" in rest.partition("/")[0].rpartition("@")[0] or "?" in rest:
         yield (
             f"run.copy_to: the address at {scheme}:// holds a password or a query, which would be "
-            "written to config.yaml. Give keys by the environment, as its file system reads them."
+            "written to config.yaml. Set keys in the environment variables of its file system."
         )
 
 
-# --- all of them ---------------------------------------------------------------------------------
+@rule()
+def a_bucket_holds_all_that_a_run_goes_on_with(config: Config) -> Iterator[str]:
+    """Refuse features that need more files of the run's folder than checkpoints on a bucket."""
+    if config.checkpoint.dir is None:
+        return
+    kept = {
+        "runs": bool(config.runs),
+        "seats": bool(config.seats),
+        "warm_start.steps": config.warm_start.steps > 0,
+        "model.lora without model.path": config.model.lora is not None
+        and config.model.path is None,
+    }
+    for setting in (name for name, is_set in kept.items() if is_set):
+        yield (
+            f"checkpoint.dir does not work with {setting}: to resume on another machine the run "
+            "would need more than its checkpoints. Leave checkpoint.dir out: run.copy_to copies "
+            "the whole run to the bucket."
+        )
+
+
+@rule()
+def a_copy_and_checkpoints_lie_apart(config: Config) -> Iterator[str]:
+    """Refuse a copy of the run that holds the checkpoints on the bucket, or lies among them."""
+    places = (config.checkpoint.dir, config.run.copy_to)
+    first, second = (f"{'' if at is None else at.rstrip('/')}/{config.run.name}/" for at in places)
+    if None not in places and (first.startswith(second) or second.startswith(first)):
+        yield (
+            f"checkpoint.dir ({places[0]}) and run.copy_to ({places[1]}) lie in each other for "
+            f"run.name={config.run.name}: a copy that is fetched would bring all checkpoints. Give "
+            "them different addresses."
+        )
+
+
+# --- all rules -----------------------------------------------------------------------------------
 
 RULES = RuleBook(
     rule
@@ -547,6 +595,6 @@ RULES = RuleBook(
 
 
 def check_rules(config: Config) -> None:
-    """Raise ConfigError, naming all that is wrong, unless a configuration keeps all the rules."""
+    """Raise ConfigError with all violations unless a configuration keeps all the rules."""
     if broken := RULES.violations(config):
         raise ConfigError("\n".join(violation.sentence for violation in broken))

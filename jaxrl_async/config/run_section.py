@@ -1,4 +1,4 @@
-"""Settings of the run itself: job, steps, faults that it survives, checkpoints, metrics.
+"""Settings of the run itself: job, steps, fault tolerance, checkpoints, metrics.
 
 Needs no JAX.
 """
@@ -28,13 +28,13 @@ class RunSection(Section):
     """Resume the run if its folder holds one, else start it: for jobs that are restarted
     automatically."""
     overwrite: bool = False
-    """Start anew even if the run's folder already holds a run; the old one is moved aside."""
+    """Start from the beginning even if the run's folder holds a run, which is moved aside."""
     copy_to: str | None = None
-    """Address, such as gs://BUCKET/DIR, below which the run is copied to NAME while it goes on; a
-    resumed run that is not here is fetched from there; null: no copy."""
+    """Address, such as gs://BUCKET/DIR: the run is uploaded to ADDRESS/NAME while it runs, and a
+    resume downloads it if it is missing locally; null: no copy."""
     logs: Literal["text", "json"] = "text"
     """json: each line of the log is one JSON object, as Cloud Logging reads them; sampler processes
-    that start elsewhere take it from the environment variable JAXRL_ASYNC_LOGS."""
+    on other machines read it from the environment variable JAXRL_ASYNC_LOGS."""
     profile: tuple[Positive, ...] = ()
     """Steps that JAX's profiler traces, at most 8, such as [5, 6]: in the trainer with its
     threads, and in the first 4 sampler processes. The traces are in the folder `profile` of the
@@ -48,10 +48,10 @@ class FaultsSection(Section):
     """Timeouts and retries before a failure ends the run."""
 
     backoff_s: float = Field(1.0, ge=0)
-    """Wait before a sampler is restarted, a call of a service that is away is made again or a group
-    is scored again, seconds; doubles with each consecutive failure, up to 60."""
+    """Wait before a sampler is restarted, a call of an unavailable service is retried or a group is
+    scored again, seconds; doubles with each consecutive failure, up to 60."""
     sampler_restarts: NonNegative = 3
-    """Restarts of one sampler before it is given up; an hour without a failure resets the count."""
+    """Maximum restarts of one sampler; an hour without a failure resets the count."""
     sampler_hang_s: float = Field(600.0, gt=0)
     """Time without a finished block, compilation included, after which a sampler with work counts
     as hung, seconds."""
@@ -65,28 +65,32 @@ class FaultsSection(Section):
     env_timeout_s: float = Field(600.0, gt=0)
     """Timeout of an environment for one reply, seconds."""
     max_failures: Positive = 8
-    """Consecutive failed groups that end the run, each begun after the one before it had failed;
-    after each, the next ones wait for backoff_s, doubled with each further one. Outages do not
-    count."""
+    """Consecutive failed groups that end the run, each started after the previous one had failed.
+    After each failure new groups wait for backoff_s, doubled with each further failure. Outages do
+    not count."""
     outage_s: float | None = Field(None, gt=0)
-    """Longest outage of a service (environment, judge, reward), seconds: connections that break,
-    time-outs of its client, HTTP 429 and 5xx. Until then its calls are made again and the run
-    waits, which is reported each minute; null: for ever, and 30 s for one that has never
-    answered. Set it where a judge's server begins together with the run and loads its model."""
+    """Maximum outage of a service (environment, judge, reward), seconds: broken connections,
+    timeouts of its client, HTTP 429 and 5xx. Until then its calls are retried and the run waits,
+    which is reported each minute; null: no limit, but 30 s for a service that has never answered.
+    Set it where a judge's server starts together with the run and loads its model."""
     watchdog_s: float = Field(1800.0, ge=0)
     """Time without progress, compilation included, after which the run stops and names the part
-    that hangs, seconds; 0: never. Outages, calls within their own time limits and the time of
+    that hangs, seconds; 0: no limit. Outages, calls within their own time limits and the time of
     the caller's on_step or loop do not count."""
 
 
 class CheckpointSection(Section):
+    dir: str | None = Field(None, pattern=r"^gs://[^/?@:]+(/[^?]*)?$")
+    """Bucket for checkpoints, as gs://BUCKET/DIR: each host of the trainer writes its shards to its
+    folder NAME, and a resumed run that is missing locally continues from there; null: in the run's
+    folder."""
     every: NonNegative = 50
     """Updates between two checkpoints; 0: only at the end."""
     keep: Positive = 2
-    """How many of the newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
     verify: bool = True
-    """Compare every file with its checksum before a checkpoint is restored; if one differs, the
-    previous checkpoint is used."""
+    """Compare every file with its checksum before restoring a checkpoint; if one differs, use the
+    previous checkpoint."""
     grace_s: float = Field(25.0, gt=0)
     """Time after SIGTERM or SIGHUP to save and exit (exit code 75), seconds; after that the run
     exits without saving. Keep it below the job controller's own limit (30 on Kubernetes by
@@ -96,32 +100,32 @@ class CheckpointSection(Section):
 class WandbSection(Section):
     """Weights & Biases (extra [wandb])."""
 
-    project: str | None = Field(None, min_length=1)
-    """Project that the run is shown in; null: none."""
+    project: str = Field(min_length=1)
+    """Project of the run."""
     entity: str | None = Field(None, min_length=1)
-    """User or team whose project it is; null: the key's own."""
+    """User or team that owns the project; null: the owner of the key."""
     name: str | None = Field(None, min_length=1)
-    """Name of the run there; null: run.name."""
+    """Display name of the run; null: run.name."""
     mode: Literal["online", "offline"] | None = None
-    """offline: only write files in the run's folder, which `wandb sync` sends later; null: as
-    WANDB_MODE says, else online."""
+    """offline: only write files in the run's folder, which `wandb sync` sends later; null:
+    WANDB_MODE, else online."""
 
 
 class MlflowSection(Section):
     """MLflow (extra [mlflow])."""
 
-    experiment: str | None = Field(None, min_length=1)
-    """Experiment that the run is shown in, made if it is not there; null: none."""
+    experiment: str = Field(min_length=1)
+    """Experiment of the run, created if it does not exist."""
     tracking_uri: str | None = Field(None, min_length=1)
-    """Address of the server (http://HOST:PORT), or of a store (sqlite:///FILE); null: as
-    MLFLOW_TRACKING_URI says, else MLflow's own default."""
+    """Address of the server (http://HOST:PORT), or of a store (sqlite:///FILE); null:
+    MLFLOW_TRACKING_URI, else MLflow's default."""
 
 
 class TrackioSection(Section):
     """trackio (extra [trackio])."""
 
-    project: str | None = Field(None, min_length=1)
-    """Project that the run is shown in; null: none."""
+    project: str = Field(min_length=1)
+    """Project of the run."""
 
 
 class MetricsSection(Section):
@@ -129,17 +133,16 @@ class MetricsSection(Section):
     """Write TensorBoard events."""
     prometheus: str | None = Field(None, pattern=r"^(\S+|\[\S+\]):\d{1,5}$")
     """HOST:PORT at which Prometheus reads the newest metrics (extra [prometheus]); port 0 takes any
-    free one; null: none. With several processes the first one serves."""
-    wandb: WandbSection = WandbSection()
-    mlflow: MlflowSection = MlflowSection()
-    trackio: TrackioSection = TrackioSection()
+    free port; null: none. With several processes the first one serves."""
+    wandb: WandbSection | None = None
+    mlflow: MlflowSection | None = None
+    trackio: TrackioSection | None = None
     spans: bool = False
-    """Record who was busy when: the page of runs shows it, and https://ui.perfetto.dev opens
+    """Record a timeline of all threads: the dashboard shows it, and https://ui.perfetto.dev opens
     trace.json in the run's folder, written each minute and at the end."""
     samples_every: NonNegative = 10
     """Updates between two records of sample completions; 0: none. One more forward pass over these
-    few shows the trainer's log-probs beside the sampler's."""
+    few compares the trainer's log-probs with the sampler's."""
     peak_flops: float | None = Field(None, gt=0)
     """Peak FLOP/s of one trainer device, for the FLOP utilisation; null: measured with a matrix
-    product. An update that is faster than the peak is the peak from then on, and logged if the peak
-    was set."""
+    product. An update that is faster raises the peak, which is logged if the peak was set."""

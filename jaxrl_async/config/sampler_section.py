@@ -1,35 +1,35 @@
-"""Settings of the sampler, and of how its groups reach the trainer: staleness and buffer.
+"""Settings of the sampler, of staleness and of the replay buffer.
 
 Needs no JAX.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from jaxrl_async.config.section import Count, NonNegative, Positive, Section, as_called_now
+from jaxrl_async.config.section import Count, NonNegative, Positive, Section
 
 
 class SamplerSection(Section):
     engine: Literal["native", "jetstream", "vllm"] = "native"
-    """What samples tokens: the sampler of this package, an engine of JetStream's interface
+    """Engine that samples tokens: the sampler of this package, an engine of JetStream's interface
     (engine_class) in threads of this process, or vLLM servers (engine_urls), which need
-    mesh.samplers_in=elsewhere."""
+    mesh.samplers_in=external."""
     engine_class: str | None = Field(None, pattern=r"^.+\.py:\w+$")
     """Engine of engine=jetstream: FILE.py:CLASS, a subclass of jetstream.engine.engine_api.Engine;
-    null: this package's own behind that interface."""
+    null: this package's sampler behind that interface."""
     engine_urls: tuple[str, ...] = ()
-    """Addresses of the servers of engine=vllm, such as http://127.0.0.1:8000; they serve nobody
-    else."""
+    """Addresses of the servers of engine=vllm, such as http://127.0.0.1:8000; they must serve
+    only this run."""
     slots: Count | None = 64
-    """Sequences that each sampler decodes at once (engine=vllm: that it has to answer at once);
-    null: as many as kv_memory_mib holds."""
+    """Sequences that each sampler decodes concurrently (engine=vllm: concurrent requests to each
+    server); null: as many as kv_memory_mib holds."""
     reserve: float = Field(0.5, ge=0, le=1)
     """Sequences prefilled ahead to take over slots within a block, as a share of the slots."""
     max_length: Positive = 128
-    """Longest sequence, prompt plus answer, tokens."""
+    """Maximum length of a sequence, prompt plus answer, tokens."""
     max_new_tokens: Positive = 64
-    """Longest answer, tokens."""
+    """Maximum length of an answer, tokens."""
     block: Count = 8
     """Decode steps per dispatch; weights can be swapped between two dispatches."""
     prefill_chunk: Positive = 2048
@@ -37,13 +37,13 @@ class SamplerSection(Section):
     page_tokens: Positive = 32
     """Tokens per page of the KV cache."""
     kv_memory_mib: float | None = Field(None, gt=0)
-    """Memory for one sampler's KV cache, and for the places of adapters if it has some, MiB; null:
-    enough for all slots at max_length."""
+    """Memory for one sampler's KV cache, and for its adapters if it has some, MiB; null: enough for
+    all slots at max_length."""
     prefix_cache: bool = True
     """Keep the KV of finished requests for later requests with the same first tokens."""
     on_new_weights: Literal["continue", "recompute", "drain", "restart"] = "continue"
-    """What happens to running sequences at a weight swap: keep their KV (continue), rebuild it
-    (recompute), finish them first (drain) or start them over (restart)."""
+    """Running sequences at a weight swap: keep their KV (continue), rebuild it
+    (recompute), finish them first (drain) or start them again (restart)."""
     matmul: Literal["full", "bfloat16", "int8"] = "full"
     """Precision of matrix products: that of model.dtype (full), bfloat16 (faster on chips with
     bfloat16 units), or int8 for weights and tokens alike (needs cpu_kernels; fastest on a CPU with
@@ -52,26 +52,20 @@ class SamplerSection(Section):
     """Decode attention: dense on gathered copies of pages, or on the pages by a kernel for TPU or
     GPU (ragged); auto: by platform and model."""
     cpu_kernels: bool = True
-    """On a CPU (x86-64 with AVX2), compute products and attention by kernels of our own, which a
-    C++ compiler builds once per machine; without one, or if false, by XLA's."""
+    """On a CPU (x86-64 with AVX2), compute products and attention by our C++ kernels, which a
+    compiler builds once per machine; without a compiler, or if false, by XLA."""
     compile_ahead: bool = True
-    """Compile what will be needed beside the warm start, and, where that is a few programs known
-    beforehand (attention by cpu_kernels or ragged), beside the first blocks; false: each program
-    when it is first needed."""
+    """Compile programs in advance: during the warm start, and, if only a few programs are needed
+    (attention by cpu_kernels or ragged), during the first blocks; false: compile each program when
+    it is first needed."""
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature; 0: greedy."""
     top_k: NonNegative = 0
-    """Sample from the k likeliest tokens; 0: from all."""
+    """Sample from the k likeliest tokens; 0: from all tokens."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the likeliest tokens that together have this probability."""
     min_p: float = Field(0.0, ge=0, lt=1)
     """Sample from tokens with at least this probability relative to the likeliest token."""
-
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _by_its_name_of_now(cls, given: Any) -> Any:
-        """Read what older runs have written."""
-        return as_called_now("sampler.engine", given)
 
     @property
     def truncates(self) -> bool:
@@ -81,17 +75,18 @@ class SamplerSection(Section):
 
 class StalenessSection(Section):
     max_staleness: NonNegative = 1
-    """Largest staleness of a group: the trainer's version minus that of the group's oldest token;
+    """Maximum staleness of a group: the trainer's version minus the version of its oldest token;
     0: synchronous."""
     lookahead: NonNegative = 0
-    """How many younger groups may overtake a slow one."""
+    """Maximum number of younger groups that may overtake a slow one."""
     when_too_old: Literal["wait", "drop"] = "wait"
-    """Pacing: rollouts wait so that nothing becomes too stale, or run ahead, and groups that are
-    too stale when drawn are dropped."""
+    """Pacing: rollouts wait, so no group becomes too stale (wait); or they run ahead, and groups
+    that are too stale for the trainer are dropped (drop)."""
     overcommit: float = Field(1.5, ge=1)
-    """With drop: most groups in memory, as a multiple of (max_staleness + 1) * groups_per_step."""
+    """With drop: maximum groups in memory, as a multiple of (max_staleness + 1) *
+    groups_per_step."""
     adapt: Literal["none", "ess"] = "none"
-    """How the staleness target adapts: not at all, or by effective sample size (ess); never above
+    """Adaptation of the staleness target: none, or by effective sample size (ess); never above
     max_staleness."""
     ess_target: float = Field(0.9, ge=0, le=1)
     """Effective sample size to keep, as a share of the tokens: below it the staleness target is
@@ -100,7 +95,7 @@ class StalenessSection(Section):
 
 class BufferSection(Section):
     select: Literal["strict", "recent", "reward_variance", "advantage_size"] = "strict"
-    """Which groups are drawn first: the oldest (strict), the most recent, or those that teach most
-    by variance of rewards or size of advantages."""
+    """Order in which the trainer takes groups: the oldest first (strict), the most recent, or by
+    variance of rewards or size of advantages, the largest first."""
     reuse: Positive = 1
-    """Most steps that may train on one group, within max_staleness; 1: each group once."""
+    """Maximum steps that train on one group, within max_staleness; 1: each group once."""

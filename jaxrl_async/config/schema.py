@@ -111,14 +111,14 @@ class Config(Section):
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     task: Choice | None = None
-    """Task with environment, data and reward of its own: a built-in (calculator, guess_number),
+    """Task with its environment, data and reward: a built-in (calculator, guess_number),
     your own (FILE.py:NAME), or reasoning_gym:NAME, with its arguments; null: none."""
     env: EnvSection = EnvSection()
     seats: dict[str, SeatSection] = Field({})
-    """Who fills the seats of the task's game, by seat: policy, {model: DIR or initial},
+    """Players of the task's game, by seat: policy, {model: DIR or initial},
     {endpoint: URL, model: NAME}, {older: {every: N, keep: K, pick: uniform, latest or worst}}, or
-    {mixture: [...]}; `eval` beside it for the evaluation. Seats that are not named are the
-    policy's."""
+    {mixture: [...]}; with `eval` for the evaluation. The policy plays all other
+    seats."""
     warm_start: WarmStartSection = WarmStartSection()
     sft: SftSection = SftSection()
     preference: PreferenceSection = PreferenceSection()
@@ -127,10 +127,10 @@ class Config(Section):
     staleness: StalenessSection = StalenessSection()
     buffer: BufferSection = BufferSection()
     algorithm: AlgorithmSection = AlgorithmSection()
-    pairs: PairsSection = PairsSection()
+    pairs: PairsSection | None = None
     reference: ReferenceSection = ReferenceSection()
     critic: CriticSection = CriticSection()
-    teacher: TeacherSection = TeacherSection()
+    teacher: TeacherSection | None = None
     trainer: TrainerSection = TrainerSection()
     weights: WeightsSection = WeightsSection()
     reward: RewardSection = RewardSection()
@@ -139,9 +139,9 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
     runs: dict[RunName, dict[str, Any]] = Field({})
-    """Runs that learn an adapter each, from one base and one stream of blocks, by name: what
-    differs in each from the sections above, or a file that says so; {}: this is one run. Shared
-    are model, mesh, sampler, weights, warm_start, faults and, but for run.steps, run."""
+    """Several runs that each train an adapter of one base, with shared samplers, by name: the
+    settings that differ from the sections above, or a file with them; {}: one run. They share
+    model, mesh, sampler, weights, warm_start, faults and, except run.steps, run."""
 
     def on_devices(self, platform: str, capability: str | None = None) -> "Config":
         """Return it with model.dtype chosen for such devices, if it is null (dtype_on)."""
@@ -153,14 +153,14 @@ class Config(Section):
     @property
     def refers(self) -> bool:
         """Whether run.job=rl keeps a reference policy."""
-        return self.algorithm.kl_coefficient > 0 or self.pairs.refers
+        return self.algorithm.kl_coefficient > 0 or (self.pairs is not None and self.pairs.refers)
 
     @property
     def keeps_masks(self) -> bool:
         """Whether sampling masks go with the tokens to the trainer; by default not where pairs are
         trained on, whose loss is of whole distributions and has no ratio."""
         wanted = self.algorithm.keep_sampling_mask
-        wanted = self.pairs.loss is None if wanted is None else wanted
+        wanted = self.pairs is None if wanted is None else wanted
         return self.sampler.truncates and wanted
 
     @property
@@ -201,7 +201,7 @@ class Config(Section):
 
     @property
     def longest_example(self) -> int:
-        """Longest context or example that is learnt, tokens."""
+        """Maximum length of a trained context or example, tokens."""
         return self.trainer.row_length or self.sampler.max_length
 
     @property

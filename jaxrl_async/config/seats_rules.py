@@ -1,4 +1,4 @@
-"""Rules about who fills the seats of a game (seats). Needs no JAX."""
+"""Rules about the players of a game (seats). Needs no JAX."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from jaxrl_async.config.seats_section import FillingSection, fillings
 rule = RuleBook()
 
 OWN_CALL_FIELDS = ("model", "messages", "tools", "stream", "n", "temperature", "max_tokens", "seed")
-"""Fields of a player's call that are set otherwise, or with which no reply could be read."""
+"""Fields of a player's call that other settings decide, or that would make replies unreadable."""
 OF_ENDPOINTS = (
     "key_env",
     "extra",
@@ -19,18 +19,18 @@ OF_ENDPOINTS = (
     "retries",
     "backoff_s",
 )
-"""Settings that only an endpoint reads."""
+"""Settings that only an endpoint uses."""
 
 
 def has_own_weights(filling: FillingSection) -> bool:
-    """Return whether a seat is filled by weights on the sampler's devices."""
+    """Return whether a player's weights are on the sampler's devices."""
     frozen = filling.model is not None and filling.endpoint is None
     return frozen or filling.older is not None
 
 
 @rule("seats")
 def each_seat_is_filled_once(config: Config) -> Iterator[str]:
-    """Require exactly one way of filling a seat."""
+    """Require exactly one kind of player per seat."""
     for path, filling in fillings(config.seats):
         ways = [
             name
@@ -44,7 +44,7 @@ def each_seat_is_filled_once(config: Config) -> Iterator[str]:
         ]
         if len(ways) != 1:
             yield (
-                f"{path} is filled by {' and '.join(ways) or 'nobody'}. Give one of: policy, "
+                f"{path} names {' and '.join(ways) or 'no player'}. Give one of: policy, "
                 "{model: DIR}, {endpoint: URL, model: NAME}, {older: {every: N}}, or a mixture of "
                 "these."
             )
@@ -54,42 +54,40 @@ def each_seat_is_filled_once(config: Config) -> Iterator[str]:
     ]:
         beside = seat.policy or seat.model or seat.endpoint or seat.older
         if seat.mixture and beside:
-            yield f"{path} has a mixture and a filling beside it. Move that into the mixture."
+            yield f"{path} has a mixture and another player. Move that player into the mixture."
 
 
 @rule("seats")
 def an_endpoint_names_its_model(config: Config) -> Iterator[str]:
-    """Require a model's name of an endpoint, and keep its settings to endpoints."""
+    """Require a model name for an endpoint, and refuse an endpoint's settings without one."""
     for path, filling in fillings(config.seats):
         if filling.endpoint is not None and filling.model is None:
             yield f"{path}.endpoint needs {path}.model, the model's name there. Set it."
         if taken := [name for name in OWN_CALL_FIELDS if name in filling.extra]:
             yield (
-                f"{path}.extra has {', '.join(taken)}, which other settings of the seat decide. "
-                "Leave it out there."
+                f"{path}.extra has {', '.join(taken)}, which other settings of this player decide. "
+                "Leave it out of extra."
             )
         unread = [name for name in OF_ENDPOINTS if filling.is_set(name)]
         if filling.endpoint is None and unread:
-            yield (
-                f"{path}: {', '.join(unread)} is read by nothing without endpoint. Leave it out."
-            )
+            yield (f"{path}: {', '.join(unread)} has no effect without endpoint. Leave it out.")
 
 
 @rule("seats")
 def seats_are_of_a_run_that_plays(config: Config) -> Iterator[str]:
-    """Refuse seats where nothing is played."""
+    """Refuse seats for a run without a game."""
     if config.seats and config.run.job != "rl":
-        yield f"seats is read by nothing with run.job={config.run.job}. Leave it out."
+        yield f"seats has no effect with run.job={config.run.job}. Leave it out."
     if config.seats and config.task is None:
         yield (
-            f"seats ({', '.join(config.seats)}) are those of a game, and task is null. Name a task "
-            "with a game, such as nim."
+            f"seats ({', '.join(config.seats)}) are the players of a game, and task is null. Set a "
+            "task with a game, such as nim."
         )
 
 
 @rule(job="rl")
 def opponents_have_devices(config: Config) -> Iterator[str]:
-    """Refuse opponents with weights where this process has no sampler's devices for them."""
+    """Refuse opponents with weights if this process has no sampler's devices for them."""
     paths = [path for path, filling in fillings(config.seats) if has_own_weights(filling)]
     if not paths:
         return
@@ -101,12 +99,12 @@ def opponents_have_devices(config: Config) -> Iterator[str]:
         )
     if config.sampler.engine != "native":
         yield (
-            f"{paths[0]} has weights on the sampler's devices, and sampler.engine="
-            f"{config.sampler.engine} has none here. {instead}."
+            f"{paths[0]} has weights on the sampler's devices, and with sampler.engine="
+            f"{config.sampler.engine} this process has none. {instead}."
         )
     if config.mesh.samplers > 1 and config.mesh.sampler.num_devices > 1:
         yield (
-            f"{paths[0]} takes turns with the sampler whose devices it shares; beside "
-            f"mesh.samplers={config.mesh.samplers} of several devices each all would wait for it. "
+            f"{paths[0]} computes alternately with the sampler whose devices it shares; with "
+            f"mesh.samplers={config.mesh.samplers} of several devices each, all would wait for it. "
             f"Set mesh.samplers=1 or one device each. {instead} otherwise."
         )

@@ -1,4 +1,4 @@
-"""Settings of who fills the seats of a game: the section `seats`. Needs no JAX."""
+"""Settings of the players in a game's seats: the section `seats`. Needs no JAX."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -8,26 +8,26 @@ from pydantic import Field, model_validator
 from jaxrl_async.config.section import Count, NonNegative, Positive, Section
 
 INITIAL = "initial"
-"""Model of a seat that the weights fill with which the run's updates began."""
+"""Model of a seat: the weights before the run's first update."""
 
 
 class OlderSection(Section):
-    """The league: snapshots of the policy, of which one plays."""
+    """The league: one of several snapshots of the policy plays."""
 
     every: Positive = 10
-    """A snapshot is taken every so many versions, version 0 included."""
+    """Versions between two snapshots, version 0 included."""
     keep: Count = 8
-    """Newest snapshots that play."""
+    """Number of newest snapshots that may play."""
     pick: Literal["uniform", "latest", "worst"] = "uniform"
-    """Which of them plays: any, the newest, or those that the policy loses to most often
-    (prioritised fictitious self-play)."""
+    """Choice of the snapshot: any (uniform), the newest, or the ones that the policy loses to most
+    often (worst: prioritised fictitious self-play)."""
     resident: Count = 2
-    """Most snapshots on the sampler's devices at once; others wait in the run's folder until their
-    turn."""
+    """Maximum snapshots on the sampler's devices; the others are loaded from the run's folder when
+    they play."""
 
 
 class FillingSection(Section):
-    """Who fills a seat: exactly one of policy, model, endpoint and older."""
+    """The player in a seat: exactly one of policy, model, endpoint and older."""
 
     policy: bool = False
     """The policy itself, whose turns are trained on."""
@@ -39,28 +39,28 @@ class FillingSection(Section):
     older: OlderSection | None = None
     """Older versions of the policy."""
     temperature: float | None = Field(None, ge=0)
-    """Its sampling temperature; null: sampler.temperature, or the endpoint's own."""
+    """Sampling temperature; null: sampler.temperature, or the endpoint's default."""
     max_tokens: Positive | None = None
-    """Most tokens of one of its messages; null: sampler.max_new_tokens, or the endpoint's own."""
+    """Maximum tokens of a message; null: sampler.max_new_tokens, or the endpoint's default."""
     key_env: str | None = Field(None, pattern=r"^\w+$")
     """Environment variable with the endpoint's API key; null: it needs none."""
     extra: dict[str, Any] = Field({})
     """Further fields of each call of the endpoint."""
     send_seed: bool = True
-    """Send the endpoint a seed that depends on run.seed, the game and the turn alone."""
+    """Send the endpoint a seed that depends only on run.seed, the game and the turn."""
     concurrency: Count = 16
-    """Most calls of the endpoint under way at once."""
+    """Maximum concurrent calls of the endpoint."""
     timeout_s: float = Field(60.0, gt=0)
     """Timeout of one call of the endpoint, seconds."""
     retries: NonNegative = 5
-    """Repeats of a call that broke or met an overload."""
+    """Retries of a call that broke or met an overload."""
     backoff_s: float = Field(1.0, ge=0)
-    """Wait before the first repeat, seconds; doubles, up to 60. Retry-After is kept."""
+    """Wait before the first retry, seconds; doubles, up to 60. Retry-After is respected."""
 
     @model_validator(mode="before")
     @classmethod
     def _from_word(cls, given: Any) -> Any:
-        """Take `policy` and `initial` as they stand. Raises ValueError for another word."""
+        """Accept the words `policy` and `initial`. Raises ValueError for another word."""
         words: Mapping[str, Any] = {"policy": {"policy": True}, INITIAL: {"model": INITIAL}}
         if isinstance(given, str) and given not in words:
             raise ValueError(
@@ -70,38 +70,38 @@ class FillingSection(Section):
 
 
 class WeightedFilling(FillingSection):
-    """One of a mixture."""
+    """One player of a mixture."""
 
     weight: float = Field(1.0, gt=0)
-    """How often it plays, beside the other weights."""
+    """Relative frequency of this player."""
 
 
 class SeatFilling(FillingSection):
-    """Who fills a seat, also by chance."""
+    """The player in a seat, or a mixture of players."""
 
     mixture: list[WeightedFilling] = Field([])
-    """Several, of which one plays each group's games."""
+    """Several players: one is chosen at random for each group's games."""
 
     @property
     def choices(self) -> tuple[FillingSection, ...]:
-        """All who may sit there."""
+        """All players that may fill the seat."""
         return tuple(self.mixture) or (self,)
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """How often each of `choices` does."""
+        """Relative frequency of each of `choices`."""
         return tuple(one.weight for one in self.mixture) or (1.0,)
 
 
 class SeatSection(SeatFilling):
-    """Who fills a seat in training and in the evaluation."""
+    """The player in a seat, in training and in the evaluation."""
 
     eval: SeatFilling | None = None
-    """Who fills it in the evaluation; null: the same."""
+    """The player in the evaluation; null: the same."""
 
     @property
     def in_evaluation(self) -> SeatFilling:
-        """Who fills it in the evaluation."""
+        """The player in the evaluation."""
         return self if self.eval is None else self.eval
 
 
@@ -128,3 +128,8 @@ def resident_snapshots(seats: Mapping[str, SeatSection]) -> int:
     filled = [one for _, one in fillings(seats) if one.endpoint is None]
     league = max((min(o.resident, o.keep) for one in filled if (o := one.older)), default=0)
     return league + any(one.model == INITIAL for one in filled)
+
+
+def has_opponents(seats: Mapping[str, SeatSection]) -> bool:
+    """Return whether weights on the sampler's devices fill seats."""
+    return bool(frozen_models(seats) or resident_snapshots(seats))

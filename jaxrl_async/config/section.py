@@ -1,7 +1,6 @@
-"""What every section of the configuration is: frozen, and read from docstrings. Needs no JAX."""
+"""The base of all sections of the configuration: frozen, with help from docstrings. No JAX."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -10,15 +9,7 @@ MAX_WHOLE = 2**31 - 1
 Positive = Annotated[int, Field(ge=1, le=MAX_WHOLE)]
 NonNegative = Annotated[int, Field(ge=0, le=MAX_WHOLE)]
 Count = Annotated[int, Field(ge=1, le=65_536)]
-"""Number of things that are made one by one."""
-
-FORMER_VALUES: Mapping[str, Mapping[str, str]] = {"sampler.engine": {"ours": "native"}}
-"""By setting: values that older versions wrote, and the current name of each."""
-
-
-def as_called_now(setting: str, value: Any) -> Any:
-    """Return a setting's value; one that an older version wrote by its current name."""
-    return FORMER_VALUES.get(setting, {}).get(value, value) if isinstance(value, str) else value
+"""Number of things that are created one by one."""
 
 
 class Section(BaseModel):
@@ -29,6 +20,6 @@ class Section(BaseModel):
     )
 
     def is_set(self, name: str) -> bool:
-        """Return whether a setting differs from its default, written down or not."""
+        """Return whether a setting differs from its default, even if that is written down."""
         default = type(self).model_fields[name].get_default(call_default_factory=True)
         return bool(getattr(self, name) != default)

@@ -1,7 +1,7 @@
-"""Several runs in one configuration (`runs`): what each is as a configuration of its own.
+"""Several runs in one configuration (`runs`): the separate configuration of each.
 
-    sections beside `runs` ──────────┐
-    runs.NAME: what differs ─merged──┴──> the configuration of the run NAME
+    all other sections ──────────────┐
+    runs.NAME: differences ──merged──┴──> the configuration of the run NAME
 
 A section is merged setting by setting; a choice with its arguments, a list and a table are replaced
 whole. Needs no JAX.
@@ -9,7 +9,8 @@ whole. Needs no JAX.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
@@ -20,9 +21,15 @@ Settings = dict[str, Any]
 
 
 def section_of(target: FieldInfo) -> type[Section] | None:
-    """Return the section that a field holds; None: it is a setting."""
-    kind = target.annotation
+    """Return the section of a field, even if it may be null; None: the field is a setting."""
+    kinds = [kind for kind in get_args(target.annotation) if kind is not NoneType]
+    kind = kinds[0] if len(kinds) == 1 and is_optional(target) else target.annotation
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def is_optional(target: FieldInfo) -> bool:
+    """Return whether a field may be null."""
+    return NoneType in get_args(target.annotation)
 
 
 def _inner(section: type[Section], key: Any) -> type[Section] | None:
@@ -33,7 +40,7 @@ def _inner(section: type[Section], key: Any) -> type[Section] | None:
 def merged(
     shared: Mapping[Any, Any], own: Mapping[Any, Any], section: type[Section] = Config
 ) -> Settings:
-    """Return the settings of a section with those of `own` in place of the shared ones."""
+    """Return the settings of a section, with `own` in place of the shared ones."""
     tree = dict(shared)
     for key, value in own.items():
         inner, before = _inner(section, key), tree.get(key)
@@ -46,21 +53,28 @@ def merged(
 def differences(
     shared: Mapping[str, Any], own: Mapping[str, Any], section: type[Section] = Config
 ) -> Settings:
-    """Return the settings of `own` that differ, so that `merged` gives `own` again. Both are whole
-    (model_dump)."""
+    """Return the settings of `own` that differ: `merged` restores `own` from them. Both are
+    complete (model_dump)."""
     found: Settings = {}
     for key, value in own.items():
         inner = _inner(section, key)
-        if inner is not None:
-            value = differences(shared[key], value, inner)
-        if value != ({} if inner is not None else shared[key]):
+        before = shared[key]
+        if inner is not None and before is not None and value is not None:
+            value, before = differences(before, value, inner), {}
+        if value != before:
             found[key] = value
     return found
 
 
+def folders_of(config: Config) -> dict[str, Path]:
+    """Return the folder of each of several runs, by name."""
+    root = Path(config.run.dir) / config.run.name
+    return {name: root / name for name in config.runs}
+
+
 def runs_of(config: Config) -> dict[str, Config]:
-    """Return the configuration of each run by name, its folder in that of `config`: DIR/NAME/OWN
-    NAME. Raises pydantic's ValidationError for settings that have not been through `load`."""
+    """Return the configuration of each run by name, with DIR/NAME/OWN NAME as its folder. Raises
+    pydantic's ValidationError for settings that have not been through `load`."""
     shared = config.model_dump(exclude={"runs"})
     place = {"dir": str(Path(config.run.dir) / config.run.name), "overwrite": False}
     return {

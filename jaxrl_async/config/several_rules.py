@@ -1,4 +1,4 @@
-"""Rules about several adapters that learn in one run (`runs`). Needs no JAX."""
+"""Rules about several adapters that are trained in one run (`runs`). Needs no JAX."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,38 +17,38 @@ SHARED = (
     "weights",
     "faults",
 )
-"""Sections of what all runs share: a run cannot have another."""
+"""Sections that all runs share: they cannot differ in one run."""
 OWN_OF_RUN = ("steps",)
-"""Settings of the section `run` that a run may have its own of."""
+"""Settings of the section `run` that may differ in each run."""
 FILES = (
     *("base", "base.json", "base.tmp", "config.yaml", "decoder", "lock"),
     *("trace.json", "older.trace.json", "warm_start", "policy", "adapter"),
 )
-"""What else the folder of several runs holds."""
+"""Other files in the folder of several runs."""
 
 rule = RuleBook()
 
 
 @rule("runs")
 def several_runs_learn_adapters(config: Config) -> Iterator[str]:
-    """Require what several runs share a base by: an adapter each, learnt by rewards."""
+    """Require an adapter for each run, trained by rewards: they share a base."""
     if not config.runs:
         return
-    if not config.model.lora.rank:
+    if config.model.lora is None:
         yield (
-            "runs: each run trains an adapter of a base that they share, and model.lora.rank is 0: "
-            "it would train all weights. Set model.lora.rank, or start each run by itself."
+            "runs: each run trains an adapter of a shared base, and model.lora is null: it would "
+            "train all weights. Set model.lora.rank, or start each run separately."
         )
     if config.run.job != "rl":
         yield (
-            f"runs: several learn in one run by run.job=rl alone, and it is {config.run.job}. Set "
-            "run.job=rl, or start each run by itself."
+            f"runs: several runs in one need run.job=rl, and it is {config.run.job}. Set "
+            "run.job=rl, or start each run separately."
         )
 
 
 @rule("runs")
 def several_runs_share_one_process(config: Config) -> Iterator[str]:
-    """Require samplers of our engine that are threads of the one process of the run."""
+    """Require samplers of our engine in threads of the run's only process."""
     if not config.runs:
         return
     mesh, sampler, run = config.mesh, config.sampler, config.run
@@ -63,45 +63,45 @@ def several_runs_share_one_process(config: Config) -> Iterator[str]:
     }
     for setting in (setting for setting, is_so in wrong.items() if is_so):
         yield (
-            f"runs: {setting} is not possible where several adapters learn in one run: their "
-            "samplers are threads of its one process, on devices of their own, and what they take "
-            "in is not recorded. Leave it out, or start each run by itself."
+            f"runs: {setting} is not possible with several adapters in one run: their "
+            "samplers are threads of its only process, on separate devices, and their events are "
+            "not recorded. Leave it out, or start each run separately."
         )
 
 
 @rule("runs")
 def runs_share_model_and_samplers(config: Config) -> Iterator[str]:
-    """Refuse settings of one run for what all share, and names that its folder uses otherwise."""
+    """Refuse a run's own values of shared settings, and names of the folder's other files."""
     for name, own in config.runs.items():
         if name in FILES:
             yield f"runs.{name}: RUN/{name} is another file of the run. Choose another name."
         for setting in _shared_in(own):
             yield (
                 f"runs.{name}.{setting} is shared by all runs, and cannot differ in one. Set "
-                f"{setting} beside `runs` for all, or start {name} by itself."
+                f"{setting} outside of `runs` for all, or start {name} separately."
             )
         judge = own.get("reward", {}).get("model", config.reward.model)
         if config.mesh.trainer.num_devices > 1 and judge is not None:
             yield (
                 f"runs.{name}.reward.model computes on the trainer's devices while other runs step "
-                "there, and mesh.trainer has several. Make it one device, judge by reward.judge, "
-                "or start this run by itself."
+                "there, and mesh.trainer has several. Use one device, use reward.judge instead, "
+                "or start this run separately."
             )
         if own.get("seats"):
             yield (
-                f"runs.{name}.seats: other players in a game's seats are not there where several "
-                "adapters learn in one run. Leave it out, or start this run by itself."
+                f"runs.{name}.seats: other players of a game are not supported with several "
+                "adapters in one run. Leave it out, or start this run separately."
             )
     if config.runs and config.seats:
         yield (
-            "seats: other players in a game's seats are not there where several adapters learn in "
-            "one run (runs). Leave it out, or start each run by itself."
+            "seats: other players of a game are not supported with several adapters in one run "
+            "(runs). Leave it out, or start each run separately."
         )
 
 
 @rule("runs")
 def each_run_serves_its_own_metrics(config: Config) -> Iterator[str]:
-    """Require an address for each run at which Prometheus reads its metrics."""
+    """Require different addresses at which Prometheus reads the runs' metrics."""
     by_address: dict[str, list[str]] = {}
     for name, own in config.runs.items():
         address = own.get("metrics", {}).get("prometheus", config.metrics.prometheus)
@@ -110,9 +110,9 @@ def each_run_serves_its_own_metrics(config: Config) -> Iterator[str]:
     for address, names in by_address.items():
         if len(names) > 1:
             yield (
-                f"metrics.prometheus={address} would be served by {', '.join(names)} at once. Set "
-                "runs.NAME.metrics.prometheus with a port of its own for each, or port 0, which "
-                "takes any free one."
+                f"metrics.prometheus={address} would be served by {', '.join(names)} at the same "
+                "time. Set a different port in runs.NAME.metrics.prometheus for each, or port 0, "
+                "which takes any free one."
             )
 
 
@@ -120,4 +120,5 @@ def _shared_in(own: Mapping[str, Any]) -> list[str]:
     """Return the settings among a run's own that all runs share."""
     of_run = [f"run.{key}" for key in own.get("run", {}) if key not in OWN_OF_RUN]
     of_shared = [f"{s}.{key}" for s in SHARED for key in own.get(s, {})]
+    of_shared += ["checkpoint.dir"] if "dir" in own.get("checkpoint", {}) else []
     return [*of_run, *of_shared, *(["runs"] if "runs" in own else [])]

@@ -14,7 +14,7 @@ class TrainerSection(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule after the warm-up."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """Largest global norm of the gradients; larger ones are scaled down."""
+    """Maximum global norm of the gradients; larger gradients are scaled down."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's decoupled weight decay, of matrices (adapters' and value heads', too), not of norms
     and biases."""
@@ -25,33 +25,32 @@ class TrainerSection(Section):
     epsilon: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
     rounding: Literal["masters", "stochastic", "nearest"] = "masters"
-    """How updates are added to bfloat16 weights: to float32 master weights (4 more bytes per
-    weight; with param_dtype=float32 the weights are the masters), rounded stochastically (right in
-    the mean), or rounded to the nearest (loses updates below about 1/500 of a weight)."""
+    """Addition of updates to bfloat16 weights: to float32 master weights (4 more bytes per
+    weight; with param_dtype=float32 the weights are the masters), rounded stochastically
+    (unbiased), or rounded to the nearest (loses updates below about 1/500 of a weight)."""
     row_length: Positive | None = None
     """Length of a packed row, tokens; null: sampler.max_length, or with share_prefixes enough for a
     group's longest answers, up to a device's share of micro_batch_tokens, the larger of 2048 and
     twice sampler.max_length, and 8192."""
     share_prefixes: bool | None = None
-    """Lay what contexts of a group begin with (the prompt of its answers, the history of branches)
-    once in a row for several of them, if fewer rows come out of it. The update is the same up to
-    rounding; but the experts of a mixture that are balanced (model.balance) count what is shared
-    once. A row_length of your own should have room for a prompt and several answers. null: in an rl
-    run on one CPU device, where attention by cpu_kernels computes only what is seen, without
-    model.balance."""
+    """Store a shared beginning of a group's contexts (the prompt of its answers, the history of
+    branches) once per row, if this makes fewer rows. The update is the same up to rounding, but
+    model.balance counts shared tokens once. If you set row_length, leave room for a prompt and
+    several answers. null: true in an rl run on one CPU device, where attention by cpu_kernels skips
+    what is masked, without model.balance."""
     micro_batch_tokens: Positive = 4096
-    """Most tokens, padding included, per forward and backward pass; at least a row per device. An
-    update takes micro-batches of this size, of about a quarter and a sixteenth of it, so that few
-    rows are empty. On a CPU they are smaller where the memory would not suffice."""
+    """Maximum tokens, padding included, per forward and backward pass; at least a row per device.
+    An update uses micro-batches of this size, of about a quarter and of a sixteenth of it, to have
+    few empty rows. On a CPU they are smaller where the memory would not suffice."""
     logprob_chunk: Positive = 1024
-    """Tokens per device whose logits are in memory at once."""
+    """Tokens per device whose logits are in memory at the same time."""
     cpu_kernels: bool = True
     """On a CPU in float32, compute attention, log-probs and, where there is a matrix unit (AMX),
-    products by kernels of our own, in C++, compiled once by the machine's g++ or clang++; where
-    they do not compile, the log says so, and XLA's programs are used, as on other devices."""
+    products by our C++ kernels, compiled once by the machine's g++ or clang++; if that fails, the
+    log says so, and XLA's programs are used, as on other devices."""
     offload: tuple[Literal["optimizer", "reference"], ...] = ()
-    """What stays in host memory while not in use: AdamW's moments and master weights (optimizer),
-    loaded for each update; the reference policy, loaded for a pass of its own."""
+    """State offloaded to host memory between uses: AdamW's moments and master weights (optimizer),
+    loaded for each update; the reference policy, loaded for its pass."""
     compiler_options: dict[str, str] = Field({})
     """XLA compiler options for the update, by name; TPU options are refused on other platforms."""
     max_skipped_steps: Positive = 3

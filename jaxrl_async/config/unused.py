@@ -1,7 +1,7 @@
-"""Settings that nothing would read: refused, or only reported where their feature is turned off.
+"""Settings without an effect: refused, or only reported if their feature is turned off.
 
-A setting that has no effect is most likely a mistake. But where the switch of a feature is written
-down as off, the feature's other settings may stay: an override can turn off what a file describes.
+A setting that has no effect is most likely a mistake. But if the switch of a feature is explicitly
+off, the feature's other settings may stay: an override can turn off what a file configures.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,12 +10,9 @@ from typing import Any
 
 from jaxrl_async.config import function_facts as facts
 from jaxrl_async.config.endpoint_section import EndpointSection
-from jaxrl_async.config.judge_section import JudgeSection, ProcessSection
-from jaxrl_async.config.lora_section import FOUR_BITS, LoraSection
-from jaxrl_async.config.pivot_section import PivotSection
+from jaxrl_async.config.lora_section import FOUR_BITS
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.rule import as_text
-from jaxrl_async.config.run_section import WandbSection
 from jaxrl_async.config.schema import (
     AdditionSection,
     AlgorithmSection,
@@ -23,7 +20,6 @@ from jaxrl_async.config.schema import (
     CriticSection,
     JsonlSection,
     ReferenceSection,
-    TeacherSection,
     name_of,
 )
 from jaxrl_async.config.section import Section
@@ -36,8 +32,8 @@ SECTIONS_OF_OTHER_JOBS: dict[str, tuple[str, ...]] = {
     "preference": ("sft", "pairs", "reference", "critic", "teacher", "env", "priorities"),
     "reward_model": ("sft", "pairs", "reference", "critic", "teacher", "env", "priorities"),
 }
-"""Sections that nothing reads, by run.job. The sections about how rollouts are made (sampler,
-staleness, buffer, reward) may stand in a configuration that several jobs share."""
+"""Sections without an effect, by run.job. The sections about rollouts (sampler, staleness, buffer,
+reward) are allowed: several jobs may share a configuration."""
 SHARED_BY_JOBS = (
     "learning_rate",
     "group_size",
@@ -45,7 +41,7 @@ SHARED_BY_JOBS = (
     "keep_sampling_mask",
     "keep_routing",
 )
-"""Settings of algorithm that may stand there for any job, too."""
+"""Settings of algorithm that are allowed for any job, too."""
 OF_OUR_ENGINE = (
     "reserve",
     "prefill_chunk",
@@ -56,58 +52,62 @@ OF_OUR_ENGINE = (
     "attention",
     "compile_ahead",
 )
-"""Settings of sampler that a server of somebody else has flags of its own for."""
-OF_OUTSIDERS = ("outsider_key_variable", "outsider_tries")
-"""Settings of endpoint about agents outside of the run."""
+"""Settings of sampler for which an external server has its own flags."""
+OF_OUTSIDERS = ("agent_key_variable", "agent_tries")
+"""Settings of endpoint for external agents."""
+
+
+NOTHING = Section()
+"""Takes the place of a section that is null: none of its settings is set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Some settings, and when something reads them."""
+    """Some settings, and the conditions under which they have an effect."""
 
     keys: tuple[str, ...]  # dotted
     is_read: Callable[[Config], bool]
-    needs: str  # what would make something read them, in words
+    needs: str  # what gives them an effect, in words
     switches: tuple[str, ...] = ()  # dotted settings that turn the feature on and off
 
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """The settings of one configuration that differ from their defaults and that nothing reads."""
+    """The settings of one configuration that differ from their defaults without an effect."""
 
     refused: list[str]  # one sentence each
-    turned_off: dict[str, list[str]]  # by the switch that is written down as off: "key (value)"
+    turned_off: dict[str, list[str]]  # by the switch that is explicitly off: "key (value)"
 
 
 def unused_settings(config: Config) -> Unused:
-    """Find the settings that nothing would read."""
+    """Find the settings without an effect."""
     unused = Unused([], {})
     for use in _uses(config):
         if use.is_read(config):
             continue
         for key in use.keys:
             section, name = _owner(config, key)
-            if not section.is_set(name):
+            if section is NOTHING or not section.is_set(name):
                 continue
             shown = f"{key} ({as_text(getattr(section, name))})"
             if off := [switch for switch in use.switches if _is_given(config, switch)]:
                 unused.turned_off.setdefault(off[0], []).append(shown)
             else:
                 unused.refused.append(
-                    f"{shown} is read by nothing without {use.needs}. Set that, or leave {key} out."
+                    f"{shown} has no effect without {use.needs}. Set that, or leave {key} out."
                 )
     return unused
 
 
 def warnings_of_unused(config: Config) -> Iterator[str]:
-    """Yield a sentence for each feature that is turned off and whose settings are not."""
+    """Yield a sentence for each feature that is turned off but has settings."""
     for switch, settings in unused_settings(config).turned_off.items():
         value = as_text(_value(config, switch))
-        yield f"read by nothing, as {switch} is {value}: {', '.join(settings)}"
+        yield f"without an effect, as {switch} is {value}: {', '.join(settings)}"
 
 
 def unread_with_records(config: Config, task: str) -> list[str]:
-    """Return a sentence for each setting of the data that a task with records leaves unread."""
+    """Return a sentence for each data setting that a task with records makes ineffective."""
     keys = (
         "data.source",
         *_keys("data.addition", AdditionSection),
@@ -130,23 +130,25 @@ def unread_with_records(config: Config, task: str) -> list[str]:
         section, name = _owner(config, key)
         if section.is_set(name):
             found.append(
-                f"{key} ({as_text(getattr(section, name))}) is read by nothing: the task {task} "
-                f"has records of its own. Leave {key} out."
+                f"{key} ({as_text(getattr(section, name))}) has no effect: the task {task} "
+                f"has its own records. Leave {key} out."
             )
     return found
 
 
 def _owner(config: Config, key: str) -> tuple[Section, str]:
-    """Return the section that holds a dotted key, and the last part of the key."""
+    """Return the section of a dotted key, NOTHING if it is null, and the key's last part."""
     *path, name = key.split(".")
     section: Any = config
     for part in path:
         section = getattr(section, part)
+        if section is None:
+            return NOTHING, name
     return section, name
 
 
 def _is_given(config: Config, key: str) -> bool:
-    """Return whether a setting was written down, even as its default."""
+    """Return whether a setting was written down, even with its default."""
     section, name = _owner(config, key)
     return name in section.model_fields_set
 
@@ -157,15 +159,15 @@ def _value(config: Config, key: str) -> Any:
 
 
 def _keys(section: str, kind: type[Section], *without: str) -> tuple[str, ...]:
-    """Return the dotted keys of all fields of a section but for some."""
+    """Return the dotted keys of all fields of a section except some."""
     return tuple(f"{section}.{name}" for name in kind.model_fields if name not in without)
 
 
-# --- who reads what ------------------------------------------------------------------------------
+# --- the uses of settings ------------------------------------------------------------------------
 
 
 def _uses(config: Config) -> Iterator[Use]:
-    """Yield what has a reader under conditions, for run.job."""
+    """Yield the settings that have an effect only under conditions, for run.job."""
     job = config.run.job
     yield from _of_other_jobs(config)
     yield Use(
@@ -187,7 +189,8 @@ def _uses(config: Config) -> Iterator[Use]:
 def _of_other_jobs(config: Config) -> Iterator[Use]:
     job = config.run.job
     for other in SECTIONS_OF_OTHER_JOBS[job]:
-        keys = _keys(other, type(getattr(config, other)))
+        section = getattr(config, other)
+        keys = () if section is None else _keys(other, type(section))
         yield Use(keys, lambda c: False, f"another run.job than {job}")
     yield Use(
         _keys("algorithm", AlgorithmSection, *SHARED_BY_JOBS),
@@ -209,37 +212,49 @@ def _has_kl(config: Config) -> bool:
 
 
 def _pairs(config: Config) -> bool:
-    return config.pairs.loss is not None
+    return config.pairs is not None
 
 
 def _compares_some(config: Config) -> bool:
-    """Return whether shapings mask answers, and the advantage compares those of a group."""
+    """Return whether shapings mask answers, and the advantage compares answers of a group."""
     a, name = config.algorithm, name_of(config.algorithm.advantage)
     shapings = [name_of(choice) for choice in a.shaping]
     masks = any(s in facts.MASKS_EPISODES or is_own(s) for s in shapings)
     compares = name in facts.COMPARED_IN_GROUP or name == "discounted" or is_own(name)
-    return masks and compares and not _pairs(config) and config.teacher.rewards > 0
+    return masks and compares and not _pairs(config) and _weighs_rewards(config)
 
 
 def _averages(config: Config) -> bool:
-    """Return whether a term of the loss is a mean over tokens; that of pairs is one over pairs."""
+    """Return whether a term of the loss is a mean over tokens; the loss of pairs is not."""
     a = config.algorithm
     beside = a.kl_coefficient or a.entropy_coefficient or a.entropy_target or _distils(config)
     return not _pairs(config) or bool(beside)
 
 
 def _has_critic(config: Config) -> bool:
-    """Return whether the advantage may need a critic; a user's own says so in its file."""
+    """Return whether the advantage may need a critic; a user's own declares that in its file."""
     name = name_of(config.algorithm.advantage)
     return name in facts.NEEDS_VALUES or is_own(name)
 
 
 def _distils(config: Config) -> bool:
-    return config.teacher.source != "none"
+    return config.teacher is not None
 
 
 def _distils_by_loss(config: Config) -> bool:
-    return config.teacher.form == "loss"
+    return config.teacher is not None and config.teacher.form == "loss"
+
+
+def _weighs_rewards(config: Config) -> bool:
+    return config.teacher is None or config.teacher.rewards > 0
+
+
+def _splits(config: Config) -> str | None:
+    return None if config.reward.process is None else config.reward.process.split
+
+
+def _rates_steps(config: Config) -> str | None:
+    return None if config.reward.process is None else config.reward.process.function
 
 
 OF_PREFERENCES = (
@@ -263,13 +278,7 @@ OF_EVERY_JOB = (
     Use(
         ("model.architecture.family",),
         lambda c: c.model.decoder is None,
-        "model.decoder=null: a layer of your own is of no family",
-    ),
-    Use(
-        _keys("model.lora", LoraSection, "rank"),
-        lambda c: c.model.lora.rank > 0,
-        "model.lora.rank above 0",
-        ("model.lora.rank",),
+        "model.decoder=null: your own layer has no family",
     ),
     Use(
         ("model.balance.each_layer",),
@@ -279,7 +288,7 @@ OF_EVERY_JOB = (
     ),
     Use(
         ("model.lora.group_size",),
-        lambda c: c.model.lora.base in FOUR_BITS,
+        lambda c: c.model.lora is not None and c.model.lora.base in FOUR_BITS,
         "model.lora.base in 4 bits",
     ),
     Use(("data.jsonl.path", "data.jsonl.eval_path"), _reads_jsonl, "data.source=jsonl"),
@@ -304,18 +313,6 @@ OF_EVERY_JOB = (
         ("warm_start.steps",),
     ),
     Use(
-        _keys("metrics.wandb", WandbSection, "project"),
-        lambda c: c.metrics.wandb.project is not None,
-        "metrics.wandb.project",
-        ("metrics.wandb.project",),
-    ),
-    Use(
-        ("metrics.mlflow.tracking_uri",),
-        lambda c: c.metrics.mlflow.experiment is not None,
-        "metrics.mlflow.experiment",
-        ("metrics.mlflow.experiment",),
-    ),
-    Use(
         ("weights.probe_tolerance",),
         lambda c: c.weights.probe,
         "weights.probe=true",
@@ -331,8 +328,8 @@ def _samples(config: Config) -> bool:
 OF_RL = (
     Use(
         _keys("env", EnvSection),
-        lambda c: c.task is not None or c.endpoint.outsiders,
-        "task, or endpoint.outsiders",
+        lambda c: c.task is not None or c.endpoint.external_agents,
+        "task, or endpoint.external_agents",
         ("task",),
     ),
     Use(
@@ -357,22 +354,22 @@ OF_RL = (
     Use(
         (
             "priorities.guests",
-            *_keys("endpoint", EndpointSection, "enabled", "outsiders", *OF_OUTSIDERS),
+            *_keys("endpoint", EndpointSection, "enabled", "external_agents", *OF_OUTSIDERS),
         ),
-        lambda c: c.endpoint.enabled or c.endpoint.outsiders or c.task is not None,
-        "endpoint.enabled, endpoint.outsiders, or a task with a program",
-        ("endpoint.enabled", "endpoint.outsiders", "task"),
+        lambda c: c.endpoint.enabled or c.endpoint.external_agents or c.task is not None,
+        "endpoint.enabled, endpoint.external_agents, or a task with a program",
+        ("endpoint.enabled", "endpoint.external_agents", "task"),
     ),
     Use(
         tuple(f"endpoint.{name}" for name in OF_OUTSIDERS),
-        lambda c: c.endpoint.outsiders,
-        "endpoint.outsiders",
-        ("endpoint.outsiders",),
+        lambda c: c.endpoint.external_agents,
+        "endpoint.external_agents",
+        ("endpoint.external_agents",),
     ),
     Use(
         _keys("remote", RemoteSection),
         lambda c: c.mesh.remote,
-        "mesh.samplers_in=processes or elsewhere",
+        "mesh.samplers_in=processes or external",
         ("mesh.samplers_in",),
     ),
     Use(
@@ -400,14 +397,8 @@ OF_RL = (
         ("staleness.adapt",),
     ),
     Use(
-        _keys("algorithm.pivots", PivotSection, "continuations"),
-        lambda c: bool(c.algorithm.pivots.continuations),
-        "algorithm.pivots.continuations above 0",
-        ("algorithm.pivots.continuations",),
-    ),
-    Use(
         ("algorithm.pivots.mark",),
-        lambda c: c.algorithm.pivots.where == "mark",
+        lambda c: c.algorithm.pivots is not None and c.algorithm.pivots.where == "mark",
         "algorithm.pivots.where=mark",
         ("algorithm.pivots.where",),
     ),
@@ -420,8 +411,8 @@ OF_RL = (
     Use(
         ("algorithm.baseline",),
         _compares_some,
-        "a shaping that masks answers (mask_truncated, overlong_filter, one of your own) and an "
-        "advantage that compares those of a group, such as rloo",
+        "a shaping that masks answers (mask_truncated, overlong_filter, your own) and an "
+        "advantage that compares the answers of a group, such as rloo",
     ),
     Use(
         ("algorithm.least_compared",),
@@ -432,19 +423,18 @@ OF_RL = (
     Use(
         ("algorithm.max_resampled",),
         lambda c: c.algorithm.dynamic_sampling or _pairs(c),
-        "algorithm.dynamic_sampling=true or pairs.loss",
-        ("algorithm.dynamic_sampling", "pairs.loss"),
+        "algorithm.dynamic_sampling=true or pairs",
+        ("algorithm.dynamic_sampling",),
     ),
-    Use(("pairs.choose",), _pairs, "pairs.loss", ("pairs.loss",)),
     Use(
         tuple(f"algorithm.{name}" for name in ("advantage", "loss", "correction", "anchor")),
         lambda c: not _pairs(c),
-        "pairs.loss=null, as pairs have a loss of their own",
+        "pairs=null, as pairs have their own loss",
     ),
     Use(
         ("algorithm.aggregate",),
         _averages,
-        "pairs.loss=null, or a KL, an entropy bonus or a teacher in the loss",
+        "pairs=null, or a KL, an entropy bonus or a teacher in the loss",
     ),
     Use(
         ("algorithm.kl", "algorithm.kl_in", "algorithm.kl_target"),
@@ -488,19 +478,13 @@ OF_RL = (
         "algorithm.advantage=gae, which has a critic",
         ("algorithm.advantage",),
     ),
-    # A folder that the start would look for: no switch excuses it.
+    # A folder that the start checks: no switch excuses it.
     Use(("critic.path",), _has_critic, "algorithm.advantage=gae, which has a critic"),
-    Use(
-        _keys("teacher", TeacherSection, "source", "path"),
-        _distils,
-        "teacher.source",
-        ("teacher.source",),
-    ),
 )
 OF_DISTILLATION = (
     Use(
         ("teacher.refresh_every",),
-        lambda c: c.teacher.source == "self",
+        lambda c: c.teacher is not None and c.teacher.source == "self",
         "teacher.source=self",
         ("teacher.source",),
     ),
@@ -513,7 +497,7 @@ OF_DISTILLATION = (
     Use(("teacher.beta",), _distils_by_loss, "teacher.form=loss and kind=js", ("teacher.form",)),
     Use(
         ("teacher.beta",),
-        lambda c: c.teacher.kind == "js" or not _distils_by_loss(c),
+        lambda c: not _distils_by_loss(c) or (c.teacher is not None and c.teacher.kind == "js"),
         "teacher.form=loss and kind=js",
         ("teacher.kind",),
     ),
@@ -521,7 +505,7 @@ OF_DISTILLATION = (
         tuple(
             f"algorithm.{name}" for name in ("advantage", "loss", "shaping", "correction", "anchor")
         ),
-        lambda c: bool(c.teacher.rewards) or not _distils_by_loss(c),
+        lambda c: _weighs_rewards(c) or not _distils_by_loss(c),
         "teacher.rewards above 0",
         ("teacher.rewards",),
     ),
@@ -544,37 +528,25 @@ OF_LOSS_AND_REWARD = (
     Use(
         ("reward.processes",),
         lambda c: c.task is not None or any(map(is_own, c.reward.weights)),
-        "a reward function of your own",
+        "your own reward function",
         ("reward.function", "task"),
     ),
     Use(
-        _keys("reward.judge", JudgeSection, "model"),
-        lambda c: c.reward.judge.model is not None,
-        "reward.judge.model",
-        ("reward.judge.model",),
-    ),
-    Use(
-        _keys("reward.process", ProcessSection, "function"),
-        lambda c: c.reward.process.function is not None,
-        "reward.process.function",
-        ("reward.process.function",),
-    ),
-    Use(
         ("reward.process.separator",),
-        lambda c: c.reward.process.split == "separator",
+        lambda c: _splits(c) == "separator",
         "reward.process.split=separator",
         ("reward.process.split",),
     ),
     Use(
         ("reward.process.rubric",),
-        lambda c: c.reward.process.function == "judge",
+        lambda c: _rates_steps(c) == "judge",
         "reward.process.function=judge",
         ("reward.process.function",),
     ),
     Use(
         ("reward.process.timeout_s",),
-        lambda c: c.reward.process.function != "judge",
-        "a reward.process.function of your own",
+        lambda c: _rates_steps(c) != "judge",
+        "your own reward.process.function",
         ("reward.process.function",),
     ),
 )

@@ -1,4 +1,4 @@
-"""Loads what the configuration names as FILE.py:NAME from the user's own file."""
+"""Load objects that the configuration names as FILE.py:NAME from the user's file."""
 
 import importlib.util
 import os
@@ -14,18 +14,18 @@ LOADING = "JAXRL_ASYNC_LOADS_REWARDS"
 
 
 class LoadedSoFar(BaseException):
-    """Ends the loading of a script that has come to where it trains."""
+    """Ends the loading of a script at the point where it trains."""
 
 
 def end_loading() -> None:
-    """Raise LoadedSoFar in a process that loads a script only for its reward functions: what was
-    defined before is there. Called by whatever a script must not do twice."""
+    """Raise LoadedSoFar in a process that loads a script only for its reward functions, which are
+    defined by then. Called by functions that a script must not run again there."""
     if os.environ.get(LOADING):
         raise LoadedSoFar
 
 
 def is_own(name: str) -> bool:
-    """Return whether a name in the configuration is that of a function in a file."""
+    """Return whether a name in the configuration is a function in a file: FILE.py:NAME."""
     file, colon, _ = name.rpartition(":")
     return bool(colon and file)
 
@@ -37,13 +37,13 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
 
 
 def load_attribute(name: str, where: str, kind: str, fits: Callable[[Any], bool]) -> Any:
-    """Load what FILE.py:NAME names.
+    """Load FILE.py:NAME.
 
     Args:
         name: FILE.py:NAME.
         where: the setting, for messages.
-        kind: what it must be, in words.
-        fits: whether it is that.
+        kind: expected kind, in words.
+        fits: returns whether an object is of that kind.
 
     Raises ConfigError; its text begins with `where`.
     """
@@ -74,5 +74,5 @@ def load_attribute(name: str, where: str, kind: str, fits: Callable[[Any], bool]
 
 
 def _is_made_in(module: str, value: Any) -> bool:
-    """Return whether a module's attribute is its own: no class or function that it imports."""
+    """Return whether a module's attribute is defined in it, not imported."""
     return not callable(value) or getattr(value, "__module__", module) == module

@@ -1,0 +1,1 @@
+"""Prompts, records, tokenizers and chat formats."""

@@ -1,10 +1,10 @@
-"""The embedded task: add two numbers and show the work digit by digit, with carries.
+"""The embedded task: add two numbers, showing the work digit by digit with carries.
 
     prompt  "4738+2985="
     answer  "8+5=13 3+8+1=12 7+9+1=17 4+2+1=7 #7723"     columns from the right; "+1" is the carry
 
 Problems are a function of (seed, index), so nothing is stored. The held-out problems are the same
-for every seed, and no training stream contains one of them, in either order of the summands.
+for every seed, and no training stream contains any of them, in either order of the summands.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ ALPHABET = "0123456789+=# "
 STREAM_SIZE = 1_000_000
 """Problems in one pass of the training stream."""
 HELD_OUT_SEED = 20_240_601
-"""Seed of the held-out problems, constant so that runs with different seeds can be compared."""
+"""Seed of the held-out problems; constant, to keep runs with different seeds comparable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """The text that the policy is given."""
+        """The prompt text for the policy."""
         return f"{self.a}+{self.b}="
 
     @property
@@ -45,7 +45,7 @@ class Problem:
 def worked_answer(a: int, b: int, slip: tuple[int, int] = (0, 0)) -> str:
     """Write out the addition from the rightmost column, then '#' and the sum.
 
-    slip: (column, error), an error that is added in that column and shows in the sum, too.
+    slip: (column, error), an error that is added in that column and also appears in the sum.
 
     >>> worked_answer(47, 85)
     '7+5=12 4+8+1=13 #132'
@@ -68,7 +68,7 @@ def worked_answer(a: int, b: int, slip: tuple[int, int] = (0, 0)) -> str:
 def wrong_answer(problem: Problem, random: np.random.Generator) -> str:
     """Return an answer with one wrong digit in the sum.
 
-    With equal probability the work shows a slip in that column, or there is no work at all.
+    With equal probability the work contains a slip in that column, or there is no work at all.
     """
     a, b = problem.a, problem.b
     column = int(random.integers(max(len(str(a)), len(str(b)))))
@@ -80,7 +80,8 @@ def wrong_answer(problem: Problem, random: np.random.Generator) -> str:
 
 
 def draw_problem(random: np.random.Generator, digits: int) -> Problem:
-    """Draw summands of 1 to `digits` digits: a uniform length, then a uniform number of it."""
+    """Sample summands of 1 to `digits` digits: a uniform length, then a uniform number of this
+    length."""
     lengths = random.integers(1, digits + 1, size=2)
     lowest = np.where(lengths == 1, 0, 10 ** (lengths - 1))
     a, b = random.integers(lowest, 10**lengths)
@@ -91,8 +92,8 @@ def draw_problem(random: np.random.Generator, digits: int) -> Problem:
 def held_out(digits: int, size: int) -> tuple[Problem, ...]:
     """Return the first `size` held-out problems, all different in either order of the summands.
 
-    They are drawn like those of the stream. Raises ConfigError if they would be more than half of
-    all problems.
+    They are sampled like the problems of the stream. Raises ConfigError if they would be more than
+    half of all problems.
     """
     numbers = 10**digits
     possible = numbers * (numbers + 1) // 2
@@ -125,7 +126,7 @@ class AdditionStream:
         return STREAM_SIZE
 
     def __getitem__(self, index: int) -> Problem:
-        """Return problem number `index`, which depends on it and the seed only."""
+        """Return problem number `index`, which depends only on the index and the seed."""
         random = np.random.default_rng([self._seed, index])
         while True:
             problem = draw_problem(random, self._digits)

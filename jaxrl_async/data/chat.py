@@ -1,10 +1,10 @@
-"""The chat format of a run: which writer of messages fits a tokenizer and its model.
+"""Selection of a run's chat format, for a tokenizer and its model.
 
-data.chat_format   auto       a renderer that writes what the tokenizer's own template writes,
+data.chat_format   auto       a renderer that is equivalent to the tokenizer's own template,
                               else that template
                    template   the tokenizer's own chat template
-                   FILE       a Jinja template of the user's
-                   NAME       that renderer of the package `renderers`
+                   FILE       a Jinja template of the user
+                   NAME       a renderer of the package `renderers`
 """
 
 import json
@@ -23,7 +23,7 @@ from jaxrl_async.data.chat_formats.renderer_format import (
 from jaxrl_async.data.chat_formats.template_format import TemplateFormat
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError, DataError
-from jaxrl_async.ports import ChatFormat
+from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.types import IntArray, Message
 
 log = logging.getLogger(__name__)
@@ -40,19 +40,19 @@ RENDERERS_OF_MODELS: Mapping[str, tuple[str, ...]] = {
     "qwen3_5_moe": ("qwen3.5", "qwen3.6", "qwen3.8"),
     "qwen3_moe": ("qwen3",),
 }
-"""Renderers to try for a model, by config.json's model_type; the first that fits is taken."""
+"""Renderers to try for a model, by config.json's model_type; the first that matches is used."""
 MAX_TEMPLATE_BYTES = 2**20
-"""Longest file with a chat template."""
+"""Maximum size of a chat template file, characters."""
 
 
 class TeachableFormat(ChatFormat, Protocol):
-    """A chat format that can also write what the policy should have drawn."""
+    """A chat format that can also encode target answers for training."""
 
     def answer(
         self, messages: Sequence[Message], reply: Message, tools: Sequence[Mapping[str, Any]] = ()
     ) -> IntArray:
-        """Return the tokens of a reply behind `opening`, end token included, [answer] int32.
-        Raises DataError if the format does not write it so."""
+        """Return the tokens of a reply after `opening`, including the end token, [answer] int32.
+        Raises DataError if the format does not write it like this."""
         ...
 
 
@@ -64,20 +64,20 @@ def chat_format(
     arguments: Mapping[str, Any] | None = None,
     keeps_thinking: bool = False,
 ) -> TeachableFormat:
-    """Choose the chat format of a run. No network is used.
+    """Choose the chat format of a run, without network access.
 
     Args:
-        tokenizer: the policy's.
+        tokenizer: of the policy.
         model: its Hugging Face directory, whose config.json names the architecture; None: unknown,
-            so that `auto` means the tokenizer's own template.
+            so `auto` means the tokenizer's own template.
         setting: data.chat_format.
         arguments: data.chat_arguments.
         keeps_thinking: data.keep_thinking.
 
     Raises:
-        ConfigError: no such format, or it does not fit the tokenizer or the arguments.
-        DataError: the template cannot write one question.
-        MissingExtraError: a renderer is named and the extra [chat] is not installed.
+        ConfigError: there is no such format, or it does not fit the tokenizer or the arguments.
+        DataError: the template cannot render a single question.
+        MissingExtraError: a renderer is named but the extra [chat] is not installed.
     """
     if setting not in ("auto", "template") and not setting.endswith(".jinja"):
         return _named(tokenizer, setting, arguments, keeps_thinking)
@@ -88,14 +88,14 @@ def chat_format(
                 tokenizer, name, arguments=arguments, keeps_thinking=keeps_thinking
             )
         except ConfigError as error:
-            log.info("the tokenizer's own chat template is taken: %s", error)
+            log.info("using the tokenizer's own chat template: %s", error)
         else:
-            log.info("the renderer %s writes chat messages, as the chat template does", name)
+            log.info("using the renderer %s for chat messages; it matches the chat template", name)
             return chosen
     template = _read_template(setting) if setting.endswith(".jinja") else None
     if template is None and not tokenizer.has_chat_template:
         raise ConfigError(
-            "the tokenizer has no chat template, which a task with messages needs. Set "
+            "the tokenizer has no chat template, but a task with messages needs one. Set "
             "data.chat_format to a FILE.jinja with one or to a renderer's name, such as qwen3, or "
             "data.tokenizer to the directory of a chat model."
         )
@@ -105,17 +105,17 @@ def chat_format(
 
 
 def has_chat_format(tokenizer: Tokenizer, setting: str) -> bool:
-    """Return whether messages can be written: by the setting, or the tokenizer's own template."""
+    """Return True if messages can be encoded, by the setting or the tokenizer's own template."""
     return tokenizer.has_chat_template or setting not in ("auto", "template")
 
 
 def chat_format_of(
     data: DataSection, tokenizer: Tokenizer, model: Path | None = None
 ) -> TeachableFormat:
-    """Return the chat format that the settings name; see chat_format.
+    """Return the chat format of the settings; see chat_format.
 
-    Records need no model directory: what `auto` would choose for it writes openings as the
-    tokenizer's own template does.
+    Records need no model directory: the format that `auto` would choose for it writes the same
+    openings as the tokenizer's own template.
     """
     return chat_format(
         tokenizer,
@@ -139,22 +139,23 @@ def _named(
 
 
 def _fitting(tokenizer: Tokenizer, model: Path | None) -> str | None:
-    """Return the renderer that writes what the tokenizer's own template writes; None: none does."""
+    """Return the renderer that matches the tokenizer's own template; None: there is no such
+    renderer."""
     candidates = RENDERERS_OF_MODELS.get(_model_type(model), ())
     if not candidates or not tokenizer.has_chat_template:
         return None
     if not is_installed():
         log.info(
-            "chat messages are written by the tokenizer's own template; the extra [chat] has "
-            "renderers for this kind of model (%s)",
+            "using the tokenizer's own template for chat messages; the extra [chat] has "
+            "renderers for this type of model (%s)",
             ", ".join(candidates),
         )
         return None
     found = next((name for name in candidates if matches_template(tokenizer, name)), None)
     if found is None:
         log.info(
-            "chat messages are written by the tokenizer's own template, which none of the "
-            "renderers %s writes",
+            "using the tokenizer's own template for chat messages; none of the renderers %s "
+            "matches it",
             ", ".join(candidates),
         )
     return found

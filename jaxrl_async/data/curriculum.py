@@ -1,12 +1,12 @@
-"""A curriculum: prompts drawn by weights that depend on how hard they have been.
+"""A curriculum: samples prompts by weights that depend on their measured difficulty.
 
-    PromptStream ──the next `pool` unused positions──> draw by weight ──> Prompt ──> ...... group
+    PromptStream ──the next `pool` unused positions──> weighted draw ──> Prompt ──> ...... group
                                                                ^                              │
                                                                └──── pass rates <── observe ──┘
 
-A curriculum changes the order of the stream and nothing else: each position is used once, and none
-waits longer than MAX_PASSED_OVER pools. A draw depends on the seed, on its number (which is that of
-its group), and on the groups observed before it.
+A curriculum changes only the order of the stream: each position is used once, and none waits longer
+than MAX_PASSED_OVER pools. A draw depends on the seed, on its number (equal to its group's number),
+and on the groups observed before it.
 """
 
 import threading
@@ -26,19 +26,19 @@ from jaxrl_async.types import EpisodeGroup, Prompt
 
 Doubles = NDArray[np.float64]
 Rates = Mapping[int, float]
-"""prompt_id -> pass rate: the share of its answers that were correct, 0 to 1."""
+"""prompt_id -> pass rate: the fraction of correct answers, 0 to 1."""
 
 MAX_PASSED_OVER = 10
-"""A position that was passed over for this many pools' worth of draws is drawn next."""
+"""A position that was skipped for this many pools' worth of draws is drawn next."""
 SALT = 0x6375
-"""Separates the draws' random numbers from others of the same seed."""
+"""Separates the random numbers of draws from others with the same seed."""
 
 
 # ---- pure: rates and weights
 
 
 def pass_share(group: EpisodeGroup, threshold: float = 0.5) -> float:
-    """Return the share of a group's rewards above `threshold`."""
+    """Return the fraction of a group's rewards above `threshold`."""
     return float(np.mean([s.total > threshold for s in group.scores]))
 
 
@@ -51,20 +51,20 @@ def observed(old: float | None, share: float, *, decay: float = 0.5) -> float:
 
 
 def hard_first(rates: Rates, prompt_ids: Sequence[int], *, floor: float = 0.05) -> Doubles:
-    """Return weights for drawing prompts, proportional to 1 - pass rate; they add up to 1.
+    """Return sampling weights of prompts, proportional to 1 - pass rate, with sum 1.
 
-    Team Kimi 2025 (Kimi k1.5, arXiv:2501.12599), sec. 2.3.4, prioritized sampling. A prompt
-    without a rate counts as unsolved; `floor` keeps solved ones from vanishing.
+    Team Kimi 2025 (Kimi k1.5, arXiv:2501.12599), sec. 2.3.4, prioritized sampling. A prompt without
+    a rate counts as unsolved; `floor` is the minimum weight before normalization.
     """
     known = np.array([rates.get(i, 0.0) for i in prompt_ids], np.float64)
     return _shares(1 - known, floor)
 
 
 def frontier_first(rates: Rates, prompt_ids: Sequence[int], *, floor: float = 0.05) -> Doubles:
-    """Return weights proportional to p (1 - p), p being the pass rate; they add up to 1.
+    """Return sampling weights proportional to p (1 - p) for the pass rate p, with sum 1.
 
-    That is the variance of a reward of 0 or 1, largest at p = 1/2; a group whose rewards are all
-    equal teaches nothing. A prompt without a rate counts as 1/2.
+    This is the variance of a binary reward, with its maximum at p = 1/2; a group with equal rewards
+    gives no training signal. A prompt without a rate counts as 1/2.
     """
     known = np.array([rates.get(i, 0.5) for i in prompt_ids], np.float64)
     return _shares(4 * known * (1 - known), floor)
@@ -81,7 +81,7 @@ WEIGHTS: dict[str, Weigh] = {f.__name__: f for f in (hard_first, frontier_first)
 
 
 def chosen(weights: Doubles, seed: int, draw: int) -> int:
-    """Draw an index by weight, with random numbers keyed by seed and number of the draw."""
+    """Sample an index by weight, with random numbers keyed by the seed and the draw's number."""
     return int(np.random.default_rng([SALT, seed, draw]).choice(len(weights), p=weights))
 
 
@@ -90,7 +90,7 @@ def chosen(weights: Doubles, seed: int, draw: int) -> int:
 
 @dataclass(slots=True)
 class StreamPosition:
-    """All that the next draw of a curriculum depends on, besides the seed."""
+    """The state that determines a curriculum's next draw, together with the seed."""
 
     next: int = 0  # number of the next draw
     passed_over: list[int] = field(default_factory=list)  # positions below `reach`, ascending
@@ -98,11 +98,11 @@ class StreamPosition:
 
     @property
     def reach(self) -> int:
-        """The first position that was in no pool yet; each draw has used one below it."""
+        """The first position that was in no pool yet; each draw has used one position below it."""
         return self.next + len(self.passed_over)
 
     def fill(self, pool: int) -> list[int]:
-        """Return the positions to draw from, after adding new ones up to `pool`."""
+        """Return the positions to draw from, after filling up the pool with new ones."""
         missing = max(pool - len(self.passed_over), 0)
         self.passed_over += range(self.reach, self.reach + missing)
         return self.passed_over[:pool]
@@ -113,22 +113,22 @@ class StreamPosition:
         self.next += 1
 
     def saw(self, prompt_id: int, share: float) -> None:
-        """Update the pass rate of a prompt after a scored group of it."""
+        """Update the pass rate of a prompt after one of its groups was scored."""
         self.rates[prompt_id] = observed(self.rates.get(prompt_id), share)
 
 
 @dataclass(frozen=True, slots=True)
 class DrawEvent:
-    """An event of the journal: a draw."""
+    """A journal event: a draw."""
 
-    pool: int  # positions drawn from
+    pool: int  # size of the pool
     position: int
     rate: float | None  # pass rate of its prompt at that time
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """An event of the journal: a group was scored."""
+    """A journal event: a group was scored."""
 
     group: int
     prompt_id: int
@@ -136,22 +136,23 @@ class Seen:
 
 
 class Curriculum:
-    """A PromptStream in an order drawn by weight.
+    """A PromptStream in a weighted random order.
 
-    The rollout loop draws prompts and reports scored groups; the trainer reads the state as of an
-    earlier draw, so access is locked. Two states are kept: that of the next draw, and the one last
-    read; the journal of the events between moves the second towards the first.
+    The rollout loop draws prompts and reports scored groups; the trainer reads the state before an
+    earlier draw, so access is locked. Two states are kept: the state at the next draw, and the
+    state last read. Replaying the journal of events in between advances the second state.
     """
 
     def __init__(
         self, stream: PromptStream, weigh: Weigh, *, pool: int, seed: int, threshold: float = 0.5
     ) -> None:
-        """pool: upcoming positions to choose among. threshold: rewards above count as correct."""
+        """pool: number of upcoming positions to choose from. threshold: higher rewards are
+        correct."""
         self._stream, self._weigh = stream, weigh
         self._pool, self._seed, self._threshold = pool, seed, threshold
         self._lock = threading.Lock()
         self._now, self._settled = StreamPosition(), StreamPosition()
-        self._journal: list[DrawEvent | Seen] = []  # between the two
+        self._journal: list[DrawEvent | Seen] = []  # between the two states
         self._unsorted: list[Seen] = []  # since the last draw
         self._upcoming: dict[int, Prompt] = {}  # of the pool
 
@@ -183,17 +184,19 @@ class Curriculum:
             return prompt
 
     def observe(self, group: EpisodeGroup) -> None:
-        """Note a scored group, whether or not it will be trained on, for its prompt's pass rate."""
+        """Record a scored group for its prompt's pass rate, whether or not it will be trained
+        on."""
         if group.scores:
             share = pass_share(group, self._threshold)
             with self._lock:
                 self._unsorted.append(Seen(group.ticket.group, group.prompt.prompt_id, share))
 
     def measures(self, next_draw: int) -> dict[str, float]:
-        """Return metrics of the difficulty of all prompts, and of those drawn since the last call.
+        """Return metrics of the difficulty of all prompts, and of the prompts drawn since the last
+        call.
 
-        They are as of before draw `next_draw`, or before the last call's if that was later. Keys as
-        in METRICS.
+        They describe the state before draw `next_draw`, or before the last call's draw if later.
+        Keys as in METRICS.
         """
         with self._lock:
             drawn = self._settle(max(next_draw, self._settled.next))
@@ -208,9 +211,9 @@ class Curriculum:
             }
 
     def state(self, next_draw: int | None = None) -> dict[str, Any]:
-        """Return the state before that draw (None: now) and the stream's identity, as JSON.
+        """Return the state before this draw (None: now) and the stream's identity, as JSON.
 
-        A resumed run makes the later draws again. Successive calls must not go back.
+        A resumed run repeats the later draws. Successive calls must not go back.
         """
         with self._lock:
             self._settle(self._now.next if next_draw is None else next_draw)
@@ -222,16 +225,16 @@ class Curriculum:
             }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken, by a curriculum or by a stream in fixed order.
+        """Continue from `state`, which a curriculum or a stream in fixed order has returned.
 
-        Raises DataError if it is the state of another stream.
+        Raises DataError if it is the state of a different stream.
         """
         passed_over, rates = state.get("passed_over", []), state.get("rates", [])
         self._stream.restore({k: v for k, v in state.items() if k != "passed_over"})
         if passed_over != sorted({int(p) for p in passed_over}):
             raise DataError(
-                "the saved state of the curriculum is damaged: the positions passed over do not "
-                "ascend. Resume from an earlier checkpoint."
+                "the saved state of the curriculum is damaged: the skipped positions are not "
+                "ascending. Resume from an earlier checkpoint."
             )
         with self._lock:
             for position in (self._now, self._settled):
@@ -243,14 +246,14 @@ class Curriculum:
     # ---- under the lock
 
     def _take_in(self) -> None:
-        """Apply the groups scored since the last draw, in order of number, not of arrival."""
+        """Apply the groups scored since the last draw, ordered by number, not by arrival."""
         for seen in sorted(self._unsorted, key=lambda s: s.group):
             self._now.saw(seen.prompt_id, seen.share)
             self._journal.append(seen)
         self._unsorted.clear()
 
     def _settle(self, next_draw: int) -> list[DrawEvent]:
-        """Move the settled state to before that draw; return the draws that it passed."""
+        """Advance the settled state to just before this draw; return the replayed draws."""
         assert self._settled.next <= next_draw <= self._now.next, "not between the two states"
         if next_draw == self._now.next:
             self._take_in()
@@ -271,7 +274,7 @@ class Curriculum:
 
 
 def combined_measures(of_processes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the measures of the processes' curricula, each over its share of the prompts."""
+    """Combine the measures of the processes' curricula, each over its shard of the prompts."""
     weights = {"data/difficulty_mean": [m["data/measured_prompts"] for m in of_processes]}
     even = [1.0] * len(of_processes)
     combined: dict[str, float] = {}
@@ -296,7 +299,7 @@ def make_stream(
     own: OwnRecords | None = None,
     graded: bool = False,
 ) -> PromptStream | Curriculum:
-    """Return one process's endless stream of prompts, in fixed order or by data.curriculum.
+    """Return one process's endless stream of prompts, in fixed order or ordered by data.curriculum.
 
     own, graded: see eval_prompts. Raises DataError or ConfigError.
     """

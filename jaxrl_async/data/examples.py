@@ -1,6 +1,6 @@
 """Examples for supervised and preference training, and their endless, resumable stream.
 
-    records ──tokenise──> Split(train, held_out)      train ──seed, shuffle, repeat──> ExampleStream
+    records ──tokenize──> Split(train, held_out)      train ──seed, shuffle, repeat──> ExampleStream
 
 An example is a `Demonstration` (a prompt with the answer to imitate) or a
 `preferences.PreferencePair` (a prompt with a better and a worse answer).
@@ -42,12 +42,12 @@ from jaxrl_async.errors import ConfigError, DataError, TextTooLong
 from jaxrl_async.types import BoolArray, IntArray
 
 Demonstration = tuple[IntArray, BoolArray]
-"""token_ids [length] of prompt, answer and end token; mask [length], True for what is learnt."""
+"""token_ids [length] of prompt, answer and end token; mask [length], True for trained tokens."""
 
 log = logging.getLogger(__name__)
 
 MOST_LEFT_OUT = 10_000
-"""Examples in a row that do not fit before it is taken for granted that none does."""
+"""Number of consecutive examples that do not fit after which it is assumed that none does."""
 TOO_LONG = "are longer than a training row. Raise trainer.row_length or sampler.max_length."
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Examples(Protocol[T_co]):
-    """Examples by index, made on demand."""
+    """Examples by index, created on demand."""
 
     def __len__(self) -> int: ...
 
@@ -85,10 +85,10 @@ class _Made(Generic[T]):
 
 
 class ExampleStream(Generic[T]):
-    """Endless examples, reshuffled in each pass; the whole state is the position."""
+    """An endless stream of examples, reshuffled in each pass; its only state is the position."""
 
     def __init__(self, examples: Examples[T | None], seed: int) -> None:
-        """None among the examples is one that does not fit: it is left out, and logged."""
+        """An example of None does not fit: it is skipped and logged."""
         self._dataset: Any = shuffled(examples, seed)
         self._identity = {
             "seed": seed,
@@ -99,7 +99,7 @@ class ExampleStream(Generic[T]):
         self._next = self._left_out = 0
 
     def take(self, count: int) -> list[T]:
-        """Return the next `count` examples. Raises DataError where none fits."""
+        """Return the next `count` examples. Raises DataError if none fits."""
         taken: list[T] = []
         out_in_row = 0
         while len(taken) < count:
@@ -119,7 +119,7 @@ class ExampleStream(Generic[T]):
             raise DataError(f"{in_row} examples in a row {TOO_LONG}")
         if self._left_out == 1 or self._left_out % 100 == 0:
             log.warning(
-                "%d examples so far are longer than a training row and left out", self._left_out
+                "skipped %d examples so far that are longer than a training row", self._left_out
             )
 
     def state(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class ExampleStream(Generic[T]):
         return {**self._identity, "next": self._next}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken; raise DataError if it is of another stream."""
+        """Continue from a saved state; raise DataError if it is of a different stream."""
         self._next = saved_position(self._identity, state, "examples")
 
 
@@ -137,10 +137,10 @@ class ExampleStream(Generic[T]):
 def demonstrations(
     data: DataSection, tokenizer: Tokenizer, seed: int, most_tokens: int
 ) -> ExampleSplit[Demonstration]:
-    """Return prompts with the answers to imitate, of at most so many tokens.
+    """Return prompts with target answers, of at most `most_tokens` tokens.
 
-    The embedded task gives worked answers, and the sum alone for 1 - data.addition.worked_share of
-    its problems. Raises DataError or ConfigError.
+    The embedded task provides answers with the work, and only the sum for a share of 1 -
+    data.addition.worked_share of its problems. Raises DataError or ConfigError.
     """
     if data.source == "jsonl":
         return _read(data, lambda path: _read_demonstrations(path, data, tokenizer, most_tokens))
@@ -167,7 +167,7 @@ def _read_demonstrations(
             pair = supervised_pair(record, tokenizer)
         if len(pair[0]) > most_tokens:
             raise BadRecord(
-                Bad.PAIR_TOO_LONG, f"{len(pair[0])} tokens, and {most_tokens} are allowed"
+                Bad.PAIR_TOO_LONG, f"{len(pair[0])} tokens, but only {most_tokens} are allowed"
             )
         return pair
 
@@ -182,10 +182,10 @@ def _read_demonstrations(
 def own_demonstrations(
     own: OwnRecords, tokenizer: Tokenizer, most_tokens: int
 ) -> ExampleSplit[Demonstration | None]:
-    """Return a task's worked conversations, made on demand; None for one that is too long.
+    """Return a task's demonstrations, created on demand; None for one that is too long.
 
-    Held-out ones that are too long are left out and logged. Raises DataError where a record has
-    nothing to imitate, or no held-out one fits.
+    Held-out demonstrations that are too long are skipped and logged. Raises DataError if a record
+    has no target answer, or if no held-out demonstration fits.
     """
 
     def fitting(record: Record) -> Demonstration | None:
@@ -196,14 +196,14 @@ def own_demonstrations(
         return pair if len(pair[0]) <= most_tokens else None
 
     train, held = own.source("train", taught=True), own.source("eval", taught=True)
-    fitting(train[0])  # says at the start what they lack
+    fitting(train[0])  # reports missing parts at the start
     made = [fitting(held[i]) for i in range(len(held))]
     kept = [pair for pair in made if pair is not None]
     if not kept:
         raise DataError(f"all {len(made)} held-out conversations of the task {TOO_LONG}")
     if len(kept) < len(made):
         log.warning(
-            "%d of %d held-out conversations are longer than a training row and left out",
+            "skipped %d of %d held-out conversations that are longer than a training row",
             len(made) - len(kept),
             len(made),
         )
@@ -216,10 +216,11 @@ def own_demonstrations(
 def preferences(
     data: DataSection, tokenizer: Tokenizer, seed: int, most_tokens: int, *, halves: bool
 ) -> ExampleSplit[PreferencePair]:
-    """Return prompts with a chosen and a rejected answer, each at most so many tokens together.
+    """Return prompts with a chosen and a rejected answer; each answer with its prompt has at most
+    `most_tokens` tokens.
 
-    The embedded task sets the worked answer against one of addition.wrong_answer. halves: whether
-    single judged answers can be used. Raises DataError or ConfigError.
+    The embedded task pairs the answer with the work with one of addition.wrong_answer. halves: True
+    if single judged answers can be used. Raises DataError or ConfigError.
     """
     if data.source == "jsonl":
         return _read(
@@ -272,7 +273,7 @@ def _read(data: DataSection, read: Callable[[str], list[T]]) -> ExampleSplit[T]:
 
 
 def _check_longest(digits: int, tokenizer: Tokenizer, most_tokens: int) -> None:
-    """Raise ConfigError if a problem of so many digits does not fit a row."""
+    """Raise ConfigError if a problem with `digits` digits does not fit a row."""
     problem = Problem(a=10**digits - 1, b=10**digits - 1)
     answer = worked_answer(problem.a, problem.b)
     longest = len(tokenizer.encode_prompt(problem.prompt, BARE))
@@ -280,6 +281,6 @@ def _check_longest(digits: int, tokenizer: Tokenizer, most_tokens: int) -> None:
     if longest > most_tokens:
         raise ConfigError(
             f"data.addition.digits = {digits} makes examples of up to {longest} tokens, but "
-            f"what is learnt may have {most_tokens}. Lower it, or raise trainer.row_length (or "
+            f"training allows {most_tokens}. Lower it, or raise trainer.row_length (or "
             "sampler.max_length, if row_length is null)."
         )

@@ -1,7 +1,7 @@
-"""What a GGUF file says of its model, as a Hugging Face config.json; and how llama.cpp has arranged
-its tensors.
+"""The model configuration in a GGUF file as a Hugging Face config.json, and the layout of tensors
+in llama.cpp.
 
-What the converter of llama.cpp does not write down is what llama.cpp itself takes for the
+Values that llama.cpp's converter does not write are taken from llama.cpp's defaults for the
 architecture: Gemma's scale of scores, SmolLM3's layers without positions.
 """
 
@@ -15,15 +15,15 @@ from jaxrl_async.data.gguf_file import OTHER_FILE, GgufFile, numbers_of
 from jaxrl_async.errors import CheckpointError
 
 EXTRA_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that are numbers of config.json."""
+"""Tensors whose values belong in config.json."""
 LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""What all of Llama 3.1 to 3.3 have, and GGUF files only show by the factors that follow."""
+"""Rotary settings of all Llama 3.1 to 3.3 models. GGUF files contain only the resulting factors."""
 WIDE_GEMMAS = {"gemma2": 46, "gemma3": 62}
-"""Layers of the models of 27 B, whose scores are scaled by the width over the heads."""
+"""Number of layers of the 27B models, whose scores are scaled by width / heads."""
 
 
 def _nothing(file: GgufFile) -> dict[str, Any]:
@@ -32,14 +32,14 @@ def _nothing(file: GgufFile) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A family as llama.cpp's converter writes it."""
+    """A model family as written by llama.cpp's converter."""
 
     model_type: str
     more: Callable[[GgufFile], dict[str, Any]] = _nothing
-    """Fields of config.json beside those that all have."""
+    """Fields of config.json in addition to the common ones."""
     pairs_neighbours: bool = False
-    """Rows of a head's queries and keys are in the order 0, h/2, 1, h/2 + 1, ...: neighbours turn
-    together."""
+    """Rows of a head's queries and keys are in the order 0, h/2, 1, h/2 + 1, ...: adjacent rows are
+    rotated together."""
     offset_norms: bool = False
     """Norms hold 1 + weight."""
 
@@ -105,7 +105,7 @@ def _gemma(file: GgufFile) -> dict[str, Any]:
 
 
 def _windows(file: GgufFile, usual: int | None) -> dict[str, Any]:
-    """Return the window, and which layers have it if the file says."""
+    """Return the sliding window and, if the file has them, the types of the layers."""
     said = {"sliding_window": file.of_model("attention.sliding_window", usual) or None}
     pattern = file.of_model("attention.sliding_window_pattern")
     if not isinstance(pattern, list):
@@ -162,16 +162,16 @@ ARCHITECTURES = {
     "smollm3": Architecture(model_type="smollm3", pairs_neighbours=True),
     "granite": Architecture(model_type="granite", more=_granite, pairs_neighbours=True),
 }
-"""llama.cpp's names of what is read; Mistral's and Mixtral's files are called llama."""
+"""Supported architectures by llama.cpp's names; Mistral and Mixtral files are named llama."""
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """Return how a file's family is written. Raises CheckpointError."""
+    """Return the architecture of a file. Raises CheckpointError."""
     if file.architecture not in ARCHITECTURES:
         raise CheckpointError(
             f"{file.path}: GGUF files of the architecture {file.architecture[:40]!r} are not "
-            f"supported, only {', '.join(ARCHITECTURES)}. Take the model's Hugging Face directory "
-            "(*.safetensors); docs/families.md lists what is read from one."
+            f"supported, only {', '.join(ARCHITECTURES)}. Use the model's Hugging Face directory "
+            "(*.safetensors); docs/families.md lists the supported families."
         )
     return ARCHITECTURES[file.architecture]
 
@@ -212,8 +212,8 @@ def _common(file: GgufFile, model_type: str) -> dict[str, Any]:
 
 
 def token_ids(file: GgufFile) -> dict[str, Any]:
-    """Return the numbers of the special tokens that a file names, as config.json does; null for
-    one that it does not name, which is not the family's usual one then."""
+    """Return the ids of a file's special tokens in the form of config.json. A token that the file
+    does not name is null, which overrides the family's default."""
     ends = [file.said.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     ends = list(dict.fromkeys(end for end in ends if type(end) is int))
     named: dict[str, Any] = {"eos_token_id": ends if len(ends) > 1 else next(iter(ends), None)}
@@ -237,7 +237,7 @@ def _head_dim(file: GgufFile) -> int:
 
 
 def _rope(file: GgufFile) -> dict[str, Any]:
-    """Return the rotary positions. Raises CheckpointError for a scaling that is not read."""
+    """Return the rotary position settings. Raises CheckpointError for an unsupported scaling."""
     rope: dict[str, Any] = {"rope_theta": file.of_model("rope.freq_base", 10_000.0)}
     kind = file.of_model("rope.scaling.type", "none")
     factors = _numbers(file, "rope_freqs.weight")
@@ -250,8 +250,8 @@ def _rope(file: GgufFile) -> dict[str, Any]:
         return rope
     if kind != "yarn" or file.of_model("rope.scaling.attn_factor", 1.0) != 1.0:
         raise CheckpointError(
-            f"{file.path}: rotary positions scaled by {str(kind)[:40]!r} are not read from GGUF "
-            "files, only by linear, llama3 and yarn (without an attn_factor), and Phi-3's. "
+            f"{file.path}: rotary positions scaled by {str(kind)[:40]!r} are not supported in GGUF "
+            "files, only linear, llama3 and yarn (without an attn_factor), and Phi-3's. "
             f"{OTHER_FILE}."
         )
     original = file.whole("rope.scaling.original_context_length")
@@ -259,20 +259,20 @@ def _rope(file: GgufFile) -> dict[str, Any]:
 
 
 def _llama3(file: GgufFile, theta: float, factors: list[float]) -> dict[str, Any]:
-    """Return Llama 3's scaling that these factors, one for each frequency, are of."""
+    """Return the Llama 3 scaling with these factors, one per frequency."""
     factor = max(factors)
     waves = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
     low, high, original = LLAMA3.values()
     smooth = np.clip((original / waves - low) / (high - low), 0, 1)
     if not np.allclose(1 / ((1 - smooth) / factor + smooth), factors, rtol=1e-4):
         raise CheckpointError(
-            f"{file.path}: its rotary factors (rope_freqs.weight) are not those of Llama 3.1 to "
-            f"3.3, which alone are read from GGUF files. {OTHER_FILE}."
+            f"{file.path}: its rotary factors (rope_freqs.weight) do not match Llama 3.1 to "
+            f"3.3; only these are supported in GGUF files. {OTHER_FILE}."
         )
     return {"rope_type": "llama3", "factor": factor, **LLAMA3}
 
 
 def _numbers(file: GgufFile, name: str) -> list[float] | None:
-    """Return the numbers of a small tensor; None: there is none."""
+    """Return the values of a small tensor; None: the file has no such tensor."""
     tensor = file.tensors.get(name)
     return None if tensor is None else numbers_of(tensor.kind, tensor.data).tolist()

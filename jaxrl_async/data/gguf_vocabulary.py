@@ -1,11 +1,10 @@
-"""The tokenizer that a GGUF file's header describes, as a Hugging Face tokenizer with its chat
-template.
+"""Build a Hugging Face tokenizer with its chat template from a GGUF file's header.
 
-    gpt2     byte-level BPE: tokens and merges are there; how a text is split first is only named
-    llama    SentencePiece's BPE: merges follow from the tokens and their scores
+    gpt2     byte-level BPE: has tokens and merges; the pre-tokenizer is only named
+    llama    SentencePiece BPE: merges are derived from the tokens and their scores
 
-A name of a split that is not known here is refused: with another one the same text would have other
-tokens than the model has learnt.
+Unknown pre-tokenizer names are refused: with a different split, a text would have other tokens than
+in the model's training.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,11 +26,11 @@ from jaxrl_async.data.tokenizer import PreTrainedTokenizerFast
 from jaxrl_async.errors import DataError
 
 CONTROL, USER_DEFINED, UNUSED, BYTE = 3, 4, 5, 6
-"""Types of tokens."""
+"""Token types."""
 SPACE = "\u2581"
-"""SentencePiece's sign for a space."""
+"""SentencePiece's symbol for a space."""
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-"""Special tokens in a tokenizer, and their names in the file."""
+"""Special tokens of a tokenizer, with their names in the file."""
 LETTER, NUMBER = r"\p{L}", r"\p{N}"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 SHORT_FORMS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -40,26 +39,27 @@ WORD = r"[^\r\n\p{L}\p{N}]?"
 
 
 def _words(numbers: str) -> str:
-    """Return the split of Llama 3, with so many digits together; Qwen 2's differs in these."""
+    """Return the split pattern of Llama 3 with this pattern for numbers, in which Qwen 2
+    differs."""
     rest = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
     return f"{SHORT_FORMS}|{WORD}{LETTER}+|{numbers}|{rest}|{SPACES}"
 
 
 def _cased_words(numbers: str, ending: str) -> str:
-    """Return the split of GPT-4o, which divides words where capitals begin; Mistral's Tekken is
-    alike."""
+    """Return the split pattern of GPT-4o, which splits words at capitals; Mistral's Tekken is
+    similar."""
     upper, lower = MARKS
     words = f"{WORD}{upper}*{lower}+{ending}|{WORD}{upper}+{lower}*{ending}"
     return f"{words}|{numbers}| ?[^\\s\\p{{L}}\\p{{N}}]+[\\r\\n/]*|{SPACES}"
 
 
 class Split(NamedTuple):
-    """How a text is divided before its parts become tokens."""
+    """The pre-tokenization of a text."""
 
     pattern: str | None = None  # None: GPT-2's
     single_digits: bool = False
     whole_first: bool = False
-    """A part that is a token is taken as it is, whatever the merges; and texts begin with bos."""
+    """A part that is a token is used directly, without merges; and texts begin with bos."""
     composed: bool = False  # letters with accents are one character (NFC)
 
 
@@ -73,11 +73,11 @@ SPLITS = {
     "tekken": Split(_cased_words(NUMBER, ""), whole_first=True),
     "gpt-4o": Split(_cased_words(r"\p{N}{1,3}", f"{SHORT_FORMS}?")),
 }
-"""Splits by llama.cpp's names (tokenizer.ggml.pre)."""
+"""Pre-tokenizers by llama.cpp's names (tokenizer.ggml.pre)."""
 
 
 def tokenizer_of(file: GgufFile) -> Any:
-    """Return a file's tokenizer. Raises DataError where it has none, or one that is not known."""
+    """Return a file's tokenizer. Raises DataError if it has none, or an unsupported one."""
     kind = file.said.get("tokenizer.ggml.model")
     if not isinstance(kind, str) or kind not in BUILDERS:
         raise DataError(f"its tokenizer is {str(kind)[:40]!r}, not one of {', '.join(BUILDERS)}")
@@ -92,7 +92,7 @@ def tokenizer_of(file: GgufFile) -> Any:
     except DataError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise DataError(f"its tokenizer cannot be made: {error!r:.120}") from None
+        raise DataError(f"its tokenizer cannot be built: {error!r:.120}") from None
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         clean_up_tokenization_spaces=False,
@@ -102,7 +102,7 @@ def tokenizer_of(file: GgufFile) -> Any:
 
 
 class _Words:
-    """The tokens of a file, by number, with their types."""
+    """The tokens of a file, by id, with their types."""
 
     def __init__(self, file: GgufFile) -> None:
         self.texts: list[str] = file.said["tokenizer.ggml.tokens"]
@@ -114,12 +114,12 @@ class _Words:
         return (text for text, own in zip(self.texts, self.types, strict=True) if own == kind)
 
     def named(self, name: str) -> str | None:
-        """Return the special token that the file names; None: it does not."""
+        """Return the special token with this name; None: the file does not name one."""
         number = self._said.get(f"tokenizer.ggml.{name}_token_id")
         return self.texts[number] if type(number) is int else None
 
     def ids(self) -> dict[str, int]:
-        """Return the numbers of all tokens but those that only fill the vocabulary up."""
+        """Return the ids of all tokens except padding of the vocabulary."""
         return {
             text: number
             for number, text in enumerate(self.texts)
@@ -132,12 +132,11 @@ def _whole(text: str) -> AddedToken:
 
 
 def _byte_level(file: GgufFile, words: _Words) -> Backend:
-    """Return byte-level BPE. Raises DataError for a split that is not known."""
+    """Return a byte-level BPE tokenizer. Raises DataError for an unknown pre-tokenizer."""
     name = file.said.get("tokenizer.ggml.pre", "default")
     if name not in SPLITS:
         raise DataError(
-            f"its texts are split as in {str(name)[:40]!r}, which is not known, only "
-            f"{', '.join(SPLITS)}"
+            f"its pre-tokenizer is {str(name)[:40]!r}; supported are {', '.join(SPLITS)}"
         )
     split: Split = SPLITS[name]
     ids = words.ids()
@@ -155,8 +154,8 @@ def _byte_level(file: GgufFile, words: _Words) -> Backend:
 
 
 def _merge(merge: str, ids: Mapping[str, int]) -> tuple[str, str]:
-    """Return both parts of a merge. Raises DataError where it does not fit the tokens, which
-    `tokenizers` answers with a panic."""
+    """Return both parts of a merge. Raises DataError if it does not match the tokens, since
+    `tokenizers` would panic."""
     left, _, right = merge.partition(" ")
     for text in (left, right, left + right):
         if text not in ids:
@@ -167,11 +166,11 @@ def _merge(merge: str, ids: Mapping[str, int]) -> tuple[str, str]:
 
 
 def _sentence_piece(file: GgufFile, words: _Words) -> Backend:
-    """Return SentencePiece's BPE."""
+    """Return a SentencePiece BPE tokenizer."""
     texts = [_spelt(text) for text in words.texts]
     ids = {_spelt(text): number for text, number in words.ids().items()}
     scores: list[float] = file.said["tokenizer.ggml.scores"]
-    if file.architecture.startswith("gemma"):  # whose scores are not in the order of its merges
+    if file.architecture.startswith("gemma"):  # its scores are not in merge order
         scores = [-float(number) for number in range(len(texts))]
     plain = {t: s for t, s, kind in zip(texts, scores, words.types, strict=True) if kind == 1}
     backend = Backend(
@@ -194,16 +193,16 @@ def _sentence_piece(file: GgufFile, words: _Words) -> Backend:
 
 
 def _spelt(text: str) -> str:
-    """Return a token as the tokenizer spells it: files have tokens of spaces alone as spaces."""
+    """Return a token in the tokenizer's spelling: files contain tokens of only spaces as spaces."""
     return SPACE * len(text) if text and not text.strip(" ") else text
 
 
 def merges_of(scores: Mapping[str, float], ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return the merges that make tokens of two others, best scores first.
+    """Return the merges that form tokens from two others, best scores first.
 
     Args:
-        scores: of the tokens that merges make.
-        ids: the numbers of all tokens.
+        scores: of the tokens formed by merges.
+        ids: the ids of all tokens.
     """
     found = [
         (-score, ids[left], ids[right], left, right)
@@ -215,7 +214,7 @@ def merges_of(scores: Mapping[str, float], ids: Mapping[str, int]) -> list[tuple
 
 
 def _adds_bos(file: GgufFile) -> bool:
-    """Return whether texts begin with bos, by the file, or as llama.cpp does where it is silent."""
+    """Return True if texts begin with bos, by the file or else by llama.cpp's default."""
     split = SPLITS.get(file.said.get("tokenizer.ggml.pre", "default"), Split())
     usual = file.said["tokenizer.ggml.model"] == "llama" or split.whole_first
     return bool(file.said.get("tokenizer.ggml.add_bos_token", usual))
@@ -230,4 +229,4 @@ def _with_bos(bos: str, backend: Backend) -> Any:
 
 
 BUILDERS = {"gpt2": _byte_level, "llama": _sentence_piece}
-"""What makes a tokenizer, by llama.cpp's names of its kind (tokenizer.ggml.model)."""
+"""Tokenizer builders by llama.cpp's names (tokenizer.ggml.model)."""

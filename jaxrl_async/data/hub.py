@@ -1,9 +1,9 @@
-"""Models and data sets by their name on the Hugging Face hub: owner/name. The one door to
-huggingface_hub and datasets.
+"""Models and datasets by their name on the Hugging Face hub: owner/name. Only this module uses
+huggingface_hub and loads datasets.
 
 owner/name ──cache, else download──> folder of a model       owner/name:CONFIG:SPLIT ──> rows
 
-Without a network what the cache holds is used, and what it lacks is refused within seconds.
+Without a network, cached content is used, and a missing repository is an error within seconds.
 """
 
 import importlib
@@ -24,38 +24,37 @@ log = logging.getLogger(__name__)
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 RECORDS = re.compile(rf"({NAME.pattern})(?::([\w.+-]+))?(?::([\w.+-]+))?")
 CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
-"""End of a model's folder in the cache."""
+"""Pattern of a model's folder in the cache."""
 ASK_S = 5.0
-"""Longest wait for the hub to answer at all, seconds; a download may then take its time."""
+"""Maximum wait for the hub's first answer, seconds; downloads have no limit."""
 INDEX = "model.safetensors.index.json"
 TOP_ONLY = ["*/*"]
-"""Left out: other forms of the weights, in folders of their own."""
+"""Excluded: other forms of the weights, in separate folders."""
 WANTED = {
     "model": ["*.json", "*.safetensors", "*.jinja", "*.model"],
     "tokenizer": ["*.json", "*.jinja", "*.model"],
     "config": ["config.json"],
 }
-"""Files that are downloaded."""
+"""Files to download."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubRecords:
-    """A data set's records by name."""
+    """Name of a dataset's records."""
 
     name: str  # owner/name
-    config: str | None  # None: its only one, or its default
+    config: str | None  # None: its only or default config
     split: str
 
 
 def is_hub_name(path: str) -> bool:
-    """Return whether a path is owner/name, and no path of this machine."""
+    """Return True if a path is owner/name, and not a local path."""
     is_name = NAME.fullmatch(path) is not None and not is_gguf(path)
     return is_name and not os.path.exists(Path(path).parent)
 
 
 def hub_records(path: str) -> HubRecords | None:
-    """Return which records owner/name, owner/name:CONFIG or owner/name:CONFIG:SPLIT means; None: it
-    is a path of this machine."""
+    """Parse owner/name, owner/name:CONFIG or owner/name:CONFIG:SPLIT; None: it is a local path."""
     match = RECORDS.fullmatch(path)
     if match is None or os.path.exists(path) or not is_hub_name(match[1]):
         return None
@@ -63,20 +62,20 @@ def hub_records(path: str) -> HubRecords | None:
 
 
 def hub_name_of(folder: str) -> str:
-    """Return the hub's name of a folder in its cache; any other folder as it is."""
+    """Return the hub's name of a folder in its cache; return any other folder unchanged."""
     match = CACHED.search(folder)
     return folder if match is None else f"{match[1]}/{match[2]}"
 
 
 def model_folder(name: str, setting: str, kind: str = "model") -> Path:
-    """Return the folder of a model or a tokenizer of the hub, downloaded if the cache lacks it.
+    """Return the folder of a model or tokenizer from the hub; download it if it is not cached.
 
     Args:
         name: owner/name.
-        setting: that names it, for messages.
-        kind: "model"; without weights: "tokenizer", or "config".
+        setting: the setting that names it, for messages.
+        kind: "model", or without weights "tokenizer" or "config".
 
-    Raises ConfigError where it is neither cached nor to be had.
+    Raises ConfigError if it is neither cached nor available.
     """
     own = name.rpartition("/")[2]
     return _snapshot(
@@ -91,8 +90,8 @@ def model_folder(name: str, setting: str, kind: str = "model") -> Path:
 
 
 def records_folder(records: HubRecords, setting: str) -> Path:
-    """Return the folder of a data set of the hub, downloaded if the cache lacks it. Raises
-    ConfigError where it is neither cached nor to be had."""
+    """Return the folder of a dataset from the hub; download it if it is not cached. Raises
+    ConfigError if it is neither cached nor available."""
     return _snapshot(
         records.name,
         "dataset",
@@ -102,35 +101,35 @@ def records_folder(records: HubRecords, setting: str) -> Path:
 
 
 def hub_rows(records: HubRecords) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a data set of the hub, columns by name. Raises ConfigError, DataError, and
+    """Yield the rows of a dataset from the hub, columns by name. Raises ConfigError, DataError, and
     MissingExtraError if `datasets` is not installed."""
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as error:
         raise MissingExtraError(
-            f"{records.name}: data sets by name need the package datasets ({error}). Install the "
+            f"{records.name}: datasets by name need the package datasets ({error}). Install the "
             "extra [datasets]: pip install 'jaxrl_async[datasets]'."
         ) from None
     folder = records_folder(records, "data.jsonl.path")
     datasets.disable_progress_bars()
     try:
         rows = datasets.load_dataset(str(folder), records.config, split=records.split)
-    except Exception as error:  # of many kinds, and each says what there is instead
+    except Exception as error:  # many types; each lists the alternatives
         raise DataError(
             f"{records.name}: its split {records.split!r} cannot be read: {str(error)[:300]} "
-            "Name them: OWNER/NAME:CONFIG:SPLIT."
+            "Give OWNER/NAME:CONFIG:SPLIT."
         ) from error
     yield from rows
 
 
 class Upload:
-    """A repository of the hub that a folder is to be sent to."""
+    """A hub repository to upload a folder to."""
 
     def __init__(self, name: str, *, private: bool) -> None:
-        """Make the repository unless it is there, before anything long is begun.
+        """Create the repository if it does not exist, before any long work starts.
 
-        Raises ConfigError where that cannot be done, which says what to do; also if it is to be
-        private, and is there and public.
+        Raises ConfigError with a remedy if that fails, or if it must be private but exists and is
+        public.
         """
         if not NAME.fullmatch(name):
             raise ConfigError(f"--upload {name}: give OWNER/NAME, such as ada/adder.")
@@ -139,42 +138,42 @@ class Upload:
             self._hub.whoami()
             self._hub.create_repo(name, private=private or None, exist_ok=True)
             is_public = private and not self._hub.repo_info(name).private
-        except Exception as error:  # of many kinds
+        except Exception as error:  # many types
             raise ConfigError(
-                f"--upload {name}: the hub does not take it ({type(error).__name__}: "
-                f"{in_a_line(error, 160)}). Log in with `hf auth login` by a token that may write, "
-                f"or leave --upload out, and upload the folder later: `hf upload {name} OUT`."
+                f"--upload {name}: the hub refuses it ({type(error).__name__}: "
+                f"{in_a_line(error, 160)}). Log in with `hf auth login` and a token with write "
+                f"access, or omit --upload and upload the folder later: `hf upload {name} OUT`."
             ) from error
         if is_public:
             raise ConfigError(
-                f"--private: {name} is there already, and everybody sees it. Make it private in "
-                "its settings on the hub, give another name, or leave --private out."
+                f"--private: {name} already exists and is public. Make it private in "
+                "its settings on the hub, give another name, or omit --private."
             )
 
     def send(self, folder: Path, message: str) -> str:
-        """Upload a folder as one commit; return what to tell. Raises DataError, and the folder
-        stays."""
+        """Upload a folder as one commit; return a message for the user. Raises DataError; the
+        folder is kept."""
         try:
             done = self._hub.upload_folder(
                 repo_id=self._name, folder_path=folder, commit_message=message
             )
         except Exception as error:
             raise DataError(
-                f"{folder} is written, and its upload failed ({type(error).__name__}: "
+                f"{folder} was written, but its upload failed ({type(error).__name__}: "
                 f"{in_a_line(error, 160)}). Try again: `hf upload {self._name} {folder}`."
             ) from error
         return f"uploaded: {done.commit_url}"
 
 
 def cached_folder(name: str, kind: str) -> Path | None:
-    """Return the folder of a repository in the hub's cache; None: it, or a part of it, is missing.
+    """Return the folder of a repository in the hub's cache; None: it is missing or incomplete.
 
-    kind: as model_folder's, or "dataset".
+    kind: as for model_folder, or "dataset".
     """
     hub = importlib.import_module("huggingface_hub")
     try:
         folder = Path(hub.snapshot_download(name, repo_type=_repo(kind), local_files_only=True))
-    except Exception:  # of several kinds, which say that it is not in the cache
+    except Exception:  # several types that mean "not cached"
         return None
     return folder if WHOLE[kind](folder) else None
 
@@ -184,12 +183,13 @@ def _repo(kind: str) -> str:
 
 
 def _snapshot(name: str, kind: str, missing: str, remedy: str, **chosen: Any) -> Path:
-    """Return the folder of a repository: from the cache if it is whole there, else downloaded."""
+    """Return the folder of a repository, from the cache if it is complete there, else
+    downloaded."""
     if (cached := cached_folder(name, kind)) is not None:
         return cached
     hub, missing = importlib.import_module("huggingface_hub"), f"{missing}, nor in the hub's cache"
     try:
-        # With a limit, which the download itself has only for each of its many requests.
+        # Check with a timeout; the download itself has only timeouts per request.
         hub.HfApi().repo_info(name, repo_type=_repo(kind), timeout=ASK_S)
     except Exception as error:
         raise ConfigError(f"{missing}, and {_why(error)} {remedy}.") from error
@@ -203,19 +203,19 @@ def _snapshot(name: str, kind: str, missing: str, remedy: str, **chosen: Any) ->
 
 
 def _why(error: Exception) -> str:
-    """Say why the hub did not tell what it has, up to what to do."""
+    """Describe why the hub did not answer, followed by the remedy."""
     kind = type(error).__name__
     if kind == "OfflineModeIsEnabled":
-        return "HF_HUB_OFFLINE is set. Where there is a network,"
+        return "HF_HUB_OFFLINE is set. With a network connection,"
     if kind == "GatedRepoError":
-        return "its terms must be accepted on its page first: then `hf auth login`;"
+        return "its terms must first be accepted on its page: then `hf auth login`;"
     if kind == "RepositoryNotFoundError":
-        return "the hub has none of this name, or it is private: `hf auth login`, or correct it;"
-    return f"the hub cannot be reached ({kind}: {in_a_line(error, 160)}). Where there is a network,"
+        return "it does not exist on the hub, or is private: `hf auth login`, or correct the name;"
+    return f"the hub cannot be reached ({kind}: {in_a_line(error, 160)}). With a network,"
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return whether a folder has a model's configuration and all of its weights."""
+    """Return True if a folder has a model's configuration and all its weights."""
     if not (folder / "config.json").is_file():
         return False
     if not (folder / INDEX).is_file():
@@ -233,4 +233,4 @@ WHOLE = {
     "config": lambda folder: (folder / "config.json").is_file(),
     "dataset": lambda folder: any(folder.iterdir()),
 }
-"""Whether the cache has all that is needed."""
+"""Functions that check that a cached folder is complete."""

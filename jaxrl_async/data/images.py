@@ -1,12 +1,12 @@
-"""Images in chat messages: read, prepared as transformers does, and named by token ids.
+"""Images in chat messages: read, preprocessed like transformers, and identified by token ids.
 
     {"type": "image", "image": "dog.png"} ──read, hash──> number ──> ids beyond the vocabulary
                                                             │
                     trainer and samplers <── embeddings, computed once by the frozen tower
 
-Token t of image i is the id `vocab + i * tokens + t`. So a sequence of token ids alone says which
-images it holds, wherever it goes: prefixes are shared where the images are the same, and trainer
-and sampler look up the same numbers. Models see the id of the soft token in its place.
+Token t of image i has the id `vocab + i * tokens + t`. A sequence of token ids thus identifies its
+images everywhere: prefixes are shared if the images are equal, and trainer and sampler look up the
+same numbers. Models see the id of the soft token instead.
 """
 
 import base64
@@ -29,9 +29,9 @@ from jaxrl_async.types import FloatArray, IntArray
 log = logging.getLogger(__name__)
 
 NO_IMAGE = -1
-"""`begins` of a token that is no image's."""
+"""Value of `begins` for a token that is not part of an image."""
 MAX_IMAGE_BYTES = 2**26
-"""Longest file or data: URL of an image."""
+"""Maximum size of an image's file or data: URL."""
 KINDS = ("image", "image_url")
 """Types of content parts that hold an image."""
 
@@ -40,73 +40,74 @@ Pixels = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageForm:
-    """How a model writes an image, and what its tower takes."""
+    """A model's representation of an image."""
 
-    vocab: int  # of the model: ids of images begin here
-    tokens: int  # of an image
+    vocab: int  # of the model; ids of images start here
+    tokens: int  # per image
     width: int  # of an embedding
-    soft: int  # id that stands at each token of an image
-    mark: str  # text that a chat template writes for an image
-    written: str  # what the model reads in its place, with the soft tokens
+    soft: int  # id of the placeholder for each image token
+    mark: str  # text of an image in a chat template
+    written: str  # the model's text instead of it, with the soft tokens
 
 
 @dataclass(slots=True)
 class ImageStore:
-    """The images of a run by number. Any thread may use it."""
+    """The images of a run by number. Thread-safe."""
 
     form: ImageForm
     prepare: Callable[[Any], Pixels]  # a PIL image -> [3, S, S]
     embed: Callable[[Pixels], FloatArray]  # [n, 3, S, S] -> [n, tokens, width]
-    release: Callable[[], None] = lambda: None  # called when `embed` is not needed any more
+    release: Callable[[], None] = lambda: None  # called when `embed` is no longer needed
     _numbers: dict[bytes, int] = field(default_factory=dict)  # by content
-    _waiting: dict[int, bytes] = field(default_factory=dict)  # files of those not embedded yet
+    _waiting: dict[int, bytes] = field(default_factory=dict)  # files of images not embedded yet
     _embedded: dict[int, FloatArray] = field(default_factory=dict)  # [tokens, width] each
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _sealed: bool = False
 
     @property
     def end(self) -> int:
-        """First id that is no image's."""
+        """First id after all images."""
         return self.form.vocab + len(self._numbers) * self.form.tokens
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def add(self, image: Any, where: str) -> int:
-        """Return the number of an image, equal files being one. Raises DataError.
+        """Return the number of an image; equal files have the same number. Raises DataError.
 
         Args:
             image: a PIL image, an array [height, width, 3] of bytes, a path or a data: URL.
-            where: it stands, for errors.
+            where: its location, for error messages.
         """
         content = file_of(image, where)
         name = hashlib.blake2b(content, digest_size=16).digest()
         with self._lock:
             if name not in self._numbers:
                 if self._sealed:
-                    raise DataError(f"{where}: its image was not there when the run began.")
+                    raise DataError(f"{where}: its image was not known at the start of the run.")
                 self._numbers[name] = len(self._numbers)
                 self._waiting[self._numbers[name]] = content
             return self._numbers[name]
 
     def seal(self) -> None:
-        """Take no more images: all samplers and the trainer know those that are there."""
+        """Accept no more images: all samplers and the trainer now share the current ones."""
         with self._lock:
             self._sealed = True
 
     def identity(self) -> str:
-        """Return a hash of all images in order: of what ids in saved sequences mean."""
+        """Return a hash of all images in order, which determines the meaning of ids in saved
+        sequences."""
         return hashlib.blake2b(b"".join(self._numbers), digest_size=16).hexdigest()
 
     def named(self, token_ids: IntArray, images: Sequence[int]) -> IntArray:
-        """Return an encoded text with the ids of its images at the soft tokens, in order. Raises
-        DataError if it has not room for exactly these images."""
+        """Return an encoded text with its soft tokens replaced by the ids of its images, in order.
+        Raises DataError if the numbers of tokens do not match."""
         places, form = np.flatnonzero(token_ids == self.form.soft), self.form
         if len(places) != len(images) * form.tokens:
             raise DataError(
-                f"a prompt with {len(images)} images has {len(places)} of their tokens, not "
+                f"a prompt with {len(images)} images has {len(places)} image tokens, not "
                 f"{len(images) * form.tokens}: the chat template must write {form.mark!r} once for "
-                "each, and no text may hold it or the soft token."
+                "each, and no text may contain it or the soft token."
             )
         named = token_ids.copy()
         first = form.vocab + np.asarray(images, np.int32) * form.tokens
@@ -114,24 +115,24 @@ class ImageStore:
         return named
 
     def plain(self, token_ids: IntArray) -> IntArray:
-        """Return the ids as the model knows them: the soft token for images'."""
+        """Return the ids for the model, with the soft token instead of image tokens."""
         return np.where(token_ids < self.form.vocab, token_ids, self.form.soft).astype(np.int32)
 
     def begins(self, token_ids: IntArray) -> IntArray:
-        """Return where the image of each token of a sequence begins, [length] int32; NO_IMAGE."""
+        """Return the start of each token's image in a sequence, or NO_IMAGE, [length] int32."""
         place = (token_ids - self.form.vocab) % self.form.tokens
         begins = np.arange(len(token_ids)) - place
         return np.where(token_ids < self.form.vocab, NO_IMAGE, begins).astype(np.int32)
 
     def whole(self, token_ids: IntArray, end: int) -> int:
-        """Return `end`, or behind the image that it would cut."""
+        """Return `end`, or the end of the image that it would cut."""
         if end >= len(token_ids) or token_ids[end] < self.form.vocab:
             return end
         place = (int(token_ids[end]) - self.form.vocab) % self.form.tokens
         return end if place == 0 else end + self.form.tokens - place
 
     def embeddings(self, token_ids: IntArray) -> FloatArray:
-        """Return the embeddings [length, width] float32 of images' tokens; 0 for others."""
+        """Return the embeddings [length, width] float32 of image tokens; 0 for others."""
         found = np.zeros((len(token_ids), self.form.width), np.float32)
         places = np.flatnonzero(token_ids >= self.form.vocab)
         if len(places):
@@ -143,11 +144,11 @@ class ImageStore:
         return found
 
     def has_any(self, token_ids: IntArray) -> bool:
-        """Return whether a sequence holds an image."""
+        """Return True if a sequence contains an image."""
         return bool((token_ids >= self.form.vocab).any())
 
     def _embed(self, numbers: Sequence[int]) -> None:
-        """Embed those of these images that are not yet."""
+        """Embed the images that are not embedded yet."""
         with self._lock:
             new = [i for i in numbers if i not in self._embedded]
             if not new:
@@ -163,11 +164,11 @@ class ImageStore:
 
 
 def taken_images(asked: Any, store: ImageStore | None) -> tuple[Any, list[int]]:
-    """Return messages with the store's mark in place of each image, and the images' numbers. Raises
-    DataError that names the message of an image that cannot be read.
+    """Return messages with the store's mark instead of each image, and the images' numbers. Raises
+    DataError with the message's number for an image that cannot be read.
 
-    As Gemma 3's chat template does, texts beside images lose white space at their edges. Without a
-    store the messages are returned as they are.
+    As in Gemma 3's chat template, texts next to images are stripped of white space. Without a store
+    the messages are returned unchanged.
     """
     if store is None or not isinstance(asked, Sequence) or isinstance(asked, str):
         return asked, []
@@ -192,7 +193,7 @@ def _taken(message: Any, where: str, store: ImageStore, images: list[int]) -> An
 
 
 def holds_images(messages: Sequence[Any]) -> bool:
-    """Return whether a content part of one of these messages is an image."""
+    """Return True if a content part of any of these messages is an image."""
     contents = [m.get("content") for m in messages if isinstance(m, Mapping)]
     return any(_is_image(part) for c in contents if isinstance(c, list) for part in c)
 
@@ -202,7 +203,7 @@ def _is_image(part: Any) -> bool:
 
 
 def _image_of(part: Mapping[str, Any]) -> Any:
-    """Return what a content part says of its image, in OpenAI's form or transformers'."""
+    """Return the image reference of a content part, in OpenAI's or transformers' form."""
     names = ("image", "image_url", "url", "path")
     given = next((part[k] for k in names if part.get(k) is not None), None)
     if given is None and isinstance(part.get("base64"), str):
@@ -211,7 +212,7 @@ def _image_of(part: Mapping[str, Any]) -> Any:
 
 
 def file_of(image: Any, where: str) -> bytes:
-    """Return an image as the bytes of a file, which PIL can read. Raises DataError."""
+    """Return an image as the bytes of a file that PIL can read. Raises DataError."""
     images = _pillow()
     try:
         if isinstance(image, np.ndarray):
@@ -224,19 +225,19 @@ def file_of(image: Any, where: str) -> bytes:
         opened(content)
     except DataError:
         raise
-    except Exception as error:  # of many kinds: also of an image with too many pixels
+    except Exception as error:  # many types, also for images with too many pixels
         reason = in_a_line(error, 120)
         raise DataError(f"{where}: its image cannot be read: {reason}.") from None
     return content
 
 
 def opened(content: bytes) -> Any:
-    """Return the bytes of a file as PIL has its image, upright, in RGB."""
+    """Return a file's image as an upright PIL image in RGB."""
     return upright(_pillow().open(io.BytesIO(content)))
 
 
 def upright(image: Any) -> Any:
-    """Return a PIL image in RGB, turned as its camera says, as transformers' load_image does."""
+    """Return a PIL image in RGB, rotated by its EXIF orientation, like transformers' load_image."""
     from PIL import ImageOps
 
     return ImageOps.exif_transpose(image).convert("RGB")
@@ -276,8 +277,8 @@ def _bytes_of(image: Any, where: str) -> bytes:
 
 
 def image_preparation(folder: Path, size: int) -> Callable[[Any], Pixels]:
-    """Return what makes pixels [3, size, size] of a PIL image, as a directory's image processor
-    does. Raises DataError for settings that make several images of one, or another size."""
+    """Return a function from a PIL image to pixels [3, size, size], like a directory's image
+    processor. Raises DataError for settings that split images or produce another size."""
     from transformers import Gemma3ImageProcessorPil
 
     named = ("preprocessor_config.json", "processor_config.json")
@@ -289,7 +290,7 @@ def image_preparation(folder: Path, size: int) -> Callable[[Any], Pixels]:
     if processor.do_pan_and_scan or sides != {size}:
         raise DataError(
             f"{folder}: its image processor makes images of {sorted(sides)} pixels, with pan and "
-            f"scan {processor.do_pan_and_scan}; the tower takes one of {size}. Set size and "
+            f"scan {processor.do_pan_and_scan}; the tower needs one of {size}. Set size and "
             "do_pan_and_scan=false in preprocessor_config.json."
         )
 

@@ -1,11 +1,11 @@
 """Preference records: a prompt with a better and a worse answer, or one answer judged good or bad.
 
 {"prompt": "...", "chosen": "...", "rejected": "..."}       a pair
-{"prompt": "...", "completion": "...", "label": true}       half of a pair, for kto; a pair's own
-                                                            label is not looked at
+{"prompt": "...", "completion": "...", "label": true}       half of a pair, for kto; the label
+                                                            of a full pair is ignored
 
-Each of them may be a list of chat messages, an answer of one assistant's; without `prompt` the
-conversations of chosen and rejected begin with it.
+Each of them may be a list of chat messages; an answer is one assistant message. Without `prompt`,
+the conversations of chosen and rejected begin with the prompt.
 """
 
 import logging
@@ -44,7 +44,7 @@ class Field(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferencePair:
-    """A prompt and two answers to it, end token included; one of the answers may be missing.
+    """A prompt and two answers with end tokens; one of the answers may be missing.
 
     A missing answer is empty: a single judged answer is `chosen_ids` if it is good and
     `rejected_ids` if it is bad.
@@ -56,23 +56,23 @@ class PreferencePair:
 
     @property
     def answers(self) -> tuple[IntArray, ...]:
-        """The answers that are not missing, the chosen one first."""
+        """The existing answers, the chosen one first."""
         return tuple(ids for ids in (self.chosen_ids, self.rejected_ids) if len(ids))
 
 
 def read_preferences(
     path: str | Path, data: DataSection, tokenizer: Tokenizer, *, max_tokens: int
 ) -> list[PreferencePair]:
-    """Read and tokenise the usable records of a file or folder, see record_files.rows_of.
+    """Read and tokenize the usable records of a file or folder, see record_files.rows_of_file.
 
-    Bad records are skipped, counted by kind and logged with their place. Raises DataError as
-    record_files.parse_rows does.
+    Bad records are skipped, counted by kind and logged with their location. Raises DataError like
+    record_files.parse_rows.
 
     Args:
         path: the file or folder.
-        data: chat format, template and limits; the names of fields are fixed.
+        data: chat format, template and limits; the field names are fixed.
         tokenizer: encodes prompts and answers.
-        max_tokens: longest prompt together with either answer.
+        max_tokens: maximum length of the prompt with either answer.
     """
     reader = RecordReader(data, tokenizer)
     pairs = parse_rows(
@@ -84,7 +84,7 @@ def read_preferences(
     )
     same = sum(np.array_equal(pair.chosen_ids, pair.rejected_ids) for pair in pairs)
     if same:
-        log.warning("%s: in %d of %d pairs both answers are the same", path, same, len(pairs))
+        log.warning("%s: in %d of %d pairs both answers are equal", path, same, len(pairs))
     return pairs
 
 
@@ -104,7 +104,7 @@ def _pair_of(fields: Mapping[str, Any], reader: RecordReader, max_tokens: int) -
     if len(prompt_ids) + longest > max_tokens:
         raise BadRecord(
             Bad.PAIR_TOO_LONG,
-            f"{len(prompt_ids) + longest} tokens, and {max_tokens} are allowed",
+            f"{len(prompt_ids) + longest} tokens, but only {max_tokens} are allowed",
         )
     return pair
 
@@ -117,7 +117,7 @@ def _parts(fields: Mapping[str, Any]) -> tuple[Any, Answer | None, Answer | None
     asked = as_messages(fields.get(Field.PROMPT))
     if _is_judged(fields):
         label, (before, answer) = fields[Field.LABEL], _answer(fields, Field.COMPLETION)
-        if label not in (0, 1):  # False, True, 0.0 and 1.0 among them
+        if label not in (0, 1):  # including False, True, 0.0 and 1.0
             raise BadRecord(Bad.FIELD, f"the label is {str(label)[:40]!r}, neither 1 nor 0")
         chosen, rejected = (answer, None) if label else (None, answer)
     else:
@@ -130,8 +130,8 @@ def _parts(fields: Mapping[str, Any]) -> tuple[Any, Answer | None, Answer | None
         if not _is_in(asked, before):
             raise BadRecord(
                 Bad.MESSAGES,
-                "an answer is not one message of the assistant's, and `prompt` is not what its "
-                "conversation begins with",
+                "an answer is not a single assistant message, and its conversation does not "
+                "begin with `prompt`",
             )
         return list(before), chosen, rejected
     if not is_conversation(asked):
@@ -142,15 +142,15 @@ def _parts(fields: Mapping[str, Any]) -> tuple[Any, Answer | None, Answer | None
 
 
 def _is_judged(fields: Mapping[str, Any]) -> bool:
-    """Return whether a record has a judged answer, and not a pair whose label is another matter."""
+    """Return True if a record has a judged answer, and not a pair with an unrelated label."""
     is_pair = all(fields.get(name) is not None for name in (Field.CHOSEN, Field.REJECTED))
     half = all(fields.get(name) is not None for name in (Field.COMPLETION, Field.LABEL))
     return half or (Field.LABEL in fields and not is_pair)
 
 
 def _is_in(asked: Any, before: Sequence[Message]) -> bool:
-    """Return whether a prompt says no more than the messages before an answer: nothing, the text
-    of one of its user's messages, or messages with which they begin."""
+    """Return True if a prompt is contained in the messages before an answer: it is missing, the
+    text of one of the user messages, or a prefix of the messages."""
     if asked is None:
         return True
     if is_conversation(asked):
@@ -164,7 +164,7 @@ def _is_in(asked: Any, before: Sequence[Message]) -> bool:
 
 
 def _answer(fields: Mapping[str, Any], name: Field) -> tuple[tuple[Message, ...], Answer]:
-    """Return what a conversation has before its last message, and that: the answer."""
+    """Return the messages before the last one, and the last one, the answer."""
     value = as_messages(fields.get(name))
     if is_conversation(value):
         try:
@@ -181,10 +181,10 @@ def _answer(fields: Mapping[str, Any], name: Field) -> tuple[tuple[Message, ...]
 
 
 def mismatched(pairs: Sequence[PreferencePair]) -> list[PreferencePair]:
-    """Pair each prompt with the answers of the next pair (cyclically) that has another prompt.
+    """Pair each prompt with the answers of the next pair (cyclically) with a different prompt.
 
     The baseline of kto is estimated on these: Ethayarajh et al. 2024 (arXiv:2402.01306), sec. 4.1,
-    where answer i goes to prompt i + 1. Raises DataError if all prompts are the same.
+    where answer i is paired with prompt i + 1. Raises DataError if all prompts are equal.
     """
     shifted = []
     for index, pair in enumerate(pairs):

@@ -1,6 +1,7 @@
-"""Prompts: from records to an endless stream that a checkpoint can resume. The one door to grain.
+"""Prompts: turns records into an endless stream that can be resumed from a checkpoint. Only this
+module uses grain.
 
-    records ──seed, shuffle──> every process's share ──repeat──> PromptStream ──> Prompt
+    records ──seed, shuffle──> the process's shard ──repeat──> PromptStream ──> Prompt
 
 The prompt at a position of the stream depends only on the seed and the position, so the stream's
 whole state is its position.
@@ -32,25 +33,27 @@ from jaxrl_async.types import BoolArray, EpisodeGroup, IntArray, Prompt
 log = logging.getLogger(__name__)
 
 EVAL_POSITION = 2**30
-"""First position of held-out prompts: their random numbers are those of no training prompt."""
+"""First position of held-out prompts, to separate their random numbers from training prompts."""
 
 
 def shuffled(source: Any, seed: int, process_index: int = 0, process_count: int = 1) -> Any:
-    """Return an endless MapDataset of (index, record): a process's share, reshuffled each pass."""
+    """Return an endless MapDataset of (index, record): a process's shard, reshuffled in each
+    pass."""
     numbers = grain.MapDataset.range(len(source)).seed(seed).shuffle()
     share = numbers[process_index::process_count]
     if len(share) == 0:
         raise DataError(
-            f"{len(source)} records cannot be shared among {process_count} processes. "
+            f"{len(source)} records cannot be sharded over {process_count} processes. "
             "Give more records."
         )
     return share.repeat().map(lambda number: (int(number), source[int(number)]))
 
 
 class PromptStream:
-    """Endless prompts of one process, reshuffled in each pass. Owned by the loop that reads it.
+    """The endless prompts of one process, reshuffled in each pass. Used only by the loop that reads
+    it.
 
-    Process i of n yields the positions i, i + n, i + 2n, ..., which no other process yields.
+    Process i of n yields the positions i, i + n, i + 2n, ...; no other process yields these.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class PromptStream:
         self._dataset = shuffled(source, seed, process_index, process_count)
         found = survey(source)
         self.references = found.references
-        """The right answers of the records that were looked at, see survey.looked_at."""
+        """The reference answers of the surveyed records, see survey.looked_at."""
         self._first, self._stride = process_index, process_count
         self._identity = {
             "seed": seed,
@@ -81,7 +84,7 @@ class PromptStream:
         return self.at(self._next - 1)
 
     def at(self, index: int) -> Prompt:
-        """Return the prompt at an index of this process's stream, without moving the stream."""
+        """Return the prompt at an index of this process's stream, without advancing the stream."""
         number, record = self._dataset[index]
         return prompt_of(record, number, self._first + self._stride * index)
 
@@ -93,18 +96,18 @@ class PromptStream:
         return {}
 
     def state(self, next_draw: int | None = None) -> dict[str, Any]:
-        """Return the position before that draw (None: now) and the stream's identity, as JSON."""
+        """Return the position before this draw (None: now) and the stream's identity, as JSON."""
         return {**self._identity, "next": self._next if next_draw is None else next_draw}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken.
+        """Continue from a saved state.
 
-        Raises DataError if it is the state of another stream, or of a curriculum that has passed
-        prompts over: they would be lost.
+        Raises DataError if it is the state of a different stream, or of a curriculum with skipped
+        prompts, which would be lost.
         """
         if state.get("passed_over"):
             raise DataError(
-                f"the saved position is of a stream with a curriculum, which has passed over "
+                f"the saved position is of a stream with a curriculum, which has skipped "
                 f"{len(state['passed_over'])} prompts: in fixed order they would be lost. Keep "
                 "data.curriculum, with data.curriculum_pool=1 for the order of the stream, or "
                 "start a new run."
@@ -113,17 +116,17 @@ class PromptStream:
 
 
 def saved_position(identity: Mapping[str, Any], state: Mapping[str, Any], what: str) -> int:
-    """Return the position in the saved state of a stream; raise DataError if it is of another.
+    """Return the position in a stream's saved state; raise DataError for a different stream.
 
-    what: what the stream consists of, for the error. A state of before records had a digest has
-    none, and any records fit it.
+    what: the type of the stream's items, for the error. An older state without a digest matches any
+    records.
     """
     state = {"records_digest": identity.get("records_digest"), **state}
     differing = [key for key, value in identity.items() if state.get(key) != value]
     if differing or not isinstance(state.get("next"), int) or state["next"] < 0:
         changes = ", ".join(f"{k} {state.get(k)} then, {identity[k]} now" for k in differing)
         raise DataError(
-            f"the saved position is of another stream of {what}: {changes or 'it has none'}. "
+            f"the saved position is of another stream of {what}: {changes or 'it is missing'}. "
             "Resume with the same data, seed and processes, or start a new run."
         )
     return int(state["next"])
@@ -152,7 +155,7 @@ def make_prompts(
     own: OwnRecords | None = None,
     graded: bool = False,
 ) -> PromptStream:
-    """Return the endless stream of one process; own, graded: see eval_prompts. Raises DataError or
+    """Return the endless stream of one process. own, graded: see eval_prompts. Raises DataError or
     ConfigError."""
     source = (
         make_source(data, tokenizer, seed, split, graded=graded)
@@ -171,8 +174,8 @@ def eval_prompts(
 ) -> tuple[Prompt, ...]:
     """Return the held-out prompts, always the same ones in the same order.
 
-    own: a task's records, in place of those of the settings. graded: records of files without an
-    answer are left out, as bad ones.
+    own: a task's records, instead of the configured ones. graded: records of files without an
+    answer are skipped as bad.
     """
     source = (
         make_source(data, tokenizer, 0, "eval", graded=graded)
@@ -197,7 +200,7 @@ def warm_start_pairs(
     """Return endless (token_ids, mask) pairs for the warm start, reshuffled in each pass.
 
     They come from warm_start.path if it is set, else from the training records (own: see
-    eval_prompts); longer ones than max_length tokens are left out. Raises DataError.
+    eval_prompts). Pairs longer than max_length tokens are skipped. Raises DataError.
     """
     source: RecordSource
     if warm_start.path is not None:
@@ -210,9 +213,9 @@ def warm_start_pairs(
 
 
 class FittingPairs:
-    """Endless pairs of at most max_length tokens; longer ones are left out and counted.
+    """An endless stream of pairs of at most max_length tokens; longer ones are skipped and counted.
 
-    After `restore` come the same pairs as after the `state` that it was given.
+    After `restore`, it yields the same pairs as after the saved `state`.
     """
 
     def __init__(
@@ -229,14 +232,14 @@ class FittingPairs:
 
     @property
     def images(self) -> ImageStore | None:
-        """The images that token ids name; None: they name none."""
+        """The images that token ids refer to; None: none."""
         return self._tokenizer.images
 
     def __iter__(self) -> "FittingPairs":
         return self
 
     def __next__(self) -> tuple[IntArray, BoolArray]:
-        """Return the next pair; they never end. Raises DataError if no record fits."""
+        """Return the next pair; the stream never ends. Raises DataError if no record fits."""
         while True:
             _, record = self._dataset[self._next]
             self._next += 1
@@ -255,7 +258,7 @@ class FittingPairs:
             )
         if self._left_out == 1 or self._left_out % 100 == 0:
             log.warning(
-                "warm start: %d of %d pairs so far are longer than a row of %d tokens and left out",
+                "warm start: skipped %d of %d pairs so far that are longer than a row of %d tokens",
                 self._left_out,
                 self._next,
                 self._max_length,
@@ -266,6 +269,6 @@ class FittingPairs:
         return {**self._identity, "next": self._next, "left_out": self._left_out}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken; raise DataError if it is the state of other pairs."""
+        """Continue from a saved state; raise DataError if it is the state of other pairs."""
         self._next = saved_position(self._identity, state, "pairs")
         self._left_out = state["left_out"]

@@ -1,6 +1,6 @@
-"""Files of records: JSON lines, parquet, and folders that `datasets` wrote.
+"""Files of records: JSON lines, parquet, and folders written by `datasets`.
 
-file ──row──> columns by name, plain values        what cannot be read: Bad, counted and logged
+file ──row──> columns by name, plain values        unreadable rows: Bad, counted and logged
 """
 
 import datetime
@@ -30,38 +30,38 @@ from jaxrl_async.errors import DataError, MissingExtraError
 log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 2**26
-"""Longest line of a file of records; no more than this of a line is ever in memory."""
+"""Maximum length of a line, bytes; no more than this of a line is ever in memory."""
 TABLES = {".csv": "read_csv(FILE)", ".tsv": "read_table(FILE)", ".xlsx": "read_excel(FILE)"}
-"""Endings of tables that are not read, and what reads them."""
+"""Suffixes of unsupported tables, with the pandas functions that read them."""
 PACKED: Mapping[bytes, str] = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "lzma"}
-"""First bytes of packed files that are read, and Python's module for each."""
+"""First bytes of supported compressed files, with Python's module for each."""
 PACKED_SUFFIX = re.compile(r"\.(?:gz|bz2|xz)$")
 PARQUET = b"PAR1"
 OTHER_FILES: Mapping[bytes, str] = {
-    PARQUET: "a packed parquet file. Unpack it",
+    PARQUET: "a compressed parquet file. Decompress it",
     b"\xff\xfe": "UTF-16. Write it as UTF-8",
     b"\xfe\xff": "UTF-16. Write it as UTF-8",
-    b"PK\x03\x04": "a zip archive. Unpack it",
-    b"\x28\xb5\x2f\xfd": "packed by zstd. Unpack it (zstd -d FILE), or pack it by gzip",
+    b"PK\x03\x04": "a zip archive. Extract it",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd. Decompress it (zstd -d FILE), or use gzip",
     b"ARROW1": "an Arrow file. Give the folder of datasets' save_to_disk, or write it as parquet",
     b"SQLite": "a database. Write its table as JSON lines or parquet",
 }
-"""First bytes of files that are not read, and what they are."""
+"""First bytes of unsupported files, with descriptions."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""The first bytes that some programs write to a UTF-8 file."""
+"""Bytes that some programs write at the start of a UTF-8 file."""
 LOGGED_RECORDS = 10
-"""Skipped records that are logged one by one; the others are only counted."""
+"""Number of skipped records that are logged individually; further ones are only counted."""
 MAX_DEPTH = 64
-"""Deepest nesting of lists and objects in a record."""
+"""Maximum nesting depth of lists and objects in a record."""
 ROWS_AT_ONCE = 1024
-"""Rows of a parquet or Arrow file that are in memory at once."""
+"""Maximum number of rows of a parquet or Arrow file in memory."""
 STATE_FILE = "state.json"
 """File in a folder of datasets' save_to_disk that names the Arrow files, in order."""
 T = TypeVar("T")
 
 
 class Bad(StrEnum):
-    """Why a record is skipped."""
+    """Reason why a record is skipped."""
 
     ENCODING = "not UTF-8"
     JSON = "not a JSON object"
@@ -71,24 +71,24 @@ class Bad(StrEnum):
     FIELD = "a field is missing or is not text"
     EMPTY = "the prompt has no tokens"
     TOO_LONG = "the prompt is too long"
-    VALUE = "a column holds something else than text, numbers, lists and objects"
+    VALUE = "a column holds something other than text, numbers, lists and objects"
     MESSAGES = "the messages are not a conversation that the policy can continue"
     TEMPLATE = "the chat template refuses the messages"
     TOOLS = "the tools cannot be shown to the policy"
-    NO_ANSWER = "the answer is empty, and the reward compares with it"
+    NO_ANSWER = "the answer is empty, but the reward compares with it"
     PAIR_TOO_LONG = "the prompt with an answer is longer than a training row"
 
 
 REMEDIES: Mapping[Bad, str] = {
     Bad.ENCODING: "write the file as UTF-8",
     Bad.LONG: "write such records to a parquet file, which has no such limit",
-    Bad.TOO_LONG: "raise data.max_prompt_tokens or, where that is null, sampler.max_length",
-    Bad.PAIR_TOO_LONG: "raise trainer.row_length, or sampler.max_length if that is null",
+    Bad.TOO_LONG: "raise data.max_prompt_tokens or, if it is null, sampler.max_length",
+    Bad.PAIR_TOO_LONG: "raise trainer.row_length, or sampler.max_length if it is null",
     Bad.TEMPLATE: "set data.chat_format",
     Bad.TOOLS: "set data.chat_format to one that shows tools, or data.jsonl.tools_field",
     Bad.NO_ANSWER: "set data.jsonl.answer_field or a reward that needs no answer",
 }
-"""What to do about records of a kind, if they cannot be corrected."""
+"""Remedies for bad records by kind, if they cannot be corrected."""
 
 
 class BadRecord(DataError):
@@ -101,11 +101,11 @@ class BadRecord(DataError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One record of a file as it was read."""
+    """One record of a file, as read."""
 
     place: str  # such as "line 3"
-    fields: Mapping[str, Any] | BadRecord  # plain values by column, or why there are none
-    mark: int = 0  # hash of what was read
+    fields: Mapping[str, Any] | BadRecord  # plain values by column, or the error
+    mark: int = 0  # hash of the read content
 
 
 def parse_rows(
@@ -116,19 +116,19 @@ def parse_rows(
 ) -> list[T]:
     """Parse each record of a file or folder, and return the good results.
 
-    Bad records are skipped, counted by kind and logged with their place. Copies of earlier ones are
-    kept; their number is logged.
+    Bad records are skipped, counted by kind and logged with their location. Duplicates of earlier
+    records are kept; their number is logged.
 
     Args:
-        path: see `rows_of`.
-        parse: makes something of a record's columns, or raises BadRecord.
-        max_bad_share: largest share of bad records.
-        fields: what to give or set where a field is missing, in words.
+        path: see `rows_of_file`.
+        parse: converts a record's columns, or raises BadRecord.
+        max_bad_share: maximum fraction of bad records.
+        fields: remedy for a missing field, for the error message.
 
     Raises:
         DataError: the file cannot be read, has no usable record, or more than max_bad_share of it
             is bad.
-        MissingExtraError: see `rows_of`.
+        MissingExtraError: see `rows_of_file`.
     """
     records: list[T] = []
     bad = _BadRecords(path)
@@ -152,20 +152,20 @@ def parse_rows(
 
 
 def rows_of_file(path: str | Path) -> Iterator[Row]:
-    """Yield the records of a parquet file, of a folder of such files or of datasets' save_to_disk,
-    or of any other file as JSON lines, also packed by gzip, bz2 or xz, whose blank lines do not
-    count; or of a data set of the Hugging Face hub, OWNER/NAME:CONFIG:SPLIT. A table's columns of
-    bytes and the like are left out and logged.
+    """Yield the records of a file, a folder or a dataset of the Hugging Face hub
+    (OWNER/NAME:CONFIG:SPLIT). A file is parquet or JSON lines, also compressed with gzip, bz2 or
+    xz; blank lines are ignored. A folder has parquet files or is from datasets' save_to_disk.
+    Columns of bytes and similar types in tables are dropped and logged.
 
-    At most a line of MAX_LINE_BYTES, or ROWS_AT_ONCE rows, are in memory at once. Raises DataError,
-    and MissingExtraError if pyarrow is needed and not installed.
+    At most one line of MAX_LINE_BYTES, or ROWS_AT_ONCE rows, are in memory. Raises DataError, and
+    MissingExtraError if pyarrow is needed and not installed.
     """
     place = Path(path)
     if (named := hub_records(str(path))) is not None:
         left_out: set[str] = set()
         for number, columns in enumerate(hub_rows(named), start=1):
             yield _table_row(place, number, columns, left_out)
-    elif os.path.isdir(path):  # which answers for a name that is too long to exist
+    elif os.path.isdir(path):  # also works for names that are too long to exist
         yield from _tables(place, *_files_of_folder(place))
     elif place.suffix.lower() == ".parquet" or _first_bytes(place).startswith(PARQUET):
         yield from _tables(place, _parquet_batches, [place])
@@ -177,7 +177,7 @@ def rows_of_file(path: str | Path) -> Iterator[Row]:
 
 
 def _check_kind(path: Path) -> None:
-    """Raise DataError for a file that other libraries read as a table."""
+    """Raise DataError for an unsupported type of file, such as a table of other libraries."""
     suffix = Path(PACKED_SUFFIX.sub("", path.name.lower())).suffix
     if suffix in TABLES:
         raise DataError(
@@ -191,24 +191,24 @@ def _check_kind(path: Path) -> None:
     text = begins.removeprefix(BYTE_ORDER_MARK).lstrip()
     if suffix == ".json" and text.startswith(b"["):
         raise DataError(
-            f"{path}: a list of records. Write one object a line (JSON lines), or give the "
+            f"{path}: a list of records. Write one object per line (JSON lines), or give the "
             "list itself to jaxrl_async.train (data=json.load(FILE))."
         )
     if suffix == ".json" and text.splitlines()[:1] == [b"{"]:
         raise DataError(
-            f"{path}: one JSON object on several lines. Write each record as an object on a line "
-            "of its own (JSON lines; json.dumps without indent)."
+            f"{path}: one JSON object on several lines. Write each record as an object on a "
+            "separate line (JSON lines; json.dumps without indent)."
         )
 
 
 @cache
 def _tell_of_copies(path: str, copies: int, records: int) -> None:
-    """Log it once, though a file is read for each of its splits."""
-    log.warning("%s: %d of %d records are copies of earlier ones", path, copies, records)
+    """Log this once, even though a file is read for each of its splits."""
+    log.warning("%s: %d of %d records are duplicates of earlier ones", path, copies, records)
 
 
 def _unpacked_beginning(path: Path) -> bytes:
-    """Return the first bytes of a file, unpacked; as _first_bytes otherwise."""
+    """Return the first bytes of a file, decompressed; otherwise like _first_bytes."""
     if not _first_bytes(path):
         return b""
     try:
@@ -219,8 +219,8 @@ def _unpacked_beginning(path: Path) -> bytes:
 
 
 def _first_bytes(path: Path) -> bytes:
-    """Return the first bytes of a file; none of what is no file (a pipe would block for ever) or
-    cannot be read, which reading will report."""
+    """Return the first bytes of a file. Returns none if it is not a regular file (a pipe would
+    block forever) or cannot be read; reading it later reports the error."""
     try:
         if not path.is_file():
             return b""
@@ -234,12 +234,12 @@ def _first_bytes(path: Path) -> bytes:
 
 
 def _lines(path: str | Path) -> Iterator[tuple[int, bytes | BadRecord]]:
-    """Yield number (from 1) and bytes of each line that is not blank; Bad.LONG if it is too long.
+    """Yield number (from 1) and bytes of each non-blank line; Bad.LONG if it is too long.
 
     Raises DataError if the file cannot be read.
     """
     try:
-        if not Path(path).is_file():  # reading a pipe would block for ever
+        if not Path(path).is_file():  # reading a pipe would block forever
             kind = "is not a file" if Path(path).exists() else "does not exist"
             raise DataError(f"{path}: {kind}; cannot be read. Give a file of JSON lines.")
         with _opened(Path(path)) as file:
@@ -259,7 +259,7 @@ def _lines(path: str | Path) -> Iterator[tuple[int, bytes | BadRecord]]:
 
 
 def _opened(path: Path) -> Any:
-    """Open a file of lines, unpacked while it is read."""
+    """Open a file of lines, decompressing it while reading."""
     begins = _first_bytes(path)
     module = next((name for mark, name in PACKED.items() if begins.startswith(mark)), None)
     return path.open("rb") if module is None else importlib.import_module(module).open(path, "rb")
@@ -284,7 +284,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """Parse a line to a JSON object. NaN and Infinity are accepted, as Python writes them.
+    """Parse a line as a JSON object. NaN and Infinity are accepted, since Python writes them.
 
     Raises BadRecord.
     """
@@ -304,7 +304,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
 
 
 def _is_deep(fields: dict[str, Any]) -> bool:
-    """Return whether lists and objects are nested more than MAX_DEPTH deep."""
+    """Return True if lists and objects are nested more than MAX_DEPTH deep."""
     level: list[Any] = [fields]
     for _ in range(MAX_DEPTH):
         inner = (v.values() if isinstance(v, dict) else v for v in level)
@@ -315,11 +315,11 @@ def _is_deep(fields: dict[str, Any]) -> bool:
 # --- tables --------------------------------------------------------------------------------------
 
 Batches = Callable[[Path], Iterator[Any]]
-"""Reads a file's record batches, as pyarrow has them."""
+"""Reads a file's record batches with pyarrow."""
 
 
 def _tables(place: Path, batches: Batches, files: list[Path]) -> Iterator[Row]:
-    """Yield the rows of several files, numbered from 1 through all of them."""
+    """Yield the rows of several files, numbered from 1 across all files."""
     number, left_out = 0, set[str]()
     try:
         for file in files:
@@ -334,7 +334,7 @@ def _tables(place: Path, batches: Batches, files: list[Path]) -> Iterator[Row]:
                     yield _table_row(place, number, fields, left_out)
     except (DataError, MissingExtraError):
         raise
-    except Exception as error:  # pyarrow's own, and what to_pylist raises
+    except Exception as error:  # errors of pyarrow, and of to_pylist
         raise DataError(
             f"{place}: cannot be read: {type(error).__name__}: {str(error)[:200]}. Write it again."
         ) from error
@@ -344,17 +344,17 @@ def _check_names(file: Path, names: Sequence[str]) -> None:
     """Raise DataError if two columns have one name."""
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(
-            f"{file}: {names.count(twice[0])} columns are named {twice[0]!r}, and a record can "
-            "have one of them. Rename or drop the others."
+            f"{file}: {names.count(twice[0])} columns are named {twice[0]!r}, but a record can "
+            "have only one of them. Rename or drop the others."
         )
 
 
 @cache
 def _tell_of_column(place: str, name: str, holds: str) -> None:
-    """Log it once, though a file is read for each of its splits."""
+    """Log this once, even though a file is read for each of its splits."""
     log.warning(
-        "%s: the column %r is left out: it holds %s, which no record can have. Write it as text or "
-        "numbers if something asks for it.",
+        "%s: the column %r is dropped: it holds %s, which is not supported. Write it as text or "
+        "numbers if it is needed.",
         place,
         name,
         holds,
@@ -362,7 +362,7 @@ def _tell_of_column(place: str, name: str, holds: str) -> None:
 
 
 def _unheld(kind: Any) -> str:
-    """Return what an Arrow type holds that no record can have, in whichever of its parts; ''."""
+    """Return the unsupported value type in any part of an Arrow type, or ''."""
     inner = [kind.field(i).type for i in range(kind.num_fields)]
     inner += [kind.value_type] if str(kind).startswith("dictionary") else []
     own = next((held for name, held in UNHELD.items() if name in str(kind)), "")
@@ -370,12 +370,12 @@ def _unheld(kind: Any) -> str:
 
 
 UNHELD: Mapping[str, str] = {"binary": "a bytes", "duration": "a timedelta"}
-"""What values are in Python, by a part of the name of their Arrow type."""
+"""Unsupported Python types by a part of the name of their Arrow type."""
 
 
 def _table_row(table: Path, number: int, fields: Mapping[str, Any], left_out: set[str]) -> Row:
-    """Return a row of a table, without the columns that hold bytes and the like; left_out: their
-    names so far, which is added to."""
+    """Return a row of a table without columns of unsupported types. left_out: names of the dropped
+    columns; updated in place."""
     place, plain = f"row {number}", dict[str, Any]()
     for name, value in fields.items():
         if name in left_out:
@@ -391,7 +391,7 @@ def _table_row(table: Path, number: int, fields: Mapping[str, Any], left_out: se
 
 
 def _files_of_folder(folder: Path) -> tuple[Batches, list[Path]]:
-    """Return a folder's files in order, and how to read them."""
+    """Return a folder's files in order, and the function that reads them."""
     if (folder / STATE_FILE).is_file():
         try:
             state = json.loads((folder / STATE_FILE).read_text("utf-8"))
@@ -441,15 +441,15 @@ def _pyarrow(module: str) -> Any:
 
 
 def plain_columns(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record's columns as text, numbers, lists and objects, as checkpoints hold them.
+    """Return a record's columns as text, numbers, lists and objects, the types for checkpoints.
 
-    Dates become ISO text, decimals text, NumPy's values Python's. Raises BadRecord that names a
-    column with something else in it.
+    Dates become ISO text, decimals text, and NumPy values Python values. Raises BadRecord that
+    names a column with any other type.
     """
     columns = {}
     for name, value in fields.items():
         if not isinstance(name, str):
-            raise BadRecord(Bad.VALUE, f"the column {name!r} has no text for its name")
+            raise BadRecord(Bad.VALUE, f"the name of the column {name!r} is not text")
         try:
             columns[name] = _plain(value, MAX_DEPTH)
         except _NotPlain as error:
@@ -458,7 +458,7 @@ def plain_columns(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _NotPlain(TypeError):
-    """A value is not one that checkpoints hold."""
+    """A value has a type that checkpoints do not support."""
 
 
 def _plain(value: Any, depth: int) -> Any:
@@ -478,16 +478,16 @@ def _plain(value: Any, depth: int) -> Any:
         return value.isoformat()
     if isinstance(value, decimal.Decimal):
         return str(value)
-    if isinstance(value, str | bool | int | float):  # of a class of their own, such as an enum
+    if isinstance(value, str | bool | int | float):  # a subclass, such as an enum
         return next(kind(value) for kind in (str, bool, int, float) if isinstance(value, kind))
     raise _NotPlain(f"a {type(value).__name__}")
 
 
-# --- what is skipped -----------------------------------------------------------------------------
+# --- skipped records -----------------------------------------------------------------------------
 
 
 class _BadRecords:
-    """The skipped records of one file: counted by kind, the first few also logged."""
+    """The skipped records of one file: counted by kind; the first few are also logged."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = path
@@ -506,7 +506,7 @@ class _BadRecords:
         bad = self._kinds.total()
         if not bad and not good:
             raise DataError(
-                f"{self._path}: the file is empty. Give a file with one JSON object a line."
+                f"{self._path}: the file is empty. Give a file with one JSON object per line."
             )
         if bad:
             kinds = ", ".join(f"{count} x {kind}" for kind, count in self._kinds.most_common())
@@ -515,12 +515,12 @@ class _BadRecords:
         if share > max_bad_share or not good:
             raise DataError(
                 f"{self._path}: {bad} of {bad + good} records cannot be used ({share:.1%}, at most "
-                f"{max_bad_share:.1%} may be): {'; '.join(self._first[:3])}. Correct them, or "
+                f"{max_bad_share:.1%} allowed): {'; '.join(self._first[:3])}. Correct them, or "
                 f"{self._remedy(fields)}data.jsonl.max_bad_share."
             )
 
     def _remedy(self, fields: str) -> str:
-        """Say what else mends records of the kinds that were met; all but the last setting."""
+        """Return the remedies for the found kinds of bad records, up to the last setting."""
         remedies = [REMEDIES.get(kind, "") for kind in self._kinds]
         if Bad.FIELD in self._kinds:
             remedies.append(fields)

@@ -1,7 +1,7 @@
-"""Records: questions or conversations with their answers, from the embedded task, from files or
-from Python objects.
+"""Records: questions or conversations with their answers, from the embedded task, files or Python
+objects.
 
-file ──record_files──> columns ──RecordReader──> Record     what cannot be used: counted and logged
+file ──record_files──> columns ──RecordReader──> Record     unusable records: counted and logged
 """
 
 import decimal
@@ -40,9 +40,9 @@ GOLDEN = 2_654_435_761
 
 FIELDS = (
     "set data.jsonl.prompt_field, data.jsonl.messages_field or data.jsonl.answer_field "
-    "(null where the records have no answers)"
+    "(null if the records have no answers)"
 )
-"""What to set where a record lacks a field."""
+"""Remedy if a record lacks a field."""
 Split = Literal["train", "eval"]
 T = TypeVar("T")
 
@@ -54,12 +54,12 @@ class Record:
     token_ids: IntArray  # [prompt] int32
     text: str  # of the prompt
     reference: str  # final answer
-    answer: str | None  # whole answer, to imitate; None: it is not text
+    answer: str | None  # whole target answer; None: not text
     template: str | None = None  # of token_ids, see Tokenizer.encode_prompt
     columns: Mapping[str, Any] = field(default_factory=dict)  # the whole record, by column
-    messages: tuple[Message, ...] = ()  # what token_ids were written from; empty: plain text
-    answer_ids: IntArray | None = None  # to imitate behind messages, [answer] int32
-    worked: tuple[IntArray, BoolArray] | None = None  # a worked conversation, as supervised_pair
+    messages: tuple[Message, ...] = ()  # source of token_ids; empty: plain text
+    answer_ids: IntArray | None = None  # target answer after messages, [answer] int32
+    worked: tuple[IntArray, BoolArray] | None = None  # a demonstration, as supervised_pair
 
 
 class RecordSource(Protocol):
@@ -71,10 +71,10 @@ class RecordSource(Protocol):
 
 
 class OwnRecords(Protocol):
-    """Records that a task brings, in place of the configuration's."""
+    """Records provided by a task, instead of the configured ones."""
 
     def source(self, split: Split, *, taught: bool = False) -> RecordSource:
-        """Return the records of one split; taught: with what is to be imitated."""
+        """Return the records of one split. taught: include the target answers."""
         ...
 
 
@@ -106,7 +106,8 @@ class AdditionSource:
         )
 
     def _answer(self, problem: Problem, index: int) -> str:
-        """Return the worked answer for worked_share of the problems, by index, else the sum."""
+        """Return the answer with the work for a share worked_share of the problems, by index, else
+        the sum."""
         is_worked = index * GOLDEN % 2**32 < self._worked_share * 2**32
         return worked_answer(problem.a, problem.b) if is_worked else problem.reference
 
@@ -119,16 +120,16 @@ def read_records(
     taught: bool = False,
     graded: bool = False,
 ) -> list[Record]:
-    """Read the usable records of a file or folder, see record_files.rows_of.
+    """Read the usable records of a file or folder, see record_files.rows_of_file.
 
-    Bad records are skipped, counted by kind and logged with their place.
+    Bad records are skipped, counted by kind and logged with their location.
 
     Args:
         path: the file or folder.
-        data: names of fields, chat format and limits.
+        data: field names, chat format and limits.
         tokenizer: encodes the prompts.
-        taught: the answers are to be imitated, so a record whose answer is not text is bad.
-        graded: a reward compares with the answers, so a record whose answer is empty is bad.
+        taught: the answers are training targets, so a record whose answer is not text is bad.
+        graded: a reward compares with the answers, so a record with an empty answer is bad.
 
     Raises:
         DataError: the file cannot be read, has no usable record, or more than
@@ -153,21 +154,21 @@ def records_from(
     chat: TeachableFormat | None = None,
     needs_prompts: bool = True,
 ) -> list[Record]:
-    """Make records of Python objects, all columns kept: mappings, or rows of a `datasets` object.
+    """Convert Python objects to records with all columns: mappings, or rows of a `datasets` object.
 
     The prompt is text or chat messages in data.jsonl.prompt_field, messages in
     data.jsonl.messages_field, or either in `prompt`. Answers may be missing.
 
     Args:
         rows: the objects.
-        data: names of fields, chat format and limits.
+        data: field names, chat format and limits.
         tokenizer: encodes the prompts.
-        chat: the run's chat format; None: that of data.chat_format.
-        needs_prompts: a record without a prompt is an error; otherwise its prompt is the padding
-            token alone, for an environment that writes the opening itself.
+        chat: the run's chat format; None: data.chat_format.
+        needs_prompts: a record without a prompt is an error. If False, its prompt is a single
+            padding token, for an environment that writes the opening itself.
 
     Raises:
-        DataError: there is none, or one cannot be used; names it by its index, from 0.
+        DataError: there are no records, or one cannot be used; it is named by its index, from 0.
         ConfigError: a setting does not fit the tokenizer.
     """
     reader = RecordReader(
@@ -190,7 +191,7 @@ def records_from(
 
 
 class RecordReader:
-    """Makes records of columns."""
+    """Converts columns to records."""
 
     def __init__(
         self,
@@ -206,17 +207,17 @@ class RecordReader:
         """Check the settings.
 
         Args:
-            data: names of fields, chat format and limits.
+            data: field names, chat format and limits.
             tokenizer: encodes the prompts.
-            chat: writes messages; None: that of data.chat_format.
-            taught: the answers are to be imitated.
-            graded: a record whose answer is empty is bad.
+            chat: encodes messages; None: data.chat_format.
+            taught: the answers are training targets.
+            graded: a record with an empty answer is bad.
             needs_answers: a record without data.jsonl.answer_field is bad.
             needs_prompts: a record without a prompt is bad.
 
         Raises:
-            ConfigError: data.jsonl.template is malformed, or data.system_prompt has no chat format
-                to go into.
+            ConfigError: data.jsonl.template is malformed, or data.system_prompt is set without a
+                chat format.
         """
         section = data.jsonl
         if section.template is not None:
@@ -228,8 +229,8 @@ class RecordReader:
         self._asks_in_chat = section.template is None and has_chat
         if data.system_prompt is not None and not self._asks_in_chat:
             raise ConfigError(
-                "data.system_prompt needs a chat template to go into. Set data.chat_format to a "
-                "FILE.jinja, leave out data.jsonl.template, or write it into data.jsonl.template."
+                "data.system_prompt needs a chat template. Set data.chat_format to a FILE.jinja, "
+                "remove data.jsonl.template, or write the prompt into data.jsonl.template."
             )
 
     @cached_property
@@ -237,8 +238,8 @@ class RecordReader:
         return self._given or chat_format_of(self._data, self._tokenizer)
 
     def record(self, fields: Mapping[str, Any]) -> Record:
-        """Make a record of its columns. Raises BadRecord, and ConfigError if the chat format that
-        it needs cannot be had."""
+        """Convert columns to a record. Raises BadRecord, and ConfigError if the required chat
+        format is not available."""
         asked = self._prompt_of(fields)
         if isinstance(asked, str) and not self._asks_in_chat:
             self._check_no_tools(fields)
@@ -275,9 +276,9 @@ class RecordReader:
         replies: Sequence[str | Message],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[IntArray, list[IntArray]]:
-        """Return the tokens of a prompt and of each answer to it, end token included.
+        """Return the tokens of a prompt and of each answer to it, including the end token.
 
-        asked: text or messages. tools: shown with them. Raises BadRecord.
+        asked: text or messages. tools: shown with the prompt. Raises BadRecord.
         """
         if isinstance(asked, str) and not self._asks_in_chat and _are_texts(replies) and not tools:
             encode, template = self._tokenizer.encode_answer, self._data.jsonl.template
@@ -298,7 +299,7 @@ class RecordReader:
             raise BadRecord(Bad.TEMPLATE, str(error)) from None
 
     def _prompt_of(self, fields: Mapping[str, Any]) -> Any:
-        """Return the question as text, or messages as they are; None: there may be no prompt."""
+        """Return the question as text, or the messages unchanged; None: no prompt, if allowed."""
         section = self._data.jsonl
         names = [section.prompt_field, section.messages_field]
         if not self._needs_answers:
@@ -315,20 +316,20 @@ class RecordReader:
         messages = section.messages_field
         if messages not in (None, section.prompt_field) and value is fields.get(messages):
             raise BadRecord(
-                Bad.MESSAGES, f"the column {messages!r} is text, and not JSON of a conversation"
+                Bad.MESSAGES, f"the column {messages!r} is text, but not a conversation in JSON"
             )
         return text
 
     def tools_of(self, fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-        """Return the tools that a record brings. Raises BadRecord."""
+        """Return the tools of a record. Raises BadRecord."""
         try:
             return record_tools(fields, self._data.jsonl.tools_field)
         except DataError as error:
             raise BadRecord(Bad.TOOLS, str(error)) from None
 
     def _check_no_tools(self, fields: Mapping[str, Any]) -> None:
-        """Raise BadRecord for tools where nothing writes them; a column of that name with something
-        else in it is the record's own matter."""
+        """Raise BadRecord for tools without a chat format; a column of this name with other content
+        is ignored."""
         try:
             tools = self.tools_of(fields)
         except BadRecord:
@@ -337,11 +338,11 @@ class RecordReader:
             raise BadRecord(Bad.TOOLS, "the prompts are written without a chat format")
 
     def _opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
-        """Return the tokens before an answer. Raises BadRecord if the format leaves the tools
-        out, and DataError if it refuses the messages."""
+        """Return the tokens before an answer. Raises BadRecord if the format omits the tools, and
+        DataError if it refuses the messages."""
         opening = self._chat.opening(messages, tools)
         if tools and np.array_equal(opening, self._chat.opening(messages, ())):
-            raise BadRecord(Bad.TOOLS, "the chat format leaves them out")
+            raise BadRecord(Bad.TOOLS, "the chat format omits them")
         return opening
 
     def _conversation(self, asked: Any) -> tuple[Message, ...]:
@@ -391,7 +392,7 @@ class RecordReader:
     def _answer_of(
         self, fields: Mapping[str, Any], reply: Message | None
     ) -> tuple[str | None, str]:
-        """Return the whole answer, None if it is not text, and the reference of a reward."""
+        """Return the whole answer, None if it is not text, and the reference for the reward."""
         section = self._data.jsonl
         name = section.answer_field
         said = "" if reply is None else reply["content"]
@@ -407,18 +408,18 @@ class RecordReader:
         return answer, reference
 
     def _fitting(self, token_ids: IntArray) -> IntArray:
-        """Return a prompt's tokens if there are some and not too many."""
+        """Return a prompt's tokens if their number is valid, else raise BadRecord."""
         if not len(token_ids):
             raise BadRecord(Bad.EMPTY)
         limit = self._data.max_prompt_tokens
         if limit is not None and len(token_ids) > limit:
-            raise BadRecord(Bad.TOO_LONG, f"{len(token_ids)} tokens, and {limit} are allowed")
+            raise BadRecord(Bad.TOO_LONG, f"{len(token_ids)} tokens, but only {limit} are allowed")
         return token_ids
 
 
 @contextmanager
 def refused_as(kind: Bad) -> Iterator[None]:
-    """Raise BadRecord of this kind for a text that is too long to be encoded."""
+    """Raise BadRecord of this kind if a text is too long to be encoded."""
     try:
         yield
     except TextTooLong as error:
@@ -430,12 +431,12 @@ def _are_texts(replies: Sequence[str | Message]) -> bool:
 
 
 def _log_unmarked(path: str | Path, mark: str | None, records: Sequence[Record]) -> None:
-    """Log how many answers lack the mark; the whole answer is their reference."""
+    """Log the number of answers without the mark; their reference is the whole answer."""
     unmarked = sum(mark is not None and mark not in (r.answer or "") for r in records)
     if unmarked:
         log.warning(
-            "%s: %d of %d answers have no data.jsonl.answer_mark %r; the whole answer is the "
-            "reference there",
+            "%s: %d of %d answers have no data.jsonl.answer_mark %r; their reference is the "
+            "whole answer",
             path,
             unmarked,
             len(records),
@@ -444,7 +445,7 @@ def _log_unmarked(path: str | Path, mark: str | None, records: Sequence[Record])
 
 
 def reference_of(value: Any, answer: str | None, mark: str | None) -> str | None:
-    """Return the text that a reward compares with, or None if there is none.
+    """Return the text that a reward compares with, or None.
 
     It is the final answer, or JSON if the field's value is neither text nor a number.
     """
@@ -461,8 +462,9 @@ def reference_of(value: Any, answer: str | None, mark: str | None) -> str | None
 def field_text(value: Any) -> str | None:
     """Return a field's value as text, or None.
 
-    A finite number counts as its digits, without an exponent, and a float without a fraction as
-    the whole number that a table has made it of: 5.0 as 5. Half a surrogate pair is not text.
+    A finite number becomes its digits, without an exponent. A float without a fraction becomes an
+    integer, since tables convert integers to floats: 5.0 becomes 5. Half a surrogate pair is not
+    text.
     """
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
@@ -482,12 +484,12 @@ def digits_of(value: float) -> str:
 
 
 def final_answer(answer: str, mark: str | None) -> str:
-    """Return what follows the last mark, or the whole answer if it has none."""
+    """Return the text after the last mark, or the whole answer if it has no mark."""
     return (answer.rpartition(mark)[2] if mark else answer).strip()
 
 
 def jsonl_split(section: JsonlSection, split: Split, read: Callable[[str], list[T]]) -> list[T]:
-    """Return the training records, or the held-out ones: eval_path's, else the last of the file.
+    """Return the training records, or the held-out ones: from eval_path, else the last of the file.
 
     read: returns the usable records of a file. Raises DataError if none is left to train on.
     """
@@ -497,7 +499,7 @@ def jsonl_split(section: JsonlSection, split: Split, read: Callable[[str], list[
         held_out = read(section.eval_path)
         if len(held_out) > section.eval_size:
             log.info(
-                "%s: the first %d of %d records are used (data.jsonl.eval_size)",
+                "%s: using the first %d of %d records (data.jsonl.eval_size)",
                 section.eval_path,
                 section.eval_size,
                 len(held_out),
@@ -506,7 +508,7 @@ def jsonl_split(section: JsonlSection, split: Split, read: Callable[[str], list[
     records = read(section.path)
     if len(records) <= section.eval_size:
         raise DataError(
-            f"{section.path}: {len(records)} usable records, of which data.jsonl.eval_size = "
+            f"{section.path}: {len(records)} usable records, but data.jsonl.eval_size = "
             f"{section.eval_size} are held out: none is left to train on. Lower eval_size or set "
             "data.jsonl.eval_path."
         )
@@ -514,9 +516,9 @@ def jsonl_split(section: JsonlSection, split: Split, read: Callable[[str], list[
 
 
 def lacking(fields: Mapping[str, Any], names: Iterable[str | None]) -> str:
-    """Say which columns were looked for, and which there are."""
+    """Describe which columns were expected, and which exist."""
     wanted = " or ".join(repr(str(name)) for name in names if name is not None)
-    return f"{wanted} is looked for, the columns are {', '.join(map(repr, list(fields)[:8]))}"
+    return f"expected {wanted}, the columns are {', '.join(map(repr, list(fields)[:8]))}"
 
 
 def _addition_split(
@@ -536,7 +538,7 @@ def make_source(
     taught: bool = False,
     graded: bool = False,
 ) -> RecordSource:
-    """Return the records of one split; taught, graded: see read_records. Raises DataError,
+    """Return the records of one split. taught, graded: see read_records. Raises DataError,
     ConfigError."""
     if data.source == "jsonl":
         return jsonl_split(
@@ -548,7 +550,7 @@ def make_source(
 
 
 def supervised_pair(record: Record, tokenizer: Tokenizer) -> tuple[IntArray, BoolArray]:
-    """Return a record's prompt, answer and end token, and the mask of what is learnt.
+    """Return a record's prompt, answer and end token, and the mask of the trained tokens.
 
     Returns token_ids [length] int32 and mask [length] bool, True for answer and end token. The
     record must have an answer.

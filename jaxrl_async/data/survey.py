@@ -1,4 +1,4 @@
-"""What a run finds when it looks over its records at the start: a digest, and the references.
+"""Surveys a run's records at the start: computes their digest, and collects the references.
 
 A resume compares the digest with the one in the checkpoint.
 """
@@ -16,7 +16,7 @@ from jaxrl_async.data.records import Record, RecordSource
 T_co = TypeVar("T_co", covariant=True)
 
 SAMPLED = 256
-"""Records that are looked at where records are made on demand."""
+"""Number of surveyed records if records are created on demand."""
 
 
 class Indexed(Protocol[T_co]):
@@ -29,14 +29,14 @@ class Indexed(Protocol[T_co]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What the records of a source are."""
+    """The result of surveying a source's records."""
 
     digest: str
     references: tuple[str, ...]
 
 
 def survey(source: RecordSource) -> Survey:
-    """Look over the records that `looked_at` yields, in their order."""
+    """Survey the records that `looked_at` yields, in order."""
     digest, references = _Digest(len(source)), []
     for record in looked_at(source):
         digest.add(_content(record))
@@ -45,7 +45,7 @@ def survey(source: RecordSource) -> Survey:
 
 
 def digest_of(examples: Indexed[Any]) -> str:
-    """Return the digest of tokenised examples: tuples or records of arrays, or None."""
+    """Return the digest of tokenized examples: tuples or records of arrays, or None."""
     digest = _Digest(len(examples))
     for example in looked_at(examples):
         kept = is_dataclass(example) and {f.name: getattr(example, f.name) for f in fields(example)}
@@ -54,7 +54,8 @@ def digest_of(examples: Indexed[Any]) -> str:
 
 
 def looked_at(source: Indexed[T_co]) -> Iterator[T_co]:
-    """Yield all records that are in memory; of others SAMPLED, with the first and the last."""
+    """Yield all records if they are in memory, else SAMPLED records including the first and
+    last."""
     count = len(source)
     if getattr(source, "in_memory", isinstance(source, list | tuple)) or count <= SAMPLED:
         indices: Any = range(count)
@@ -64,7 +65,7 @@ def looked_at(source: Indexed[T_co]) -> Iterator[T_co]:
 
 
 def _content(record: Record) -> Mapping[str, Any]:
-    """Return what a record says, without what tokenizer and chat format make of it."""
+    """Return a record's content, without the results of tokenizer and chat format."""
     columns = {name: record.columns[name] for name in sorted(record.columns)}
     return {"text": record.text, "reference": record.reference, "columns": columns}
 
@@ -76,10 +77,10 @@ class _Digest:
         self._sha = hashlib.sha256(str(count).encode())
 
     def add(self, content: Any) -> None:
-        """Add a record: what codec.dumps takes."""
+        """Add a record, of a type supported by codec.dumps."""
         self._sha.update(dumps(content).tobytes())
 
     @property
     def text(self) -> str:
-        """The digest, shortened."""
+        """The truncated digest."""
         return self._sha.hexdigest()[:16]

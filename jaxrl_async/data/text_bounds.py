@@ -1,11 +1,10 @@
-"""How many characters one token may stand for: a longer text than that times the most tokens cannot
-fit, which its length alone tells before anything is tokenized. Pure.
+"""Bounds on the number of characters per token. A text longer than this bound times the maximum
+number of tokens cannot fit, so it can be refused by its length, before tokenization. Pure.
 
-    tokens of a text  >=  characters / (longest token * how many characters a normalizer joins)
+    tokens of a text  >=  characters / (longest token * characters that a normalizer joins)
 
-This is proved where no step of the tokenizer drops characters or covers any number of them by one
-token. Of other tokenizers (words that are unknown as a whole, white space that is taken off) a
-generous bound is taken.
+This holds if no step of the tokenizer drops characters or maps an unlimited number of them to one
+token. For other tokenizers (whole unknown words, stripped white space) a generous bound is used.
 """
 
 import json
@@ -17,21 +16,21 @@ from tokenizers import Tokenizer as Backend
 from jaxrl_async.data.token_bytes import byte_of_character
 
 JOINED = 4
-"""Most characters that NFC and NFKC join into one: the longest canonical decomposition (Unicode
-15)."""
+"""Maximum number of characters that NFC and NFKC join into one: the longest canonical decomposition
+(Unicode 15)."""
 LOOSE_CHARS = 1024
-"""Characters of a token where nothing can be proved."""
+"""Assumed maximum of characters per token if there is no proven bound."""
 LEAST_LOOSE = 2**20
-"""Characters of a text that are encoded in any case where nothing can be proved."""
+"""Length of a text that is always encoded if there is no proven bound, characters."""
 ALL_BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 KEEPING_NORMALIZERS = frozenset({"NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"})
 KEEPING_SPLITS = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength"})
 
 
 def most_chars(chars_per_token: int | None, max_tokens: int) -> int:
-    """Return how long a text may be, characters, if it is to have at most `max_tokens` tokens.
+    """Return the maximum length of a text with at most `max_tokens` tokens, characters.
 
-    chars_per_token: as `chars_per_token` returns it.
+    chars_per_token: result of `chars_per_token`.
     """
     if chars_per_token is None:
         return max(LOOSE_CHARS * max_tokens, LEAST_LOOSE)
@@ -39,7 +38,7 @@ def most_chars(chars_per_token: int | None, max_tokens: int) -> int:
 
 
 def chars_per_token(backend: Backend) -> int | None:
-    """Return the most characters of a text that one token may stand for; None: any number."""
+    """Return the maximum number of characters of a text per token; None: unlimited."""
     written = json.loads(backend.to_str())
     added = written.get("added_tokens") or []
     normalizers = _steps(written.get("normalizer"), "normalizers")
@@ -48,7 +47,7 @@ def chars_per_token(backend: Backend) -> int | None:
     if joined is None or not all(map(_keeps, splits)):
         return None
     if any(token.get("lstrip") or token.get("rstrip") for token in added):
-        return None  # one takes in all the white space beside it
+        return None  # such a token absorbs all adjacent white space
     kinds = {step.get("type") for step in (*normalizers, *splits)}
     vocabulary = backend.get_vocab(with_added_tokens=False)
     if not _covers(written.get("model") or {}, vocabulary, is_byte_level="ByteLevel" in kinds):
@@ -58,7 +57,7 @@ def chars_per_token(backend: Backend) -> int | None:
 
 
 def _joined(normalizers: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return how many characters become one at most; None: some are dropped."""
+    """Return the maximum number of characters that become one; None: some are dropped."""
     joined = 1
     for step in normalizers:
         kind = step.get("type")
@@ -75,7 +74,7 @@ def _joined(normalizers: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def _keeps(split: Mapping[str, Any]) -> bool:
-    """Return whether a pre-tokenizer keeps every character."""
+    """Return True if a pre-tokenizer keeps every character."""
     kind = split.get("type")
     if kind in ("Split", "Punctuation"):
         return split.get("behavior") != "Removed"
@@ -85,7 +84,8 @@ def _keeps(split: Mapping[str, Any]) -> bool:
 def _covers(
     model: Mapping[str, Any], vocabulary: Mapping[str, int], *, is_byte_level: bool
 ) -> bool:
-    """Return whether no character is dropped, and no run of unknown ones becomes one token."""
+    """Return True if no character is dropped, and no run of unknown characters becomes one
+    token."""
     kind = model.get("type")
     alphabet = byte_of_character() if is_byte_level else ALL_BYTES
     every_byte = all(byte in vocabulary for byte in alphabet)
@@ -97,7 +97,7 @@ def _covers(
 
 
 def _steps(step: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer, those of sequences one by one."""
+    """Return the steps of a normalizer or pre-tokenizer, with sequences flattened."""
     if step is None:
         return []
     if step.get("type") != "Sequence":

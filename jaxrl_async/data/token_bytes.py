@@ -1,4 +1,4 @@
-"""The bytes of a token, also where a token is a part of a character and has no text.
+"""The bytes of a token, even if the token is part of a character and has no text.
 
 decoder                          token    bytes
 ByteLevel (GPT-2, Qwen, Llama 3) ðŁĺ     F0 9F 98
@@ -15,12 +15,12 @@ from tokenizers import Tokenizer as Backend
 
 ONE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 LATIN = (*range(33, 127), *range(161, 173), *range(174, 256))
-"""The bytes that a byte-level vocabulary writes as the character of the same number."""
+"""The bytes that a byte-level vocabulary maps to the character with the same code."""
 
 
 def byte_of_character() -> dict[str, int]:
-    """Return the bytes by the characters that stand for them in a byte-level vocabulary (GPT-2's
-    bytes_to_unicode): the others follow from 256 on."""
+    """Return the bytes by their characters in a byte-level vocabulary (GPT-2's bytes_to_unicode);
+    bytes outside LATIN map to characters from 256 on."""
     others = (byte for byte in range(256) if byte not in LATIN)
     return {
         **{chr(byte): byte for byte in LATIN},
@@ -29,12 +29,12 @@ def byte_of_character() -> dict[str, int]:
 
 
 def bytes_of_tokens(backend: Backend) -> Callable[[int], bytes | None]:
-    """Return a function of a token's id: the bytes that it adds to a text. None for an id without a
-    token, one that is not in a byte-level alphabet, and a decoder of another kind: there the
-    token's text tells.
+    """Return a function from a token's id to the bytes that it adds to a text. The function returns
+    None for an id without a token, for a token outside the byte-level alphabet, and for any other
+    type of decoder; use the token's text then.
 
-    A blank that a decoder takes off the beginning of a text (SentencePiece) is in the bytes, and so
-    is a mark of another kind, such as WordPiece's ##."""
+    The bytes include a space that a decoder strips from the start of a text (SentencePiece), and
+    other markers such as WordPiece's ##."""
     steps = _decoders(json.loads(backend.to_str()).get("decoder"))
     kinds = {step.get("type") for step in steps}
     characters = byte_of_character() if "ByteLevel" in kinds else {}
@@ -62,14 +62,14 @@ def bytes_of_tokens(backend: Backend) -> Callable[[int], bytes | None]:
 
 
 def joins_bytes(backend: Backend) -> bool:
-    """Return whether a decoded text is the bytes of its tokens read as UTF-8, and nothing else: the
-    decoder is a byte-level one."""
+    """Return True if the decoder is byte-level, so a decoded text is exactly the bytes of its
+    tokens decoded as UTF-8."""
     steps = _decoders(json.loads(backend.to_str()).get("decoder"))
     return [step.get("type") for step in steps] == ["ByteLevel"]
 
 
 def _decoders(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """Return the steps of a decoder, those of sequences one by one."""
+    """Return the steps of a decoder, with sequences flattened."""
     if decoder is None:
         return []
     if decoder.get("type") != "Sequence":

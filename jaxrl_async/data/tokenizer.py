@@ -1,4 +1,4 @@
-"""The one door to transformers and tokenizers: text to token ids and back."""
+"""Tokenizers: text to token ids and back. Wraps transformers and tokenizers."""
 
 import contextlib
 import importlib
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 def _without_advice(module: str) -> Any:
     """Import a module without transformers' advice to install PyTorch.
 
-    Nothing here uses PyTorch, and the advice reads as if the run could not work. Later warnings are
+    PyTorch is not used here, and the advice suggests that the run cannot work. Later warnings are
     not silenced.
     """
     before = os.environ.get(NO_ADVICE)
@@ -49,7 +49,7 @@ PreTrainedTokenizerFast: Any = _without_advice("transformers").PreTrainedTokeniz
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
-"""ASCII's characters that can be seen, and the line break."""
+"""The printable ASCII characters, and the line break."""
 CHAT_ROLES = ("<system>", "<user>", "<assistant>")
 CHAT_MARKS = (
     "<tools>",
@@ -93,29 +93,30 @@ CHAT_TEMPLATE = """
 """
 """Chat template of chat_tokenizer."""
 BARE = "{prompt}"
-"""Template of a bare prompt, whatever chat template the tokenizer has."""
+"""Template of a bare prompt, regardless of the tokenizer's chat template."""
 ANCHORS = ("\n", "a", ".")
-"""Texts before which an answer is encoded, to get its tokens as they are within a text."""
+"""Texts to put before an answer when encoding, to get its tokens within a text."""
 TEMPLATE_FILE = "chat_template.jinja"
 MAX_FILE_BYTES = 2**28
-"""Longest tokenizer.json."""
+"""Maximum size of tokenizer.json, bytes."""
 PIECE = 2**16
-"""Longer texts, characters, are counted in pieces of that length before they are encoded."""
+"""Longer texts are counted in pieces of this length before they are encoded, characters."""
 DENSE_CHARS = 8
-"""Characters per token below which a long text's pieces are not counted: it costs little."""
+"""Characters per token below which the pieces of a long text are not counted, since encoding costs
+little."""
 EDGE_TOKENS = 16
-"""Tokens that a piece of a text may have more than the whole text has there."""
+"""Maximum number of additional tokens of a piece, compared to the whole text."""
 HEAD_CHARS = 2048
-"""Characters of a refused text whose tokens stand for it."""
+"""Number of characters of a refused text whose tokens represent it."""
 SAMPLE = "What is 12 + 34?\n"
-"""The text on which a tokenizer is tried when it is loaded."""
+"""Text to test a tokenizer with when it is loaded."""
 
 
 class Tokenizer:
-    """A Hugging Face fast tokenizer with what a run needs of it. Thread-safe."""
+    """A Hugging Face fast tokenizer with the functions that a run needs. Thread-safe."""
 
     def __init__(self, hf: Any, *, eos_ids: tuple[int, ...] | None = None) -> None:
-        """eos_ids: end an answer; the first is taught. None: the tokenizer's own."""
+        """eos_ids: end an answer; the first is the training target. None: the tokenizer's own."""
         self.hf = hf
         hf.backend_tokenizer.no_truncation()  # truncation would silently cut prompts and answers
         hf.backend_tokenizer.no_padding()
@@ -124,17 +125,17 @@ class Tokenizer:
         vocabulary = hf.get_vocab()
         self.vocab_size = 1 + max(
             vocabulary.values(), default=-1
-        )  # largest id + 1, added tokens included
+        )  # largest id + 1, including added tokens
         self._known = np.unique(np.fromiter(vocabulary.values(), np.int64))  # ids with a token
         self._lock = threading.Lock()  # the backend's settings are not safe to share
-        self.images: ImageStore | None = None  # of a model with images, for a run that reads them
-        self.max_tokens: int | None = None  # longer texts are refused; None: none is
+        self.images: ImageStore | None = None  # for runs with images
+        self.max_tokens: int | None = None  # longer texts are refused; None: no limit
         self.num_inexact = 0  # answers not encoded exactly, see encode_answer
-        self._warned = False  # of ids without a token
+        self._warned = False  # about ids without a token
 
     @property
     def pad_id(self) -> int:
-        """Id of the padding token; if there is none, the first end token, else 0."""
+        """Id of the padding token, else of the first end token, else 0."""
         pad = self.hf.pad_token_id
         return int(pad) if pad is not None else next(iter(self.eos_ids), 0)
 
@@ -145,9 +146,9 @@ class Tokenizer:
         return {name: int(i) for name, i in named.items() if i is not None}
 
     def encode(self, text: str) -> IntArray:
-        """Encode a text verbatim, without special tokens around it; [length] int32. Of a model with
-        images, the mark of an image becomes its soft tokens. Raises TextTooLong, as whatever
-        encodes does, for a text that cannot have max_tokens tokens or less."""
+        """Encode a text verbatim, without special tokens around it; [length] int32. For a model
+        with images, the mark of an image becomes its soft tokens. Like all encoding methods, raises
+        TextTooLong for a text that must have more than max_tokens tokens."""
         if self.images is not None:
             self._check_length(text)
             text = text.replace(self.images.form.mark, self.images.form.written)
@@ -158,42 +159,42 @@ class Tokenizer:
 
         The text is the template with {prompt} filled in, if one is given; else one user message in
         the tokenizer's chat template, if it has one; else the bare prompt. Tokens that the
-        tokenizer adds before a text (bos) are kept; an end token that it adds after a text is not,
+        tokenizer adds before a text (bos) are kept. An end token added after a text is removed,
         since the answer continues there.
         """
         return self._open_end(*self._shown(text, template))
 
     def encode_answer(self, prompt: str, answer: str, template: str | None = None) -> IntArray:
-        """Encode an answer after encode_prompt(prompt, template), with the end token to learn.
+        """Encode an answer after encode_prompt(prompt, template), with the end token to train on.
 
         Prompt and answer are joined verbatim, without a space. If the joined text's ids begin with
-        the prompt's, the answer's ids are the rest. If they do not (a token spans the border:
-        "Answer: " and "18" make " 18"), the prompt's ids are kept as the policy gets them, and the
-        answer's ids are those of the answer alone or of the answer within a text, whichever decodes
-        to the joined text after the prompt's. If neither does, the answer is encoded alone, counted
-        in num_inexact and logged. Returns [length] int32.
+        the prompt's ids, the answer's ids are the rest. Otherwise a token spans the boundary
+        ("Answer: " and "18" become " 18"). The prompt's ids are then kept as the policy gets them,
+        and the answer is encoded alone or within another text, whichever decodes to the joined text
+        after the prompt. If neither does, the answer is encoded alone, counted in num_inexact and
+        logged. Returns [length] int32.
         """
         ids = self._after(*self._shown(prompt, template), answer)
         return np.concatenate([ids, np.asarray(self.eos_ids[:1], np.int32)]).astype(np.int32)
 
     def encode_after(self, before: str, text: str) -> IntArray:
-        """Encode a text behind another, as encode_answer does but for the end token; [length]."""
+        """Encode a text after another, like encode_answer but without the end token; [length]."""
         return self._after(before, False, text)
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of the token that is written so; None: there is none."""
+        """Return the id of the token with this text; None: there is no such token."""
         found = self.hf.backend_tokenizer.token_to_id(token)
         return None if found is None else int(found)
 
     @property
     def added_tokens(self) -> dict[int, tuple[str, bool]]:
-        """Text of each token that was added to the vocabulary whole, and whether it is special."""
+        """Text of each token added to the vocabulary, and True if it is special."""
         added = self.hf.added_tokens_decoder
         return {int(i): (token.content, bool(token.special)) for i, token in added.items()}
 
     @property
     def special_tokens(self) -> dict[int, str]:
-        """Text of each special token, which `decode` leaves out."""
+        """Text of each special token; `decode` omits these."""
         return {i: text for i, (text, special) in self.added_tokens.items() if special}
 
     def decode_all(self, token_ids: IntArray | Sequence[int]) -> str:
@@ -202,7 +203,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether chat messages can be written by a template of the tokenizer's own."""
+        """True if the tokenizer has its own chat template."""
         return bool(self.hf.chat_template)
 
     def chat_text(
@@ -214,14 +215,14 @@ class Tokenizer:
         template: str | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """Write messages by a chat template. Raises DataError if it refuses them.
+        """Render messages with a chat template. Raises DataError if it refuses them.
 
         Args:
             messages: the conversation.
-            tools: what may be called, as OpenAI's function tools.
-            opens_turn: the policy's turn begins behind them.
-            template: in Jinja; None: the tokenizer's own.
-            arguments: what the template reads besides, such as enable_thinking.
+            tools: available tools, as OpenAI's function tools.
+            opens_turn: start the policy's turn after them.
+            template: Jinja text; None: the tokenizer's own.
+            arguments: further variables of the template, such as enable_thinking.
         """
         kwargs = dict(arguments or {}, add_generation_prompt=opens_turn, tokenize=False)
         try:
@@ -242,21 +243,21 @@ class Tokenizer:
         return str(text)
 
     def decode(self, token_ids: IntArray | Sequence[int]) -> str:
-        """Decode ids, leaving out end tokens, special tokens and ids without a token."""
+        """Decode ids, omitting end tokens, special tokens and ids without a token."""
         ids = [int(i) for i in token_ids if int(i) not in self.eos_ids]
         with self._lock, _as_data_error(f"the tokenizer cannot decode {len(ids)} tokens"):
             return str(self.hf.backend_tokenizer.decode(ids, skip_special_tokens=True))
 
     def count_unknown(self, token_ids: IntArray) -> int:
-        """Return how many ids [n] have no token, as in a vocabulary that is padded beyond the
-        tokenizer's; texts lack them. Logged the first time that one in a hundred has none."""
+        """Return the number of ids [n] without a token, as in a vocabulary that is padded beyond
+        the tokenizer's; they are missing in texts. Logs a warning the first time that 1 % of the
+        ids have no token."""
         count = int(np.count_nonzero(~np.isin(token_ids, self._known)))
         if count * 100 >= len(token_ids) > 0 and not self._warned:
             self._warned = True
             log.warning(
                 "the policy samples ids that have no token, %d of %d here (the tokenizer has %d "
-                "tokens): texts, rewards and judges do not see them; rollout/unknown_tokens counts "
-                "them",
+                "tokens): texts, rewards and judges do not see them; see rollout/unknown_tokens",
                 count,
                 len(token_ids),
                 len(self._known),
@@ -264,20 +265,20 @@ class Tokenizer:
         return count
 
     def token_text(self, token_id: int) -> str:
-        """Return one token's own text, special tokens included; half a character is U+FFFD."""
+        """Return one token's text, also for special tokens; half a character is U+FFFD."""
         with self._lock, _as_data_error(f"the tokenizer cannot decode token {token_id}"):
             return str(self.hf.backend_tokenizer.decode([token_id], skip_special_tokens=False))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text: those of a part of a character, too; of a
-        special token those of its own text, of an id without a token none."""
+        """Return the bytes that a token adds to a text, also for a part of a character. A special
+        token gives the bytes of its text; an id without a token gives no bytes."""
         found = self._bytes_of(token_id)
         return self.token_text(token_id).encode() if found is None else found
 
     @cached_property
     def bytes_in_text(self) -> Callable[[int], bytes] | None:
-        """A function of a token's id: the bytes that it adds to what decode returns. None: the
-        tokenizer is not a byte-level one, and texts are more than the bytes of their tokens."""
+        """A function from a token's id to the bytes that it adds to the result of decode. None: the
+        tokenizer is not byte-level, so texts are not just the bytes of their tokens."""
         if not joins_bytes(self.hf.backend_tokenizer):
             return None
         silent = {*self.special_tokens, *self.eos_ids}
@@ -288,7 +289,7 @@ class Tokenizer:
         return bytes_of_tokens(self.hf.backend_tokenizer)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a Hugging Face tokenizer directory; a chat template that was there is replaced, or
+        """Write a Hugging Face tokenizer directory. An existing chat template is replaced, or
         removed if this tokenizer has none. Raises DataError."""
         try:
             if not self.has_chat_template:
@@ -299,7 +300,7 @@ class Tokenizer:
             raise DataError(f"{folder}: the tokenizer cannot be written: {error}.") from None
 
     def _shown(self, text: str, template: str | None) -> tuple[str, bool]:
-        """Return a prompt's text, and whether the tokenizer's special tokens go around it."""
+        """Return a prompt's text, and whether the tokenizer adds its special tokens."""
         if template is not None or not self.has_chat_template:
             return text if template is None else fill_template(template, text), True
         return self.chat_text([{"role": "user", "content": text}]), False
@@ -312,13 +313,13 @@ class Tokenizer:
         return self._behind(before, joined, answer)
 
     def _open_end(self, text: str, special: bool) -> IntArray:
-        """Encode a text that will be continued: without an end token after it."""
+        """Encode a text that will be continued, without an end token after it."""
         ids = self._encode(text, special=special)
         bare = self._encode(text[-1:], special=special)
         return ids[:-1] if len(bare) > 1 and bare[-1] in self.eos_ids else ids
 
     def _behind(self, before: IntArray, joined: IntArray, answer: str) -> IntArray:
-        """Encode the answer so that after `before` it decodes to the same text as `joined`."""
+        """Encode the answer such that it decodes to the text of `joined` after `before`."""
         wanted = self._whole_text(joined)
         for ids in self._ways(answer):
             if self._whole_text(np.concatenate([before, ids])) == wanted:
@@ -328,8 +329,8 @@ class Tokenizer:
             count = self.num_inexact
         if count == 1 or count % 100 == 0:
             log.warning(
-                "%d answers so far have no tokens that make prompt and answer the joined text, "
-                "which ends %s; they are encoded alone",
+                "%d answers so far have no tokens that reproduce the joined text of prompt and "
+                "answer, which ends %s; they are encoded alone",
                 count,
                 _cut(wanted[-40:]),
             )
@@ -347,7 +348,7 @@ class Tokenizer:
                 yield whole[len(head) :]
 
     def _whole_text(self, token_ids: IntArray) -> str:
-        """Decode ids, special tokens included; images' tokens as soft tokens."""
+        """Decode ids, including special tokens; image tokens as soft tokens."""
         if self.images is not None:
             token_ids = self.images.plain(token_ids)
         with self._lock, _as_data_error(f"the tokenizer cannot decode {len(token_ids)} tokens"):
@@ -355,15 +356,15 @@ class Tokenizer:
             return str(self.hf.backend_tokenizer.decode(ids, skip_special_tokens=False))
 
     def most_chars(self, max_tokens: int) -> int:
-        """Return how many characters a text of so many tokens may have: a longer one does not
-        fit. See text_bounds."""
+        """Return the maximum number of characters of a text with at most `max_tokens` tokens. See
+        text_bounds."""
         found = self._chars_per_token
         if found is not None and self.images is not None:
             found = max(found, len(self.images.form.mark))
         return most_chars(found, max_tokens)
 
     def cannot_fit(self, text: str) -> bool:
-        """Return whether a text is refused for its length; see `encode`."""
+        """Return True if a text is refused for its length; see `encode`."""
         try:
             self._check_length(text)
         except TextTooLong:
@@ -375,8 +376,8 @@ class Tokenizer:
         return chars_per_token(self.hf.backend_tokenizer)
 
     def _check_length(self, text: str) -> None:
-        """Raise TextTooLong for a text that cannot fit, before it is encoded: by its length alone,
-        or, if it is long, by the tokens of its pieces."""
+        """Raise TextTooLong for a text that cannot fit, before it is encoded: by its length or, for
+        a long text, by the tokens of its pieces."""
         limit = self.max_tokens
         if limit is None or len(text) <= limit:
             return
@@ -405,14 +406,14 @@ class Tokenizer:
         with self._lock, _as_data_error(f"the tokenizer cannot encode {_cut(text)}"):
             if len(text) <= HEAD_CHARS:
                 return list(backend.encode(text, add_special_tokens=special).ids)
-            # in less memory, without offsets; other threads run meanwhile
+            # needs less memory, without offsets; releases the GIL
             return list(backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     def _encode(self, text: str, *, special: bool) -> IntArray:
         self._check_length(text)
         if not text.isascii() and not _is_unicode(text):
             raise DataError(
-                f"the text {_cut(text)} holds half a surrogate pair. Give text in UTF-8."
+                f"the text {_cut(text)} contains half a surrogate pair. Give text in UTF-8."
             )
         return np.asarray(self._ids_of(text, special=special), np.int32)
 
@@ -428,15 +429,15 @@ def _is_unicode(text: str) -> bool:
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Load a tokenizer from a Hugging Face directory with tokenizer.json.
 
-    End tokens are the tokenizer's own and those of generation_config.json and config.json. No
-    network is used and no code of the directory runs. Raises DataError.
+    End tokens are the tokenizer's own, and the ones in generation_config.json and config.json. Uses
+    no network and runs no code of the directory. Raises DataError.
     """
     folder = Path(folder)
     file = folder / "tokenizer.json"
     if not file.is_file() and not (folder / "config.json").is_file():
         raise DataError(
-            f"{folder}: no model's directory: neither tokenizer.json nor config.json is here. Give "
-            "one that save_pretrained has written, or that was downloaded whole."
+            f"{folder}: not a model's directory: neither tokenizer.json nor config.json is here. "
+            "Give one written by save_pretrained, or a complete download."
         )
     if not file.is_file():
         raise DataError(
@@ -458,7 +459,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if not eos_ids:
         log.warning("%s: no end token is named; answers end at sampler.max_new_tokens only", folder)
     elif not own:
-        hf.eos_token = hf.convert_ids_to_tokens(eos_ids[0])  # so that a saved directory names it
+        hf.eos_token = hf.convert_ids_to_tokens(eos_ids[0])  # for saved directories
     try:
         tokenizer.decode(tokenizer.encode_prompt(SAMPLE))
     except DataError as error:
@@ -467,7 +468,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def _open(folder: Path, file: Path) -> Any:
-    """Load tokenizer.json as it is, not as the class that AutoTokenizer would choose."""
+    """Load tokenizer.json directly, not with the class that AutoTokenizer would choose."""
     if file.stat().st_size > MAX_FILE_BYTES:
         raise DataError(f"{file}: longer than {MAX_FILE_BYTES:,} bytes: not a tokenizer.")
     with _as_data_error(f"{file}: not a tokenizer"):
@@ -478,7 +479,7 @@ def _open(folder: Path, file: Path) -> Any:
 
 @contextlib.contextmanager
 def _as_data_error(what: str) -> Iterator[None]:
-    """Raise DataError for whatever the libraries raise: bare Exception, and Rust's panics."""
+    """Raise DataError for any error of the libraries, including bare Exception and Rust panics."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -493,8 +494,8 @@ def _cut(text: str) -> str:
 
 
 def _eos_of(file: Path) -> list[int]:
-    """Return the eos_token_id of a model's JSON file, or that of its text_config: none, one or
-    several. Old files say -1 for none."""
+    """Return the eos_token_id of a model's JSON file, or of its text_config, as a list of ids. Old
+    files use -1 for none."""
     if not file.is_file():
         return []
     try:
@@ -517,7 +518,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, where: str) -> None:
 
 
 def check_same_tokens(tokenizer: Tokenizer, folder: str | Path, size: int, setting: str) -> None:
-    """Raise ConfigError unless the folder's tokenizer has the policy's tokens at the same ids.
+    """Raise ConfigError unless the folder's tokenizer has the policy's tokens with the same ids.
 
     Ids from `size` on are not compared. Tokens that only the folder's tokenizer has are logged.
     """
@@ -551,7 +552,7 @@ def check_template(template: str) -> None:
         ) from None
     if not names or any(name != "prompt" for name in names):
         raise ConfigError(
-            f"data.jsonl.template = {template!r} must hold {{prompt}} and no other field. "
+            f"data.jsonl.template = {template!r} must contain {{prompt}} and no other field. "
             "Write a brace as {{."
         )
 
@@ -562,18 +563,18 @@ def fill_template(template: str, prompt: str) -> str:
 
 
 def chat_tokenizer(words: Iterable[str] = PRINTABLE) -> Tokenizer:
-    """Make a tokenizer with one token per word and a chat template, for tasks of several turns.
+    """Return a tokenizer with one token per word and a chat template, for multi-turn tasks.
 
-    words: texts, often single characters; the longest one that fits is taken first. Each mark of
-    the template is one token, too: roles, the end of a turn (<eos>), thinking, tool calls in
-    Hermes' form. A tool is shown by its name and the names of its arguments alone, so that prompts
-    stay short. Other characters become <unk>. Raises ConfigError for words that are none.
+    words: texts, often single characters; the longest match is used first. Each mark of the
+    template is also one token: roles, the end of a turn (<eos>), thinking, tool calls in Hermes'
+    form. A tool is shown only with its name and argument names, to keep prompts short. Other
+    characters become <unk>. Raises ConfigError for invalid words.
     """
     texts = list(dict.fromkeys(words))
     special = {PAD, BOS, EOS, UNKNOWN, *CHAT_ROLES, *CHAT_MARKS}
     if not texts or not all(texts) or special & set(texts):
         raise ConfigError(
-            f"{len(texts)} words for a tokenizer: give one or more, none of them empty or one of "
+            f"{len(texts)} words for a tokenizer: give at least one; none may be empty or one of "
             f"{', '.join(sorted(special))}."
         )
     tokenizer = _word_level(texts)
@@ -584,15 +585,15 @@ def chat_tokenizer(words: Iterable[str] = PRINTABLE) -> Tokenizer:
 
 
 def character_tokenizer(alphabet: str) -> Tokenizer:
-    """Make a tokenizer with <pad>, <bos>, <eos>, <unk> and one token per character of `alphabet`.
+    """Return a tokenizer with <pad>, <bos>, <eos>, <unk> and one token per character of `alphabet`.
 
-    save_pretrained writes a directory that AutoTokenizer loads.
+    save_pretrained writes a directory that AutoTokenizer can load.
     """
     return Tokenizer(_word_level(alphabet))
 
 
 def _word_level(words: Iterable[str]) -> Any:
-    """Make a tokenizer of words; every other character is unknown."""
+    """Return a tokenizer of words; every other character is unknown."""
     known = [PAD, BOS, EOS, UNKNOWN, *words]
     backend = Backend(
         models.WordLevel({word: i for i, word in enumerate(known)}, unk_token=UNKNOWN)

@@ -1,11 +1,12 @@
-"""Anthropic's /v1/messages and its count_tokens: a body to a chat call, answers to a body or to a
-stream's events. Pure."""
+"""Anthropic's /v1/messages and count_tokens: convert a body to a chat call, and answers to a body
+or to stream events. Pure."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxrl_async.endpoint.body_fields import BodyFields, parsed_json
 from jaxrl_async.endpoint.call_messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -14,15 +15,21 @@ from jaxrl_async.endpoint.call_messages import (
     read_messages,
 )
 from jaxrl_async.endpoint.chat_deltas import ChatDelta
-from jaxrl_async.endpoint.fields import BodyFields, parsed_json
-from jaxrl_async.endpoint.http_answers import ChatAnswer, Heading
+from jaxrl_async.endpoint.http_answers import AnswerHeader, ChatAnswer
+from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.openai_chat import ChatCall
-from jaxrl_async.endpoint.refusal import CallRefused
-from jaxrl_async.endpoint.wish import MAX_ASKED, Wish, stops_of, temperature_of, top_k_of, top_p_of
+from jaxrl_async.endpoint.sampling_request import (
+    MAX_ASKED,
+    SamplingOptions,
+    stops_of,
+    temperature_of,
+    top_k_of,
+    top_p_of,
+)
 from jaxrl_async.types import IntArray
 
 HARMLESS = frozenset({"model", "metadata", "service_tier", "inference_geo", "betas"})
-"""Fields that change no answer."""
+"""Fields that do not affect the answer."""
 NEUTRAL: Mapping[str, Any] = {
     "thinking": ({"type": "disabled"},),
     "container": (),
@@ -30,15 +37,15 @@ NEUTRAL: Mapping[str, Any] = {
     "context_management": (),
     "output_config": ({},),
 }
-"""Fields that are not served, with the values that ask for nothing."""
+"""Unsupported fields, with the values that have no effect."""
 FINISHES = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
-"""Why an answer ended: OpenAI's words to Anthropic's."""
+"""Stop reasons: OpenAI's names to Anthropic's."""
 
 
 def messages_call(body: Any, *, counting: bool = False) -> ChatCall:
-    """Return the call of a body. Raises CallRefused, which names the field.
+    """Convert a body to a call. Raises CallRefused that names the field.
 
-    counting: only the prompt's tokens are to be counted, and max_tokens is not needed.
+    counting: only the prompt's tokens are counted, and max_tokens is not required.
     """
     fields = BodyFields(body)
     messages = list(_system(fields.value("system")))
@@ -46,16 +53,16 @@ def messages_call(body: Any, *, counting: bool = False) -> ChatCall:
         messages += _turn(message, f"messages[{i}]")
     asked = fields.whole("max_tokens", 1, MAX_ASKED)
     if asked is None and not counting:
-        fields.refuse("max_tokens", "a whole number from 1 on")
+        fields.refuse("max_tokens", "a whole number of at least 1")
     choice = fields.value("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if choice is not None and kind not in ("auto", "none"):
-        fields.refuse("tool_choice", "auto or none: a tool call cannot be forced here")
+        fields.refuse("tool_choice", "auto or none: forced tool calls are not supported")
     call = ChatCall(
         messages=read_messages(messages),
         tools=tuple(_tool(t, f"tools[{i}]") for i, t in enumerate(fields.rows("tools", MAX_TOOLS))),
         reads_tools=kind != "none",
-        wish=Wish(
+        wish=SamplingOptions(
             temperature=temperature_of(fields),
             top_k=top_k_of(fields),
             top_p=top_p_of(fields),
@@ -74,8 +81,8 @@ def _system(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _turn(value: Any, where: str) -> list[dict[str, Any]]:
-    """Return a message of the body as messages in OpenAI's form: results of tools become messages
-    of their own."""
+    """Convert a message of the body to messages in OpenAI's form. Tool results become separate
+    messages."""
     fields = BodyFields(value, where)
     role = fields.choice("role", ("user", "assistant"))
     if role is None:
@@ -99,11 +106,11 @@ class _Block:
         self.kind = self.fields.needed_text("type")
 
     def refuse(self, wanted: str) -> None:
-        """Raise CallRefused: this kind of block is not served."""
+        """Raise CallRefused: this kind of block is not supported."""
         self.fields.refuse("type", f"{wanted}: this model takes texts only")
 
     def close(self) -> None:
-        """Raise CallRefused if a field is left that nobody has read."""
+        """Raise CallRefused if a field was not read."""
         self.fields.close(frozenset({"cache_control", "citations", "caller"}))
 
 
@@ -164,7 +171,7 @@ def _assistant(blocks: Sequence[_Block]) -> list[dict[str, Any]]:
 def _tool(value: Any, where: str) -> Mapping[str, Any]:
     fields = BodyFields(value, where)
     if fields.text("type", "custom") != "custom":
-        fields.refuse("type", "'custom': tools of Anthropic's own are not served")
+        fields.refuse("type", "'custom': Anthropic's own tools are not supported")
     tool = function_tool(
         fields.needed_text("name"), fields.text("description"), fields.value("input_schema")
     )
@@ -177,13 +184,13 @@ def _tool(value: Any, where: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageWriter:
-    """Writes the answer to one call, whole or as a stream's events."""
+    """Writes the answer to one call, as a body or as stream events."""
 
-    heading: Heading
+    heading: AnswerHeader
     prompt: IntArray  # [prompt] int32
 
     def body(self, answer: ChatAnswer) -> dict[str, Any]:
-        """Return the answer whole."""
+        """Return the complete answer."""
         return {**self._message(_blocks(answer)), **self._stop(answer), "usage": self._all(answer)}
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
@@ -241,13 +248,13 @@ def _input(call: Mapping[str, Any]) -> Any:
 
 
 class BlockStream:
-    """A stream's blocks of content: which one is open. One answer."""
+    """The content blocks of one streamed answer, and which of them is open."""
 
     def __init__(self) -> None:
         self._index, self._open = -1, ""
 
     def write(self, delta: ChatDelta) -> list[dict[str, Any]]:
-        """Return the events of some more of the answer."""
+        """Return the events of a delta."""
         if delta.call is not None:
             call = delta.call[1]
             events = self._begin("tool_use", _tool_use(call, {}), always=True)
@@ -261,7 +268,7 @@ class BlockStream:
         return [*self._begin("text", {"type": "text", "text": ""}), self._delta(more)]
 
     def close(self) -> list[dict[str, Any]]:
-        """Return the event that ends the open block; an answer without any gets an empty text."""
+        """Return the events that end the open block; without any block, add an empty text."""
         begun = [] if self._open else self._begin("text", {"type": "text", "text": ""})
         return [*begun, *self._end()]
 

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxrl_async.endpoint.adapter_door import LOAD, UNLOAD, AdapterDoor
+from jaxrl_async.endpoint.adapter_admin import LOAD, UNLOAD, AdapterAdmin
 from jaxrl_async.endpoint.anthropic_messages import messages_call
+from jaxrl_async.endpoint.body_fields import BodyFields, parsed_json
 from jaxrl_async.endpoint.callers import Caller
-from jaxrl_async.endpoint.desk import LONG_BODY, Desk, refusal_of
-from jaxrl_async.endpoint.fields import BodyFields, parsed_json
+from jaxrl_async.endpoint.http_errors import CallRefused, anthropic_error, openai_error
 from jaxrl_async.endpoint.http_exchange import (
     ClientGone,
     HttpExchange,
@@ -33,7 +33,6 @@ from jaxrl_async.endpoint.http_exchange import (
 )
 from jaxrl_async.endpoint.openai_chat import chat_call
 from jaxrl_async.endpoint.openai_text import TextWriter, text_call
-from jaxrl_async.endpoint.refusal import CallRefused, anthropic_error, openai_error
 from jaxrl_async.endpoint.responses_call import (
     PREFIX,
     ResponsesCall,
@@ -42,6 +41,7 @@ from jaxrl_async.endpoint.responses_call import (
     root_of,
     unknown_response,
 )
+from jaxrl_async.endpoint.service import LONG_BODY, EndpointService, refusal_of
 from jaxrl_async.endpoint.streams import (
     StreamedChat,
     StreamedMessage,
@@ -54,20 +54,20 @@ from jaxrl_async.types import LARGEST_REWARD, Message
 CONVERSATION = "x-session-id"
 """Header that names one of a guest's conversations, or one of a session's players."""
 REWARD, END = "/v1/session/reward", "/v1/session/end"
-"""Where a session is rewarded and ended; with a key of its own."""
+"""Paths to reward and end a session; they need a separate key."""
 BEGIN = "/v1/session/begin"
-"""Where agents outside of the run ask for a task; with a key of its own."""
+"""Path where external agents request a task; it needs a separate key."""
 SHOWN_REASON = 200
-"""How much of an agent's reason to give up is kept, characters."""
+"""Maximum length of an agent's reason to give up, characters; the rest is cut."""
 T = TypeVar("T")
 U = TypeVar("U")
 Handler = Callable[[HttpExchange, Any], Awaitable[None]]
 
 
 class EndpointApp:
-    """The ASGI application over a desk."""
+    """The ASGI application over a EndpointService."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: EndpointService) -> None:
         """desk: serves the calls."""
         self._desk, self._numbers = desk, itertools.count()
         self._posts: dict[str, Handler] = {
@@ -101,7 +101,7 @@ class EndpointApp:
             await self._refuse(exchange, refused)
 
     async def _serve(self, exchange: HttpExchange) -> None:
-        """Find out what is asked, and do it."""
+        """Route a call to its handler."""
         path = exchange.path.rstrip("/")
         if exchange.method == "GET" and path == "/health":
             await exchange.reply(200, {"status": "ok"})
@@ -120,27 +120,27 @@ class EndpointApp:
         elif path in (REWARD, END):
             self._desk.rewarded(exchange.key)
         else:
-            self._desk.caller(exchange.key, None)  # no body is read for strangers
+            self._desk.caller(exchange.key, None)  # check the key before reading the body
         with self._desk.admitted(), self._desk.holding() as hold:
             most, within_s = self._desk.max_body_bytes, self._desk.limits.body_s
             work = self._handled(handler, exchange, await exchange.body(most, within_s, hold))
             await self._until_gone(exchange, work)
 
     async def _handled(self, handler: Handler, exchange: HttpExchange, body: bytes) -> None:
-        """Parse a body, and do what is asked."""
+        """Parse a body and run its handler."""
         exchange.is_long = len(body) > LONG_BODY
         value = await self._aside(exchange, parsed_json, body)
-        del body  # it is long, and the answer may take hours
+        del body  # free it: the answer may take hours
         await handler(exchange, value)
 
     async def _aside(self, exchange: HttpExchange, work: Callable[[U], T], given: U) -> T:
-        """Do work, in a thread if the body is a long one."""
+        """Run work, in a thread if the body is long."""
         if not exchange.is_long:
             return work(given)
         return await self._desk.aside(lambda: work(given), is_long=True)
 
     async def _until_gone(self, exchange: HttpExchange, work: Awaitable[None]) -> None:
-        """Do the work of a call, and end it if the client goes away."""
+        """Run a call, and cancel it if the client disconnects."""
         serving = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(exchange.gone())
         try:
@@ -152,10 +152,10 @@ class EndpointApp:
             for task in (serving, gone):
                 task.cancel()
             await asyncio.gather(serving, gone, return_exceptions=True)
-            del serving, gone  # the error's traceback would keep this frame, and the frame the task
+            del serving, gone  # break the reference cycle of traceback, frame and task
 
     async def _refuse(self, exchange: HttpExchange, refused: CallRefused) -> None:
-        """Tell the client that its call is not served, and count that."""
+        """Send an error response, and count it."""
         anthropic = exchange.path.startswith("/v1/messages")
         ours = refused.status >= 500
         self._desk.count(failed=ours, refused=not ours)
@@ -190,7 +190,7 @@ class EndpointApp:
             if one["id"] == name:
                 return one
         names = ", ".join(str(one["id"]) for one in models)
-        raise CallRefused(f"the model here is {names}", status=404)
+        raise CallRefused(f"the available models are {names}", status=404)
 
     async def _load(self, exchange: HttpExchange, body: Any) -> None:
         await exchange.reply(200, {"message": await self._adapters(exchange).load(body)})
@@ -198,15 +198,15 @@ class EndpointApp:
     async def _unload(self, exchange: HttpExchange, body: Any) -> None:
         await exchange.reply(200, {"message": await self._adapters(exchange).unload(body)})
 
-    def _adapters(self, exchange: HttpExchange) -> AdapterDoor:
-        """Return who loads adapters, for a guest. Raises CallRefused."""
+    def _adapters(self, exchange: HttpExchange) -> AdapterAdmin:
+        """Return the AdapterAdmin for a guest. Raises CallRefused."""
         self._desk.check_guest(exchange.key)
         if self._desk.adapters is None:
             raise CallRefused("no adapters are served here", status=404)
         return self._desk.adapters
 
     def _caller(self, exchange: HttpExchange, body: Any, conversation: str | None = None) -> Caller:
-        """Return who makes a call that samples; conversation: as Desk.caller takes it. Raises
+        """Return the caller of a sampling call; conversation: see EndpointService.caller. Raises
         CallRefused."""
         voice = exchange.header(CONVERSATION)
         return self._desk.caller(exchange.key, conversation, body.get("model"), voice=voice)
@@ -239,7 +239,7 @@ class EndpointApp:
         root = new_root() if call.previous is None else root_of(call.previous)
         conversation = exchange.header(CONVERSATION)
         if conversation is None and (call.stores or call.previous is not None):
-            conversation = f"{PREFIX}{root}"  # else nothing is kept that a call could follow
+            conversation = f"{PREFIX}{root}"  # otherwise nothing is stored for a later call
         caller = self._caller(exchange, body, conversation)
         before = _said_before(caller, call)
         said = (*before, *call.chat.messages)
@@ -320,8 +320,8 @@ class EndpointApp:
     async def _stream(
         self, exchange: HttpExchange, events: AsyncIterator[bytes], ping: bytes, last: bytes
     ) -> None:
-        """Send events as they come, and a ping where none comes for a while. The head is sent with
-        the first of them, so that an early error still has a status of its own."""
+        """Send events as they arrive, and a ping after a pause. The head is sent with the first
+        event, so an early error still has its own status."""
         parts: asyncio.Queue[bytes | Exception | None] = asyncio.Queue(1)
         pumping = asyncio.ensure_future(_pump(events, parts))
         try:
@@ -344,15 +344,15 @@ class EndpointApp:
 
 
 def _forget(error: BaseException | None) -> None:
-    """Let go of what the frames of an error hold, and of those that it was raised from: the body,
-    and what was made of it."""
+    """Clear the frames of an error and of its causes, which hold the body and objects made from
+    it."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def _said_before(caller: Caller, call: ResponsesCall) -> Sequence[Message]:
-    """Return the conversation up to the response that a call follows. Raises CallRefused."""
+    """Return the conversation up to the response that a call continues. Raises CallRefused."""
     if call.previous is None:
         return ()
     before = caller.conversations.responses.find(call.previous)
@@ -364,7 +364,7 @@ def _said_before(caller: Caller, call: ResponsesCall) -> Sequence[Message]:
 async def _pump(
     events: AsyncIterator[bytes], parts: "asyncio.Queue[bytes | Exception | None]"
 ) -> None:
-    """Hand on events, one at a time, and then None, or the error that ended them."""
+    """Put events into the queue, one at a time, then None or the error that ended them."""
     try:
         async for part in events:
             await parts.put(part)

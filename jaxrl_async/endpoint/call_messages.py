@@ -1,37 +1,37 @@
-"""Messages and tools of a conversation, checked and in one form; what makes two messages the same.
-Pure."""
+"""Messages and tools of a conversation, checked and normalised, and digests that identify equal
+messages. Pure."""
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from jaxrl_async.endpoint.fields import BodyFields
-from jaxrl_async.endpoint.refusal import CallRefused
+from jaxrl_async.endpoint.body_fields import BodyFields
+from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.types import Message
 
 MAX_MESSAGES = 4096
-"""Most messages of one call."""
+"""Maximum number of messages of one call."""
 MAX_TOOLS = 512
-"""Most tools of one call, and most tool calls of one message."""
+"""Maximum number of tools of one call, and of tool calls of one message."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 HARMLESS: Set[str] = frozenset({"annotations", "parsed", "cache_control", "id", "object"})
-"""Fields of a message that clients send back and that change nothing."""
+"""Fields of a message that clients send back and that have no effect."""
 NEUTRAL: Mapping[str, Any] = {"refusal": ("",), "audio": (), "function_call": ()}
-"""Fields of a message that are not served, with the values that mean nothing."""
+"""Unsupported fields of a message, with the values that have no effect."""
 
 
 def read_messages(values: Sequence[Any], where: str = "messages") -> tuple[Message, ...]:
-    """Return the messages of a call in one form: texts as `content`, only fields that count.
+    """Return the normalised messages of a call: texts as `content`, only relevant fields.
 
-    Raises CallRefused, which names the message and the field.
+    Raises CallRefused that names the message and the field.
     """
     if not values:
         raise CallRefused("must hold at least one message", field=where)
     messages = tuple(_message(value, f"{where}[{i}]") for i, value in enumerate(values))
     if messages[-1]["role"] == "assistant":
         raise CallRefused(
-            "the last message is the assistant's: an answer cannot be begun for the model here. "
+            "the last message is the assistant's, but prefilled answers are not supported. "
             "End with a message of the user or of a tool.",
             field=f"{where}[{len(messages) - 1}].role",
         )
@@ -59,7 +59,7 @@ def _message(value: Any, where: str) -> Message:
 
 
 def _add_answer(fields: BodyFields, message: dict[str, Any]) -> None:
-    """Take the fields that only an assistant's message has."""
+    """Read the fields that only an assistant's message has."""
     reasoning = fields.text("reasoning_content") or fields.text("reasoning")
     fields.value("reasoning")
     if reasoning:
@@ -71,7 +71,7 @@ def _add_answer(fields: BodyFields, message: dict[str, Any]) -> None:
 
 
 def joined_text(content: Any, where: str) -> str:
-    """Return a message's content as one text. Raises CallRefused for anything but texts."""
+    """Return a message's content as one text. Raises CallRefused if it is not only text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -122,7 +122,7 @@ def _tool(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def function_tool(name: str, description: str | None, parameters: Any) -> Mapping[str, Any]:
-    """Return a function tool as OpenAI writes it."""
+    """Return a function tool in OpenAI's form."""
     if parameters is not None and not isinstance(parameters, dict):
         raise CallRefused(f"the parameters of {name!r} must be a JSON schema", field="tools")
     function: dict[str, Any] = {"name": name}
@@ -133,14 +133,14 @@ def function_tool(name: str, description: str | None, parameters: Any) -> Mappin
     return {"type": "function", "function": function}
 
 
-# ---- what makes two conversations the same
+# ---- equality of conversations
 
 
 def digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
-    """Return one digest for each beginning of a conversation: entry i is of its first i messages.
+    """Return one digest for each prefix of a conversation: entry i covers its first i messages.
 
-    Ids of tool calls, spaces in their arguments and reasoning do not count: clients write the first
-    two anew and leave the last out.
+    Ids of tool calls, whitespace in their arguments and reasoning do not count: clients rewrite the
+    first two and drop the last.
     """
     found = [hashlib.blake2b(_bytes(list(tools)), digest_size=16).digest()]
     for message in messages:
@@ -154,7 +154,7 @@ def following(digest: bytes, message: Message) -> bytes:
 
 
 def same_reasoning(ours: Message, theirs: Message) -> bool:
-    """Return whether a client has left the reasoning of an answer alone, or left it out."""
+    """Return whether a client has not changed the reasoning of an answer, or has dropped it."""
     given = theirs.get("reasoning_content")
     return not given or given == ours.get("reasoning_content")
 
@@ -168,7 +168,7 @@ def _meaning(message: Message) -> list[Any]:
 
 
 def _arguments(text: str) -> Any:
-    """Return a call's arguments as values; the text itself if it is no JSON."""
+    """Return a call's arguments as values; the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,5 +1,4 @@
-"""Who calls: a guest, whose answers are nobody else's, or a session of a run, which becomes an
-episode."""
+"""Callers of the endpoint: guests, and sessions of a run, which become episodes."""
 
 import asyncio
 import itertools
@@ -8,70 +7,70 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jaxrl_async.endpoint.conversations import Conversations
-from jaxrl_async.endpoint.refusal import CallRefused
-from jaxrl_async.endpoint.wish import Draft, Terms
-from jaxrl_async.ports import Generate
-from jaxrl_async.rollout.sessions import PolicySession
+from jaxrl_async.endpoint.http_errors import CallRefused
+from jaxrl_async.endpoint.sampling_request import CallerLimits, RequestDraft
+from jaxrl_async.endpoint.sessions import PolicySession
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.types import Completion, IntArray, Message, Request, SamplingParams
 
 Cut = Callable[[IntArray], int | None]
-"""Given drawn tokens, returns how many of them count; None: all."""
+"""Given sampled tokens, returns how many of them count; None: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallerAsk:
-    """One answer to draw."""
+    """One answer to sample."""
 
     token_ids: IntArray  # [prompt] int32
-    draft: Draft
-    wanted: SamplingParams | None  # the distribution that the caller named; None: it named none
+    draft: RequestDraft
+    wanted: SamplingParams | None  # the sampling parameters that the caller set; None: not set
     seed: int | None
     index: int  # of the answer in its call
     cut: Cut
     early: "asyncio.Future[Completion]"  # set when a stop string ends the answer before its end
-    began: Callable[[str], None]  # told the request's id before it is queued
+    began: Callable[[str], None]  # called with the request's id before it is queued
 
 
 class Caller(Protocol):
-    """Whoever is behind a key."""
+    """The caller that a key belongs to."""
 
     @property
-    def terms(self) -> Terms:
-        """What its answers keep to."""
+    def terms(self) -> CallerLimits:
+        """The terms of its answers."""
         ...
 
     @property
     def conversations(self) -> Conversations:
-        """What it has been told."""
+        """Its earlier conversations."""
         ...
 
     @property
     def adapter(self) -> str:
-        """Which of the sampler's adapters it is answered with; empty: none."""
+        """The sampler's adapter for its answers; empty: none."""
         ...
 
     async def draw(self, ask: CallerAsk) -> Completion:
-        """Draw one answer. Cancelling frees its slot. Raises RolloutError and Closed."""
+        """Sample one answer. Cancelling frees its slot. Raises RolloutError and Closed."""
         ...
 
     def exhaust(self, limit: str, token_ids: IntArray) -> None:
-        """Take note that a call with these tokens, [prompt] int32, was refused for this limit."""
+        """Record that a call with these tokens, [prompt] int32, was rejected for this limit."""
         ...
 
     def talked(self, asked: Sequence[Message], answer: Message) -> None:
-        """Take note of a call's messages and its answer."""
+        """Record a call's messages and its answer."""
         ...
 
 
 class Guest:
-    """A caller whose answers become no episode."""
+    """A caller whose answers do not become an episode."""
 
     _numbers = itertools.count()
 
     def __init__(
         self,
         generate: Generate,
-        terms: Terms,
+        terms: CallerLimits,
         conversations: Conversations,
         *,
         adapter: str = "",
@@ -80,16 +79,16 @@ class Guest:
 
         Args:
             generate: the sampler.
-            terms: of its answers.
-            conversations: what it has been told before.
-            adapter: that it is answered with; empty: none.
+            terms: the terms of its answers.
+            conversations: its earlier conversations.
+            adapter: the sampler's adapter for its answers; empty: none.
         """
         self.terms, self.conversations, self._generate = terms, conversations, generate
         self.adapter = adapter
 
     async def draw(self, ask: CallerAsk) -> Completion:
-        """See Caller. A seed draws the same tokens each time; each answer of a call has its own
-        random numbers: the request's key is (seed, index)."""
+        """See Caller. With a seed, the same tokens are sampled each time. Each answer of a call has
+        separate random numbers: the request's key is (seed, index)."""
         request = Request(
             request_id=f"guest{next(self._numbers)}/a{ask.index}",
             token_ids=ask.token_ids,
@@ -111,7 +110,7 @@ class Guest:
             future.cancel()
 
     def exhaust(self, limit: str, token_ids: IntArray) -> None:
-        """Do nothing: nothing of a guest ends."""
+        """Do nothing: a guest has no episode."""
 
     def talked(self, asked: Sequence[Message], answer: Message) -> None:
         """Do nothing: no reward function reads it."""
@@ -125,14 +124,14 @@ class Member:
     def __init__(
         self, session: PolicySession, conversations: Conversations, voice: str = ""
     ) -> None:
-        """Make the caller of a session. voice: which of its players; empty: there is one."""
+        """Make the caller of a session. voice: its player; empty: there is only one."""
         self.session, self.conversations, self._voice = session, conversations, voice
 
     @property
-    def terms(self) -> Terms:
+    def terms(self) -> CallerLimits:
         """See Caller."""
         limits = self.session.limits
-        return Terms(
+        return CallerLimits(
             sampling=limits.sampling,
             stop_token_ids=limits.stop_token_ids,
             max_new_tokens=limits.max_new_tokens,

@@ -1,8 +1,8 @@
 """The parts of a chat answer that can be sent before it is finished. Pure.
 
-What is read in half an answer is not yet what is read in all of it: `<tool_call>` may become a
-call, and spaces at an end may be cut. So text is sent only up to where a mark may begin, and the
-rest when the answer is finished. What is sent, put together, is the finished message.
+A partial answer may parse differently from the complete one: `<tool_call>` may become a call, and
+trailing spaces may be cut. Text is therefore sent only up to a possible mark, and the rest when the
+answer is finished. The parts that were sent, joined, are the finished message.
 """
 
 import re
@@ -11,41 +11,41 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.endpoint.http_answers import ChatAnswer
-from jaxrl_async.endpoint.refusal import CallRefused
+from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.text_flow import HALF
 from jaxrl_async.types import Message
 
 STARTS = " \t\r\n{["
-"""With what a text begins that may become a call in bare JSON, or whose first spaces may go."""
+"""First characters of a text that may become a call in bare JSON, or whose spaces may be cut."""
 MARK = re.compile(f"<|{HALF}")
-"""Where reasoning, calls and what is no character may begin."""
+"""Possible start of reasoning, calls and incomplete characters."""
 MARK_WITH_TOOLS = re.compile(rf"[<\[{{]|{HALF}")
-"""The same where tools may be called."""
+"""The same if tools may be called."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatDelta:
-    """A part of an answer: exactly one of the three."""
+    """A part of an answer; exactly one of the fields is set."""
 
     reasoning: str = ""
     content: str = ""
-    call: tuple[int, Mapping[str, Any]] | None = None  # its place among the calls, and the call
+    call: tuple[int, Mapping[str, Any]] | None = None  # index among the calls, and the call
 
 
 class ChatDeltas:
     """One answer in parts."""
 
     def __init__(self, *, has_tools: bool) -> None:
-        """has_tools: the model was told of tools."""
+        """has_tools: whether the prompt contains tools."""
         self._mark = MARK_WITH_TOOLS if has_tools else MARK
         self._reasoning = self._content = ""  # sent
 
     def grow(self, message: Message, held: int) -> Iterator[ChatDelta]:
-        """Yield what can be sent of an unfinished answer.
+        """Yield the parts of an unfinished answer that can be sent.
 
         Args:
-            message: what the chat format reads in the tokens so far.
-            held: characters at the end that may become a stop string.
+            message: the tokens so far, parsed by the chat format.
+            held: number of characters at the end that may become a stop string.
         """
         content = message.get("content") or ""
         reasoning = message.get("reasoning_content") or ""
@@ -62,12 +62,12 @@ class ChatDeltas:
                 yield from self._reason_to(sure)
 
     def end(self, answer: ChatAnswer) -> Iterator[ChatDelta]:
-        """Yield the rest of a finished answer. Raises CallRefused if what was sent does not begin
-        it."""
+        """Yield the rest of a finished answer. Raises CallRefused if the parts already sent are not
+        a prefix of it."""
         reasoning = answer.reasoning or ""
         if not (reasoning.startswith(self._reasoning) and answer.content.startswith(self._content)):
             raise CallRefused(
-                "the answer reads otherwise than its beginning; call again without stream",
+                "the complete answer parses differently from its beginning; call without stream",
                 status=500,
                 code="stream_diverged",
             )
@@ -77,7 +77,7 @@ class ChatDeltas:
             yield ChatDelta(call=(place, call))
 
     def _sure(self, text: str, held: int) -> str:
-        """Return the beginning of a text that stays."""
+        """Return the prefix of a text that cannot change any more."""
         text = text[: len(text) - held] if held else text
         mark = self._mark.search(text)
         return (text if mark is None else text[: mark.start()]).rstrip()

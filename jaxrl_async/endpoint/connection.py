@@ -1,5 +1,5 @@
-"""One TCP connection of the endpoint, bounded: how many there are, how long a request may take to
-arrive, and how long a client may leave its answer unread."""
+"""Limits of the endpoint's TCP connections: their number, the time for a request to arrive, and the
+time for a client to read its answer."""
 
 import asyncio
 import importlib
@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_async.errors import MissingExtraError
-from jaxrl_async.wire.strangers import site_of
+from jaxrl_async.remote.wire.strangers import site_of
 
 HEAD_S = 20.0
-"""Longest time for a request's head to arrive, seconds."""
+"""Maximum time for a request's head to arrive, seconds."""
 
 TOGETHER = 16
-"""Of the silent connections of an address, one of so many is closed when places are needed."""
+"""When there are too many connections, one in this many of an address's idle ones is closed."""
 
 
 def serving_module(name: str) -> Any:
@@ -28,13 +28,13 @@ def serving_module(name: str) -> Any:
 
 
 class ConnectionBounds:
-    """What a connection of uvicorn's gets besides: a timer for the head of a request, and one for
-    its answer. A mixin; `bounded_connections` says how long they are."""
+    """Adds two timers to a uvicorn connection: one for the head of a request, and one for reading
+    its answer. A mixin; `bounded_connections` sets the durations."""
 
     most: int
     stall_s: float
     stalled: Callable[[], None]
-    # of uvicorn's class
+    # attributes of uvicorn's class
     connections: set[Any]
     client: tuple[str, int] | None
     cycle: Any
@@ -46,7 +46,7 @@ class ConnectionBounds:
     _site: str = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Take the connection; if there are too many, close some that have asked for nothing."""
+        """Accept the connection; if there are too many, close some without a request."""
         self._super().connection_made(transport)
         self._came_s, self._site = self.loop.time(), site_of(self.client[0] if self.client else "")
         self._await_head()
@@ -56,14 +56,14 @@ class ConnectionBounds:
                 one.transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End the timers."""
+        """Cancel the timers."""
         for timer in (self._head_timer, self._stall_timer):
             if timer is not None:
                 timer.cancel()
         self._super().connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; the first of a request start its timer, the last of its head end it."""
+        """Receive bytes. The first bytes of a request start its timer; a complete head ends it."""
         if self._head_timer is None and not self._is_answering():
             self._await_head()
         self._super().data_received(data)
@@ -71,20 +71,20 @@ class ConnectionBounds:
             self._end_head_timer()
 
     def pause_writing(self) -> None:
-        """Give the client some time to read on."""
+        """Start the timer within which the client must read."""
         self._super().pause_writing()
         self._stall_timer = self.loop.call_later(self.stall_s, self._stall)
 
     def resume_writing(self) -> None:
-        """Go on: the client reads."""
+        """Continue: the client reads."""
         self._super().resume_writing()
         if self._stall_timer is not None:
             self._stall_timer.cancel()
 
     def _who_gives_way(self) -> "list[ConnectionBounds]":
-        """Return connections to close, of those whose request has not arrived: the oldest of the
-        address that has most of these, several at a time, since a flood does not end with one. If
-        all others are being served, that is this one."""
+        """Return connections to close, of those whose request has not arrived. These are the oldest
+        ones of the address with most of them, several at a time, because a flood has more than one.
+        If all others are being served, this is the new connection."""
         silent = [c for c in self.connections if c._head_timer is not None]
         ((most, _),) = Counter(c._site for c in silent).most_common(1)
         there = sorted((c for c in silent if c._site == most), key=lambda c: c._came_s)
@@ -114,12 +114,12 @@ class ConnectionBounds:
 
 
 def bounded_connections(most: int, stall_s: float, stalled: Callable[[], None]) -> type:
-    """Return uvicorn's class of connections, with ConnectionBounds. Raises MissingExtraError.
+    """Return uvicorn's connection class with ConnectionBounds. Raises MissingExtraError.
 
     Args:
-        most: connections at the same time; if there are more, some without a request are closed.
-        stall_s: longest time that a client may leave its answer unread, seconds.
-        stalled: called when one is closed for that.
+        most: maximum number of connections; beyond it, some without a request are closed.
+        stall_s: maximum time for a client to read its answer, seconds.
+        stalled: called when a connection is closed because of stall_s.
     """
     base = serving_module("uvicorn.protocols.http.h11_impl").H11Protocol
     own = {"most": most, "stall_s": stall_s, "stalled": staticmethod(stalled)}

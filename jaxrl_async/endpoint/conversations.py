@@ -1,11 +1,11 @@
-"""A client's conversations, so that what the policy drew is never tokenised again.
+"""A client's conversations. They ensure that generated tokens are never tokenised again.
 
     call    [system, user]                          -> prompt A, answer x as message m
     call    [system, user, m, tool result]          -> prompt A x + continuation
     call    [system, user, m changed, ...]          -> a new context: `opening`
 
-Messages come in whole with every call. If those up to the last answer are those of an earlier call
-with its answer, as it was returned, then the prompt begins with the very tokens of that call.
+Every call contains all messages. If those up to the last answer equal an earlier call with the
+answer that was returned, the prompt begins with exactly the tokens of that call.
 """
 
 from collections import OrderedDict
@@ -17,25 +17,25 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.endpoint.call_messages import digests, following, same_reasoning
-from jaxrl_async.ports import ChatFormat
+from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.types import IntArray, Message
 
 MAX_REMEMBERED = 2**19
-"""Most tokens of one client's answers, and of what was said between them, that are remembered; the
-oldest are forgotten first."""
+"""Maximum number of stored tokens of one client's answers and the messages between them; the oldest
+are dropped first."""
 MAX_RESPONSES = 512
-"""Most responses of one client that are remembered by their ids."""
+"""Maximum number of responses of one client that are stored by id."""
 MAX_RESPONSE_CHARS = 2**26
-"""Most characters of them, each response with all before it."""
+"""Maximum number of characters in them; each response counts with everything before it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Said:
-    """An answer, with all that came before it. Shares what it has in common with others."""
+    """An answer and everything before it. Shares common prefixes with other answers."""
 
     before: "_Said | None"
-    tokens: IntArray  # after those of `before`: what others said, and the answer
-    length: int  # of all its tokens
+    tokens: IntArray  # added after `before`: messages of others, and the answer
+    length: int  # total number of tokens
     message: Message  # the answer
 
     def all_tokens(self) -> IntArray:
@@ -53,29 +53,29 @@ class PromptTokens:
     """A call's messages as tokens."""
 
     token_ids: IntArray  # [prompt] int32
-    continued: bool  # they begin with those of an earlier call
+    continued: bool  # they start with the tokens of an earlier call
     digest: bytes  # of the messages
     before: Any = None  # the answer that they continue
 
 
 class TurnLog:
-    """The messages of a client's conversations by the id of the response that they end with, for
-    calls that name it in place of them. Thread safe."""
+    """The messages of a client's conversations, by the id of their last response, for calls that
+    send this id instead of the messages. Thread safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        # the messages up to each, and their characters
+        # messages up to each response, and their number of characters
         self._turns: OrderedDict[str, tuple[tuple[Message, ...], int]] = OrderedDict()
         self._chars = 0
 
     def find(self, response_id: str) -> tuple[Message, ...] | None:
-        """Return the messages up to a response, and it; None: it is not known (any more)."""
+        """Return the messages up to and including a response; None: unknown or dropped."""
         with self._lock:
             messages, _ = self._turns.get(response_id, (None, 0))
             return messages
 
     def keep(self, response_id: str, messages: Sequence[Message]) -> None:
-        """Remember a response; the oldest are forgotten first."""
+        """Store a response; the oldest are dropped first."""
         size = sum(len(str(message)) for message in messages)
         with self._lock:
             self._turns[response_id] = tuple(messages), size
@@ -85,20 +85,20 @@ class TurnLog:
 
 
 class Conversations:
-    """What one client has been told. Thread safe."""
+    """The conversations of one client. Thread safe."""
 
     def __init__(self) -> None:
         self.responses = TurnLog()
         self._lock = Lock()
-        # by the digest of the messages, answer included
+        # by the digest of the messages, including the answer
         self._said: OrderedDict[bytes, list[_Said]] = OrderedDict()
         self._count = 0
 
     def prompt(
         self, chat: ChatFormat, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> PromptTokens:
-        """Return the tokens of a conversation up to where the policy's turn begins. Raises
-        DataError for messages that the format cannot hold."""
+        """Return the tokens of a conversation up to the policy's next turn. Raises DataError for
+        messages that the format does not support."""
         found = digests(messages, tools)
         last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
         with self._lock:
@@ -109,7 +109,7 @@ class Conversations:
             before = said.all_tokens()
             more = chat.continuation(before, messages[last + 1 :], tools)
             if more is None:
-                break  # the format rewrites what was said: a new context
+                break  # the format rewrites history: a new context
             return PromptTokens(
                 token_ids=np.concatenate([before, more]).astype(np.int32),
                 continued=True,
@@ -120,12 +120,12 @@ class Conversations:
         return PromptTokens(token_ids=opening, continued=False, digest=found[-1])
 
     def remember(self, prompt: PromptTokens, drawn: IntArray, message: Message) -> None:
-        """Take note of an answer.
+        """Store an answer.
 
         Args:
-            prompt: what was asked.
+            prompt: the prompt of the call.
             drawn: [drawn] int32.
-            message: the answer, as it is returned to the client.
+            message: the answer, as returned to the client.
         """
         before: _Said | None = prompt.before
         known = 0 if before is None else before.length

@@ -1,4 +1,4 @@
-"""What every protocol's answers are made of: texts, token counts, log-probs, versions. Pure."""
+"""Parts of the answers of all protocols: texts, token counts, log-probs, versions. Pure."""
 
 import itertools
 import math
@@ -8,20 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.endpoint.drawing import Answer
+from jaxrl_async.endpoint.generation import GeneratedAnswer
 from jaxrl_async.endpoint.text_flow import Decode, TextBytes, TextFlow, before_stop
 from jaxrl_async.types import Completion, FloatArray, IntArray, Message
 
 NO_LOGPROB = -9999.0
-"""What is written for a log-prob that is not known: JSON has no word for it, and this is vLLM's."""
+"""Value for an unknown log-prob, as in vLLM: JSON has no NaN."""
 
 TokenText = Callable[[int], str]
-"""Gives a token's own text."""
+"""Returns a single token's text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heading:
-    """What the beginning of an answer says."""
+class AnswerHeader:
+    """The fields at the start of an answer."""
 
     id: str
     created: int  # seconds since 1970
@@ -30,13 +30,13 @@ class Heading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """How many tokens a call took."""
+    """The token counts of a call."""
 
     prompt: int
     drawn: int
 
     def openai(self) -> dict[str, int]:
-        """Return it in OpenAI's words."""
+        """Return it in OpenAI's format."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.drawn,
@@ -48,14 +48,14 @@ class Usage:
 class ChatAnswer:
     """One finished answer of a chat."""
 
-    answer: Answer
+    answer: GeneratedAnswer
     content: str
     reasoning: str | None = None
     tool_calls: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def finish(self) -> str:
-        """Why it ended, in OpenAI's words."""
+        """The stop reason, in OpenAI's terms."""
         ended = self.answer.finish
         return "tool_calls" if self.tool_calls and ended == "stop" else ended
 
@@ -69,13 +69,13 @@ class ChatAnswer:
         return message
 
 
-def chat_answer(answer: Answer, message: Message, *, reads_tools: bool) -> ChatAnswer:
-    """Return a finished answer as a message.
+def chat_answer(answer: GeneratedAnswer, message: Message, *, reads_tools: bool) -> ChatAnswer:
+    """Convert a finished answer to a message.
 
     Args:
-        answer: as it was drawn.
-        message: what the chat format reads in its tokens.
-        reads_tools: False: tool calls stay text.
+        answer: the generated answer.
+        message: its tokens, parsed by the chat format.
+        reads_tools: False: tool calls remain text.
     """
     calls = tuple(message.get("tool_calls") or ())
     if calls and not reads_tools:
@@ -89,38 +89,38 @@ def chat_answer(answer: Answer, message: Message, *, reads_tools: bool) -> ChatA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRow:
-    """Some drawn tokens with their log-probs."""
+    """Sampled tokens with their log-probs."""
 
     token_ids: IntArray  # [tokens] int32
     logprobs: FloatArray  # [tokens] float32
 
 
 def json_number(logprob: float) -> float:
-    """Return a log-prob as JSON can write it. A float32 survives the way there and back."""
+    """Convert a log-prob to a JSON number. A float32 is preserved."""
     return float(logprob) if math.isfinite(logprob) else NO_LOGPROB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
-    """How tokens and weights are named in answers."""
+class AnswerFormat:
+    """Formats tokens and weight versions for answers."""
 
     text_of: TokenText
-    bytes_of: Callable[[int], bytes]  # what a token stands for in a text
-    decode: Decode  # tokens to text, as the answer's
-    bytes_in_text: TextBytes | None  # that a token adds to that text; None: it is more than bytes
-    label: str  # of the run's weights, before their version
+    bytes_of: Callable[[int], bytes]  # a token's bytes in a text
+    decode: Decode  # tokens to text, as for the answer
+    bytes_in_text: TextBytes | None  # bytes that a token adds to that text; None: not just bytes
+    label: str  # prefix of the version in the run's weight labels
 
     def flow(self) -> TextFlow:
-        """Return what finds the places of an answer's tokens in its text."""
+        """Return a TextFlow that finds the positions of an answer's tokens in its text."""
         return TextFlow(self.decode, bytes_of=self.bytes_in_text)
 
     def entries(self, row: TokenRow, *, top: bool, ids_as_tokens: bool) -> list[dict[str, Any]]:
-        """Return the log-probs of tokens as chat completions list them.
+        """Return the log-probs of tokens in the format of chat completions.
 
         Args:
             row: the tokens.
-            top: list the drawn token as the likeliest, too: no other's log-prob is known.
-            ids_as_tokens: write token_id:N in place of the text.
+            top: list the sampled token as the most likely one; other log-probs are not known.
+            ids_as_tokens: write token_id:N instead of the text.
         """
         entries = []
         for token, logprob in zip(row.token_ids.tolist(), row.logprobs.tolist(), strict=True):
@@ -134,13 +134,13 @@ class Words:
         return entries
 
     def origin(self, drawn: Completion) -> dict[str, Any]:
-        """Return by which request and which weights an answer was drawn."""
+        """Return the request id and the weight versions of an answer."""
         spans = self.spans(drawn.versions)
         return {"request_id": drawn.request_id, "weight_versions": spans}
 
     def spans(self, versions: IntArray) -> list[dict[str, Any]]:
-        """Return which weights drew which tokens: stretches of one version, with labels
-        LABEL-VERSION as vllm_messages.version_of reads them."""
+        """Return the weight version of each span of tokens, with labels LABEL-VERSION as parsed by
+        vllm_messages.version_of."""
         if not len(versions):
             return []
         changes = np.flatnonzero(np.diff(versions)) + 1
@@ -151,6 +151,6 @@ class Words:
         ]
 
 
-def rows_of_answers(answers: Sequence[Answer]) -> int:
-    """Return the number of tokens of some answers together."""
+def rows_of_answers(answers: Sequence[GeneratedAnswer]) -> int:
+    """Return the total number of tokens of some answers."""
     return sum(len(a.completion.token_ids) for a in answers)

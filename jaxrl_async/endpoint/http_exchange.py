@@ -1,7 +1,7 @@
-"""One HTTP call over ASGI: its body within bounds, its answer as JSON or as a stream of events.
+"""One HTTP call over ASGI: a body within limits, and an answer as JSON or as a stream of events.
 
-A body has a time to arrive. A stream waits while the client does not read (how long, the connection
-decides: server.py), and holds no more than what the connection's buffer takes.
+The body has a timeout. A stream waits while the client does not read, for at most the connection's
+stall_s (connection.py), and holds no more than the connection's buffer.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from jaxrl_async.endpoint.refusal import CallRefused
+from jaxrl_async.endpoint.http_errors import CallRefused
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -24,7 +24,7 @@ class HttpExchange:
     """One call and its answer."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Take a call as ASGI gives it."""
+        """Wrap an ASGI call."""
         self.method, self.path = str(scope["method"]), str(scope["path"])
         self._scheme, self._server = str(scope.get("scheme", "http")), scope.get("server")
         self._headers = {
@@ -32,8 +32,8 @@ class HttpExchange:
             for name, value in scope["headers"]
         }
         self._receive, self._send = receive, send
-        self.begun = False  # the answer's head was sent
-        self.is_long = False  # the body is a long one
+        self.begun = False  # whether the answer's head was sent
+        self.is_long = False  # whether the body is long
 
     def header(self, name: str) -> str | None:
         """Return a header; None: absent."""
@@ -41,13 +41,13 @@ class HttpExchange:
 
     @property
     def address(self) -> str:
-        """By which address the client has come: "http://HOST:PORT"."""
+        """The address that the client used: "http://HOST:PORT"."""
         server = ":".join(map(str, self._server or ("127.0.0.1",)))
         return f"{self._scheme}://{self.header('host') or server}"
 
     @property
     def key(self) -> str | None:
-        """The key that the client shows; a session's own header counts before the others."""
+        """The client's key; the session header takes precedence."""
         if session := self.header("x-session-key"):
             return session
         kind, _, token = (self.header("authorization") or "").partition(" ")
@@ -55,8 +55,8 @@ class HttpExchange:
         return shown or self.header("x-api-key")
 
     async def body(self, most: int, within_s: float, hold: Callable[[int], None]) -> bytes:
-        """Return the body; hold: called with the bytes of each part. Raises CallRefused if it is
-        too long or comes too slowly, ClientGone."""
+        """Return the body; hold: called with the number of bytes of each part. Raises CallRefused
+        if it is too long or too slow, and ClientGone."""
         length = self.header("content-length") or "0"
         too_long = CallRefused(
             f"the body is longer than {most} bytes", status=413, code="request_too_large"
@@ -90,14 +90,14 @@ class HttpExchange:
     async def reply(
         self, status: int, record: Mapping[str, Any], *, headers: Mapping[str, str] | None = None
     ) -> None:
-        """Answer with a JSON object."""
+        """Send a JSON object."""
         body = compact_json(record)
         named = {"content-type": "application/json", "content-length": str(len(body))}
         await self._head(status, {**named, **(headers or {})})
         await self._part(body, more=False)
 
     async def open_stream(self) -> None:
-        """Begin a stream of events."""
+        """Start a stream of events."""
         await self._head(
             200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
         )
@@ -125,10 +125,10 @@ def compact_json(record: Any) -> bytes:
 
 
 def openai_event(record: Any) -> bytes:
-    """Return a chunk as OpenAI's streams have it."""
+    """Format a chunk for an OpenAI stream."""
     return b"data: " + compact_json(record) + b"\n\n"
 
 
 def anthropic_event(record: Mapping[str, Any]) -> bytes:
-    """Return an event as Anthropic's streams have it."""
+    """Format an event for an Anthropic stream."""
     return b"event: " + str(record["type"]).encode() + b"\ndata: " + compact_json(record) + b"\n\n"

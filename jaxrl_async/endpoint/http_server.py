@@ -1,4 +1,4 @@
-"""The endpoint's thread: a socket, uvicorn on it, and its end."""
+"""The endpoint's server thread: a socket and uvicorn."""
 
 import asyncio
 import logging
@@ -8,34 +8,34 @@ from typing import Any, Self
 
 from jaxrl_async.endpoint.app import EndpointApp
 from jaxrl_async.endpoint.connection import bounded_connections, serving_module
-from jaxrl_async.endpoint.desk import Desk, EndpointCounts
+from jaxrl_async.endpoint.service import EndpointCounts, EndpointService
 from jaxrl_async.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-"""The address that only this machine can reach."""
+"""An address that only this machine can reach."""
 GRACE_S = 2
-"""Time that open calls have at the end, seconds; then they are answered with 503."""
+"""Time for open calls at shutdown, seconds; then they are answered with 503."""
 SEND_BUFFER = 2**18
-"""Bytes of answers that the kernel holds for a client that does not read them."""
+"""Kernel buffer for answers that a client has not read yet, bytes."""
 JOIN_S = 15.0
-"""Longest wait for the thread to end, seconds."""
+"""Maximum wait for the thread to end, seconds."""
 MORE_CONNECTIONS = 64
-"""Connections beside those of open calls: of clients that keep theirs."""
+"""Connections in addition to those of open calls, for keep-alive clients."""
 
 
 class Endpoint:
-    """An HTTP server in a thread of this process. A context manager: leaving it closes it."""
+    """An HTTP server in a thread of this process. A context manager that closes it at the end."""
 
-    def __init__(self, desk: Desk, *, host: str = LOOPBACK, port: int = 0) -> None:
-        """Listen; `start` answers. Raises ConfigError if the address cannot be had, and
-        MissingExtraError.
+    def __init__(self, desk: EndpointService, *, host: str = LOOPBACK, port: int = 0) -> None:
+        """Open the socket; `start` serves it. Raises ConfigError if the address is not available,
+        and MissingExtraError.
 
         Args:
             desk: serves the calls.
             host: the address to listen on.
-            port: 0 takes any free one.
+            port: 0 uses any free one.
         """
         uvicorn = serving_module("uvicorn")
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -60,21 +60,21 @@ class Endpoint:
 
     @property
     def address(self) -> str:
-        """Where it is reached from this machine, without /v1."""
+        """Its address on this machine, without /v1."""
         host = LOOPBACK if self.host in ("0.0.0.0", "::") else self.host
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def counts(self) -> EndpointCounts:
-        """Return what it has done since the start."""
+        """Return its counts since the start."""
         return self._desk.counts
 
     def start(self) -> Self:
-        """Answer calls from now on."""
+        """Start serving calls."""
         self._thread.start()
         return self
 
     def close(self) -> None:
-        """End: open calls have GRACE_S to be done. Idempotent."""
+        """Shut down; open calls have GRACE_S to finish. Idempotent."""
         self._server.should_exit = True
         if not self._thread.ident:
             self._socket.close()
@@ -95,7 +95,7 @@ class Endpoint:
         consumes      calls of clients
         waits for     sockets, and the sampler's answers
         produces      answers
-        on failure    the error is logged, and nobody is answered any more
+        on failure    the error is logged, and no calls are served any more
         """
         try:
             asyncio.run(self._serve())
@@ -110,7 +110,7 @@ class Endpoint:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens. Raises ConfigError."""
+    """Return a listening socket. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     try:

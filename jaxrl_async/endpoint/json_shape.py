@@ -1,27 +1,27 @@
-"""How deep a JSON text is nested and of how many parts it is made, before it is parsed. Pure.
+"""Limits on nesting depth and number of parts of a JSON text, checked before parsing. Pure.
 
-Parsed, 15 MB of `[],[],...` are five million objects, in seconds in which no thread runs Python.
-The brackets that are outside of strings are counted in a tenth of that time, and other threads run.
+15 MB of `[],[],...` parse to five million objects and block all Python threads for seconds.
+Counting the brackets outside of strings takes a tenth of that time and lets other threads run.
 """
 
 import numpy as np
 
-from jaxrl_async.endpoint.refusal import CallRefused
+from jaxrl_async.endpoint.http_errors import CallRefused
 
 MAX_DEPTH = 64
-"""Deepest nesting of lists and objects in a body."""
+"""Maximum nesting of lists and objects in a body."""
 MAX_PARTS = 2**18
-"""Most lists, objects and fields of objects in a body."""
+"""Maximum number of lists, objects and fields of objects in a body."""
 PIECE = 2**16
-"""Bytes of a piece that is counted."""
+"""Number of bytes that are counted in one step."""
 QUOTE, COLON, OPEN, CLOSE = ord('"'), ord(":"), b"[{", b"]}"
 
 
 def check_shape(body: bytes) -> None:
-    """Raise CallRefused for JSON that is nested too deep or has too many parts. What is no JSON may
+    """Raise CallRefused for JSON that is nested too deeply or has too many parts. Invalid JSON may
     pass."""
     plain = body
-    if b"\\" in body:  # a quote behind an odd number of backslashes ends no string
+    if b"\\" in body:  # a quote after an odd number of backslashes does not end a string
         plain = body.replace(b"\\\\", b"__").replace(b'\\"', b"__")
     within, depth, parts = 0, 0, 0
     for start in range(0, len(plain), PIECE):

@@ -1,29 +1,30 @@
-"""OpenAI's /v1/chat/completions: a body to a call, answers to a body or to a stream's events. Pure.
+"""OpenAI's /v1/chat/completions: convert a body to a call, and answers to a body or to stream
+events. Pure.
 
-vLLM's own fields are served, too: top_k, min_p, stop_token_ids, ignore_eos, return_token_ids.
+vLLM's additional fields are supported: top_k, min_p, stop_token_ids, ignore_eos, return_token_ids.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxrl_async.endpoint.body_fields import BodyFields
 from jaxrl_async.endpoint.call_messages import MAX_MESSAGES, MAX_TOOLS, read_messages, read_tools
 from jaxrl_async.endpoint.chat_deltas import ChatDelta
-from jaxrl_async.endpoint.fields import BodyFields
 from jaxrl_async.endpoint.http_answers import (
+    AnswerFormat,
+    AnswerHeader,
     ChatAnswer,
-    Heading,
     TokenRow,
     Usage,
-    Words,
     rows_of_answers,
 )
-from jaxrl_async.endpoint.wish import (
+from jaxrl_async.endpoint.sampling_request import (
     HARMLESS_FIELDS,
     MAX_ASKED,
     MAX_COUNT,
     NEUTRAL_SAMPLING,
-    Wish,
+    SamplingOptions,
     min_p_of,
     seed_of,
     stops_of,
@@ -34,37 +35,37 @@ from jaxrl_async.endpoint.wish import (
 from jaxrl_async.types import IntArray, Message
 
 MAX_STOP_IDS = 64
-"""Most stop token ids that are read; the sampler takes fewer, and says so."""
+"""Maximum number of stop token ids in a call; the sampler checks a lower limit itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
-    """A checked chat call, whichever protocol it came by."""
+    """A checked chat call of any protocol."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
-    reads_tools: bool = True  # whether tool calls are read out of the answer (tool_choice)
-    wish: Wish
+    reads_tools: bool = True  # whether tool calls are parsed from the answer (tool_choice)
+    wish: SamplingOptions
     stream: bool = False
-    stream_usage: bool = False  # a stream ends with the number of tokens
+    stream_usage: bool = False  # whether a stream ends with the token counts
     logprobs: bool = False
-    top_logprobs: int = 0  # 0 or 1: the sampler knows the drawn token's alone
-    token_ids: bool = False  # answers have their token ids
-    ids_as_tokens: bool = False  # tokens are written as token_id:N
+    top_logprobs: int = 0  # 0 or 1: the sampler knows only the sampled token's
+    token_ids: bool = False  # whether answers contain their token ids
+    ids_as_tokens: bool = False  # whether tokens are written as token_id:N
 
 
 def chat_call(body: Any) -> ChatCall:
-    """Return the call of a body. Raises CallRefused, which names the field."""
+    """Convert a body to a call. Raises CallRefused that names the field."""
     fields = BodyFields(body)
     messages = read_messages(fields.rows("messages", MAX_MESSAGES))
     tools = read_tools(fields.rows("tools", MAX_TOOLS))
     choice = fields.value("tool_choice")
     if choice not in (None, "auto", "none"):
-        fields.refuse("tool_choice", "'auto' or 'none': a tool call cannot be forced here")
+        fields.refuse("tool_choice", "'auto' or 'none': forced tool calls are not supported")
     logprobs = fields.flag("logprobs")
     top = fields.whole("top_logprobs", 0) or 0
     if top > 1:
-        fields.refuse("top_logprobs", "0 or 1: the sampler knows the drawn token's alone")
+        fields.refuse("top_logprobs", "0 or 1: only the sampled token's log-prob is known")
     stream = fields.flag("stream")
     wish = sampling_wish(fields, count=fields.whole("n", 1, MAX_COUNT) or 1)
     call = ChatCall(
@@ -83,17 +84,17 @@ def chat_call(body: Any) -> ChatCall:
     return call
 
 
-def sampling_wish(fields: BodyFields, count: int, usual: int | None = None) -> Wish:
-    """Return the wish of a body in OpenAI's form, vLLM's fields included.
+def sampling_wish(fields: BodyFields, count: int, usual: int | None = None) -> SamplingOptions:
+    """Return the sampling parameters of a body in OpenAI's form, including vLLM's fields.
 
     Args:
-        fields: of the body.
-        count: of answers.
-        usual: most tokens of an answer if the body does not say; None: as many as there may be.
+        fields: fields of the body.
+        count: number of answers.
+        usual: default for the maximum tokens of an answer; None: as many as possible.
     """
     asked = fields.whole("max_completion_tokens", 1, MAX_ASKED)
     older = fields.whole("max_tokens", 1, MAX_ASKED)
-    return Wish(
+    return SamplingOptions(
         count=count,
         temperature=temperature_of(fields),
         top_k=top_k_of(fields),
@@ -108,7 +109,7 @@ def sampling_wish(fields: BodyFields, count: int, usual: int | None = None) -> W
 
 
 def stream_usage_of(fields: BodyFields) -> bool:
-    """Return whether a stream ends with the number of tokens."""
+    """Return whether a stream ends with the token counts."""
     options = fields.value("stream_options")
     if options is None:
         return False
@@ -120,15 +121,15 @@ def stream_usage_of(fields: BodyFields) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatWriter:
-    """Writes the answer to one chat call, whole or as a stream's chunks."""
+    """Writes the answer to one chat call, as a body or as stream chunks."""
 
     call: ChatCall
-    heading: Heading
+    heading: AnswerHeader
     prompt: IntArray  # [prompt] int32
-    words: Words
+    words: AnswerFormat
 
     def body(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
-        """Return the answer whole."""
+        """Return the complete answer."""
         usage = Usage(prompt=len(self.prompt), drawn=rows_of_answers([a.answer for a in answers]))
         return {
             "id": self.heading.id,
@@ -172,10 +173,10 @@ class ChatWriter:
         return fields
 
     def _origin(self, answer: ChatAnswer) -> dict[str, Any]:
-        """Return by which request and which weights a choice was drawn."""
+        """Return the request id and the weight versions of a choice."""
         return self.words.origin(answer.answer.completion) if self.call.token_ids else {}
 
-    # ---- as a stream
+    # ---- streams
 
     def begin(self) -> list[dict[str, Any]]:
         """Return the first chunk of each choice."""
@@ -187,12 +188,12 @@ class ChatWriter:
     def grow(
         self, index: int, deltas: Sequence[ChatDelta], row: TokenRow | None
     ) -> list[dict[str, Any]]:
-        """Return the chunks of some more of a choice.
+        """Return the next chunks of a choice.
 
         Args:
-            index: of the choice.
+            index: index of the choice.
             deltas: texts and calls.
-            row: tokens drawn since the last time; None: none.
+            row: tokens since the last chunks; None: no tokens.
         """
         parts = [_delta(delta) for delta in deltas]
         wants_tokens = row is not None and (self.call.logprobs or self.call.token_ids)
@@ -207,7 +208,7 @@ class ChatWriter:
         return [chunk]
 
     def close(self, answers: Sequence[ChatAnswer]) -> list[dict[str, Any]]:
-        """Return what follows the last choice."""
+        """Return the chunks after the last choice."""
         if not self.call.stream_usage:
             return []
         usage = Usage(prompt=len(self.prompt), drawn=rows_of_answers([a.answer for a in answers]))

@@ -4,25 +4,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_async.endpoint.drawing import Answer
-from jaxrl_async.endpoint.fields import BodyFields
+from jaxrl_async.endpoint.body_fields import BodyFields
+from jaxrl_async.endpoint.generation import GeneratedAnswer
 from jaxrl_async.endpoint.http_answers import (
-    Heading,
+    AnswerFormat,
+    AnswerHeader,
     TokenRow,
     Usage,
-    Words,
     json_number,
     rows_of_answers,
 )
 from jaxrl_async.endpoint.openai_chat import sampling_wish, stream_usage_of
+from jaxrl_async.endpoint.sampling_request import (
+    HARMLESS_FIELDS,
+    MAX_COUNT,
+    NEUTRAL_SAMPLING,
+    SamplingOptions,
+)
 from jaxrl_async.endpoint.text_flow import TextFlow
-from jaxrl_async.endpoint.wish import HARMLESS_FIELDS, MAX_COUNT, NEUTRAL_SAMPLING, Wish
 from jaxrl_async.types import IntArray
 
 MAX_PROMPT = 2**24
-"""Most token ids of a prompt that are read; the sampler takes fewer, and says so."""
+"""Maximum number of prompt token ids in a call; the sampler checks a lower limit itself."""
 USUAL_TOKENS = 16
-"""Tokens of an answer if the client does not say, as OpenAI has it."""
+"""Default for the maximum tokens of an answer, as in OpenAI's API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +35,7 @@ class TextCall:
     """A checked call."""
 
     prompt: str | tuple[int, ...]
-    wish: Wish
+    wish: SamplingOptions
     stream: bool = False
     stream_usage: bool = False
     logprobs: int | None = None  # 0 or 1; None: none
@@ -39,11 +44,11 @@ class TextCall:
 
 
 def text_call(body: Any) -> TextCall:
-    """Return the call of a body. Raises CallRefused, which names the field."""
+    """Convert a body to a call. Raises CallRefused that names the field."""
     fields = BodyFields(body)
     logprobs = fields.whole("logprobs", 0)
     if logprobs is not None and logprobs > 1:
-        fields.refuse("logprobs", "0 or 1: the sampler knows the drawn token's alone")
+        fields.refuse("logprobs", "0 or 1: only the sampled token's log-prob is known")
     prompt = fields.value("prompt")
     if isinstance(prompt, list):
         if len(prompt) == 1 and isinstance(prompt[0], str | list):
@@ -72,15 +77,15 @@ def text_call(body: Any) -> TextCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextWriter:
-    """Writes the answer to one call, whole or as a stream's chunks."""
+    """Writes the answer to one call, as a body or as stream chunks."""
 
     call: TextCall
-    heading: Heading
+    heading: AnswerHeader
     prompt: IntArray  # [prompt] int32
-    words: Words
+    words: AnswerFormat
 
-    def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return the answer whole."""
+    def body(self, answers: Sequence[GeneratedAnswer]) -> dict[str, Any]:
+        """Return the complete answer."""
         choices = []
         for i, answer in enumerate(answers):
             drawn = answer.completion
@@ -91,20 +96,20 @@ class TextWriter:
         return {**self._frame(choices), "usage": usage}
 
     def grow(self, index: int, text: str, row: TokenRow, flow: TextFlow) -> list[dict[str, Any]]:
-        """Return the chunk of some more of a choice.
+        """Return the next chunk of a choice.
 
         Args:
-            index: of the choice.
-            text: that can be sent.
-            row: tokens drawn since the last time.
-            flow: has taken the tokens before these, and takes these.
+            index: index of the choice.
+            text: the text that can be sent.
+            row: tokens since the last chunk.
+            flow: has processed the tokens before these, and processes these.
         """
         wants_tokens = self.call.token_ids or self.call.logprobs is not None
         if not text and not (wants_tokens and len(row.token_ids)):
             return []
         return [self._frame([self._choice(index, text, row, flow)])]
 
-    def end(self, index: int, answer: Answer) -> list[dict[str, Any]]:
+    def end(self, index: int, answer: GeneratedAnswer) -> list[dict[str, Any]]:
         """Return the last chunk of a choice."""
         nothing = TokenRow(
             token_ids=answer.completion.token_ids[:0], logprobs=answer.completion.logprobs[:0]
@@ -112,8 +117,8 @@ class TextWriter:
         last = self._choice(index, "", nothing, self.words.flow())
         return [self._frame([{**last, **self._end(answer)}])]
 
-    def close(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
-        """Return what follows the last choice."""
+    def close(self, answers: Sequence[GeneratedAnswer]) -> list[dict[str, Any]]:
+        """Return the chunks after the last choice."""
         if not self.call.stream_usage:
             return []
         usage = Usage(prompt=len(self.prompt), drawn=rows_of_answers(answers)).openai()
@@ -139,7 +144,7 @@ class TextWriter:
             choice["token_ids"] = row.token_ids.tolist()
         return choice
 
-    def _end(self, answer: Answer) -> dict[str, Any]:
+    def _end(self, answer: GeneratedAnswer) -> dict[str, Any]:
         end: dict[str, Any] = {"finish_reason": answer.finish, "stop_reason": answer.stop}
         if self.call.token_ids:
             end["prompt_token_ids"] = self.prompt.tolist()

@@ -1,8 +1,8 @@
-"""One reader of the sampler's progress for all calls that wait for parts of their answers.
+"""A single reader of the sampler's progress for all calls that stream their answers.
 
-It reads only while a call waits, and rests four times as long as a reading takes: a sampler with
-many long sequences is not kept from its work. The rest has a limit: a reading may have waited for a
-program that was compiled, and the answer should not have ended before the next one.
+It reads only while a call waits, and rests four times as long as a reading takes, so as not to slow
+down a sampler with many long sequences. The rest is limited, because a reading may be slow due to
+the compilation of a program, and the answer should not end before the next reading.
 """
 
 import asyncio
@@ -11,49 +11,49 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from jaxrl_async.ports import Generate
+from jaxrl_async.ports.generate import Generate
 from jaxrl_async.types import Partial
 
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.02
-"""Time between two readings, seconds."""
+"""Interval between two readings, seconds."""
 REST = 4
-"""Least rest between two readings, in times of what one takes."""
+"""Minimum rest between two readings, as a multiple of a reading's duration."""
 LONGEST_REST_S = 0.5
-"""Longest rest between two readings, seconds."""
+"""Maximum rest between two readings, seconds."""
 
 
 class ProgressWatch:
-    """What the watched requests have drawn so far. Used on one event loop."""
+    """The tokens so far of the watched requests. Used on one event loop."""
 
     def __init__(self, generate: Generate, *, every_s: float = LOOK_EVERY_S) -> None:
-        """Read nothing yet."""
+        """Start no reading yet."""
         self._generate, self._every_s = generate, every_s
         self._waiting: dict[str, asyncio.Event] = {}  # by request
         self._latest: dict[str, Partial] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="progress-watch")
         self._task: asyncio.Task[None] | None = None
-        self.failures = 0  # readings that failed; the answers come all the same, at their end
+        self.failures = 0  # failed readings; answers then arrive only when complete
 
     def add(self, request_ids: Sequence[str], news: asyncio.Event) -> None:
-        """Watch requests, and set `news` when one of them has drawn more."""
+        """Watch requests, and set `news` when one of them has more tokens."""
         self._waiting |= dict.fromkeys(request_ids, news)
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._read())
 
     def latest(self, request_id: str) -> Partial | None:
-        """Return what a request has drawn; None: nothing yet."""
+        """Return a request's tokens so far; None: none yet."""
         return self._latest.get(request_id)
 
     def remove(self, request_ids: Sequence[str]) -> None:
-        """Watch these no more."""
+        """Stop watching these."""
         for request_id in request_ids:
             self._waiting.pop(request_id, None)
             self._latest.pop(request_id, None)
 
     async def close(self) -> None:
-        """End the reading."""
+        """Stop reading."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -69,7 +69,7 @@ class ProgressWatch:
                 self.failures += 1
                 log.log(
                     logging.WARNING if self.failures == 1 else logging.DEBUG,
-                    "the sampler does not report its progress, so streams come late: %s",
+                    "the sampler does not report its progress, so streams are delayed: %s",
                     error,
                 )
             rest = min(REST * (time.monotonic() - started), LONGEST_REST_S)

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: a body to a chat call. Pure.
+"""OpenAI's /v1/responses: convert a body to a chat call. Pure.
 
 instructions ─> system message
 input items  ─> messages: reasoning, message and function calls of one turn are one answer
@@ -9,19 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxrl_async.endpoint.body_fields import BodyFields
 from jaxrl_async.endpoint.call_messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
     function_tool,
     read_messages,
 )
-from jaxrl_async.endpoint.fields import BodyFields
+from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.openai_chat import ChatCall
-from jaxrl_async.endpoint.refusal import CallRefused
-from jaxrl_async.endpoint.wish import (
+from jaxrl_async.endpoint.sampling_request import (
     HARMLESS_FIELDS,
     MAX_ASKED,
-    Wish,
+    SamplingOptions,
     seed_of,
     temperature_of,
     top_k_of,
@@ -39,33 +39,33 @@ NEUTRAL: Mapping[str, Any] = {
     "verbosity": (),
     "context_management": ([],),
 }
-"""Fields that are not served, with the values that ask for nothing."""
+"""Unsupported fields, with the values that have no effect."""
 HARMLESS_ITEM = frozenset({"id", "status", "annotations", "logprobs", "phase"})
-"""Fields of items that clients send back and that change nothing."""
+"""Fields of items that clients send back and that have no effect."""
 INCLUDED = ("reasoning.encrypted_content",)
-"""What `include` may ask for: reasoning is in plain text in its item, so nothing lacks."""
+"""Allowed values of `include`. Nothing is added: items contain their reasoning in plain text."""
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-"""Parts of content that are texts."""
+"""Types of content parts that are texts."""
 PREFIX = "resp_"
-"""How the id of a response begins; then its conversation's name, and its place in it."""
+"""Prefix of response ids, followed by the conversation's name and the index in it."""
 ROOT_BYTES = 9
-"""Random bytes in the name of a conversation that a response begins."""
+"""Random bytes in the name of a conversation that a response starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesCall:
     """A checked call."""
 
-    chat: ChatCall  # its messages are those of the input alone
+    chat: ChatCall  # only the messages of the input
     instructions: str | None = None
-    previous: str | None = None  # id of the response that it follows
-    stores: bool = True  # later calls may follow this one
-    asked: Mapping[str, Any]  # what the answer repeats: tools, temperature ...
+    previous: str | None = None  # id of the response that it continues
+    stores: bool = True  # whether later calls may continue this one
+    asked: Mapping[str, Any]  # fields that the answer repeats: tools, temperature ...
 
     def messages(self, before: Sequence[Message]) -> tuple[Message, ...]:
         """Return the whole conversation.
 
-        before: that of the response that it follows, its answer included, without instructions.
+        before: conversation up to the previous response, which is included, without instructions.
         """
         said = [*before, *self.chat.messages]
         if self.instructions:
@@ -74,14 +74,14 @@ class ResponsesCall:
 
 
 def responses_call(body: Any) -> ResponsesCall:
-    """Return the call of a body. Raises CallRefused, which names the field."""
+    """Convert a body to a call. Raises CallRefused that names the field."""
     fields = BodyFields(body)
     choice = fields.value("tool_choice")
     if choice not in (None, "auto", "none"):
-        fields.refuse("tool_choice", "'auto' or 'none': a tool call cannot be forced here")
+        fields.refuse("tool_choice", "'auto' or 'none': forced tool calls are not supported")
     tools = fields.rows("tools", MAX_TOOLS)
     _check_wishes(fields)
-    wish = Wish(
+    wish = SamplingOptions(
         temperature=temperature_of(fields),
         top_p=top_p_of(fields),
         top_k=top_k_of(fields),
@@ -113,7 +113,7 @@ def responses_call(body: Any) -> ResponsesCall:
 
 
 def _check_wishes(fields: BodyFields) -> None:
-    """Raise CallRefused for what is asked in objects and cannot be honoured."""
+    """Raise CallRefused for unsupported options in nested objects."""
     for i, wanted in enumerate(fields.rows("include", len(INCLUDED))):
         if wanted not in INCLUDED:
             raise CallRefused(f"must be {INCLUDED[0]!r}", field=f"include[{i}]")
@@ -138,7 +138,7 @@ def input_messages(value: Any) -> list[dict[str, Any]]:
         raise CallRefused("must be a text or a list of at least one item", field="input")
     if len(value) > MAX_MESSAGES:
         raise CallRefused(
-            f"has {len(value)} items, and at most {MAX_MESSAGES} are served", field="input"
+            f"has {len(value)} items; at most {MAX_MESSAGES} are allowed", field="input"
         )
     turns = _Turns()
     for i, item in enumerate(value):
@@ -147,13 +147,13 @@ def input_messages(value: Any) -> list[dict[str, Any]]:
 
 
 class _Turns:
-    """Items put together to messages, one answer of the policy from all its items."""
+    """Combines items into messages; all items of one turn of the policy become one answer."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
 
     def add(self, item: BodyFields) -> None:
-        """Take the next item."""
+        """Process the next item."""
         match item.text("type", "message"):
             case "message":
                 self._message(item)
@@ -200,8 +200,8 @@ class _Turns:
         answer["content"] = text
 
     def _answer(self, is_new: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
-        """Return the answer that an item belongs to. is_new: whether it begins another one after
-        this."""
+        """Return the answer that an item belongs to. is_new: whether it starts a new answer after
+        this message."""
         last = self.messages[-1] if self.messages else None
         if last is None or last["role"] != "assistant" or is_new(last):
             last = {"role": "assistant", "content": ""}
@@ -210,7 +210,7 @@ class _Turns:
 
 
 def _texts(item: BodyFields, field: str) -> str:
-    """Return a field's texts as one: a text, or a list of parts. Raises CallRefused."""
+    """Return the joined texts of a field: a text, or a list of parts. Raises CallRefused."""
     value = item.value(field)
     if value is None or isinstance(value, str):
         return value or ""
@@ -229,7 +229,7 @@ def _texts(item: BodyFields, field: str) -> str:
 def _tool(value: Any, where: str) -> Mapping[str, Any]:
     fields = BodyFields(value, where)
     if fields.text("type", "function") != "function":
-        fields.refuse("type", "'function': tools that a server runs are not served")
+        fields.refuse("type", "'function': tools that run on the server are not supported")
     tool = function_tool(
         fields.needed_text("name"), fields.text("description"), fields.value("parameters")
     )
@@ -237,17 +237,17 @@ def _tool(value: Any, where: str) -> Mapping[str, Any]:
     return tool
 
 
-# ---- which conversation a response belongs to
+# ---- the conversation of a response
 
 
 def new_root() -> str:
-    """Return an unguessable name for a conversation that a response begins."""
+    """Return an unguessable name for a conversation that a response starts."""
     return secrets.token_hex(ROOT_BYTES)
 
 
 def root_of(response_id: str) -> str:
-    """Return the name of the conversation that a response belongs to. Raises CallRefused for what
-    is no id of a response."""
+    """Return the name of the conversation that a response belongs to. Raises CallRefused if it is
+    not the id of a response."""
     root, dash, number = response_id.removeprefix(PREFIX).partition("_")
     if not response_id.startswith(PREFIX) or not dash or not number.isdecimal():
         raise unknown_response(response_id)
@@ -255,9 +255,9 @@ def root_of(response_id: str) -> str:
 
 
 def unknown_response(response_id: str) -> CallRefused:
-    """Return the refusal of a response that is not remembered."""
+    """Return the error for a response that is not stored."""
     return CallRefused(
-        f"Previous response with id {response_id[:60]!r} is not known here (any more): send its "
+        f"Previous response with id {response_id[:60]!r} not found. It may have expired: send its "
         "items in `input`.",
         field="previous_response_id",
         code="previous_response_not_found",

@@ -1,11 +1,11 @@
-"""OpenAI's /v1/responses: answers to a body, or to a stream's events. Pure."""
+"""OpenAI's /v1/responses: write answers as a body or as stream events. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.endpoint.chat_deltas import ChatDelta
-from jaxrl_async.endpoint.http_answers import ChatAnswer, Heading
+from jaxrl_async.endpoint.http_answers import AnswerHeader, ChatAnswer
 from jaxrl_async.endpoint.responses_call import ResponsesCall
 from jaxrl_async.types import IntArray
 
@@ -17,11 +17,11 @@ class ResponsesWriter:
     """Writes the answer to one call."""
 
     call: ResponsesCall
-    heading: Heading
+    heading: AnswerHeader
     prompt: IntArray  # [prompt] int32
 
     def body(self, answer: ChatAnswer) -> dict[str, Any]:
-        """Return the answer whole."""
+        """Return the complete answer."""
         parts = ItemStream(self.heading.id)
         for delta in _deltas(answer):
             parts.write(delta)
@@ -29,11 +29,11 @@ class ResponsesWriter:
         return self.finished(answer, parts.items)
 
     def begun(self) -> dict[str, Any]:
-        """Return the response before anything is drawn."""
+        """Return the response before any token is sampled."""
         return {**self._frame(), "status": "in_progress", "output": [], "usage": None}
 
     def finished(self, answer: ChatAnswer, items: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the response when all is drawn. items: its output."""
+        """Return the finished response. items: its output."""
         cut = answer.answer.finish == "length"
         drawn = len(answer.answer.completion.token_ids)
         return {
@@ -70,23 +70,23 @@ class ResponsesWriter:
 
 
 def _deltas(answer: ChatAnswer) -> list[ChatDelta]:
-    """Return a whole answer as the parts of a stream."""
+    """Return a complete answer as the parts of a stream."""
     parts = [ChatDelta(reasoning=answer.reasoning)] if answer.reasoning else []
     parts += [ChatDelta(content=answer.content)] if answer.content else []
     return parts + [ChatDelta(call=pair) for pair in enumerate(answer.tool_calls)]
 
 
 class ItemStream:
-    """The items of one answer as they come: which one is open, and the events of each. Events have
-    no sequence_number yet."""
+    """The items of one streamed answer, which of them is open, and their events. The events have no
+    sequence_number yet."""
 
     def __init__(self, response_id: str) -> None:
-        """response_id: the ids of its items begin so."""
+        """response_id: prefix of the items' ids."""
         self._id, self._open = response_id, ""
         self.items: list[dict[str, Any]] = []  # the last may be open
 
     def write(self, delta: ChatDelta) -> list[Event]:
-        """Return the events of some more of the answer."""
+        """Return the events of a delta."""
         if delta.call is not None:
             return self._function_call(delta.call[1])
         kind, text = (
@@ -100,7 +100,7 @@ class ItemStream:
         return [*events, {**delta_event, **self._place(part=True)}]
 
     def close(self) -> list[Event]:
-        """Return the events that end the answer; one without any item gets an empty text."""
+        """Return the events that end the answer; an answer without items gets an empty text."""
         begun = [] if self.items else self._begin("message")
         return [*begun, *self._end()]
 

@@ -1,6 +1,6 @@
-"""Chat, messages and completions as they are drawn: the events of a stream, or the whole answer.
+"""Chat, messages and completions while they are sampled: stream events, or complete answers.
 
-Events come when more was drawn; between two of them nothing is kept but what the sampler has.
+Events are sent when more tokens arrive; between events, only the sampler holds the answer's state.
 """
 
 import itertools
@@ -11,38 +11,38 @@ from jaxrl_async.endpoint.anthropic_messages import BlockStream, MessageWriter
 from jaxrl_async.endpoint.callers import Caller
 from jaxrl_async.endpoint.chat_deltas import ChatDelta, ChatDeltas
 from jaxrl_async.endpoint.conversations import PromptTokens
-from jaxrl_async.endpoint.desk import Desk
-from jaxrl_async.endpoint.drawing import Strand
-from jaxrl_async.endpoint.http_answers import ChatAnswer, Heading, TokenRow
+from jaxrl_async.endpoint.generation import GrowingAnswer
+from jaxrl_async.endpoint.http_answers import AnswerHeader, ChatAnswer, TokenRow
 from jaxrl_async.endpoint.http_exchange import anthropic_event, openai_event
 from jaxrl_async.endpoint.openai_chat import ChatCall, ChatWriter
 from jaxrl_async.endpoint.openai_text import TextWriter
 from jaxrl_async.endpoint.responses_call import ResponsesCall
 from jaxrl_async.endpoint.responses_writer import ItemStream, ResponsesWriter
+from jaxrl_async.endpoint.service import EndpointService
 from jaxrl_async.types import Message
 
 READ_EVERY = 64
-"""An unfinished answer is read again when it has grown by this part, so that reading a long one
+"""An unfinished answer is parsed again when it has grown by 1/READ_EVERY, so parsing a long one
 costs no more than a few times its length."""
 
 
 class _ChatStrand:
     """One answer of a chat while it is streamed."""
 
-    def __init__(self, strand: Strand, *, has_tools: bool) -> None:
+    def __init__(self, strand: GrowingAnswer, *, has_tools: bool) -> None:
         self.strand, self.deltas = strand, ChatDeltas(has_tools=has_tools)
-        self.read = 0  # tokens, when it was read last
-        self.told = 0  # tokens whose ids were sent
+        self.read = 0  # number of tokens when it was last parsed
+        self.told = 0  # number of tokens whose ids were sent
         self.answer: ChatAnswer | None = None
 
     @property
     def is_ripe(self) -> bool:
-        """Whether enough has come to read it again."""
+        """Whether enough tokens have arrived to parse it again."""
         count = len(self.strand.token_ids)
         return count > self.read + self.read // READ_EVERY
 
     def row(self) -> TokenRow | None:
-        """Return the tokens that were not sent yet; None: there are none."""
+        """Return the tokens that were not sent yet; None: all were sent."""
         start, self.told = self.told, len(self.strand.token_ids)
         if start == self.told:
             return None
@@ -52,9 +52,11 @@ class _ChatStrand:
 
 
 class _ChatSteps:
-    """The answers of a chat call, bit by bit, whichever protocol they are sent in."""
+    """The answers of a chat call in parts, for any protocol."""
 
-    def __init__(self, desk: Desk, caller: Caller, call: ChatCall, prompt: PromptTokens) -> None:
+    def __init__(
+        self, desk: EndpointService, caller: Caller, call: ChatCall, prompt: PromptTokens
+    ) -> None:
         self.desk, self.caller, self.call, self.prompt = desk, caller, call, prompt
         desk.count(continued=prompt.continued, opened=not prompt.continued)
 
@@ -68,7 +70,7 @@ class _ChatSteps:
             ]
 
     async def steps(self) -> AsyncIterator[tuple[int, list[ChatDelta], TokenRow | None, Any]]:
-        """Yield index, texts, tokens and, at its end, the answer of whatever has grown."""
+        """Yield index, texts, tokens and, at its end, the answer of each strand that has grown."""
         async with self._drawing(parts=True) as drawing:
             parts = [_ChatStrand(s, has_tools=bool(self.call.tools)) for s in drawing.strands]
             async for _ in drawing.steps():
@@ -89,12 +91,17 @@ class _ChatSteps:
 
 
 class StreamedChat:
-    """A chat completion of OpenAI's."""
+    """A chat completion of OpenAI's API."""
 
     def __init__(
-        self, desk: Desk, caller: Caller, call: ChatCall, prompt: PromptTokens, heading: Heading
+        self,
+        desk: EndpointService,
+        caller: Caller,
+        call: ChatCall,
+        prompt: PromptTokens,
+        heading: AnswerHeader,
     ) -> None:
-        """Draw nothing yet."""
+        """Sample nothing yet."""
         self._steps = _ChatSteps(desk, caller, call, prompt)
         self._writer = ChatWriter(
             call=call, heading=heading, prompt=prompt.token_ids, words=desk.words
@@ -108,7 +115,7 @@ class StreamedChat:
         """Yield the chunks of a stream."""
         writer, answers, begun = self._writer, [], False
         async for index, deltas, row, answer in self._steps.steps():
-            for chunk in () if begun else writer.begin():  # now nothing can be refused any more
+            for chunk in () if begun else writer.begin():  # from here on no error status
                 yield openai_event(chunk)
             begun = True
             for chunk in writer.grow(index, deltas, row):
@@ -122,12 +129,17 @@ class StreamedChat:
 
 
 class StreamedMessage:
-    """A message of Anthropic's."""
+    """A message of Anthropic's API."""
 
     def __init__(
-        self, desk: Desk, caller: Caller, call: ChatCall, prompt: PromptTokens, heading: Heading
+        self,
+        desk: EndpointService,
+        caller: Caller,
+        call: ChatCall,
+        prompt: PromptTokens,
+        heading: AnswerHeader,
     ) -> None:
-        """Draw nothing yet."""
+        """Sample nothing yet."""
         self._steps = _ChatSteps(desk, caller, call, prompt)
         self._writer = MessageWriter(heading=heading, prompt=prompt.token_ids)
 
@@ -152,26 +164,26 @@ class StreamedMessage:
 
 
 class StreamedResponse:
-    """A response of OpenAI's."""
+    """A response of OpenAI's API."""
 
     def __init__(
         self,
-        desk: Desk,
+        desk: EndpointService,
         caller: Caller,
         call: ResponsesCall,
         messages: Sequence[Message],
         prompt: PromptTokens,
-        heading: Heading,
+        heading: AnswerHeader,
     ) -> None:
-        """Draw nothing yet.
+        """Sample nothing yet.
 
         Args:
             desk: serves the call.
-            caller: who asks.
-            call: as it was asked.
+            caller: the caller.
+            call: the call.
             messages: the whole conversation, without instructions.
             prompt: its tokens.
-            heading: the response's id, and when it began.
+            heading: the response's id and creation time.
         """
         self._steps = _ChatSteps(desk, caller, call.chat, prompt)
         self._writer = ResponsesWriter(call=call, heading=heading, prompt=prompt.token_ids)
@@ -214,10 +226,10 @@ class StreamedResponse:
 
 
 class StreamedText:
-    """A completion of OpenAI's."""
+    """A completion of OpenAI's API."""
 
-    def __init__(self, desk: Desk, caller: Caller, writer: TextWriter) -> None:
-        """Draw nothing yet."""
+    def __init__(self, desk: EndpointService, caller: Caller, writer: TextWriter) -> None:
+        """Sample nothing yet."""
         self._desk, self._caller, self._writer = desk, caller, writer
 
     async def whole(self) -> dict[str, Any]:

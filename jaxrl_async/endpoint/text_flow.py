@@ -1,38 +1,38 @@
-"""The text of a growing row of tokens: what can be sent already, and where a stop string ends it.
+"""The text of a growing row of tokens: the part that can be sent, and its end at a stop string.
 Pure.
 
     tokens  │ He  llo  wor  ld  <half a character>
-    window  │          └──────────────────┘          decoded again when tokens come
-    text    │ Hello wor|ld                           sent up to where nothing can change it
+    window  │          └──────────────────┘          decoded again when tokens arrive
+    text    │ Hello wor|ld                           sent up to where it cannot change any more
 
-A stop string ends an answer at the first token with which the text contains it, however the tokens
-came: one by one, in blocks or all at once.
+A stop string ends an answer at the first token with which the text contains it, regardless of
+whether tokens arrive one by one, in blocks or all together.
 """
 
 import codecs
 from collections.abc import Callable, Sequence
 
 HALF = "�"
-"""What a decoder writes for bytes that are no character (yet)."""
+"""Replacement character that a decoder writes for invalid or incomplete bytes."""
 
 Decode = Callable[[Sequence[int]], str]
-"""Turns token ids to text; special tokens give none."""
+"""Converts token ids to text; special tokens are dropped."""
 
 
 TextBytes = Callable[[int], bytes]
-"""Gives the bytes that a token adds to a text."""
+"""Returns the bytes that a token adds to a text."""
 
 
 class Characters:
-    """Counts the characters of growing bytes: UTF-8, with a HALF for what is no character."""
+    """Counts the characters of growing UTF-8 bytes, with a HALF for invalid bytes."""
 
     def __init__(self) -> None:
-        """Begin without bytes."""
-        self._count = 0  # of the characters that no further byte changes
-        self._open = b""  # what follows them
+        """Start without bytes."""
+        self._count = 0  # number of characters that no further byte changes
+        self._open = b""  # the bytes after them
 
     def place(self, new: bytes) -> int:
-        """Take more bytes; return the number of the character that the first one is in."""
+        """Process more bytes; return the index of the character that contains the first one."""
         place = self._count
         if new:
             place += len((self._open + new[:1]).decode("utf-8", "replace")) - 1
@@ -42,17 +42,17 @@ class Characters:
 
 
 class TextFlow:
-    """The text of one answer while its tokens come."""
+    """The text of one answer while its tokens arrive."""
 
     def __init__(
         self, decode: Decode, stops: Sequence[str] = (), bytes_of: TextBytes | None = None
     ) -> None:
-        """Begin without tokens.
+        """Start without tokens.
 
         Args:
             decode: see Decode.
             stops: strings that end the answer.
-            bytes_of: see TextBytes; None: a text is more than the bytes of its tokens.
+            bytes_of: see TextBytes; None: a text is not just the bytes of its tokens.
         """
         self._bytes_of, self._characters = bytes_of, Characters()
         self._decode, self._stops = decode, tuple(stops)
@@ -60,14 +60,14 @@ class TextFlow:
         self._ids: list[int] = []
         self._start = self._settled = 0  # the window's first token; first token not in `text`
         self.text = ""  # of the settled tokens
-        self.stop: str | None = None  # the stop string that has ended it
-        self.count: int | None = None  # tokens up to the end that the stop string makes
+        self.stop: str | None = None  # the stop string that ended it
+        self.count: int | None = None  # number of tokens up to the stop string's end
 
     def feed(self, token_ids: Sequence[int]) -> None:
-        """Take more tokens; those behind a stop string are left out."""
+        """Process more tokens; those after a stop string are dropped."""
         if not self._stops:
             self._take(token_ids)
-        for token in token_ids if self._stops else ():  # which one completes a stop string?
+        for token in token_ids if self._stops else ():  # find the one that completes a stop string
             if self.count is not None:
                 return
             known = len(self.text)
@@ -76,9 +76,9 @@ class TextFlow:
             self.count = None if self.stop is None else len(self._ids)
 
     def places(self, token_ids: Sequence[int]) -> list[int]:
-        """Take more tokens, of which `text` is not asked; return where in the text each begins, in
-        characters: of a part of a character, where that character does. Without bytes_of, all of a
-        row of bytes that are no character are where the first one is."""
+        """Process more tokens without updating `text`; return the text offset of each, in
+        characters. A token inside a character has that character's offset. Without bytes_of, all
+        tokens of a run of invalid bytes have the first one's offset."""
         if self._bytes_of is not None:
             return [self._characters.place(self._bytes_of(int(token))) for token in token_ids]
         found = []
@@ -88,7 +88,7 @@ class TextFlow:
         return found
 
     def _take(self, token_ids: Sequence[int]) -> None:
-        """Take more tokens; their text waits while it ends with half a character."""
+        """Process more tokens; their text is delayed while it ends with half a character."""
         self._ids.extend(int(i) for i in token_ids)
         new = self._decode(self._ids[self._start :])
         if new.endswith(HALF) or self._settled == len(self._ids):
@@ -97,13 +97,13 @@ class TextFlow:
         self._start, self._settled = self._settled, len(self._ids)
 
     def _found(self, start: int) -> str | None:
-        """Return the stop string that comes first in the text from here on."""
+        """Return the first stop string in the text from `start`."""
         places = [(self.text.find(s, start), s) for s in self._stops]
         return min((found for found in places if found[0] >= 0), default=(0, None))[1]
 
     def sendable(self) -> str:
-        """Return the beginning of the text that no further token changes: without what may become a
-        stop string, and without what follows bytes that are no characters."""
+        """Return the part of the text that no further token changes: without a possible start of a
+        stop string, and without text after invalid bytes."""
         text = self.text
         if self.stop is not None:
             return before_stop(text, self.stop)
@@ -117,18 +117,18 @@ class TextFlow:
         return max((_overlap(self.text, stop) for stop in self._stops), default=0)
 
     def whole(self) -> str:
-        """Return the text of all tokens so far, the stop string and what follows it left out."""
+        """Return the text of all tokens so far, without the stop string and the text after it."""
         text = self._decode(self._ids)
         return text if self.stop is None else before_stop(text, self.stop)
 
 
 def before_stop(text: str, stop: str) -> str:
-    """Return what comes before a stop string; everything if it is not there."""
+    """Return the text before a stop string; the whole text if it is not found."""
     place = text.find(stop)
     return text if place < 0 else text[:place]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of the text with which the stop string begins."""
+    """Return the length of the longest suffix of the text that is a prefix of the stop string."""
     longest = min(len(stop) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

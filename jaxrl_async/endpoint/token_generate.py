@@ -1,7 +1,7 @@
-"""vLLM's /inference/v1/generate: token ids to token ids, with all that a trainer needs of them.
+"""vLLM's /inference/v1/generate: token ids to token ids, with all data that a trainer needs.
 Pure.
 
-Beside vLLM's own fields an answer has `kept_tokens` (as `sampling_mask`, its name there),
+In addition to vLLM's fields, an answer has `kept_tokens` (as `sampling_mask`, its name there),
 `routed_experts` and `weight_versions`.
 """
 
@@ -12,17 +12,29 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.endpoint.drawing import Answer
-from jaxrl_async.endpoint.fields import BodyFields
-from jaxrl_async.endpoint.http_answers import Heading, TokenRow, Usage, Words, rows_of_answers
+from jaxrl_async.endpoint.body_fields import BodyFields
+from jaxrl_async.endpoint.generation import GeneratedAnswer
+from jaxrl_async.endpoint.http_answers import (
+    AnswerFormat,
+    AnswerHeader,
+    TokenRow,
+    Usage,
+    rows_of_answers,
+)
 from jaxrl_async.endpoint.openai_chat import sampling_wish
-from jaxrl_async.endpoint.wish import HARMLESS_FIELDS, MAX_ASKED, MAX_COUNT, NEUTRAL_SAMPLING, Wish
+from jaxrl_async.endpoint.sampling_request import (
+    HARMLESS_FIELDS,
+    MAX_ASKED,
+    MAX_COUNT,
+    NEUTRAL_SAMPLING,
+    SamplingOptions,
+)
 from jaxrl_async.types import Completion, ExpertIds, KeptTokens
 
 MAX_PROMPT = 2**24
-"""Most token ids of a prompt that are read; the sampler takes fewer, and says so."""
+"""Maximum number of prompt token ids in a call; the sampler checks a lower limit itself."""
 USUAL_TOKENS = 16
-"""Tokens of an answer if the client does not say, as vLLM has it."""
+"""Default for the maximum tokens of an answer, as in vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,22 +42,22 @@ class TokenCall:
     """A checked call."""
 
     token_ids: tuple[int, ...]
-    wish: Wish
+    wish: SamplingOptions
     request_id: str | None = None
     logprobs: bool = False
-    routes_from: int = 0  # first token of the sequence whose experts are wanted
+    routes_from: int = 0  # first token of the sequence whose experts are returned
     return_prompt: bool = False
 
 
 def token_call(body: Any) -> TokenCall:
-    """Return the call of a body. Raises CallRefused, which names the field."""
+    """Convert a body to a call. Raises CallRefused that names the field."""
     fields = BodyFields(body)
     token_ids = tuple(fields.token_ids("token_ids", MAX_PROMPT))
     if not token_ids:
         fields.refuse("token_ids", "a list of token ids")
     inner = BodyFields(fields.value("sampling_params") or {}, "sampling_params")
     if (inner.whole("logprobs", 0) or 0) > 1:
-        inner.refuse("logprobs", "0 or 1: the sampler knows the drawn token's alone")
+        inner.refuse("logprobs", "0 or 1: only the sampled token's log-prob is known")
     count = inner.whole("n", 1, MAX_COUNT) or 1
     wish = sampling_wish(inner, count=count, usual=USUAL_TOKENS)
     least = inner.whole("min_tokens", 0, MAX_ASKED) or 0
@@ -68,9 +80,9 @@ def token_call(body: Any) -> TokenCall:
 
 
 def token_body(
-    call: TokenCall, heading: Heading, answers: Sequence[Answer], words: Words
+    call: TokenCall, heading: AnswerHeader, answers: Sequence[GeneratedAnswer], words: AnswerFormat
 ) -> dict[str, Any]:
-    """Return the body of an answer. Written without spaces, as clients look for the experts."""
+    """Return the body of an answer. Serialise without spaces: clients search it for the experts."""
     usage = Usage(prompt=len(call.token_ids), drawn=rows_of_answers(answers))
     return {
         "request_id": call.request_id or heading.id,
@@ -81,7 +93,9 @@ def token_body(
     }
 
 
-def _choice(call: TokenCall, index: int, answer: Answer, words: Words) -> dict[str, Any]:
+def _choice(
+    call: TokenCall, index: int, answer: GeneratedAnswer, words: AnswerFormat
+) -> dict[str, Any]:
     drawn = answer.completion
     choice: dict[str, Any] = {
         "index": index,
@@ -98,7 +112,7 @@ def _choice(call: TokenCall, index: int, answer: Answer, words: Words) -> dict[s
     return choice
 
 
-def _entries(drawn: Completion, words: Words) -> list[dict[str, Any]]:
+def _entries(drawn: Completion, words: AnswerFormat) -> list[dict[str, Any]]:
     row = TokenRow(token_ids=drawn.token_ids, logprobs=drawn.logprobs)
     entries = words.entries(row, top=False, ids_as_tokens=True)
     return [
@@ -112,7 +126,7 @@ def _mask(kept: KeptTokens) -> list[list[int]]:
 
 
 def routed_experts(expert_ids: ExpertIds, start: int) -> dict[str, Any]:
-    """Return the experts of tokens from `start` on: base64 of [tokens, layers, k], `data` first."""
+    """Return the experts of tokens from `start`: base64 of [tokens, layers, k], `data` first."""
     rows = expert_ids[start:]
     dtype = np.uint8 if expert_ids.dtype.itemsize == 1 else np.uint16
     array = np.ascontiguousarray(rows.astype(dtype))

@@ -1,12 +1,12 @@
-"""A foreign JetStream engine as our sampler: it draws, our rollouts and trainer do the rest.
+"""An external JetStream engine as our sampler: it samples, our rollouts and trainer do the rest.
 
     submit ──> queue ──> prefill, insert into a free slot ──> generate ──> futures
 
 The engine has the contract of google-jetstream 0.2.2: prefill returns the prefix, and every token
-is a result of `generate`; a place for a token that is not valid ends the answer, as it does for
-JetStream's own orchestrator (token_utils.process_result_tokens). It gives no log-probs: completions
-carry NaN, and the trainer computes them itself (its metrics then say for how many tokens). A
-ForeignSampler is a ports.Replica, so several may stand behind a router.
+is a result of `generate`. An invalid token ends the answer, as in JetStream's own orchestrator
+(token_utils.process_result_tokens). The engine returns no log-probs, so completions carry NaN, and
+the trainer computes them itself; its metrics report the number of such tokens. A ForeignSampler is
+a ports.Replica, so several may be used behind a router.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.interop.jetstream import engine_api
 from jaxrl_async.mesh import NO_DEVICE_LOCK
 from jaxrl_async.model.spec import Params
-from jaxrl_async.ports import FIXED_WEIGHTS, WeightSource
-from jaxrl_async.sampler.batch.waiting import WaitingQueue
+from jaxrl_async.ports.weights import FIXED_WEIGHTS, WeightSource
+from jaxrl_async.sampler.batch.admission import WaitingQueue
 from jaxrl_async.sampler.lifetime import Lifetime, Living
 from jaxrl_async.sampler.request_checks import Room, checked_request
 from jaxrl_async.sampler.requests import CLOSED, CLOSED_TOO_EARLY, AnyFuture, Waiter, resolve
@@ -37,16 +37,16 @@ from jaxrl_async.types import Completion, IntArray, Partial, Request, SamplingPa
 log = logging.getLogger(__name__)
 
 CLOSE_S = 60.0
-"""Longest wait for the thread to end, seconds; an engine that hangs is left alone."""
+"""Maximum wait for the thread to end, seconds; a hanging engine is abandoned."""
 LEAST_BUCKET = 16
-"""Shortest prompt that the engine compiles for, tokens; longer ones are powers of two."""
+"""Shortest prompt length that the engine compiles for, tokens; longer ones are powers of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignWeights:
-    """What the engine draws from."""
+    """The weights that the engine samples with."""
 
-    params: Params  # as the engine takes them
+    params: Params  # in the engine's format
     version: int
 
 
@@ -59,7 +59,7 @@ class _Running:
     tokens: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     ended: bool = False  # by the engine, which samples nothing more for it
-    first_at: float | None = None  # when its first token was here
+    first_at: float | None = None  # arrival time of its first token
 
     @property
     def stopped(self) -> bool:
@@ -73,15 +73,14 @@ class _Running:
 
 
 class ForeignSampler(Living):
-    """A ports.Replica and ports.Generate over any JetStream engine, which a thread of its own
-    drives.
+    """A ports.Replica and ports.Generate over any JetStream engine, driven by a separate thread.
 
-    Temperature, top-k and the like are the engine's own. If they are known (`sampling`), a request
-    that asks for others is refused; else it is served all the same, with one warning. Requests
-    cannot be saved: their random numbers are the engine's.
+    Temperature, top-k and the like are fixed by the engine. If they are known (`sampling`), a
+    request with other values is rejected; otherwise it is served with one warning. Requests cannot
+    be saved, because the engine keeps its random numbers.
     """
 
-    seed: int | None = None  # it continues no Partial
+    seed: int | None = None  # it cannot continue a Partial
     has_logprobs: bool = False  # see ports.Replica
     replaceable: bool = True
     departure: None = None
@@ -98,17 +97,17 @@ class ForeignSampler(Living):
         device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
         name: str = "foreign",
     ) -> None:
-        """Take the engine; the first request starts the thread. Raises MissingExtraError.
+        """Use this engine; the first request starts the thread. Raises MissingExtraError.
 
         Args:
             engine: A jetstream.engine.engine_api.Engine.
-            params: What the engine draws from. None: its own load_params().
-            weights: Where new weights come from.
-            version: Of the first weights.
-            to_params: Converts what the weight source gives to what the engine takes.
-            sampling: By which the engine samples all requests; None: unknown.
-            device_lock: Held while the engine computes, where it shares devices.
-            name: Of the thread.
+            params: The engine's weights. None: its own load_params().
+            weights: Source of new weights.
+            version: Version of the first weights.
+            to_params: Converts the weight source's parameters to the engine's format.
+            sampling: The engine's settings for all requests; None: unknown.
+            device_lock: Held while the engine computes, if it shares devices.
+            name: Name of the thread.
         """
         engine_api()
         params = engine.load_params() if params is None else params
@@ -129,7 +128,7 @@ class ForeignSampler(Living):
 
     @property
     def version(self) -> int:
-        """Version of the weights that it draws from."""
+        """Version of the weights that it samples with."""
         return self.loop.drawn_from.version
 
     @property
@@ -151,14 +150,14 @@ class ForeignSampler(Living):
         """Return a consistent reading of the statistics: counts of steps, tokens and requests."""
         return self.loop.stats
 
-    # ---- its life
+    # ---- life cycle
 
     def close(self) -> None:
-        """Stop after the current step; requests that are not done fail with Closed. Idempotent."""
+        """Stop after the current step; unfinished requests fail with Closed. Idempotent."""
         if self.lifetime.is_forked:
             return  # the thread and its callers are in the other process
         if not self.lifetime.stop(CLOSE_S):
-            log.error("the foreign engine's thread did not end within %.0f s", CLOSE_S)
+            log.error("the external engine's thread did not end within %.0f s", CLOSE_S)
         if not self.lifetime.is_current:  # else in a callback: the thread fails the others itself
             self.loop.fail_all(self.error or Closed(CLOSED_TOO_EARLY))
 
@@ -170,11 +169,11 @@ class ForeignSampler(Living):
 
     def successor(self) -> "ForeignSampler":
         """Return a replacement for this abandoned sampler: the same engine, the newest weights, no
-        requests. Waits for weights in transfer.
+        requests. Waits for weights that are being transferred.
 
         Raises Closed and WeightsError, as the weight source does.
         """
-        if self.error is not None:  # it holds the decode state, and there is no room for another
+        if self.error is not None:  # free its decode state: there is no room for two
             self.lifetime.forget_frames()
             self.loop.state = None
         source = self._rejoined = (self._rejoined or self.weights).rejoin()
@@ -209,34 +208,34 @@ class ForeignSampler(Living):
     def submit_many(
         self, requests: Sequence[Request | Partial]
     ) -> "list[asyncio.Future[Completion]]":
-        """Queue all requests at once, in this order; return futures of the running event loop. See
-        ports.Generate. Raises RolloutError for one that cannot be served, which names the field."""
+        """Queue all requests together, in this order; return futures of the running event loop. See
+        ports.Generate. Raises RolloutError that names the field if one cannot be served."""
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Completion]] = [loop.create_future() for _ in requests]
         self._queue(requests, futures, loop)
         return futures
 
     def start_many(self, requests: Sequence[Request | Partial]) -> list[Future[Completion]]:
-        """Queue all requests at once, in this order; return futures for threads. See
+        """Queue all requests together, in this order; return futures for threads. See
         submit_many."""
         futures: list[Future[Completion]] = [Future() for _ in requests]
         self._queue(requests, futures, None)
         return futures
 
     def checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
-        """Return the requests as this sampler will serve them. Raises RolloutError for one that
-        cannot be served, which names the field."""
+        """Return the requests as this sampler will serve them. Raises RolloutError that names the
+        field if one cannot be served."""
         return [*self._checked(requests)]
 
     def progress(self) -> tuple[Partial, ...]:
-        """Return nothing: a foreign engine's requests cannot be saved."""
+        """Return nothing: an external engine's requests cannot be saved."""
         return ()
 
     def save(self, request_id: str, *, stop: bool = False, with_kv: bool = True) -> Partial:
-        """Raise RolloutError: a foreign engine's requests cannot be saved."""
+        """Raise RolloutError: an external engine's requests cannot be saved."""
         raise RolloutError(
-            f"request {request_id!r} cannot be saved: a foreign engine keeps the state of its "
-            "random numbers to itself. Use jaxrl_async.Sampler for requests that are saved."
+            f"request {request_id!r} cannot be saved: an external engine does not expose the state "
+            "of its random numbers. Use jaxrl_async.Sampler for requests that are saved."
         )
 
     def _checked(self, requests: Sequence[Request | Partial]) -> list[Request]:
@@ -244,27 +243,27 @@ class ForeignSampler(Living):
         for given in requests:
             if isinstance(given, Partial):
                 raise RolloutError(
-                    f"saved request {given.request.request_id!r} cannot be continued: a foreign "
-                    "engine has random numbers of its own. Submit its request, which begins again "
-                    "at the prompt."
+                    f"saved request {given.request.request_id!r} cannot be continued: an external "
+                    "engine uses its own random numbers. Submit its request, which starts again "
+                    "from the prompt."
                 )
         checked = [checked_request(r, room, answer_fits=False) for r in requests]
         for request in checked:
             if problem := self._not_served(request):
                 raise RolloutError(
-                    f"request {request.request_id!r}: {problem}, which an engine of JetStream's "
-                    "interface cannot serve. Leave it out, or use sampler.engine=native."
+                    f"request {request.request_id!r}: {problem}, which JetStream's engine "
+                    "interface does not support. Remove it, or use sampler.engine=native."
                 )
         return checked
 
     def _not_served(self, request: Request) -> str | None:
-        """Return what a request asks for that the interface cannot express; None: nothing."""
+        """Return an unsupported part of a request; None: the interface supports all of it."""
         if self._sampling is not None and request.sampling != self._sampling:
-            return f"sampling is {request.sampling}, and the engine samples by {self._sampling}"
+            return f"sampling is {request.sampling}, but the engine samples with {self._sampling}"
         asked = {
             f"adapter is {request.adapter!r}": bool(request.adapter),
             "forced_length is set": request.forced_length is not None,
-            "extras (sampling masks, experts) are asked for": request.extras,
+            "extras (sampling masks, experts) are requested": request.extras,
         }
         return next((what for what, is_so in asked.items() if is_so), None)
 
@@ -274,7 +273,7 @@ class ForeignSampler(Living):
         futures: Sequence[AnyFuture],
         loop: asyncio.AbstractEventLoop | None,
     ) -> None:
-        """Queue all requests at once. loop: the futures' own; None: threads wait for them."""
+        """Queue all requests together. loop: that of the futures; None: threads wait for them."""
         self.lifetime.check_process()
         now = time.perf_counter()
         waiting = [
@@ -289,7 +288,7 @@ class ForeignSampler(Living):
 
 
 class ForeignLoop:
-    """The thread's side of a foreign sampler: the queue, the engine and its slots.
+    """The thread's side of an external sampler: the queue, the engine and its slots.
 
     The queue is guarded by the lifetime's lock; any thread may read `stats` and call `fail_all`.
     """
@@ -305,8 +304,8 @@ class ForeignLoop:
         *,
         warns: bool = True,
     ) -> None:
-        """Begin with these weights; to_params and device_lock: see ForeignSampler. warns: of a
-        request that asks for sampling other than the default."""
+        """Start with these weights; to_params and device_lock: see ForeignSampler. warns: log a
+        warning if a request sets sampling parameters other than the defaults."""
         self._device_lock = device_lock
         self._engine, self._lifetime, self._source = engine, lifetime, source
         self._to_params, self.drawn_from = to_params, weights
@@ -316,17 +315,17 @@ class ForeignLoop:
         self.stats = SamplerStats()
         self.blamed: frozenset[str] = frozenset()
         self._warned, self._told_of_ends = not warns, False
-        self._ended_at: float | None = None  # the last step, if nothing runs: the thread idles
+        self._ended_at: float | None = None  # end of the last step, while idle
 
     def step(self) -> float | None:
-        """Play one step of the engine; return how long to sleep after it (Lifetime), None at
+        """Run one step of the engine; return how long to sleep after it (Lifetime), None at
         the end.
 
         consumes      requests, weights
         waits for     lifetime.wake, only when idle
         produces      completions into the waiters' futures
         on failure    a prompt that the engine cannot prefill, or samples nothing for, fails alone;
-                      any other exception fails all requests, and `ForeignSampler.error` keeps it
+                      any other exception fails all requests and is kept in `ForeignSampler.error`
         """
         began = time.perf_counter()
         idle_s, self._ended_at = began - (self._ended_at or began), None
@@ -350,13 +349,13 @@ class ForeignLoop:
         except BaseException as error:
             self.blamed = frozenset(r.request.request_id for r in self._running.values())
             self._lifetime.fail(error)
-            log.error("the foreign engine stopped: %s", error)
+            log.error("the external engine stopped: %s", error)
             self.fail_all(error)
             return None
         return 0.0 if self._running or self.queue or self._lifetime.closed else math.inf
 
     def fail_all(self, error: BaseException) -> None:
-        """Answer all requests with this error."""
+        """Fail all requests with this error."""
         with self._lifetime.lock:
             waiting = [*self.queue, *self._running.values()]
             self.queue.clear()
@@ -385,7 +384,7 @@ class ForeignLoop:
         self.stats = self.stats.plus(cancelled=cancelled, cancelled_tokens=lost)
 
     def _fill(self) -> None:
-        """Put requests into free slots, the most urgent first."""
+        """Put requests into free slots, by priority."""
         for slot in range(self._engine.max_concurrent_decodes):
             if slot in self._running:
                 continue
@@ -411,7 +410,7 @@ class ForeignLoop:
             self.stats = replace(self.stats, prefill_tokens=prefilled)
 
     def _padded(self, token_ids: IntArray) -> IntArray:
-        """Pad a prompt to a length that is compiled for."""
+        """Pad a prompt to a compiled length."""
         bucket = LEAST_BUCKET
         while bucket < len(token_ids):
             bucket *= 2
@@ -420,7 +419,7 @@ class ForeignLoop:
         return padded
 
     def _fail_alone(self, running: _Running, error: Exception) -> None:
-        """Answer a request whose prompt the engine did not prefill, or did not continue."""
+        """Fail one request that the engine did not prefill or did not continue."""
         log.error("request %s failed, alone: %s", running.request.request_id, error)
         self.stats = replace(self.stats, failed=self.stats.failed + 1)
         resolve([(running.waiter, error)])
@@ -455,8 +454,8 @@ class ForeignLoop:
             self._fail_alone(running, _drew_nothing(running.request))
 
     def _add(self, running: _Running, result: Any, slot: int) -> int:
-        """Add a slot's new tokens, as many as the request wants, up to the first that is not valid,
-        which ends it; return how many."""
+        """Add a slot's new tokens, as many as the request wants, up to the first invalid one, which
+        ends it; return their number."""
         before = len(running.tokens)
         in_slot = result.get_result_at_slot(slot)
         for token, valid in zip(in_slot.tokens[0], in_slot.valid[0], strict=True):
@@ -469,15 +468,15 @@ class ForeignLoop:
         return len(running.tokens) - before
 
     def _warn_of_early_ends(self, done: Sequence[_Running]) -> None:
-        """Warn once of an answer that the engine ended without a reason known here."""
+        """Warn once about an answer that the engine ended for an unknown reason."""
         early = next((r for r in done if r.ended and not r.stopped), None)
         if self._told_of_ends or early is None:
             return
         self._told_of_ends = True
         log.warning(
-            "request %s: the engine ended the answer after %d of %d tokens, at none of the stop "
-            "tokens %s. Such answers count as cut off (rollout/truncated_share). If the engine was "
-            "not full, give it the same stop tokens, or name its own in the request",
+            "request %s: the engine ended the answer after %d of %d tokens, without one of the "
+            "stop tokens %s. Such answers count as truncated (rollout/truncated_share). If the "
+            "engine was not full, configure the same stop tokens in the engine and the request",
             early.request.request_id,
             len(early.tokens),
             early.request.max_new_tokens,
@@ -485,11 +484,11 @@ class ForeignLoop:
         )
 
     def _warn_of(self, request: Request) -> None:
-        """Warn once that the engine samples by its own settings."""
+        """Warn once that the engine uses its own sampling settings."""
         if not self._warned and request.sampling != SamplingParams():
             self._warned = True
             log.warning(
-                "request %s asks for %s, but a foreign engine samples as it was set up",
+                "request %s asks for %s, but an external engine uses its own sampling settings",
                 request.request_id,
                 request.sampling,
             )
@@ -498,14 +497,14 @@ class ForeignLoop:
 def _drew_nothing(request: Request) -> RolloutError:
     return RolloutError(
         f"request {request.request_id!r}: the engine sampled no token after a prompt of "
-        f"{len(request.token_ids)}: the first in ResultTokens.valid is 0, which ends an answer. An "
-        "engine that samples later must have `generate` wait for it; one whose slots are full must "
-        "have a smaller max_prefill_length."
+        f"{len(request.token_ids)}: the first entry of ResultTokens.valid is 0, which ends an "
+        "answer. If the engine samples later, make `generate` wait for the token; if its slots are "
+        "full, lower its max_prefill_length."
     )
 
 
 def _completion(running: _Running, now: float) -> Completion:
-    """Return the answer to a request that has ended."""
+    """Return the completion of a request that has ended."""
     waiter, n = running.waiter, len(running.tokens)
     started = now if waiter.started_at is None else waiter.started_at
     return Completion(

@@ -1,8 +1,8 @@
-"""Our engine as a subclass of JetStream's Engine, for who has jetstream (extra [jetstream]).
+"""Our engine as a subclass of JetStream's Engine, for users of jetstream (extra [jetstream]).
 
-The core neither imports nor installs the archived package; this module is its one door. The classes
-here stand without it: `make_engine` binds them to JetStream's base classes when it is called. The
-contract is that of google-jetstream 0.2.2: prefill returns the prefix only, and every token comes
+The core neither imports nor installs the archived package; only this module uses it. The classes
+here do not depend on it: `make_engine` binds them to JetStream's base classes when it is called.
+The contract is google-jetstream 0.2.2: prefill returns the prefix only, and every token results
 from `generate`.
 """
 
@@ -26,7 +26,9 @@ from jaxrl_async.model.spec import Params, check_positions
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.prefill import slot_params_of
 from jaxrl_async.sampler.batch.sequence import LiveRequest
-from jaxrl_async.sampler.device.arguments import (
+from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.program_arguments import (
     DecodeArgs,
     DecodeState,
     EngineWeights,
@@ -34,22 +36,20 @@ from jaxrl_async.sampler.device.arguments import (
     PrefillArgs,
     Prefix,
 )
-from jaxrl_async.sampler.device.engine import Engine
-from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import AnyArray, mix_of
 from jaxrl_async.types import IntArray, Request, SamplingParams
 
 PAGE_TOKENS = 32
-"""Tokens in a page. JetStream knows no pages: each slot keeps the same ones forever, and uses those
-that a window hides again."""
+"""Tokens per page. JetStream has no pages: each slot keeps a fixed set, and reuses the pages that a
+window no longer needs."""
 STAND_IN = {"seqio": (), "seqio.vocabularies": ("Vocabulary", "SentencePieceVocabulary")}
-"""The two classes of seqio that jetstream's annotations name; seqio would bring TensorFlow."""
+"""The two seqio classes in jetstream's annotations; seqio itself would install TensorFlow."""
 
 
 @lru_cache(maxsize=1)
 def engine_api() -> Any:
-    """Import jetstream.engine.engine_api. Raises MissingExtraError if it is missing or has another
-    contract."""
+    """Import jetstream.engine.engine_api. Raises MissingExtraError if it is missing or has a
+    different contract."""
     try:
         importlib.import_module("seqio")
     except ImportError:
@@ -71,7 +71,7 @@ def engine_api() -> Any:
 
 
 def _stand_in_for_seqio() -> None:
-    """Register empty classes under seqio's names, so that jetstream's annotations resolve."""
+    """Register empty classes under seqio's names, so jetstream's annotations resolve."""
     for name, classes in STAND_IN.items():
         module = types.ModuleType(name)
         for class_name in classes:
@@ -80,7 +80,7 @@ def _stand_in_for_seqio() -> None:
 
 
 class SlotStates(NamedTuple):
-    """Our decode state, and what JetStream leaves to the engine to remember of each slot."""
+    """Our decode state, and the state of each slot that JetStream leaves to the engine."""
 
     core: DecodeState
     active: jax.Array  # [S] bool
@@ -96,7 +96,7 @@ class PrefilledPrompt(NamedTuple):
 
 
 class JaxrlEngine:
-    """JetStream's Engine in terms of ours; see make_engine."""
+    """JetStream's Engine implemented by ours; see make_engine."""
 
     def __init__(
         self, core: Engine, policy: Policy, template: Request, seed: int, tokenizer: Any
@@ -105,17 +105,17 @@ class JaxrlEngine:
         None."""
         self._core, self._policy, self._seed, self._tokenizer = core, policy, seed, tokenizer
         self._template, self._inserted = template, 0
-        # An upper bound of each slot's length, so that no length is read back from the device.
+        # An upper bound of each slot's length, so no length is read back from the device.
         self._longest = np.zeros(core.spec.slots, np.int64)
         self._tables = fixed_tables(core.spec)
 
     def load_params(self, *args: Any, **kwargs: Any) -> EngineWeights:
-        """Return the policy's parameters as the engine takes them."""
+        """Return the policy's parameters in the engine's format."""
         return self.take_params(self._policy.params)
 
     def take_params(self, params: Params) -> EngineWeights:
-        """Return parameters of a Policy as prefill and generate take them; see made_engine of
-        run/builders/jetstream_samplers.py."""
+        """Convert parameters of a Policy for prefill and generate; see made_engine of
+        interop/jetstream_samplers.py."""
         return self._core.prepare(params)
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> SlotStates:
@@ -178,7 +178,7 @@ class JaxrlEngine:
         )
 
     def generate(self, params: EngineWeights, decode_state: SlotStates) -> tuple[SlotStates, Any]:
-        """Draw K tokens in every active slot: return the new state and JetStream's ResultTokens."""
+        """Sample K tokens per active slot; return the new state and JetStream's ResultTokens."""
         spec = self._core.spec
         k, every = spec.block, jnp.arange(spec.slots, dtype=jnp.int32)
         context = min(spec.num_pages(int(self._longest.max())), self._tables.shape[2])
@@ -230,17 +230,17 @@ class JaxrlEngine:
 
     @property
     def max_prefill_length(self) -> int:
-        """Longest prompt, tokens: JetStream wants one of its own buckets, powers of two."""
+        """Longest prompt, tokens. JetStream needs one of its own buckets, a power of two."""
         return 1 << ((self._core.spec.max_length - 1).bit_length() - 1)
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        """The mesh that the engine was made for; else of the default device."""
+        """The mesh that the engine was made for, or that of the default device."""
         return self._core.spec.mesh or jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tensor",))
 
     @property
     def colocated_cpus(self) -> None:
-        """None are named."""
+        """Return none."""
 
 
 def make_engine(
@@ -261,24 +261,24 @@ def make_engine(
 
     Args:
         policy: the model and its parameters.
-        slots: requests that decode at the same time.
-        max_length: prompt and answer, tokens.
-        max_new_tokens: longest answer.
-        tokens_per_step: tokens a slot in each `generate` (JetStream's word: speculations).
-        sampling: of every request.
-        stop_token_ids: of every request.
-        seed: of the random numbers; each insert is a new request with random numbers of its own.
-        tokenizer: ours, of data.tokenizer; only serving text needs one.
+        slots: number of requests that decode concurrently.
+        max_length: maximum length of prompt and answer, tokens.
+        max_new_tokens: maximum length of an answer.
+        tokens_per_step: tokens per slot in each `generate` (JetStream calls them speculations).
+        sampling: settings of every request.
+        stop_token_ids: stop tokens of every request.
+        seed: seed of the random numbers; each insert is a new request with its own random numbers.
+        tokenizer: ours, of data.tokenizer; only needed to serve text.
         mesh: a sampler's slice (mesh.make_slices); None: the default device.
-        dtype: of what it computes.
+        dtype: dtype of the computation.
 
     Raises MissingExtraError, and ConfigError if max_length is beyond the policy's positions.
     """
     check_positions(policy.spec, max_length, "max_length", "the policy")
     if policy.spec.delta:
         raise ConfigError(
-            f"JetStream's interface has no place for the states of the gated delta nets of this "
-            f"{policy.spec.family} model. Use a sampler of this package (sampler.engine=native)."
+            "JetStream's interface does not support the states of the gated delta nets of this "
+            f"{policy.spec.family} model. Use this package's sampler (sampler.engine=native)."
         )
     layout = layout_of(policy.spec.kinds)
     spec = EngineSpec(
@@ -303,13 +303,13 @@ def make_engine(
 
 @lru_cache(maxsize=2)
 def _bound(ours: type, theirs: type) -> type:
-    """Return our class as a subclass of JetStream's, which refuses one that lacks a method."""
+    """Return our class as a subclass of JetStream's, which rejects missing methods."""
     return type(ours.__name__, (ours, theirs), {})
 
 
 def fixed_tables(spec: EngineSpec) -> IntArray:
-    """Return each slot's pages [S, groups, width]: of a group with a window so few, in turn, that
-    none is written again before the window hides it."""
+    """Return each slot's pages [S, groups, width]. A group with a window cycles through just enough
+    pages that none is overwritten while the window still covers it."""
     width, groups, firsts = spec.num_pages(spec.max_length), spec.kv_layout.groups, [0]
     for group in groups:
         alone = KvLayout(groups=(group,), arrays=1)
@@ -332,26 +332,26 @@ def _result_tokens(data: jax.Array, k: int) -> Any:
 
 
 class JaxrlTokenizer:
-    """A tokenizer of ours in JetStream's interface: encodes a prompt as training does, and decodes
-    drawn tokens."""
+    """Our tokenizer in JetStream's interface: encodes prompts as in training, and decodes sampled
+    tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def encode(self, s: str, **kwargs: Any) -> Any:
-        """Return padded token ids and their true number."""
+        """Return padded token ids and their unpadded number."""
         kwargs.pop("is_bos", None)  # encode_prompt adds the model's first token
         ids = np.asarray(self._tokenizer.encode_prompt(s), np.int32)
         utils = importlib.import_module("jetstream.engine.token_utils")
         return utils.pad_tokens(ids, self.bos_id, self.pad_id, is_bos=False, **kwargs)
 
     def decode(self, token_ids: list[int], **kwargs: Any) -> str:
-        """Return the text of drawn tokens."""
+        """Return the text of sampled tokens."""
         return str(self._tokenizer.decode(np.asarray(token_ids, np.int32)))
 
     @property
     def pad_id(self) -> int:
-        """JetStream stops at it too, so it is the end of sequence."""
+        """The end-of-sequence token, because JetStream also stops at padding."""
         return self.eos_id
 
     @property
@@ -361,7 +361,7 @@ class JaxrlTokenizer:
 
     @property
     def bos_id(self) -> int:
-        """Never used: encode_prompt adds it for a model that has one."""
+        """Not used: encode_prompt adds it for models that have one."""
         return self.eos_id
 
     @property
@@ -371,7 +371,7 @@ class JaxrlTokenizer:
 
 
 def jetstream_tokenizer(tokenizer: Any) -> Any:
-    """Return a tokenizer of ours (data.tokenizer) as a jetstream.engine.tokenizer_api.Tokenizer."""
+    """Return our tokenizer (data.tokenizer) as a jetstream.engine.tokenizer_api.Tokenizer."""
     engine_api()
     api = importlib.import_module("jetstream.engine.tokenizer_api")
     return _bound(JaxrlTokenizer, api.Tokenizer)(tokenizer)
@@ -379,14 +379,14 @@ def jetstream_tokenizer(tokenizer: Any) -> Any:
 
 @partial(jax.jit, static_argnums=2)
 def _counted(owners: AnyArray, drawn: AnyArray, slots: int) -> tuple[AnyArray, AnyArray]:
-    """Return [S, k] whether a token was drawn, and each slot's number of drawn tokens."""
+    """Return [S, k] whether a token was sampled, and each slot's number of sampled tokens."""
     valid = owners < slots
     return valid, drawn + jnp.sum(valid, axis=1, dtype=jnp.int32)
 
 
 @jax.jit
 def _as_data(tokens: AnyArray, valid: AnyArray, drawn: AnyArray) -> AnyArray:
-    """Return [S, 2 k + 1] int32: the tokens, whether each is one, and how many in all."""
+    """Return [S, 2 k + 1] int32: the tokens, whether each is valid, and their total number."""
     return jnp.concatenate(
         [jnp.where(valid, tokens, 0), valid.astype(jnp.int32), drawn[:, None]], axis=1
     )

@@ -1,12 +1,11 @@
-"""A policy behind JetStream's own orchestrator and gRPC server: for its clients, not for training.
+"""Serve a policy with JetStream's orchestrator and gRPC server; not for training.
 
     python -m jaxrl_async.interop.jetstream_serve --policy runs/addition/policy --port 9000
 
-There is no authentication, so it listens on this machine's loopback address unless --host names
-another one.
+There is no authentication, so the server listens on the loopback address unless --host is set.
 
-Run it in a process of its own: JetStream's threads end the whole process with SIGKILL on any error,
-and keep copies of the weights. JetStream truncates a request that is longer than the engine's
+Run it in a separate process: on any error, JetStream's threads end the whole process with SIGKILL
+and keep copies of the weights. JetStream truncates requests that are longer than the engine's
 slots.
 """
 
@@ -28,26 +27,26 @@ from jaxrl_async.model.policy import Policy
 from jaxrl_async.types import SamplingParams
 
 LOOPBACK = "127.0.0.1"
-"""The address that only this machine can reach."""
+"""An address that only this machine can reach."""
 
 
 def start_server(policy: Policy, *, port: int, host: str = LOOPBACK, **engine: Any) -> Any:
-    """Start a server and return it; its `stop()` ends it.
+    """Start a server and return it. Call its `stop()` to end it.
 
     Args:
         policy: The policy to serve.
         port: The port to listen on.
-        host: The address to listen on. There is no authentication: listen on another address than
-            the loopback one only in a network that you trust ("0.0.0.0": every IPv4 address).
-        engine: The other arguments of interop.jetstream.make_engine, tokenizer among them.
+        host: The address to listen on. There is no authentication: use another address than the
+            loopback address only in a network that you trust ("0.0.0.0": every IPv4 address).
+        engine: The other arguments of interop.jetstream.make_engine, such as tokenizer.
     """
     engine_api()
     orchestrator: Any = importlib.import_module("jetstream.core.orchestrator")
     server_lib: Any = importlib.import_module("jetstream.core.server_lib")
     config_lib = importlib.import_module("jetstream.core.config_lib")
     logging.getLogger().setLevel(logging.WARNING)  # otherwise it writes each token to stdout
-    server_lib._HOST = f"[{host}]" if ":" in host else host  # it takes no host, and listens on all
-    orchestrator.delete_pytree = _delete  # its own calls jax.tree_map, which jax 0.6 removed
+    server_lib._HOST = f"[{host}]" if ":" in host else host  # it has no host argument
+    orchestrator.delete_pytree = _delete  # the original calls jax.tree_map, removed in jax 0.6
 
     def create(devices: Any) -> Any:
         return make_engine(policy, **engine)
@@ -71,13 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--policy", type=Path, required=True, help="Hugging Face directory")
     parser.add_argument(
-        "--decoder", metavar="FILE.py:CLASS", help="layers of your own, see docs/own_decoder.md"
+        "--decoder", metavar="FILE.py:CLASS", help="your own layers, see docs/own_decoder.md"
     )
     parser.add_argument("--port", type=int, default=9000)
     parser.add_argument(
         "--host", default=LOOPBACK, help="address to listen on; 0.0.0.0 is every IPv4 address"
     )
-    parser.add_argument("--slots", type=int, default=8, help="sequences that decode at once")
+    parser.add_argument("--slots", type=int, default=8, help="sequences that decode concurrently")
     parser.add_argument("--max-length", type=int, default=1024, help="prompt and answer, tokens")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="longest answer, tokens")
     parser.add_argument("--tokens-per-step", type=int, default=8, help="tokens in one generate")
@@ -101,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     ended.wait()
-    assert server is not None  # it ends with its last reference
+    assert server is not None  # the server ends with its last reference
     os._exit(0)  # JetStream's own stop waits for threads that never end
 
 

@@ -1,5 +1,5 @@
-"""Requests of the RL sampler protocol (rl_sampler.py) as requests of ours. What a request asks for
-is served or refused by name; nothing is ignored silently. Pure."""
+"""Convert requests of the RL sampler protocol (rl_sampler.py) to ours. Unsupported parameters are
+rejected by name, never ignored silently. Pure."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
@@ -14,7 +14,7 @@ from jaxrl_async.sampler.request_checks import checked_ids
 from jaxrl_async.types import Request, SamplingParams
 
 SEEDED = -2
-"""First number of the keys of requests with a seed: no prompt has it, and no fresh key."""
+"""First part of the keys of requests with a seed; no prompt and no other request uses it."""
 SEED_END = 2**31
 
 SERVED = (
@@ -22,17 +22,17 @@ SERVED = (
     "return_logprobs", "logprobs", "return_routed_experts", "routed_experts_prompt_start",
 )  # fmt: skip
 WITHOUT_EFFECT = ("detokenize", "output_kind", "route_key")
-"""Parameters that change no token: the answer's text (always given), streaming (never done) and the
-choice of a sampler (there is one)."""
+"""Parameters that change no token: the answer's text (always returned), streaming (not supported)
+and the choice of a sampler (only one exists)."""
 
-AGAIN = "send the request as often as you want answers: each samples other tokens"
+AGAIN = "send the request several times: each one samples different tokens"
 ANOTHER_DISTRIBUTION = (
-    "tokens are sampled from the policy's own distribution, by temperature, top_k, top_p and min_p "
-    "alone: leave it out"
+    "tokens are sampled from the policy's own distribution, with temperature, top_k, top_p and "
+    "min_p only: remove it"
 )
-NO_BEAMS = "there is no beam search here: leave it out"
-BY_IDS = "answers end at tokens, not at texts: give the tokens' ids as stop_token_ids"
-FROM_IDS = "decode the response's token_ids as you like, and leave it out"
+NO_BEAMS = "beam search is not supported: remove it"
+BY_IDS = "answers end at tokens, not at texts: pass the tokens' ids as stop_token_ids"
+FROM_IDS = "decode the response's token_ids yourself, and remove it"
 
 NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), AGAIN),
@@ -56,21 +56,21 @@ NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "include_stop_str_in_output": ((False,), BY_IDS),
     "skip_special_tokens": ((True,), FROM_IDS),
     "spaces_between_special_tokens": ((True,), FROM_IDS),
-    "return_logits": ((False,), "return_logprobs gives log-probs of sampled tokens: leave it out"),
-    "prompt_logprobs": ((False,), "only sampled tokens have log-probs here: leave it out"),
-    "truncate_prompt_tokens": ((-1,), "nothing is cut: shorten the prompt"),
+    "return_logits": ((False,), "return_logprobs gives log-probs of sampled tokens: remove it"),
+    "prompt_logprobs": ((False,), "only sampled tokens have log-probs here: remove it"),
+    "truncate_prompt_tokens": ((-1,), "prompts are not truncated: shorten the prompt"),
 }
-"""What this sampler does not support: the values that change nothing, and what to do instead."""
+"""Unsupported parameters: the values that have no effect, and what to do instead."""
 KNOWN = frozenset((*SERVED, *WITHOUT_EFFECT, *NOT_SERVED))
 OF_A_REQUEST = ("prompt", "request_id", "sampling_params", "metadata")
-"""What a request itself may have; the last is the caller's own."""
+"""Fields of a request; the last is for the caller's own use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request, with what its response needs."""
+    """A request, and what its response must contain."""
 
-    name: str  # the caller's
+    name: str  # given by the caller
     request: Request
     wants_logprobs: bool
     wants_experts: bool
@@ -78,13 +78,13 @@ class Asked:
 
 
 def value_of(record: Any, key: str, default: Any = None) -> Any:
-    """Return a field of a record or a mapping; default: it has none, or None."""
+    """Return a field of a record or a mapping; default: if it is missing or None."""
     found = record.get(key) if isinstance(record, Mapping) else getattr(record, key, None)
     return default if found is None else found
 
 
 def name_of(given: Any, number: int) -> str:
-    """Return a request's name: its own, or one by its number."""
+    """Return a request's name: its own, or one made from its number."""
     own = "" if _is_prompt(given) else str(value_of(given, "request_id") or "")
     return own or f"request-{number}"
 
@@ -98,18 +98,18 @@ def asked_of(
     usual_length: int,
     tells_experts: bool,
 ) -> Asked:
-    """Return what a request asks for.
+    """Convert a request.
 
     Args:
         given: a text, token ids, or a record or mapping with `prompt` and, optionally, `request_id`
             and `sampling_params`.
-        usual: sampling parameters that it does not set.
+        usual: defaults for sampling parameters that it does not set.
         number: makes its id unique here.
-        tokenizer: of data.tokenizer.
-        usual_length: most tokens of an answer without max_tokens.
-        tells_experts: whether completions have their tokens' experts, if the model has any.
+        tokenizer: the tokenizer of data.tokenizer.
+        usual_length: maximum tokens of an answer without max_tokens.
+        tells_experts: whether completions contain their tokens' experts, if the model has any.
 
-    Raises RolloutError, which names the parameter and says what to do.
+    Raises RolloutError that names the parameter and the fix.
     """
     name, is_prompt = name_of(given, number), _is_prompt(given)
     if not is_prompt:
@@ -138,16 +138,16 @@ def asked_of(
         )
     if not (isinstance(logprobs, bool) or (_is_whole(logprobs) and 0 <= logprobs <= 1)):
         raise RolloutError(
-            f"logprobs is {logprobs!r}, and responses have only the log-probs of sampled tokens: "
-            "give 1, or return_logprobs."
+            f"logprobs is {logprobs!r}, but responses have only the log-probs of sampled tokens: "
+            "set it to 1, or use return_logprobs."
         )
     request = Request(
-        request_id=f"{name}#{number}",  # unique here, for any name that the caller gave
+        request_id=f"{name}#{number}",  # unique here, whatever name the caller gave
         token_ids=ids,
         max_new_tokens=wishes.get("max_tokens", usual_length),
         sampling=SamplingParams(
             temperature=wishes.get("temperature", 1.0),
-            top_k=0 if _is_whole(top_k) and top_k == -1 else top_k,  # vLLM's -1 is all
+            top_k=0 if _is_whole(top_k) and top_k == -1 else top_k,  # vLLM's -1 means all
             top_p=wishes.get("top_p", 1.0),
             min_p=wishes.get("min_p", 0.0),
         ),
@@ -184,8 +184,8 @@ def _said(params: Any) -> dict[str, Any]:
 
 
 def _fields(record: Any, named: Collection[str]) -> dict[str, Any]:
-    """Return what a record or a mapping says: all of a mapping or a namespace, these fields of
-    anything else, and of a dataclass others, too, where they are not their defaults."""
+    """Return the fields of a record or a mapping: all fields of a mapping or a namespace, else the
+    `named` ones. For a dataclass, other fields are included if they differ from their defaults."""
     if isinstance(record, Mapping | SimpleNamespace):
         return dict(record if isinstance(record, Mapping) else vars(record))
     found = {key: getattr(record, key) for key in named if hasattr(record, key)}
@@ -198,7 +198,7 @@ def _fields(record: Any, named: Collection[str]) -> dict[str, Any]:
 
 
 def _check_request(given: Any) -> None:
-    """Raise RolloutError for what a request asks for in addition to its prompt and parameters."""
+    """Raise RolloutError for unknown or misplaced fields of a request."""
     said = _fields(given, OF_A_REQUEST)
     others = {key: said[key] for key in sorted(said.keys() - set(OF_A_REQUEST))}
     if misplaced := [key for key in others if key in KNOWN]:
@@ -206,8 +206,8 @@ def _check_request(given: Any) -> None:
     for key, value in others.items():
         if value is not None and value is not False:
             raise RolloutError(
-                f"{key} is {value!r:.80}, and this sampler has no such field of a request: leave "
-                f"it out. Requests have {', '.join(OF_A_REQUEST)}."
+                f"{key} is {value!r:.80}, but requests to this sampler have no such field: remove "
+                f"it. Requests have {', '.join(OF_A_REQUEST)}."
             )
 
 
@@ -225,8 +225,8 @@ def _check_served(wishes: Mapping[str, Any]) -> None:
             raise RolloutError(f"{key} is {value!r:.80}, which is not served: {instead}.")
         if key not in KNOWN and value is not False:
             raise RolloutError(
-                f"{key} is {value!r:.80}, and this sampler has no such parameter: leave it out. "
-                f"Served are {', '.join(SERVED)}."
+                f"{key} is {value!r:.80}, but this sampler has no such parameter: remove it. "
+                f"Supported are {', '.join(SERVED)}."
             )
 
 
@@ -237,7 +237,7 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def _stops(wishes: Mapping[str, Any], eos_ids: Iterable[int]) -> tuple[int, ...]:
-    """Return the tokens that end an answer: the tokenizer's, and the request's own."""
+    """Return the tokens that end an answer, from the tokenizer and the request."""
     own = wishes.get("stop_token_ids", ())
     if isinstance(own, str) or not isinstance(own, Iterable):
         raise RolloutError(f"stop_token_ids must be a list of token ids, not {own!r:.80}.")
@@ -246,10 +246,10 @@ def _stops(wishes: Mapping[str, Any], eos_ids: Iterable[int]) -> tuple[int, ...]
 
 
 def _key(seed: Any) -> tuple[int, int] | None:
-    """Return the key of a request with this seed; of -1, which is none, a fresh one."""
+    """Return the key of a request with this seed; None for -1, which means no seed."""
     if not (_is_whole(seed) and -1 <= seed < SEED_END):
         raise RolloutError(
-            f"seed must be a whole number from 0 to {SEED_END - 1}, not {seed!r}. Without one each "
-            "request samples other tokens."
+            f"seed must be a whole number from 0 to {SEED_END - 1}, not {seed!r}. Without a seed, "
+            "each request samples different tokens."
         )
     return None if seed == -1 else (SEEDED, int(seed))

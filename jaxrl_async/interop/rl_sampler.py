@@ -1,15 +1,15 @@
-"""Our sampler behind the protocol of RL samplers, which Tunix defines (`Sampler` of its
-experimental/rollout/sampler.py) and tpu-inference's RLVllmSampler implements: a trainer that
-drives those drives this one. Neither package is needed.
+"""Our sampler behind the protocol of RL samplers, which is defined by Tunix (`Sampler` in its
+experimental/rollout/sampler.py) and implemented by tpu-inference's RLVllmSampler. A trainer that
+uses those can use this one. Neither package is needed.
 
     sample(requests) ──> Sampler ──> responses: token ids, log-probs, the version of each token
-    pre_weight_sync ── takes no more requests
-        weight_sync ── the new weights, of the request's `weights`, next to those in use
-            post_weight_sync ── in use from here on ──> takes requests again
-            abort_weight_sync ── dropped: the old ones stay
+    pre_weight_sync ── stops accepting requests
+        weight_sync ── transfers the request's `weights`, next to those in use
+            post_weight_sync ── swaps the weights ──> accepts requests again
+            abort_weight_sync ── drops the new weights and keeps the old ones
 
-Requests and what they hold may be records or mappings: fields are read by name. A request that
-cannot be served has an `error` in its response, which names why; the others are served.
+Requests and their fields may be records or mappings: fields are read by name. A request that
+cannot be served gets a response with an `error` that says why; the others are served.
 """
 
 import asyncio
@@ -35,27 +35,27 @@ from jaxrl_async.types import Completion, StopReason, VersionedParams
 IN_PROGRESS, SUCCESS, ABORTED, MISSING = "IN_PROGRESS", "SUCCESS", "ABORTED", "MISSING"
 """States of a transfer (get_transfer_status)."""
 MOST_STATUSES = 1000
-"""Newest transfers whose states are kept."""
+"""Number of newest transfers whose states are kept."""
 LIVE_S = 600.0
-"""Longest wait until new weights are in use, seconds: a block, and with on_new_weights=drain the
+"""Maximum wait until new weights are in use, seconds: a block, and with on_new_weights=drain the
 running requests."""
 FINISHED = {
     StopReason.EOS: "stop",
     StopReason.LENGTH: "length",
     StopReason.CANCELLED: "cancelled",
 }
-"""The protocol's words for why an answer ended."""
+"""The protocol's names for stop reasons."""
 
 
 class _Refused(NamedTuple):
-    """A request that is not served."""
+    """A rejected request."""
 
     name: str
     error: Exception
 
 
 class HandedWeights:
-    """A ports.WeightSource of weights that are handed over, one version after another."""
+    """A ports.WeightSource of weights that are passed in, one version after another."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -63,7 +63,7 @@ class HandedWeights:
         self._live, self._wake = -1, threading.Event()
 
     def hand_over(self, update: VersionedParams) -> None:
-        """Have the sampler take these weights at its next block."""
+        """Let the sampler take these weights at its next block."""
         with self._changed:
             self._next = update
         self._wake.set()
@@ -90,7 +90,7 @@ class HandedWeights:
         self._wake = wake
 
     def leave(self) -> None:
-        """Do nothing: the side that hands over waits for a limited time."""
+        """Do nothing: the caller of wait_live has a timeout."""
 
     def rejoin(self) -> "HandedWeights":
         """Return this source."""
@@ -98,7 +98,7 @@ class HandedWeights:
 
 
 class RLSampler:
-    """A Sampler of this package by the RL sampler protocol. Its coroutines belong to one event
+    """A Sampler of this package with the RL sampler protocol. Its coroutines belong to one event
     loop."""
 
     def __init__(
@@ -111,7 +111,7 @@ class RLSampler:
         version: int = 0,
         settings: SamplerSettings = SamplerSettings(),  # noqa: B008 (frozen)
     ) -> None:
-        """Remember what `start` makes the sampler of; arguments as Sampler's."""
+        """Store the arguments for `start`, which makes the sampler; arguments as for Sampler."""
         self._policy, self._version = policy, version
         self._weights = HandedWeights()
         self._given: dict[str, Any] = {
@@ -139,7 +139,7 @@ class RLSampler:
             self._sampler.start()
 
     async def start(self, **_: Any) -> None:
-        """Make the sampler, on a thread: it compiles. Idempotent."""
+        """Make the sampler, on a thread because it compiles. Idempotent."""
         await asyncio.to_thread(self.initialize)
 
     async def stop(self, **_: Any) -> None:
@@ -149,11 +149,11 @@ class RLSampler:
             await asyncio.to_thread(sampler.close)
 
     async def pause(self, **_: Any) -> None:
-        """Take no more requests; running ones continue. Idempotent."""
+        """Accept no more requests; running ones continue. Idempotent."""
         self._takes.clear()
 
     async def resume(self, **_: Any) -> None:
-        """Take requests again. Idempotent."""
+        """Accept requests again. Idempotent."""
         self._takes.set()
 
     async def get_mesh(self, **_: Any) -> Mesh | None:
@@ -161,7 +161,7 @@ class RLSampler:
         return self._mesh
 
     async def get_load_info(self, **_: Any) -> SimpleNamespace:
-        """Return how many requests wait and run, and the share of KV pages in use, percent."""
+        """Return the numbers of waiting and running requests, and the used KV pages, percent."""
         stats = None if self._sampler is None else self._sampler.stats()
         return SimpleNamespace(
             num_requests_waiting=stats.waiting if stats else 0,
@@ -172,20 +172,20 @@ class RLSampler:
     # ---- requests
 
     async def sample(self, sampling_requests: Any, **usual: Any) -> list[Any]:
-        """Complete requests, or prompts; while it is paused, wait.
+        """Complete requests or prompts; waits while the sampler is paused.
 
         Args:
             sampling_requests: one or several, each a text, token ids, or a request with `prompt`
-                and, optionally, `request_id` and `sampling_params`: max_tokens (without it,
+                and, optionally, `request_id` and `sampling_params`: max_tokens (default:
                 sampler.max_new_tokens), temperature, top_k, top_p, min_p, stop_token_ids (added
                 to the tokenizer's, or with ignore_eos instead of them), seed (the same prompt, seed
                 and weights give the same tokens), return_logprobs, return_routed_experts,
-                routed_experts_prompt_start. Others are refused (rl_requests.NOT_SERVED).
-            usual: sampling parameters that requests do not set.
+                routed_experts_prompt_start. Others are rejected (rl_requests.NOT_SERVED).
+            usual: defaults for sampling parameters that requests do not set.
 
-        Returns one response each, in their order: request_id, text, prompt_token_ids, token_ids
-        [drawn] and versions [drawn] int32, logprobs [drawn] float32 of the sampled distribution
-        (None if not asked for), cumulative_logprob, routed_experts [prompt + drawn - 1 - start,
+        Returns one response for each, in order: request_id, text, prompt_token_ids, token_ids
+        [drawn] and versions [drawn] int32, logprobs [drawn] float32 of the sampling distribution
+        (None if not requested), cumulative_logprob, routed_experts [prompt + drawn - 1 - start,
         layers, experts per token] or None, finish_reason (stop, length, cancelled or error), error.
         """
         await self._takes.wait()
@@ -196,7 +196,7 @@ class RLSampler:
         return list(await asyncio.gather(*responses))
 
     def _asked(self, given: Any, usual: Mapping[str, Any]) -> Asked | _Refused:
-        """Return a request as ours, with what its response needs; an error in its place."""
+        """Convert a request; return _Refused if that fails."""
         self._count += 1
         try:
             return asked_of(
@@ -238,7 +238,7 @@ class RLSampler:
     # ---- weights
 
     def get_target_state(self) -> Params:
-        """Return the tree that `weights` must be like, as ShapeDtypeStructs with shardings."""
+        """Return the tree that `weights` must match, as ShapeDtypeStructs with shardings."""
         where = self._where()
         return jax.tree.map(
             lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
@@ -247,7 +247,7 @@ class RLSampler:
         )
 
     async def get_weight_sync_metadata(self, **_: Any) -> dict[str, Any]:
-        """Return what is known of the weights: axes of the mesh, version, whether they are in
+        """Return metadata of the weights: axes of the mesh, dtype, version, whether they are in
         use."""
         return {
             "sharding": {} if self._mesh is None else dict(self._mesh.shape),
@@ -257,30 +257,30 @@ class RLSampler:
         }
 
     async def bind_weight_sync(self, sync_request: Any = None, **_: Any) -> dict[str, Any]:
-        """Return the metadata: there is nothing to bind, since weights come as arrays."""
+        """Return the metadata; no binding is needed, because weights are passed as arrays."""
         return await self.get_weight_sync_metadata()
 
     async def pre_weight_sync(
         self, sync_request: Any = None, free_kv_cache: bool = True, **_: Any
     ) -> bool:
-        """Take no more requests. The KV cache is kept: its weights' version is known, and
-        sampler.on_new_weights says what happens to running requests."""
+        """Accept no more requests. The KV cache is kept: the version of its weights is known, and
+        sampler.on_new_weights decides what happens to running requests."""
         self._note(sync_request, IN_PROGRESS)
         await self.pause()
         return True
 
     async def weight_sync(self, sync_request: Any = None, **_: Any) -> int:
-        """Put new weights next to those in use; return their version.
+        """Place new weights next to those in use; return their version.
 
-        sync_request: has `weights`, a tree like get_target_state, and `policy_version`, above all
-            before (default: one more).
+        sync_request: has `weights`, a tree like get_target_state, and `policy_version`, which must
+            increase (default: the current version plus 1).
 
-        Raises WeightsError: they are not such a tree, or not newer.
+        Raises WeightsError if the tree does not match or the version is not newer.
         """
         version = int(value_of(sync_request, "policy_version") or self._version + 1)
         if version <= self._version:
             raise WeightsError(
-                f"weights of version {version} do not follow version {self._version}: give a "
+                f"weights of version {version} do not follow version {self._version}. Pass a "
                 "larger policy_version."
             )
         given = value_of(sync_request, "weights")
@@ -292,8 +292,8 @@ class RLSampler:
         return version
 
     async def post_weight_sync(self, sync_request: Any = None, **_: Any) -> bool:
-        """Bring the new weights into use, and take requests again. Raises WeightsError if that
-        takes longer than LIVE_S, or without new weights."""
+        """Swap to the new weights, and accept requests again. Raises WeightsError if there are
+        none, or if this takes longer than LIVE_S."""
         staged, self._staged = self._staged, None
         if staged is None:
             raise WeightsError("there are no new weights: call weight_sync first.")
@@ -307,7 +307,7 @@ class RLSampler:
         return True
 
     async def abort_weight_sync(self, sync_request: Any = None, **_: Any) -> bool:
-        """Drop new weights that are not in use, and take requests again."""
+        """Drop new weights that are not in use yet, and accept requests again."""
         self._staged = None
         self._note(sync_request, ABORTED)
         await self.resume()
@@ -318,7 +318,7 @@ class RLSampler:
         return self._statuses.get(str(req_id), MISSING)
 
     async def migrate_kv_cache(self, *_: Any, **__: Any) -> bool:
-        """Return False: no KV moves between samplers; a router keeps a group at one."""
+        """Return False: KV cannot be moved between samplers; a router keeps a group at one."""
         return False
 
     def _where(self) -> Any:
@@ -337,7 +337,7 @@ class RLSampler:
 
 
 def _each(given: Any) -> Sequence[Any]:
-    """Return one request or prompt, or several, as several."""
+    """Return a list of requests, given one or several requests or prompts."""
     if isinstance(given, list | tuple) and not all(isinstance(x, int | np.integer) for x in given):
         return given
     return [given] if not isinstance(given, list | tuple) or given else []
@@ -360,7 +360,7 @@ def _failed(name: str, error: Exception) -> SimpleNamespace:
 
 
 def _differs(given: Any, wanted: Any) -> str | None:
-    """Return how a tree of arrays differs from what is wanted; None: it does not."""
+    """Return how a tree of arrays differs from the expected one; None: it matches."""
     if jax.tree.structure(given) != jax.tree.structure(wanted):  # type: ignore[operator]
         return "they are not a tree like get_target_state()"
     for (path, w), x in zip(
@@ -369,5 +369,5 @@ def _differs(given: Any, wanted: Any) -> str | None:
         shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
         if shape != w.shape or dtype != w.dtype:
             name = jax.tree_util.keystr(path)
-            return f"{name} is {dtype} {shape}, and {w.dtype} {w.shape} is wanted"
+            return f"{name} is {dtype} {shape}, but must be {w.dtype} {w.shape}"
     return None

@@ -1,13 +1,13 @@
-"""A vLLM server as our sampler: it draws, over HTTP; our rollouts and trainer do the rest.
+"""A vLLM server as our sampler: it samples, over HTTP; our rollouts and trainer do the rest.
 
-    submit ──> queue ──> POST /inference/v1/generate, many at once ──> checked ──> futures
+    submit ──> queue ──> POST /inference/v1/generate, concurrently ──> checked ──> futures
                               ^ paused while it loads
     weights ──> a folder ──> /pause, reload_weights, label the version, /resume, probe ──> live
 
-Every token comes with its log-prob and with the version of the weights that drew it: the server
-labels what it draws, and a label that is not ours is an error. A VllmSampler is a ports.Replica:
-one whose server fails is taken out by the router, and its successor brings the newest weights to
-the server once it is well again.
+Every token is returned with its log-prob and with the version of the weights that sampled it. The
+server labels its samples, and an unknown label is an error. A VllmSampler is a ports.Replica: if
+its server fails, the router removes it, and its successor loads the newest weights into the server
+once that has recovered.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.interop.vllm_client import RefusedRequest, VllmServer
 from jaxrl_async.interop.vllm_messages import Drawn, drawn_in_reply, label_of, request_body
 from jaxrl_async.interop.weight_folder import WeightFolder
-from jaxrl_async.ports import WeightSource
-from jaxrl_async.sampler.batch.waiting import WaitingQueue
+from jaxrl_async.ports.weights import WeightSource
+from jaxrl_async.sampler.batch.admission import WaitingQueue
 from jaxrl_async.sampler.lifetime import Lifetime, Living
 from jaxrl_async.sampler.probe import Probe, ProbeJudge
 from jaxrl_async.sampler.request_checks import Room, checked_request
@@ -37,29 +37,29 @@ from jaxrl_async.types import Completion, Partial, Request, StopReason, Versione
 log = logging.getLogger(__name__)
 
 TURN_S = 0.02
-"""Longest wait of the thread before it looks for new requests and weights, seconds."""
+"""Maximum time the thread waits before it checks for new requests and weights, seconds."""
 CLOSE_S = 10.0
-"""Longest wait for the thread to end, seconds."""
+"""Maximum wait for the thread to end, seconds."""
 LEAST_TEMPERATURE = 0.01
-"""vLLM draws at this temperature where a lower one above 0 is asked for."""
+"""vLLM raises lower temperatures above 0 to this value."""
 ADVICE = (
-    "Start the server with --dtype of model.dtype and without --quantization, and look whether it "
+    "Start the server with --dtype of model.dtype and without --quantization, and check that it "
     "reads the folder of the weights."
 )
-"""What to look at where a server computes something else than the trainer."""
+"""Advice if a server's results differ from the trainer's."""
 MAX_ABORTS = 8
-"""How often a server may abort one request before that counts as a fault of the server."""
+"""Maximum number of aborts of one request before they count as a fault of the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """How a server is used; the same for all servers of a run."""
+    """Settings of a server; the same for all servers of a run."""
 
-    run: str  # begins the labels of its weights; no other run has it
-    places: int  # requests under way at once
-    timeout_s: float  # longest time for an answer
+    run: str  # prefix of the labels of its weights; unique to this run
+    places: int  # maximum number of concurrent requests
+    timeout_s: float  # timeout of an answer
     on_new_weights: str  # continue, recompute, drain or restart
-    room: Room  # what requests are checked against
+    room: Room  # limits that requests are checked against
     probe: Probe | None
     count: Callable[[str], None]  # called with the name of each fault (metrics.fault_counts)
 
@@ -70,18 +70,18 @@ class _Asked:
 
     request: Request
     waiter: Waiter
-    sent: int = 0  # how often
+    sent: int = 0  # number of times it was sent
     aborts: int = 0
 
 
 class VllmSampler(Living):
-    """A ports.Replica over one vLLM server, which a thread of its own drives.
+    """A ports.Replica over one vLLM server, driven by a separate thread.
 
-    Requests cannot be saved, and two runs never draw the same tokens: the random numbers are the
-    server's.
+    Requests cannot be saved, and two runs never sample the same tokens, because the server keeps
+    the random numbers.
     """
 
-    seed: int | None = None  # it continues no Partial
+    seed: int | None = None  # it cannot continue a Partial
     has_logprobs: bool = True  # see ports.Replica
     replaceable: bool = True
     departure: None = None
@@ -95,14 +95,14 @@ class VllmSampler(Living):
         weights: WeightSource,
         update: VersionedParams,
     ) -> None:
-        """Connect to nothing yet; the thread begins by loading `update` into the server.
+        """Connect to nothing yet; the thread starts by loading `update` into the server.
 
         Args:
-            url: of the server.
-            settings: how it is used.
-            folder: where the server reads weights; it may hold the update already.
-            weights: where new weights come from.
-            update: the first weights. params None: the folder has them.
+            url: URL of the server.
+            settings: settings of the server.
+            folder: folder from which the server reads weights; it may hold the update already.
+            weights: source of new weights.
+            update: the first weights. params None: they are in the folder.
         """
         self.url, self.settings, self.folder, self.weights = url, settings, folder, weights
         self.lifetime = Lifetime(self, lambda s: s.loop.step(), name="vllm")
@@ -115,12 +115,12 @@ class VllmSampler(Living):
 
     @property
     def version(self) -> int:
-        """Version of the weights that the server draws from."""
+        """Version of the weights that the server samples with."""
         return self.loop.version
 
     @property
     def places(self) -> int:
-        """Requests that the server gets at once."""
+        """Maximum number of concurrent requests to the server."""
         return self.settings.places
 
     @property
@@ -137,10 +137,10 @@ class VllmSampler(Living):
         """Return a consistent reading; a block is an answer."""
         return self.loop.stats
 
-    # ---- its life
+    # ---- life cycle
 
     def close(self) -> None:
-        """Stop; requests that are not done fail with Closed. Idempotent."""
+        """Stop; unfinished requests fail with Closed. Idempotent."""
         if self.lifetime.is_forked:
             return
         if not self.lifetime.stop(CLOSE_S):
@@ -154,10 +154,10 @@ class VllmSampler(Living):
         self.weights.leave()
 
     def successor(self) -> "VllmSampler":
-        """Return a replacement for this abandoned sampler, at the same server, which gets the
+        """Return a replacement for this abandoned sampler, with the same server, which gets the
         newest weights first.
 
-        Raises ServerGone while the server is not well, and Closed and WeightsError as the weight
+        Raises ServerGone while the server is unavailable, and Closed and WeightsError as the weight
         source does.
         """
         asyncio.run(_check_health(self.url))
@@ -178,7 +178,7 @@ class VllmSampler(Living):
     # ---- requests
 
     def start_many(self, requests: Sequence[Request | Partial]) -> list[Future[Completion]]:
-        """Queue all requests at once, in this order. See ports.Replica."""
+        """Queue all requests together, in this order. See ports.Replica."""
         self.lifetime.check_process()
         now = time.perf_counter()
         asked = [
@@ -193,8 +193,8 @@ class VllmSampler(Living):
         return [a.waiter.future for a in asked]
 
     def checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
-        """Return the requests as this sampler will serve them. Raises RolloutError for one that
-        cannot be served, which names the field."""
+        """Return the requests as this sampler will serve them. Raises RolloutError that names the
+        field if one cannot be served."""
         return [*self._checked(requests)]
 
     def progress(self) -> tuple[Partial, ...]:
@@ -204,8 +204,8 @@ class VllmSampler(Living):
     def save(self, request_id: str, *, stop: bool = False, with_kv: bool = True) -> Partial:
         """Raise RolloutError: a server's requests cannot be saved."""
         raise RolloutError(
-            f"request {request_id!r} cannot be saved: a vLLM server keeps the state of its random "
-            "numbers to itself. Use jaxrl_async.Sampler for requests that are saved."
+            f"request {request_id!r} cannot be saved: a vLLM server does not expose the state of "
+            "its random numbers. Use jaxrl_async.Sampler for requests that are saved."
         )
 
     def _checked(self, requests: Sequence[Request | Partial]) -> list[Request]:
@@ -214,20 +214,19 @@ class VllmSampler(Living):
             if isinstance(given, Partial):
                 raise RolloutError(
                     f"saved request {given.request.request_id!r} cannot be continued: a vLLM "
-                    "server has random numbers of its own. Submit its request, which begins again "
-                    "at the prompt."
+                    "server uses its own random numbers. Submit its request, which starts again "
+                    "from the prompt."
                 )
             request = checked_request(given, self.settings.room)
             if request.adapter:
                 raise RolloutError(
                     f"request {request.request_id!r}: adapter {request.adapter!r}: a vLLM server "
-                    "draws with its one model here. Leave `adapter` out, or use "
-                    "jaxrl_async.Sampler."
+                    "uses a single model here. Remove `adapter`, or use jaxrl_async.Sampler."
                 )
             if request.extras:
                 raise RolloutError(
-                    f"request {request.request_id!r}: a vLLM server gives no extras. Submit it "
-                    "without, or use jaxrl_async.Sampler."
+                    f"request {request.request_id!r}: a vLLM server returns no extras. Submit it "
+                    "without them, or use jaxrl_async.Sampler."
                 )
             if 0 < request.sampling.temperature < LEAST_TEMPERATURE:
                 raise RolloutError(
@@ -253,7 +252,7 @@ class VllmLoop:
         folder: WeightFolder,
         update: VersionedParams,
     ) -> None:
-        """Begin by loading `update`."""
+        """Start by loading `update`."""
         self._server, self._settings, self._lifetime = server, settings, lifetime
         self._source, self._folder = source, folder
         probe = settings.probe
@@ -264,21 +263,21 @@ class VllmLoop:
         self._next: VersionedParams | None = update
         self._loading: asyncio.Task[float] | None = None
         self._asked: dict[asyncio.Task[Drawn], _Asked] = {}
-        self._dropped: set[asyncio.Task[Drawn]] = set()  # cancelled, until they have ended
-        self.version = self.held = update.version  # drawn from; in the folder
-        self._is_loaded = False  # whether the server has had any weights from here
+        self._dropped: set[asyncio.Task[Drawn]] = set()  # cancelled, not ended yet
+        self.version = self.held = update.version  # in use; in the folder
+        self._is_loaded = False  # whether the server has loaded any weights of this run
         self.queue: WaitingQueue[_Asked] = WaitingQueue()
         self.stats = SamplerStats()
         self.blamed: frozenset[str] = frozenset()
 
     def step(self) -> float | None:
-        """Play one turn; return how long to sleep after it (Lifetime), None at the end.
+        """Run one iteration; return how long to sleep after it (Lifetime), None at the end.
 
         consumes      requests, weights
         waits for     the server's answers; lifetime.wake, only when idle
         produces      completions into the waiters' futures
-        on failure    a request that the server refuses fails alone; any other exception fails all
-                      requests, and `VllmSampler.error` keeps it
+        on failure    a request that the server rejects fails alone; any other exception fails all
+                      requests and is kept in `VllmSampler.error`
         """
         began = time.perf_counter()
         try:
@@ -289,7 +288,7 @@ class VllmLoop:
             self._events.run_until_complete(self._turn())
         except BaseException as error:
             self._lifetime.fail(error)
-            log.error("the vLLM server at %s is given up for now: %s", self._server.url, error)
+            log.error("the vLLM server at %s is abandoned for now: %s", self._server.url, error)
             self._end(error)
             return None
         works = bool(self._asked or self.queue or self._loading)
@@ -302,7 +301,7 @@ class VllmLoop:
         return 0.0 if works or self._lifetime.closed else math.inf
 
     def fail_all(self, error: BaseException) -> None:
-        """Answer all requests with this error."""
+        """Fail all requests with this error."""
         with self._lifetime.lock:
             waiting = [*self.queue, *self._asked.values()]
             self.queue.clear()
@@ -310,7 +309,7 @@ class VllmLoop:
         resolve([(asked.waiter, error) for asked in waiting])
 
     async def _turn(self) -> None:
-        """Do what can be done now, and wait a moment for the server."""
+        """Do all pending work, and wait briefly for the server."""
         self._drop_cancelled()
         if self._loading is None:
             update = self._next or self._source.poll(wait=not self._asked)
@@ -334,7 +333,7 @@ class VllmLoop:
     # ---- requests
 
     def _drop_cancelled(self) -> None:
-        """Forget requests whose callers no longer wait; the server ends them when their connection
+        """Drop requests whose callers no longer wait; the server ends them when their connection
         closes."""
         given_up = [task for task, asked in self._asked.items() if asked.waiter.gave_up]
         for task in given_up:
@@ -351,7 +350,7 @@ class VllmLoop:
             self.stats = self.stats.plus(cancelled=cancelled)
 
     def _fill(self) -> None:
-        """Send requests, the most urgent first, while the server has room and our weights."""
+        """Send requests by priority, while the server has free slots and our weights."""
         while self._is_loaded and not self._paused.is_set():
             if len(self._asked) >= self._settings.places:
                 return
@@ -366,13 +365,13 @@ class VllmLoop:
             self._asked[asyncio.create_task(self._draw(asked))] = asked
 
     async def _draw(self, asked: _Asked) -> Drawn:
-        """Have the server complete one request. Raises RefusedRequest, ServerGone, BadReply."""
+        """Let the server complete one request. Raises RefusedRequest, ServerGone, BadReply."""
         floor, run = self.version, self._settings.run
         body = request_body(asked.request, asked.sent, label_of(run, floor))
         return drawn_in_reply(await self._server.generate(body), asked.request, run, floor)
 
     def _collect(self) -> None:
-        """Pass answers on. Raises the error of a request that says that the server failed."""
+        """Resolve finished requests. Raises the first error that means that the server failed."""
         done = [task for task in self._asked if task.done()]
         answers: list[tuple[Waiter, Completion | BaseException]] = []
         failures: dict[str, BaseException] = {}
@@ -384,7 +383,7 @@ class VllmLoop:
                 answers.append((asked.waiter, error))
             elif error is not None:
                 failures[asked.request.request_id] = error
-                continue  # it fails with the others
+                continue  # fails with the others
             elif task.result().aborted:
                 if asked.aborts == MAX_ABORTS:
                     failures[asked.request.request_id] = self._aborted_too_often(asked)
@@ -399,7 +398,7 @@ class VllmLoop:
             raise next(iter(failures.values()))
 
     def _begin_again(self, asked: _Asked, drawn: Drawn) -> None:
-        """Queue a request that the server aborted, first in the line."""
+        """Put a request that the server aborted at the front of the queue."""
         asked.aborts += 1
         self.stats = self.stats.plus(restarted=1, discarded_tokens=len(drawn.token_ids))
         with self._lifetime.lock:
@@ -408,12 +407,12 @@ class VllmLoop:
     def _aborted_too_often(self, asked: _Asked) -> RolloutError:
         return RolloutError(
             f"{self._server.url} has aborted request {asked.request.request_id!r} more than "
-            f"{MAX_ABORTS} times. See who else uses the server (/pause, /abort_requests), or set "
-            "sampler.on_new_weights=continue."
+            f"{MAX_ABORTS} times. Check what else uses the server (/pause, /abort_requests), or "
+            "set sampler.on_new_weights=continue."
         )
 
     def _completion(self, asked: _Asked, drawn: Drawn) -> Completion:
-        """Return the answer to a request, and count it."""
+        """Return the completion of a request, and update the statistics."""
         waiter, now = asked.waiter, time.perf_counter()
         self.stats = self.stats.plus(
             blocks=1,
@@ -437,8 +436,8 @@ class VllmLoop:
     # ---- weights
 
     async def _load(self, update: VersionedParams) -> float:
-        """Bring new weights to the server, and check them on the probe; return for how long it was
-        paused, seconds. Raises ServerGone, WeightsError, OSError."""
+        """Load new weights into the server, and check them on the probe; return the duration of
+        the pause, seconds. Raises ServerGone, WeightsError, OSError."""
         version, url = update.version, self._server.url
         folder = self._folder.path(version)
         if update.params is not None:
@@ -455,7 +454,7 @@ class VllmLoop:
         return pause_s
 
     async def _check(self, update: VersionedParams) -> None:
-        """Raise WeightsError if the server's log-probs on the probe are not the trainer's
+        """Raise WeightsError if the server's log-probs on the probe differ from the trainer's
         (ProbeJudge)."""
         judge = self._judge
         if judge is None or update.probe_logprobs is None:
@@ -469,7 +468,7 @@ class VllmLoop:
     # ---- the end
 
     def _end(self, error: BaseException) -> None:
-        """Answer everybody, and close the connections."""
+        """Fail all requests, and close the connections."""
         tasks: list[asyncio.Task[Any]] = [*self._asked, *self._dropped]
         if self._loading is not None:
             tasks.append(self._loading)

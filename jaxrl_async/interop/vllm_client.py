@@ -1,8 +1,8 @@
-"""One vLLM server over HTTP: requests, new weights, and what it says of itself.
+"""HTTP client of one vLLM server: requests, new weights, and server information.
 
-A call that did not reach the server, or that broke, is repeated a few times: nothing that it drew
-was seen. Used on one event loop. The environment variable VLLM_API_KEY holds the server's key, if
-it has one; proxies of the environment are not used.
+A call that did not reach the server, or whose connection broke, is retried a few times: none of its
+output was used. Used on one event loop. The environment variable VLLM_API_KEY holds the server's
+key, if it has one; the environment's proxies are not used.
 """
 
 import asyncio
@@ -32,19 +32,19 @@ from jaxrl_async.types import FloatArray, IntArray
 log = logging.getLogger(__name__)
 
 KEY = "VLLM_API_KEY"
-"""Environment variable of the server's API key, vLLM's own name for it."""
+"""Environment variable with the server's API key, as named by vLLM."""
 RETRIES = 3
-"""Repeats of a call that broke, or that the server could not serve just now."""
+"""Retries of a call that broke, or that the server could not serve temporarily."""
 BACKOFF_S = 0.2
-"""Wait before the first repeat, seconds; doubles."""
+"""Wait before the first retry, seconds; doubles."""
 CONNECT_S = 5.0
-"""Longest wait for a connection, and for a sign of life, seconds."""
+"""Timeout of a connection, and of a health check, seconds."""
 FACTS_S = 60.0
-"""Longest wait for what a server says of itself, seconds: the first time it looks around."""
+"""Timeout of requests for server information, seconds: the first one is slow."""
 MAX_FACTS_BYTES = 2**22
-"""Most bytes of what a server says of itself."""
+"""Maximum size of the server information, bytes."""
 FLAGS = "--enable-scale-out, and VLLM_SERVER_DEV_MODE=1 in its environment"
-"""What a server must be started with."""
+"""Required options to start a server with."""
 
 
 class ServerGone(RolloutError):
@@ -52,13 +52,13 @@ class ServerGone(RolloutError):
 
 
 class RefusedRequest(RolloutError):
-    """The server is well, and refuses or fails this one request."""
+    """The server works, but rejects or fails this one request."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
     status: int
-    content: Any  # the JSON; text if it is none
+    content: Any  # the JSON; text if it is not JSON
 
 
 class VllmServer:
@@ -76,8 +76,8 @@ class VllmServer:
 
         Args:
             url: such as http://HOST:8000.
-            places: requests that may be under way at once.
-            timeout_s: longest time for one answer, seconds.
+            places: maximum number of concurrent requests.
+            timeout_s: timeout of one answer, seconds.
             count: called with the name of each fault (metrics.fault_counts).
         """
         self._count = count
@@ -91,13 +91,13 @@ class VllmServer:
         )
 
     async def close(self) -> None:
-        """Close all connections; the server ends the requests that were under way."""
+        """Close all connections; the server ends the running requests."""
         await self._client.aclose()
 
     async def generate(self, body: Mapping[str, Any]) -> Any:
         """Send a generate call; return the answer's JSON, unchecked.
 
-        Raises ServerGone, and RefusedRequest if the server is well but does not serve this.
+        Raises ServerGone, and RefusedRequest if the server works but does not serve this request.
         """
         wanted = int(body["sampling_params"]["max_tokens"]) + len(body["token_ids"])
         path = "/inference/v1/generate"
@@ -107,23 +107,23 @@ class VllmServer:
         what = f"{self.url} answers {reply.status}: {refusal_text(reply.content)}"
         if reply.status in (401, 403, 404):
             raise ServerGone(
-                f"{what}. Start it with {FLAGS}; if it has an API key, set {KEY} to it here."
+                f"{what}. Start it with {FLAGS}; if it has an API key, set {KEY} to that key here."
             )
         if reply.status < 500 or await self._is_well():
             raise RefusedRequest(f"request {body.get('request_id', '')!r}: {what}")
-        raise ServerGone(f"{what}. Look at its log and start it again.")
+        raise ServerGone(f"{what}. Check its log and restart it.")
 
     async def load(self, folder: Path, label: str, mode: str, paused: asyncio.Event) -> None:
-        """Have the server draw from the weights in a folder, and label what it draws.
+        """Load weights from a folder into the server, and set the label of its samples.
 
         Args:
-            folder: a Hugging Face directory, as the server sees it, too.
-            label: of the tokens that these weights draw.
+            folder: a Hugging Face directory, at a path that is valid for the server, too.
+            label: label of the tokens that are sampled with these weights.
             mode: sampler.on_new_weights.
-            paused: set while the server is paused: a request that it has by then may still draw
-                from the weights before.
+            paused: set while the server is paused: requests already sent may still be sampled
+                with the previous weights.
 
-        The server is resumed whatever happens. Raises ServerGone.
+        The server is resumed in any case. Raises ServerGone.
         """
         pause, clear = PAUSES[mode]
         paused.set()
@@ -141,7 +141,7 @@ class VllmServer:
         return prompt_logprobs_of(await self.generate(probe_body(token_ids)), token_ids)
 
     async def facts(self) -> ServerFacts:
-        """Ask the server about itself. Raises ServerGone, and BadReply."""
+        """Fetch information about the server. Raises ServerGone, and BadReply."""
         path = "/inference/v1/generate"
         version = await self._answer("/version")
         info = await self._answer("/server_info?config_format=json")
@@ -150,31 +150,31 @@ class VllmServer:
         if refused.status in (401, 403, 404):
             raise ServerGone(
                 f"{self.url}{path} answers {refused.status}: {refusal_text(refused.content)}. "
-                f"Start the server with {FLAGS}; if it has an API key, set {KEY} to it here."
+                f"Start the server with {FLAGS}; if it has an API key, set {KEY} to that key here."
             )
         return facts_of(info, version, refusal_text(refused.content))
 
     async def check_health(self) -> None:
-        """Raise ServerGone unless the server answers and its engine lives."""
+        """Raise ServerGone unless the server answers and its engine is alive."""
         try:
             reply = await self._once("GET", "/health", limit=reply_limit(0), timeout_s=CONNECT_S)
         except (httpx2.HTTPError, OSError) as error:
             raise ServerGone(self._unreachable(error)) from error
         if reply.status != 200:
             raise ServerGone(
-                f"{self.url}/health answers {reply.status}: its engine has failed. Look at its log "
-                "and start it again."
+                f"{self.url}/health answers {reply.status}: its engine has failed. Check its log "
+                "and restart it."
             )
 
     # ---- parts
 
     async def _resume(self) -> None:
-        """Let the server draw again; what goes wrong is only logged."""
+        """Let the server sample again; errors are only logged."""
         try:
             async with asyncio.timeout(2 * CONNECT_S):
                 await self._done("POST", "/resume")
         except (RolloutError, TimeoutError) as error:
-            log.error("%s stays paused: %s", self.url, error)
+            log.error("%s remains paused: %s", self.url, error)
 
     async def _is_well(self) -> bool:
         try:
@@ -184,7 +184,7 @@ class VllmServer:
         return True
 
     async def _answer(self, path: str) -> Any:
-        """Return the JSON of what the server says of itself."""
+        """Return the JSON of one information endpoint."""
         try:
             reply = await self._once("GET", path, limit=MAX_FACTS_BYTES, timeout_s=FACTS_S)
         except (httpx2.HTTPError, OSError) as error:
@@ -192,22 +192,22 @@ class VllmServer:
         if reply.status != 200:
             raise ServerGone(
                 f"{self.url}{path} answers {reply.status}: {refusal_text(reply.content)}. It is "
-                f"no vLLM server of 0.32 or later that was started with {FLAGS}."
+                f"not a vLLM server of version 0.32 or later that was started with {FLAGS}."
             )
         return reply.content
 
     async def _done(self, method: str, path: str, *, body: Any = None) -> None:
-        """Send a command. Raises ServerGone unless the server says that it is done."""
+        """Send a command. Raises ServerGone unless the server reports success."""
         reply = await self._repeated(method, path, body=body, limit=reply_limit(0))
         if reply.status != 200:
             raise ServerGone(
                 f"{self.url}{path} answers {reply.status}: {refusal_text(reply.content)}. The "
-                "server must see the folder of the weights (remote.folder, or the run's own), and "
-                "have the policy's architecture."
+                "server must be able to read the folder of the weights (remote.folder, or the "
+                "run's), and have the policy's architecture."
             )
 
     async def _repeated(self, method: str, path: str, *, body: Any, limit: int) -> _Reply:
-        """Send a call, again if it broke or if the server is overloaded. Raises ServerGone."""
+        """Send a call; retry if it broke or the server is overloaded. Raises ServerGone."""
         for number in range(RETRIES + 1):
             try:
                 reply = await self._once(method, path, body=body, limit=limit)
@@ -220,7 +220,7 @@ class VllmServer:
                 if number == RETRIES:
                     raise ServerGone(self._unreachable(error)) from error
                 reason = f"{type(error).__name__}: {error}"
-            log.warning("%s%s: %s; once more", self.url, path, reason)
+            log.warning("%s%s: %s; retrying", self.url, path, reason)
             self._count("engine_retries")
             await asyncio.sleep(BACKOFF_S * 2**number)
         raise AssertionError("the loop returns or raises")
@@ -234,7 +234,7 @@ class VllmServer:
         limit: int,
         timeout_s: float | None = None,
     ) -> _Reply:
-        """Send one call and read its whole answer. Raises httpx2.HTTPError, also if the answer
+        """Send one call and read the whole answer. Raises httpx2.HTTPError, also if the answer
         takes too long or has more than `limit` bytes."""
         seconds = self._timeout_s if timeout_s is None else timeout_s
         url, content = self.url + path, bytearray()
@@ -248,7 +248,7 @@ class VllmServer:
                     if len(content) > limit:
                         raise httpx2.DecodingError(f"an answer of more than {limit:,} bytes")
         except TimeoutError:
-            raise httpx2.ReadTimeout(f"no whole answer in {seconds:g} s") from None
+            raise httpx2.ReadTimeout(f"no complete answer in {seconds:g} s") from None
         try:
             return _Reply(reply.status_code, json.loads(content))
         except (ValueError, RecursionError):
@@ -258,7 +258,7 @@ class VllmServer:
 
     def _unreachable(self, error: Exception) -> str:
         return (
-            f"no answer from {self.url} ({type(error).__name__}: {error}). See whether the server "
-            f"runs and can be reached from here: curl {self.url}/health. An answer may take "
-            "faults.sampler_hang_s at most."
+            f"no answer from {self.url} ({type(error).__name__}: {error}). Check that the server "
+            f"runs and can be reached from this machine: curl {self.url}/health. The timeout of an "
+            "answer is faults.sampler_hang_s."
         )

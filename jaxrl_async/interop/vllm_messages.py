@@ -1,7 +1,7 @@
-"""What is asked of a vLLM server and what it answers, as JSON; every answer is checked. Pure.
+"""JSON requests to a vLLM server, and checks of its answers. Pure.
 
-POST /inference/v1/generate takes token ids and gives token ids, log-probs, and for each stretch of
-tokens the label of the weights that drew it. The label is ours: RUN-VERSION.
+POST /inference/v1/generate takes token ids and returns token ids, log-probs, and for each span of
+tokens the label of the weights that sampled it. The label is ours: RUN-VERSION.
 """
 
 import math
@@ -17,46 +17,46 @@ from jaxrl_async.sampler.request_checks import num_wanted
 from jaxrl_async.types import FloatArray, IntArray, Request
 
 CLAMPED = -9990.0
-"""A log-prob below this is no number: vLLM writes -9999 for NaN and minus infinity."""
+"""Log-probs below this are not numbers: vLLM writes -9999 for NaN and minus infinity."""
 VOCABULARY = re.compile(r"Vocabulary size: (\d+)")
 NO_TOKEN = 2**31 - 1
-"""A token id that no vocabulary has: the server's refusal names its own size."""
+"""A token id outside any vocabulary: the server's error message names the vocabulary size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
     """A checked answer to a request."""
 
-    token_ids: IntArray  # [drawn] int32, the stop token included
-    logprobs: FloatArray  # [drawn] float32; NaN where the server gave no number
+    token_ids: IntArray  # [drawn] int32, including the stop token
+    logprobs: FloatArray  # [drawn] float32; NaN if the server gave no number
     versions: IntArray  # [drawn] int32
     stopped: bool  # the last token is a stop token
-    aborted: bool  # the server ended it before that and before the last token
+    aborted: bool  # the server ended it before a stop token and before the last token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """What a server says of itself."""
+    """Information about a server."""
 
     version: str  # of vLLM
-    model: str  # directory or name that it was started with
+    model: str  # directory or name that the server was started with
     max_length: int  # prompt and answer, tokens
     dtype: str
     logprobs_mode: str
     device: str  # cuda, cpu, ...
-    vocab: int | None  # None: it did not say
+    vocab: int | None  # None: not reported
 
 
-# ---- what is asked
+# ---- requests
 
 
 def request_body(request: Request, number: int, label: str) -> dict[str, Any]:
     """Return the body of a generate call.
 
     Args:
-        request: checked.
+        request: a checked request.
         number: makes the id unique when a request is sent again.
-        label: of the weights; KV of a prefix is only shared under the same label.
+        label: label of the weights; KV of a prefix is only shared under the same label.
     """
     forced, sampling = request.forced_length, request.sampling
     return {
@@ -71,8 +71,8 @@ def request_body(request: Request, number: int, label: str) -> dict[str, Any]:
             "max_tokens": num_wanted(request),
             "min_tokens": forced or 0,
             "stop_token_ids": list(request.stop_token_ids) if forced is None else [],
-            "ignore_eos": True,  # the request names its stop tokens
-            "logprobs": 0,  # of the drawn token alone
+            "ignore_eos": True,  # the request sets its stop tokens
+            "logprobs": 0,  # only of the sampled token
             "detokenize": False,
         },
     }
@@ -87,7 +87,7 @@ def probe_body(token_ids: IntArray) -> dict[str, Any]:
 
 
 def vocabulary_body() -> dict[str, Any]:
-    """Return the body of a generate call that the server refuses, naming its vocabulary's size."""
+    """Return the body of a generate call that the server rejects with its vocabulary's size."""
     return {
         "token_ids": [0],
         "sampling_params": {"max_tokens": 1, "stop_token_ids": [NO_TOKEN], "detokenize": False},
@@ -95,15 +95,15 @@ def vocabulary_body() -> dict[str, Any]:
 
 
 def reply_limit(wanted: int) -> int:
-    """Return the most bytes of an answer with so many tokens."""
+    """Return the maximum size, in bytes, of an answer with this number of tokens."""
     return 64 * 1024 + 1024 * wanted
 
 
-# ---- what it answers
+# ---- answers
 
 
 class BadReply(RolloutError):
-    """A server's answer is not what vLLM answers."""
+    """A server's answer does not have vLLM's format."""
 
 
 def drawn_in_reply(reply: Any, request: Request, run: str, floor: int) -> Drawn:
@@ -111,19 +111,19 @@ def drawn_in_reply(reply: Any, request: Request, run: str, floor: int) -> Drawn:
 
     Args:
         reply: the JSON of a generate call.
-        request: that it answers.
-        run: first part of our labels.
-        floor: version of the server's weights when the request was sent: that of all tokens where
-            the server gives no labels.
+        request: the request that it answers.
+        run: prefix of our labels.
+        floor: version of the server's weights when the request was sent. It applies to all tokens
+            if the server returns no labels.
 
-    Raises BadReply, which says what is wrong.
+    Raises BadReply that says what is wrong.
     """
     name = f"request {request.request_id!r}"
     choice = _first(_field(reply, "choices", list, name), name)
     token_ids = _whole_numbers(_field(choice, "token_ids", list, name), f"{name}: token_ids")
     entries = _field(_field(choice, "logprobs", dict, name), "content", list, name)
     if len(entries) != len(token_ids):
-        raise BadReply(f"{name}: {len(token_ids)} tokens and {len(entries)} log-probs.")
+        raise BadReply(f"{name}: {len(token_ids)} tokens, but {len(entries)} log-probs.")
     for token, entry in zip(token_ids, entries, strict=True):
         if _field(entry, "token_id", int, name) != token:
             raise BadReply(f"{name}: a log-prob is of token {entry['token_id']}, not of {token}.")
@@ -140,11 +140,11 @@ def drawn_in_reply(reply: Any, request: Request, run: str, floor: int) -> Drawn:
 
 
 def _check_end(token_ids: IntArray, request: Request, aborted: bool, name: str) -> bool:
-    """Return whether the last token is a stop token. Raises BadReply unless the answer ends where
-    the request says."""
+    """Return whether the last token is a stop token. Raises BadReply unless the answer ends as the
+    request requires."""
     wanted = num_wanted(request)
     if len(token_ids) > wanted:
-        raise BadReply(f"{name}: {len(token_ids)} tokens, and {wanted} were asked for.")
+        raise BadReply(f"{name}: {len(token_ids)} tokens, but {wanted} were requested.")
     stops = request.stop_token_ids if request.forced_length is None else ()
     is_stop = np.isin(token_ids, stops)
     if is_stop[:-1].any():
@@ -153,15 +153,15 @@ def _check_end(token_ids: IntArray, request: Request, aborted: bool, name: str) 
     if not (aborted or stopped or len(token_ids) == wanted):
         raise BadReply(
             f"{name}: it ends after {len(token_ids)} of {wanted} tokens without a stop token. "
-            "Start the server with a --max-model-len of sampler.max_length at least."
+            "Start the server with a --max-model-len of at least sampler.max_length."
         )
     return stopped
 
 
 def versions_of(spans: Any, count: int, run: str, floor: int, name: str) -> IntArray:
-    """Return the version of each token from the server's labels, `floor` where there are none.
+    """Return the version of each token from the server's labels, `floor` without labels.
 
-    Raises BadReply if they leave a token out, or if another run's weights drew one.
+    Raises BadReply if labels are missing, or if another run's weights sampled a token.
     """
     if spans is None:
         return np.full(count, floor, np.int32)
@@ -174,7 +174,7 @@ def versions_of(spans: Any, count: int, run: str, floor: int, name: str) -> IntA
         if end > start:
             versions[start:end] = version_of(label, run)
     if (versions < 0).any() or (np.diff(versions) < 0).any():
-        raise BadReply(f"{name}: weight_versions leaves tokens out, or falls: {spans!r:.200}.")
+        raise BadReply(f"{name}: weight_versions skips tokens, or decreases: {spans!r:.200}.")
     return versions
 
 
@@ -184,13 +184,13 @@ def label_of(run: str, version: int) -> str:
 
 
 def version_of(label: str, run: str) -> int:
-    """Return the version that a label names. Raises BadReply if it is not a label of this run."""
+    """Return the version in a label. Raises BadReply if it is not a label of this run."""
     ours, _, number = label.partition("-")
     if ours != run or not number.isdecimal() or int(number) > NO_TOKEN:
         raise BadReply(
-            f"tokens were drawn by weights labelled {label[:80]!r}, which this run did not load: "
-            "the server was started anew, or somebody else loads weights into it. Give each run "
-            "servers of its own."
+            f"tokens were sampled by weights labelled {label[:80]!r}, which this run did not load: "
+            "the server was restarted, or another program loads weights into it. Give each run "
+            "its own servers."
         )
     return int(number)
 
@@ -200,18 +200,18 @@ def prompt_logprobs_of(reply: Any, token_ids: IntArray) -> FloatArray:
     name = "the probe"
     entries = _field(reply, "prompt_logprobs", list, name)
     if len(entries) != len(token_ids):
-        raise BadReply(f"{name}: {len(token_ids)} tokens and {len(entries)} log-probs.")
+        raise BadReply(f"{name}: {len(token_ids)} tokens, but {len(entries)} log-probs.")
     pairs = zip(entries[1:], token_ids[1:], strict=True)
     return np.array([_logprob(_field(e, str(t), dict, name), name) for e, t in pairs], np.float32)
 
 
 def facts_of(info: Any, version: Any, refusal: str) -> ServerFacts:
-    """Return what a server says of itself. Raises BadReply.
+    """Parse a server's information. Raises BadReply.
 
     Args:
         info: the JSON of /server_info.
         version: the JSON of /version.
-        refusal: why it refused a token id that no vocabulary has.
+        refusal: its error message for a token id outside any vocabulary.
     """
     name = "/server_info"
     config = _field(info, "vllm_config", dict, name)
@@ -231,41 +231,41 @@ def facts_of(info: Any, version: Any, refusal: str) -> ServerFacts:
 def problem_with(
     facts: ServerFacts, vocab: int, max_length: int, *, tied: bool, plain: bool, dtype: str
 ) -> str | None:
-    """Return why a server cannot sample for a run, and what to do; None: it can.
+    """Return why a server cannot sample for a run, and how to fix it; None: it can.
 
     Args:
-        facts: what it says of itself.
-        vocab: the policy's.
-        tied: whether the policy's embedding is its output head, too.
-        max_length: longest sequence, tokens.
-        plain: whether the distribution drawn from is that of the logits themselves.
-        dtype: that the trainer computes in.
+        facts: information about the server.
+        vocab: size of the policy's vocabulary.
+        tied: whether the policy's embedding is also its output head.
+        max_length: maximum sequence length, tokens.
+        plain: whether the sampling distribution is that of the unmodified logits.
+        dtype: dtype of the trainer's computation.
     """
     if facts.vocab is not None and facts.vocab != vocab:
         return (
-            f"it serves a model with a vocabulary of {facts.vocab}, and the policy's has {vocab}. "
-            "Start it with the directory that model.path names."
+            f"it serves a model with a vocabulary of {facts.vocab}, but the policy's has {vocab}. "
+            "Start it with the directory in model.path."
         )
     if tied and facts.device == "cpu":
         return (
             "vLLM's CPU build keeps the old output head when it loads new weights of a model whose "
-            "embedding is its head, too. Use a model with tie_word_embeddings=false "
+            "embedding is also its head. Use a model with tie_word_embeddings=false "
             "(model.architecture.tied=false), or a server on an accelerator."
         )
     if facts.max_length < max_length:
         return (
-            f"its sequences have {facts.max_length} tokens at most, and sampler.max_length is "
+            f"its sequences have at most {facts.max_length} tokens, but sampler.max_length is "
             f"{max_length}. Start it with --max-model-len {max_length}."
         )
     wanted = ("processed_logprobs", "raw_logprobs") if plain else ("processed_logprobs",)
     if facts.logprobs_mode not in wanted:
         return (
-            f"it gives log-probs in the mode {facts.logprobs_mode}, which are not those of the "
-            "distribution drawn from. Start it with --logprobs-mode processed_logprobs."
+            f"it returns log-probs in the mode {facts.logprobs_mode}, not those of the sampling "
+            "distribution. Start it with --logprobs-mode processed_logprobs."
         )
     if facts.dtype != dtype:
         return (
-            f"it computes in {facts.dtype}, and model.dtype is {dtype}. Start it with --dtype "
+            f"it computes in {facts.dtype}, but model.dtype is {dtype}. Start it with --dtype "
             f"{dtype}, or change model.dtype."
         )
     return None
@@ -287,14 +287,14 @@ def _field(record: Any, key: str, kind: Kind, name: str) -> Any:
     if not isinstance(value, kind) or isinstance(value, bool):
         raise BadReply(
             f"{name}: {key} is {value!r:.80} in the server's answer, not a {kind.__name__}. "
-            "vLLM 0.32 is what this was made for."
+            "This package supports vLLM 0.32."
         )
     return value
 
 
 def _first(choices: Sequence[Any], name: str) -> dict[str, Any]:
     if len(choices) != 1 or not isinstance(choices[0], dict):
-        raise BadReply(f"{name}: {len(choices)} answers, and one was asked for.")
+        raise BadReply(f"{name}: {len(choices)} answers, but one was requested.")
     return choices[0]
 
 
@@ -318,4 +318,4 @@ PAUSES: dict[str, tuple[PauseMode, bool]] = {
     "drain": ("wait", True),
     "restart": ("abort", True),
 }
-"""By sampler.on_new_weights: how the server pauses, and whether it forgets the KV that it has."""
+"""By sampler.on_new_weights: the server's pause mode, and whether it clears its KV cache."""

@@ -1,8 +1,8 @@
 """The newest weights as Hugging Face directories, for engines that read them from files.
 
-    write(7) -> DIR/7/model.safetensors     a server reads it      settle(user, 7): older ones go
+    write(7) -> DIR/7/model.safetensors     a server reads it      settle(user, 7): remove older
 
-Several servers share one folder: each version is written once, and stays while any of them may read
+Several servers share one folder. Each version is written once, and kept while any of them may read
 it.
 """
 
@@ -16,17 +16,17 @@ from jaxrl_async.model.hf import save_params
 from jaxrl_async.model.spec import ModelSpec, Params
 
 READABLE = 0o644
-"""Mode of the files: a server may run as another user."""
+"""Mode of the files; a server may run as another user."""
 
 
 class WeightFolder:
-    """Writes versions of the weights, and removes those that nobody reads. Any thread."""
+    """Writes versions of the weights, and removes those no longer needed. Thread safe."""
 
     def __init__(self, root: Path, spec: ModelSpec) -> None:
-        """root: a folder of this run alone; it is emptied now."""
+        """root: a folder used only by this run; it is emptied here."""
         self._root, self._spec = root.resolve(), spec
         self._lock = threading.Lock()
-        self._used: dict[str, set[int]] = {}  # by user: the versions that it may read
+        self._used: dict[str, set[int]] = {}  # versions that each user may read
         shutil.rmtree(self._root, ignore_errors=True)
         self._root.mkdir(parents=True)
 
@@ -35,8 +35,8 @@ class WeightFolder:
         return self._root / str(version)
 
     def write(self, version: int, params: Params, user: str) -> Path:
-        """Write a version unless that was done, and keep it for this user; return its directory.
-        Waits for the arrays, and raises OSError."""
+        """Write a version if it does not exist, and keep it for this user; return its directory.
+        Waits for the arrays. Raises OSError."""
         with self._lock:
             self._used.setdefault(user, set()).add(version)
             path = self.path(version)
@@ -50,8 +50,8 @@ class WeightFolder:
             return path
 
     def settle(self, user: str, version: int | None) -> None:
-        """Take note that this user reads only this version from now on (None: nothing), and remove
-        what nobody reads."""
+        """Record that this user reads only this version from now on (None: nothing), and remove
+        all versions that no user needs."""
         with self._lock:
             self._used[user] = set() if version is None else {version}
             wanted = {str(v) for versions in self._used.values() for v in versions}

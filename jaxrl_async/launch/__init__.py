@@ -1,0 +1,1 @@
+"""Wing: launch runs on GKE and on Ray."""

@@ -1,12 +1,13 @@
 """python -m jaxrl_async.launch.gke VALUES.yaml: Kubernetes manifests of a run on TPU slices of GKE.
 
     values + configuration ──check──> ConfigMap (the resolved configuration)
-                                      PersistentVolumeClaim (where runs.create_gib asks for one)
+                                      PersistentVolumeClaim (if runs.create_gib is set)
                                       Service, PodMonitoring: the trainer's metrics
                                       JobSets: the trainer's, and one of each sampler
 
-launch/gke_values.py has all values, launch/gke_manifests.py says what restarts after what. Every
-start resumes the existing run (run.resume_or_start). Pipe the text to `kubectl apply -f -`.
+launch/gke_values.py defines all values; launch/gke_manifests.py describes what restarts after a
+failure. Every start resumes the existing run (run.resume_or_start). Pipe the output to
+`kubectl apply -f -`.
 """
 
 import importlib
@@ -35,11 +36,12 @@ from jaxrl_async.launch.gke_slices import GENERATIONS, Tpu
 from jaxrl_async.launch.gke_values import Role, SamplerRole, Values, load_values
 
 SPOT_GRACE_S = 15
-"""Most time that kubelet leaves a pod on a spot node, whatever it asks for, seconds."""
+"""Maximum time that kubelet gives a pod on a spot node to end, regardless of its request,
+seconds."""
 
 
 def run_config(values: Values, folder: Path) -> Config:
-    """Load the configuration as the pods will run it, and check it against the slices.
+    """Load the configuration in the form that the pods run, and check it against the slices.
 
     folder: the folder of the values file. Raises ConfigError.
     """
@@ -47,7 +49,7 @@ def run_config(values: Values, folder: Path) -> Config:
     fixed.append(f"metrics.prometheus=0.0.0.0:{METRICS_PORT}")
     if values.samplers is not None:
         fixed += [
-            "mesh.samplers_in=elsewhere",
+            "mesh.samplers_in=external",
             f"mesh.samplers={values.samplers.replicas}",
             f"remote.listen=0.0.0.0:{JOIN_PORT}",
             f"remote.data_port={DATA_PORT}",
@@ -81,11 +83,11 @@ def _check_trainer(values: Values, config: Config) -> None:
     in_parts = needed < tpu.host_devices or samples_here
     if in_parts and hosts > 1 and not GENERATIONS[tpu.generation].divisible:
         raise ConfigError(
-            f"{values.config}: the compiler runs no program on a part of each host's chips of a "
-            f"{tpu.generation} slice of {tpu.hosts} hosts, and not on every host alone (a sampler "
-            f"with mesh.colocated). Give the samplers slices of their own "
-            f"(samplers), and the trainer all {hosts * tpu.host_devices} devices of its own (axes "
-            "of mesh.trainer), or take one host."
+            f"{values.config}: the compiler does not support programs on a part of each host's "
+            f"chips of a {tpu.generation} slice of {tpu.hosts} hosts, nor on each host alone (a "
+            f"sampler with mesh.colocated). Give the samplers separate slices "
+            f"(samplers), and the trainer all {hosts * tpu.host_devices} devices of its slices "
+            "(axes of mesh.trainer), or use one host."
         )
 
 
@@ -101,21 +103,21 @@ def _check_sampler(values: Values, role: SamplerRole, config: Config) -> None:
 
 
 def warnings(values: Values, config: Config) -> Iterator[str]:
-    """Yield warnings of what is probably a mistake."""
+    """Yield warnings about probable mistakes."""
     tpu = values.trainer.tpu
     hosts = tpu.slices * tpu.hosts
     needed, there = hosts * run_devices_per_process(config, hosts), hosts * tpu.host_devices
     if needed < there:
-        yield f"mesh uses {needed} of {there} devices; the others stand idle."
+        yield f"mesh uses {needed} of {there} devices; the others are idle."
     if values.samplers is not None:
         used, has = config.mesh.sampler.num_devices, values.samplers.tpu.host_devices
         if values.samplers.tpu.hosts == 1 and used < has:
             yield f"mesh.sampler uses {used} of {has} devices of each sampler's slice."
     if values.trainer.capacity == "spot" and grace_s(config) > SPOT_GRACE_S:
         yield (
-            f"a pod on a spot node has {SPOT_GRACE_S} s at best to end, and the "
-            f"run may take {grace_s(config)} s to save. Save more often (checkpoint.every): what "
-            "is not saved is computed again."
+            f"a pod on a spot node has at most {SPOT_GRACE_S} s to end, and the "
+            f"run may take {grace_s(config)} s to save. Save more often (checkpoint.every): "
+            "unsaved work is computed again."
         )
 
 
@@ -131,7 +133,7 @@ def as_yaml(values: Values, documents: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _pools(name: str, role: Role, count: int) -> str:
-    """Return the line about a role's node pools; nodes of one host each share one."""
+    """Return the line about a role's node pools; slices of one host share a pool."""
     tpu: Tpu = role.tpu
     pools = "1 node pool" if count == 1 or tpu.hosts == 1 else f"{count} node pools"
     nodes = count if tpu.hosts == 1 else tpu.hosts
@@ -164,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         values = load_values(path)
         config = run_config(values, path.parent)
-        importlib.import_module("jaxrl_async.run.start").check_names(config)
+        importlib.import_module("jaxrl_async.run.start_checks").check_names(config)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2

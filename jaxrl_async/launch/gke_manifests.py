@@ -3,14 +3,14 @@
     NAME             one pod for each host; the first one listens for samplers at a fixed DNS name
     NAME-sampler-I   one slice, a separate JAX world, that joins the trainer
 
-A JobSet's number of Jobs cannot be changed, and its queue admits it as a whole: samplers come,
-go and are preempted one by one, so each is a separate JobSet.
+A JobSet's number of Jobs cannot be changed, and its queue admits it as a whole. Samplers join,
+leave and are preempted individually, so each is a separate JobSet.
 
-What restarts what, by what fails:
+What restarts, depending on what fails:
 
-    a pod of a sampler         its Job makes another, without end; the trainer continues with the
-                               others
-    a trainer of one host      its Job makes another pod; samplers wait for it and join again
+    a pod of a sampler         its Job creates another, without limit; the trainer continues with
+                               the others
+    a trainer of one host      its Job creates another pod; samplers wait for it and join again
     a trainer of more hosts    the JobSet restarts its pods together; samplers wait and join again
 
 A preemption (exit code 75, or a lost node) never counts towards max_restarts. A sampler ends with
@@ -24,12 +24,12 @@ from typing import Any
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.section import MAX_WHOLE
-from jaxrl_async.launch.distributed import PORT
 from jaxrl_async.launch.gke_slices import GENERATIONS
 from jaxrl_async.launch.gke_values import Role, Runs, SecretKey, Values
 from jaxrl_async.metrics.health import HEALTH_VARIABLE, PATH
+from jaxrl_async.remote.wire.secret import SECRET_VARIABLE
+from jaxrl_async.run.distributed import PORT
 from jaxrl_async.run.signals import NO_TRAINER_CODE, PREEMPTED_CODE
-from jaxrl_async.wire.secret import SECRET_VARIABLE
 
 SPARE_S = 20
 """Seconds added to checkpoint.grace_s until Kubernetes kills the pod."""
@@ -42,27 +42,27 @@ ROLE = "jaxrl-async/role"
 TPU_PORT = 8471
 """Port of libtpu between the hosts of a slice."""
 JOIN_PORT = 8483
-"""Port at which the trainer waits for samplers."""
+"""Port at which samplers join the trainer."""
 DATA_PORT = 8484
-"""Port at which the trainer hands out weights, and samplers pass them on."""
+"""Port at which the trainer sends weights, and samplers forward them."""
 METRICS_PORT = 8485
 """Port at which the trainer's first host serves its metrics to Prometheus."""
 HEALTH_PORT = 8486
-"""Port at which each pod says whether it works (metrics/health.py)."""
+"""Port of each pod's health endpoint (metrics/health.py)."""
 START_S, HANG_S = 1800, 300
-"""Longest time until a pod answers first, and without an answer after that, seconds."""
+"""Timeout of a pod's first answer, and of later ones, seconds."""
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 SAMPLER_CACHE = f"{RUNS_FOLDER}/.jax_cache_of_samplers"
 """Compiled programs of all samplers. A trainer keeps its programs next to the runs."""
 KEPT_S = 600
-"""Seconds for which a sampler's JobSet that has ended is kept."""
+"""Seconds for which a finished JobSet of a sampler is kept."""
 SPOT, FLEX, QUEUED = (f"cloud.google.com/gke-{kind}" for kind in ("spot", "flex-start", "queued"))
 NODES = {"spot": SPOT, "flex_start": FLEX, "queued": QUEUED}
 """Label and taint of the nodes of each capacity."""
 
 
 def host_name(values: Values, job: str, index: int | str) -> str:
-    """Return the DNS name of the first pod of a trainer's Job, as JobSet makes it."""
+    """Return the DNS name that JobSet gives to the first pod of a trainer's Job."""
     return f"{values.name}-{job}-{index}-0.{values.name}"
 
 
@@ -90,7 +90,7 @@ def sampler_name(values: Values, index: int | str) -> str:
 
 
 def grace_s(config: Config) -> int:
-    """Return the seconds that the run may take to save after SIGTERM."""
+    """Return the time that the run has to save after SIGTERM, seconds."""
     return math.ceil(config.checkpoint.grace_s)
 
 
@@ -135,7 +135,7 @@ def _first_trainer(values: Values) -> dict[str, str]:
 
 
 def _metrics_service(values: Values) -> dict[str, Any]:
-    """Return the name under which launch/gke_scale.py, and any Prometheus, finds the metrics."""
+    """Return the Service at which launch/gke_scale.py, and any Prometheus, finds the metrics."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -223,16 +223,16 @@ def sampler_set(values: Values, config: Config, index: int) -> dict[str, Any]:
 
 
 def _without_trainer() -> dict[str, Any]:
-    """Return what a sampler's Job does when no trainer has answered: it fails, and releases its
+    """Return the rule for a sampler's Job when no trainer has answered: it fails, and releases its
     nodes."""
     codes = {"containerName": CONTAINER, "operator": "In", "values": [NO_TRAINER_CODE]}
     return {"action": "FailJob", "onExitCodes": codes}
 
 
 def _rules(values: Values) -> Iterator[dict[str, Any]]:
-    """Yield what the JobSet does when the trainer's Job has failed."""
+    """Yield the JobSet's rules for a failed Job of the trainer."""
     ours = {"targetReplicatedJobs": [TRAINER]}
-    if _is_alone(values.trainer):  # its Job has made max_restarts further pods
+    if _is_alone(values.trainer):  # its Job has already restarted max_restarts times
         yield {"name": "trainer_failed", "action": "FailJobSet", **ours}
         return
     preempted = {"onJobFailureReasons": ["PodFailurePolicy"]}
@@ -242,13 +242,13 @@ def _rules(values: Values) -> Iterator[dict[str, Any]]:
 
 
 def _is_alone(role: Role) -> bool:
-    """Return whether a role's pods are worlds of their own, so that each can restart alone."""
+    """Return whether each of a role's pods is a separate world, which can restart alone."""
     return role.tpu.hosts * role.tpu.slices == 1
 
 
 def _job(role: Role, notes: dict[str, str], pod: dict[str, Any]) -> dict[str, Any]:
     """Return the Job of one slice: an indexed pod for each host."""
-    # One slice, one node pool: pods of a Job share its links, and no other pod may be there.
+    # One slice, one node pool: a Job's pods share its links, and other pods are excluded.
     exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     about: dict[str, Any] = {key: value for key, value in (
         ("labels", dict(role.labels)), ("annotations", notes)
@@ -265,7 +265,7 @@ def _job(role: Role, notes: dict[str, str], pod: dict[str, Any]) -> dict[str, An
 
 
 def _preemption(action: str) -> dict[str, Any]:
-    """Return a pod failure policy: what to do with a pod that saved and ended, or was lost."""
+    """Return a pod failure policy: the action for a pod that saved and ended, or was lost."""
     saved = {"containerName": CONTAINER, "operator": "In", "values": [PREEMPTED_CODE]}
     node_lost = [{"type": "DisruptionTarget", "status": "True"}]
     return {
@@ -277,7 +277,7 @@ def _preemption(action: str) -> dict[str, Any]:
 
 
 def _restarted_by_its_job(most: int) -> dict[str, Any]:
-    """Return the fields of a Job that replaces a pod by itself, `most` times after failures."""
+    """Return the fields of a Job that replaces failed pods, at most `most` times."""
     return {"backoffLimit": most, "podFailurePolicy": _preemption("Ignore")}
 
 
@@ -356,7 +356,7 @@ def _storage(runs: Runs, user: int | None) -> dict[str, Any]:
 
 
 def _container(role: Role, env: Iterator[dict[str, Any]], *, runs: bool) -> dict[str, Any]:
-    """Return what both roles' containers have."""
+    """Return the part that the containers of both roles share."""
     chips: Mapping[str, Any] = {"google.com/tpu": role.tpu.host_chips, **role.resources}
     health = {"httpGet": {"path": PATH, "port": HEALTH_PORT}, "timeoutSeconds": 10}
     mounts: list[dict[str, Any]] = [
@@ -411,7 +411,7 @@ def _sampler_container(values: Values, role: Role, index: int) -> dict[str, Any]
 
 
 def _trainer_environment(values: Values) -> Iterator[dict[str, Any]]:
-    """Yield the variables that launch/distributed.py reads, and the secrets.
+    """Yield the variables that run/distributed.py reads, and the secrets.
 
     Kubernetes itself sets JOB_COMPLETION_INDEX.
     """
@@ -425,9 +425,9 @@ def _trainer_environment(values: Values) -> Iterator[dict[str, Any]]:
 
 
 def _sampler_environment(values: Values, role: Role, index: int) -> Iterator[dict[str, Any]]:
-    """Yield the same for a sampler, and where the compiled programs of all samplers are.
+    """Yield the variables of a sampler, and the cache of all samplers' compiled programs.
 
-    GKE may take Jobs on TPUs for slices of one world (MEGASCALE_*); these are not.
+    GKE may treat Jobs on TPUs as slices of one world (MEGASCALE_*); these are not.
     """
     first = _sampler_host(values, index)
     own = {

@@ -1,12 +1,12 @@
-"""python -m jaxrl_async.launch.gke_scale VALUES.yaml: as many samplers on GKE as the trainer needs.
+"""python -m jaxrl_async.launch.gke_scale VALUES.yaml: scale a run's samplers on GKE.
 
     trainer ──metrics port──> demand ──> kubectl apply NAME-sampler-4      the trainer waited
        (kubectl get --raw)          └──> kubectl delete NAME-sampler-3     samplers were idle
 
-It looks every LOOK_S until the trainer's JobSet has ended, between samplers.least and samplers.most
-of the values, by the rules of launch/demand.py, which also hold on Ray. A sampler that is removed
-hands its requests back first. It needs kubectl with the rights to read services, and to make and
-remove JobSets, and may be stopped and started again at any time.
+Checks every LOOK_S until the trainer's JobSet has ended, and keeps the number between
+samplers.least and samplers.most of the values. The rules are in launch/autoscale.py and also apply
+on Ray. A sampler that is removed hands its requests back first. Needs kubectl with the rights to
+read services, and to create and delete JobSets. It may be stopped and restarted at any time.
 """
 
 import json
@@ -22,7 +22,7 @@ import yaml
 
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.launch.demand import NEEDED, demand_of, measured_steps, wanted_samplers
+from jaxrl_async.launch.autoscale import NEEDED, demand_of, measured_steps, wanted_samplers
 from jaxrl_async.launch.gke import run_config
 from jaxrl_async.launch.gke_manifests import (
     METRICS_PORT,
@@ -35,18 +35,18 @@ from jaxrl_async.launch.gke_values import SamplerRole, Values, load_values
 from jaxrl_async.metrics.prometheus import gauge_name
 
 LOOK_S = 15.0
-"""Seconds between two looks at the metrics."""
+"""Interval between two reads of the metrics, seconds."""
 KUBECTL_S = 60.0
-"""Longest time for one call of kubectl, seconds."""
+"""Timeout of one kubectl call, seconds."""
 MOST_STEPS = 200
-"""Newest steps that are kept."""
+"""Maximum number of steps that are kept, newest last."""
 
 Kubectl = Callable[[Sequence[str], str], str]
 """Runs kubectl with arguments and standard input; returns its output. Raises OSError."""
 
 
 def run_kubectl(arguments: Sequence[str], text: str = "") -> str:
-    """Run kubectl; return its output. Raises OSError with what it says if it fails."""
+    """Run kubectl; return its output. Raises OSError with kubectl's message if it fails."""
     try:
         done = subprocess.run(
             ["kubectl", *arguments], input=text, capture_output=True, text=True, timeout=KUBECTL_S
@@ -59,7 +59,8 @@ def run_kubectl(arguments: Sequence[str], text: str = "") -> str:
 
 
 def step_of(text: str) -> tuple[int, dict[str, float]] | None:
-    """Return the newest step that the metrics port serves, and its values of NEEDED; None: no step
+    """Return the newest step that the metrics port serves, and its values of NEEDED. None if no
+    step
     has ended yet, or samplers were not measured."""
     values: dict[str, float] = {}
     for line in text.splitlines():
@@ -81,11 +82,11 @@ class Scaler:
     config: Config
     kubectl: Kubectl = run_kubectl
     steps: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    changed_at: int = 0  # step of the last change: earlier measurements no longer count
+    changed_at: int = 0  # step of the last change: earlier measurements do not count
 
     def look(self) -> str | None:
-        """Look once, and change the number of samplers by what was seen; return what was done, in
-        words; None: the run has ended. Raises OSError."""
+        """Read the metrics once, and change the number of samplers accordingly. Return a
+        description of what was done; None if the run has ended. Raises OSError."""
         sets = self._job_sets()
         trainer = sets.get(self.values.name)
         if trainer is None or _has_ended(trainer):
@@ -106,7 +107,7 @@ class Scaler:
             return f"{living} of {len(there)} samplers are sampling"
         counted = [step for n, step in sorted(self.steps.items()) if n > self.changed_at]
         if not (seen := measured_steps(counted, living)):
-            return f"{living} samplers: too few steps are measured"
+            return f"{living} samplers: too few steps have been measured"
         role, demand = self._role, demand_of(seen)
         wanted = wanted_samplers(demand, living, role.least, role.most or role.replicas)
         told = (
@@ -124,7 +125,7 @@ class Scaler:
         return self.values.samplers
 
     def _change(self, there: set[str], wanted: int) -> None:
-        """Add samplers with the lowest free numbers, or remove those with the highest."""
+        """Add samplers with the lowest free numbers, or remove the ones with the highest."""
         by_number = {
             name: int(name.rpartition("-")[2])
             for name in there
@@ -151,7 +152,7 @@ class Scaler:
         try:
             return self.kubectl(["get", "--raw", f"{where}/{name}/proxy/metrics"], "")
         except OSError:
-            return ""  # it starts, or restarts
+            return ""  # it is starting or restarting
 
 
 def _has_ended(job_set: Mapping[str, Any]) -> bool:
@@ -174,7 +175,7 @@ def main(
     try:
         values = load_values(path)
         if values.samplers is None:
-            raise ConfigError(f"{path}: there are no samplers to scale. Set samplers.")
+            raise ConfigError(f"{path}: no samplers to scale. Set samplers.")
         scaler = Scaler(values=values, config=run_config(values, path.parent), kubectl=kubectl)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)

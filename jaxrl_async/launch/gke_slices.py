@@ -1,4 +1,4 @@
-"""TPU slices of GKE: generations, topologies, hosts, and which parts of a slice can be used."""
+"""TPU slices of GKE: generations, topologies, hosts, and the usable parts of a slice."""
 
 import math
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ class Generation:
     accelerator: str  # value of the node label cloud.google.com/gke-tpu-accelerator
     machine: str  # machine type without its number of chips
     max_chips: int  # in a slice
-    flat: bool  # topologies of two numbers, not three
-    hosts: Mapping[int, tuple[int, int]]  # by a host's chips: its vCPUs, and its memory in GB
+    flat: bool  # topologies have two numbers, not three
+    hosts: Mapping[int, tuple[int, int]]  # chips of a host -> its vCPUs, and its memory in GB
     devices: int = 1  # JAX devices of a chip
     divisible: bool = False  # programs may run on a part of a slice of several hosts
 
@@ -64,14 +64,14 @@ GENERATIONS = {
         divisible=True,
     ),
 }
-"""divisible: as the TPU compiler of jax 0.10.2 answers, for slices of up to 64 chips; a run asks it
-again when it starts (mesh.check_collective)."""
+"""divisible: as the TPU compiler of jax 0.10.2 reports, for slices of up to 64 chips. A run checks
+it again at its start (mesh.check_collective)."""
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 """Topologies of v5e and v6e."""
 SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
-"""Topologies of the others whose numbers are not all multiples of 4."""
+"""Topologies of the other generations whose numbers are not all multiples of 4."""
 HOST_CHIPS = {"1x1": (1,), "2x2": (4,), "2x4": (8, 4)}
-"""Chips per host, the default first; 4 for every other topology."""
+"""Chips per host, default first; 4 for every other topology."""
 
 
 REQUESTED_MEMORY = 0.7
@@ -84,7 +84,7 @@ class Tpu(Section):
     topology: str
     """Chips of a slice in each direction, such as 4x4 (v5e, v6e) or 2x2x4 (the others)."""
     slices: Positive = 1
-    """Number of slices that form one mesh, joined by the data-centre network."""
+    """Number of slices that form one mesh, joined by the data center network."""
     chips_per_host: Positive | None = None
     """Chips per node; null: the default for the topology."""
 
@@ -110,8 +110,8 @@ class Tpu(Section):
 
     @property
     def host_requests(self) -> dict[str, str]:
-        """What a pod requests of its host in addition to the chips: half of the processors, and
-        REQUESTED_MEMORY of the memory; the rest is for the node's own pods and side cars."""
+        """Resources that a pod requests in addition to the chips: half of the host's processors,
+        and REQUESTED_MEMORY of its memory; the rest is for the node's own pods and sidecars."""
         cpus, memory_gb = GENERATIONS[self.generation].hosts[self.host_chips]
         return {"cpu": str(cpus // 2), "memory": f"{int(memory_gb * REQUESTED_MEMORY)}G"}
 

@@ -1,4 +1,4 @@
-"""The values file of a run on GKE: its two roles, each on slices of its own, and its storage."""
+"""The values file of a run on GKE: its two roles, each on separate slices, and its storage."""
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -12,22 +12,22 @@ from jaxrl_async.config.section import Count, Positive, Section
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.launch.gke_slices import Tpu
 from jaxrl_async.metrics.health import HEALTH_VARIABLE
-from jaxrl_async.wire.secret import SECRET_VARIABLE
+from jaxrl_async.remote.wire.secret import SECRET_VARIABLE
 
 NAME = r"^[a-z]([a-z0-9-]*[a-z0-9])?$"
 MANAGED_ENV = ("JOBSET_", "MEGASCALE_", "TPU_", SECRET_VARIABLE, HEALTH_VARIABLE)
-"""Variables that the manifests or GKE set: names, or their beginnings."""
+"""Variables that the manifests or GKE set: names or prefixes."""
 MOST_LETTERS = 63
-"""Longest name of a pod's host."""
+"""Maximum length of a pod's host name."""
 TAKEN = ("config", "shm", "runs")
-"""Volumes of the manifests."""
+"""Names of the manifests' own volumes."""
 
 
 class Toleration(Section):
     key: str
     """Key of the taint."""
     operator: Literal["Exists", "Equal"] = "Exists"
-    """Equal: only taints of this value."""
+    """Equal: only taints with this value."""
     value: str | None = None
     """Value of the taint, for Equal."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
@@ -40,38 +40,38 @@ class Volume(Section):
     mount_path: str = Field(pattern=r"^/")
     """Folder in the container."""
     read_only: bool = False
-    """Mount it for reading only."""
+    """Mount it read-only."""
     source: dict[str, Any] = Field(min_length=1, max_length=1)
     """A Kubernetes volume source: {emptyDir: {medium: Memory}}, {persistentVolumeClaim:
     {claimName: data}}."""
 
 
 class Role(Section):
-    """What the trainer and the samplers both have."""
+    """Values that the trainer and the samplers share."""
 
     tpu: Tpu
     """The slices."""
     capacity: Literal["on_demand", "spot", "reserved", "flex_start", "queued"] = "on_demand"
-    """How the nodes are bought. flex_start: given when there are some, for seven days at most;
-    queued: the same, with all nodes given at once by queued provisioning (needs queue, a Kueue
+    """How the nodes are provisioned. flex_start: provided when available, for at most seven days;
+    queued: the same, with all nodes provided together by queued provisioning (needs queue, a Kueue
     LocalQueue)."""
     reservation: str | None = None
     """Name of the reservation, for capacity=reserved."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Further environment variables."""
+    """Additional environment variables."""
     resources: dict[str, str] = Field(default_factory=dict)
-    """Resources that a container requests besides its chips, and its limits: {cpu: "90", memory:
-    350Gi}; without cpu or memory it requests a part of its host's, and has no limit of it."""
+    """Resources that a container requests in addition to its chips, and its limits: {cpu: "90",
+    memory: 350Gi}. Without cpu or memory it requests a part of its host's, without a limit."""
     labels: dict[str, str] = Field(default_factory=dict)
-    """Further labels of the pods."""
+    """Additional labels of the pods."""
     annotations: dict[str, str] = Field(default_factory=dict)
-    """Further annotations of the pods."""
+    """Additional annotations of the pods."""
     node_selector: dict[str, str] = Field(default_factory=dict)
-    """Further labels that the nodes must have."""
+    """Additional labels that the nodes must have."""
     tolerations: tuple[Toleration, ...] = ()
-    """Further taints that the pods tolerate."""
+    """Additional taints that the pods tolerate."""
     volumes: tuple[Volume, ...] = ()
-    """Further volumes."""
+    """Additional volumes."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Role":
@@ -95,19 +95,19 @@ class Role(Section):
 
 class SamplerRole(Role):
     replicas: Count = 1
-    """Number of samplers: each has a separate slice and JobSet, and is a workload of the
+    """Number of samplers. Each has a separate slice and JobSet, and is a separate workload of the
     queue."""
     least: Count = 1
-    """Fewest samplers that launch/gke_scale.py keeps."""
+    """Minimum number of samplers for launch/gke_scale.py."""
     most: Count | None = None
-    """Most samplers that launch/gke_scale.py makes; null: replicas."""
+    """Maximum number of samplers for launch/gke_scale.py; null: replicas."""
     queue: str | None = Field(None, pattern=NAME)
     """Kueue LocalQueue of the samplers; null: the trainer's."""
     wait_s: Positive = 3600
-    """Longest time for which a sampler waits for its trainer, seconds; then its nodes are given
-    back."""
+    """Maximum time for which a sampler waits for its trainer, seconds; then its nodes are
+    released."""
     capacity: Literal["on_demand", "spot", "reserved", "flex_start", "queued"] = "spot"
-    """As for the trainer. A sampler that is preempted loses no work: others go on with it."""
+    """As for the trainer. A preempted sampler loses no work: others continue its requests."""
 
     @model_validator(mode="after")
     def _one_slice(self) -> "SamplerRole":
@@ -131,16 +131,17 @@ class Runs(Section):
     """Cloud Storage bucket, mounted with gcsfuse (best with a hierarchical namespace: a checkpoint
     is committed by renaming its folder); the service account must be allowed to write to it."""
     rename_dir_limit: Positive = 100_000
-    """Most files of a folder that gcsfuse renames in a bucket without a hierarchical namespace."""
+    """Maximum files of a folder that gcsfuse renames in a bucket without a hierarchical
+    namespace."""
     sidecar_cpu: str = "0"
-    """Limit of processors for gcsfuse's side car; 0: no limit, which Autopilot does not allow."""
+    """CPU limit of gcsfuse's sidecar; 0: no limit, which Autopilot does not allow."""
     sidecar_memory: str = "0"
-    """Limit of memory for it, such as 16Gi; 0: no limit."""
+    """Memory limit of the sidecar, such as 16Gi; 0: no limit."""
     sidecar_storage: str = "0"
-    """Limit of the node's storage for it, where a file lies until it is uploaded: more than a
-    host's largest file of a checkpoint; 0: no limit."""
+    """Limit of the node's storage for the sidecar, which holds a file until it is uploaded: more
+    than a host's largest file of a checkpoint; 0: no limit."""
     claim: str | None = Field(None, pattern=NAME)
-    """PersistentVolumeClaim to which several nodes can write (ReadWriteMany)."""
+    """PersistentVolumeClaim that several nodes can write to (ReadWriteMany)."""
     create_gib: Positive | None = None
     """Create the claim with this size, GiB; null: it exists."""
     storage_class: str | None = None
@@ -149,7 +150,7 @@ class Runs(Section):
     @model_validator(mode="after")
     def _one(self) -> "Runs":
         if (self.bucket is None) == (self.claim is None):
-            raise ValueError("runs needs a bucket or a claim, and not both. Set one of them.")
+            raise ValueError("runs needs a bucket or a claim, but not both. Set one of them.")
         if self.claim is None and self.create_gib is not None:
             raise ValueError("runs.create_gib is the size of runs.claim, which is not set.")
         if self.create_gib is None and self.storage_class is not None:
@@ -163,11 +164,11 @@ class SecretKey(Section):
     name: str = Field(pattern=NAME)
     """Name of a Kubernetes Secret."""
     key: str
-    """Key in it."""
+    """Key in the Secret."""
 
 
 class Values(Section):
-    """What a run on GKE needs besides its configuration."""
+    """Values of a run on GKE, in addition to its configuration."""
 
     name: str = Field(pattern=NAME, max_length=40)
     """Name of the JobSet, and of the run."""
@@ -176,7 +177,7 @@ class Values(Section):
     image: str = Field(min_length=1)
     """Image of this project (Dockerfile), with its tag or digest."""
     config: str
-    """The run's configuration file, beside the values file or absolute."""
+    """The run's configuration file, relative to the values file or absolute."""
     overrides: tuple[str, ...] = ()
     """Overrides of the configuration, section.key=value each."""
     trainer: Role
@@ -184,15 +185,16 @@ class Values(Section):
     samplers: SamplerRole | None = None
     """The samplers' slices; null: samplers in threads on the trainer's hosts."""
     join_secret: SecretKey | None = None
-    """The secret by which samplers and trainer know each other; needed with samplers."""
+    """The secret with which samplers and trainer authenticate each other; needed with samplers."""
     runs: Runs
     """Storage of the results."""
     queue: str | None = Field(None, pattern=NAME)
     """Kueue LocalQueue; null: not queued."""
     max_run_s: Positive | None = None
-    """Longest time for which queued provisioning lends the nodes, seconds; null: seven days."""
+    """Maximum time for which queued provisioning provides the nodes, seconds; null: seven days."""
     monitoring: bool = True
-    """Make a PodMonitoring, by which Google's managed Prometheus reads the trainer's metrics; false
+    """Create a PodMonitoring, with which Google's managed Prometheus reads the trainer's metrics;
+    false
     for a cluster without it."""
     service_account: str | None = Field(None, pattern=NAME)
     """Kubernetes service account of the pods; null: the namespace's default."""
@@ -200,18 +202,18 @@ class Values(Section):
     """Environment variables of the trainer from secrets: HF_TOKEN: {name: our-secret, key:
     token}."""
     max_restarts: int = Field(3, ge=0)
-    """Most restarts after failures of the trainer; those after preemptions do not count, nor those
-    of samplers."""
+    """Maximum restarts after failures of the trainer. Restarts after preemptions, and restarts of
+    samplers, do not count."""
     run_as_user: int | None = Field(1000, ge=0)
     """User id of the pods' processes; null: the image's."""
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The trainer, and the samplers if they have slices of their own."""
+        """The trainer, and the samplers if they have separate slices."""
         return (self.trainer,) if self.samplers is None else (self.trainer, self.samplers)
 
     def queue_of(self, role: Role) -> str | None:
-        """Return a role's LocalQueue; None: it is not queued."""
+        """Return a role's LocalQueue; None if it is not queued."""
         return (role.queue if isinstance(role, SamplerRole) else None) or self.queue
 
     @model_validator(mode="after")
@@ -223,7 +225,7 @@ class Values(Section):
             )
         if (self.samplers is None) != (self.join_secret is None):
             raise ValueError(
-                "samplers join with a secret: set samplers and join_secret, or neither. To make "
+                "samplers join with a secret: set samplers and join_secret, or neither. To create "
                 f"one: kubectl create secret generic {self.name}-join --from-literal=secret="
                 '"$(openssl rand -hex 32)", then join_secret: {name: '
                 f"{self.name}-join, key: secret}}."
@@ -234,8 +236,9 @@ class Values(Section):
             longest = "{}-sampler-{}-sampler-0-{}-12345".format(self.name, *numbers)  # of a pod
             if (over := len(longest) - MOST_LETTERS) > 0:
                 raise ValueError(
-                    f"name is too long, by {over}: the pods of its samplers would have names "
-                    f"of more than {MOST_LETTERS}, which Kubernetes does not accept. Shorten it."
+                    f"name is too long, by {over}: the pods of its samplers would have names of "
+                    f"more than {MOST_LETTERS} characters, which Kubernetes does not accept. "
+                    "Shorten it."
                 )
         queued = [role for role in self.roles if role.capacity == "queued"]
         if any(self.queue_of(role) is None for role in queued):
@@ -246,7 +249,7 @@ class Values(Section):
 
 
 def load_values(path: Path) -> Values:
-    """Load the values from a YAML file. Raises ConfigError, which names every problem."""
+    """Load the values from a YAML file. Raises ConfigError with every problem."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""What a role needs of a cluster: how many hosts, with which devices."""
+"""The hosts and devices that a role needs of a cluster."""
 
 import math
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ class Hardware:
 
     @property
     def devices(self) -> int | None:
-        """JAX devices of all hosts; None: as many as JAX is asked for (CPU)."""
+        """JAX devices of all hosts; None: as many as requested from JAX (CPU)."""
         if self.kind == "cpu":
             return None
         each = self.tpu.host_devices if self.tpu is not None else self.per_host
         return each * self.hosts
 
     def __str__(self) -> str:
-        """Return what parse_hardware reads."""
+        """Return the form that parse_hardware reads."""
         if self.tpu is not None:
             return f"tpu:{self.tpu.generation}:{self.tpu.topology}"
         hosts = f"x{self.hosts}" if self.hosts > 1 else ""
@@ -66,5 +66,7 @@ def parse_range(text: str) -> tuple[int, int]:
         raise ConfigError(f"--samplers {text}: give LEAST:MOST, such as 2:8, or one number.")
     least, most = int(parts[0]), int(parts[-1])
     if least > most:
-        raise ConfigError(f"--samplers {text}: the least ({least}) is more than the most ({most}).")
+        raise ConfigError(
+            f"--samplers {text}: the minimum ({least}) is above the maximum ({most})."
+        )
     return least, most

@@ -2,21 +2,22 @@
 
     --trainer HARDWARE     of the trainer (default cpu:1)
     --sampler HARDWARE     of each sampler (default cpu:1)
-    --samplers LEAST:MOST  how many samplers (default 1): between the two, what the trainer needs
+    --samplers LEAST:MOST  number of samplers (default 1); within this range it follows demand
     --address ADDRESS      the cluster: auto, HOST:PORT, or local for a new one on this machine;
-                           without it: RAY_ADDRESS, a cluster that runs here, or a new one
-    --max-restarts N       of the trainer, after failures (default 3); samplers: without end
+                           default: RAY_ADDRESS, a cluster running on this machine, or a new one
+    --max-restarts N       of the trainer, after failures (default 3); samplers: no limit
 
 HARDWARE is cpu:CORES or gpu:COUNT, with xHOSTS if there are several (gpu:8x2: 8 on each of 2
 hosts), or tpu:GENERATION:TOPOLOGY (tpu:v6e:4x4), a whole slice.
 
-Trainer and samplers are actors in placement groups; each runs the commands that any host runs
-(jaxrl_async.train, jaxrl_async.sample), so the package must be installed on all hosts, and run.dir
-be storage that the trainer's hosts share. They know each other by JAXRL_ASYNC_SECRET; without it
-one is made. launch/upkeep.py says what follows when something ends. The same command starts the run
-and resumes it. Ctrl-C ends it with everything saved; again: at once.
+Trainer and samplers are actors in placement groups. Each runs the same commands as on any host
+(jaxrl_async.train, jaxrl_async.sample), so the package must be installed on all hosts, and
+run.dir must be storage that the trainer's hosts share. They authenticate each other with
+JAXRL_ASYNC_SECRET; without it a secret is created. launch/supervisor.py describes what happens
+when a process ends. The same command starts the run and resumes it. Ctrl-C ends the run with
+everything saved; a second Ctrl-C ends it immediately.
 
-Exit codes are those of jaxrl_async.train.
+Exit codes are the same as for jaxrl_async.train.
 """
 
 import argparse
@@ -37,37 +38,37 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError, JaxrlError
 from jaxrl_async.launch.hardware import Hardware, parse_hardware, parse_range
 from jaxrl_async.launch.ray_cluster import RayCluster
-from jaxrl_async.launch.upkeep import HostTask, Upkeep, UpkeepPlan
+from jaxrl_async.launch.supervisor import HostTask, Upkeep, UpkeepPlan
 from jaxrl_async.metrics.recorder import METRICS_FILE
+from jaxrl_async.remote.wire.secret import SECRET_VARIABLE
 from jaxrl_async.run.signals import EXIT_CODE
-from jaxrl_async.wire.secret import SECRET_VARIABLE
 
 TICK_S = 1.0
-"""Time between two looks at all processes, seconds."""
+"""Interval between two checks of all processes, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayPrograms:
-    """What python runs on the hosts."""
+    """The commands that python runs on the hosts."""
 
     train: tuple[str, ...] = ("-m", "jaxrl_async.train", "{config}")
     sample: tuple[str, ...] = ("-m", "jaxrl_async.sample")
 
 
 def ray_config(path: str, overrides: Sequence[str], samplers: int) -> Config:
-    """Load the configuration as the trainer will run it. Raises ConfigError.
+    """Load the configuration in the form that the trainer runs. Raises ConfigError.
 
     Args:
         path: Of the file.
         overrides: section.key=value each.
-        samplers: Number of samplers at the beginning.
+        samplers: Initial number of samplers.
     """
-    fixed = ["mesh.samplers_in=elsewhere", f"mesh.samplers={samplers}", *RESTARTED]
+    fixed = ["mesh.samplers_in=external", f"mesh.samplers={samplers}", *RESTARTED]
     return load(path, [*overrides, *fixed])
 
 
 def check_hardware(config: Config, trainer: Hardware, sampler: Hardware) -> None:
-    """Raise ConfigError unless both meshes are as large as their hardware."""
+    """Raise ConfigError unless both meshes match the size of their hardware."""
     needed = run_devices_per_process(config, trainer.hosts) * trainer.hosts
     of_sampler = config.mesh.sampler.num_devices
     for option, hardware, count, section in (
@@ -91,15 +92,15 @@ def fleet_plan(
     max_restarts: int = 3,
     programs: RayPrograms | None = None,
 ) -> UpkeepPlan:
-    """Return what runs where.
+    """Return the commands and their hosts.
 
     Args:
         config: From ray_config.
         hardware: The trainer's, and each sampler's.
-        bounds: Least and most samplers.
-        secret: By which trainer and samplers know each other.
+        bounds: Minimum and maximum number of samplers.
+        secret: With which trainer and samplers authenticate each other.
         max_restarts: Of the trainer, after failures.
-        programs: What python runs; None: the run's own commands.
+        programs: The commands for python; None: the run's own commands.
     """
     programs = programs or RayPrograms()
     trainer, sampler = hardware
@@ -138,9 +139,9 @@ def _sampler_tasks(
 
 
 def _environment(hardware: Hardware, secret: str, meet: str, number: int) -> dict[str, str]:
-    """Return a host's variables: the secret, and how several hosts find each other.
+    """Return a host's variables: the secret, and the coordinator if there are several hosts.
 
-    Those of a TPU slice know (launch/distributed.py).
+    Hosts of a TPU slice find each other themselves (run/distributed.py).
     """
     env = {SECRET_VARIABLE: secret}
     if hardware.kind == "cpu":
@@ -157,7 +158,7 @@ def _environment(hardware: Hardware, secret: str, meet: str, number: int) -> dic
 def run_fleet(plan: UpkeepPlan, cluster: RayCluster, tick_s: float = TICK_S) -> int:
     """Run a plan on a cluster until it ends; return the exit code.
 
-    The first SIGINT or SIGTERM lets the trainer save and end, the second ends everything.
+    The first SIGINT or SIGTERM lets the trainer save and end; the second ends everything.
     """
     fleet = Upkeep(plan, cluster)
     asked: list[int] = []
@@ -173,14 +174,14 @@ def run_fleet(plan: UpkeepPlan, cluster: RayCluster, tick_s: float = TICK_S) -> 
         while True:
             if asked and not told:
                 told = True
-                print("ending: the trainer saves, then all end", file=sys.stderr, flush=True)
+                print("ending: the trainer saves, then all others end", file=sys.stderr, flush=True)
                 fleet.stop(asked[0])
             code = fleet.step(time.monotonic())
             if code is not None:
                 return code
             time.sleep(tick_s)
     except KeyboardInterrupt:
-        print("ending at once; what was not saved is lost", file=sys.stderr, flush=True)
+        print("ending immediately; unsaved work is lost", file=sys.stderr, flush=True)
         return EXIT_CODE
     finally:
         fleet.close()
@@ -228,7 +229,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trainer", default="cpu:1", metavar="HARDWARE")
     parser.add_argument("--sampler", default="cpu:1", metavar="HARDWARE", help="of each sampler")
     parser.add_argument("--samplers", default="1", metavar="LEAST:MOST", help="default 1")
-    parser.add_argument("--address", help="auto, HOST:PORT or local; default: Ray's own choice")
+    parser.add_argument("--address", help="auto, HOST:PORT or local; default: chosen by Ray")
     parser.add_argument("--max-restarts", type=int, default=3, metavar="N", help="of the trainer")
     return parser
 

@@ -1,7 +1,8 @@
-"""Hosts of a Ray cluster: placement groups, and an actor on each host. The one door to ray.
+"""Hosts of a Ray cluster: placement groups, and an actor on each host. The only module that uses
+ray.
 
-Ray finds the hosts and says which have died; each actor runs its command as a process of its own
-(launch/hostprocess.py). Tested with ray 2.60; its TPU slices are alpha there.
+Ray finds the hosts and reports which have died; each actor runs its command as a separate process
+(launch/host_process.py). Tested with ray 2.60, in which TPU slices are alpha.
 """
 
 import importlib
@@ -12,15 +13,15 @@ from typing import Any
 
 from jaxrl_async.errors import MissingExtraError
 from jaxrl_async.launch.hardware import Hardware
-from jaxrl_async.launch.hostprocess import HostProcess
-from jaxrl_async.launch.upkeep import LOST, HostTask
+from jaxrl_async.launch.host_process import HostProcess
+from jaxrl_async.launch.supervisor import LOST, HostTask
 
 CALL_S = 60.0
-"""Longest time for an actor's answer, seconds; then its host counts as lost."""
+"""Timeout of an actor's answer, seconds; after it, the host counts as lost."""
 END_S = 15.0
-"""Time that processes have to end when their hosts are given back, seconds."""
+"""Time that processes have to end when their hosts are released, seconds."""
 HEAD_S = 2.0
-"""Time to look for a free TPU slice before the next try, seconds."""
+"""Timeout of one attempt to find a free TPU slice, seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -37,46 +38,46 @@ def ray_api() -> Any:
 
 
 class RayCluster:
-    """A Ray cluster, joined by this process: Cluster of launch/upkeep.py."""
+    """A Ray cluster, joined by this process: Cluster of launch/supervisor.py."""
 
     def __init__(self, address: str | None, folder: str) -> None:
         """Join a cluster, or start one on this machine.
 
         Args:
-            address: auto, HOST:PORT, or local for a new one; None: RAY_ADDRESS, else a cluster that
-                runs on this machine, else a new one.
-            folder: where commands run, on hosts that have it.
+            address: auto, HOST:PORT, or local for a new one; None: RAY_ADDRESS, otherwise a cluster
+                that runs on this machine, otherwise a new one.
+            folder: the commands' working directory, on hosts that have it.
 
-        Raises MissingExtraError, ConnectionError if nobody answers at the address.
+        Raises MissingExtraError; ConnectionError if there is no answer at the address.
         """
         self._folder = folder
         ray_api().init(address=address, include_dashboard=False if address == "local" else None)
 
     def place(self, hardware: Hardware, name: str) -> "RayGroup":
-        """Ask for the hosts of a group. Does not wait for them."""
+        """Request the hosts of a group. Does not wait for them."""
         return RayGroup(hardware, name, self._folder)
 
     def close(self) -> None:
-        """Leave the cluster; one that was started here ends."""
+        """Leave the cluster; end it if it was started here."""
         ray_api().shutdown()
 
 
 class RayGroup:
-    """The processes of a trainer or of one sampler: Group of launch/upkeep.py."""
+    """The processes of a trainer or of one sampler: Group of launch/supervisor.py."""
 
     def __init__(self, hardware: Hardware, name: str, folder: str) -> None:
-        """Ask for the hosts."""
+        """Request the hosts."""
         self._hardware, self._name, self._folder = hardware, name, folder
         self._slice: Any = None  # SlicePlacementGroup, for TPUs
         self._placement: Any = None
-        self._ready: Any = None  # Ray's answer that the hosts are reserved; asked for once
-        self._actors: list[Any] = []  # the first host's first
+        self._ready: Any = None  # Ray's answer that the hosts are reserved; requested once
+        self._actors: list[Any] = []  # in the order of the hosts
         self._hosts: list[str] = []  # their addresses
-        self._ports: list[int] = []  # free on the first host: to join, of the coordinator
+        self._ports: list[int] = []  # free on the first host: for joining, and for the coordinator
         self._ask()
 
     def _ask(self) -> None:
-        """Ask Ray for the hosts; a TPU slice that is not free now is asked for again later."""
+        """Request the hosts from Ray; a TPU slice that is not free is requested again later."""
         hardware = self._hardware
         if hardware.tpu is None:
             kind = "GPU" if hardware.kind == "gpu" else "CPU"
@@ -99,16 +100,16 @@ class RayGroup:
             log.info("%s: no slice is free: %s", self._name, error)
 
     def placed(self) -> bool:
-        """Return whether there are hosts, and an actor answers on each. Does not wait for hosts."""
+        """Return whether an actor answers on each of the hosts. Does not wait for hosts."""
         ray = ray_api()
         if self._hosts:
-            return True  # a trainer that starts again listens where it did
+            return True  # a restarted trainer listens at the same address
         if self._placement is None:
             self._ask()
         if self._placement is None:
             return False
         if not self._actors:
-            if self._ready is None:  # a new answer each time would never be there at once
+            if self._ready is None:  # a new request each time would never be ready immediately
                 self._ready = self._placement.ready()
             ready, _ = ray.wait([self._ready], timeout=0)
             if not ready:
@@ -140,7 +141,7 @@ class RayGroup:
             num_gpus=gpus,
             resources=chips,
             scheduling_strategy=where,
-            max_restarts=0,  # the fleet decides
+            max_restarts=0,  # the supervisor decides
         )  # fmt: skip
         return wanted.remote(self._folder)
 
@@ -151,11 +152,11 @@ class RayGroup:
         return answers
 
     def address(self) -> str:
-        """Return HOST:PORT for the trainer: the first host, and a port that was free there."""
+        """Return HOST:PORT for the trainer: the first host, and a port that was free on it."""
         return f"{self._hosts[0]}:{self._ports[0]}"
 
     def start(self, tasks: Callable[[str], Sequence[HostTask]]) -> None:
-        """Start a process on each host; what still runs there is killed."""
+        """Start a process on each host; a process that still runs there is killed."""
         each = tasks(f"{self._hosts[0]}:{self._ports[1]}")
         calls = [a.start.remote(task) for a, task in zip(self._actors, each, strict=True)]
         try:
@@ -164,7 +165,7 @@ class RayGroup:
             log.warning("%s: not started on every host: %s", self._name, error)  # codes() says LOST
 
     def codes(self) -> tuple[int | None, ...]:
-        """Return each process's exit code; None: it runs, LOST: its host is gone."""
+        """Return each process's exit code; None: it is running, LOST: its host is gone."""
         ray = ray_api()
         calls = [actor.code.remote() for actor in self._actors]
         codes: list[int | None] = []
@@ -177,12 +178,12 @@ class RayGroup:
         return tuple(codes)
 
     def send(self, number: int) -> None:
-        """Send a signal to all processes that run."""
+        """Send a signal to all running processes."""
         for actor in self._actors:
             actor.send.remote(number)
 
     def tail(self, path: str) -> bytes:
-        """Return the end of a file of the first host; b"": nothing, or no host."""
+        """Return the end of a file on the first host; b"" if the file or the host is missing."""
         try:
             piece: bytes = ray_api().get(self._actors[0].tail.remote(path), timeout=CALL_S)
         except ray_api().exceptions.RayError as error:
@@ -191,7 +192,7 @@ class RayGroup:
         return piece
 
     def close(self) -> None:
-        """End whatever runs, and give the hosts back."""
+        """End all processes and release the hosts."""
         ray = ray_api()
         calls = [actor.end.remote(END_S) for actor in self._actors]
         if calls:
@@ -213,9 +214,9 @@ class RayGroup:
 
 
 class RayHost(HostProcess):
-    """A HostProcess that knows where Ray has put it."""
+    """A HostProcess that knows where Ray has placed it."""
 
     def where(self) -> tuple[int, str, list[int]]:
-        """Return this host's number in its TPU slice, its address, and two free ports."""
+        """Return this host's index in its TPU slice, its address, and two free ports."""
         address: str = ray_api().util.get_node_ip_address()
         return self.place(), address, [self.free_port(), self.free_port()]

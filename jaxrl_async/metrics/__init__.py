@@ -1,0 +1,1 @@
+"""Metrics: their declarations, how they are written, and the destinations they are sent to."""

@@ -1,6 +1,6 @@
 """Show a run's progress in a notebook: one output of the cell, redrawn in place.
 
-Only what every kernel has is used (IPython's display): no widgets, nothing to install.
+Only IPython's display is used, which every kernel has: no widgets, nothing to install.
 """
 
 import sys
@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 EVERY_S = 0.5
-"""Seconds between two drawings."""
+"""Interval between two redraws, seconds."""
 
 
 def in_notebook() -> bool:
@@ -21,10 +21,10 @@ def in_notebook() -> bool:
 
 
 class CellDisplay:
-    """An output that is drawn anew while it is started, on a thread of its own."""
+    """A cell output that a separate thread redraws until it is stopped."""
 
     def __init__(self, draw: Callable[[], tuple[str, str]], *, every_s: float = EVERY_S) -> None:
-        """draw: returns the output as HTML, and as plain text where no HTML is shown."""
+        """draw: returns the output as HTML, and as plain text for displays without HTML."""
         self._draw, self._every_s = draw, every_s
         self._shown: tuple[str, str] | None = None
         self._handle: Any = None
@@ -33,7 +33,7 @@ class CellDisplay:
 
     def start(self) -> None:
         """Show the output in the cell that is running."""
-        from IPython.display import DisplayHandle  # in a kernel alone
+        from IPython.display import DisplayHandle  # only in a kernel
 
         self._handle = DisplayHandle()
         self._shown = self._draw()
@@ -41,7 +41,7 @@ class CellDisplay:
         self._thread.start()
 
     def stop(self) -> None:
-        """Draw once more and leave it so."""
+        """Redraw a last time and stop."""
         self._done.set()
         self._thread.join()
         self._update()
@@ -60,7 +60,7 @@ class CellDisplay:
 def progress_html(
     label: str, done: int, total: int, clock: str, numbers: list[tuple[str, str]], curves: list[str]
 ) -> str:
-    """Return a bar of what is counted, with its clock, and labelled numbers and curves below."""
+    """Return a progress bar with its clock, and labelled numbers and curves below it."""
     shown = " &nbsp; ".join(
         f'<span style="opacity:.6">{escape(label)}</span> {escape(value)}'
         for label, value in numbers

@@ -22,21 +22,22 @@ from jaxrl_async.metrics.curves import curve
 from jaxrl_async.metrics.guarded_stream import GuardedStream
 
 EVERY_S, LONGEST_S = 2.0, 60.0
-"""Least seconds between two plain lines, at the start and after an hour; first, last and evaluation
-steps always get one."""
+"""Minimum interval between two plain lines, at the start and after an hour, seconds; first, last
+and evaluation steps always get a line."""
 WINDOW = 32
-"""Steps from which the remaining time is estimated."""
+"""Number of steps from which the remaining time is estimated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsoleProgress:
-    """What is shown. `values` holds the newest value of each key, even if from an earlier step."""
+    """The displayed state. `values` holds the newest value of each key, even from an earlier
+    step."""
 
     total_steps: int
     step: int = 0
     phase: str = ""
     detail: str = ""
-    part: tuple[int, int] | None = None  # how much of a counted phase is done, and of how much
+    part: tuple[int, int] | None = None  # done and total of a counted phase
     values: Mapping[str, float] = field(default_factory=dict)
     eta_s: float | None = None
     elapsed_s: float = 0.0
@@ -53,13 +54,13 @@ SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("sampler idle", "sampler/idle_share", "{:.0%}".format),
     ("trainer idle", "trainer/idle_share", "{:.0%}".format),
 )
-"""Label, key, format. The held-out reward is shown only without an accuracy."""
+"""Label, key, format. The held-out reward is shown only if there is no accuracy."""
 
 
 CURVES = ("reward", "eval", "eval reward", "eval loss", "pairs right")
-"""Labels of SHOWN that get a curve, the first two that the run has."""
+"""Labels of SHOWN that may get a curve; the first two that the run has get one."""
 CURVE_WIDTH = 48
-"""Columns of a curve, at most."""
+"""Maximum width of a curve, columns."""
 
 OnStep = Callable[[int, Mapping[str, float]], object]
 """Called with the number of a finished update (0: the evaluation before the first) and its metrics.
@@ -67,9 +68,9 @@ OnStep = Callable[[int, Mapping[str, float]], object]
 
 
 class Console:
-    """The run's progress on a terminal, in a notebook or in a log, and for a caller. One thread at
-    a time may call it, and any other one `notice`. A stream that cannot be written any more is said
-    once in the log."""
+    """The run's progress on a terminal, in a notebook or in a log, and for a caller. Only one
+    thread at a time may call it, but any thread may call `notice`. If the stream can no longer be
+    written, that is logged once."""
 
     def __init__(
         self,
@@ -81,19 +82,19 @@ class Console:
         on_step: OnStep | None = None,
         name: str = "",
     ) -> None:
-        """Make the display; `live` None means live if the stream is a terminal, or if none is given
-        and this is a notebook's kernel.
+        """Create the display. `live` None means live if the stream is a terminal, or if no stream
+        is given and this process is a notebook's kernel.
 
-        name: of one of several runs, which plain lines begin with.
+        name: of one of several runs; plain lines begin with it.
         """
         self._on_step, self._name = on_step, f"{name}  " if name else ""
         self.with_caller = False
-        """Whether the caller's own on_step is under way."""
+        """Whether the caller's own on_step is running."""
         self._stream = GuardedStream(stream or sys.stdout, "the console")
         self._clock, self._start = clock, clock()
         self._progress = ConsoleProgress(total_steps=total_steps)
         self._times: deque[tuple[int, float]] = deque(maxlen=WINDOW)
-        self._parts: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # of a phase that counts
+        self._parts: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # of a counted phase
         self._seen = {key: array("d") for label, key, _ in SHOWN if label in CURVES}
         self._printed_at = -EVERY_S
         self._rich = RichConsole(file=cast(TextIO, self._stream))
@@ -112,8 +113,8 @@ class Console:
         self._show_phase(name, detail, None, None)
 
     def counted(self, name: str, done: int, total: int, detail: str) -> None:
-        """Show a phase that counts, such as the updates of a warm start, and how long it still
-        takes; on a display its bar stands in place of the steps'."""
+        """Show a counted phase, such as the updates of a warm start, and its remaining time. On a
+        display its bar replaces the bar of the steps."""
         self._parts.append((done, self._clock()))
         left_s = eta_s(self._parts, total)
         told = f"{done}/{total}, {detail}"
@@ -169,8 +170,8 @@ class Console:
                 self.with_caller = False
 
     def notice(self, text: str) -> bool:
-        """Show that the run waits for something; return whether it was printed as a line, and not
-        on a display. Any thread may call this."""
+        """Show what the run is waiting for; return whether that was printed as a line, not on a
+        live display. Any thread may call this."""
         if self._live is not None:
             self._progress = replace(self._progress, phase="waiting", detail=text)
             self._show()
@@ -220,15 +221,15 @@ class Console:
         return drawn, f"{plain_line(progress)}  {phase}".strip()
 
     def _clock_text(self, progress: ConsoleProgress) -> str:
-        """Return the time since the start, and what is left."""
+        """Return the time since the start, and the remaining time."""
         left = "" if progress.eta_s is None else f"  {duration(progress.eta_s)} left"
         return f"{duration(self._clock() - self._start)}{left}"
 
     def _curves(self, width: int) -> list[tuple[str, str]]:
-        """Return label with range, and curve, of up to two numbers that were measured twice."""
+        """Return label with range, and curve, of up to two numbers measured at least twice."""
         found = []
         for label, key, form in SHOWN:
-            # a copy first: the other thread may append meanwhile
+            # copied first, since the other thread may append meanwhile
             values = np.array(self._seen.get(key, array("d"))[:])
             values = values[np.isfinite(values)]
             if len(values) > 1:
@@ -237,7 +238,7 @@ class Console:
         return found[:2]
 
     def _draw(self) -> Group:
-        # Runs on rich's own thread. It reads one reference, whose object never changes.
+        # Runs on rich's own thread. Reads one reference, whose object never changes.
         progress = self._progress
         label, done, total = shown_part(progress)
         table = Table.grid(padding=(0, 1))
@@ -262,7 +263,7 @@ class Console:
 
 
 def shown_part(progress: ConsoleProgress) -> tuple[str, int, int]:
-    """Return what the bar shows: what it counts, how much is done, and of how much."""
+    """Return the content of the bar: its label, the number done, and the total."""
     if progress.part is not None:
         return progress.phase, *progress.part
     return "step", progress.step, progress.total_steps
@@ -287,13 +288,14 @@ def plain_line(progress: ConsoleProgress) -> str:
 
 
 def spacing_s(elapsed_s: float) -> float:
-    """Return the least seconds between two plain lines so long after the start: a sixtieth of it,
-    so that a log of days has some thousand lines."""
+    """Return the minimum interval between two plain lines at this time, seconds: a sixtieth of the
+    elapsed time, so a log of several days has a few thousand lines."""
     return min(max(EVERY_S, elapsed_s / 60), LONGEST_S)
 
 
 def eta_s(times: Iterable[tuple[int, float]], total_steps: int) -> float | None:
-    """Estimate the seconds left from the oldest and newest (step, time); None if they are one."""
+    """Estimate the remaining seconds from the oldest and newest (step, time); None if they are
+    equal."""
     times = list(times)
     if len(times) < 2 or times[-1][0] <= times[0][0]:
         return None

@@ -1,4 +1,4 @@
-"""Draw a curve as one line of text: a block for each column, as high as the mean of its values."""
+"""Draw a curve as one line of text: one block per column, its height the mean of the values."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,8 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 def curve(values: Sequence[float], width: int) -> str:
     """Return the curve of finite values, oldest first, in at most `width` columns.
 
-    The lowest column has the lowest block, the highest the highest; all have the lowest if they are
-    equal. A column of more than one value shows their mean.
+    The lowest column has the lowest block, the highest column the highest block; equal values all
+    have the lowest. A column of several values shows their mean.
     """
     shown = np.asarray(values, np.float64)
     shown = shown[np.isfinite(shown)]

@@ -1,4 +1,4 @@
-"""Count the faults that a run survives, and what retries and time limits share: clock, backoff."""
+"""Count the faults that a run survives; the clock and backoff that retries and timeouts share."""
 
 import threading
 from collections import Counter
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from jaxrl_async.metrics.metric import METRICS
-from jaxrl_async.ports import Clock
+from jaxrl_async.ports.run import Clock
 
 SPACE = "faults/"
 OF_THE_STEP = (
@@ -15,16 +15,16 @@ OF_THE_STEP = (
     "faults/tracker_lost_steps",
     "faults/copy_failures",
 )
-"""Reported with the step's metrics, not counted here."""
+"""Faults that are reported with the step's metrics, not counted here."""
 NAMES = tuple(
     m.key.removeprefix(SPACE)
     for m in METRICS
     if m.key.startswith(SPACE) and m.key not in OF_THE_STEP
 )
-"""Every name that may be counted; docs/metrics.md explains them."""
+"""All names that may be counted; docs/metrics.md explains them."""
 
 LONGEST_BACKOFF_S = 60.0
-"""Longest wait before a retry, seconds."""
+"""Maximum wait before a retry, seconds."""
 
 
 def backoff_s(first_s: float, failures: int) -> float:
@@ -33,7 +33,7 @@ def backoff_s(first_s: float, failures: int) -> float:
 
 
 class FaultCounts:
-    """How often each fault has happened since the start. Thread safe."""
+    """Counts of each fault since the start. Thread safe."""
 
     def __init__(self) -> None:
         self._counts, self._lock = Counter[str](), threading.Lock()
@@ -51,14 +51,14 @@ class FaultCounts:
 
 
 class UnderWay:
-    """Running calls and when they started. Calls start on one thread; any may read `oldest_s`."""
+    """Running calls and their start times. Calls start on one thread; any may read `oldest_s`."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._started = clock, dict[object, float]()
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Count a call for as long as the context lasts."""
+        """Count a call while the context is open."""
         call = object()
         self._started[call] = self._clock()
         try:
@@ -67,12 +67,12 @@ class UnderWay:
             del self._started[call]
 
     def oldest_s(self) -> float:
-        """Return the age of the oldest running call, seconds; 0 if there is none."""
+        """Return the age of the oldest running call, seconds; 0 if no call is running."""
         return max((self._clock() - s for s in list(self._started.values())), default=0.0)
 
 
 class AwakeClock:
-    """A ports.Clock for timeouts that ignores time in which the whole process was suspended.
+    """A ports.Clock for timeouts that ignores time while the whole process was suspended.
 
     Between two readings it counts at most `most_s` seconds. Thread safe.
     """

@@ -1,6 +1,7 @@
-"""Text streams that never raise: a broken pipe, a full disk or a closed terminal ends no run.
+"""Text streams that never raise: a broken pipe, a full disk or a closed terminal does not end a
+run.
 
-The first write that fails is said once in the log; from then on nothing is written.
+The first failed write is logged once; from then on nothing is written.
 """
 
 import contextlib
@@ -16,17 +17,17 @@ log = logging.getLogger(__name__)
 
 
 class GuardedStream(io.TextIOBase):
-    """A stream whose failures are no errors. Usable from any thread. What it does not have itself
-    (reconfigure, name, mode, line_buffering and the like) is the stream's."""
+    """A stream that ignores failures. Usable from any thread. Attributes that it does not define
+    (reconfigure, name, mode, line_buffering and others) are the wrapped stream's."""
 
     def __init__(self, stream: TextIO | None, name: str, *, owns: bool = False) -> None:
         """Guard a stream.
 
         Args:
-            stream: what is written to; None: the process has none, and nothing is written.
+            stream: the stream to write to; None: the process has none, and nothing is written.
             name: for the log.
-            owns: the process is ours, and so is its file descriptor: once it cannot be written it
-                leads nowhere, for whatever else writes to it.
+            owns: this package owns the process, and so its file descriptor. Once it cannot be
+                written, it is redirected to the null device for all other writers, too.
         """
         nowhere = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
         self._stream: TextIO = nowhere if stream is None else stream
@@ -39,7 +40,7 @@ class GuardedStream(io.TextIOBase):
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write, if that still can be done."""
+        """Write, if that is still possible."""
         if not self.broken:
             try:
                 self._stream.write(text)
@@ -51,7 +52,7 @@ class GuardedStream(io.TextIOBase):
         return len(text)
 
     def _written_plainly(self, text: str) -> None:
-        """Write what the stream's encoding does not hold as escapes."""
+        """Write characters outside of the stream's encoding as escapes."""
         encoding = getattr(self._stream, "encoding", None) or "ascii"
         plain = text.encode(encoding, "backslashreplace").decode(encoding)
         try:
@@ -60,7 +61,7 @@ class GuardedStream(io.TextIOBase):
             self._give_up(error)
 
     def flush(self) -> None:
-        """Flush, if that still can be done."""
+        """Flush, if that is still possible."""
         if not self.broken:
             try:
                 self._stream.flush()
@@ -68,7 +69,7 @@ class GuardedStream(io.TextIOBase):
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        self.broken = True  # first: the log may be written to this very stream
+        self.broken = True  # first: the log may be written to this stream
         if self._owns:
             with contextlib.suppress(OSError, ValueError):
                 descriptor = self.fileno()
@@ -76,7 +77,7 @@ class GuardedStream(io.TextIOBase):
                 os.dup2(nowhere, descriptor)
                 os.close(nowhere)
         log.warning(
-            "%s cannot be written any more (%s: %s): nothing is shown there from now on; the run "
+            "%s can no longer be written (%s: %s): nothing is shown there from now on; the run "
             "continues",
             self._name,
             type(error).__name__,
@@ -91,7 +92,7 @@ class GuardedStream(io.TextIOBase):
             return False
 
     def fileno(self) -> int:
-        """Return the file descriptor. Raises OSError if there is none."""
+        """Return the file descriptor. Raises OSError if the stream has none."""
         return self._stream.fileno()
 
     def writable(self) -> bool:
@@ -99,7 +100,8 @@ class GuardedStream(io.TextIOBase):
         return True
 
     def detach(self) -> Any:
-        """Return the stream of bytes below; this one keeps it, since the run writes here, too."""
+        """Return the underlying byte stream, without detaching it, since the run still writes
+        here."""
         self.flush()
         return self.buffer
 
@@ -110,7 +112,7 @@ class GuardedStream(io.TextIOBase):
 
     @property
     def errors(self) -> str | None:  # type: ignore[override]
-        """What the stream does with characters that its encoding does not hold."""
+        """The stream's error handler for characters outside of its encoding."""
         return getattr(self._stream, "errors", None)
 
     @property
@@ -120,13 +122,13 @@ class GuardedStream(io.TextIOBase):
 
     @property
     def buffer(self) -> Any:
-        """The stream of bytes below, which is not guarded."""
+        """The underlying byte stream, which is not guarded."""
         return self._stream.buffer
 
 
 @contextmanager
 def guarded_output() -> Iterator[None]:
-    """Guard stdout and stderr of a process that is ours, inside the `with`."""
+    """Guard stdout and stderr of a process that this package owns, inside the `with`."""
     before = sys.stdout, sys.stderr
     guarded = tuple(
         GuardedStream(stream, name, owns=stream is fixed)

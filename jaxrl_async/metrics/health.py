@@ -1,7 +1,7 @@
-"""Answer a cluster that asks whether this process works: GET /healthz at JAXRL_ASYNC_HEALTH.
+"""Answer a cluster's health checks for this process: GET /healthz at JAXRL_ASYNC_HEALTH.
 
-200 "ok"          the process runs, and no check has found anything
-503 and a reason  a check has: the cluster may start the process again
+200 "ok"          the process runs, and no check has found a problem
+503 and a reason  a check has found one; the cluster may restart the process
 """
 
 import logging
@@ -16,19 +16,20 @@ from jaxrl_async.errors import ConfigError
 log = logging.getLogger(__name__)
 
 HEALTH_VARIABLE = "JAXRL_ASYNC_HEALTH"
-"""Environment variable: HOST:PORT at which a process answers; it answers nowhere without it."""
+"""Environment variable: HOST:PORT of a process's health endpoint; without it there is no
+endpoint."""
 PATH = "/healthz"
 READ_S = 10.0
-"""Longest time for a request to arrive, seconds."""
+"""Timeout for a request to arrive, seconds."""
 
 Check = Callable[[], str | None]
-"""Returns what is wrong; None: nothing is."""
+"""Returns the problem; None: no problem."""
 _checks: list[Check] = []
 
 
 @contextmanager
 def checked_health(check: Check) -> Iterator[None]:
-    """Have answers depend on this check, too, inside the `with`."""
+    """Include this check in the answers, inside the `with`."""
     _checks.append(check)
     try:
         yield
@@ -38,8 +39,8 @@ def checked_health(check: Check) -> Iterator[None]:
 
 @contextmanager
 def health_endpoint() -> Iterator[int | None]:
-    """Answer inside the `with` if the environment names an address; give the port. Raises
-    ConfigError if nothing can listen there."""
+    """Answer inside the `with` if the environment names an address; yield the port. Raises
+    ConfigError if listening at that address fails."""
     address = os.environ.get(HEALTH_VARIABLE)
     if not address:
         yield None
@@ -64,7 +65,7 @@ def health_endpoint() -> Iterator[int | None]:
 
 
 class Progress:
-    """A check that something which has work makes progress."""
+    """A check that a component makes progress while it has work."""
 
     def __init__(
         self,
@@ -75,16 +76,16 @@ class Progress:
     ) -> None:
         """Args:
         read: returns a count that grows with the work, and whether there is work.
-        limit_s: longest time with work in which it does not grow, seconds.
+        limit_s: maximum time with work in which the count does not grow, seconds.
         clock: monotonic, seconds.
-        what: does the work, for people.
+        what: the component's name in messages.
         """
         self._read, self._limit_s, self._clock, self._what = read, limit_s, clock, what
         self._count, self._since = -1, clock()
         self._lock = threading.Lock()
 
     def __call__(self) -> str | None:
-        """Return what is wrong; None: nothing is."""
+        """Return the problem; None: no problem."""
         count, works = self._read()
         with self._lock:
             now = self._clock()
@@ -100,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = READ_S
 
     def do_GET(self) -> None:
-        """Answer 200, or 503 with what is wrong."""
+        """Answer 200, or 503 with the problem."""
         if self.path.partition("?")[0] != PATH:
             self._reply(404, f"ask for {PATH}")
             return
@@ -122,5 +123,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log a request at level DEBUG: one comes every few seconds."""
+        """Log a request at level DEBUG, since one arrives every few seconds."""
         log.debug(format, *args)

@@ -1,9 +1,9 @@
-"""Write each line of a process's log as one JSON object, as Cloud Logging reads them (run.logs).
+"""Write each line of a process's log as one JSON object, in Cloud Logging's format (run.logs).
 
     logging ──> EntryHandler ──────────────────────────┐
     print, Console, tracebacks ──> LineStream, by line ┴──> stdout or stderr as they were
 
-What native code writes to file descriptor 2 (XLA, libtpu) stays text.
+Output of native code on file descriptor 2 (XLA, libtpu) stays text.
 """
 
 import io
@@ -22,15 +22,15 @@ from jaxrl_async.errors import shown
 log = logging.getLogger(__name__)
 
 LOGS_VARIABLE = "JAXRL_ASYNC_LOGS"
-"""Environment variable of a sampler process: json, or text."""
+"""Environment variable of a sampler process: json or text."""
 FORMS = ("text", "json")
-"""What a log may be."""
+"""The formats of a log."""
 LABELS = "logging.googleapis.com/labels"
 """Cloud Logging's name for the labels of an entry."""
 INDENT = "    "
-"""Before each further line of a message."""
+"""Indent of a message's further lines."""
 OWN = "jaxrl_async"
-"""Loggers whose INFO is written, too."""
+"""Prefix of the loggers whose INFO messages are written, too."""
 
 _labels: dict[str, str] = {}
 _active = False
@@ -48,21 +48,21 @@ def entry(message: str, severity: str, at_s: float | None = None) -> str:
 
 
 def add_labels(**labels: str) -> None:
-    """Add labels to all later entries; without effect where logs are text."""
+    """Add labels to all later entries; no effect if logs are text."""
     if _active:
         _labels.update(labels)
 
 
 def signal_line(text: str) -> bytes:
-    """Return what a signal's handler may write to file descriptor 2 to say `text`."""
+    """Return the bytes that a signal handler may write to file descriptor 2 to log `text`."""
     line = entry(text, "WARNING") if _active else f"\n{text}"
     return f"{line}\n".encode()
 
 
 @contextmanager
 def logs_as(form: str, **labels: str) -> Iterator[None]:
-    """Write JSON inside the `with` if the form is "json". Inside another one it only adds labels.
-    In both forms messages are shown as OneMessage says.
+    """Write JSON inside the `with` if the form is "json". A nested call only adds labels. In both
+    forms messages are formatted by OneMessage.
 
     labels: of each entry.
     """
@@ -76,8 +76,8 @@ def logs_as(form: str, **labels: str) -> Iterator[None]:
 
 
 class OneMessage(logging.LogRecord):
-    """A record whose message may quote what programs and strangers have said: it cannot look like
-    another line of the log, nor speak to a terminal."""
+    """A record whose message may quote programs and other received text: it cannot imitate another
+    line of the log, nor control a terminal."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -85,7 +85,7 @@ class OneMessage(logging.LogRecord):
             self.exc_text = shown(logging.Formatter().formatException(self.exc_info), INDENT)
 
     def getMessage(self) -> str:
-        """Return the message, its further lines indented, with a space for each control
+        """Return the message with its further lines indented, and a space for each control
         character."""
         return shown(super().getMessage(), INDENT)
 
@@ -122,10 +122,10 @@ def _written_as(form: str, **labels: str) -> Iterator[None]:
 
 
 def print_exception() -> bool:
-    """Write the exception under way as one entry; return False, and do nothing, if logs are
+    """Write the current exception as one entry; return False, and do nothing, if logs are
     text."""
     if _active:
-        log.critical("this process ends by an exception", exc_info=True)
+        log.critical("this process ends with an exception", exc_info=True)
     return _active
 
 
@@ -138,8 +138,8 @@ class LineStream(io.TextIOBase):
         self._lock, self._rest = threading.Lock(), ""
 
     def write(self, text: str) -> int:
-        """Write the lines that are complete; the rest waits for its end. Of what a line has written
-        over itself (progress bars), the last is left, as on a screen."""
+        """Write the complete lines; the rest waits for its end. Of a line that overwrites itself (a
+        progress bar), the last state is written, as on a screen."""
         with self._lock:
             told = self._rest + text
             *lines, rest = map(_on_screen, told.split("\n"))
@@ -149,22 +149,22 @@ class LineStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Flush what is complete."""
+        """Flush the complete lines."""
         with suppress(OSError, ValueError):
             self._stream.flush()
 
     def end(self) -> None:
-        """Write the rest, too."""
+        """Write the remaining text, too."""
         if self._rest.strip():
             self.write("\n")
 
     def fileno(self) -> int:
-        """Return the file descriptor of the stream below."""
+        """Return the file descriptor of the underlying stream."""
         return self._stream.fileno()
 
     @property
     def buffer(self) -> Any:
-        """The stream of bytes below, for what writes bytes: they are no entries."""
+        """The underlying byte stream; bytes written to it do not become entries."""
         return self._stream.buffer
 
     def writable(self) -> bool:
@@ -173,7 +173,7 @@ class LineStream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """UTF-8, of which JSON is."""
+        """UTF-8, as JSON requires."""
         return "utf-8"
 
 
@@ -203,6 +203,6 @@ _KNOWN = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def _tell(stream: TextIO, text: str, severity: str, at_s: float | None = None) -> None:
-    with suppress(OSError, ValueError):  # a log that cannot be written ends no run
+    with suppress(OSError, ValueError):  # a log that cannot be written does not end a run
         stream.write(entry(text, severity, at_s) + "\n")
         stream.flush()

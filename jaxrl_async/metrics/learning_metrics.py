@@ -1,4 +1,4 @@
-"""Metrics of what is learnt: losses, the policy, the critic, preferences and evaluation."""
+"""Metrics of training: losses, the policy, the critic, preferences and evaluation."""
 
 from jaxrl_async.metrics.reductions import Last, Max, Mean, Metric, Min, Sum, declared
 
@@ -8,15 +8,15 @@ LEARNING_METRICS: tuple[Metric, ...] = (
         (
             "train/loss",
             "loss",
-            "The loss that the optimizer minimised: policy, KL and entropy terms.",
+            "The loss that the optimizer minimized: policy, KL and entropy terms.",
         ),
-        ("train/policy_loss", "loss", "The policy loss alone."),
-        ("train/packing", "share", "Share of the packed rows that is tokens; the rest is padding."),
+        ("train/policy_loss", "loss", "The policy loss only."),
+        ("train/packing", "share", "Share of the packed rows that is tokens, not padding."),
         (
             "train/shared_tokens",
             "share",
-            "Share of the contexts' tokens that need not be computed, since they lie in the rows "
-            "once for several of them (trainer.share_prefixes).",
+            "Share of the contexts' tokens that are not computed again, since several contexts "
+            "share them in a row (trainer.share_prefixes).",
         ),
     ),
     *declared(
@@ -25,7 +25,7 @@ LEARNING_METRICS: tuple[Metric, ...] = (
         (
             "train/missing_updates",
             "updates",
-            "Mini-batches left out: the step has fewer sequences than algorithm.minibatches.",
+            "Mini-batches skipped: the step has fewer sequences than algorithm.minibatches.",
         ),
         (
             "train/skipped",
@@ -35,17 +35,17 @@ LEARNING_METRICS: tuple[Metric, ...] = (
         (
             "train/blown_up",
             "steps",
-            "1 if the new weights were beyond all measure, or gave NaN: lower the learning rate.",
+            "1 if the new weights were extremely large, or gave NaN: lower the learning rate.",
         ),
         (
             "train/tokens",
             "tokens",
-            "Tokens that the step trained on, each once, whatever the number of epochs.",
+            "Tokens that the step trained on, each counted once for any number of epochs.",
         ),
         (
             "train/sequences",
             "sequences",
-            "Sequences (contexts of episodes) with at least one learnt token, each once.",
+            "Sequences (contexts of episodes) with at least one trained token, each once.",
         ),
         (
             "train/flops",
@@ -63,29 +63,33 @@ LEARNING_METRICS: tuple[Metric, ...] = (
     ),
     *declared(
         Mean,
-        ("policy/entropy", "nats", "Entropy of the next-token distribution, over learnt tokens."),
+        ("policy/entropy", "nats", "Entropy of the next-token distribution, over trained tokens."),
         ("policy/kl_reference", "nats", "Divergence from the frozen reference, by algorithm.kl."),
         ("policy/teacher_divergence", "nats", "Divergence from the teacher (teacher.form=loss)."),
-        ("policy/teacher_gap", "nats", "log policy - log teacher of drawn tokens: reverse KL."),
-        ("policy/ratio_mean", "ratio", "exp(policy - behaviour log-prob) over learnt tokens."),
-        ("policy/clip_share", "share", "Learnt tokens whose gradient the loss clipped away."),
-        ("policy/truncated_share", "share", "Learnt tokens whose importance weight was truncated."),
-        ("policy/weight_mean", "ratio", "Importance weight of a learnt token, after correction."),
+        ("policy/teacher_gap", "nats", "log policy - log teacher of sampled tokens: reverse KL."),
+        ("policy/ratio_mean", "ratio", "exp(policy - behaviour log-prob) over trained tokens."),
+        ("policy/clip_share", "share", "Trained tokens whose gradient the loss clipped away."),
+        (
+            "policy/truncated_share",
+            "share",
+            "Trained tokens with a truncated importance weight.",
+        ),
+        ("policy/weight_mean", "ratio", "Importance weight of a trained token, after correction."),
         ("policy/k1_behavior", "nats", "Policy vs behaviour: mean of behaviour - policy."),
-        ("policy/k3_behavior", "nats", "The same by r - 1 - log r, r the ratio; never negative."),
+        ("policy/k3_behavior", "nats", "The same as r - 1 - log r, r the ratio; never negative."),
         (
             "policy/recomputed_logprob_share",
             "share",
-            "Learnt tokens without a sampler's log-prob: the trainer's own was used, ratio 1.",
+            "Trained tokens without a sampler's log-prob: the trainer's own was used, ratio 1.",
         ),
     ),
     *declared(
         Max,
-        ("policy/ratio_max", "ratio", "Largest policy / behaviour ratio of a learnt token."),
+        ("policy/ratio_max", "ratio", "Largest policy / behaviour ratio of a trained token."),
     ),
     *declared(
         Min,
-        ("policy/ratio_min", "ratio", "Smallest policy / behaviour ratio of a learnt token."),
+        ("policy/ratio_min", "ratio", "Smallest policy / behaviour ratio of a trained token."),
     ),
     *declared(
         Last,
@@ -95,9 +99,9 @@ LEARNING_METRICS: tuple[Metric, ...] = (
     *declared(
         Mean,
         ("critic/loss", "loss", "Clipped squared error of the values, halved."),
-        ("critic/clip_share", "share", "Learnt tokens whose value gradient was clipped away."),
-        ("critic/value_mean", "reward", "Mean value of the states in which tokens were drawn."),
-        ("critic/return_mean", "reward", "Mean of the returns that the critic learns."),
+        ("critic/clip_share", "share", "Trained tokens whose value gradient was clipped away."),
+        ("critic/value_mean", "reward", "Mean value of the states in which tokens were sampled."),
+        ("critic/return_mean", "reward", "Mean of the critic's target returns."),
         (
             "critic/explained_variance",
             "share",
@@ -106,14 +110,14 @@ LEARNING_METRICS: tuple[Metric, ...] = (
     ),
     *declared(
         Sum,
-        ("critic/tokens", "tokens", "Tokens whose value was learnt."),
+        ("critic/tokens", "tokens", "Tokens whose value was trained."),
         (
             "critic/skipped",
             "steps",
             "1 if the critic's loss or gradient was not finite, or its new weights blew up.",
         ),
         ("critic/blown_up", "steps", "1 if the critic's new weights blew up."),
-        ("critic/warming", "steps", "1 if only the critic learnt in this step."),
+        ("critic/warming", "steps", "1 if only the critic was trained in this step."),
     ),
     *declared(
         Last,
@@ -128,21 +132,21 @@ LEARNING_METRICS: tuple[Metric, ...] = (
             "share",
             "Pairs whose chosen answer has the higher reward; a tie counts half.",
         ),
-        ("preference/margin", "reward", "Reward of the chosen less that of the rejected answer."),
+        ("preference/margin", "reward", "Reward of the chosen minus the rejected answer."),
         (
             "preference/chosen_reward",
             "reward",
             "Mean reward of chosen answers, as the loss or the reward model defines it.",
         ),
         ("preference/rejected_reward", "reward", "The same for rejected answers."),
-        ("preference/chosen_length", "tokens", "Learnt tokens of a chosen answer."),
-        ("preference/rejected_length", "tokens", "Learnt tokens of a rejected answer."),
+        ("preference/chosen_length", "tokens", "Trained tokens of a chosen answer."),
+        ("preference/rejected_length", "tokens", "Trained tokens of a rejected answer."),
     ),
     *declared(
         Sum,
         ("preference/pairs", "pairs", "Preference pairs in the step, halves included."),
-        ("preference/ties", "pairs", "Pairs of answers that were not made, both equally good."),
-        ("preference/unpaired", "episodes", "Answers of the step that are in no pair."),
+        ("preference/ties", "pairs", "Pairs not formed, since both answers are equally good."),
+        ("preference/unpaired", "episodes", "Answers of the step without a pair."),
     ),
     *declared(
         Last,
@@ -150,37 +154,38 @@ LEARNING_METRICS: tuple[Metric, ...] = (
     ),
     *declared(
         Mean,
-        ("supervised/loss", "nats", "Cross entropy of the worked answers mixed into the step."),
+        ("supervised/loss", "nats", "Cross entropy of the demonstrations mixed into the step."),
     ),
     *declared(
         Sum,
-        ("supervised/tokens", "tokens", "Tokens of worked answers mixed into the step."),
+        ("supervised/tokens", "tokens", "Tokens of demonstrations mixed into the step."),
     ),
     *declared(
         Mean,
         (
             "experts/load_max",
             "ratio",
-            "Tokens of a layer's busiest expert over the mean of its experts, mean over the "
-            "layers; 1: even. An update's tokens without padding, as the other experts/*.",
+            "Tokens of a layer's busiest expert over the mean of its experts, averaged over the "
+            "layers; 1: even. Counts an update's tokens without padding, as do the other "
+            "experts/*.",
         ),
         (
             "experts/load_entropy",
             "share",
-            "Entropy of a layer's tokens over its experts, over its largest value, mean over the "
+            "Entropy of a layer's tokens over its experts, over its maximum, averaged over the "
             "layers; 1: even.",
         ),
         ("experts/idle_share", "share", "Experts of all layers that got no token."),
         (
             "experts/balance_loss",
             "loss",
-            "The load-balance loss, without its coefficient and whether or not it is learnt "
-            "(model.balance.loss); experts per token where all is even.",
+            "The load-balance loss, without its coefficient, even if it is not part of the loss "
+            "(model.balance.loss); equals experts per token if the load is even.",
         ),
     ),
     *declared(
         Max,
-        ("experts/load_worst", "ratio", "As experts/load_max, of the worst layer."),
+        ("experts/load_worst", "ratio", "As experts/load_max, for the worst layer."),
     ),
     *declared(
         Mean,
@@ -204,17 +209,17 @@ LEARNING_METRICS: tuple[Metric, ...] = (
         (
             "eval/margin",
             "reward",
-            "Reward of the chosen less that of the rejected answer, held-out pairs.",
+            "Reward of the chosen minus the rejected answer, held-out pairs.",
         ),
         (
             "eval/chosen_reward",
             "reward",
-            "As preference/chosen_reward, of held-out pairs.",
+            "As preference/chosen_reward, for held-out pairs.",
         ),
-        ("eval/rejected_reward", "reward", "As preference/rejected_reward, of held-out pairs."),
+        ("eval/rejected_reward", "reward", "As preference/rejected_reward, for held-out pairs."),
         ("eval/reward", "reward", "Mean reward on the held-out prompts."),
         ("eval/seat_<seat>", "reward", "Mean reward of a seat of the held-out games."),
-        ("eval/length_mean", "tokens", "Drawn tokens in a held-out answer."),
+        ("eval/length_mean", "tokens", "Generated tokens in a held-out answer."),
         ("eval/truncated_share", "share", "Held-out episodes cut off by a limit."),
     ),
 )

@@ -5,38 +5,38 @@ from jaxrl_async.metrics.reductions import Last, Metric, timed
 MACHINE_METRICS: tuple[Metric, ...] = (
     *timed(
         Last,
-        ("time/step_s", "s", "Wall time of the step: waiting, learning, publishing, evaluating."),
+        ("time/step_s", "s", "Wall time of the step: waiting, training, publishing, evaluating."),
         ("time/train_s", "s", "Packing, forward and backward passes, update."),
         ("time/wait_data_s", "s", "Time the trainer waited because too few groups were ready."),
         (
             "time/wait_turn_s",
             "s",
-            "Time the trainer waited for others' steps, of several adapters that learn in one run.",
+            "Time the trainer waited for steps of the run's other adapters.",
         ),
         (
             "time/wait_eval_s",
             "s",
-            "Wait for an evaluation of the weights before (eval.beside).",
+            "Wait for an evaluation of the previous weights (eval.asynchronous).",
         ),
-        ("time/publish_s", "s", "Time the trainer spent on sending the new weights."),
+        ("time/publish_s", "s", "Time the trainer spent sending the new weights."),
         ("time/eval_s", "s", "Evaluation on the held-out prompts."),
-        ("time/save_s", "s", "Time a checkpoint stopped the trainer."),
+        ("time/save_s", "s", "Time for which a checkpoint paused the trainer."),
         ("time/warm_start_s", "s", "All updates of the supervised warm start."),
-        ("time/elapsed_s", "s", "Time since the run, or its resume, began."),
+        ("time/elapsed_s", "s", "Time since the start of the run or of its resume."),
     ),
     *timed(
         Last,
-        ("trainer/idle_share", "share", "Share of the step in which the trainer did not learn."),
+        ("trainer/idle_share", "share", "Share of the step in which the trainer did not train."),
     ),
     *timed(
         Last,
         ("sampler/idle_share", "share", "Wall time in which the sampler had nothing to decode."),
         ("sampler/busy_share", "share", "Wall time in which the sampler had work on its devices."),
-        ("sampler/slot_occupancy", "share", "Decode steps x slots that drew a wanted token."),
+        ("sampler/slot_occupancy", "share", "Share of decode steps x slots with a needed token."),
         (
             "sampler/occupancy_while_waiting",
             "share",
-            "The same, over blocks that ended with requests still waiting; absent without such.",
+            "The same, over blocks that ended with waiting requests; absent without such blocks.",
         ),
         ("sampler/prefix_hit_share", "share", "Prompt tokens whose KV was reused, not computed."),
         ("sampler/kv_page_share", "share", "KV pages in use, including kept prefixes."),
@@ -44,7 +44,7 @@ MACHINE_METRICS: tuple[Metric, ...] = (
         (
             "sampler/failed",
             "requests",
-            "Requests that raised on the sampler's thread and failed alone.",
+            "Requests that raised on the sampler's thread and failed individually.",
         ),
         ("sampler/preempted", "requests", "Requests preempted because KV pages ran out."),
         (
@@ -52,16 +52,16 @@ MACHINE_METRICS: tuple[Metric, ...] = (
             "requests",
             "Requests restarted after a swap (on_new_weights=restart).",
         ),
-        ("sampler/discarded_tokens", "tokens", "Tokens drawn, then discarded by a restart."),
+        ("sampler/discarded_tokens", "tokens", "Tokens generated, then discarded by a restart."),
         (
             "sampler/recomputed_tokens",
             "tokens",
             "Tokens prefilled again after a swap or a preemption.",
         ),
-        ("sampler/gate_wait_share", "share", "Wall time that rollouts waited at the gate."),
+        ("sampler/gate_wait_share", "share", "Wall time for which rollouts waited at the gate."),
         ("sampler/queue_s", "s", "Mean time from submit to prefill."),
-        ("sampler/joins", "samplers", "Samplers in processes of their own that joined the run."),
-        ("sampler/living", "samplers", "Samplers at work; fewer while one restarts."),
+        ("sampler/joins", "samplers", "Samplers in separate processes that joined the run."),
+        ("sampler/living", "samplers", "Running samplers; fewer while one restarts."),
     ),
     *timed(
         Last,
@@ -78,13 +78,13 @@ MACHINE_METRICS: tuple[Metric, ...] = (
         (
             "throughput/trained_tokens_per_s",
             "tokens/s",
-            "Tokens trained on per second of wall time, each once, whatever the number of epochs.",
+            "Tokens trained on per second of wall time, each once for any number of epochs.",
         ),
         (
             "throughput/mfu",
             "share",
-            "Model FLOP of the step / (time/train_s x peak FLOP/s): adapters count, padding and "
-            "what a shared prefix saves do not, nor the head for tokens that are not learnt.",
+            "Model FLOP of the step / (time/train_s x peak FLOP/s). Includes adapters; excludes "
+            "padding, savings from shared prefixes, and the head for tokens that are not trained.",
         ),
     ),
     *timed(
@@ -102,8 +102,8 @@ MACHINE_METRICS: tuple[Metric, ...] = (
         (
             "weights/transfers",
             "transfers",
-            "Copies of the weights that reached a sampler in a process of its own in this step; "
-            "this and the next five keys are there with mesh.samplers_in=processes or elsewhere.",
+            "Copies of the weights that reached a sampler in a separate process in this step; this "
+            "and the next five keys exist with mesh.samplers_in=processes or external.",
         ),
         ("weights/sent_bytes", "bytes", "Bytes that those samplers fetched from the trainer."),
         ("weights/passed_bytes", "bytes", "Bytes that those samplers fetched from each other."),
@@ -113,12 +113,12 @@ MACHINE_METRICS: tuple[Metric, ...] = (
             "Bytes of the frozen base under an adapter that those samplers fetched as they joined.",
         ),
         ("weights/gb_per_s", "GB/s", "Mean speed of one of these transfers."),
-        ("weights/repeats", "transfers", "Transfers begun again: torn, or not done in time."),
+        ("weights/repeats", "transfers", "Transfers restarted after a failure or a timeout."),
         ("weights/live_s", "s", "From publish to the first decode block that uses the weights."),
         (
             "weights/probe_error",
             "nats",
-            "Largest |sampler - trainer log-prob| on the probe, at the newest swap seen so far.",
+            "Largest |sampler - trainer log-prob| on the probe, at the newest swap so far.",
         ),
         ("weights/swap_pause_s", "s", "Longest pause of decoding caused by a weight swap."),
     ),
@@ -134,14 +134,14 @@ MACHINE_METRICS: tuple[Metric, ...] = (
             "calls",
             "Calls of the endpoint that began in this step (docs/endpoint.md).",
         ),
-        ("endpoint/refused", "calls", "Of those, answered with an error of the client's."),
-        ("endpoint/busy", "calls", "Calls turned away because endpoint.max_open_calls were open."),
-        ("endpoint/failed", "calls", "Calls answered with an error of the server's."),
-        ("endpoint/capped", "calls", "Calls that asked for more tokens than there may be."),
-        ("endpoint/disconnected", "calls", "Calls whose client went away before the answer."),
+        ("endpoint/refused", "calls", "Calls of these that were answered with a client error."),
+        ("endpoint/busy", "calls", "Calls rejected because endpoint.max_open_calls were open."),
+        ("endpoint/failed", "calls", "Calls answered with a server error."),
+        ("endpoint/capped", "calls", "Calls that asked for more tokens than allowed."),
+        ("endpoint/disconnected", "calls", "Calls whose client disconnected before the answer."),
         ("endpoint/stalled", "calls", "Calls cut off because the client did not read the answer."),
         ("endpoint/continued", "prompts", "Chats that began with the tokens of an earlier call."),
-        ("endpoint/opened", "prompts", "Chats that were tokenised from their start."),
+        ("endpoint/opened", "prompts", "Chats that were tokenized from their start."),
     ),
     *timed(
         Last,

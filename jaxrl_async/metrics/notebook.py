@@ -17,27 +17,27 @@ from jaxrl_async.metrics.series import Line, number, points, thinned, tick_label
 
 WIDTH, LEFT, RIGHT = 760, 70, 14
 GAP, DIGIT = 8, 7.2
-"""Between a label and its axis, and the widest digit of a label."""
+"""Space between a label and its axis, and width of a label's widest digit."""
 CURVES_TOP, CURVES_BOTTOM = 34, 190
 LANES = (("trainer", 246), ("samplers", 282))
 LANE_HEIGHT, HEIGHT = 22, 340
 MAX_POINTS = 100
-"""Points of a curve; longer curves are thinned."""
+"""Maximum number of points of a curve; longer curves are thinned."""
 MAX_STEPS = 40
-"""Steps in the timeline: the newest."""
+"""Number of steps in the timeline: the newest ones."""
 EVERY_S = 2.0
-"""Seconds between two drawings."""
+"""Interval between two redraws, seconds."""
 CURVES = (("reward/mean", "reward", "#1f6feb"), ("eval/accuracy", "held-out accuracy", "#d1590f"))
 WITHOUT_ACCURACY = (CURVES[0], ("eval/reward", "held-out reward", "#d1590f"))
 """Curves of a run whose reward has no accuracy."""
 TRAINER_PHASES = (
     ("time/wait_data_s", "waits for answers", "#d8d8d4"),
     ("time/train_s", "learns", "#1f6feb"),
-    ("time/wait_eval_s", "waits for answers", "#d8d8d4"),  # of an evaluation beside
+    ("time/wait_eval_s", "waits for answers", "#d8d8d4"),  # of a concurrent evaluation
     ("time/publish_s", "publishes", "#8250df"),
     ("time/eval_s", "evaluates", "#d1590f"),
 )
-"""What the trainer does in a step, in order: key, label, color."""
+"""The trainer's phases in a step, in order: key, label, color."""
 BUSY = "#1a7f37"
 
 
@@ -66,7 +66,7 @@ def redrawn(
 
 
 def run_svg(lines: Sequence[Line]) -> str:
-    """Return a standalone SVG: reward and held-out accuracy by step, and who was busy when."""
+    """Return a standalone SVG: reward and held-out accuracy by step, and a timeline."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
         f'height="{HEIGHT}" font-family="sans-serif" font-size="12" fill="#57606a">'
@@ -80,10 +80,10 @@ def _curves(lines: Sequence[Line]) -> str:
     drawable = [(label, c, thinned(points(lines, key), MAX_POINTS)) for key, label, c in curves]
     every = [p for _, _, pts in drawable for p in pts]
     if not every:
-        return _text(LEFT, CURVES_TOP, "no step has been made yet")
+        return _text(LEFT, CURVES_TOP, "no step has finished yet")
     y_ticks = ticks(min(0.0, *(v for _, v in every)), max(v for _, v in every))
     y_labels = tick_labels(y_ticks)
-    left = max(LEFT, GAP + DIGIT * max(map(len, y_labels)))  # no label is cut
+    left = max(LEFT, GAP + DIGIT * max(map(len, y_labels)))  # no label is cut off
     first, last = min(s for s, _ in every), max(s for s, _ in every)
 
     def x(step: float) -> float:
@@ -138,7 +138,7 @@ def _timeline(lines: Sequence[Line]) -> str:
         at, after = line["time/elapsed_s"] - line["time/step_s"], line["time/elapsed_s"]
         for key, _, color in TRAINER_PHASES:
             if line.get(key, 0.0) > 0:
-                until = min(at + line[key], after)  # an evaluation beside goes on after its step
+                until = min(at + line[key], after)  # evaluations may outlast the step
                 drawn.append(bar(0, at, until, color))
                 at = until
         if "sampler/busy_share" in line:

@@ -1,7 +1,7 @@
 """Send spans to an OpenTelemetry collector as they are written: OTLP over HTTP, as JSON.
 
-Where to and with which headers is said by OpenTelemetry's own environment variables; nothing is
-sent without them. https://opentelemetry.io/docs/specs/otlp/#otlphttp
+The address and the headers are set by OpenTelemetry's own environment variables; without them
+nothing is sent. https://opentelemetry.io/docs/specs/otlp/#otlphttp
 """
 
 import hashlib
@@ -21,21 +21,21 @@ from jaxrl_async.errors import in_a_line
 log = logging.getLogger(__name__)
 
 TRACES, BASE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
-"""Variables that name the address of traces, or that of a collector, which /v1/traces is added to.
-"""
+"""Variables with the address for traces, or with the address of a collector, to which /v1/traces is
+added."""
 HEADERS = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
-"""Variables of headers, as name=value,name=value; the first that is set counts."""
+"""Variables with headers, as name=value,name=value; the first one that is set counts."""
 AT_ONCE = 2_000
-"""Spans of one request."""
+"""Maximum number of spans in one request."""
 TIMEOUT_S = 10.0
-"""Longest wait for the collector, for each request."""
+"""Timeout of each request to the collector, seconds."""
 
 Tracks = Sequence[tuple[str, Sequence[Any]]]
 """Name and spans (metrics.spans.RecordedSpan) of each track."""
 
 
 def address(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return where spans are sent; None: nowhere."""
+    """Return the address that spans are sent to; None: spans are not sent."""
     if environment.get(TRACES):
         return environment[TRACES]
     base = environment.get(BASE)
@@ -43,7 +43,7 @@ def address(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def headers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the headers that the environment names."""
+    """Return the headers from the environment."""
     named = next((environment[name] for name in HEADERS if environment.get(name)), "")
     pairs = [pair.partition("=") for pair in named.split(",") if "=" in pair]
     return {name.strip(): unquote(value.strip()) for name, _, value in pairs}
@@ -54,8 +54,8 @@ def requests(tracks: Tracks, process: str, run: str, since_s: float) -> Iterator
 
     Args:
         tracks: see Tracks.
-        process: what this process is called.
-        run: what the trace is of; the same run and process have the same trace.
+        process: name of this process.
+        run: name of the trace; the same run and process have the same trace.
         since_s: the wall clock when the spans' clock was 0, seconds.
     """
     trace = hashlib.blake2b(f"{run} {process}".encode(), digest_size=16).hexdigest()
@@ -68,8 +68,8 @@ def requests(tracks: Tracks, process: str, run: str, since_s: float) -> Iterator
 
 
 def send(tracks: Tracks, process: str, run: str, since_s: float) -> int:
-    """Send spans where the environment says; return how many. What fails is logged, and no more is
-    sent then."""
+    """Send spans to the address in the environment; return how many were sent. A failure is logged
+    and ends the sending."""
     where, sent = address(), 0
     if where is None:
         return 0

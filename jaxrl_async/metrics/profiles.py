@@ -1,4 +1,4 @@
-"""Where the traces of JAX's profiler (run.profile) are in a run's folder, as XProf reads them.
+"""Location of the traces of JAX's profiler (run.profile) in a run's folder, in XProf's layout.
 
 profile/plugins/profile/step_3/trainer.xplane.pb        xprof --logdir RUN/profile
                                trainer.trace.json.gz    https://ui.perfetto.dev
@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FOLDER = "profile"
-"""What XProf and TensorBoard are given, in the run's folder."""
+"""Folder to open with XProf and TensorBoard, in the run's folder."""
 SESSIONS = f"{FOLDER}/plugins/profile"
-"""Folder of the sessions, one for each step, where both look."""
+"""Folder of the sessions, one for each step, in which both tools look."""
 SUFFIXES = (".xplane.pb", ".trace.json.gz")
-"""What the names of a trace's two files end with; they begin with the name of the process."""
+"""Suffixes of a trace's two files; their names begin with the name of the process."""
 _STEP = re.compile(r"step_(\d{1,18})")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 def write_trace(root: Path, step: int, process: str, files: Mapping[str, bytes]) -> None:
     """Write the trace of a process during a step into a run's folder. Raises OSError.
 
-    files: what it holds, by SUFFIXES.
+    files: their content, by SUFFIXES.
     """
     folder = root / SESSIONS / f"step_{step}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -35,8 +35,9 @@ def write_trace(root: Path, step: int, process: str, files: Mapping[str, bytes])
 
 
 def sampler_process(name: str) -> str:
-    """Return what the traces of a sampler of this name are called: as itself, unless that could be
-    the trainer's (trainer, trainer-0, trainer-update), or another sampler's that was renamed so."""
+    """Return the name of a sampler's traces: the sampler's own name, unless that could be the
+    trainer's
+    (trainer, trainer-0, trainer-update), or the new name of another such sampler."""
     own = _file_name(name)
     return f"sampler-{own}" if re.match(r"(sampler-)*trainer", own) else own
 
@@ -46,8 +47,8 @@ def _file_name(process: str) -> str:
 
 
 def traces_of(root: Path) -> list[tuple[int, str, int]]:
-    """Return the step, the path relative to the run's folder, and the bytes of each trace that
-    Perfetto opens, by step and process."""
+    """Return the step, the path relative to the run's folder, and the size in bytes of each trace
+    for Perfetto, by step and process."""
     found = []
     for path in root.glob(f"{SESSIONS}/*/*{SUFFIXES[1]}"):
         step = _STEP.fullmatch(path.parent.name)

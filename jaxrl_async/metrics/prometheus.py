@@ -14,12 +14,12 @@ log = logging.getLogger(__name__)
 
 
 class KeepsMetrics(Protocol):
-    """A writer of metrics and samples; see run.outlets.MetricsWriter."""
+    """A writer of metrics and samples; see run.reporting.MetricsWriter."""
 
     writes: bool
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write what a step measured."""
+        """Write the metrics of a step."""
         ...
 
     def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
@@ -27,25 +27,25 @@ class KeepsMetrics(Protocol):
         ...
 
     def close(self) -> None:
-        """Write no more."""
+        """Stop writing."""
         ...
 
 
 class PrometheusWriter:
-    """A writer of metrics that also shows the newest value of each to Prometheus.
+    """A writer of metrics that also serves the newest value of each to Prometheus.
 
     `reward/mean` is the gauge `jaxrl_reward_mean` with the label `run`; `jaxrl_step` is the number
-    of updates so far. Usable from any thread; nothing waits for a reader.
+    of updates so far. Usable from any thread; never waits for a reader.
     """
 
     writes = True
 
     def __init__(self, writer: KeepsMetrics, address: str, *, run: str) -> None:
-        """Listen. Raises ConfigError if nothing can listen there, MissingExtraError.
+        """Listen. Raises ConfigError if that fails, MissingExtraError.
 
         Args:
-            writer: writes all that it is given first.
-            address: "HOST:PORT"; port 0: any free one, which is logged.
+            writer: gets everything first.
+            address: "HOST:PORT"; port 0: any free port, which is logged.
             run: name of the run, the label of every value.
         """
         self._writer, self._run = writer, run
@@ -72,7 +72,7 @@ class PrometheusWriter:
         log.info("metrics for Prometheus: http://%s:%d/metrics", host, self.port)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a step's metrics, and show them from now on."""
+        """Write a step's metrics, and serve them from now on."""
         self._writer.log(step, values)
         with self._lock:
             self._step = step
@@ -83,14 +83,14 @@ class PrometheusWriter:
         self._writer.samples(step, records)
 
     def close(self) -> None:
-        """Listen and write no more. Idempotent."""
+        """Stop listening and writing. Idempotent."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
         self._writer.close()
 
     def collect(self) -> Iterator[Any]:
-        """Yield the newest values, as prometheus_client asks for them."""
+        """Yield the newest values in the form that prometheus_client collects."""
         with self._lock:
             step, values = self._step, dict(self._values)
         shown = {"jaxrl_step": ("Updates so far.", float(step))}
@@ -103,7 +103,7 @@ class PrometheusWriter:
 
 
 def gauge_name(key: str) -> str:
-    """Return a metric's name for Prometheus, which knows letters, digits and _ alone."""
+    """Return a metric's name for Prometheus, which allows only letters, digits and _."""
     return "jaxrl_" + re.sub(r"\W", "_", key, flags=re.ASCII)
 
 

@@ -21,7 +21,7 @@ SAMPLES_FILE = "samples.jsonl"
 WARM_START = "warm_start"
 """Folder of the warm start's own metrics, inside the run folder."""
 SUPERSEDED = ".superseded.jsonl"
-"""Suffix of the files that receive lines which a resumed run will write again."""
+"""Suffix of the files with lines that a resumed run writes again."""
 
 
 class Recorder:
@@ -32,7 +32,7 @@ class Recorder:
     purged from TensorBoard; lines up to and including that step are kept.
     """
 
-    writes = True  # see run.outlets.MetricsWriter
+    writes = True  # see run.reporting.MetricsWriter
 
     def __init__(
         self, run_dir: Path, *, tensorboard: bool = True, resume_step: int | None = None
@@ -48,7 +48,8 @@ class Recorder:
         self._last, self._last_at = _last_line(run_dir / METRICS_FILE)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a step's metrics; step is the version it made. Keys must be declared in METRICS."""
+        """Write a step's metrics; step is the version that it produced. Keys must be declared in
+        METRICS."""
         for key in values:
             metric_of(key)
         clean = {key: float(values[key]) for key in values}
@@ -85,22 +86,22 @@ class Recorder:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a run's .jsonl file without torn and foreign lines (see `is_own`);
-    "nan", "inf", "-inf" as floats."""
+    """Return the objects of a run's .jsonl file, without torn and unrelated lines (see `is_own`);
+    "nan", "inf", "-inf" become floats."""
     return [line for _, line in numbered_lines(path) if line is not None]
 
 
 def numbered_lines(path: Path) -> list[tuple[int, dict[str, Any] | None]]:
     """Return the number, from 1, and the object of each line of a run's .jsonl file; None for a
-    torn or foreign line. []: there is no file."""
+    torn or unrelated line. [] if the file does not exist."""
     if not path.exists():
         return []
     return [(number, line) for number, (_, line) in enumerate(_parsed(path), 1)]
 
 
 def is_own(line: Any) -> bool:
-    """Return whether a line is one of a run's: an object with the number of a step, or with the
-    fate of a group (ledger.jsonl)."""
+    """Return whether a run wrote a line: an object with the number of a step, or with the fate of a
+    group (ledger.jsonl)."""
     if not isinstance(line, dict):
         return False
     step = line.get("step")
@@ -130,7 +131,7 @@ def _number(value: Any) -> Any:
 
 
 def _parsed(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
-    """Return each line's bytes and object, None for a torn or foreign line."""
+    """Return each line's bytes and object, None for a torn or unrelated line."""
     pairs: list[tuple[bytes, dict[str, Any] | None]] = []
     for raw in path.read_bytes().splitlines(keepends=True):
         value: Any = None
@@ -155,8 +156,8 @@ def _last_line(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def set_aside(path: Path, keep: Callable[[int, dict[str, Any]], bool]) -> None:
-    """Move torn and foreign lines, and those for which `keep` (number from 0 among the others,
-    object) is false, to *.superseded.jsonl. Foreign lines are named in the log."""
+    """Move torn and unrelated lines, and lines for which `keep` (number from 0 among the others,
+    object) is false, to *.superseded.jsonl. Unrelated lines are logged."""
     if not path.exists():
         return
     kept: list[bytes] = []
@@ -166,11 +167,11 @@ def set_aside(path: Path, keep: Callable[[int, dict[str, Any]], bool]) -> None:
     for number, (raw, line) in enumerate(_parsed(path), 1):
         (kept if line is not None and keep(own, line) else moved).append(raw)
         own += line is not None
-        if line is None and raw.endswith(b"\n"):  # else a crash has torn it
+        if line is None and raw.endswith(b"\n"):  # otherwise a crash has torn it
             foreign.append(number)
     if foreign:
         log.warning(
-            "%s: %d lines are none of a run's (%s): they are moved to %s",
+            "%s: %d lines were not written by a run (%s): they are moved to %s",
             path,
             len(foreign),
             listed_lines(foreign),
@@ -185,7 +186,7 @@ def set_aside(path: Path, keep: Callable[[int, dict[str, Any]], bool]) -> None:
 
 
 def listed_lines(numbers: Sequence[int]) -> str:
-    """Return the numbers of some lines in words, the first five of them."""
+    """Return the numbers of some lines as text, at most the first five."""
     more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
     return f"line {', '.join(map(str, numbers[:5]))}{more}"
 

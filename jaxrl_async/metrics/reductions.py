@@ -1,4 +1,4 @@
-"""Say how values of one step merge, and what is declared of a metric."""
+"""Define how values of one step merge, and the declaration of a metric."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean that can be merged: a sum and the count of what was summed."""
+    """A mean that can be merged: a sum and the number of values in it."""
 
     total: float
     count: float = 1.0

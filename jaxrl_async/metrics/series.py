@@ -1,11 +1,11 @@
-"""Read the points of a metric from the lines of metrics.jsonl, and say numbers shortly."""
+"""Read the points of a metric from the lines of metrics.jsonl, and format numbers briefly."""
 
 from collections.abc import Mapping, Sequence
 from math import ceil, floor, inf, isfinite, log10
 from typing import Any
 
 MOST_DIGITS = 13
-"""More than tell two numbers of 64 bits apart in an axis."""
+"""More digits than needed to distinguish two float64 values on an axis."""
 Line = Mapping[str, Any]
 """One object of a .jsonl file."""
 
@@ -17,8 +17,9 @@ def points(lines: Sequence[Line], key: str) -> list[tuple[int, float]]:
 
 
 def accuracy_points(lines: Sequence[Line]) -> list[tuple[int, float]]:
-    """Return (step, held-out accuracy) of each evaluation; [] if no answer's reward said what is
-    right. One in which none did so has an accuracy of 0: all its answers were cut off."""
+    """Return (step, held-out accuracy) of each evaluation; [] if the rewards have no part
+    `correct`.
+    An evaluation without it has an accuracy of 0, since all its answers were cut off."""
     if not points(lines, "eval/accuracy"):
         return []
     return points(
@@ -34,7 +35,7 @@ def thinned(values: Sequence[tuple[int, float]], most: int) -> list[tuple[int, f
 
 
 def number(value: float, more: int = 0) -> str:
-    """Format a number with four digits: 1,234 or 0.1234 or 1.2e-07; more: digits beyond these."""
+    """Format a number with four digits: 1,234 or 0.1234 or 1.2e-07; more: additional digits."""
     if not isfinite(value):
         return str(value)
     if value == 0 or 1e-3 <= abs(value) < 1e3:
@@ -43,7 +44,7 @@ def number(value: float, more: int = 0) -> str:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Return the labels of an axis: numbers with as many digits as say each tick to a thousandth of
+    """Return the labels of an axis: numbers with enough digits to give each tick to a thousandth of
     its distance from the next one."""
     near = [min((abs(v - u) for u in values if u != v), default=inf) for v in values]
     for more in range(MOST_DIGITS):

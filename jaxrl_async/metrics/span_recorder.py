@@ -1,4 +1,4 @@
-"""Keep spans of time until they are written: each thread in a list of its own, without a lock."""
+"""Keep spans of time until they are written: each thread in a separate list, without a lock."""
 
 import threading
 from collections import deque
@@ -8,24 +8,24 @@ from itertools import count
 from typing import Any
 
 CAPACITY = 50_000
-"""Newest spans of each thread that are kept between two writes."""
+"""Maximum number of spans of each thread between two writes; the newest are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedSpan:
-    """Something that took from one time to another."""
+    """A named interval of time."""
 
     name: str
     start_s: float
     end_s: float
-    lanes: str  # the group of tracks of what overlaps; "": the track of its thread
+    lanes: str  # the group of tracks for overlapping spans; "": the track of its thread
     args: dict[str, Any]
 
 
 class ThreadSpans:
-    """The spans of one thread that are not written yet. The thread alone appends.
+    """The spans of one thread that are not written yet. Only that thread appends.
 
-    number: tells it from all other threads of the process, whatever their names.
+    number: distinguishes it from all other threads of the process, even if names are equal.
     """
 
     def __init__(self, thread: threading.Thread, number: int, capacity: int) -> None:
@@ -35,24 +35,24 @@ class ThreadSpans:
         self._added = self._taken = 0
 
     def add(self, one: RecordedSpan) -> None:
-        """Keep a span, in the place of the oldest one if there are too many."""
+        """Keep a span, replacing the oldest one if there are too many."""
         self._kept.append(one)
         self._added += 1
 
     def take(self) -> list[RecordedSpan]:
-        """Return what is kept, and keep it no longer. One thread at a time may take."""
+        """Return and remove the kept spans. Only one thread at a time may call this."""
         taken = [self._kept.popleft() for _ in range(len(self._kept))]  # others only add
         self._taken += len(taken)
         return taken
 
     @property
     def dropped(self) -> int:
-        """How many were added, but there was no room for them."""
+        """Number of added spans for which there was no room."""
         return max(self._added - self._taken - len(self._kept), 0)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing will be added any more."""
+        """Whether no more spans will be added."""
         return not self._thread.is_alive()
 
 
@@ -77,9 +77,9 @@ class SpanRecorder:
         spans.add(one)
 
     def take(self) -> list[tuple[ThreadSpans, list[RecordedSpan]]]:
-        """Return what was added since it was last asked, by thread, and keep it no longer."""
+        """Return and remove the spans added since the last call, by thread."""
         with self._lock:
-            over = [thread for thread in self._threads if thread.is_over]  # before they are asked
+            over = [thread for thread in self._threads if thread.is_over]  # checked before taking
             taken = [(thread, thread.take()) for thread in self._threads]
             self._dropped += sum(thread.dropped for thread in over)
             self._threads = [thread for thread in self._threads if thread not in over]
@@ -87,6 +87,7 @@ class SpanRecorder:
 
     @property
     def dropped(self) -> int:
-        """How many spans there was no room for between two writes: the oldest of their threads."""
+        """Number of spans, the oldest of their threads, for which there was no room between two
+        writes."""
         with self._lock:
             return self._dropped + sum(thread.dropped for thread in self._threads)

@@ -1,9 +1,9 @@
-"""Record who was busy when, as spans of time: written beside the run for https://ui.perfetto.dev.
+"""Record a timeline as spans of time, written into the run's folder for https://ui.perfetto.dev.
 
     with span("prefill"): ...          on the track of its thread, where spans nest
-    add_span(..., lanes="scorer")      of work that overlaps: each on the first track that is free
+    add_span(..., lanes="scorer")      for overlapping work: each on the first track that is free
 
-While nothing is recorded a span costs two readings of the clock at most.
+If nothing is recorded, a span costs at most two readings of the clock.
 """
 
 import logging
@@ -22,14 +22,14 @@ from jaxrl_async.metrics.trace_file import TRACE_CLOCK, TraceFile, Tracks
 log = logging.getLogger(__name__)
 
 TRACE_VARIABLE = "JAXRL_ASYNC_TRACE"
-"""Environment variable of a sampler process: the file that its spans are written to."""
+"""Environment variable of a sampler process: the file for its spans."""
 WRITE_EVERY_S = 60.0
-"""Seconds between two writes of what was recorded."""
+"""Interval between two writes of recorded spans, seconds."""
 
 _recorder: SpanRecorder | None = None
-_write: Callable[[], None] | None = None  # brings what is recorded so far to its file
+_write: Callable[[], None] | None = None  # writes the spans recorded so far
 annotate: Callable[[str], AbstractContextManager[Any]] | None = None
-"""What marks the time inside a `with` in another trace, too (profiling.py); None: nothing does."""
+"""Also marks the time inside a `with` in another trace (profiling.py); None: no other trace."""
 
 
 class span:
@@ -38,7 +38,7 @@ class span:
     __slots__ = ("_args", "_lanes", "_mark", "_name", "_start_s")
 
     def __init__(self, name: str, lanes: str = "", **args: Any) -> None:
-        """Name it, and what is said of it (numbers and texts); lanes: see RecordedSpan."""
+        """Set the name and attributes (numbers and texts) of the span; lanes: see RecordedSpan."""
         self._name, self._lanes, self._args = name, lanes, args
         self._mark = None if annotate is None else annotate(name)
 
@@ -61,7 +61,7 @@ class span:
 
 
 def add_span(name: str, start_s: float, end_s: float, lanes: str = "", **args: Any) -> None:
-    """Record what took from start_s to end_s of TRACE_CLOCK, if spans are recorded."""
+    """Record a span from start_s to end_s of TRACE_CLOCK, if spans are recorded."""
     if _recorder is not None:
         _recorder.add(RecordedSpan(name, start_s, end_s, lanes, args))
 
@@ -71,13 +71,13 @@ def recorded_spans(
     path: Path | None, process: str, is_ours: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
     """Record the spans of this process inside the `with`, and write them every WRITE_EVERY_S and at
-    its end, whatever ends it; what is written is also sent to a collector that OpenTelemetry's
-    variables name (metrics/otlp.py).
+    its end, even after an exception. Written spans are also sent to a collector if OpenTelemetry's
+    variables name one (metrics/otlp.py).
 
-    path: the file; None: nothing is recorded. While its folder is not there nothing is written.
-    process: what the process is called there.
-    is_ours: asked before they are written; whether the folder is this run's, so that one which was
-        refused leaves the spans of another alone.
+    path: the file; None: nothing is recorded. Nothing is written while its folder is missing.
+    process: the process's name in the file.
+    is_ours: called before each write; returns whether the folder belongs to this run, so a run
+        that was refused the folder does not overwrite another run's spans.
     """
     global _recorder, _write
     if path is None or _recorder is not None:
@@ -86,7 +86,7 @@ def recorded_spans(
     recorder, file = SpanRecorder(), TraceFile(path, process)
     run = path.parent if path.name.startswith("trace.") else path.parent.parent
     ended, writing = threading.Event(), threading.Lock()
-    unsent: Tracks = []  # of a collector
+    unsent: Tracks = []  # for a collector
 
     def write() -> None:
         with writing:
@@ -100,7 +100,7 @@ def recorded_spans(
             else:
                 unsent.extend(tracks if otlp.address() else ())
 
-    def send() -> None:  # a collector that does not answer keeps no write waiting
+    def send() -> None:  # a collector that does not answer does not delay writes
         with writing:
             tracks = unsent.copy()
             unsent.clear()
@@ -126,10 +126,10 @@ def recorded_spans(
         if dropped := file.dropped(recorder.dropped):
             log.warning("%s: no room for the oldest %d spans", path, dropped)
         if file.is_there:
-            log.info("spans: %s, which https://ui.perfetto.dev opens", path)
+            log.info("spans: %s, for https://ui.perfetto.dev", path)
 
 
 def write_spans() -> None:
-    """Write what is recorded so far, if spans are recorded."""
+    """Write the spans recorded so far, if spans are recorded."""
     if _write is not None:
         _write()

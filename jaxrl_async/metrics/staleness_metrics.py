@@ -1,11 +1,11 @@
-"""Metrics of how far what is trained on is from the policy: age, mismatch, importance weights."""
+"""Metrics of how far the training data are from the policy: age, mismatch, importance weights."""
 
 from jaxrl_async.metrics.reductions import Last, Max, Mean, Metric, Sum, declared
 
 STALENESS_METRICS: tuple[Metric, ...] = (
     *declared(
         Mean,
-        ("staleness/mean", "versions", "Trainer's version minus the token's, over learnt tokens."),
+        ("staleness/mean", "versions", "Trainer's version minus the token's, over trained tokens."),
         (
             "staleness/lag_<n>_reward",
             "reward",
@@ -14,7 +14,7 @@ STALENESS_METRICS: tuple[Metric, ...] = (
         (
             "staleness/lag_<n>_length",
             "tokens",
-            "Drawn tokens of the episodes, over the same tokens.",
+            "Generated tokens of the episodes, over the same tokens.",
         ),
         (
             "staleness/lag_<n>_kl",
@@ -24,12 +24,13 @@ STALENESS_METRICS: tuple[Metric, ...] = (
         (
             "staleness/dropped_length_mean",
             "tokens",
-            "Drawn tokens of an answer in finished groups that were dropped; shows a length bias.",
+            "Generated tokens of an answer in finished groups that were dropped; shows a length "
+            "bias.",
         ),
         (
             "staleness/dropped_share",
             "share",
-            "Groups dropped, finished or not, as a share of those dropped or trained on.",
+            "Groups dropped, finished or not, as a share of groups dropped or trained on.",
         ),
     ),
     *declared(
@@ -42,12 +43,17 @@ STALENESS_METRICS: tuple[Metric, ...] = (
     ),
     *declared(
         Sum,
-        ("staleness/tokens_lag_<n>", "tokens", "Learnt tokens n versions old: a histogram."),
-        ("staleness/wasted_tokens", "tokens", "Drawn tokens of the groups dropped in this step."),
+        ("staleness/tokens_lag_<n>", "tokens", "Trained tokens n versions old: a histogram."),
+        (
+            "staleness/wasted_tokens",
+            "tokens",
+            "Generated tokens of groups dropped in this step.",
+        ),
         (
             "staleness/cancelled",
             "groups",
-            "Those of staleness/dropped_stale that were cancelled while they were being drawn.",
+            "Groups of staleness/dropped_stale that were cancelled while they were being "
+            "generated.",
         ),
         ("staleness/dropped_<reason>", "groups", "Groups dropped in this step for this reason."),
     ),
@@ -67,8 +73,8 @@ STALENESS_METRICS: tuple[Metric, ...] = (
     ),
     *declared(
         Mean,
-        ("offpolicy/weight_mean", "ratio", "w = proximal / behaviour, over learnt tokens."),
-        ("offpolicy/weight_square_mean", "ratio", "w^2, over learnt tokens."),
+        ("offpolicy/weight_mean", "ratio", "w = proximal / behaviour, over trained tokens."),
+        ("offpolicy/weight_square_mean", "ratio", "w^2, over trained tokens."),
         ("offpolicy/ess_share", "share", "Effective sample size of the tokens by w; 1 on-policy."),
         ("offpolicy/chi_square", "ratio", "Chi-square divergence, mean w^2 - 1; 0 on-policy."),
         ("offpolicy/k3", "nats", "KL(behaviour || proximal), mean of w - 1 - log w."),
@@ -100,7 +106,7 @@ STALENESS_METRICS: tuple[Metric, ...] = (
         (
             "routing/changed_share",
             "share",
-            "Share of those, per layer, for which the trainer's router would choose others.",
+            "Share of these, per layer, for which the trainer's router would choose others.",
         ),
         ("routing/changed_token_share", "share", "The same per token, in any of its layers."),
     ),

@@ -1,31 +1,31 @@
-"""Symptoms of a run that continues and learns nothing, each with its line of the docs.
+"""Symptoms of a run that continues without learning, each with its line of the docs.
 
-An update shows a symptom if its metrics are beyond a limit. IN_A_ROW updates in a row that show one
-are a warning; the next warning of it comes only after an update without it, and as many again. A
-symptom that follows from another one (FOLLOWS) is no warning while that one lasts.
+An update shows a symptom if its metrics exceed a limit. IN_A_ROW updates in a row that show it lead
+to a warning. The next warning requires an update without the symptom, and then as many again. A
+symptom that follows from another one (FOLLOWS) leads to no warning while the other one lasts.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 IN_A_ROW = 10
-"""Updates in a row after which a symptom is a warning."""
+"""Number of updates in a row after which a symptom leads to a warning."""
 NO_GRADIENT = 1e-12
-"""Largest norm of a gradient that changes nothing."""
+"""Gradient norm up to which an update changes nothing."""
 COLLAPSED = 1e-4
-"""Largest mean entropy of a token, nats, of a policy that always gives the same answer."""
+"""Mean token entropy up to which a policy always gives the same answer, nats."""
 NEARLY_ALL = 0.999
-"""Smallest share of answers that counts as all of them."""
+"""Share of answers from which on it counts as all of them."""
 EQUAL = 1e-9
-"""Largest standard deviation of rewards that are equal, as a share of their mean: rounding."""
+"""Standard deviation up to which rewards count as equal, as a share of their mean: rounding."""
 DOCS = "docs/troubleshooting.md"
 
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """What an update may show."""
+    """A symptom that an update may show."""
 
-    shown: Callable[[Mapping[str, float]], bool]  # by its metrics; missing ones show nothing
+    shown: Callable[[Mapping[str, float]], bool]  # from its metrics; missing ones show no symptom
     says: str
     section: str  # of DOCS
 
@@ -57,38 +57,38 @@ SYMPTOMS = {
     ),
     "collapsed entropy": Symptom(
         _collapsed,
-        f"had a policy/entropy below {COLLAPSED:g} nats: the policy gives one answer alone, and "
+        f"had a policy/entropy below {COLLAPSED:g} nats: the policy gives only one answer, and "
         "samples no other to learn from. Unless that answer is right, lower "
         "algorithm.learning_rate and start from an earlier checkpoint",
         "collapsed-entropy",
     ),
     "truncated answers": Symptom(
         _at_least("rollout/truncated_share", NEARLY_ALL),
-        "had only answers that were cut off (rollout/truncated_share 1): rewards judge what is "
-        "unfinished. Raise sampler.max_new_tokens",
+        "had only answers that were cut off (rollout/truncated_share 1): rewards judge "
+        "unfinished answers. Raise sampler.max_new_tokens",
         "truncated-answers",
     ),
     "equal rewards": Symptom(
         _equal_rewards,
-        "had only answers of the same reward (reward/std 0): none is better than another. Unless "
-        "all are right, try the reward function by hand on lines of samples.jsonl",
+        "had only answers of the same reward (reward/std 0): no answer is better than another. "
+        "Unless all are right, test the reward function by hand on lines of samples.jsonl",
         "equal-rewards",
     ),
 }
-"""What is looked for, by name."""
+"""The symptoms that are checked, by name."""
 FOLLOWS = {"equal rewards": "no gradient"}
-"""What has the same cause as another symptom, which says more."""
+"""Symptoms with the same cause as another, more specific one."""
 
 
 class Symptoms:
-    """Counts the symptoms of a run's updates in a row. Used by one thread at a time."""
+    """Counts a run's updates in a row with each symptom. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._in_a_row = dict.fromkeys(SYMPTOMS, 0)
 
     def warnings(self, values: Mapping[str, float]) -> list[str]:
-        """Count an update by its metrics; return what is to be said after it. Reports without an
-        update (evaluations) count for nothing."""
+        """Count an update by its metrics; return the warnings to log after it. Reports without an
+        update (evaluations) are ignored."""
         if "train/grad_norm" not in values:
             return []
         said = []

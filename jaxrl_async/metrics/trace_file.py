@@ -1,13 +1,13 @@
-"""Write spans as a trace that https://ui.perfetto.dev opens, a part at a time: what is written need
-not stay in memory, and is not written again when more comes.
+"""Write spans as a trace for https://ui.perfetto.dev, in parts: written spans need not stay in
+memory, and are not written again with the next part.
 
     {"displayTimeUnit": "ms", "otherData": {"dropped": ..., "written_at": ...}},
     "traceEvents": [
-    {"name": "process_name", ...},       an event a line, in no order
+    {"name": "process_name", ...},       one event per line, in no order
     ...
-    ]}                                   in whose place the next part goes
+    ]}                                   overwritten by the next part
 
-A file that is full takes the name older.NAME, in the place of the one before it.
+A full file is renamed older.NAME, replacing the previous one.
 """
 
 import json
@@ -20,30 +20,31 @@ from typing import Any
 from jaxrl_async.metrics.span_recorder import RecordedSpan, ThreadSpans
 
 MOST_SPANS = 250_000
-"""Spans of a file before the next one is begun; about 30 MB."""
+"""Maximum number of spans of a file, about 30 MB; then the next one begins."""
 OLDER = "older."
-"""What the name of the older of the two files begins with."""
+"""Prefix of the name of the older of the two files."""
 TRACE_CLOCK = time.perf_counter
 """The clock of all spans, seconds. On Linux it is the same in all processes of a machine."""
 FIRST_LINE_BYTES = 200
-"""Of the line that is written anew with each part."""
+"""Size of the first line, which is rewritten with each part."""
 LAST_LINE = b"\n]}\n"
 
 Taken = Sequence[tuple[ThreadSpans, Sequence[RecordedSpan]]]
-"""What each thread has recorded."""
+"""The recorded spans of each thread."""
 Tracks = list[tuple[str, list[RecordedSpan]]]
 """Name and spans of each track."""
 
 
 class Lanes:
-    """Tracks of what overlaps: each span goes to the first one that is free."""
+    """Tracks for overlapping spans: each span goes to the first track that is free."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._ends_s: list[float] = []  # of the last span of each track
+        self._ends_s: list[float] = []  # end of the last span of each track
 
     def deal(self, spans: Iterable[RecordedSpan]) -> Tracks:
-        """Deal spans to tracks, after those of earlier calls; return these by track."""
+        """Assign spans to tracks, after the spans of earlier calls; return the new ones by
+        track."""
         dealt: dict[int, list[RecordedSpan]] = {}
         for one in in_order(spans):
             free = (i for i, end_s in enumerate(self._ends_s) if end_s <= one.start_s)
@@ -59,8 +60,8 @@ class TraceFile:
     def __init__(self, path: Path, process: str, most_spans: int = MOST_SPANS) -> None:
         """Prepare to write, and write nothing yet.
 
-        process: what the process is called in the file.
-        most_spans: of a file before the next one is begun.
+        process: the process's name in the file.
+        most_spans: maximum number of spans of a file; then the next one begins.
         """
         self._path, self._process, self._most = path, process, most_spans
         self._older = path.with_name(OLDER + path.name)
@@ -70,7 +71,7 @@ class TraceFile:
         self._end = self._count = self._told = 0  # where its last line begins (0: no file), its
         # spans, and how many it says were dropped
         self._older_count = self._older_told = 0  # spans of the older file, and what it says
-        self._lost = 0  # spans that could not be written, or are in no file any more
+        self._lost = 0  # spans that could not be written, or are no longer in a file
 
     @property
     def is_there(self) -> bool:
@@ -78,15 +79,15 @@ class TraceFile:
         return self._end > 0
 
     def dropped(self, not_taken: int) -> int:
-        """Return how many spans are in neither file; not_taken: those never given to `add`."""
+        """Return the number of spans in neither file; not_taken: spans never passed to `add`."""
         return not_taken + self._lost
 
     def add(self, taken: Taken, not_taken: int = 0) -> Tracks:
-        """Write spans behind those that are there; return them by track.
+        """Append spans to the existing ones; return them by track.
 
-        not_taken: how many spans there were, in all, that were never given to this.
+        not_taken: total number of spans that were never passed to this.
 
-        Raises OSError if they cannot be written: they are lost then, but none of those before them.
+        Raises OSError if writing fails: these spans are then lost, but no earlier ones.
         """
         tracks: list[tuple[int | str, str, list[RecordedSpan]]] = [
             (thread.number, thread.name, in_order(own)) for thread, own in _own(taken)
@@ -107,7 +108,7 @@ class TraceFile:
         self, tracks: Sequence[tuple[int | str, str, list[RecordedSpan]]], not_taken: int
     ) -> None:
         if self._end and not self._path.exists():
-            self._lost += self._count  # somebody has removed it: another is begun
+            self._lost += self._count  # the file was removed: begin another one
             self._begin()
         if self._count >= self._most:
             self._begin_next()
@@ -140,20 +141,20 @@ class TraceFile:
         self._end, self._named, self._told = end, named, told
 
     def _begin_next(self) -> None:
-        """Put the file, which is full, in the place of the older one."""
+        """Replace the older file with the full one."""
         self._path.replace(self._older)
         self._lost += self._older_count
         self._older_count, self._older_told = self._count, self._told
         self._begin()
 
     def _begin(self) -> None:
-        """Let the next write make a new file."""
+        """Make the next write create a new file."""
         self._end = self._count = self._told = 0
         self._named = set()
 
 
 def in_order(spans: Iterable[RecordedSpan]) -> list[RecordedSpan]:
-    """Return spans by start; one that holds others comes before them."""
+    """Return spans by start; a span that contains others comes before them."""
     return sorted(spans, key=lambda s: (s.start_s, -s.end_s))
 
 
@@ -164,7 +165,7 @@ def _own(taken: Taken) -> list[tuple[ThreadSpans, list[RecordedSpan]]]:
 
 
 def _overlapping(taken: Taken) -> dict[str, list[RecordedSpan]]:
-    """Return the others, by the name of their lanes."""
+    """Return the overlapping spans, by the name of their lanes."""
     found: dict[str, list[RecordedSpan]] = {}
     for one in (one for _, spans in taken for one in spans if one.lanes):
         found.setdefault(one.lanes, []).append(one)
@@ -172,7 +173,7 @@ def _overlapping(taken: Taken) -> dict[str, list[RecordedSpan]]:
 
 
 def _first_line(dropped: int) -> bytes:
-    """Return the line that says how many spans are missing, and when it was written."""
+    """Return the line with the number of missing spans, and the time of writing."""
     began = {"wall_clock_s": time.time(), "trace_clock_s": TRACE_CLOCK()}
     facts = json.dumps({"dropped": dropped, "written_at": began})
     line = f'{{"displayTimeUnit": "ms", "otherData": {facts}'

@@ -16,62 +16,63 @@ from jaxrl_async.metrics.recorder import encode
 from jaxrl_async.metrics.trackers import TrackedRun, Tracker
 
 STEP = "step"
-"""W&B's axis of all metrics: its own steps only grow, and a resumed run repeats some."""
+"""W&B's x axis of all metrics: W&B's own steps only increase, but a resumed run repeats some."""
 PARAMS_AT_ONCE = 100
 METRICS_AT_ONCE = 1000
-"""Most that MLflow takes in one call."""
+"""Maximum numbers that MLflow accepts in one call."""
 MAX_PARAM = 6000
-"""Characters of a parameter that MLflow keeps; the artifact config.json has all."""
+"""Maximum length of a parameter in MLflow, characters; the artifact config.json has all of it."""
 
 
 def make_trackers(section: MetricsSection) -> list[Tracker]:
-    """Return the trackers that are switched on. Raises MissingExtraError, and ConfigError where a
-    tracker could never be used."""
+    """Return the trackers that are switched on. Raises MissingExtraError, and ConfigError if a
+    tracker cannot work."""
     check_trackers(section)
     found: list[Tracker] = []
-    if section.wandb.project is not None:
+    if section.wandb is not None:
         found.append(WandbTracker(section.wandb))
-    if section.mlflow.experiment is not None:
+    if section.mlflow is not None:
         found.append(MlflowTracker(section.mlflow))
-    if section.trackio.project is not None:
+    if section.trackio is not None:
         found.append(TrackioTracker(section.trackio.project))
     return found
 
 
 def check_trackers(section: MetricsSection) -> None:
     """Raise MissingExtraError if a tracker is switched on whose package is not installed."""
-    for setting, package, given in (
-        ("metrics.wandb.project", "wandb", section.wandb.project),
-        ("metrics.mlflow.experiment", "mlflow", section.mlflow.experiment),
-        ("metrics.trackio.project", "trackio", section.trackio.project),
+    for package, given in (
+        ("wandb", section.wandb),
+        ("mlflow", section.mlflow),
+        ("trackio", section.trackio),
     ):
         if given is not None and not _is_installed(package):
             raise MissingExtraError(
-                f"{setting}={given} needs the package {package}, which is not installed. Run "
-                f"`pip install 'jaxrl_async[{package}]'` or set {setting}=null."
+                f"metrics.{package} needs the package {package}, which is not installed. Run "
+                f"`pip install 'jaxrl_async[{package}]'` or set metrics.{package}=null."
             )
 
 
 def _is_installed(package: str) -> bool:
-    """Return whether a package is there; a mere folder of its name, such as W&B's own, is none."""
+    """Return whether a package is installed; a folder of its name, such as W&B's own, does not
+    count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 class WandbTracker:
-    """Weights & Biases: a run of its own in the project, also offline."""
+    """Weights & Biases: a separate run in the project, also offline."""
 
     name = "Weights & Biases"
 
     def __init__(self, section: WandbSection) -> None:
-        """Load the package. Raises ConfigError if the run is to be online and no key is there."""
+        """Load the package. Raises ConfigError if the run should be online and there is no key."""
         self._section = section
         self._client: Any = importlib.import_module("wandb")
         mode = section.mode or os.environ.get("WANDB_MODE", "online")
         if mode == "online" and not self._client.login(prompt=False, verify=False):
             raise ConfigError(
-                f"metrics.wandb.project={section.project}: there is no API key of Weights & Biases "
-                "here. Set WANDB_API_KEY, run `wandb login`, or set metrics.wandb.mode=offline."
+                f"metrics.wandb.project={section.project}: no API key of Weights & Biases was "
+                "found Set WANDB_API_KEY, run `wandb login`, or set metrics.wandb.mode=offline."
             )
 
     def open(self, run: TrackedRun) -> str:
@@ -84,7 +85,7 @@ class WandbTracker:
             dir=str(run.folder),
             id=run.continues,
             resume=None if run.continues is None else "allow",
-            reinit="create_new",  # beside those of other runs of this process
+            reinit="create_new",  # in addition to other runs of this process
             config={**run.config, "jaxrl_async": run.version},
             settings=self._client.Settings(silent=True, console="off"),
         )
@@ -96,19 +97,19 @@ class WandbTracker:
         self._run.log({STEP: step, **values})
 
     def link(self) -> str:
-        """Return the run's page, or how to send it where it is offline."""
+        """Return the run's page, or the command that uploads an offline run."""
         if self._run.offline:
-            folder = Path(self._run.settings.sync_dir).parent  # a resumed run writes one more
+            folder = Path(self._run.settings.sync_dir).parent  # a resumed run writes another one
             return f"wandb sync {folder}/offline-run-*-{self._run.id}"
         return str(self._run.url)
 
     def close(self, failed: bool) -> None:
-        """Send what is left, and say how the run ended."""
+        """Send the remaining data and the run's final state."""
         self._run.finish(exit_code=int(failed))
 
 
 class MlflowTracker:
-    """MLflow: a run in the experiment, which is made if it is not there."""
+    """MLflow: a run in the experiment, which is created if missing."""
 
     name = "MLflow"
 
@@ -154,7 +155,7 @@ class MlflowTracker:
             self._client.log_batch(self._info.run_id, metrics=part)
 
     def link(self) -> str:
-        """Return the run's page on a server, else its store and id."""
+        """Return the run's page on a server, or else its store and id."""
         store = self._section.tracking_uri or self._api.get_tracking_uri()
         experiment, run = self._info.experiment_id, self._info.run_id
         if store.startswith(("http://", "https://")):
@@ -162,7 +163,7 @@ class MlflowTracker:
         return f"run {run} in {store} (mlflow server --backend-store-uri {store})"
 
     def close(self, failed: bool) -> None:
-        """Say how the run ended."""
+        """Report how the run ended."""
         self._client.set_terminated(self._info.run_id, "FAILED" if failed else "FINISHED")
 
 
@@ -177,7 +178,7 @@ class TrackioTracker:
         self._api: Any = importlib.import_module("trackio")
 
     def open(self, run: TrackedRun) -> str:
-        """Begin or continue a run; return its name, which is what it is known by."""
+        """Begin or continue a run; return its name, which is its identifier."""
         name = run.continues or f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         config = {**run.config, "jaxrl_async": run.version}
         self._run = self._api.init(project=self._project, name=name, config=config, resume="allow")
@@ -188,14 +189,14 @@ class TrackioTracker:
         self._run.log(dict(values), step=step)
 
     def link(self) -> str:
-        """Return how to look at the project."""
+        """Return the command that shows the project."""
         return f"trackio show --project {self._project}"
 
     def close(self, failed: bool) -> None:
-        """Write what is left."""
+        """Write the remaining data."""
         self._run.finish()
 
 
 def allowed(name: str) -> str:
-    """Return a name with letters, digits and the marks that MLflow knows alone."""
+    """Return a name with only the characters that MLflow allows."""
     return re.sub(r"[^\w./ -]", "_", name, flags=re.ASCII)

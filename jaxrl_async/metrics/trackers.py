@@ -1,9 +1,9 @@
-"""Send a run's metrics to trackers such as Weights & Biases, each on a thread of its own.
+"""Send a run's metrics to trackers such as Weights & Biases, each on a separate thread.
 
     TrackedWriter ──> Recorder                     metrics.jsonl has every step in any case
           └──> TrackerThread ──> Tracker           a failing tracker is counted and logged
 
-Which trackers there are: metrics/tracker_kinds.py.
+The trackers are in metrics/tracker_kinds.py.
 """
 
 import json
@@ -25,20 +25,20 @@ log = logging.getLogger(__name__)
 TRACKERS_FILE = "trackers.json"
 """In the run's folder: the run's id and link in each tracker, by the tracker's name."""
 MAX_WAITING = 10_000
-"""Most steps that wait for a tracker; beyond it the oldest is left out."""
+"""Maximum number of steps that wait for a tracker; beyond it the oldest are skipped."""
 TRIES = 4
-"""Calls with one step's metrics before that step is left out."""
+"""Maximum number of calls with one step's metrics before that step is skipped."""
 BACKOFF_S = 1.0
-"""Wait before the first repeat, seconds; doubles, up to 60."""
+"""Wait before the first retry, seconds; doubles up to 60."""
 CLOSE_S = 15.0
-"""Longest wait for all trackers at the end of a run, seconds."""
+"""Maximum wait for all trackers at the end of a run, seconds."""
 
 _FILE = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is told of a run at its beginning."""
+    """Data about a run that a tracker gets at its start."""
 
     name: str
     folder: Path
@@ -48,29 +48,29 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A service that keeps runs. All methods are called on one thread, and may raise."""
+    """A service that tracks runs. All methods are called on one thread, and may raise."""
 
     name: str
 
     def open(self, run: TrackedRun) -> str:
-        """Begin the run there, or continue it; return what it is known by."""
+        """Begin or continue the run in the service; return its identifier."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send what a step measured; a step may come twice after a resume."""
+        """Send the metrics of a step; a step may be sent twice after a resume."""
         ...
 
     def link(self) -> str:
-        """Return where people find the run, in words; called after `open`."""
+        """Return where to find the run, as text; called after `open`."""
         ...
 
     def close(self, failed: bool) -> None:
-        """Send what is left, and end the run there; failed: by an exception."""
+        """Send the remaining data and end the run in the service; failed: with an exception."""
         ...
 
 
 class TrackerThread:
-    """Feeds one tracker. `put` never waits and never raises; close and `failures` neither."""
+    """Feeds one tracker. `put` never waits or raises; nor do close and `failures`."""
 
     def __init__(self, tracker: Tracker, run: TrackedRun, backoff_first_s: float = BACKOFF_S):
         """Begin the run in the tracker, on the new thread."""
@@ -83,7 +83,7 @@ class TrackerThread:
         self._thread.start()
 
     def put(self, step: int, values: Mapping[str, float]) -> None:
-        """Send a step's metrics soon."""
+        """Queue a step's metrics for sending."""
         with self._changed:
             if len(self._steps) >= MAX_WAITING:
                 self._steps.popleft()
@@ -92,25 +92,26 @@ class TrackerThread:
             self._changed.notify()
 
     def counts(self) -> tuple[int, int]:
-        """Return how many calls have failed, and how many steps were left out, so far."""
+        """Return the numbers of failed calls and of skipped steps so far."""
         with self._changed:
             return self._failures, self._lost
 
     def begin_to_close(self, failed: bool) -> None:
-        """Take no more steps: the thread sends what waits, trying each once, and ends."""
+        """Accept no more steps: the thread sends the waiting ones, trying each once, and ends."""
         with self._changed:
             self._failed = failed
             self._closing.set()
             self._changed.notify()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread, at most timeout_s, and log what did not reach the tracker."""
+        """Wait for the thread, at most timeout_s, and log the steps that did not reach the
+        tracker."""
         self._thread.join(timeout_s)
         with self._changed:
             lost, late = self._lost, len(self._steps)
         if late or self._thread.is_alive():
             log.warning(
-                "%s did not end within %.0f s: what it was last sent (%d steps and more) may be "
+                "%s did not end within %.0f s: the last steps sent to it (%d and more) may be "
                 "missing there. metrics.jsonl has all",
                 self._tracker.name,
                 timeout_s,
@@ -130,7 +131,8 @@ class TrackerThread:
         self._tried(lambda: self._tracker.close(self._failed), 1)
 
     def _opened(self) -> bool:
-        """Begin the run there, at any number of tries; return False if none did until the end."""
+        """Begin the run in the service, retrying without limit; return False if all tries
+        failed."""
 
         def begin() -> None:
             known_by = self._tracker.open(self._run)
@@ -152,8 +154,8 @@ class TrackerThread:
             return self._steps.popleft() if self._steps else None
 
     def _tried(self, call: Callable[[], None], tries: int | None) -> bool:
-        """Call until it does not raise, at most `tries` times, or once more at the end; return
-        whether it went well. None: any number of times."""
+        """Call until it does not raise, at most `tries` times (None: no limit), or once more at the
+        end; return whether it succeeded."""
         failed = 0
         while True:
             try:
@@ -171,9 +173,9 @@ class TrackerThread:
     def _count(self, error: Exception) -> None:
         with self._changed:
             self._failures += 1
-        if not self._is_failing:  # once for each time that it begins to fail
+        if not self._is_failing:  # once each time it starts to fail
             name, told = self._tracker.name, f"{type(error).__name__}: {error}"
-            log.warning("%s fails, the run goes on and it is tried again: %s", name, told)
+            log.warning("%s fails; the run continues and retries it: %s", name, told)
         self._is_failing = True
 
 
@@ -183,7 +185,7 @@ class TrackedWriter:
     writes = True
 
     def __init__(self, writer: KeepsMetrics, trackers: Sequence[TrackerThread]) -> None:
-        """Wrap `writer`, which is given all first, with what failed in the trackers until then."""
+        """Wrap `writer`, which gets everything first, with the trackers' failures so far."""
         self._writer, self._trackers = writer, tuple(trackers)
         self._lock, self._told = threading.Lock(), (0, 0)
 
@@ -195,12 +197,12 @@ class TrackedWriter:
             tracker.put(step, values)
 
     def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write a step's samples; trackers are sent none."""
+        """Write a step's samples, which are not sent to trackers."""
         self._writer.samples(step, records)
 
     def close(self) -> None:
-        """Send what is left, within CLOSE_S, and write no more. Idempotent. Called while an
-        exception is under way, it tells the trackers that the run failed."""
+        """Send the remaining data, within CLOSE_S, and stop writing. Idempotent. If called while an
+        exception is handled, it reports to the trackers that the run failed."""
         failed = sys.exc_info()[0] is not None
         for tracker in self._trackers:
             tracker.begin_to_close(failed)
@@ -222,8 +224,8 @@ class TrackedWriter:
 
 
 def remembered(folder: Path) -> dict[str, dict[str, str]]:
-    """Return id and link of the run in each tracker, by the tracker's name; empty if there are
-    none."""
+    """Return id and link of the run in each tracker, by the tracker's name; empty without
+    trackers."""
     try:
         return dict(json.loads((folder / TRACKERS_FILE).read_text("utf-8")))
     except (OSError, ValueError):

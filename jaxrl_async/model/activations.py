@@ -15,7 +15,7 @@ ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
 
 
 def gated(kind: Activation, gate: Array, up: Array) -> Array:
-    """Return activation(gate) * up. clamped_silu (gpt-oss): both are clamped, and up grows by 1."""
+    """Return activation(gate) * up. clamped_silu (gpt-oss) clamps both and uses up + 1."""
     if kind == "clamped_silu":
         gate = jnp.minimum(gate, CLAMP_LIMIT)
         up = jnp.clip(up, -CLAMP_LIMIT, CLAMP_LIMIT)

@@ -1,4 +1,4 @@
-"""Several adapters beside one base, as one wide adapter of which each row uses its own columns.
+"""Several adapters for one base, as one wide adapter in which each row uses its own columns.
 
     place      1      2            P
     A    [ A_1 | A_2 | ... | A_P ]        [in, P * rank]
@@ -6,10 +6,10 @@
 
     x W + (x A, 0 outside the columns of the row's place) B
 
-A row of place 0 uses none: it has the base's products. A place is a fixed range of columns, so that
-an adapter is loaded by writing there; ranks below the place's are filled with 0. Multiplying with
-all of them reads each weight once, however the rows are mixed: see benchmarks/adapters.py for the
-other forms (copying each row's matrices; sorting rows by adapter).
+A row of place 0 uses no adapter, only the base. A place is a fixed range of columns; an adapter is
+loaded by writing to it, padded with 0 to the place's rank. The product with all adapters reads each
+weight once for any mix of rows. benchmarks/adapters.py compares the alternatives: copying each
+row's matrices, and sorting rows by adapter.
 """
 
 from collections.abc import Sequence
@@ -27,17 +27,17 @@ from jaxrl_async.model.lora import Lora, adapter_table, lora_of
 from jaxrl_async.model.spec import LORA_A, LORA_B, LORA_OWN, ModelSpec, Params, weight_table
 
 MOST_PLACES = 1024
-"""Most adapters at once: with more, products with all of them cost more than the model's."""
+"""Maximum number of adapters: with more, their products cost more than the model's."""
 MOST_RANK = 65_536
-"""Largest rank of a place."""
+"""Maximum rank of a place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRoom:
-    """How much room for adapters there is beside a base."""
+    """The capacity for adapters in addition to a base."""
 
-    places: int  # adapters at once
-    rank: int = 32  # the largest of an adapter
+    places: int  # maximum number of adapters
+    rank: int = 32  # maximum rank of an adapter
     targets: str | tuple[str, ...] = ALL_LINEAR  # matrices that may be adapted, as in model.lora
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class AdapterRoom:
             raise ConfigError(
                 f"AdapterRoom: targets must be a text or several, not {self.targets!r:.80}."
             )
-        if not isinstance(self.targets, str):  # a list, too: programs are found by what they are of
+        if not isinstance(self.targets, str):  # hashable: compiled programs are cached by it
             object.__setattr__(self, "targets", named)
 
 
@@ -72,7 +72,7 @@ def stack_table(spec: ModelSpec, room: AdapterRoom) -> dict[str, Any]:
 
 
 def empty_stack(spec: ModelSpec, room: AdapterRoom, dtype: Any) -> list[Params]:
-    """Return each layer's places, all empty."""
+    """Return the empty places of each layer."""
     table = stack_table(spec, room)
     shapes = {
         number: {name: weight.shape[1:] for name, weight in table.get(stack, {}).items()}
@@ -85,43 +85,40 @@ def empty_stack(spec: ModelSpec, room: AdapterRoom, dtype: Any) -> list[Params]:
 def fitted_adapter(
     spec: ModelSpec, room: AdapterRoom, name: str, lora: Lora, adapter: Params
 ) -> Params:
-    """Return an adapter as a place takes it, float32 on the host: B times scale, 0 for what it does
-    not change and up to the place's rank.
+    """Convert an adapter for a place, float32 on the host: B is scaled, and matrices without an
+    adapter and unused ranks are 0.
 
     Args:
-        spec: of the base.
-        room: where it goes.
-        name: of the adapter, for errors.
-        lora: what it changes.
+        spec: spec of the base.
+        room: the capacity for adapters.
+        name: name of the adapter, for errors.
+        lora: the matrices that it changes.
         adapter: its weights, in the tree of lora.adapter_table.
 
-    Raises ConfigError for one that does not fit, that is no adapter of this base, or that is not
-    finite.
+    Raises ConfigError for an adapter that does not fit, is for another base, or is not finite.
     """
     if lora.rank > room.rank:
         raise ConfigError(
-            f"adapter {name!r} has rank {lora.rank}, and the places here have {room.rank}. Start "
-            "with a larger rank (AdapterRoom.rank, --max-lora-rank)."
+            f"adapter {name!r} has rank {lora.rank}, but the maximum rank is {room.rank}. Start "
+            "with a larger maximum (AdapterRoom.rank, --max-lora-rank)."
         )
     whole = stack_of(spec, room)
     outside = sorted(set(lora.names) - set(whole.names))
     if outside:
         raise ConfigError(
-            f"adapter {name!r} changes {', '.join(outside)}, and there is room for changes of "
-            f"{', '.join(whole.names)} only (AdapterRoom.targets)."
+            f"adapter {name!r} changes {', '.join(outside)}, but only changes of "
+            f"{', '.join(whole.names)} are supported (AdapterRoom.targets)."
         )
     given = adapter_table(spec, lora)
     if adapter.keys() != given.keys() or any(adapter[n].keys() != given[n].keys() for n in given):
-        raise ConfigError(
-            f"adapter {name!r} is not a tree of lora.adapter_table: it has other parts."
-        )
+        raise ConfigError(f"adapter {name!r} is not a tree of lora.adapter_table: its keys differ.")
     fitted = empty_adapter(spec, room)
     for stack, part in ((name, part) for name in given for part in given[name]):
         array = np.asarray(jax.device_get(adapter[stack][part]), np.float32)
         if array.shape != given[stack][part].shape:
             raise ConfigError(
-                f"adapter {name!r}: {part} has shape {array.shape}, and this base needs "
-                f"{given[stack][part].shape}. It was made for another model."
+                f"adapter {name!r}: {part} has shape {array.shape}, but this base needs "
+                f"{given[stack][part].shape}. It belongs to another model."
             )
         if part.endswith(LORA_B):
             with np.errstate(all="ignore"):
@@ -129,7 +126,7 @@ def fitted_adapter(
         if not np.isfinite(array).all():
             raise ConfigError(
                 f"adapter {name!r}: {part} has values that are not finite (times its scale, "
-                f"{lora.scale:g}), which would reach the others' answers. Take an earlier "
+                f"{lora.scale:g}), which would affect answers with other adapters. Use an earlier "
                 "checkpoint of it."
             )
         fitted[stack][part][tuple(slice(0, n) for n in array.shape)] = array
@@ -137,7 +134,7 @@ def fitted_adapter(
 
 
 def empty_adapter(spec: ModelSpec, room: AdapterRoom) -> Params:
-    """Return what a place takes for no change at all."""
+    """Return an adapter for a place that changes nothing."""
     names = stack_of(spec, room).names
     table = adapter_table(spec, Lora(names=names, rank=room.rank, scale=1.0))
     return {
@@ -149,7 +146,7 @@ def empty_adapter(spec: ModelSpec, room: AdapterRoom) -> Params:
 def put_adapter(
     spec: ModelSpec, room: AdapterRoom, stack: Sequence[Params], adapter: Params, place: Array
 ) -> list[Params]:
-    """Return the places with an adapter (fitted_adapter) written to one of them, counted from 1."""
+    """Write an adapter (from fitted_adapter) to a place, counted from 1; return the places."""
     table = weight_table(spec)
     numbers = {i: (s, n) for s, own in spec.stacks.items() for n, i in enumerate(own)}
 
@@ -166,7 +163,7 @@ def put_adapter(
 
 
 def own_columns(room: AdapterRoom, places: Array) -> Array:
-    """Return which columns of A each row uses: places [n] to [n, P * rank] bool."""
+    """Return the columns of A that each row uses: places [n] to [n, P * rank] bool."""
     columns = jnp.arange(room.places * room.rank) // room.rank
     return jnp.asarray(places)[:, None] == columns + 1
 
@@ -177,13 +174,13 @@ def layers_with_stack(
     stack: Sequence[Params],
     places: Array | None,
 ) -> Sequence[Params]:
-    """Return the layers' weights with all adapters beside them, for rows of these places.
+    """Add all adapters' weights to the layers' weights, for rows with these places.
 
     Args:
-        room: None: there are no places, and the layers are returned as they are.
-        layers: of the base.
-        stack: of all places.
-        places: [n] int32 of the rows, 0 for the base; None: no row has an adapter.
+        room: capacity for adapters. None: the layers are returned unchanged.
+        layers: weights of the base.
+        stack: weights of all places.
+        places: [n] int32, place of each row, 0 for the base; None: no row has an adapter.
     """
     if room is None or places is None:
         return layers

@@ -1,9 +1,9 @@
-"""Attention: the reference in plain jax.numpy, which defines it, and the choice of a kernel.
+"""Attention: the reference implementation in jax.numpy, and the choice of a kernel.
 
 sequence_attention      whole sequences in the trainer, by name: reference, splash (TPU), cudnn and
-                        flash (NVIDIA); of contexts that share prefixes as well; on CPUs, kernels
-                        of our own for both
-ragged_paged_reference  queries against a cache in pages, as kernels.ragged_paged reads it
+                        flash (NVIDIA); also for contexts that share prefixes; custom kernels on
+                        CPUs
+ragged_paged_reference  queries against a paged cache, in the form of kernels.ragged_paged
 """
 
 import logging
@@ -18,11 +18,11 @@ from jax.sharding import Mesh, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxrl_async.config.model_section import AMPERE
+from jaxrl_async.cpu.gradients import flash, tree_flash
+from jaxrl_async.cpu.kernel_library import TRAINING, kernels_are_there
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model import gpu_flash, gpu_packed, kernels
 from jaxrl_async.model.card import capability_of
-from jaxrl_async.model.cpu.gradients import flash, tree_flash
-from jaxrl_async.model.cpu.library import TRAINING, kernels_are_there
 from jaxrl_async.model.kernels import (
     PLAIN,
     PartAttention,
@@ -35,9 +35,9 @@ from jaxrl_async.model.kernels import (
 log = logging.getLogger(__name__)
 
 MASKED = -1e30
-"""Score of a position that must not be seen: finite, so that a fully masked row gives no NaN."""
+"""Score of a masked position: finite, to avoid NaN in fully masked rows."""
 UNTIL_AT_ONCE = 128
-"""Tokens of each row that `visible_until` compares with the whole row at once."""
+"""Tokens of each row that `visible_until` compares with the whole row at a time."""
 
 
 def attend(
@@ -48,12 +48,12 @@ def attend(
     scoring: Scoring = PLAIN,
     sinks_H: Array | None = None,
 ) -> Array:
-    """Compute softmax attention with grouped queries, scores in float32: [B, T, H, K]. Of
-    `scoring`, the cap counts here; the window is in visible_BTT.
+    """Compute softmax attention with grouped queries, scores in float32: [B, T, H, K]. Only the cap
+    of `scoring` is used; the window is in visible_BTT.
 
-    visible_BTT[b, t, s]: query t may see key s. A query that sees nothing averages all values;
-    callers ignore such rows (padding). sinks_H: see softmax_with_sinks. Values of width 0 stand for
-    the keys.
+    visible_BTT[b, t, s]: query t may see key s. A query without visible keys averages all values;
+    callers ignore such rows (padding). sinks_H: see softmax_with_sinks. If values have width 0, the
+    keys are used as values.
     """
     v_BTNK = v_BTNK if v_BTNK.shape[-1] else k_BTNK
     B, T, H, K = q_BTHK.shape
@@ -69,8 +69,8 @@ def attend(
 def softmax_with_sinks(scores: Array, sinks_H: Array | None) -> Array:
     """Return the softmax of scores [B, N, G, ..., S] over the last axis, [B, N, G, ..., S].
 
-    sinks_H [N * G]: a logit of each head beside its scores, whose share goes to no value
-    (gpt-oss; Xiao et al. 2023, arXiv:2309.17453, sec. 3.3). None: there is none.
+    sinks_H [N * G]: an additional logit of each head, whose share goes to no value (gpt-oss; Xiao
+    et al. 2023, arXiv:2309.17453, sec. 3.3). None: no sinks.
     """
     if sinks_H is None:
         return jax.nn.softmax(scores, axis=-1)
@@ -83,13 +83,13 @@ def softmax_with_sinks(scores: Array, sinks_H: Array | None) -> Array:
 
 
 def capped(scores: Array, cap: float) -> Array:
-    """Return scores bounded to cap tanh(scores / cap); cap 0: as they are."""
+    """Return scores bounded to cap tanh(scores / cap); cap 0: unchanged."""
     return cap * jnp.tanh(scores / cap) if cap else scores
 
 
 def causal_within_segments(segment_ids_BT: Array, window: int = 0) -> Array:
-    """Return [B, T, T] bool: key s is not later than query t, in its segment, not padding (0), and
-    not before the window."""
+    """Return [B, T, T] bool: whether key s is not later than query t, in the same segment, not
+    padding (0), and not before the window."""
     T = segment_ids_BT.shape[1]
     same = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
     real = (segment_ids_BT > 0)[:, None, :]
@@ -98,7 +98,7 @@ def causal_within_segments(segment_ids_BT: Array, window: int = 0) -> Array:
 
 
 def seen_from(q_segments: Array, kv_segments: Array, positions: Array, window: int = 0) -> Array:
-    """Return [B, t, T] bool as causal_within_segments does, for queries at positions [t] of their
+    """Return [B, t, T] bool like causal_within_segments, for queries at positions [t] of their
     rows."""
     same = q_segments[:, :, None] == kv_segments[:, None, :]
     real = (kv_segments > 0)[:, None, :]
@@ -131,10 +131,10 @@ def image_reference(
     scoring: Scoring = PLAIN,
     sinks_H: Array | None = None,
 ) -> Array:
-    """Attend as `reference`, and from each token of an image to those behind it (Gemma 3); a window
-    bounds what lies before alone.
+    """Attend like `reference`, and also from each token of an image to later tokens of the image
+    (Gemma 3); a window limits only earlier keys.
 
-    extent_BT2: the segment ids, and where in its sequence the image of a token begins; -1: of none.
+    extent_BT2: the segment ids, and the position where a token's image begins; -1: no image.
     """
     segments, begins = extent_BT2[..., 0], extent_BT2[..., 1]
     same = segments[:, :, None] == segments[:, None, :]
@@ -147,13 +147,13 @@ def image_reference(
 
 
 def same_image(q_begins: Array, kv_begins: Array) -> Array:
-    """Return [B, t, T] bool: whether query and key of one sequence are of one image, given where
-    their images begin [B, t], [B, T]; -1: of none."""
+    """Return [B, t, T] bool: whether query and key of one sequence are in the same image, given the
+    begins of their images [B, t], [B, T]; -1: no image."""
     return (q_begins[:, :, None] == kv_begins[:, None, :]) & (q_begins >= 0)[:, :, None]
 
 
 def image_attention(mesh: Mesh | None) -> SequenceAttention:
-    """Return the attention of rows with images on a mesh, whose context axis must be 1."""
+    """Return the attention for rows with images on a mesh, whose context axis must be 1."""
     return kernels.per_shard(image_reference, mesh, PART_ATTENTION["reference"])
 
 
@@ -161,11 +161,11 @@ def image_attention(mesh: Mesh | None) -> SequenceAttention:
 
 
 def visible_until(positions_BT: Array, segment_ids_BT: Array) -> Array:
-    """Return [B, T] int32: the place in its row up to which (exclusive) a token is seen.
+    """Return [B, T] int32: the place in its row up to which (exclusive) a token is visible.
 
-    A segment whose positions begin at s > 0 goes on from the first s tokens of the context before
-    it in the row (trainer.prefix_plan). So a token at position p is seen until a later segment
-    begins at a position of at most p; one of padding by itself alone.
+    A segment whose positions begin at s > 0 continues the first s tokens of the previous context in
+    the row (trainer.prefix_plan). A token at position p is therefore visible until a later segment
+    begins at a position of at most p. A padding token is visible only to itself.
 
         segments    1 1 1 1 2 2 3 3
         positions   0 1 2 3 2 3 1 2
@@ -193,7 +193,7 @@ def tree_reference(
     scoring: Scoring = PLAIN,
     sinks_H: Array | None = None,
 ) -> Array:
-    """Attend as `reference`, where contexts share prefixes."""
+    """Attend like `reference`, for contexts that share prefixes."""
     return attend(q_BTHK, k_BTNK, v_BTNK, _whole_tree(extent_BT, scoring), scoring, sinks_H)
 
 
@@ -216,7 +216,7 @@ def tree_splash(
     *,
     most: int = kernels.MAX_SPLASH_BLOCK,
 ) -> Array:
-    """Attend as kernels.splash_in_tree, with all queries of the rows."""
+    """Attend like kernels.splash_in_tree, with all queries of the rows."""
     places = jnp.arange(extent_BT.shape[1])
     return kernels.splash_in_tree(
         q_BTHK, k_BTNK, v_BTNK, extent_BT, places, scoring, sinks_H, most=most
@@ -237,24 +237,26 @@ def ragged_paged_reference(
     scoring: Scoring = PLAIN,
     sinks_H: Array | None = None,
 ) -> Array:
-    """Compute kernels.ragged_paged by gathering all pages of each token, of some tokens at a time;
-    same arguments.
+    """Compute kernels.ragged_paged by gathering all pages of each token, a few tokens at a time;
+    same arguments. With latent attention pages are [P, G, W], and keys are values.
 
-    Three queries of a sequence of 5 tokens are at its positions 2, 3, 4.
+    For example, three queries of a sequence of 5 tokens are at its positions 2, 3, 4.
     """
     t, _, K = q_tHK.shape
     token = jnp.arange(t)
     seq = jnp.searchsorted(cu_q_lens[1:], token, side="right").clip(0, kv_lens.shape[0] - 1)
     position = kv_lens[seq] - cu_q_lens[seq + 1] + token
+    kv_rows = kv_pages.shape[2] if kv_pages.ndim == 4 else 1  # 1: keys are values
 
     def one(query: tuple[Array, Array, Array]) -> Array:
         q_HK, seq, position = query
-        kv_SCK = kv_pages[page_indices[seq], ..., :K].reshape(-1, kv_pages.shape[2], K)
+        kv_SCK = kv_pages[page_indices[seq], ..., :K].reshape(-1, kv_rows, K)
         columns = jnp.arange(kv_SCK.shape[0])
         visible_S = columns <= position
         if scoring.window:
             visible_S &= columns > position - scoring.window
-        keys, values = kv_SCK[None, :, 0::2], kv_SCK[None, :, 1::2]
+        keys = kv_SCK[None, :, 0::2]
+        values = kv_SCK[None, :, 1::2] if kv_rows > 1 else keys
         return attend(q_HK[None, None], keys, values, visible_S[None, None], scoring, sinks_H)[0, 0]
 
     out = jax.lax.map(one, (q_tHK, seq, position), batch_size=REFERENCE_TOKENS)
@@ -268,7 +270,7 @@ def ragged_paged_reference(
 def _positions(
     _: int, positions: NDArray[np.int32], mesh: Mesh, scoring: Scoring = PLAIN
 ) -> tuple[Array, PartitionSpec]:
-    """Return the positions [devices, t] of each device's queries, and how they are divided."""
+    """Return the positions [devices, t] of each device's queries, and their sharding."""
     return jnp.asarray(positions), PartitionSpec("context", None)
 
 
@@ -305,7 +307,7 @@ PART_ATTENTION = {
     "cudnn": kernels.PartAttention(_positions, _flash_part),
     "flash": kernels.PartAttention(_positions, _flash_part),
 }
-"""Attention by name for rows whose length is divided over devices; cuDNN has none."""
+"""Attention by name for rows whose length is divided over devices; cuDNN does not support it."""
 
 SEQUENCE_ATTENTION: dict[str, SequenceAttention] = {
     "reference": reference,
@@ -321,8 +323,8 @@ TREE_ATTENTION: dict[str, SequenceAttention] = {
     "cudnn": gpu_flash.tree_flash,
     "flash": gpu_flash.tree_flash,
 }
-"""The same for contexts that share prefixes, for which cuDNN has none: the last argument is
-`visible_until`."""
+"""Attention by name for contexts that share prefixes, which cuDNN does not support; the last
+argument is `visible_until`."""
 
 
 def _tree_reference_part(
@@ -386,20 +388,20 @@ def sequence_attention(
     shares_prefixes: bool = False,
     cpu_kernels: bool = False,
 ) -> SequenceAttention:
-    """Return the attention of that name; auto chooses splash on TPU, on NVIDIA cudnn if the card,
-    type and heads allow it and else flash, our own kernels on CPUs, else the reference.
+    """Return an attention by name. auto chooses splash on TPUs; on NVIDIA GPUs, cudnn if card, type
+    and heads allow it, else flash; this package's kernels on CPUs; else the reference.
 
-    With cudnn, rows that share prefixes or are divided over the axis context take flash's kernels.
+    With cudnn, rows that share prefixes or are divided over the axis context use flash's kernels.
 
     Args:
         name: a name of SEQUENCE_ATTENTION, or auto.
-        mesh: where it runs; None: on the first device.
-        dtype: of q, k and v.
+        mesh: mesh on which it runs; None: the first device.
+        dtype: type of q, k and v.
         head_dim: width of a head.
-        cap: bound of the scores, which cuDNN has not; 0: none.
-        sinks: whether heads have a logit that no token stands for, which cuDNN has not.
+        cap: bound of the scores, not supported by cuDNN; 0: no bound.
+        sinks: whether heads have attention sinks, not supported by cuDNN.
         shares_prefixes: its last argument is `visible_until` in place of the segment ids.
-        cpu_kernels: whether auto may choose the kernels of our own.
+        cpu_kernels: whether auto may choose this package's CPU kernels.
 
     Raises ConfigError if the attention cannot run there.
     """
@@ -423,7 +425,7 @@ def sequence_attention(
         raise ConfigError(f"model.attention={name} {problem}")
     divided = mesh is not None and mesh.size > 1 and mesh.shape["context"] > 1
     if name == "cudnn" and (shares_prefixes or divided):
-        log.info("model.attention=cudnn: rows that share prefixes or are divided take flash")
+        log.info("model.attention=cudnn: rows that share prefixes or are divided use flash")
     if shares_prefixes:
         return _tree_attention(name, mesh, kernels.most_splash_block(device, dtype))
     if name == "splash":
@@ -433,7 +435,7 @@ def sequence_attention(
 
 
 def _tree_attention(name: str, mesh: Mesh | None, most: int) -> SequenceAttention:
-    """Return the attention for contexts that share prefixes; most: longest block of splash."""
+    """Return the attention for contexts that share prefixes; most: maximum block of splash."""
     if name != "splash" or most == kernels.MAX_SPLASH_BLOCK:
         return kernels.per_shard(TREE_ATTENTION[name], mesh, TREE_PARTS[name])
     part = PartAttention(_positions, partial(_tree_splash_part, most=most))
@@ -441,21 +443,23 @@ def _tree_attention(name: str, mesh: Mesh | None, most: int) -> SequenceAttentio
 
 
 HOPPER = 9
-"""The first compute capability of NVIDIA for which cuDNN has packed rows."""
+"""Minimum major compute capability of NVIDIA GPUs for which cuDNN supports packed rows."""
 WIDEST_CUDNN = {HOPPER: 256}
-"""Widest heads that cuDNN trains, by the major compute capability; of all others after Hopper:"""
+"""Maximum head width for training with cuDNN, by major compute capability."""
 WIDEST_CUDNN_LATER = 128
-"""JAX's own check allows 256 there, but NVIDIA's frontend in jaxlib refuses more than 128 in the
-backward pass of all but Hopper (scaled_dot_product_flash_attention.h, version 1.23). 256
-on 10.x, packed, needs version 1.26 and cuDNN 9.30 (github.com/NVIDIA/TransformerEngine/pull/3056).
+"""Maximum head width after Hopper. JAX's check allows 256, but NVIDIA's frontend in jaxlib refuses
+more than 128 in the backward pass except on Hopper (scaled_dot_product_flash_attention.h, version
+1.23). 256 on 10.x, packed, needs version 1.26 and cuDNN 9.30
+(github.com/NVIDIA/TransformerEngine/pull/3056).
 """
 LEAST_CUDNN = {(10, 3): (9, 11, 0), (12, 0): (9, 18, 1), (12, 1): (9, 18, 1)}
-"""Least version of cuDNN for packed rows on cards that need a newer one: JAX refuses an older one
-on 10.3, and 12.x has packed rows since (github.com/NVIDIA/TransformerEngine/pull/2693)."""
+"""Minimum version of cuDNN for packed rows on cards that need a newer one. On 10.3 JAX refuses an
+older version; 12.x supports packed rows from this version on
+(github.com/NVIDIA/TransformerEngine/pull/2693)."""
 
 
 def has_cpu_kernels(device: Any, dtype: Any) -> bool:
-    """Return whether an update on a device can compute by CPU kernels of our own; builds them."""
+    """Return whether updates on a device can use this package's CPU kernels; builds them."""
     return (
         device.platform == "cpu" and jnp.dtype(dtype) == jnp.float32 and kernels_are_there(TRAINING)
     )
@@ -464,48 +468,48 @@ def has_cpu_kernels(device: Any, dtype: Any) -> bool:
 def obstacle(
     name: str, device: Any, dtype: Any, head_dim: int, cap: float = 0.0, *, sinks: bool = False
 ) -> str | None:
-    """Return why an attention cannot run on a device, and what to do; None if it can."""
+    """Return the reason why an attention cannot run on a device, and the remedy; None if it can."""
     if name == "splash" and device.platform != "tpu":
-        return f"needs a TPU, and the trainer runs on {device.platform}. Set it to auto."
+        return f"needs a TPU, but the trainer runs on {device.platform}. Set it to auto."
     if name not in ("cudnn", "flash"):
         return None
     capability = capability_of(device)
     if capability is None:
-        return f"needs an NVIDIA GPU, and the trainer runs on {device.platform}. Set it to auto."
+        return f"needs an NVIDIA GPU, but the trainer runs on {device.platform}. Set it to auto."
     its = "{}.{}".format(*capability)
     least = HOPPER if name == "cudnn" else AMPERE
     if capability[0] < least:
         return (
-            f"needs an NVIDIA GPU of compute capability {least}.0, and the trainer's has {its}. "
+            f"needs an NVIDIA GPU of compute capability {least}.0, but the trainer's has {its}. "
             "Set it to auto."
         )
     if name == "flash":
         return None
     if gpu_packed.cudnn_attention() is None:
         return (
-            f"needs cuDNN's attention by offsets, which jax {jax.__version__} does not have where "
-            "this package looks. Set model.attention=flash."
+            f"needs cuDNN's attention by offsets, which this package does not find in jax "
+            f"{jax.__version__}. Set model.attention=flash."
         )
     if jnp.dtype(dtype) not in (jnp.float16, jnp.bfloat16):
         return (
-            f"computes in float16 or bfloat16, and model.dtype is {jnp.dtype(dtype)}. Set "
+            f"computes in float16 or bfloat16, but model.dtype is {jnp.dtype(dtype)}. Set "
             "model.dtype=bfloat16 or model.attention=flash."
         )
     if cap:
-        return "has no cap of scores, which this model needs. Set model.attention=flash."
+        return "does not support the score cap of this model. Set model.attention=flash."
     if sinks:
-        return "has no attention sinks, which this model needs. Set model.attention=flash."
+        return "does not support the attention sinks of this model. Set model.attention=flash."
     widest = WIDEST_CUDNN.get(capability[0], WIDEST_CUDNN_LATER)
     if head_dim > widest or head_dim % 8:
         return (
-            f"needs heads of a multiple of 8, at most {widest} on compute capability {its}, and "
-            f"the model's are {head_dim} wide. Set model.attention=flash."
+            f"needs a head width that is a multiple of 8, at most {widest} on compute capability "
+            f"{its}, but the model's is {head_dim}. Set model.attention=flash."
         )
     needed, found = LEAST_CUDNN.get(capability), gpu_packed.cudnn_version()
     if needed and found and found < needed:
         wanted, older = (".".join(map(str, version)) for version in (needed, found))
         return (
-            f"needs cuDNN {wanted} on compute capability {its}, and {older} is installed. Install "
+            f"needs cuDNN {wanted} on compute capability {its}, but {older} is installed. Install "
             "a newer nvidia-cudnn, or set model.attention=flash."
         )
     return None
@@ -514,7 +518,7 @@ def obstacle(
 @cache
 def _say_quadratic(platform: str) -> None:
     log.warning(
-        "no attention kernel runs on this %s: the reference keeps all scores of a row in memory, "
+        "no attention kernel supports this %s: the reference keeps all scores of a row in memory, "
         "several times 4 bytes x heads x length squared. Lower trainer.row_length if memory runs "
         "out.",
         platform,

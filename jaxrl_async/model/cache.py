@@ -1,19 +1,19 @@
-"""The key-value cache in pages, and the two forms in which the decode loop works on it.
+"""The paged key-value cache, and its two forms for the decode loop.
 
-Shapes: P pages, G tokens a page, N kv heads, K head width, R rows (running sequences), C context
-columns (whole pages; of layers with a window at most those of the window), X extra columns for the
+Shapes: P pages, G tokens per page, N kv heads, K head width, R rows (running sequences), C context
+columns (whole pages; for layers with a window at most the window's), X extra columns for the
 tokens of one block, n tokens.
 
-A page has the layers of one group (kv_layout.py), each in an array of its own; every layer's tokens
-are found by the table of its group.
+A page holds the layers of one group (kv_layout.py), each in a separate array. A layer's tokens are
+found through its group's page table.
 
     gathered    pages are copied once per block into a working copy [R, N, K, C + X] (keys with the
-                positions last: the fastest form for XLA's CPU and a dense one for a GPU), every row
-                appends at the same column, and the new columns go back to the pages at the end
-    ragged      a kernel for TPU or GPU reads the pages themselves, and the step writes into them
+                positions last: the fastest form for XLA on CPU, and dense for a GPU). Every row
+                appends at the same column, and the new columns are written to the pages at the end
+    ragged      a kernel for TPU or GPU reads the pages directly, and the step writes into them
 
-The form is chosen once per engine; both hold the same numbers. Of a model with latent attention
-(latent.py) values have width 0: the keys, of one head, are the values, too.
+The form is chosen once per engine; both hold the same values. With latent attention (latent.py)
+values have width 0: the keys, of one head, are also the values.
 """
 
 from collections.abc import Sequence
@@ -29,16 +29,16 @@ from jaxrl_async.model.sink_pages import page_head_dim, sinks_page
 from jaxrl_async.model.spec import ModelSpec
 
 MASKED = -1e30
-"""Score of a position that must not be seen: finite, so that a fully masked row gives no NaN."""
+"""Score of a masked position: finite, to avoid NaN in fully masked rows."""
 
 
 class PagedKV(NamedTuple):
-    """Keys and values in pages: one array for each layer of a group, see kv_layout.py.
+    """Keys and values in pages: one array per layer of a group, see kv_layout.py.
 
     gathered: k arrays of [P, N, K, G], v arrays of [P, N, G, K].
-    ragged: k arrays of [P, G, 2 N, W], keys and values alternating on the third axis, of latent
-    attention [P, G, 1, W]; for a TPU heads are padded with zeros to the width that its kernel
-    reads; v is empty.
+    ragged: k arrays of [P, G, 2 N, W], keys and values alternating on the third axis; for latent
+    attention [P, G, 1, W]. On TPUs heads are padded with zeros to the kernel's width, and pages of
+    latent attention are [P, G, W], which lets tokens fill tiles. v is empty.
     """
 
     k: tuple[Array, ...]
@@ -46,14 +46,14 @@ class PagedKV(NamedTuple):
 
 
 class NewKV(NamedTuple):
-    """Keys and values of some tokens that are not in pages yet."""
+    """Keys and values of tokens that are not yet in pages."""
 
     k: tuple[Array, ...]  # layers of [n, N, K]
     v: tuple[Array, ...]  # layers of [n, N, K]
 
 
 class CachedContext(NamedTuple):
-    """Pages of some rows put side by side; layers of a gated delta net have no heads."""
+    """The concatenated pages of some rows; layers of a gated delta net have no heads."""
 
     k: tuple[Array, ...]  # layers of [R, N, K, C]
     v: tuple[Array, ...]  # layers of [R, N, C, K]
@@ -69,8 +69,8 @@ def init_pages(
     ragged: bool = False,
     padded: bool = True,
 ) -> PagedKV:
-    """Return empty pages; of the form `ragged`, they may be padded for the TPU's kernel. Padded
-    pages of a model with sinks have a sinks_page behind them."""
+    """Return empty pages; in the form `ragged`, optionally padded for the TPU kernel. Padded pages
+    of a model with sinks end with a sinks_page."""
     (sides, N, K), G = spec.cached_shape, page_tokens
 
     def layers(*shape: int) -> tuple[Array, ...]:
@@ -78,8 +78,10 @@ def init_pages(
 
     if ragged and not padded:
         return PagedKV(layers(pages, G, sides * N, K), ())
+    if ragged and sides == 1:
+        return PagedKV(layers(pages, G, page_head_dim(K)), ())
     if ragged and spec.sinks:
-        shape = (pages + 1, G, 2 * N, page_head_dim(K))  # one more: what has no page is written to
+        shape = (pages + 1, G, 2 * N, page_head_dim(K))  # one more, for writes without a page
         sinks = sinks_page(G, 2 * N, K, dtype)
         return PagedKV(tuple(jnp.concatenate([p, sinks]) for p in layers(*shape)), ())
     if ragged:
@@ -100,8 +102,8 @@ def page_axes(*, ragged: bool) -> tuple[str | None, ...]:
 def write_tokens(
     kv: PagedKV, layout: KvLayout, new: NewKV, pages: Array, offsets: Array
 ) -> PagedKV:
-    """Write tokens at offsets [n] of pages [groups, n]; P is the number of no page (padding, and
-    what a window hides)."""
+    """Write tokens at offsets [n] of pages [groups, n]; the number P means no page (for padding,
+    and for tokens outside a window)."""
     keys, values = list(kv.k), list(kv.v)
     for layer, (g, a) in layout.places.items():
         k, v = new.k[layer], new.v[layer]
@@ -115,14 +117,16 @@ def write_tokens(
 
 
 def written(pages: Array, k: Array, v: Array, numbers: Array, offsets: Array) -> Array:
-    """Write tokens [n, N, K] at offsets [n] of the pages [P, G, 2 N, W] of these numbers [n]: first
-    head's key, its value, second head's key, ... A number beyond the last is no page."""
-    return pages.at[numbers, offsets].set(cells_of(pages, k, v), mode="drop")
+    """Write tokens [n, N, K] at offsets [n] of the pages [P, G, 2 N, W] or [P, G, W] with these
+    numbers [n]: first head's key, its value, second head's key, ... Writes with a larger number
+    than the last page's are dropped."""
+    cells = cells_of(pages, k, v).reshape(-1, *pages.shape[2:])
+    return pages.at[numbers, offsets].set(cells, mode="drop")
 
 
 def cells_of(pages: Array, k: Array, v: Array) -> Array:
-    """Return tokens [n, N, K] as such pages have them, [n, 2 N, W]; [n, 1, W] if values have width
-    0."""
+    """Return tokens [n, N, K] in the form of these pages, [n, 2 N, W]; [n, 1, W] if values have
+    width 0."""
     n, N, K = k.shape
     sides = [k, v] if v.shape[-1] else [k]
     cells = jnp.stack(sides, axis=2).reshape(n, len(sides) * N, K).astype(pages.dtype)
@@ -130,22 +134,21 @@ def cells_of(pages: Array, k: Array, v: Array) -> Array:
 
 
 def copy_pages(kv: PagedKV, sources: Array, targets: Array) -> PagedKV:
-    """Copy whole pages; a target P is no page (padding)."""
+    """Copy whole pages; a target P means no page (padding)."""
     return jax.tree.map(lambda p: p.at[targets].set(take(p, sources), mode="drop"), kv)
 
 
 def take(pages: Array, ids: Array) -> Array:
-    """Return pages by number; a number beyond the last gives the last page (callers mask it)."""
+    """Return pages by number; a too large number gives the last page (callers mask it)."""
     return pages.at[jnp.minimum(ids, pages.shape[0] - 1)].get(mode="promise_in_bounds")
 
 
 def gather(
     kv: PagedKV, layout: KvLayout, tables: Sequence[Array], head_dim: int, extra: int = 0
 ) -> CachedContext:
-    """Put the pages that each group's table [R, C / G] names side by side, with `extra` empty
-    columns behind.
+    """Concatenate the pages in each group's table [R, C / G], followed by `extra` empty columns.
 
-    The groups' tables may differ in length: of layers with a window they need name only its pages.
+    The groups' tables may differ in length: for layers with a window, only its pages are needed.
     """
     R = tables[0].shape[0]
     places = layout.places
@@ -181,20 +184,23 @@ def _values_of(pages: Array, table: Array, extra: int) -> Array:
 
 
 def pairs_of(pages: Array, table: Array, head_dim: int, extra: int = 0) -> tuple[Array, Array]:
-    """Return keys [R, N, K, C + X] and values [R, N, C + X, K] of pages [P, G, 2 N, W]; of pages
-    [P, G, 1, W] values of width 0."""
+    """Return keys [R, N, K, C + X] and values [R, N, C + X, K] of pages [P, G, 2 N, W]; for pages
+    [P, G, 1, W] or [P, G, W] the values have width 0."""
     R, count = table.shape
-    rows = take(pages, table).reshape(R, count * pages.shape[1], *pages.shape[2:])[..., :head_dim]
+    rows = take(pages, table)
+    rows = rows.reshape(R, count * pages.shape[1], -1, pages.shape[-1])[..., :head_dim]
+    latent = rows.shape[2] == 1
     rows = jnp.pad(rows, ((0, 0), (0, extra), (0, 0), (0, 0)))
     keys, values = jnp.moveaxis(rows[:, :, 0::2], 1, 3), jnp.swapaxes(rows[:, :, 1::2], 1, 2)
-    return keys, values if pages.shape[2] > 1 else jnp.swapaxes(keys, 2, 3)[..., :0]
+    return keys, jnp.swapaxes(keys, 2, 3)[..., :0] if latent else values
 
 
 def recent_pages(
     table: Array, positions: Array, window: int, page_tokens: int
 ) -> tuple[Array, Array]:
-    """Return the pages that hold the window behind each position, [R, w] of a table [R, W], and
-    the position of their first token [R]; window 0, or one as long: all of them, from 0."""
+    """Return the pages that hold the window before each position, [R, w] of a table [R, W], and
+    the position of their first token [R]. Without a window (0), or with one that covers the table:
+    all pages, from position 0."""
     width = table.shape[1]
     count = -(-(window - 1) // page_tokens) + 1
     if not window or count >= width:
@@ -205,7 +211,7 @@ def recent_pages(
 
 
 def columns(context: CachedContext, count: int) -> NewKV:
-    """Return the last columns, so many, as tokens: row by row, [R * count] of them."""
+    """Return the last `count` columns as tokens: row by row, [R * count]."""
 
     def keys(w: Array) -> Array:
         new = jnp.moveaxis(w[..., w.shape[3] - count :], 3, 1)
@@ -219,7 +225,7 @@ def columns(context: CachedContext, count: int) -> NewKV:
 
 
 def append(w: Array, new: Array, column: Array, *, keys: bool) -> Array:
-    """Write one token a row [R, N, K] at the same column of a working copy."""
+    """Write one token per row [R, N, K] at the same column of a working copy."""
     zero = jnp.int32(0)
     if keys:
         return jax.lax.dynamic_update_slice(w, new[..., None].astype(w.dtype), (0, 0, 0, column))
@@ -236,12 +242,12 @@ def attend_columns(
     cap: float = 0.0,
     sinks: Array | None = None,
 ) -> Array:
-    """Attend with one query a row [R, H, K] to the columns visible to it [R, C]: [R, H, K].
+    """Attend with one query per row [R, H, K] to its visible columns [R, C]: [R, H, K].
 
     Args:
         q: queries.
         k: keys [R, N, K, C].
-        v: values [R, N, C, K], or of width 0: the keys.
+        v: values [R, N, C, K]; width 0: the keys are the values.
         visible: [R, C] bool.
         cap: see kernels.Scoring.
         sinks: [H], see attention.softmax_with_sinks.
@@ -266,15 +272,15 @@ def attend_chunk(
     cap: float = 0.0,
     sinks: Array | None = None,
 ) -> Array:
-    """Attend with queries [B, T, H, K] to new tokens [B, T, N, K] and to the context before them.
+    """Attend with queries [B, T, H, K] to new tokens [B, T, N, K] and the context before them.
 
     Args:
         q: queries.
         k: keys of the new tokens.
-        v: values of the new tokens; of width 0: the keys, of the context, too.
-        visible: [B, T, T] bool, which new tokens each query may see.
-        context: keys [B, N, K, C] and values [B, N, C, K] of the tokens before.
-        seen: [B, T or 1, C] bool, which context columns each query may see.
+        v: values of the new tokens; width 0: keys are values, also in the context.
+        visible: [B, T, T] bool, the new tokens visible to each query.
+        context: keys [B, N, K, C] and values [B, N, C, K] of the previous tokens.
+        seen: [B, T or 1, C] bool, the context columns visible to each query.
         cap: see kernels.Scoring.
         sinks: [H], see attention.softmax_with_sinks.
 
@@ -291,8 +297,8 @@ def attend_chunk(
     if context is None or seen is None:
         weights = softmax_with_sinks(scores, sinks).astype(v.dtype)
         return jnp.einsum("bngts,bsnk->btngk", weights, v).reshape(B, T, H, K)
-    # Queries with the heads in front, as the context has them: XLA's CPU programs cannot multiply
-    # several rows in bfloat16 otherwise
+    # Queries with leading heads, like the context: otherwise XLA on CPU cannot multiply several
+    # rows in bfloat16
     turned = jnp.transpose(grouped, (0, 2, 3, 1, 4))
     before = jnp.einsum("bngtk,bnkc->bngtc", turned, context[0], preferred_element_type=jnp.float32)
     before = jnp.where(seen[:, None, None], capped(before * K**-0.5, cap), MASKED)

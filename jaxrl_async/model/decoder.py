@@ -1,7 +1,7 @@
-"""The one decoder, used by trainer and sampler alike: embedding, layers, head. Pure functions.
+"""The decoder, shared by trainer and sampler: embedding, layers, head. Pure functions.
 
-Parameters are a pure dict of arrays, layers stacked on axis 0. The trainer scans over the layers,
-a period of their pattern in each turn (`ModelSpec.runs`); the decode step unrolls them over
+Parameters are a dict of arrays, with layers stacked on axis 0. The trainer scans over the layers,
+one period of their pattern per iteration (`ModelSpec.runs`). The decode step unrolls them over
 statically indexed weights, which is the fastest form for small batches.
 """
 
@@ -21,6 +21,9 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxrl_async.algorithms.expert_load import ExpertLoad
+from jaxrl_async.cpu.gradients import MULTIPLIED
+from jaxrl_async.cpu.kernel_calls import packed, packed_product
+from jaxrl_async.cpu.kernel_library import multiplies_in_parts
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model.attention import (
     has_cpu_kernels,
@@ -29,9 +32,6 @@ from jaxrl_async.model.attention import (
     sequence_attention,
     visible_until,
 )
-from jaxrl_async.model.cpu.calls import packed, packed_product
-from jaxrl_async.model.cpu.gradients import MULTIPLIED
-from jaxrl_async.model.cpu.library import multiplies_in_parts
 from jaxrl_async.model.delta import DeltaInputs
 from jaxrl_async.model.delta_layer import read_states
 from jaxrl_async.model.families.parts import LayerKind, LayerRun, Scales
@@ -55,44 +55,44 @@ from jaxrl_async.model.quantize import computed_in, scales_among, table_of
 from jaxrl_async.model.spec import LORA_OWN, ROWS_USED, ModelSpec, Params, Weight, weight_table
 
 UNROLL = 4
-"""Small layers in one turn of the trainer's scan: runs faster, compiles longer."""
+"""Small layers per iteration of the trainer's scan: more run faster and compile longer."""
 SMALL_LAYER = 2**20
-"""Weights up to which a layer is small: its products take so little time that turns of the loop
-matter. Several larger layers in a turn only cost compile time and memory: of 135 million weights in
-30 layers, 4 in a turn took 7.6 s to compile and 4.7 GB of temporaries for 1,536 tokens on a CPU;
-1 takes 2.2 s and 2.7 GB, and computes for as long."""
+"""Maximum number of weights of a small layer, whose products take so little time that the loop's
+overhead matters. For larger layers, several per iteration only cost compile time and memory: with
+135 million weights in 30 layers, 4 per iteration took 7.6 s to compile and 4.7 GB of temporaries
+for 1,536 tokens on a CPU; 1 takes 2.2 s and 2.7 GB, and runs equally fast."""
 
 
 PACKED_HEAD = "packed_head"
-"""Parameter that next_logits multiplies with in place of the head, see packed_head."""
+"""Name of the parameter that next_logits uses in place of the head, see packed_head."""
 
 Attend = Callable[[int, Array, Array, Array], Array]
 ReadStates = Callable[[int, DeltaInputs, Sequence[Array]], Array]
 
 
 class TokenRows(NamedTuple):
-    """Packed sequences as a decoder reads them: B rows of T tokens."""
+    """The input of a decoder: packed sequences in B rows of T tokens."""
 
     token_ids: Array  # [B, T] int32
-    positions: Array  # [B, T] int32, from 0 in each segment, or from where it leaves a prefix
+    positions: Array  # [B, T] int32, from 0 in each segment, or from the end of its shared prefix
     segment_ids: Array  # [B, T] int32, from 1 in each row; 0 is padding
     kept: Array | None = None
-    """[B, T, ceil(vocab / 8)] uint8, little-endian: which tokens token t was drawn from. None: the
-    whole vocabulary."""
+    """[B, T, ceil(vocab / 8)] uint8, little-endian: the tokens among which token t was sampled.
+    None: the whole vocabulary."""
     expert_ids: Array | None = None
     """[B, T, layers, k] integers, the experts of each token as in moe.route; -1: the router's
     choice. None: the router chooses for every token."""
     image_begins: Array | None = None
-    """[B, T] int32, where in its sequence the image of a token begins; -1: of no image. Tokens of
-    an image see each other in both directions. None: there are no images."""
+    """[B, T] int32, position in its sequence where a token's image begins; -1: not an image token.
+    Tokens of an image see each other in both directions. None: no images."""
     embeddings: Array | None = None
-    """[B, T, D] float32, what stands in place of the looked up embeddings of images' tokens."""
+    """[B, T, D] float32, embeddings of image tokens, which replace the looked up ones."""
     wanted: Array | None = None
-    """[B, T] bool, the tokens whose log-probs are read. None: all."""
+    """[B, T] bool, the tokens whose log-probs are needed. None: all."""
 
     @classmethod
     def of(cls, columns: Mapping[str, Array], wanted: Array | None = None) -> "TokenRows":
-        """Return the rows in a batch's columns, by their names."""
+        """Return the rows from a batch's columns."""
         kept, expert_ids = columns.get("kept"), columns.get("expert_ids")
         tokens = (columns["token_ids"], columns["positions"], columns["segment_ids"])
         images = (columns.get("image_begins"), columns.get("embeddings"))
@@ -100,9 +100,9 @@ class TokenRows(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """What the routers of some layers did, layer by layer; empty where there are none."""
+    """The routing of some layers, one entry per layer with a router."""
 
-    changed: list[Array]  # [n] int32 or bool, whether the router would choose other experts
+    changed: list[Array]  # [n] int32 or bool, whether the router prefers other experts
     loads: list[ExpertLoad]
 
 
@@ -110,24 +110,24 @@ class TokenStates(NamedTuple):
     """A decoder's output for packed sequences."""
 
     hidden: Array  # [B * T, D] after the final norm, in the order of the layout
-    changed: Array | None  # [B, T] int32, layers whose router would choose other experts
-    load: ExpertLoad | None = None  # of its experts; None: it has none
+    changed: Array | None  # [B, T] int32, number of layers whose router prefers other experts
+    load: ExpertLoad | None = None  # load of its experts; None: no experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSettings:
-    """How a program runs a decoder and computes log-probs from its logits."""
+    """Settings of a program that runs a decoder and computes log-probs from its logits."""
 
-    dtype: Any = jnp.float32  # of activations
-    remat: str = "none"  # what the backward pass recomputes, see _remat
+    dtype: Any = jnp.float32  # type of activations
+    remat: str = "none"  # parts that the backward pass recomputes, see _remat
     attention: SequenceAttention = reference
-    shares_prefixes: bool = False  # segments may go on from a prefix; the attention must know it
-    layout: Layout = ONE_DEVICE  # the order of the tokens, which the attention must share
-    chunk: int = 1024  # tokens of a device whose logits exist at once
+    shares_prefixes: bool = False  # segments may continue a prefix; the attention must support it
+    layout: Layout = ONE_DEVICE  # order of the tokens; the attention must use the same
+    chunk: int = 1024  # tokens of a device whose logits are computed at a time
     temperature: float = 1.0  # divides the logits
-    cpu_kernels: bool = False  # whether log-probs are those of the CPU's own kernels
+    cpu_kernels: bool = False  # whether log-probs are computed by this package's CPU kernels
     in_parts: bool = False  # products by the CPU's matrix unit, see layers.product
-    learns_load: bool = False  # whether the odds of an ExpertLoad carry a gradient
+    learns_load: bool = False  # whether ExpertLoad.odds carries a gradient
 
 
 ON_ONE_DEVICE = DecoderSettings()
@@ -144,18 +144,18 @@ def settings_on(
     cpu_kernels: bool = False,
     **more: Any,
 ) -> DecoderSettings:
-    """Return the settings of a program of this decoder on a mesh, with the attention of that name.
+    """Return the settings of a program of this decoder on a mesh, with the named attention.
 
-    cpu_kernels: on a CPU in float32, compute by kernels of our own; on a mesh of several devices
-    attention alone does, since XLA cannot divide the others.
+    cpu_kernels: on a CPU in float32, use this package's kernels; on a mesh of several devices only
+    for attention, since XLA cannot partition the others.
 
-    Raises ConfigError if that attention cannot run on the mesh, or a gated delta net would have to
-    go on from a shared prefix.
+    Raises ConfigError if the attention cannot run on the mesh, or if a gated delta net would have
+    to continue from a shared prefix.
     """
     if shares_prefixes and spec.delta:
         raise ConfigError(
-            f"trainer.share_prefixes: the gated delta nets of this {spec.family} model keep no "
-            "state at the end of a prefix that segments could go on from. Set it to false."
+            f"trainer.share_prefixes: the gated delta nets of this {spec.family} model do not keep "
+            "their state at the end of a prefix, so segments cannot continue it. Set it to false."
         )
     chosen = sequence_attention(
         attention,
@@ -180,13 +180,11 @@ def settings_on(
 
 
 def _computes_alone(mesh: Mesh, dtype: Any) -> bool:
-    """Return whether the CPU's own kernels compute log-probs and products on a mesh."""
+    """Return whether this package's CPU kernels compute log-probs and products on a mesh."""
     if not has_cpu_kernels(mesh.devices.flat[0], dtype):
         return False
     if mesh.size > 1:
-        _say_once(
-            "trainer.cpu_kernels: on several CPU devices log-probs are those of XLA's programs"
-        )
+        _say_once("trainer.cpu_kernels: on several CPU devices log-probs are computed by XLA")
     return mesh.size == 1
 
 
@@ -196,12 +194,12 @@ def _say_once(words: str) -> None:
 
 
 def init_params(spec: ModelSpec, key: Array, dtype: Any = jnp.float32) -> Params:
-    """Return random parameters; each weight's key depends on its name only."""
+    """Return random parameters; each weight's key depends only on its name."""
     return init_table(weight_table(spec), key, dtype)
 
 
 def init_table(table: dict[str, Any], key: Array, dtype: Any) -> Params:
-    """Return random parameters of a table of weights, as `init_params` does."""
+    """Return random parameters for a table of weights, as `init_params` does."""
 
     def make(path: Any, weight: Weight) -> Array:
         name = jax.tree_util.keystr(path)
@@ -211,8 +209,8 @@ def init_table(table: dict[str, Any], key: Array, dtype: Any) -> Params:
 
 
 def output_head(spec: ModelSpec, params: Params, layout: Layout = ONE_DEVICE) -> Array:
-    """Return the output head [D, V], gathered over fsdp: for tied weights the embedding,
-    transposed."""
+    """Return the output head [D, V], gathered over fsdp: the transposed embedding if the weights
+    are tied."""
     head = params["embed"].T if spec.tied else params["lm_head"]
     return layout.gathered(head, ("embed", "vocab"))
 
@@ -240,7 +238,7 @@ def hidden_states(
 def token_states(
     spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
 ) -> TokenStates:
-    """Return each token's hidden state; tokens with expert ids are routed to those experts."""
+    """Return each token's hidden state; tokens with expert ids are routed to these experts."""
     layout, B = settings.layout, tokens.token_ids.shape[0]
     extent = _extent(spec, tokens, settings)
     attention = settings.attention
@@ -287,9 +285,9 @@ def token_states(
 
 
 def _extent(spec: ModelSpec, tokens: TokenRows, settings: DecoderSettings) -> Array:
-    """Return the last argument of the attention: the segment ids, or where prefixes are shared,
-    until where each token is seen; with its position if a layer has a window. With images, the
-    segment ids and where they begin."""
+    """Return the last argument of the attention: the segment ids; with shared prefixes, the end of
+    each token's visibility, and its position if a layer has a window; with images, the segment ids
+    and the images' begins."""
     layout, B = settings.layout, tokens.token_ids.shape[0]
     extent = tokens.segment_ids
     if tokens.image_begins is not None:
@@ -302,12 +300,12 @@ def _extent(spec: ModelSpec, tokens: TokenRows, settings: DecoderSettings) -> Ar
 
 
 def scoring_of(spec: ModelSpec, kind: LayerKind) -> Scoring:
-    """Return what a kind of layer's attention does besides the softmax."""
+    """Return the attention options of a kind of layer."""
     return Scoring(window=kind.window, cap=spec.scales.attention_cap)
 
 
 def sinks_in(spec: ModelSpec, layers: Sequence[Params]) -> list[Array | None]:
-    """Return each layer's logits [H] that no token stands for, given its weights; None: none."""
+    """Return each layer's sink logits [H] from its weights; None: no sinks."""
     return [layer["sinks"] if spec.sinks else None for layer in layers]
 
 
@@ -341,18 +339,17 @@ def _scan(
     x: Array,
     forced: Array | None,
 ) -> tuple[Array, Routed]:
-    """Compute the layers of a run, a period in each turn of a loop.
+    """Compute the layers of a run, one period per iteration of a loop.
 
     Args:
         spec: the decoder.
         params: its parameters.
         run: the layers.
-        steps: computes one layer of a kind: (x, (its weights, its tokens' experts)) -> x, what its
-            router did.
+        steps: function per kind of layer: (x, (weights, tokens' experts)) -> x, Routed.
         x: hidden states.
         forced: [layers, n, k] experts of all layers, or None.
 
-    Returns x, and what the routers did, of one layer of a period after the other: [turns, ...].
+    Returns x and the routing, with one entry per layer of a period: [iterations, ...].
     """
     period = len(run.kinds)
     places = [kind.stack for kind in run.kinds]
@@ -374,41 +371,41 @@ def _scan(
 
 
 def _of_run(spec: ModelSpec, params: Params, run: LayerRun, stack: str) -> Params:
-    """Return a stack's weights of a run, [turns, ...], or [turns, layers in a turn, ...]."""
+    """Return a stack's weights of a run, [iterations, ...] or [iterations, layers in each, ...]."""
     before = sum(kind.stack == stack for kind in spec.kinds[: run.first])
     in_turn = sum(kind.stack == stack for kind in run.kinds)
     return jax.tree.map(lambda w: _in_turns(w, before, in_turn, run.times), params[stack])
 
 
 def _in_turns(w: Array, first: int, in_turn: int, times: int) -> Array:
-    """Return [times, in_turn, ...] of what is stacked from `first` on; without the second dimension
-    if it is 1."""
+    """Return entries from `first` on as [times, in_turn, ...]; without the second dimension if
+    in_turn is 1."""
     if in_turn * times < w.shape[0]:
         w = w[first : first + in_turn * times]
     return w if in_turn == 1 else w.reshape(times, in_turn, *w.shape[1:])
 
 
 def _nth(weights: Any, nth: int, of: int) -> Any:
-    """Return the nth of the layers in a turn."""
+    """Return the weights of the nth layer in an iteration."""
     return weights if of == 1 else jax.tree.map(lambda w: w[nth], weights)
 
 
 def _is_small(spec: ModelSpec) -> bool:
-    """Return whether layers are so small that a turn computes several."""
+    """Return whether layers are small enough for several per iteration."""
     table = weight_table(spec)
     sizes = (sum(math.prod(w.shape[1:]) for w in table[stack].values()) for stack in spec.stacks)
     return max(sizes) <= SMALL_LAYER
 
 
 def split_layers(spec: ModelSpec, params: Params) -> list[Any]:
-    """Return each layer's weights by themselves; done once, before a loop of steps. An adapter may
+    """Return each layer's weights separately; done once, before a loop of steps. An adapter may
     lack some stacks."""
     return [jax.tree.map(lambda w, n=n: w[n], params.get(stack, {})) for stack, n in spec.places]
 
 
 def packed_head(spec: ModelSpec, params: Params, *, halved: bool = False) -> Params:
-    """Return parameters with the head as the CPU's own product reads it (halved: in bfloat16); the
-    embedding of tied weights stays for looking up."""
+    """Return parameters with the head packed for the CPU kernel (halved: in bfloat16). The
+    embedding of tied weights is kept for lookups."""
     rest = {name: w for name, w in params.items() if name != "lm_head"}
     head = output_head(spec, params).T
     return {**rest, PACKED_HEAD: packed(head.astype(jnp.bfloat16) if halved else head)}
@@ -435,24 +432,24 @@ def flat_forward(
 
     Args:
         spec: the decoder.
-        params: its parameters; those of the layers are not read.
-        layers: of split_layers.
+        params: its parameters; the layers' are not read.
+        layers: the layers' weights from split_layers.
         token_ids: [n] int32.
         positions: [n] int32.
-        attend: (layer, q [n, H, K], k [n, N, K], v [n, N, K]) -> [n, H, K]; decides what each token
+        attend: (layer, q [n, H, K], k [n, N, K], v [n, N, K]) -> [n, H, K]; defines what each token
             sees. With latent attention N is 1, and v has width 0: the keys are the values.
-        dtype: of the hidden states.
+        dtype: type of the hidden states.
         mixed: matrix products in bfloat16, see layers.product.
-        eight_bits: tokens are rounded where packed weights have 8 bits, see layers.Layer.
+        eight_bits: round tokens for packed 8-bit weights, see layers.Layer.
         experts: computes a layer's experts, see moe.experts_on.
         choose: routes each token.
-        images: where the image of each token begins [n], and its embedding [n, D], as in TokenRows;
-            None: there are none.
-        read: (layer, inputs of a gated delta net [n, ...], the convolution's weights) -> what the
-            tokens read [n, H, V]. None: there is no such layer.
-        last: [m] indices of the tokens whose result is returned, [m, D], and which of them count
-            [m] bool. The last layer leaves out what comes after attention for the others. None: of
-            all.
+        images: position where each token's image begins [n], and its embedding [n, D], as in
+            TokenRows; None: no images.
+        read: (layer, inputs of a gated delta net [n, ...], the convolution's weights) -> the
+            tokens' reads [n, H, V]. None: no such layer.
+        last: [m] indices of the tokens whose result is returned, [m, D], and a mask of the valid
+            ones [m] bool. The last layer skips the part after attention for other tokens. None: all
+            tokens.
     """
     angles = all_angles(spec, positions)
     x = _embed(spec, params, token_ids, positions, dtype)
@@ -483,7 +480,7 @@ def flat_forward(
 
 
 def _of_rows(weights: Params, rows: Array, used: Array) -> Params:
-    """Return a layer's weights for some of the tokens that they are for; used: which count."""
+    """Return a layer's weights for a subset of their tokens; used: mask of the valid tokens."""
     own = {LORA_OWN: weights[LORA_OWN][rows]} if LORA_OWN in weights else {}
     own |= {ROWS_USED: used} if ROWS_USED in weights else {}
     return {**weights, **own}
@@ -500,7 +497,7 @@ def next_logits(spec: ModelSpec, params: Params, x: Array, *, mixed: bool = Fals
         logits = packed_product(y, params[PACKED_HEAD], spec.vocab, used, rounds=mixed)
         return bounded(logits, spec.scales)
     if mixed:
-        y = _final_norm(spec, params, x).astype(jnp.float32)  # the sum's type is the logits'
+        y = _final_norm(spec, params, x).astype(jnp.float32)  # for logits in float32
         return bounded(product(y, output_head(spec, params), mixed=True), spec.scales)
     head = output_head(spec, params).astype(x.dtype)
     y = _final_norm(spec, params, x)
@@ -508,7 +505,7 @@ def next_logits(spec: ModelSpec, params: Params, x: Array, *, mixed: bool = Fals
 
 
 def bounded(logits: Array, scales: Scales) -> Array:
-    """Return a head's products as a model's logits: scaled, and bounded to c tanh(logits / c)."""
+    """Return the logits from the head's products: scaled, and bounded to c tanh(logits / c)."""
     if scales.logits != 1:
         logits = logits * scales.logits
     cap = scales.logit_cap
@@ -520,8 +517,8 @@ def _looked_up(
 ) -> Array:
     """Embed the layout's tokens: [n] -> [n, D].
 
-    Each device looks up its columns for all tokens of its fsdp group, which then exchange them:
-    less data moves than the whole table.
+    Each device looks up its columns for all tokens of its fsdp group, and the group exchanges them:
+    this moves less data than gathering the table.
     """
     ids, positions = (
         layout.place(layout.flat(a), "looked_up") for a in (tokens.token_ids, tokens.positions)
@@ -534,8 +531,8 @@ def _looked_up(
 
 
 def with_images(x: Array, begins: Array, embeddings: Array) -> Array:
-    """Return embeddings [n, D] with those given where a token is of an image (begins [n] >= 0):
-    unscaled, as Gemma 3 has them."""
+    """Replace the embeddings [n, D] of image tokens (begins [n] >= 0) by the given ones: unscaled,
+    as in Gemma 3."""
     return jnp.where((begins >= 0)[:, None], embeddings.astype(x.dtype), x)
 
 
@@ -556,10 +553,10 @@ def _final_norm(spec: ModelSpec, params: Params, x: Array) -> Array:
 
 
 def _remat(function: Any, policy: str) -> Any:
-    """Wrap a layer so that its backward pass recomputes part of it.
+    """Wrap a layer to recompute part of it in the backward pass.
 
-    none: nothing; layer: all of it; attention: all but splash attention; dots: all but matrix
-    products (XLA's, and those in parts) and splash attention.
+    none: nothing; layer: everything; attention: everything except splash attention; dots:
+    everything except matrix products (by XLA or in parts) and splash attention.
     """
     if policy == "none":
         return function

@@ -5,7 +5,7 @@
 Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), eq. 10; keys and queries have length 1. Shapes:
 B rows, T tokens, H value heads, K key width, V value width, C tokens of a chunk.
 
-A segment is a run of tokens with the same id, and begins with an empty state, wherever it stands.
+A segment is a run of tokens with the same id, and begins with an empty state at any position.
 """
 
 from typing import NamedTuple
@@ -15,15 +15,15 @@ import jax.numpy as jnp
 from jax import Array
 
 CHUNK = 64
-"""Tokens whose products are computed at once."""
+"""Tokens whose products are computed together."""
 NORM_EPS = 1e-6
 """Added to the squared length of keys and queries, as in transformers and FLA."""
 
 
 class DeltaInputs(NamedTuple):
-    """What a gated delta net makes of its tokens."""
+    """The projections of the tokens of a gated delta net."""
 
-    q: Array  # [B, T, H, K], of any length; as many heads as v or a divisor of it, like k
+    q: Array  # [B, T, H, K], of any norm; as many heads as v or a divisor of it, like k
     k: Array  # [B, T, H, K]
     v: Array  # [B, T, H, V]
     log_decay: Array  # [B, T, H], g: at most 0
@@ -31,7 +31,7 @@ class DeltaInputs(NamedTuple):
 
 
 def causal_convolution(x: Array, weights: Array, segment_ids: Array) -> Array:
-    """Return silu of each channel's sum over the last tokens of its segment, in x's number type.
+    """Return silu of each channel's weighted sum over the last tokens of its segment, in x's dtype.
 
     Args:
         x: [B, T, ...channels].
@@ -49,19 +49,19 @@ def causal_convolution(x: Array, weights: Array, segment_ids: Array) -> Array:
 
 
 def _shifted(x: Array, by: int, fill: int) -> Array:
-    """Return [B, T, ...] with token t at t + by."""
+    """Shift [B, T, ...]: token t moves to t + by."""
     ends = [(0, 0), (by, 0)] + [(0, 0)] * (x.ndim - 2)
     return jnp.pad(x, ends, constant_values=fill)[:, : x.shape[1]]
 
 
 def gated_delta_rule(inputs: DeltaInputs, segment_ids: Array, *, chunk: int = CHUNK) -> Array:
-    """Return o [B, T, H, V] in v's number type; float32 inside.
+    """Return o [B, T, H, V] in v's dtype; float32 inside.
 
     Within a chunk the states are eliminated by a triangular system (the WY form, eq. 11 and sec.
-    3.3), so that a loop over chunks carries one state; what it keeps of it ends with its segment.
+    3.3), so the loop over chunks carries one state, which is reset at the end of its segment.
 
     Args:
-        inputs: of the tokens.
+        inputs: inputs of the tokens.
         segment_ids: [B, T], from 0 on.
         chunk: tokens of a chunk.
     """
@@ -74,13 +74,13 @@ def gated_delta_rule(inputs: DeltaInputs, segment_ids: Array, *, chunk: int = CH
 def continued_delta_rule(
     inputs: DeltaInputs, state: Array, lengths: Array, *, chunk: int = CHUNK
 ) -> tuple[Array, Array]:
-    """Go on from states: return o [B, T, H, V] in v's number type, and the states after each row's
+    """Continue from states: return o [B, T, H, V] in v's dtype, and the states after each row's
     tokens [B, H, K, V] float32.
 
     Args:
-        inputs: of the tokens.
-        state: [B, H, K, V] float32, that the tokens before them have left; zeros: there are none.
-        lengths: [B], tokens of each row; what is behind them changes nothing.
+        inputs: inputs of the tokens.
+        state: [B, H, K, V] float32, state after the previous tokens; zeros without any.
+        lengths: [B], number of tokens of each row; later entries have no effect.
         chunk: tokens of a chunk.
     """
     T = inputs.v.shape[1]
@@ -102,8 +102,8 @@ def continued_delta_rule(
 
 
 def delta_step(inputs: DeltaInputs, state: Array) -> tuple[Array, Array]:
-    """Go on by one token a row: inputs [R, 1, ...] and states [R, H, K, V] float32 to o [R, 1, H,
-    V] in v's number type, and the states after it (the formula above)."""
+    """Continue by one token per row: inputs [R, 1, ...] and states [R, H, K, V] float32 to o [R, 1,
+    H, V] in v's dtype and the states after it (the formula above)."""
     q, k, v, log_decay, strength = (x[:, 0] for x in _prepared(inputs))
     state = state * jnp.exp(log_decay)[..., None, None]
     known = _products("rhkv,rhk->rhv", state, k)
@@ -116,15 +116,14 @@ def delta_step(inputs: DeltaInputs, state: Array) -> tuple[Array, Array]:
 def continued_convolution(
     x: Array, weights: Array, before: Array, lengths: Array
 ) -> tuple[Array, Array]:
-    """Go on from the last tokens before: return what `causal_convolution` does of x, and the last W
-    - 1 inputs after each row's tokens.
+    """Continue a convolution: return the output of `causal_convolution` for x, and the last W - 1
+    inputs up to the end of each row's tokens.
 
     Args:
         x: [B, T, ...channels].
         weights: [...channels, W]; the last one is the token's own.
-        before: [B, W - 1, ...channels] float32, inputs of the tokens before; zeros where there are
-            none.
-        lengths: [B], tokens of each row.
+        before: [B, W - 1, ...channels] float32, inputs of the previous tokens; zeros without any.
+        lengths: [B], number of tokens of each row.
     """
     kernel, T = weights.astype(jnp.float32), x.shape[1]
     wide = jnp.concatenate([before, x.astype(jnp.float32)], axis=1)
@@ -136,20 +135,20 @@ def continued_convolution(
 
 
 def _in_rows(out: Array) -> Array:
-    """Return [B, n * C, H, V] of what n chunks read [n, B, H, C, V]."""
+    """Return the reads of n chunks [n, B, H, C, V] as rows [B, n * C, H, V]."""
     out = jnp.moveaxis(out, (0, 3), (1, 2))  # [B, n, C, H, V]
     return out.reshape(out.shape[0], -1, *out.shape[3:])
 
 
 class _Chunks(NamedTuple):
-    """What the loop over n chunks is given, float32."""
+    """The inputs of the loop over n chunks, float32."""
 
-    new: Array  # [n, B, H, C, V], what tokens write if the state before the chunk is empty
-    reads: Array  # [n, B, H, C, K], what they read of it to be taken away from that
-    queries: Array  # [n, B, H, C, K], 0 where the state is not of a token's segment
+    new: Array  # [n, B, H, C, V], the tokens' writes if the state before the chunk is empty
+    reads: Array  # [n, B, H, C, K], their reads of that state, subtracted from the writes
+    queries: Array  # [n, B, H, C, K], 0 if the state belongs to another segment
     scores: Array  # [n, B, H, C, C], of queries with keys
     keys: Array  # [n, B, H, C, K], decayed to the end of the chunk
-    keeps: Array  # [n, B, H], the share of the state that is left at the end
+    keeps: Array  # [n, B, H], the share of the state that remains at the end
 
 
 def _prepared(inputs: DeltaInputs) -> DeltaInputs:
@@ -169,8 +168,7 @@ def _unit(x: Array) -> Array:
 def _chunked(
     inputs: DeltaInputs, segment_ids: Array, size: int, *, goes_on: bool = False
 ) -> _Chunks:
-    """Compute what each chunk needs of itself; goes_on: the first one's segment has begun before
-    it."""
+    """Compute each chunk's inputs of the loop; goes_on: the first chunk continues a segment."""
     more = -segment_ids.shape[1] % size
     ids = jnp.pad(segment_ids, ((0, 0), (0, more)))
     ids = jnp.moveaxis(ids.reshape(ids.shape[0], -1, size), 1, 0)[:, :, None]  # [n, B, 1, C]
@@ -209,7 +207,7 @@ def _empty(parts: _Chunks) -> Array:
 
 
 def _one_chunk(state: Array, parts: _Chunks) -> tuple[Array, Array]:
-    """Return the state after a chunk, and what its tokens read [B, H, C, V]."""
+    """Return the state after a chunk, and its tokens' reads [B, H, C, V]."""
     new = parts.new - _products("bhck,bhkv->bhcv", parts.reads, state)
     out = _products("bhck,bhkv->bhcv", parts.queries, state)
     out = out + _products("bhcs,bhsv->bhcv", parts.scores, new)
@@ -218,5 +216,5 @@ def _one_chunk(state: Array, parts: _Chunks) -> tuple[Array, Array]:
 
 
 def _products(how: str, a: Array, b: Array) -> Array:
-    """Return an einsum in full float32, also where a device's default is less."""
+    """Return an einsum in full float32, also if the device's default precision is lower."""
     return jnp.einsum(how, a, b, precision=jax.lax.Precision.HIGHEST)

@@ -1,4 +1,4 @@
-"""Layers with a gated delta net in place of attention, and those whose attention has a gate."""
+"""Layers with a gated delta net in place of attention, and layers with gated attention."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,11 +23,11 @@ from jaxrl_async.model.spec import ModelSpec
 
 
 class GatedLayer(Layer):
-    """A layer that multiplies what attention returns with a sigmoid of its input, for each
-    component of each head."""
+    """A layer that multiplies attention's output by a sigmoid gate of its input, for each component
+    of each head."""
 
     def attended(self, x: Array, angles: Angles | None, mix: Any) -> Array:
-        """Return what attention makes of x [n, D], times the gate: [n, H, K]."""
+        """Return attention's output for x [n, D], times the gate: [n, H, K]."""
         y = self._norm(x, "attn_norm")
         wide = 2 * self.spec.head_dim
         q, gate = jnp.split(split_heads(self._times(y, "q"), wide), 2, axis=-1)
@@ -37,7 +37,7 @@ class GatedLayer(Layer):
 
 
 class DeltaLayer(Layer):
-    """A layer whose tokens read one matrix a head that the tokens before them wrote (delta.py)."""
+    """A layer whose tokens read one matrix per head, written by previous tokens (delta.py)."""
 
     @property
     def delta(self) -> DeltaNet:
@@ -46,10 +46,10 @@ class DeltaLayer(Layer):
         return self.spec.delta
 
     def attended(self, x: Array, angles: Angles | None, mix: Any) -> Array:
-        """Return what the tokens x [n, D] read, normed and times its gate: [n, H, V].
+        """Return the normed and gated reads of the tokens x [n, D]: [n, H, V].
 
-        mix: (inputs of the convolution and the rule of n tokens, the convolution's weights) -> what
-        they read, [n, H, V]. angles: nothing is rotated.
+        mix: (inputs of the convolution and the rule for n tokens, the convolution's weights) ->
+        their reads, [n, H, V]. angles: not used.
         """
         y = self._norm(x, "attn_norm")
         inputs, z = self._projected(y)
@@ -61,12 +61,12 @@ class DeltaLayer(Layer):
     def finish(
         self, x: Array, attended: Array, experts: Experts = run_experts, choose: Choose = route
     ) -> Array:
-        """Apply the output projection and the rest, as Layer does, to what the tokens read."""
+        """Apply the output projection and the rest, as Layer does, to the tokens' reads."""
         flat = attended.reshape(attended.shape[0], -1)
         return self._added(x, self._times(flat, "delta_out"), experts, choose)
 
     def _projected(self, y: Array) -> tuple[DeltaInputs, Array]:
-        """Return what the delta net makes of tokens [n, D], before the convolution, and its gate
+        """Return the delta net's inputs for tokens [n, D], before the convolution, and the gate
         [n, H, V]."""
         sizes = self.delta
         if sizes.grouped:
@@ -81,8 +81,8 @@ class DeltaLayer(Layer):
         return DeltaInputs(q, k, v, log_decay, jax.nn.sigmoid(b)), z
 
     def _of_groups(self, y: Array) -> tuple[Array, ...]:
-        """Return queries, keys, values, gates, strengths and steps of a matrix in which those of a
-        key head are neighbours."""
+        """Return queries, keys, values, gates, strengths and steps from matrices that group them by
+        key head."""
         sizes, n = self.delta, y.shape[0]
         narrow, wide = sizes.key_width, sizes.shared_by * sizes.value_width
         groups = self._times(y, "delta_qkvz").reshape(n, sizes.key_heads, -1)
@@ -93,7 +93,7 @@ class DeltaLayer(Layer):
 
 
 class DeltaState(NamedTuple):
-    """What a layer's tokens so far have left, of n sequences, float32."""
+    """A layer's state after the tokens so far, for n sequences, float32."""
 
     q: Array  # [n, kernel - 1, key heads, key width], the convolution's last inputs
     k: Array  # [n, kernel - 1, key heads, key width]
@@ -102,8 +102,7 @@ class DeltaState(NamedTuple):
 
 
 def empty_states(spec: ModelSpec, count: int) -> tuple[DeltaState, ...]:
-    """Return the states of `count` sequences without tokens, one of each layer with a gated delta
-    net."""
+    """Return the states of `count` empty sequences, one for each layer with a gated delta net."""
     sizes = spec.delta
     if sizes is None:
         return ()
@@ -120,12 +119,12 @@ def go_on(
     """Run the convolution and the gated delta rule of a layer over the next tokens of B sequences.
 
     Args:
-        state: of the sequences.
-        inputs: of their tokens [B, T, ...].
+        state: state of the sequences.
+        inputs: inputs of their tokens [B, T, ...].
         kernels: the convolution's weights for queries, keys and values.
-        lengths: [B], tokens of each, at most T.
+        lengths: [B], number of tokens of each sequence, at most T.
 
-    Returns what they read [B, T, H, V], and the states after them.
+    Returns the tokens' reads [B, T, H, V] and the states after them.
     """
     befores = (state.q, state.k, state.v)
     parts = zip(inputs[:3], kernels, befores, strict=True)
@@ -142,16 +141,16 @@ def go_on(
 def read_states(
     layout: Layout, segment_ids: Array, inputs: DeltaInputs, kernels: Sequence[Array]
 ) -> Array:
-    """Run the convolution and the gated delta rule of a layer over packed rows; each device has
-    whole rows for it.
+    """Run the convolution and the gated delta rule of a layer over packed rows; each device gets
+    whole rows.
 
     Args:
         layout: the order of the tokens.
         segment_ids: [B, T], in natural order.
-        inputs: of the layout's tokens [n, ...].
+        inputs: inputs of the layout's tokens [n, ...].
         kernels: the convolution's weights for queries, keys and values.
 
-    Returns [n, H, V], the layout's tokens.
+    Returns [n, H, V] for the layout's tokens.
     """
     B = segment_ids.shape[0]
     rows = (layout.place(layout.rows(x, B), "batch", None) for x in inputs)

@@ -1,8 +1,8 @@
-"""How far two policies are apart at each token, exactly, in chunks: [tokens, vocab] never exists in
-full.
+"""Exact divergence of two policies at each token, in chunks: [tokens, vocab] is never in memory as
+a whole.
 
-Student and teacher here are any two distributions over the same vocabulary: the policy that learns,
-which carries the gradient, and a frozen one (a reference or a larger model).
+Student and teacher here are any two distributions over the same vocabulary: the policy being
+trained, which carries the gradient, and a frozen policy (a reference or a larger model).
 """
 
 from collections.abc import Callable
@@ -31,38 +31,38 @@ Divergence = Callable[[Array, Array], Array]
 """Log-probs [..., outcomes] of student and teacher -> [...] nats."""
 
 MIN_LOGPROB = -1e4
-"""Log-probs below it count as this, nats: exp() of it is 0, and a divergence stays finite."""
+"""Lower bound of log-probs, nats: its exp() is 0, and divergences stay finite."""
 
 
 class TokenDivergence(NamedTuple):
-    """How far two policies are apart at each token; [rows, length] float32."""
+    """The divergence of two policies at each token; [rows, length] float32."""
 
     logprobs: Array  # of the policy
     entropy: Array  # of the policy, nats
     divergence: Array  # between policy and other, nats
     changed: Array | None = None  # int32, as in decoder.TokenStates
-    load: ExpertLoad | None = None  # of the policy, as there
+    load: ExpertLoad | None = None  # of the policy, as in decoder.TokenStates
 
 
 # ---- formulas: log-probs [..., outcomes] of both -> [...]
 
 
 def forward_kl(student: Array, teacher: Array) -> Array:
-    """KL(teacher || student) = sum_v p_T (log p_T - log p_S): covers all that the teacher does."""
+    """KL(teacher || student) = sum_v p_T (log p_T - log p_S): mode-covering."""
     return jnp.sum(_times_log(teacher, _floored(teacher) - _floored(student)), axis=-1)
 
 
 def reverse_kl(student: Array, teacher: Array) -> Array:
-    """KL(student || teacher) = sum_v p_S (log p_S - log p_T): avoids what the teacher does not."""
+    """KL(student || teacher) = sum_v p_S (log p_S - log p_T): mode-seeking."""
     return jnp.sum(_times_log(student, _floored(student) - _floored(teacher)), axis=-1)
 
 
 def jensen_shannon(student: Array, teacher: Array, *, beta: float = 0.5) -> Array:
     """beta KL(teacher || M) + (1 - beta) KL(student || M), M = beta teacher + (1 - beta) student.
 
-    Generalised Jensen-Shannon divergence: Agarwal et al. 2023 (GKD, arXiv:2306.13649), eq. 1. Over
-    beta it tends to the forward KL at beta -> 0, over 1 - beta to the reverse KL at beta -> 1. 0 at
-    both ends themselves, where it says nothing: 0 < beta < 1.
+    Generalised Jensen-Shannon divergence: Agarwal et al. 2023 (GKD, arXiv:2306.13649), eq. 1.
+    Divided by beta it tends to the forward KL for beta -> 0; divided by 1 - beta, to the reverse KL
+    for beta -> 1. It is 0 at beta = 0 and 1, so 0 < beta < 1 is required.
     """
     mixture = jnp.log(beta) + _floored(teacher), jnp.log1p(-beta) + _floored(student)
     middle = jnp.logaddexp(*mixture)
@@ -70,7 +70,7 @@ def jensen_shannon(student: Array, teacher: Array, *, beta: float = 0.5) -> Arra
 
 
 def divergence_of(kind: Kind, beta: float = 0.5) -> Divergence:
-    """Return the divergence of that name: `forward` KL(teacher || student), `reverse` KL(student ||
+    """Return a divergence by name: `forward` KL(teacher || student), `reverse` KL(student ||
     teacher), `js` jensen_shannon with this beta."""
     if kind == "js":
         assert 0 < beta < 1, "js needs 0 < beta < 1"
@@ -88,7 +88,7 @@ def _floored(logprobs: Array) -> Array:
 
 
 def _times_log(logprobs: Array, difference: Array) -> Array:
-    """Return exp(logprobs) * difference; outcomes of probability 0 give 0."""
+    """Return exp(logprobs) * difference; outcomes with probability 0 give 0."""
     return jnp.exp(_floored(logprobs)) * difference
 
 
@@ -107,7 +107,7 @@ def log_softmax_of(
 ) -> Array:
     """hidden [tokens, D], head [D, V] -> log-probs [tokens, V] float32.
 
-    scales: of the model, for its logits.
+    scales: the model's scales, for its logits.
     """
     return jax.nn.log_softmax(logits_of(hidden, head, scales) / temperature, axis=-1)
 
@@ -125,8 +125,8 @@ def chunked_divergence(
 ) -> TokenDivergence:
     """Return log-prob, entropy and divergence from the other policy of each token, [tokens] each.
 
-    hidden [tokens, D], head [D, V]; the other policy's may have another width. If one vocabulary is
-    larger, the divergence is between what both say of the first tokens, which both have.
+    hidden [tokens, D], head [D, V]; the other policy's width may differ. If one vocabulary is
+    larger, the divergence is over the tokens that both have, renormalised.
     """
     common = min(head.shape[-1], other_head.shape[-1])
     temperature = settings.temperature
@@ -147,7 +147,7 @@ def chunked_divergence(
 
 
 class FrozenPolicy(NamedTuple):
-    """A policy that another one is compared with; no gradient goes into it."""
+    """A policy for comparison, without gradient."""
 
     spec: ModelSpec
     params: Params
@@ -163,10 +163,10 @@ def chunked_over_vocab(
 ) -> TokenDivergence:
     """Return log-prob, entropy and divergence from the other policy of each token, [B, T] each.
 
-    Each is of the distribution that token t is drawn from, placed as token_logprobs places it; 0
-    where a segment starts and in padding. The other policy may be of another shape; of
-    vocabularies padded to different sizes, the tokens that both have are compared. The expert_ids
-    are the policy's alone: the other one chooses for itself.
+    The values at t are for the distribution of token t, as in token_logprobs; 0 at the start of a
+    segment and in padding. The other policy may have another architecture. If the vocabularies are
+    padded to different sizes, the tokens that both have are compared. The expert_ids are only for
+    the policy: the other policy's router chooses its experts.
     """
     layout = settings.layout
     hidden, changed, load = token_states(spec, params, tokens, settings)
@@ -195,10 +195,10 @@ def top_logprobs(
     k: int,
     vocab: int | None = None,
 ) -> tuple[Array, Array]:
-    """Return the k likeliest tokens at each place and their log-probs, likeliest first.
+    """Return the k most likely tokens at each position and their log-probs, in descending order.
 
-    [B, T, k] int32 and float32; 0 where a segment starts and in padding. vocab: consider ids below
-    it alone; None: all.
+    [B, T, k] int32 and float32; 0 at the start of a segment and in padding. vocab: consider only
+    ids below it; None: all.
     """
     layout, segment_ids = settings.layout, tokens.segment_ids
     head = output_head(spec, params, layout)
@@ -220,9 +220,9 @@ def logprobs_at(
     chosen: Array,
     settings: DecoderSettings = ON_ONE_DEVICE,
 ) -> Array:
-    """Return the log-probs of the ids chosen [B, T, k], each at its place; [B, T, k] float32.
+    """Return the log-probs of the chosen ids [B, T, k] at each position; [B, T, k] float32.
 
-    Placed as `top_logprobs` places them.
+    Positions are as in `top_logprobs`.
     """
     layout = settings.layout
     head = output_head(spec, params, layout)
@@ -237,12 +237,12 @@ def logprobs_at(
     return placed(logprobs, tokens.segment_ids, layout)
 
 
-# ---- few outcomes and the rest
+# ---- chosen tokens and the rest
 
 
 def lumped(logprobs: Array, ids: Array) -> Array:
-    """Return log-probs of the k different ids [tokens, k], and of all other tokens together:
-    [tokens, vocab] -> [tokens, k + 1]."""
+    """Return log-probs of k distinct ids [tokens, k], and of all other tokens together: [tokens,
+    vocab] -> [tokens, k + 1]."""
     chosen = jnp.take_along_axis(logprobs, ids, axis=-1)
     rows = jnp.arange(ids.shape[0])[:, None]
     rest = logsumexp(_floored(logprobs).at[rows, ids].set(MIN_LOGPROB), axis=-1, keepdims=True)

@@ -1,5 +1,5 @@
-"""Dropout of what an adapter's change sees, in updates alone: equal numbers drop equal inputs, so
-that a resumed run learns what an uninterrupted one does."""
+"""Dropout of an adapter's inputs, only in updates. It is a function of the numbers of update and
+micro-batch, so a resumed run drops the same inputs as an uninterrupted one."""
 
 import zlib
 from collections.abc import Sequence
@@ -14,21 +14,21 @@ DROPOUT_SEED = 0
 
 
 class Noise(NamedTuple):
-    """What an update's dropout depends on: the same numbers leave out the same inputs."""
+    """The keys of an update's dropout: the same numbers drop the same inputs."""
 
-    update: Any  # [] int32, updates made before
+    update: Any  # [] int32, number of previous updates
     micro: Any  # [] int32, number of the micro-batch
 
 
 def drops(share: float, noise: Noise, stack: str, layers: int) -> Array:
-    """Return what `dropped` needs, for each layer: two words of a key, and a third below which a
-    random word means that an input is left out. [layers, 3] uint32.
+    """Return the inputs of `dropped` for each layer: two words of a key, and a threshold below
+    which a random word drops an input. [layers, 3] uint32.
 
     Args:
-        share: of the inputs that are left out.
+        share: share of the inputs to drop.
         noise: numbers of the update and of the micro-batch.
         stack: name of the layers' stack.
-        layers: of the stack.
+        layers: number of layers in the stack.
     """
     key = jax.random.fold_in(jax.random.key(DROPOUT_SEED), zlib.crc32(stack.encode()))
     for number in noise:
@@ -39,13 +39,13 @@ def drops(share: float, noise: Noise, stack: str, layers: int) -> Array:
 
 
 def dropped(x: Array, drop: Array, name: str) -> Array:
-    """Return the inputs of a matrix's adapter with some of them 0 and the others grown, such that
-    the mean stays (Srivastava et al. 2014; where PEFT does it).
+    """Return the inputs of a matrix's adapter with some set to 0 and the others scaled to keep the
+    mean (Srivastava et al. 2014; at the same place as in PEFT).
 
     Args:
-        x: any shape.
+        x: inputs of any shape.
         drop: [3] uint32, see drops.
-        name: of the matrix: each drops others.
+        name: name of the matrix; each matrix drops different inputs.
     """
     key = jax.random.fold_in(jax.random.wrap_key_data(drop[:2]), zlib.crc32(name.encode()))
     keep = jax.random.bits(key, x.shape, jnp.uint32) >= drop[2]
@@ -54,8 +54,8 @@ def dropped(x: Array, drop: Array, name: str) -> Array:
 
 
 def apart(drop: Array, axes: Sequence[str]) -> Array:
-    """Return `drop` for this part of the tokens, inside shard_map: along these axes of the mesh
-    others are dropped."""
+    """Return `drop` for this device's tokens, inside shard_map: devices along these axes of the
+    mesh drop different inputs."""
     key = jax.random.wrap_key_data(drop[:2])
     for axis in axes:
         key = jax.random.fold_in(key, jax.lax.axis_index(axis))

@@ -1,18 +1,18 @@
-"""Matrices in 4 bits: two codes in a byte, and a scale for each group of inputs.
+"""Matrices in 4 bits: two codes per byte, and a scale for each group of inputs.
 
     w [in, out], groups of g inputs  ->  packed [in / 2, out] uint8, scales [in / g, out] float32
-                                         (q4_1: [2 in / g, out], each scale before its least weight)
+                                         (q4_1: [2 in / g, out], each scale before its min weight)
 
-nf4: a weight is a level of NF4 times its group's scale, the group's largest |w|; the levels are
+nf4: a weight is a level of NF4 times its group's scale, the group's maximum |w|; the levels are
 quantiles of a normal distribution (QLoRA, Dettmers et al. 2023, arXiv:2305.14314, app. E). int4: a
-weight is a whole number from -8 to 7 times the scale, the largest |w| / 7.5. q4_1: a weight is a
-whole number from 0 to 15 times the scale, plus the group's least weight, as in GGUF's Q4_1. A byte
-holds in its low bits an input of its group's first half, in its high bits the one half a group
-later: a product then reads the bytes as two matrices, and no weight changes its place.
+weight is an integer from -8 to 7 times the scale, the maximum |w| / 7.5. q4_1: a weight is an
+integer from 0 to 15 times the scale, plus the group's minimum weight, as in GGUF's Q4_1. A byte
+holds in its low bits an input of its group's first half, and in its high bits the input half a
+group later. A product then reads the bytes as two matrices, without reordering weights.
 
     x W  =  x_first W_low + x_second W_high        W_low, W_high [in / 2, out]
 
-The weights are widened as they are read. No gradient is taken of them.
+The weights are widened as they are read. They have no gradient.
 """
 
 import functools
@@ -34,14 +34,14 @@ NF4 = (
 )  # fmt: skip
 """Levels of the codes 0 to 15, as published with the paper."""
 INT4_LARGEST = 7.5
-"""Of the numbers -8 to 7 without their signs, half a step above the largest positive one."""
+"""Divisor of the maximum |w| in int4: half a step above 7, the largest positive code."""
 STEPS = 15
-"""Between the least and the largest weight of a group in q4_1."""
+"""Steps between the minimum and the maximum weight of a group in q4_1."""
 TINY = 1e-12
-"""Least scale: groups of zeros stay zeros."""
+"""Minimum scale: groups of zeros stay zeros."""
 
 Dot = Callable[[Array, Array], Array]
-"""(rows [..., in], weights [in, out], or by expert [E, in, out]) -> their product in float32."""
+"""(rows [..., in], weights [in, out], or per expert [E, in, out]) -> their product in float32."""
 
 
 def pack_codes(matrix: Array, kind: FourBits, group: int) -> tuple[Array, Array]:
@@ -56,12 +56,12 @@ def pack_codes(matrix: Array, kind: FourBits, group: int) -> tuple[Array, Array]
 
 
 def inputs_per_scale(kind: FourBits, group: int) -> int:
-    """Return how many inputs there are for each row of scales."""
+    """Return the number of inputs per row of scales."""
     return group // 2 if kind == "q4_1" else group
 
 
 def _from_zero(groups: Array, kind: FourBits) -> tuple[Array, Array]:
-    """Return codes and scales of groups [..., group, out] whose levels lie around 0."""
+    """Return codes and scales of groups [..., group, out] for levels around 0."""
     largest = jnp.maximum(jnp.max(jnp.abs(groups), axis=-2, keepdims=True), TINY)
     scales = largest if kind == "nf4" else largest / INT4_LARGEST
     numbers = groups / scales
@@ -70,7 +70,7 @@ def _from_zero(groups: Array, kind: FourBits) -> tuple[Array, Array]:
 
 
 def _from_least(groups: Array) -> tuple[Array, Array]:
-    """Return codes, and scales with the least weights, of groups [..., group, out]."""
+    """Return codes, and scales with the minimum weights, of groups [..., group, out]."""
     least, largest = (of(groups, axis=-2, keepdims=True) for of in (jnp.min, jnp.max))
     scales = jnp.maximum((largest - least) / STEPS, TINY)
     codes = jnp.clip(jnp.round((groups - least) / scales), 0, STEPS)
@@ -78,7 +78,7 @@ def _from_least(groups: Array) -> tuple[Array, Array]:
 
 
 def unpack_codes(packed: Array, scales: Array, kind: FourBits) -> Array:
-    """Return the matrix [..., in, out] float32 that `pack` has rounded."""
+    """Return the rounded matrix [..., in, out] float32 from `pack_codes`."""
     *lead, rows, out = scales.shape
     shape = (*lead, _num_groups(rows, kind), -1, out)
     joined = jnp.concatenate([h.reshape(shape) for h in _halves(packed, scales, kind)], axis=-2)
@@ -86,8 +86,8 @@ def unpack_codes(packed: Array, scales: Array, kind: FourBits) -> Array:
 
 
 def packed_product(x: Array, packed: Array, scales: Array, kind: FourBits, dot: Dot) -> Array:
-    """Return x [..., in] times a packed matrix, summed by `dot` in float32; weights are given to it
-    in x's number type."""
+    """Return x [..., in] times a packed matrix, summed by `dot` in float32; `dot` gets the weights
+    in x's dtype."""
     groups = _num_groups(scales.shape[-2], kind)
     rows = x.reshape(*x.shape[:-1], groups, 2, -1)
     low, high = _halves(packed, scales, kind)
@@ -96,7 +96,7 @@ def packed_product(x: Array, packed: Array, scales: Array, kind: FourBits, dot: 
 
 
 def _halves(packed: Array, scales: Array, kind: FourBits) -> tuple[Array, Array]:
-    """Return the weights in the low and in the high bits, [..., in / 2, out] float32 each."""
+    """Return the weights in the low and the high bits, [..., in / 2, out] float32 each."""
     *lead, rows, out = scales.shape
     groups = _num_groups(rows, kind)
     grouped = packed.reshape(*lead, groups, -1, out).astype(jnp.int32)
@@ -110,13 +110,13 @@ def _halves(packed: Array, scales: Array, kind: FourBits) -> tuple[Array, Array]
 
 
 def _num_groups(rows: int, kind: FourBits) -> int:
-    """Return how many groups have so many rows of scales."""
+    """Return the number of groups with this many rows of scales."""
     return rows // 2 if kind == "q4_1" else rows
 
 
 def _level(codes: Array, kind: FourBits) -> Array:
-    """Return what codes stand for, float32: NF4's levels chosen bit by bit, which vector units do
-    faster than they look up a table."""
+    """Return the levels of codes, float32. NF4's levels are selected bit by bit, which is faster on
+    vector units than a table lookup."""
     if kind != "nf4":
         return codes.astype(jnp.float32) - (8 if kind == "int4" else 0)
     levels: list[Any] = [jnp.float32(level) for level in NF4]

@@ -1,8 +1,8 @@
-"""Weights in FP8 with one scale a block, as DeepSeek-V3, Kimi K2 and Qwen's -FP8 are published.
+"""Weights in FP8 with one scale per block, as DeepSeek-V3, Kimi K2 and Qwen's -FP8 are published.
 
-X.weight [rows, columns] E4M3 and X.weight_scale_inv [ceil(rows / R), ceil(columns / C)]: a number
-stands for itself times the scale of its block of R x C, whatever the name says
-(quantization_config.weight_block_size in config.json; 128 x 128 of DeepSeek-V3, arXiv:2412.19437,
+X.weight [rows, columns] E4M3 and X.weight_scale_inv [ceil(rows / R), ceil(columns / C)]: despite
+the name, a value is the stored number times the scale of its block of R x C
+(quantization_config.weight_block_size in config.json; 128 x 128 in DeepSeek-V3, arXiv:2412.19437,
 sec. 3.3.2). Read as float32.
 """
 
@@ -18,14 +18,14 @@ from jaxrl_async.errors import CheckpointError
 from jaxrl_async.model.tensorfile import Stored, data_offset
 
 SCALE_OF = "_scale_inv"
-"""Behind a weight's name: that of its scales."""
+"""Suffix of a weight's name in the name of its scales."""
 FP8 = "F8_E4M3"
 SCALE_DTYPES = ("F32", "BF16", "F16")
 USUAL_BLOCK = (128, 128)
 
 
 def fp8_numbers(stored: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """Return [rows, columns] E4M3 with a scale a block as numbers, [rows, columns] float32."""
+    """Return [rows, columns] E4M3 with one scale per block as [rows, columns] float32."""
     rows, columns = stored.shape
     each = np.repeat(scales.astype(np.float32), block[0], axis=0)[:rows]
     numbers = stored.astype(np.float32)
@@ -37,7 +37,7 @@ def fp8_numbers(stored: np.ndarray, scales: np.ndarray, block: tuple[int, int]) 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Tensor:
-    """A matrix in FP8 in a file, and its scales in an open one."""
+    """A matrix in FP8 in a file, and its scales in an open file."""
 
     path: Path
     stored: Stored
@@ -54,32 +54,32 @@ class Fp8Tensor:
         return fp8_numbers(numbers, np.asarray(file.get_tensor(scales)), self.block)
 
     def get_slice(self, name: str) -> np.ndarray:
-        """Return the matrix, which slices take their parts of."""
+        """Return the whole matrix, for slicing."""
         return self.get_tensor(name)
 
 
 def fp8_names(there: Mapping[str, Stored]) -> list[str]:
-    """Return the names of the weights in FP8 that have scales of blocks."""
+    """Return the names of the weights in FP8 with scales per block."""
     found: Iterable[str] = (n for n, stored in there.items() if stored.dtype == FP8)
     return sorted(name for name in found if name + SCALE_OF in there)
 
 
 def number_of(name: str, stored: Stored, scales: Stored, block: tuple[int, int]) -> Stored:
-    """Return the float32 matrix that a weight in FP8 stands for. Raises CheckpointError where its
-    scales are not one a block."""
+    """Return the float32 form of a weight in FP8. Raises CheckpointError unless it has one scale
+    per block."""
     blocks = tuple(-(-size // each) for size, each in zip(stored.shape, block, strict=False))
     if len(stored.shape) != 2 or scales.shape != blocks or scales.dtype not in SCALE_DTYPES:
         raise CheckpointError(
-            f"{name} is FP8 {list(stored.shape)}, and its scales {scales.dtype} "
+            f"{name} is FP8 {list(stored.shape)}, and its scales are {scales.dtype} "
             f"{list(scales.shape)}: they must be {', '.join(SCALE_DTYPES)} {list(blocks)}, one for "
             f"each block of {block[0]} x {block[1]} (quantization_config.weight_block_size of "
-            "config.json). Copy the directory again, or take the model's bfloat16 files."
+            "config.json). Copy the directory again, or use the model's bfloat16 files."
         )
     return Stored(dtype="F32", shape=stored.shape, begin=stored.begin, end=stored.end)
 
 
 def block_of(config: Mapping[str, Any], where: str) -> tuple[int, int]:
-    """Return the rows and columns of a block that a config.json names. Raises CheckpointError."""
+    """Return the rows and columns of a block from a config.json. Raises CheckpointError."""
     said = config.get("quantization_config")
     block = said.get("weight_block_size") if isinstance(said, dict) else None
     if block is None:

@@ -1,9 +1,9 @@
 """The frozen base of an adapter in 8 or 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
 
-It is quantised once, when it is read or made; trainer and samplers hold the same numbers and
-scales, so that nothing lies between their log-probs that was not there before. Matrices of a file
-are read, quantised and dropped one layer at a time: the base is never whole in memory. A GGUF
-file's own blocks of 4 bits are kept as they are where form and groups are theirs (gguf_blocks.py).
+The base is quantised once, when it is read or made. Trainer and samplers hold the same values and
+scales, so quantisation adds no mismatch of their log-probs. The matrices of a file are read,
+quantised and dropped one layer at a time: the unquantised base is never in memory as a whole. A
+GGUF file's 4-bit blocks are kept unchanged if form and group size match (gguf_blocks.py).
 """
 
 import logging
@@ -57,27 +57,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseForm:
-    """In which form the matrices of a frozen base are kept."""
+    """The form of a frozen base's matrices."""
 
     kind: Literal["int8", "nf4", "int4", "q4_1"]
-    group: int  # most inputs that share a scale in 4 bits; int8 has one for each output
+    group: int  # maximum inputs per scale in 4 bits; int8 has one scale per output
 
     @property
     def ending(self) -> str:
-        """Ending of the names of the scales."""
+        """Suffix of the names of the scales."""
         return SCALE if self.kind == "int8" else PACKED[self.kind]
 
 
-def form_of(section: LoraSection) -> BaseForm | None:
-    """Return how a configuration keeps the frozen base; None: in the type of all weights."""
-    if not section.rank or section.base == "full":
+def form_of(section: LoraSection | None) -> BaseForm | None:
+    """Return a configuration's form of the frozen base; None: not quantised."""
+    if section is None or section.base == "full":
         return None
     return BaseForm(kind=section.base, group=section.group_size)
 
 
 def base_table(table: dict[str, Any], form: BaseForm | None) -> dict[str, Any]:
-    """Return a decoder's table as a base of this form has it, scales included. Raises ConfigError
-    where a matrix has no groups."""
+    """Return a decoder's table for a base of this form, including scales. Raises ConfigError if a
+    matrix cannot be divided into groups."""
     if form is None:
         return table
     if form.kind == "int8":
@@ -97,39 +97,39 @@ def _packed_table(table: dict[str, Weight], form: BaseForm) -> dict[str, Weight]
 
 
 def _scales_of(name: str, weight: Weight, form: BaseForm) -> Weight:
-    """Return a matrix with a row for each row of its scales in 4 bits. Raises ConfigError."""
+    """Return the Weight of a matrix's 4-bit scales. Raises ConfigError."""
     assert form.kind != "int8"
     return _with_inputs(weight, inputs_per_scale(form.kind, group_of(name, weight, form.group)))
 
 
 def _with_inputs(weight: Weight, parts: int) -> Weight:
-    """Return a matrix with so many times fewer inputs."""
+    """Return a matrix with its inputs divided by `parts`."""
     last = contracted(weight).stop - 1
     shape = (*weight.shape[:last], weight.shape[last] // parts, *weight.shape[last + 1 :])
     return replace(weight, shape=shape)
 
 
 def group_of(name: str, weight: Weight, most: int) -> int:
-    """Return the size of a matrix's groups: the largest even divisor of its innermost input
-    dimension (of a head's width, say) up to `most`. Raises ConfigError if it is odd."""
+    """Return the size of a matrix's groups: the largest even divisor, up to `most`, of its
+    innermost input dimension (such as the head width). Raises ConfigError if that is odd."""
     inputs = weight.shape[contracted(weight).stop - 1]
     size = _largest_group(inputs, most)
     if not size:
         raise ConfigError(
-            f"model.lora.base: {name} has {inputs} inputs, an odd number, and 4 bits put two "
-            "in a byte. Set model.lora.base=int8."
+            f"model.lora.base: {name} has {inputs} inputs, an odd number, but 4 bits need pairs "
+            "of inputs. Set model.lora.base=int8."
         )
     return size
 
 
 def _largest_group(inputs: int, most: int) -> int:
-    """Return the largest even divisor up to `most`; 0: there is none."""
+    """Return the largest even divisor up to `most`; 0 without one."""
     sizes = (size for size in range(2, min(most, inputs) + 1, 2) if inputs % size == 0)
     return max(sizes, default=0)
 
 
 def base_shapes(spec: ModelSpec, form: BaseForm | None, dtype: Any) -> Params:
-    """Return a base as jax.ShapeDtypeStructs; dtype: of what is not quantised."""
+    """Return a base as jax.ShapeDtypeStructs; dtype: type of weights that are not quantised."""
     table = weight_table(spec)
     shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype), table, is_leaf=_is_weight)
     if form is None:
@@ -143,14 +143,14 @@ def base_shapes(spec: ModelSpec, form: BaseForm | None, dtype: Any) -> Params:
 
 
 def base_bytes(spec: ModelSpec, form: BaseForm | None, dtype: Any) -> int:
-    """Return how many bytes a base takes; dtype: of what is not quantised."""
+    """Return the size of a base in bytes; dtype: type of weights that are not quantised."""
     shapes = jax.tree.leaves(base_shapes(spec, form, dtype))
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes)
 
 
 def check_groups(spec: ModelSpec, form: BaseForm | None, mesh: Mesh, where: str) -> None:
-    """Raise ConfigError if the axis tensor of a mesh (`where`: mesh.trainer or mesh.sampler) would
-    divide experts within a group of inputs that share a scale."""
+    """Raise ConfigError if the axis `tensor` of a mesh (`where`: mesh.trainer or mesh.sampler)
+    would split a group of an expert's inputs that share a scale."""
     ways = mesh.shape["tensor"]
     table = weight_table(spec)
     downs = [table[stack]["down"] for stack in stacks_in(table) if "router" in table[stack]]
@@ -160,7 +160,7 @@ def check_groups(spec: ModelSpec, form: BaseForm | None, mesh: Mesh, where: str)
     if (spec.mlp // ways) % group:
         fitting = _largest_group(spec.mlp // ways, group)
         raise ConfigError(
-            f"{where}.tensor ({ways}) divides an expert's inner width of {spec.mlp} within a group "
+            f"{where}.tensor ({ways}) splits an expert's inner width of {spec.mlp} within a group "
             f"of model.lora.group_size ({group}) inputs. "
             + (f"Set model.lora.group_size={fitting}, or " if fitting else "Set ")
             + f"another {where}.tensor."
@@ -171,9 +171,9 @@ def check_groups(spec: ModelSpec, form: BaseForm | None, mesh: Mesh, where: str)
 
 
 def quantized_base(spec: ModelSpec, params: Params, form: BaseForm, where: Any) -> Params:
-    """Return all weights of a decoder as a base; what is not quantised is shared.
+    """Return all weights of a decoder as a base; unquantised weights are not copied.
 
-    where: shardings of base_table.
+    where: shardings in the tree of base_table.
     """
     table, stacks = weight_table(spec), {stack: dict(params[stack]) for stack in stacks_in(params)}
     for stack, layers in stacks.items():
@@ -193,14 +193,14 @@ def read_base(
 
     Args:
         folder: the directory.
-        spec: of the model in it.
-        form: what its matrices become.
-        mesh: where it lies; None: on the default device.
-        dtype: of the other weights, and in which matrices are read.
+        spec: spec of the model in it.
+        form: form of the matrices.
+        mesh: mesh of the weights; None: the default device.
+        dtype: type of the other weights, and of matrices before quantisation.
     """
     table = weight_table(spec)
     where = _placed(base_table(table, form), mesh)
-    kept = []  # for each matrix of a layer: are its blocks the file's own?
+    kept = []  # for each matrix of a layer: whether the file's blocks are kept
     with open_weights(Path(folder), table) as read:
 
         def matrix(name: str, one: Weight) -> Array | dict[str, np.ndarray]:
@@ -225,15 +225,15 @@ def read_base(
         }
     if any(kept):
         num = f"{sum(kept)} of {len(kept)}"
-        log.info("%s: %s matrices keep the file's own blocks of 4 bits", folder, num)
+        log.info("%s: %s matrices keep the file's 4-bit blocks", folder, num)
     return base
 
 
 def _kept(
     name: str, weight: Weight, form: BaseForm, read: OpenWeights
 ) -> dict[str, np.ndarray] | None:
-    """Return a layer's matrix from the blocks of 4 bits of a GGUF file, by name as _in_form does;
-    None: it is not in such blocks of this form."""
+    """Return a layer's matrix from the 4-bit blocks of a GGUF file, by name like _in_form. None if
+    it is not stored in blocks of this form."""
     if form.kind == "int8" or group_of(name, weight, form.group) != BLOCK:
         return None
     rows = slice(None) if weight.hf_rows is None else slice(*weight.hf_rows)
@@ -258,14 +258,14 @@ def _placed(table: Any, mesh: Mesh | None) -> Any:
 
 
 def _one_by_one(weight: Weight) -> Iterator[Weight]:
-    """Return the layers of a stacked weight, each under its name in a file."""
+    """Yield the layers of a stacked weight, each with its name in a file."""
     for number in weight.numbers:
         name = weight.hf.format(layer=number, expert="{expert}")
         yield replace(_of_one(weight), hf=name)
 
 
 def _of_one(weight: Weight, stacked: int = 1) -> Weight:
-    """Return a weight without so many of its stacked dimensions."""
+    """Return a weight without its first `stacked` dimensions."""
     return replace(weight, shape=weight.shape[stacked:], axes=weight.axes[stacked:])
 
 
@@ -275,12 +275,12 @@ def _stacked(
     parts: Iterator[Array | dict[str, np.ndarray]],
     placed: Any,
 ) -> dict[str, Array]:
-    """Stack what is made of a matrix's layers, one after the other.
+    """Convert a matrix's layers one after the other and stack the results.
 
     Args:
         made: returns values and scales of a matrix (`weight`, `array`).
         weight: the stacked matrix.
-        parts: its layers, or values and scales that were made before.
+        parts: its layers, or their values and scales if already converted.
         placed: shardings of the stacked values and scales.
     """
     one = _of_one(weight)
@@ -297,12 +297,12 @@ def _stacked(
     )()
     for layer, array in enumerate(parts):
         stacks = fill(stacks, array, np.int32(layer))
-        jax.block_until_ready(stacks)  # what was read is free before the next is
+        jax.block_until_ready(stacks)  # frees this layer before the next is read
     return stacks
 
 
 def _in_form(name: str, weight: Weight, form: BaseForm, array: Array) -> dict[str, Array]:
-    """Return a matrix, stacked or not, as a base of this form has it: values and scales by name."""
+    """Convert a matrix, stacked or not, to this form: values and scales by name."""
     if form.kind == "int8":
         values, scales = rounded(array, weight, "int8")
         return {name: values, name + form.ending: scales}
@@ -320,7 +320,7 @@ def _is_weight(node: Any) -> bool:
 
 
 def sent_base(base: Params, dtype: Any) -> Params:
-    """Return a new copy of a base for samplers: the same numbers and scales, the rest in dtype."""
+    """Return a new copy of a base for samplers: the same values and scales, the rest in dtype."""
     return {
         name: computed_in(dtype, {n: jnp.array(w, copy=True) for n, w in part.items()})
         if is_stack(name)
@@ -329,12 +329,12 @@ def sent_base(base: Params, dtype: Any) -> Params:
     }
 
 
-# ---- back
+# ---- dequantising
 
 
 def restored_params(spec: ModelSpec, params: Params) -> Params:
-    """Return all weights that a base stands for, in the type of those that are not quantised; what
-    is beside them, such as a head, stays."""
+    """Return all weights of a base, dequantised to the type of the unquantised weights. Additional
+    weights, such as a head, are unchanged."""
     if not is_quantized(params):
         return params
     table, dtype = weight_table(spec), params["embed"].dtype
@@ -359,14 +359,14 @@ def restored_params(spec: ModelSpec, params: Params) -> Params:
 
 
 class MergedMatrix:
-    """A stacked matrix of a quantised base with its adapter's change, made one layer (or expert) at
-    a time, when it is asked for: all at once may not fit."""
+    """A stacked matrix of a quantised base merged with its adapter, computed one layer (or expert)
+    at a time on access, since the whole may not fit in memory."""
 
     def __init__(
         self, name: str, weight: Weight, lora: Lora | None, layers: Params, dtype: Any
     ) -> None:
-        """layers: the weights of base and adapter, side by side; dtype: of what is made; lora:
-        None: there is no adapter."""
+        """layers: the weights of base and adapter together; dtype: type of the results; lora:
+        None: no adapter."""
         one, own = _of_one(weight, named(weight)), (name, *_beside(name, layers))
         self._layers = {part: layers[part] for part in own}
         self.dtype = jnp.dtype(dtype)
@@ -380,7 +380,7 @@ class MergedMatrix:
         self._make = jax.jit(make)
 
     def __getitem__(self, each: tuple[int, ...]) -> Array:
-        """Return the matrix of a layer, or of an expert of it."""
+        """Return the matrix of a layer, or of one of its experts."""
         made: Array = self._make({part: array[each] for part, array in self._layers.items()})
         return made
 
@@ -392,8 +392,8 @@ def _beside(name: str, layers: Params) -> list[str]:
 
 
 def merged_by_layer(spec: ModelSpec, lora: Lora | None, base: Params, adapter: Params) -> Params:
-    """Return lora.merged of a quantised base, to be written: matrices are MergedMatrix. lora: None:
-    the base alone, and no adapter."""
+    """Return lora.merged for a quantised base, for saving: matrices are MergedMatrix. lora: None:
+    only the base, without an adapter."""
     table, dtype = weight_table(spec), base["embed"].dtype
     stacks: Params = {}
     for stack in stacks_in(base):

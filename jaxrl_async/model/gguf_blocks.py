@@ -1,13 +1,12 @@
-"""The blocks of 4 bits of a GGUF file as a frozen base keeps them (four_bits.py): the same codes
-and scales, turned from rows of inputs to columns.
+"""A GGUF file's 4-bit blocks in the form of a frozen base (four_bits.py): the same codes and
+scales, transposed from rows of inputs to columns.
 
     Q4_0   32 inputs: scale d, codes                              w = d (code - 8)
-    Q4_1   32 inputs: scale d, least m, codes                     w = d code + m
-    Q4_K   8 x 32 inputs: d, e, a scale s and a least t for each  w = d s code - e t
+    Q4_1   32 inputs: scale d, minimum m, codes                   w = d code + m
+    Q4_K   8 x 32 inputs: d, e, a scale s and a minimum t each    w = d s code - e t
 
-llama.cpp, ggml/src/ggml-common.h. A code of Q4_0 and Q4_1 is in the lower half of byte i of its
-block for input i, in the upper half for input i + 16; of Q4_K 32 bytes hold two blocks, one in each
-half.
+llama.cpp, ggml/src/ggml-common.h. In Q4_0 and Q4_1, input i is in the lower half of byte i of its
+block, and input i + 16 in the upper half. In Q4_K, 32 bytes hold two blocks, one in each half.
 """
 
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from jaxrl_async.model.gguf_tensors import GgufPart
 BLOCK = 32
 """Inputs that share a scale."""
 SUPER = 8
-"""Blocks of Q4_K that lie together."""
+"""Blocks of Q4_K that are stored together."""
 
 
 class Blocks(NamedTuple):
@@ -27,12 +26,12 @@ class Blocks(NamedTuple):
 
     codes: np.ndarray  # [out, in / 32, 32] uint8, 0 to 15
     scales: np.ndarray  # [out, in / 32] float32
-    least: np.ndarray  # [out, in / 32] float32, of code 0
+    least: np.ndarray  # [out, in / 32] float32, value of code 0
 
 
 def kept_blocks(part: GgufPart, rows: slice, kind: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return rows of a matrix as four_bits.pack_codes does, [in / 2, out] and scales, without
-    rounding; None: they are not in such blocks.
+    """Return rows of a matrix in the form of four_bits.pack_codes, [in / 2, out] and scales,
+    without rounding. None: they are not stored in such blocks.
 
     kind: int4 or q4_1.
     """
@@ -49,7 +48,7 @@ def kept_blocks(part: GgufPart, rows: slice, kind: str) -> tuple[np.ndarray, np.
 
 
 KINDS = {"Q4_0": ("int4", "q4_1"), "Q4_1": ("q4_1",), "Q4_K": ("q4_1",)}
-"""As which forms of a base blocks of a type can be kept."""
+"""The forms of a base in which blocks of a type can be kept."""
 
 
 def _q4_0(data: np.ndarray) -> Blocks:
@@ -78,9 +77,9 @@ def _q4_k(data: np.ndarray) -> Blocks:
 
 
 def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scales and the leasts of 8 blocks from 12 bytes: those of the first four are the
-    lower 6 bits of bytes 0 to 3 and 4 to 7; of the last four, 4 bits are in the halves of bytes 8
-    to 11, and the upper 2 are the upper bits of the former."""
+    """Return the scales and the minima of 8 blocks from 12 bytes. For the first four blocks they
+    are the lower 6 bits of bytes 0 to 3 and 4 to 7. For the last four blocks, the lower 4 bits are
+    in the halves of bytes 8 to 11, and the upper 2 bits are the upper bits of bytes 0 to 7."""
     first, second, third = np.split(packed, 3, axis=-1)
     scales = np.concatenate([first & 63, (third & 15) | ((first >> 6) << 4)], axis=-1)
     least = np.concatenate([second & 63, (third >> 4) | ((second >> 6) << 4)], axis=-1)

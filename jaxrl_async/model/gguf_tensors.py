@@ -1,9 +1,9 @@
-"""The tensors of a GGUF file by their Hugging Face names, each read when it is asked for.
+"""The tensors of a GGUF file by their Hugging Face names, each read on access.
 
     wanted name ──gguf's table──> llama.cpp's name ──> rows in their order ──> float32 ──> less 1?
 
-llama.cpp keeps the experts of a layer in one tensor, the rows of queries and keys of some families
-in another order (gguf_config.Architecture), and 1 + weight of Gemma's norms.
+llama.cpp keeps the experts of a layer in one tensor, stores the rows of queries and keys of some
+families in another order (gguf_config.Architecture), and stores 1 + weight for Gemma's norms.
 """
 
 import re
@@ -20,33 +20,33 @@ from jaxrl_async.data.gguf_file import GgufFile, GgufTensor, gguf_name, numbers_
 ONE_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)\.weight")
 QUERIES, KEYS = re.compile(r".+\.attn_q\.(weight|bias)"), re.compile(r".+\.attn_k\.(weight|bias)")
 MERGED = {".block_sparse_moe.": ".feed_forward.", "model.layers.": "layers."}
-"""What Mixtral's names of experts become in gguf's table."""
+"""Replacements in Mixtral's expert names for gguf's table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufPart:
-    """One tensor as Hugging Face files have it: a GGUF tensor, or one expert of it."""
+    """One tensor in its Hugging Face form: a GGUF tensor, or one expert of it."""
 
     tensor: GgufTensor
     shape: tuple[int, ...]
     expert: int | None = None
-    order: np.ndarray | None = None  # [rows] where each row is in the file; None: in its place
-    offset: float = 0.0  # is added
+    order: np.ndarray | None = None  # [rows] index of each row in the file; None: the same order
+    offset: float = 0.0  # added to the values
 
     def get_tensor(self, name: str) -> np.ndarray:
-        """Return all of it, float32."""
+        """Return the whole tensor, float32."""
         return self[:]
 
     def get_slice(self, name: str) -> "GgufPart":
-        """Return what is indexed by rows."""
+        """Return the tensor, which can be indexed by rows."""
         return self
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        """Return rows, float32; no others are read."""
+        """Return rows, float32; other rows are not read."""
         return self.of_rows(rows, numbers_of(self.tensor.kind, self.stored(rows))) + self.offset
 
     def stored(self, rows: slice) -> np.ndarray:
-        """Return rows as they are stored, in Hugging Face's order."""
+        """Return rows in their stored form, in Hugging Face's order."""
         data = self.tensor.data if self.expert is None else self.tensor.data[self.expert]
         data = data[None] if data.ndim < len(self.shape) else data
         return data[rows if self.order is None else self.order[rows]]
@@ -57,8 +57,8 @@ class GgufPart:
 
 
 def open_gguf(path: Path, wanted: Mapping[str, Any]) -> dict[str, GgufPart]:
-    """Return the tensors of a file by the wanted names, and those that are not wanted by their own.
-    Raises CheckpointError.
+    """Return the tensors of a file by the wanted names, and other tensors by their names in the
+    file. Raises CheckpointError.
 
     wanted: the shapes of a model's tensors by their Hugging Face names.
     """
@@ -76,7 +76,7 @@ def open_gguf(path: Path, wanted: Mapping[str, Any]) -> dict[str, GgufPart]:
 
 
 def _place(file: GgufFile, name: str) -> tuple[str | None, int | None]:
-    """Return llama.cpp's name of a tensor, and which expert of it is meant."""
+    """Return llama.cpp's name of a tensor, and the index of the expert in it, if any."""
     layers = file.whole("block_count")
     match = ONE_EXPERT.fullmatch(name)
     if match is None:
@@ -104,7 +104,7 @@ def _part(
 
 
 def _orders(file: GgufFile) -> dict[str, np.ndarray]:
-    """Return where the rows of queries and keys are whose order differs, by the tensors' names."""
+    """Return the order of the rows of queries and keys where it differs, by tensor name."""
     if not architecture_of(file).pairs_neighbours:
         return {}
     queries = file.whole("attention.head_count")

@@ -1,13 +1,13 @@
-"""The trainer's attention on GPUs by our own kernels, in Pallas' Triton: segments, shared
-prefixes, windows, caps, sinks, float32, parts of rows. A block of scores is in memory at a time.
+"""The trainer's attention on GPUs with custom kernels, in Pallas' Triton, for segments, shared
+prefixes, windows, caps, sinks, float32 and parts of rows. One block of scores is in memory at a
+time.
 
     seen        query t sees key s if s <= t < until[s] and, in a window, own[t] - window < at[s]
-    forward     a program has a block of queries of one head, and goes over the blocks of keys
+    forward     a program has a block of queries of one head, and loops over the blocks of keys
     backward    one kernel for dq, over the same blocks; one for dk and dv, over blocks of queries
 
-Blocks in which no query sees a key are skipped: rows of 8 segments cost an eighth. The backward
-pass computes scores again, from the log of each query's sum (Dao et al. 2022, arXiv:2205.14135,
-app. B).
+Blocks without visible keys are skipped: rows of 8 segments cost an eighth. The backward pass
+computes scores again, from the log of each query's sum (Dao et al. 2022, arXiv:2205.14135, app. B).
 
 Shapes: B rows, t queries and T keys of each, H heads, N kv heads, G = H / N, K head width.
 """
@@ -26,39 +26,39 @@ from jax.experimental.pallas import triton as plgpu
 from jaxrl_async.model.kernels import ATTENDED, PLAIN, Scoring, of_extent
 
 UNSEEN = -1e30
-"""Score of a key that is not seen: finite, to avoid NaN where no key is seen."""
+"""Score of a key that is not visible: finite, to avoid NaN for queries without visible keys."""
 TILE = {2: 8192, 4: 2048}
-"""Most numbers of a block of queries or keys, by their bytes: up to six blocks are in shared memory
-together, and the smallest card (L4) has 99 KiB a program; with longer ones of float32 the
+"""Maximum elements of a block of queries or keys, by item size. Up to six blocks are in shared
+memory together, and the smallest card (L4) has 99 KiB per program. With longer float32 blocks the
 compiler spills registers."""
 SHORTEST, LONGEST = 16, 64
-"""Shortest and longest block: what tensor cores multiply, and what registers hold."""
+"""Minimum and maximum block, limited by tensor cores and by registers."""
 MANY_WARPS = 8192
-"""Numbers of a block from which on a program has eight warps in place of four."""
+"""Minimum elements of a block for eight warps per program instead of four."""
 
 
 class Mask(NamedTuple):
-    """The attention mask, which keys a query sees, in vectors: no array is [t, T]."""
+    """The attention mask as vectors, without an array [t, T]."""
 
-    places: Array  # [t] int32 of the queries in their rows, ascending
+    places: Array  # [t] int32, places of the queries in their rows, ascending
     until: Array  # [B, T] int32: first place in the row that no longer sees the key
-    own: Array | None  # [B, t] int32, positions of the queries; None: there is no window
+    own: Array | None  # [B, t] int32, positions of the queries; None: no window
     at: Array | None  # [B, T] int32, positions of the keys
 
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """How to attend: all that is not an array."""
+    """The settings of an attention that are not arrays."""
 
     scale: float
     scoring: Scoring
-    contiguous: bool  # windows of positions and of places are the same
+    contiguous: bool  # whether windows of positions and of places are the same
     block: int
 
 
 def segment_ends(segment_ids_BT: Array) -> Array:
-    """Return [B, T] int32: the place behind a token's segment, up to which later tokens see it.
-    Segments are contiguous. A token of padding (0) is seen only by itself."""
+    """Return [B, T] int32: the end of a token's segment, up to which later tokens see it. Segments
+    are contiguous. A padding token (0) is visible only to itself."""
     T = segment_ids_BT.shape[1]
     places = jnp.arange(T, dtype=jnp.int32)
     changes = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
@@ -75,7 +75,7 @@ def flash(
     scoring: Scoring = PLAIN,
     sinks_H: Array | None = None,
 ) -> Array:
-    """Attend causally within contiguous segments, as attention.reference does: [B, T, H, K] of q's
+    """Attend causally within contiguous segments, like attention.reference: [B, T, H, K] of q's
     type. Any type, head width and length; scores and sums are in float32."""
     places = jnp.arange(q_BTHK.shape[1], dtype=jnp.int32)
     return flash_part(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, places, scoring, sinks_H)
@@ -90,7 +90,7 @@ def flash_part(
     scoring: Scoring = PLAIN,
     sinks_H: Array | None = None,
 ) -> Array:
-    """Attend as `flash`, for the queries at these places of their rows."""
+    """Attend like `flash`, for the queries at these places of their rows."""
     return _attended(
         q_BtHK, k_BTNK, v_BTNK, segment_ends(kv_segments), None, places_t, scoring, sinks_H
     )
@@ -104,10 +104,10 @@ def tree_flash(
     scoring: Scoring = PLAIN,
     sinks_H: Array | None = None,
 ) -> Array:
-    """Attend as attention.tree_reference, where contexts share prefixes.
+    """Attend like attention.tree_reference, for contexts that share prefixes.
 
-    extent: attention.visible_until of the keys [B, T]; for a window that and their positions,
-        [B, T, 2].
+    extent: attention.visible_until of the keys [B, T]; for a window, visible_until and the
+        positions, [B, T, 2].
     """
     places = jnp.arange(q_BTHK.shape[1], dtype=jnp.int32)
     return tree_flash_part(q_BTHK, k_BTNK, v_BTNK, extent, places, scoring, sinks_H)
@@ -122,14 +122,14 @@ def tree_flash_part(
     scoring: Scoring = PLAIN,
     sinks_H: Array | None = None,
 ) -> Array:
-    """Attend as `tree_flash`, for the queries at these places of their rows."""
+    """Attend like `tree_flash`, for the queries at these places of their rows."""
     return _attended(q_BtHK, k_BTNK, v_BTNK, *of_extent(extent), places_t, scoring, sinks_H)
 
 
 def flash_with_sums(
     q_BTHK: Array, k_BTNK: Array, v_BTNK: Array, segment_ids_BT: Array, scoring: Scoring = PLAIN
 ) -> tuple[Array, Array]:
-    """Attend as `flash`, without a gradient; return the log of each query's sum, too, [B, H, T]
+    """Attend like `flash`, without a gradient; also return the log of each query's sum, [B, H, T]
     float32."""
     T, K = q_BTHK.shape[1], q_BTHK.shape[3]
     arrays, mask, how = _of_segments(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, scoring)
@@ -147,8 +147,8 @@ def flash_backward(
     sums: Array,
     grad: Array,
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of q, k and v, given what `flash_with_sums` returned and the gradient of
-    its output."""
+    """Return the gradients of q, k and v, given the results of `flash_with_sums` and the gradient
+    of its output."""
     T, K = q_BTHK.shape[1], q_BTHK.shape[3]
     arrays, mask, how = _of_segments(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, scoring)
     more = arrays[0].shape[1] - T
@@ -216,7 +216,7 @@ def _whole(
 
 
 def block_of(length: int, width: int, dtype: Any) -> int:
-    """Return how many queries, and keys, a block has: a power of 2.
+    """Return the number of queries, and of keys, in a block: a power of 2.
 
     >>> [block_of(4096, width, jnp.bfloat16) for width in (64, 128, 256)]
     [64, 64, 32]
@@ -228,8 +228,8 @@ def block_of(length: int, width: int, dtype: Any) -> int:
 
 
 def _ranges(mask: Mask, how: How) -> tuple[Array, Array]:
-    """Return for each block of queries the range of blocks of keys in which it sees any,
-    [B, t / block, 2] int32, and for each block of keys the range of queries, [B, T / block, 2]."""
+    """Return for each block of queries the range of visible blocks of keys, [B, t / block, 2]
+    int32, and for each block of keys the range of blocks of queries, [B, T / block, 2]."""
     block = how.block
     queries = mask.places.reshape(-1, block)
     keys = jnp.arange(mask.until.shape[1] // block) * block
@@ -242,7 +242,7 @@ def _ranges(mask: Mask, how: How) -> tuple[Array, Array]:
 
 
 def _from_to(needed: Array) -> Array:
-    """Return the first true of the last axis, and the end behind the last, [..., 2] int32."""
+    """Return the first true index in the last axis, and the last one + 1, [..., 2] int32."""
     first = jnp.argmax(needed, axis=-1)
     end = needed.shape[-1] - jnp.argmax(needed[..., ::-1], axis=-1)
     end = jnp.where(needed.any(axis=-1), end, first)
@@ -253,7 +253,7 @@ def _from_to(needed: Array) -> Array:
 
 
 def _scores(q: Array, k: Array, how: How) -> tuple[Array, Array | float]:
-    """Return scores [queries, keys] float32, and their derivative by the scores before the cap."""
+    """Return scores [queries, keys] float32, and their derivative by the uncapped scores."""
     scores = _product(q, k.T) * how.scale
     if not (cap := how.scoring.cap):
         return scores, 1.0
@@ -267,7 +267,7 @@ def _product(a: Array, b: Array) -> Array:
 
 
 def _is_seen(mask: Mask, queries: Any, keys: Any, key: Array, how: How) -> Array:
-    """Return [queries, keys] bool for slices of the row; key [keys]: their places."""
+    """Return [queries, keys] bool for slices of the row; key [keys]: places of the keys."""
     place = mask.places[queries][:, None]
     seen = (key[None, :] <= place) & (place < mask.until[keys][None, :])
     if mask.own is None or mask.at is None:
@@ -312,7 +312,7 @@ def _forward_kernel(
 def _shares_and_slope(
     q: Array, k: Array, v: Array, do: Array, log_sum: Array, expected: Array, seen: Array, how: How
 ) -> tuple[Array, Array]:
-    """Return the shares [queries, keys], and the gradient of the products of q and k."""
+    """Return the softmax shares [queries, keys], and the gradient of the products of q and k."""
     scores, bend = _scores(q, k, how)
     shares = jnp.where(seen, jnp.exp(scores - log_sum[:, None]), 0.0)
     slope = shares * (_product(do, v.T) - expected[:, None]) * bend
@@ -368,7 +368,7 @@ def _keys_kernel(
 
 
 def _of_row(x: Array | None) -> Any:
-    """Return which part of [B, ...] or of [t] a program sees: its row, whole."""
+    """Return the BlockSpec of a program's whole row in [B, ...], or of [t]."""
     if x is None:
         return None
     whole = x.shape[1:] if x.ndim > 1 else x.shape
@@ -382,7 +382,7 @@ def _of_mask(mask: Mask) -> Any:
 
 
 def _call(kernel: Any, how: How, width: int, name: str, **more: Any) -> Any:
-    """Return the pallas_call with the warps of these blocks."""
+    """Return the pallas_call with the number of warps for these blocks."""
     warps = 8 if how.block * width >= MANY_WARPS else 4
     params = plgpu.CompilerParams(num_warps=warps, num_stages=2)
     return pl.pallas_call(partial(kernel, how=how), compiler_params=params, name=name, **more)
@@ -396,7 +396,7 @@ def _flash(q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask, how: H
 def _forward(
     q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask, how: How
 ) -> tuple[Array, Array]:
-    """Return what is attended, and the log of each query's sum [B, H, t] float32."""
+    """Return the output, and the log of each query's sum [B, H, t] float32."""
     (B, t, H, K), (T, N), block = q.shape, k.shape[1:3], how.block
     group = H // N
     ranges, _ = _ranges(mask, how)
@@ -441,7 +441,7 @@ def _flash_backward(
     expected = jnp.einsum("bthk,bthk->bht", do, out, preferred_element_type=jnp.float32)
     dq, dk, dv = backward(q, k, v, mask, do, sums, expected, how)
     of_sinks = None
-    if sinks is not None:  # a sink's share times what its query expects of a gradient, and no value
+    if sinks is not None:  # a sink's share times its query's expected gradient; it has no value
         of_sinks = -jnp.einsum("bht,bht->h", jnp.exp(sinks[:, None] - sums), expected)
     return dq, dk, dv, of_sinks, None
 
@@ -450,7 +450,7 @@ def backward(
     q: Array, k: Array, v: Array, mask: Mask, do: Array, sums: Array, expected: Array, how: How
 ) -> tuple[Array, Array, Array]:
     """Return the gradients of q, k and v, given the gradient of the output and, for each query
-    [B, H, t], the log of its sum and its output's product with that gradient."""
+    [B, H, t], the log of its sum and the dot product of its output and that gradient."""
     (B, t, H, K), (T, N), block = q.shape, k.shape[1:3], how.block
     group = H // N
     of_queries, of_keys = _ranges(mask, how)

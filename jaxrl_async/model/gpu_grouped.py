@@ -1,12 +1,12 @@
-"""Products by group on GPUs by our own kernels, in Pallas' Triton; XLA multiplies each row with
-the matrices of all groups there.
+"""Grouped products on GPUs with custom kernels, in Pallas' Triton. On GPUs, XLA multiplies each row
+by the matrices of all groups.
 
     tiles       group 0 000|000|0..   group 1 11.   group 2 222|22.      three rows each, some short
-    forward     a program has a tile of rows and a block of outputs, and goes over the inputs
-    gradient    of the matrices: a program has a block of a matrix, and goes over its group's rows
+    forward     a program has a tile of rows and a block of outputs, and loops over the inputs
+    gradient    of the matrices: a program has a block of a matrix, and loops over its group's rows
 
-Rows of a tile are read in place: its first row is the group's, so no row is copied or padded, and
-a program masks what belongs to the next group. Each group has at most one short tile.
+Rows of a tile are read in place: tiles start at their group's first row, so no row is copied or
+padded, and a program masks rows of the next group. Each group has at most one short tile.
 
 Shapes: n rows, E groups, D inputs, F outputs.
 """
@@ -22,23 +22,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 BLOCK_ROWS, BLOCK_OUTPUTS = 128, 128
-"""Rows and outputs of a program: its sums are 64 KiB of registers."""
+"""Rows and outputs of a program: its sums take 64 KiB of registers."""
 BLOCK_BYTES = 128
-"""Bytes of the inputs that a program multiplies in one step, for each row: 64 bfloat16 numbers."""
+"""Bytes of inputs per row that a program multiplies in one step: 64 bfloat16 numbers."""
 LEAST = 16
-"""Shortest side of a product on tensor cores."""
+"""Minimum side of a product on tensor cores."""
 
 
-class Tiles(NamedTuple):
-    """The rows of each tile, [tiles] int32; those behind the last have none."""
+class GroupTiles(NamedTuple):
+    """The rows of each tile, [tiles] int32; tiles after the last are empty."""
 
     group: Array
     first: Array
     end: Array
 
 
-def tiles_of(sizes: Array, rows: int, block: int) -> Tiles:
-    """Divide groups of `rows` rows in all, or fewer, into tiles of `block` rows."""
+def tiles_of(sizes: Array, rows: int, block: int) -> GroupTiles:
+    """Divide groups with at most `rows` rows in total into tiles of `block` rows."""
     ends = jnp.cumsum(sizes)
     counts = (sizes + block - 1) // block
     last = jnp.cumsum(counts)
@@ -48,14 +48,14 @@ def tiles_of(sizes: Array, rows: int, block: int) -> Tiles:
     group = jnp.minimum(group, len(sizes) - 1)
     first = (ends - sizes)[group] + (tile - (last - counts)[group]) * block
     end = jnp.where(there, jnp.minimum(first + block, ends[group]), 0)
-    return Tiles(group, jnp.where(there, first, 0).astype(jnp.int32), end.astype(jnp.int32))
+    return GroupTiles(group, jnp.where(there, first, 0).astype(jnp.int32), end.astype(jnp.int32))
 
 
 def grouped_product_on_gpu(
     rows: Array, matrices: Array, sizes: Array, dtype: Any, *, turned: bool = False
 ) -> Array:
-    """Multiply each row with its group's matrix: [n, D] and [E, D, F] to [n, F] of `dtype`; sums
-    are in float32. Rows behind all groups give 0.
+    """Multiply each row by its group's matrix: [n, D] and [E, D, F] to [n, F] of `dtype`; sums are
+    in float32. Rows after all groups give 0.
 
     turned: matrices are [E, F, D].
     """
@@ -117,8 +117,8 @@ def _product_kernel(
 
 
 def _own_rows(first: Array, end: Array, size: int, rows: int) -> tuple[Array, Array]:
-    """Return from which row on a program reads `size` of them, not beyond the last, and which of
-    those are its own."""
+    """Return the first of `size` rows that a program reads, within the array, and a mask of its
+    own rows among them."""
     begin = jnp.minimum(first, rows - size)
     row = begin + jnp.arange(size)
     return begin, (row >= first) & (row < end)
@@ -126,7 +126,7 @@ def _own_rows(first: Array, end: Array, size: int, rows: int) -> tuple[Array, Ar
 
 def matrices_gradient_on_gpu(rows: Array, cotangent: Array, sizes: Array) -> Array:
     """Sum rows^T [D, n] x cotangent [n, F] over each group: [E, D, F] of the rows' type. An empty
-    group has zeros.
+    group gives zeros.
 
     Args:
         rows: [n, D], sorted by group.
@@ -185,6 +185,6 @@ def _gradient_kernel(
 
 
 def _padded(x: Array, axis: int) -> Array:
-    """Pad an axis with zeros to a multiple of the shortest side of a product."""
+    """Pad an axis with zeros to a multiple of LEAST."""
     missing = -x.shape[axis] % LEAST
     return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)]) if missing else x

@@ -1,17 +1,17 @@
-"""cuDNN's flash attention of packed rows, which it knows by the offsets of their segments: without
-a mask [T, T], and without the gradient of one. On NVIDIA's Hopper and later.
+"""cuDNN's flash attention of packed rows, given by the offsets of their segments: without a mask
+[T, T] or its gradient. For NVIDIA Hopper and later.
 
     segments    1 1 1 2 2 0 0 0      lengths [3, 2, 3, -1]     starts [0, 3, 5, -1, -1]
 
-JAX has it only in a private function (`dot_product_attention` with q_offsets and kv_offsets). It
+JAX offers it only in a private function (`dot_product_attention` with q_offsets and kv_offsets). It
 multiplies the offsets of the keys by the number of query heads, so keys and values are repeated
-here until they have as many. cuDNN reserves, while a layer runs, as many numbers for each of the
-most segments of a row as for a whole row: 4 bytes x heads x length, so the number is bounded
-(MOST_SEGMENTS), and rows of more take the kernels of gpu_flash.py, as a branch of the program.
+here to that number. While a layer runs, cuDNN reserves memory for a whole row per possible segment:
+4 bytes x heads x length. The number of segments is therefore bounded (MOST_SEGMENTS); rows with
+more use the kernels of gpu_flash.py, in another branch of the program.
 
     forward     keeps the output and the log of each query's sum, for the backward pass
-    backward    computes from them, so attention runs forward once, and once more where a layer is
-                computed again as a whole (model.remat=layer)
+    backward    uses them, so attention runs forward once, and a second time only if the whole layer
+                is recomputed (model.remat=layer)
 """
 
 import inspect
@@ -29,30 +29,30 @@ from jaxrl_async.model.gpu_flash import flash, flash_backward, flash_with_sums
 from jaxrl_async.model.kernels import ATTENDED, PLAIN, Scoring
 
 MOST_SEGMENTS = 16
-"""Most segments of a row that cuDNN is given. With heads of 128 in bfloat16 what it keeps of the
-scores' sums is then a quarter of the queries."""
+"""Maximum number of segments of a row for cuDNN. With heads of 128 in bfloat16 the sums that it
+keeps then take a quarter of the queries' memory."""
 MULTIPLE = 8
 """Rows are padded to a multiple of this many tokens."""
 MOST_ELEMENTS = 2**31
-"""Offsets are int32, and count the numbers of all rows."""
+"""Limit of array sizes: offsets are int32, and count the elements of all rows."""
 
 RULE = {
     "scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "cudnn_version",
     "sliding_window_length", "score_mod", "is_training", "return_residual", "res", "grad_output",
 }  # fmt: skip
-"""Arguments by which JAX's rule of the backward pass is known, of jax 0.10 to 0.12."""
+"""Known arguments of JAX's rule for the backward pass, in jax 0.10 to 0.12."""
 
 Plain = Callable[[Array, Array, Array, Array], Array]
 """(q, k, v, segment ids) -> [B, T, H, K]."""
 Grads = tuple[Array, Array, Array]
-"""Of q, k and v."""
+"""Gradients of q, k and v."""
 
 
 class Offsets(NamedTuple):
-    """Where the segments of each row begin, and how long they are; padding is one, too."""
+    """The starts and lengths of the segments of each row; padding is a segment, too."""
 
-    lengths: Array  # [B, most] int32; -1: there is no such segment
-    starts: Array  # [B, most + 1] int32; -1: there is no such segment
+    lengths: Array  # [B, most] int32; -1: no such segment
+    starts: Array  # [B, most + 1] int32; -1: no such segment
 
 
 def offsets_of(segment_ids_BT: Array, most: int = MOST_SEGMENTS) -> Offsets:
@@ -71,7 +71,7 @@ def offsets_of(segment_ids_BT: Array, most: int = MOST_SEGMENTS) -> Offsets:
 
 
 def num_runs(segment_ids_BT: Array) -> Array:
-    """Return the most runs of equal ids in a row, [] int32."""
+    """Return the maximum number of runs of equal ids in a row, [] int32."""
     return jnp.max(jnp.sum(_begins(segment_ids_BT), axis=1, dtype=jnp.int32))
 
 
@@ -80,20 +80,20 @@ def _begins(segment_ids_BT: Array) -> Array:
     return jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
 
 
-class Kernels(NamedTuple):
-    """cuDNN's attention of q, k, v [B, T, H, K], causal by segment; a window of 0: none."""
+class PackedKernels(NamedTuple):
+    """cuDNN's attention of q, k, v [B, T, H, K], causal within segments; window 0: no window."""
 
     attend: Callable[[Array, Array, Array, Offsets, float, int], Array]
     """(q, k, v, offsets, scale, window) -> out [B, T, H, K]."""
     forward: Callable[[Array, Array, Array, Offsets, float, int], tuple[Array, Array]]
-    """The same, and sums [B x MOST_SEGMENTS, H, T] float32 for the backward pass."""
+    """Like `attend`, and returns sums [B x MOST_SEGMENTS, H, T] float32 for the backward pass."""
     backward: Callable[[Array, Array, Array, Offsets, float, int, Array, Array, Array], Grads]
     """(..., out, sums, gradient of out) -> gradients."""
 
 
-class Passes(NamedTuple):
+class KernelPasses(NamedTuple):
     """One branch: an attention of q [B, T, H, K], k and v [B, T, N, K] and segment ids [B, T].
-    Branches return sums of one shape."""
+    All branches return sums of the same shape."""
 
     attend: Plain
     forward: Callable[[Array, Array, Array, Array], tuple[Array, Array]]
@@ -106,8 +106,8 @@ class Passes(NamedTuple):
 
 @cache
 def cudnn_attention() -> Any | None:
-    """Return JAX's private module of cuDNN's attention; None if it has no offsets, or its backward
-    pass takes arguments that are not known here."""
+    """Return JAX's private module of cuDNN's attention; None if it does not support offsets, or its
+    backward pass has unknown arguments."""
     try:
         from jax._src.cudnn import fused_attention_stablehlo as private
 
@@ -125,8 +125,8 @@ def cudnn_attention() -> Any | None:
 
 
 def cudnn_version() -> tuple[int, int, int] | None:
-    """Return the installed version of cuDNN, such as (9, 12, 0); None without cuDNN, as where a
-    plan is made."""
+    """Return the installed version of cuDNN, such as (9, 12, 0); None without cuDNN, as on a
+    machine that only makes a plan."""
     try:
         found = _private().check_cudnn_version()
     except RuntimeError:
@@ -137,7 +137,7 @@ def cudnn_version() -> tuple[int, int, int] | None:
 def by_cudnn(
     q: Array, k: Array, v: Array, offsets: Offsets, scale: float, window: int, *, sums: bool = False
 ) -> Any:
-    """Call cuDNN, with as many kv heads as query heads; sums: return them, too."""
+    """Call cuDNN, with as many kv heads as query heads; sums: return the sums, too."""
     private = _private()
     return private.dot_product_attention(
         q,
@@ -165,7 +165,7 @@ def backward_by_cudnn(
     sums: Array,
     grad: Array,
 ) -> Grads:
-    """Call cuDNN's backward pass by JAX's own rule for it, given what the forward pass returned."""
+    """Call cuDNN's backward pass through JAX's rule, given the output of the forward pass."""
     private = _private()
     rule = private._dot_product_attention_bwd_rule
     names = inspect.signature(rule).parameters
@@ -192,11 +192,11 @@ def backward_by_cudnn(
 
 def _private() -> Any:
     private = cudnn_attention()
-    assert private is not None, "attention.obstacle has refused it"
+    assert private is not None, "attention.obstacle should have refused it"
     return private
 
 
-CUDNN = Kernels(by_cudnn, partial(by_cudnn, sums=True), backward_by_cudnn)
+CUDNN = PackedKernels(by_cudnn, partial(by_cudnn, sums=True), backward_by_cudnn)
 
 
 # ---- the attention
@@ -210,23 +210,23 @@ def cudnn(
     scoring: Scoring = PLAIN,
     sinks_H: Array | None = None,
     *,
-    kernels: Kernels = CUDNN,
+    kernels: PackedKernels = CUDNN,
 ) -> Array:
-    """Attend causally within contiguous segments by cuDNN, and by gpu_flash.flash where a row has
-    more than MOST_SEGMENTS of them.
+    """Attend causally within contiguous segments with cuDNN, or with gpu_flash.flash if a row has
+    more than MOST_SEGMENTS segments.
 
     Differentiable: in addition to q, k and v it keeps the output, and sums of 4 bytes x rows x
     MOST_SEGMENTS x heads x length. Under model.remat=attention only these are kept, and attention
-    never runs again.
+    is not recomputed.
 
     Args:
-        q_BTHK: float16 or bfloat16; K a multiple of 8, at most what `attention.obstacle` allows.
+        q_BTHK: float16 or bfloat16; K a multiple of 8, within the limit of `attention.obstacle`.
         k_BTNK: of the same type.
         v_BTNK: of the same type.
         segment_ids_BT: 0 is padding, whose outputs are finite.
-        scoring: a window; ConfigError for a cap.
-        sinks_H: ConfigError, if there are any.
-        kernels: what is called in place of cuDNN, in tests.
+        scoring: may have a window; ConfigError for a cap.
+        sinks_H: must be None; else ConfigError.
+        kernels: replacement of cuDNN, for tests.
     """
     refuse_cap(scoring, sinks_H)
     if q_BTHK.size >= MOST_ELEMENTS:
@@ -237,8 +237,7 @@ def cudnn(
 
 
 def refuse_cap(scoring: Scoring, sinks_H: Array | None = None) -> None:
-    """Raise ConfigError if scores have a bound, or heads have sinks: cuDNN's attention has
-    neither."""
+    """Raise ConfigError for a cap of scores or for sinks: cuDNN's attention supports neither."""
     if scoring.cap or sinks_H is not None:
         lacks = "cap of attention scores" if scoring.cap else "attention sinks"
         raise ConfigError(
@@ -247,8 +246,8 @@ def refuse_cap(scoring: Scoring, sinks_H: Array | None = None) -> None:
         )
 
 
-def _by_offsets(kernels: Kernels, window: int) -> Passes:
-    """Return cuDNN's passes, of rows in any number of kv heads and of any length."""
+def _by_offsets(kernels: PackedKernels, window: int) -> KernelPasses:
+    """Return cuDNN's passes, for any number of kv heads and any length."""
 
     def attend(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
         whole, offsets = _whole(q, k, v), _padded_offsets(segment_ids)
@@ -268,11 +267,11 @@ def _by_offsets(kernels: Kernels, window: int) -> Passes:
         dq, dk, dv = pull(back)
         return dq, dk, dv
 
-    return Passes(attend, forward, backward)
+    return KernelPasses(attend, forward, backward)
 
 
-def _by_flash(scoring: Scoring) -> Passes:
-    """Return the passes of gpu_flash, with sums of the shape of cuDNN's: the first rows' count."""
+def _by_flash(scoring: Scoring) -> KernelPasses:
+    """Return gpu_flash's passes, with sums in cuDNN's shape; only their first rows are used."""
 
     def attend(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
         return flash(q, k, v, segment_ids, scoring)
@@ -288,11 +287,11 @@ def _by_flash(scoring: Scoring) -> Passes:
         B, T = segment_ids.shape
         return flash_backward(q, k, v, segment_ids, scoring, out, sums[:B, :, :T], grad)
 
-    return Passes(attend, forward, backward)
+    return KernelPasses(attend, forward, backward)
 
 
 def _whole(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-    """Repeat the kv heads until they are as many as the query heads, and pad the rows."""
+    """Repeat the kv heads to the number of query heads, and pad the rows."""
     copies = q.shape[2] // k.shape[2]
     if copies > 1:
         k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
@@ -309,20 +308,22 @@ def _padded_offsets(segment_ids_BT: Array) -> Offsets:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _either(q: Array, k: Array, v: Array, segments: Array, one: Passes, other: Passes) -> Array:
-    """Attend by `one` if cuDNN takes that many segments, else by `other`."""
+def _either(
+    q: Array, k: Array, v: Array, segments: Array, one: KernelPasses, other: KernelPasses
+) -> Array:
+    """Attend with `one` if the segments are few enough for cuDNN, else with `other`."""
     few = _is_few(segments)
     out: Array = jax.lax.cond(few, one.attend, other.attend, q, k, v, segments)
     return out
 
 
 def _is_few(segments: Array) -> Array:
-    """Return whether the rows, with what they are padded by, have few enough segments."""
+    """Return whether the rows, including their padding, have few enough segments."""
     return num_runs(segments) < MOST_SEGMENTS
 
 
 def _either_forward(
-    q: Array, k: Array, v: Array, segments: Array, one: Passes, other: Passes
+    q: Array, k: Array, v: Array, segments: Array, one: KernelPasses, other: KernelPasses
 ) -> tuple[Array, tuple[Array, ...]]:
     few = _is_few(segments)
     out, sums = jax.lax.cond(few, one.forward, other.forward, q, k, v, segments)
@@ -331,7 +332,7 @@ def _either_forward(
 
 
 def _either_backward(
-    one: Passes, other: Passes, kept: tuple[Array, ...], grad: Array
+    one: KernelPasses, other: KernelPasses, kept: tuple[Array, ...], grad: Array
 ) -> tuple[Array, Array, Array, None]:
     few = _is_few(kept[3])
     dq, dk, dv = jax.lax.cond(few, one.backward, other.backward, *kept, grad)

@@ -1,19 +1,19 @@
-"""Attention on the pages of the KV cache for NVIDIA GPUs: a Pallas kernel, compiled by Triton.
+"""Attention on KV cache pages for NVIDIA GPUs: a Pallas kernel, compiled by Triton.
 
-Each program of the kernel has some queries of one sequence, in a few heads that share a kv
-head, and walks over the keys that they see, a block at a time, with the softmax of flash attention
-(Dao et al. 2022, arXiv:2205.14135): pages are read in place, and a row costs its own tokens,
-or its window. Where programs are too few for the device, the keys of a query are divided among
-several, whose sums are put together afterwards (Dao et al. 2023, "Flash-Decoding").
+Each program of the kernel has some queries of one sequence, in a few heads that share a kv head. It
+loops over the visible keys, a block at a time, with the softmax of flash attention (Dao et al.
+2022, arXiv:2205.14135). Pages are read in place, and the cost of a row is proportional to its
+tokens or its window. If the programs are too few for the device, the keys of a query are divided
+among several programs, whose sums are combined afterwards (Dao et al. 2023, "Flash-Decoding").
 
-    plan    which queries each program has: one of a decode step, or a block of a prompt's
-    pages   [P, G, 2 N, W]: key and value of kv head 0, of kv head 1, ...; [P, G, 1, W] of latent
-            attention, whose keys are the values, too
+    plan    the queries of each program, see query_blocks.py
+    pages   [P, G, 2 N, W]: key and value of kv head 0, of kv head 1, ...; for latent attention
+            [P, G, 1, W], keys that are also values
     new     [t, 2 N, W]: keys and values of the queries' own tokens, for layers with a window, whose
             pages do not hold all tokens of a chunk
 
-A head's width is computed in parts of 2^n columns, since Triton has no other shapes: 576 is 512 and
-64.
+A head's width is processed in parts of 2^n columns, since Triton supports no other shapes: 576 is
+512 and 64.
 """
 
 from collections.abc import Callable
@@ -29,28 +29,29 @@ from jax.experimental.pallas import triton as plgpu
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl_async.model.kernels import PLAIN, Scoring
+from jaxrl_async.model.query_blocks import plan_of
 
 UNSEEN = -1e30
-"""Score of a key that must not be seen, and the maximum of no keys: finite, to avoid NaN."""
+"""Score of a key that is not visible, and the maximum over no keys: finite, to avoid NaN."""
 LEAST = 16
-"""Least rows and columns of a product on tensor cores."""
+"""Minimum rows and columns of a product on tensor cores."""
 LARGEST = 64
-"""Most rows, and most keys, of a product."""
+"""Maximum rows and keys of a product."""
 ROW_BYTES = 16 * 2**10
-"""Shared memory for the queries of a program; their sums are as large, or twice, in registers."""
+"""Shared memory for a program's queries; their sums take one or two times this in registers."""
 KEY_BYTES = 72 * 2**10
-"""Shared memory for its keys and values. A multiprocessor gives a program 99 KiB in all on an L4 or
-an RTX card, 163 on an A100 and 227 on an H100. Compiled for an L4, heads of 576 in float32 whose
-keys are values take 68 KiB with their queries, and heads of 256 with separate values 49."""
+"""Shared memory for the keys and values of a program. A program has at most 99 KiB on an L4 or an
+RTX card, 163 on an A100 and 227 on an H100. Compiled for an L4, heads of 576 in float32 whose keys
+are values take 68 KiB with their queries, and heads of 256 with separate values 49."""
 MANY_PROGRAMS = 256
-"""Programs that keep a device busy: two for each of an H100's 132 multiprocessors, nearly."""
+"""Programs that keep a device busy: nearly two per multiprocessor of an H100 (132)."""
 MOST_SPLITS = 16
-"""Programs among which the keys of one query are divided at most."""
+"""Maximum number of programs among which the keys of one query are divided."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
-    """What a program of the kernel computes in one step; all are powers of 2 but for `heads`."""
+class PageTiles:
+    """The size of a program's step in the kernel; all are powers of 2 except `heads`."""
 
     queries: int  # of one sequence
     heads: int  # that share a kv head
@@ -68,18 +69,18 @@ def tiles(
     head_bytes: int,
     most_keys: int,
     sides: int = 2,
-) -> Tiles:
-    """Return what a program computes in one step, for a call of these shapes; one query of each
-    sequence (tokens == sequences) is a decode step.
+) -> PageTiles:
+    """Return the size of a program's step for a call of these shapes; one query per sequence
+    (tokens == sequences) is a decode step.
 
     Args:
-        tokens: queries of all sequences.
-        sequences: of the call.
+        tokens: number of queries of all sequences.
+        sequences: number of sequences in the call.
         heads: query heads.
-        kv_heads: that they share.
-        head_bytes: of one key.
-        most_keys: of a sequence.
-        sides: 1: keys are values.
+        kv_heads: kv heads.
+        head_bytes: bytes of one key.
+        most_keys: maximum number of keys of a sequence.
+        sides: 2, or 1 if keys are values.
 
     >>> tiles(256, 256, 16, 8, 256, 2048)
     Tiles(queries=1, heads=2, rows=16, keys=64, splits=1, warps=4)
@@ -93,17 +94,17 @@ def tiles(
     in_one = min(group, most_rows)
     queries = 1 if decodes else max(1, most_rows // _power_of_two(in_one))
     rows = max(LEAST, _power_of_two(queries * in_one))
-    keys = _size_of(KEY_BYTES, 2 * sides * head_bytes)  # the next ones are read meanwhile
+    keys = _size_of(KEY_BYTES, 2 * sides * head_bytes)  # double-buffered
     splits = 1
     if decodes:
         programs = tokens * kv_heads * -(-group // in_one)
         wanted = _power_of_two(-(-MANY_PROGRAMS // programs))
         splits = max(1, min(wanted, MOST_SPLITS, most_keys // (4 * keys)))
-    return Tiles(queries, in_one, rows, keys, splits, 8 if head_bytes > 512 else 4)
+    return PageTiles(queries, in_one, rows, keys, splits, 8 if head_bytes > 512 else 4)
 
 
 def _size_of(most_bytes: int, each: int) -> int:
-    """Return how many rows, a power of 2 from LEAST to LARGEST, take so many bytes at most."""
+    """Return the number of rows, a power of 2 from LEAST to LARGEST, that fit into `most_bytes`."""
     return next(n for n in (LARGEST, 32, LEAST) if n * each <= most_bytes or n == LEAST)
 
 
@@ -112,8 +113,8 @@ def _power_of_two(size: int) -> int:
 
 
 def column_parts(width: int) -> list[slice]:
-    """Return parts of a head's columns that have powers of 2 each, from LEAST on; the last may
-    reach beyond the width.
+    """Divide a head's columns into parts whose widths are powers of 2, at least LEAST; the last
+    may exceed the width.
 
     >>> [(s.start, s.stop) for s in column_parts(576)], column_parts(24)
     ([(0, 512), (512, 576)], [slice(0, 16, None), slice(16, 32, None)])
@@ -124,34 +125,6 @@ def column_parts(width: int) -> list[slice]:
         parts.append(slice(begin, begin + size))
         begin += size
     return parts
-
-
-class Plan(NamedTuple):
-    """Which queries each block of programs has, [blocks] int32 each."""
-
-    sequence: Array
-    first: Array  # query, of all sequences' together
-    queries: Array  # how many; 0: the block has none
-    position: Array  # of the first query in its sequence
-    begin: Array  # position of the sequence's first query
-    end: Array  # position behind the last query's; 0: the block has no queries, and reads nothing
-
-
-def plan_of(tokens: int, queries: int, kv_lens: Array, cu_q_lens: Array, num_seqs: Array) -> Plan:
-    """Divide the queries of sequences into blocks of at most so many."""
-    S = kv_lens.shape[0]
-    lengths = jnp.where(jnp.arange(S) < num_seqs[0], cu_q_lens[1:] - cu_q_lens[:-1], 0)
-    blocks_of = (lengths + queries - 1) // queries
-    ends = jnp.cumsum(blocks_of, dtype=jnp.int32)
-    block = jnp.arange(min(tokens, tokens // queries + S), dtype=jnp.int32)
-    sequence = jnp.sum(ends <= block[:, None], axis=1, dtype=jnp.int32).clip(0, S - 1)
-    done = (block - (ends - blocks_of)[sequence]) * queries
-    count = jnp.clip(lengths[sequence] - done, 0, queries)
-    count = jnp.where(block < ends[-1], count, 0)
-    begin = (kv_lens - lengths)[sequence]
-    position = begin + done
-    end = jnp.where(count > 0, position + count, 0)
-    return Plan(sequence, cu_q_lens[sequence] + done, count, position, begin, end)
 
 
 def attend_pages(
@@ -168,26 +141,26 @@ def attend_pages(
     mesh: Mesh | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Attend with queries of several sequences to their KV pages; arguments and result as of
-    kernels.ragged_paged, whose docstring gives them.
+    """Attend with queries of several sequences to their KV pages. See kernels.ragged_paged for the
+    arguments and the result.
 
-    There are no limits of heads, their width, windows, caps, sinks or page size. Scores, softmax
-    and sums are in float32, products as XLA's are there (of float32 in TF32).
+    Any number and width of heads, windows, caps, sinks and page sizes are supported. Scores,
+    softmax and sums are in float32; products have XLA's precision on GPUs (TF32 for float32).
 
     Args:
         q_tHK: queries.
-        kv_pages: [P, G, 2 N, W or more], or [P, G, 1, W or more]: keys that are values, too.
-        kv_lens: tokens of each sequence, the queries' tokens included.
-        page_indices: [seqs, pages of a sequence]; those that no query sees may be any below P.
-        cu_q_lens: where the queries of each sequence begin.
-        num_seqs: sequences that count.
+        kv_pages: [P, G, 2 N, W or more], or [P, G, 1, W or more]: keys that are also values.
+        kv_lens: tokens of each sequence, including the queries' tokens.
+        page_indices: [seqs, pages of a sequence]; entries that no query sees may be any below P.
+        cu_q_lens: start of the queries of each sequence.
+        num_seqs: number of valid sequences.
         scoring: window and cap.
         sinks_H: see attention.softmax_with_sinks.
-        new_tCW: keys and values of the queries' own tokens, as the pages have them: these are then
-            read here, and only those before them in the pages; None: all are in the pages.
-        mesh: heads are divided over tensor if it divides the kv heads, or there is one for all;
-            everything else is whole on each device.
-        interpret: run in Pallas' interpreter, anywhere, for tests.
+        new_tCW: keys and values of the queries' own tokens, in the pages' form. These are then not
+            read from the pages; earlier tokens are. None: all tokens are in the pages.
+        mesh: heads are divided over tensor if it divides the kv heads, or if all share one kv head;
+            everything else is replicated.
+        interpret: run in Pallas' interpreter, on any platform, for tests.
     """
     run = partial(_on_a_device, scoring=scoring, interpret=interpret)
     optional = {"sinks": sinks_H, "new": new_tCW}
@@ -202,14 +175,14 @@ def attend_pages(
             mesh=mesh,
             in_specs=(rows, pages, *(whole,) * 4, {name: others[name] for name in given}),
             out_specs=rows,
-            check_vma=False,  # a pallas_call does not say over which axes its result varies
+            check_vma=False,  # a pallas_call does not declare over which axes its result varies
         )
     return run(q_tHK, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, given)
 
 
 def _divided(heads: int, pairs: int, ways: int) -> tuple[str | None, str | None]:
-    """Return the axes that divide query heads, and kv heads; pairs: kv heads with values of their
-    own, 0 of latent attention, whose one kv head is whole on each device."""
+    """Return the axes that divide query heads and kv heads; pairs: kv heads with separate values,
+    0 for latent attention, whose single kv head is replicated."""
     if ways > 1 and heads % ways == 0:
         if pairs and pairs % ways == 0:
             return "tensor", "tensor"
@@ -258,15 +231,15 @@ def _on_a_device(
 
 
 def _together(out: Array, largest: Array, total: Array) -> Array:
-    """Put together what the splits have: sums of values [splits, t, H, K], each by its own largest
-    score, and sums of odds [splits, t, H]."""
+    """Combine the splits' sums of values [splits, t, H, K], each relative to its largest score, and
+    their sums of odds [splits, t, H]."""
     share = jnp.exp(largest - jnp.max(largest, axis=0))
     total = jnp.sum(total * share, axis=0)
     return jnp.sum(out * share[..., None], axis=0) / total[..., None]
 
 
 class _Sums(NamedTuple):
-    """What a program has summed so far."""
+    """The running sums of a program."""
 
     largest: Array  # [rows] score
     total: Array  # [rows] of the odds
@@ -280,7 +253,7 @@ def _kernel(
     pages_ref: Any,
     *refs: Any,
     names: tuple[str, ...],
-    tile: Tiles,
+    tile: PageTiles,
     group: int,
     scoring: Scoring,
     width: int,
@@ -291,18 +264,18 @@ def _kernel(
     block, split = pl.program_id(1), pl.program_id(2)
     sequence, first, count, position, begin, end = (plan_ref[block, i] for i in range(6))
 
-    # rows: queries, and within each its heads
+    # rows: queries, with the heads of each query adjacent
     row = jnp.arange(tile.rows)
     in_group = head_block * tile.heads + row % tile.heads
     used = (row // tile.heads < count) & (in_group < group)
-    query = jnp.where(used, first + row // tile.heads, q_ref.shape[0])  # of none: beyond the last
+    query = jnp.where(used, first + row // tile.heads, q_ref.shape[0])  # unused: out of range
     head = kv_head * group + in_group
     at = position + row // tile.heads  # position of each row's query
     parts = column_parts(width)
 
     def cells_of(ref: Any, index: tuple[Any, ...], used: Array, part: slice) -> tuple[Any, Array]:
-        """Return some columns of what is at each index, [n, columns], and which of them count. (The
-        interpreter takes numbers, or arrays of one shape.)"""
+        """Return a part of the columns at each index, [n, columns], and a mask of the valid ones.
+        (The interpreter supports only scalars, or arrays of one shape.)"""
         column = jnp.arange(part.stop - part.start) + part.start
         shape = used.shape[0], column.shape[0]
         whole = [i if jnp.ndim(i) == 0 else i[:, None] for i in index]
@@ -347,7 +320,7 @@ def _kernel(
         )
 
     def over(low: Array, end: Array, sums: _Sums, ref: Any, index: Callable[..., Any]) -> _Sums:
-        """Attend to the keys from position `low` to before `end`, this split's part of them."""
+        """Attend to this split's part of the keys from position `low` to `end` (exclusive)."""
         blocks = (jnp.maximum(end - low, 0) + tile.keys - 1) // tile.keys
         each = (blocks + tile.splits - 1) // tile.splits
 
@@ -368,7 +341,7 @@ def _kernel(
     if scoring.window:
         low = jnp.maximum(position + 1 - scoring.window, 0)
     none = jnp.full(tile.rows, UNSEEN, jnp.float32), jnp.zeros(tile.rows, jnp.float32)
-    if "sinks" in given:  # only of the first split
+    if "sinks" in given:  # only in the first split
         sinks = plgpu.load(given["sinks"].at[head], mask=used, other=0).astype(jnp.float32)
         is_first = used & (split == 0)
         none = jnp.where(is_first, sinks, UNSEEN), jnp.where(is_first, 1.0, 0.0)
@@ -376,7 +349,7 @@ def _kernel(
     sums = _Sums(*none, empty)
     if "new" in given:
         sums = over(low, jnp.minimum(begin, end), sums, pages_ref, in_pages)
-        behind = first - position  # the token at position 0, if all were among the queries
+        behind = first - position  # index of position 0, if all tokens were among the queries
 
         def among_new(places: Array, cell: Any) -> tuple[Any, ...]:
             return behind + places, cell

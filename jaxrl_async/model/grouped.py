@@ -1,12 +1,12 @@
-"""Products of rows, sorted by group, with their groups' matrices: the experts' products.
+"""Grouped products of rows, sorted by group, and their groups' matrices: the experts' products.
 
     forward          [n, D] x [E, D, F] -> [n, F]          lax.ragged_dot
-    to the rows      [n, F] x [E, D, F] -> [n, D]          on a TPU a kernel that ships with JAX
-    to the matrices  [n, D] x [n, F]    -> [E, D, F]       on a TPU another one
+    to the rows      [n, F] x [E, D, F] -> [n, D]          on TPU, a kernel that ships with JAX
+    to the matrices  [n, D] x [n, F]    -> [E, D, F]       on TPU, another of JAX's kernels
 
-XLA's TPU compiler computes the last one densely, each expert against all rows, which is E times the
-work, and copies all matrices for the second: so the gradient is written down here. XLA's compiler
-for GPUs computes all three densely: there we use our own kernels (gpu_grouped.py).
+XLA's TPU compiler computes the last product densely, each expert with all rows, which is E times
+the work, and copies all matrices for the second. The gradient is therefore defined here. XLA's GPU
+compiler computes all three densely, so custom kernels are used on GPUs (gpu_grouped.py).
 """
 
 from functools import partial
@@ -23,25 +23,25 @@ from jaxrl_async.model.gpu_grouped import grouped_product_on_gpu, matrices_gradi
 TILE_ROWS = 256
 """Rows in a tile of the kernel; a tile that two groups share is computed twice."""
 TILE_INPUTS, TILE_OUTPUTS = 512, 1024
-"""Widest part of a matrix that the kernel sums at once: 2 MiB in float32, three times in VMEM."""
+"""Maximum tile of a matrix in the kernel: 2 MiB in float32, three times in VMEM."""
 FORWARD: DotDimensionNumbers = (((1,), (1,)), ((), ()))
 LEAST_SIDE = 128
-"""Matrices narrower than that (of adapters) are transposed: they are small."""
+"""Narrower matrices (of adapters) are transposed, which is cheap: they are small."""
 TO_ROWS: DotDimensionNumbers = (((1,), (2,)), ((), ()))
 TO_MATRICES: DotDimensionNumbers = (((0,), (0,)), ((), ()))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_product(rows: Array, matrices: Array, sizes: Array, dtype: Any) -> Array:
-    """Multiply each row with its group's matrix: [n, D] and [E, D, F] to [n, F] of `dtype`.
+    """Multiply each row by its group's matrix: [n, D] and [E, D, F] to [n, F] of `dtype`.
 
     Sums are in float32; gradients are computed from cotangents in the type of the rows.
 
     Args:
-        rows: [n, D], those of group 0 first, then of group 1, ...
+        rows: [n, D], sorted by group.
         matrices: [E, D, F], of the same type.
-        sizes: [E] int32, rows of each group; rows behind them all give 0.
-        dtype: of the result.
+        sizes: [E] int32, rows of each group; rows after all groups give 0.
+        dtype: type of the result.
     """
     out: Array = jax.lax.platform_dependent(
         rows,
@@ -54,7 +54,7 @@ def grouped_product(rows: Array, matrices: Array, sizes: Array, dtype: Any) -> A
 
 
 def _by_xla(rows: Array, matrices: Array, sizes: Array, *, dtype: Any, turned: bool) -> Array:
-    """Multiply each row with its group's matrix; turned: [E, F, D]."""
+    """Multiply each row by its group's matrix; turned: matrices are [E, F, D]."""
     numbers = RaggedDotDimensionNumbers(
         dot_dimension_numbers=TO_ROWS if turned else FORWARD,
         lhs_ragged_dimensions=[0],
@@ -105,14 +105,14 @@ def _rows_gradient(cotangent: Array, matrices: Array, sizes: Array) -> Array:
 def rows_gradient_on_tpu(
     cotangent: Array, matrices: Array, sizes: Array, *, interpret: bool = False
 ) -> Array:
-    """Multiply each row [n, F] with its group's matrix [E, D, F], turned: [n, D] of the rows' type.
+    """Multiply each row [n, F] by its group's transposed matrix [E, D, F]: [n, D], of its type.
 
     XLA's program would first transpose all matrices.
 
     Args:
         cotangent: [n, F], sorted by group.
         matrices: [E, D, F] of the same type.
-        sizes: [E] int32, rows of each group; rows behind them all give 0.
+        sizes: [E] int32, rows of each group; rows after all groups give 0.
         interpret: run the kernel in Pallas' interpreter, on any platform.
     """
     n = cotangent.shape[0]

@@ -1,9 +1,9 @@
 """A decoder with a scalar head over its final hidden states instead of logits.
 
-    value     a critic's value of every state; with a bias; zero at first; as transformers'
+    value     a critic's value of every state; with a bias; initialised to 0; like transformers'
               ...ForTokenClassification with one label
-    reward    a reward model's score of a whole sequence; no bias, which a comparison cannot
-              determine; random at first; as transformers' ...ForSequenceClassification
+    reward    a reward model's score of a whole sequence; without a bias, which comparisons cannot
+              determine; random initialisation; like transformers' ...ForSequenceClassification
 
 Parameters are the decoder's without lm_head, and {"value_head": {"kernel": [D], "bias": [1]}}.
 """
@@ -26,7 +26,7 @@ from jaxrl_async.model.decoder import (
     TokenStates,
     token_states,
 )
-from jaxrl_async.model.families.registry import FAMILIES
+from jaxrl_async.model.families.family_registry import FAMILIES
 from jaxrl_async.model.hf import load_params, load_spec, load_weights, save_weights
 from jaxrl_async.model.hf_config import hf_config_of
 from jaxrl_async.model.layers import initial
@@ -39,18 +39,18 @@ HEAD = "value_head"
 log = logging.getLogger(__name__)
 
 _CLASSES = {"value": "TokenClassification", "reward": "SequenceClassification"}
-"""What transformers' class names end in, behind `For`."""
+"""Suffixes of transformers' class names, after `For`."""
 
 
 def head_table(spec: ModelSpec, head: Head) -> dict[str, Any]:
-    """Return every weight of a decoder with this head, in the tree of the parameters."""
+    """Return all weights of a decoder with this head, in the tree of the parameters."""
     backbone = {name: w for name, w in weight_table(spec).items() if name != "lm_head"}
     return {**backbone, HEAD: _scalar_head(spec, head)}
 
 
 def _scalar_head(spec: ModelSpec, head: Head) -> dict[str, Weight]:
-    """Return the head's weights. A reward head begins normal with variance 1 / (D + 1), Stiennon et
-    al. 2020 (arXiv:2009.01325), app. B.1."""
+    """Return the head's weights. A reward head's init is normal with variance 1 / (D + 1), Stiennon
+    et al. 2020 (arXiv:2009.01325), app. B.1."""
     d = spec.width
     kernel = Weight(
         shape=(d,), axes=("embed",), init="zeros" if head == "value" else "normal",
@@ -63,7 +63,7 @@ def _scalar_head(spec: ModelSpec, head: Head) -> dict[str, Weight]:
 
 
 def with_head(spec: ModelSpec, params: Params, head: Head, key: Array) -> Params:
-    """Replace a policy's lm_head by a fresh head; the other arrays are shared."""
+    """Replace a policy's lm_head by a new head; the other arrays are shared."""
     dtype = params["final_norm"].dtype
     fresh = {
         name: initial(weight, jax.random.fold_in(key, zlib.crc32(name.encode())), dtype)
@@ -75,8 +75,8 @@ def with_head(spec: ModelSpec, params: Params, head: Head, key: Array) -> Params
 def token_scores(
     spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
 ) -> Array:
-    """Return the head's output at each token, which has seen that token: [B, T] float32; anything
-    in padding."""
+    """Return the head's output at each token, computed from the tokens up to it: [B, T] float32;
+    arbitrary in padding."""
     return _scored(token_states(spec, params, tokens, settings), params, tokens, settings)
 
 
@@ -93,11 +93,12 @@ def _scored(
 def token_values(
     spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
 ) -> tuple[Array, Array]:
-    """Return the value of the state that each token is drawn in, and, at each segment's last token,
-    of the state after it; [B, T] float32 each.
+    """Return the value of the state before each token, and, at each segment's last token, of the
+    state after it; [B, T] float32 each.
 
-    The state of token t has seen the tokens up to t - 1. The first array is placed as log-probs
-    are, 0 where a segment starts and in padding; the second is 0 elsewhere.
+    The state before token t contains the tokens up to t - 1. The positions in the first array are
+    as for log-probs: 0 at the start of a segment and in padding. The second array is 0 at all but
+    the last tokens.
     """
     scores = token_scores(spec, params, tokens, settings)
     after = jnp.where(last_tokens(tokens.segment_ids), scores, 0.0)
@@ -114,7 +115,7 @@ def sequence_scores(
 def final_scores(
     states: TokenStates, params: Params, tokens: TokenRows, settings: DecoderSettings
 ) -> Array:
-    """Return `sequence_scores` of a decoder's states."""
+    """Return `sequence_scores` from a decoder's states."""
     scores = _scored(states, params, tokens, settings)
     return jnp.where(last_tokens(tokens.segment_ids), scores, 0.0)
 
@@ -129,8 +130,8 @@ def last_tokens(segment_ids: Array) -> Array:
 
 
 def _class_name(spec: ModelSpec, head: Head) -> str:
-    """Return transformers' class of a family's models with this head; named alike where it has
-    none, which load_head reads and transformers does not."""
+    """Return transformers' class name for a family's models with this head. If transformers has no
+    such class, the name has the same form; only load_head reads it."""
     if spec.own is not None:
         return f"{spec.own.name}For{_CLASSES[head]}"
     family = FAMILIES[spec.family]
@@ -138,19 +139,19 @@ def _class_name(spec: ModelSpec, head: Head) -> str:
 
 
 def warn_of_readers(spec: ModelSpec, head: Head) -> None:
-    """Log what cannot read a saved model of this family with this head, if transformers cannot."""
+    """Log a warning if transformers cannot read a saved model of this family with this head."""
     if spec.own is None and _CLASSES[head] in FAMILIES[spec.family].heads:
         return
     log.warning(
-        "transformers has no %s: the saved %s model can be read here alone",
+        "transformers has no %s: only this package can read the saved %s model",
         _class_name(spec, head),
         head,
     )
 
 
 def save_head(folder: str | Path, spec: ModelSpec, params: Params) -> None:
-    """Write a Hugging Face directory that transformers' Auto class of the head loads (where it has
-    one for the family), with one label."""
+    """Write a Hugging Face directory for transformers' Auto class of the head (if it has one for
+    the family), with one label."""
     head: Head = "value" if "bias" in params[HEAD] else "reward"
     warn_of_readers(spec, head)
     config = {
@@ -166,7 +167,7 @@ def save_head(folder: str | Path, spec: ModelSpec, params: Params) -> None:
 def load_head(
     folder: str | Path, head: Head, shardings: Any = None, dtype: Any = jnp.float32
 ) -> tuple[ModelSpec, Params]:
-    """Load what save_head wrote, or transformers for one label. Raises CheckpointError."""
+    """Load a model of save_head, or of transformers with one label. Raises CheckpointError."""
     spec = load_spec(Path(folder))
     return spec, load_weights(folder, head_table(spec, head), shardings, dtype)
 
@@ -175,7 +176,7 @@ def load_critic(
     folder: str | Path, shardings_of: Callable[[Any], Any], dtype: Any = jnp.float32
 ) -> tuple[ModelSpec, Params]:
     """Load a critic from a directory of a critic, of a reward model (its head, with bias 0) or of a
-    policy (with a fresh head).
+    policy (with a new head).
 
     shardings_of: returns the shardings of a table of weights. Raises CheckpointError.
     """

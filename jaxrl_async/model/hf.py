@@ -1,9 +1,9 @@
-"""Hugging Face directories: read safetensors straight onto the mesh, and write them.
+"""Hugging Face directories: read safetensors directly onto the mesh, and write them.
 
-Beside it only stored_tensors.py, which opens them, imports safetensors.
+Only this module and stored_tensors.py, which opens the files, import safetensors.
 
-A stacked weight [L, ...] is filled layer by layer: each device reads only the slices that it
-holds, so that no host copy of the whole model ever exists.
+A stacked weight [L, ...] is filled layer by layer. Each device reads only the slices that it holds,
+so the host never has a copy of the whole model.
 """
 
 import dataclasses
@@ -49,21 +49,21 @@ from jaxrl_async.whole_files import replacing
 log = logging.getLogger(__name__)
 
 _NUMBER = {"layers": "layer", "expert": "expert"}
-"""Stacked dimension -> the field of its number in a tensor's name."""
+"""Stacked dimension -> the field for its index in a tensor's name."""
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 GENERATION = "generation_config.json"
-"""How transformers and servers draw from the model: end tokens, temperature and more."""
+"""Generation settings for transformers and servers: end tokens, temperature and more."""
 MAX_FILE_BYTES = 4 * 1024**3
 DTYPES = ("F64", "F32", "F16", "BF16")
 """Types in which weights may be stored."""
 NARROW = {"BF16": "bfloat16", "F16": "float16"}
-"""Of them those that float32 holds exactly, and jax's names of them."""
+"""The types that float32 represents exactly, with their names in jax."""
 IGNORED = ("rotary_emb.inv_freq",)
-"""Endings of tensors that some files hold and no model uses."""
+"""Suffixes of tensors that some files contain and no model uses."""
 DRAFTS = "mtp."
-"""Beginning of tensors that predict further tokens (Qwen3-Next); this decoder has none."""
+"""Prefix of tensors for multi-token prediction (Qwen3-Next), which this decoder lacks."""
 VALUE_HEAD = "v_head."
-"""Beginning of the tensors of a value head that TRL has saved beside a policy."""
+"""Prefix of the tensors of a value head that TRL saves with a policy."""
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -78,25 +78,25 @@ class OpenWeights:
         return _load(weight, self._tensors, sharding, dtype)
 
     def stored(self, weight: Weight) -> list[StoredTensor]:
-        """Return the tensors of a weight: one, or one per layer and expert, in their order."""
+        """Return the tensors of a weight: one, or one per layer and expert, in order."""
         return [self._tensors[name] for name in _names(weight)]
 
 
-class Beside(NamedTuple):
-    """What a directory holds beside its text model."""
+class OtherContents(NamedTuple):
+    """The contents of a directory in addition to its text model."""
 
-    config: Callable[[dict[str, Any]], dict[str, Any]]  # the text model's config.json -> of both
+    config: Callable[[dict[str, Any]], dict[str, Any]]  # the text model's config.json -> of all
     tensors: Callable[[Iterator[tuple[str, np.ndarray]]], Iterator[tuple[str, np.ndarray]]]
 
 
 def load_spec(folder: Path) -> ModelSpec:
-    """Return the model that config.json describes; whether its head is the embedding, as the files
-    have it. Raises CheckpointError."""
+    """Return the model in config.json, with head and embedding tied according to the files. Raises
+    CheckpointError."""
     file = folder / "config.json"
     if not folder.exists():
         raise CheckpointError(
-            f"{folder}: there is no such folder; it is looked for from {Path.cwd()}. Give the "
-            "directory of a Hugging Face model, its name on the hub, OWNER/NAME, or FILE.gguf."
+            f"{folder}: there is no such folder, relative to {Path.cwd()}. Give the directory of a "
+            "Hugging Face model, its name on the hub, OWNER/NAME, or FILE.gguf."
         )
     if not file.exists() and (files := sorted(folder.glob("*.gguf"))):
         raise CheckpointError(f"{file}: not found. Give the path of a GGUF file: {files[0]}.")
@@ -104,8 +104,8 @@ def load_spec(folder: Path) -> ModelSpec:
 
 
 def stored_types(folder: Path, table: Any) -> dict[str, str]:
-    """Return the types of those tensors of a table that a directory stores in a narrow one,
-    bfloat16 or float16, by their names in files; none of a GGUF file. Raises CheckpointError."""
+    """Return the types of a table's tensors that a directory stores in a narrow type, bfloat16 or
+    float16, by their names in files; empty for a GGUF file. Raises CheckpointError."""
     if gguf_of(folder) is not None:
         return {}
     with ExitStack() as files:
@@ -116,7 +116,7 @@ def stored_types(folder: Path, table: Any) -> dict[str, str]:
 
 
 def load_generation(folder: Path) -> dict[str, Any]:
-    """Read generation_config.json; empty if there is none. Raises CheckpointError."""
+    """Read generation_config.json; empty if it does not exist. Raises CheckpointError."""
     file = folder / GENERATION
     return read_json(file) if file.exists() else {}
 
@@ -139,7 +139,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path, chosen: Callable[[str], bool]) -> dict[str, np.ndarray]:
-    """Read the tensors of a directory whose names are chosen, as they are stored. Raises
+    """Read the tensors of a directory with chosen names, in their stored form. Raises
     CheckpointError."""
     with ExitStack() as files:
         there = {n: t for n, t in open_files(folder, files, SINGLE).items() if chosen(n)}
@@ -149,7 +149,7 @@ def read_tensors(folder: Path, chosen: Callable[[str], bool]) -> dict[str, np.nd
 
 
 def check_params(folder: str | Path, spec: ModelSpec) -> None:
-    """Compare the directory's tensors with the model's without reading them. Raises
+    """Compare a directory's tensors with the model's, without reading them. Raises
     CheckpointError."""
     with ExitStack() as files:
         table = weight_table(spec)
@@ -180,8 +180,9 @@ def load_weights(
     """Load the weights of a table, on `shardings` (a tree like the table; None: the default
     device).
 
-    All names and shapes are compared before any tensor is loaded: CheckpointError lists what is
-    missing, not part of the model, or of the wrong shape. single: name of the file if it is one.
+    All names and shapes are compared before any tensor is loaded. CheckpointError lists tensors
+    that are missing, not part of the model, or of the wrong shape. single: name of the file, if the
+    model is one file.
     """
     if shardings is None:
         one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -197,8 +198,8 @@ def load_weights(
 
 @contextmanager
 def open_weights(folder: Path, table: Any, single: str = SINGLE) -> Iterator[OpenWeights]:
-    """Open a directory whose tensors are those of a table, compared as load_weights does; yield
-    what reads one weight, or one layer of it under its name in the file. Raises CheckpointError."""
+    """Open a directory with the tensors of a table, compared as in load_weights; yield a reader of
+    one weight, or of one layer of it, by its name in the file. Raises CheckpointError."""
     with ExitStack() as files:
         tensors = open_tensors(folder, files, _wanted(table), single)
         _check(folder, table, tensors)
@@ -209,21 +210,21 @@ def save_params(
     folder: str | Path,
     spec: ModelSpec,
     params: Any,
-    beside: Beside | None = None,
+    others: OtherContents | None = None,
     stored: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Write config.json and safetensors that transformers loads; several files above 4 GiB.
+    """Write config.json and safetensors for transformers; several files above 4 GiB.
 
-    Weights, their index and a GGUF file's pointer that were in the folder are replaced.
+    Existing weights, their index and a GGUF file's pointer in the folder are replaced.
 
-    beside: what is written with the text model; None: it is alone. stored: of stored_types: each
-    tensor is written in the type that it was read from if that changes no number of it. Raises
-    CheckpointError for a folder that holds an adapter.
+    others: contents in addition to the text model; None: nothing. stored: result of stored_types; a
+    tensor is written in the type that it was read from if that changes no value. Raises
+    CheckpointError for a folder that contains an adapter.
     """
     config = hf_config_of(spec)
-    if beside is not None:
-        config = beside.config(config)
-    save_weights(folder, config, weight_table(spec), params, spec.own, beside, stored)
+    if others is not None:
+        config = others.config(config)
+    save_weights(folder, config, weight_table(spec), params, spec.own, others, stored)
 
 
 def save_weights(
@@ -232,13 +233,13 @@ def save_weights(
     table: Any,
     params: Any,
     code: OwnCode | None = None,
-    beside: Beside | None = None,
+    others: OtherContents | None = None,
     stored: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Write any table of weights and its config.json, as save_params does; and a copy of the code
-    of a user's own decoder, and what is beside the weights.
+    """Write any table of weights and its config.json, as save_params does; also a copy of a user's
+    own decoder, and the contents in addition to the weights.
 
-    If several processes hold the weights together, all must call it; the first one writes.
+    If the weights are distributed over processes, all must call it; the first one writes.
     """
     if jax.process_index() != 0:
         for _ in _export(table, params):
@@ -247,8 +248,8 @@ def save_weights(
     folder = Path(folder)
     if (folder / ADAPTER_CONFIG).exists():
         raise CheckpointError(
-            f"{folder}: holds an adapter ({ADAPTER_CONFIG}), which transformers and PEFT would add "
-            "to the weights written here. Save the model in another folder."
+            f"{folder}: contains an adapter ({ADAPTER_CONFIG}), which transformers and PEFT would "
+            "add to the saved weights. Save the model in another folder."
         )
     folder.mkdir(parents=True, exist_ok=True)
     tensors = [_narrowed(*tensor, stored) for tensor in _export(table, params)]
@@ -256,12 +257,12 @@ def save_weights(
     config = {**config, "torch_dtype": dtype, "dtype": dtype}
     earlier = _earlier_files(folder)
     with replacing(folder) as new:
-        _write(new, iter(tensors) if beside is None else beside.tensors(iter(tensors)))
+        _write(new, iter(tensors) if others is None else others.tensors(iter(tensors)))
         (new / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         if code is not None:
             save_code(code, new)
         written = {file.name for file in new.iterdir()}
-        (folder / INDEX).unlink(missing_ok=True)  # it would name a mixture of both
+        (folder / INDEX).unlink(missing_ok=True)  # it would mix old and new files
     for name in earlier - written:
         (folder / name).unlink(missing_ok=True)
 
@@ -285,8 +286,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def _write(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
-    """Write the files of a model's weights into an empty folder, and their index if there are
-    several."""
+    """Write the files of a model's weights into an empty folder, with an index for several
+    files."""
     shards = list(_in_shards(tensors))
     count = len(shards)
     names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
@@ -303,7 +304,7 @@ def _write(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
 
 
 def _earlier_files(folder: Path) -> set[str]:
-    """Return the names of the files that say or hold what a folder's weights are."""
+    """Return the names of a folder's weight files, index and pointer."""
     named: set[str] = {INDEX, SINGLE, POINTER}
     if (folder / INDEX).exists():
         try:
@@ -314,7 +315,7 @@ def _earlier_files(folder: Path) -> set[str]:
 
 
 def _narrowed(name: str, array: np.ndarray, stored: Mapping[str, str]) -> tuple[str, np.ndarray]:
-    """Return a tensor in the narrow type that it was read from if no number changes by it."""
+    """Return a tensor in the narrow type that it was read from, if that changes no value."""
     if name not in stored:
         return name, array
     narrow = array.astype(jnp.dtype(stored[name]))
@@ -322,14 +323,14 @@ def _narrowed(name: str, array: np.ndarray, stored: Mapping[str, str]) -> tuple[
 
 
 def _type_of(folder: Path, tensors: list[tuple[str, np.ndarray]], stored: Mapping[str, str]) -> str:
-    """Return the type that config.json names, in which readers hold all tensors: that of most
-    numbers, but the widest if a tensor has left the type that it was read from."""
+    """Return the type for config.json, in which readers load all tensors: the type of most values,
+    or the wider type if any tensor no longer fits the type that it was read from."""
     types = {name: str(array.dtype) for name, array in tensors}
     wider = [n for n, dtype in types.items() if stored.get(n, dtype) != dtype]
     if wider:
         log.info(
-            "%s: %d of %d tensors that were read from bfloat16 or float16 (%s) have numbers that "
-            "these types lack: they are saved in %s",
+            "%s: %d of %d tensors that were read from bfloat16 or float16 (%s) have values that "
+            "these types cannot represent: they are saved in %s",
             *(folder, len(wider), len(stored), wider[0], types[wider[0]]),
         )
         return types[wider[0]]
@@ -343,7 +344,7 @@ def _type_of(folder: Path, tensors: list[tuple[str, np.ndarray]], stored: Mappin
 
 
 def _wanted(table: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a table's tensors in files, by their names there."""
+    """Return the shapes of a table's tensors in files, by their names in files."""
     return {
         name: weight.hf_shape
         for weight in jax.tree.leaves(table, is_leaf=lambda w: isinstance(w, Weight))
@@ -360,11 +361,11 @@ def _check(folder: Path, table: Any, tensors: Mapping[str, StoredTensor]) -> Non
         if not n.endswith(IGNORED) and n != HEAD and not n.startswith((DRAFTS, VALUE_HEAD))
     )
     if is_stale(folder, {tensor.path for tensor in tensors.values()}):
-        log.warning("%s: %s names files that are not here; %s is read", folder, INDEX, SINGLE)
+        log.warning("%s: the files in %s do not exist; %s is read", folder, INDEX, SINGLE)
     if any(n.startswith(VALUE_HEAD) for n in tensors):
-        log.warning("%s: the tensors %s* are a value head, and are left out", folder, VALUE_HEAD)
+        log.warning("%s: the tensors %s* are a value head, and are ignored", folder, VALUE_HEAD)
     if drafts := [n for n in tensors if n.startswith(DRAFTS)]:
-        log.info("%s: %d tensors predict further tokens, and are left out", folder, len(drafts))
+        log.info("%s: %d tensors for multi-token prediction are ignored", folder, len(drafts))
     extra = _without_drafts(folder, table, extra) if extra else extra
     there = {n: tensors[n].stored for n in sorted(wanted.keys() & tensors.keys())}
     wrong = [n for n, stored in there.items() if stored.shape != wanted[n]]
@@ -375,20 +376,20 @@ def _check(folder: Path, table: Any, tensors: Mapping[str, StoredTensor]) -> Non
         *_describe(
             wrong, "misshapen", lambda n: f"{n} is {list(there[n].shape)}, not {list(wanted[n])}"
         ),
-        *_describe(coded, "quantised or no weights", lambda n: f"{n} is {there[n].dtype}"),
+        *_describe(coded, "quantised or not weights", lambda n: f"{n} is {there[n].dtype}"),
     ]
     if problems:
         raise CheckpointError(
             f"{folder}: "
             + "; ".join(problems)
-            + ". config.json and the weights belong to different models, or one that is not "
-            f"supported: point model.path at a complete directory with {', '.join(DTYPES)} weights."
+            + ". config.json and the weights belong to different models, or to an unsupported one: "
+            f"set model.path to a complete directory with {', '.join(DTYPES)} weights."
         )
 
 
 def _without_drafts(folder: Path, table: Any, names: list[str]) -> list[str]:
-    """Return the names that are not of the layers behind the last one which predict more tokens
-    (GLM-4.5's num_nextn_predict_layers); this decoder has none."""
+    """Return the names without the layers for multi-token prediction after the last layer
+    (GLM-4.5's num_nextn_predict_layers), which this decoder lacks."""
     file = folder / "config.json"
     more = read_json(file).get("num_nextn_predict_layers") if file.exists() else None
     if type(more) is not int or more < 1:
@@ -398,7 +399,7 @@ def _without_drafts(folder: Path, table: Any, names: list[str]) -> list[str]:
     kept = [name for name in names if not name.startswith(drafts)]
     if len(kept) < len(names):
         gone = len(names) - len(kept)
-        log.info("%s: %d tensors predict further tokens, and are left out", folder, gone)
+        log.info("%s: %d tensors for multi-token prediction are ignored", folder, gone)
     return kept
 
 
@@ -410,7 +411,7 @@ def _describe(names: list[str], what: str, show: Any) -> list[str]:
 
 
 def _names(weight: Weight) -> list[str]:
-    """Return the names in the file: one, or one per layer and expert, in their order."""
+    """Return the names in the file: one, or one per layer and expert, in order."""
     sizes = zip(weight.axes, weight.shape[: named(weight)], strict=False)
     ranges = ((axis == "layers" and weight.numbers) or range(size) for axis, size in sizes)
     numbers = itertools.product(*ranges)
@@ -419,7 +420,7 @@ def _names(weight: Weight) -> list[str]:
 
 
 def _load(weight: Weight, tensors: Mapping[str, StoredTensor], sharding: Any, dtype: Any) -> Array:
-    """Load one weight onto its devices; each device's part is read by itself."""
+    """Load one weight onto its devices; each device's part is read separately."""
     stacked = named(weight)
     numbered, shape = weight.shape[:stacked], weight.shape[stacked:]
     names = np.array(_names(weight), object).reshape(numbered)
@@ -441,9 +442,9 @@ def _slice(
     index: tuple[slice, ...],
 ) -> np.ndarray:
     """Read a slice of one stored tensor: stored as [out, in], returned as [in, ...]; an embedding
-    is stored as it is returned.
+    is not transposed.
 
-    Reads at most the tensor of one layer. Raises CheckpointError if a number is not finite.
+    Reads at most the tensor of one layer. Raises CheckpointError if a value is not finite.
     """
     if weight.hf_every is not None:
         ours = _of_all_experts(tensor, weight.hf_every, shape, index)
@@ -457,8 +458,8 @@ def _slice(
         ours = np.ascontiguousarray(turned.reshape(shape)[index])
     if not np.isfinite(ours).all():
         raise CheckpointError(
-            f"{name} holds NaN or infinite numbers: the model was not saved whole, or its training "
-            "failed. Take an earlier checkpoint, or copy it again."
+            f"{name} contains NaN or infinite numbers: the model was saved incompletely, or its "
+            "training failed. Use an earlier checkpoint, or copy it again."
         )
     return ours
 
@@ -466,13 +467,13 @@ def _slice(
 def _of_all_experts(
     tensor: StoredTensor, every: tuple[int, int], shape: tuple[int, ...], index: tuple[slice, ...]
 ) -> np.ndarray:
-    """Read a slice of a tensor that holds all experts of a layer: the wanted experts alone.
+    """Read a slice of a tensor with all experts of a layer; other experts are not read.
 
     Args:
         tensor: [E, ..., numbers].
-        every: first and step of the numbers.
-        shape: of the whole weight, [E, ...].
-        index: what is wanted of it.
+        every: start and step in the last dimension.
+        shape: shape of the whole weight, [E, ...].
+        index: the slice of the weight.
     """
     experts = slice(*index[0].indices(shape[0])[:2])
     numbers = slice(every[0], None, every[1])
@@ -484,7 +485,7 @@ def _of_all_experts(
 
 
 def _is_turned(weight: Weight) -> bool:
-    """Return whether the file stores the matrix transposed: all Linear weights do."""
+    """Return whether the file stores the matrix transposed, as for all Linear weights."""
     return len(weight.hf_shape) == 2 and weight.axes[0] != "vocab"
 
 
@@ -493,7 +494,7 @@ def _is_turned(weight: Weight) -> bool:
 
 def _export(table: Any, params: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (name, array) as stored in files, one layer at a time; weights that files join in one
-    matrix, together."""
+    matrix are joined."""
     weights = jax.tree.leaves(table, is_leaf=lambda w: isinstance(w, Weight))
     joined: dict[str, list[tuple[Weight, Any]]] = {}
     for weight, values in zip(weights, jax.tree.leaves(params), strict=True):
@@ -513,7 +514,7 @@ def _export(table: Any, params: Any) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _in_turns(parts: list[tuple[Weight, Any]]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, array) of weights whose numbers take turns in tensors of all experts."""
+    """Yield (name, array) of weights that are interleaved in tensors with all experts."""
     first = parts[0][0]
     for each, name in zip(np.ndindex(*first.shape[: named(first)]), _names(first), strict=True):
         arrays = [whole(values[each]) for _, values in parts]

@@ -1,4 +1,4 @@
-"""A decoder's config.json: read into a ModelSpec, and written."""
+"""Reading a decoder's config.json into a ModelSpec, and writing it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,20 +6,20 @@ from typing import Any
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.model.families.defaults import expert_keys, with_defaults
 from jaxrl_async.model.families.family import Family
+from jaxrl_async.model.families.family_registry import ALSO, FAMILIES, WRAPPED
 from jaxrl_async.model.families.fields import COPY_AGAIN, MAX_LAYERS, NO_IDS, ConfigFields, shown
 from jaxrl_async.model.families.layer_types import read_pattern, written_pattern
 from jaxrl_async.model.families.parts import DENSE_STACK, Latent
-from jaxrl_async.model.families.registry import ALSO, FAMILIES, WRAPPED
 from jaxrl_async.model.own_spec import OWN_TYPE, read_own, written_own
 from jaxrl_async.model.spec import ModelSpec
 
 HF_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "clamped_silu": "silu"}
-"""transformers' names of activations."""
+"""Activations by their names in transformers."""
 
 
 def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
-    """Return the decoder that a Hugging Face config.json describes. Raises CheckpointError, which
-    names the field that is not supported.
+    """Return the decoder of a Hugging Face config.json. Raises CheckpointError, which names the
+    unsupported field.
 
     where: the file, for errors.
     """
@@ -75,7 +75,7 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
 
 
 def _family(fields: ConfigFields) -> tuple[Family, ConfigFields]:
-    """Return the family, and the fields of its text part in a model with images."""
+    """Return the family and its fields; for a model with images, the fields of its text part."""
     said = fields.said("model_type")
     if isinstance(said, str) and said in WRAPPED:
         inner = fields.part("text_config")
@@ -98,15 +98,15 @@ def _family(fields: ConfigFields) -> tuple[Family, ConfigFields]:
 
 
 def _head_dim(fields: ConfigFields, latent: Latent | None, usual: int) -> int:
-    """Return the width of a head's queries and keys; with latent attention, files say it in two
-    parts."""
+    """Return the width of a head's queries and keys; with latent attention, it is the sum of two
+    fields."""
     if latent is None:
         return fields.whole("head_dim", usual)
     return fields.whole("qk_nope_head_dim", 128) + latent.rotated
 
 
 def _max_positions(fields: ConfigFields, rope: Any) -> int:
-    """Return the longest context; LongRoPE's long factors are not used."""
+    """Return the maximum context length; LongRoPE's long factors are not used."""
     longest = fields.whole("max_position_embeddings", 32_768)
     scaling = rope.scaling if rope else None
     if scaling is not None and scaling.kind == "longrope":
@@ -115,7 +115,7 @@ def _max_positions(fields: ConfigFields, rope: Any) -> int:
 
 
 def _check_heads(spec: ModelSpec, where: str) -> None:
-    """Raise CheckpointError for sizes that do not go together."""
+    """Raise CheckpointError for inconsistent sizes."""
     if spec.latent and (spec.kv_heads != spec.heads or spec.latent.value > spec.head_dim):
         raise CheckpointError(
             f"{where}: num_key_value_heads ({spec.kv_heads}) must be num_attention_heads "
@@ -126,19 +126,19 @@ def _check_heads(spec: ModelSpec, where: str) -> None:
     if spec.heads % spec.kv_heads or spec.head_dim % 2 or any(r % 2 for r in rotated):
         raise CheckpointError(
             f"{where}: num_attention_heads ({spec.heads}) must be a multiple of "
-            f"num_key_value_heads ({spec.kv_heads}), and head_dim ({spec.head_dim}) and its part "
-            f"that rotates even. {COPY_AGAIN}"
+            f"num_key_value_heads ({spec.kv_heads}), and head_dim ({spec.head_dim}) and its "
+            f"rotated part must be even. {COPY_AGAIN}"
         )
     factors = (k.rope.scaling.short_factors for k in spec.pattern if k.rope and k.rope.scaling)
     if any(given and 2 * len(given) not in rotated for given in factors):
         raise CheckpointError(
-            f"{where}: short_factor must have a number for each pair that rotates "
+            f"{where}: short_factor must have one number per rotated pair "
             f"({rotated[0] // 2}). {COPY_AGAIN}"
         )
 
 
 def _refuse_unsupported(family: Family, fields: ConfigFields) -> None:
-    """Raise CheckpointError for a feature that the decoder does not have."""
+    """Raise CheckpointError for a feature that the decoder does not support."""
     wanted = HF_ACTIVATIONS[family.activation]
     said = fields.said(family.activation_key, wanted)
     if said != wanted:
@@ -152,19 +152,19 @@ def _refuse_unsupported(family: Family, fields: ConfigFields) -> None:
 
 
 def _experts(family: Family, fields: ConfigFields) -> int:
-    """Return the experts in a layer. Raises CheckpointError if a token would use more."""
+    """Return the number of experts in a layer. Raises CheckpointError if a token would use more."""
     key = next((k for k in expert_keys(family) if k in fields.values), family.experts_key)
     experts, chosen = fields.whole(key), fields.whole("num_experts_per_tok")
     if chosen > experts:
         raise CheckpointError(
-            f"{fields.where}: num_experts_per_tok ({chosen}) is more than {key} ({experts}). "
+            f"{fields.where}: num_experts_per_tok ({chosen}) exceeds {key} ({experts}). "
             f"{COPY_AGAIN}"
         )
     return experts
 
 
 def hf_config_of(spec: ModelSpec) -> dict[str, Any]:
-    """Return a config.json that transformers loads; of a user's own decoder, only this package."""
+    """Return a config.json for transformers; for a user's own decoder, only for this package."""
     if spec.own is not None:
         return written_own(spec)
     family = FAMILIES[spec.family]
@@ -209,7 +209,7 @@ def hf_config_of(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _written_positions(spec: ModelSpec) -> int:
-    """Return max_position_embeddings; LongRoPE's counts the contexts of its long factors."""
+    """Return max_position_embeddings; with LongRoPE it covers the contexts of the long factors."""
     rope = spec.pattern[0].rope
     if rope and rope.scaling and rope.scaling.kind == "longrope":
         return round(rope.scaling.factor * rope.scaling.original_max_positions)

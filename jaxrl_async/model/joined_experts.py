@@ -1,7 +1,8 @@
-"""Experts that files hold in one tensor a layer, read one by one.
+"""Experts that files hold in one tensor per layer, read one by one.
 
-Qwen3.5 is published so, and transformers keeps experts so in memory: gate_up_proj [E, 2 F, D], of
-which an expert's first F rows are its gate's and the others its up's, and down_proj [E, D, F].
+Qwen3.5 is published in this form, and transformers keeps experts in it in memory: gate_up_proj
+[E, 2 F, D], with an expert's gate in its first F rows and its up in the others, and down_proj
+[E, D, F].
 """
 
 import re
@@ -16,13 +17,14 @@ from jaxrl_async.model.tensorfile import Stored
 ONE = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 """The name of one expert's matrix."""
 PARTS = {"gate": ("gate_up_proj", 0, 2), "up": ("gate_up_proj", 1, 2), "down": ("down_proj", 0, 1)}
-"""An expert's matrix: the tensor of all experts, which part of its rows it is, of how many."""
+"""An expert's matrix: the tensor with all experts, the index of its part of the rows, the number
+of parts."""
 
 
-class Place(NamedTuple):
-    """Where one expert's matrix is."""
+class ExpertPlace(NamedTuple):
+    """The position of one expert's matrix."""
 
-    tensor: str  # the name of the one with all experts
+    tensor: str  # name of the tensor with all experts
     expert: int
     part: int
     parts: int
@@ -30,14 +32,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OneExpert:
-    """One expert's matrix [rows, columns] in an open file's tensor of all experts."""
+    """One expert's matrix [rows, columns] in a tensor with all experts, in an open file."""
 
     file: Any
     name: str  # in the file
-    place: Place
+    place: ExpertPlace
 
     def get_tensor(self, name: str) -> np.ndarray:
-        """Return the matrix; no other expert's is read."""
+        """Return the matrix; other experts are not read."""
         _, rows, _ = self.file.get_slice(self.name).get_shape()
         size = rows // self.place.parts
         own = slice(self.place.part * size, (self.place.part + 1) * size)
@@ -45,15 +47,15 @@ class OneExpert:
         return np.asarray(self.file.get_slice(self.name)[expert : expert + 1, own])[0]
 
 
-def places(wanted: Iterable[str], there: Mapping[str, Stored]) -> dict[str, Place]:
-    """Return where the wanted matrices are that files hold together, by the names that they have
-    where files hold each by itself."""
-    found: dict[str, dict[str, Place]] = {}
+def places(wanted: Iterable[str], there: Mapping[str, Stored]) -> dict[str, ExpertPlace]:
+    """Return the positions of the wanted matrices that files hold joined, by their names in files
+    that hold experts one by one."""
+    found: dict[str, dict[str, ExpertPlace]] = {}
     for name in wanted:
         if name not in there and (match := ONE.fullmatch(name)):
             before, expert, kind = match.groups()
             tensor, part, parts = PARTS[kind]
-            place = Place(f"{before}.{tensor}", int(expert), part, parts)
+            place = ExpertPlace(f"{before}.{tensor}", int(expert), part, parts)
             found.setdefault(place.tensor, {})[name] = place
     return {
         name: place
@@ -63,8 +65,8 @@ def places(wanted: Iterable[str], there: Mapping[str, Stored]) -> dict[str, Plac
     }
 
 
-def _holds(stored: Stored | None, wanted: Collection[Place]) -> bool:
-    """Return whether a tensor holds these experts and no other."""
+def _holds(stored: Stored | None, wanted: Collection[ExpertPlace]) -> bool:
+    """Return whether a tensor holds exactly these experts."""
     experts = {place.expert for place in wanted}
     parts = next(iter(wanted)).parts
     return (
@@ -75,8 +77,8 @@ def _holds(stored: Stored | None, wanted: Collection[Place]) -> bool:
     )
 
 
-def one_of(stored: Stored, place: Place) -> Stored:
-    """Return one expert's matrix in the tensor of all of them; its bytes are theirs."""
+def one_of(stored: Stored, place: ExpertPlace) -> Stored:
+    """Return one expert's matrix in the tensor with all experts, with the whole tensor's bytes."""
     _, rows, columns = stored.shape
     shape = (rows // place.parts, columns)
     return Stored(dtype=stored.dtype, shape=shape, begin=stored.begin, end=stored.end)

@@ -1,5 +1,5 @@
-"""Attention kernels for TPU that ship with JAX, with the shapes of this package: splash and ragged
-paged attention. Tests compare them with model/attention.py.
+"""Attention kernels for TPU that ship with JAX, wrapped for this package's shapes: splash and
+ragged paged attention. Tests compare them with model/attention.py.
 
 A kernel is opaque to XLA's partitioner, so under a mesh each device runs it on its own rows and
 heads (`per_shard`).
@@ -26,40 +26,40 @@ from jaxrl_async.model.layout import Layout, natural
 from jaxrl_async.model.sink_pages import LANES, page_head_dim, refuse_sinks, with_sinks
 
 MAX_SPLASH_BLOCK = 512
-"""Longest block of queries and keys: 512 x 512 scores in float32 are 1 MiB of VMEM."""
+"""Maximum block of queries and keys: 512 x 512 scores in float32 are 1 MiB of VMEM."""
 SPLASH_BLOCKS = {"TPU v6 lite": 1024}
-"""Longest block by kind of device, if not MAX_SPLASH_BLOCK. Each block of queries reads all keys
+"""Maximum block by kind of device, if not MAX_SPLASH_BLOCK. Each block of queries reads all keys
 and values before it again, so its FLOPs per byte equal its length. 512 is enough to keep the matrix
 units of most generations busy (peak / HBM bandwidth: v5p 166, v4 229, v5e 241, tpu7x 313); v6e
 needs 560."""
 FORWARD_BLOCKS = {"TPU v5 lite": (1024, 256), "TPU v5": (1024, 256), "TPU v6 lite": (1024, 512)}
-"""Longest block of whole rows in bfloat16 going forward, and of its keys those that are multiplied
-at once, by kind of device: the fastest that tokamax measured for rows of 4,096 tokens and heads of
-128 (github.com/openxla/tokamax, data/autotuning/tpu_v5 and tpu_v6_lite,
+"""By kind of device, the maximum block of the forward kernel on whole rows in bfloat16, and the
+number of its keys multiplied at a time: the fastest in tokamax's measurements for rows of 4,096
+tokens and heads of 128 (github.com/openxla/tokamax, data/autotuning/tpu_v5 and tpu_v6_lite,
 pallas_mosaic_tpu_flash_attention.json). v5e has v5p's matrix units."""
 ATTENDED = "attended"
-"""Name under which jax.checkpoint finds the values that splash attention's backward pass needs."""
+"""Name for jax.checkpoint of the values that splash attention's backward pass needs."""
 MAX_RAGGED_PAGES = 16
-"""Most pages in a block, as in most entries of JAX's tuned table."""
+"""Maximum number of pages in a block, as in most entries of JAX's tuned table."""
 MAX_RAGGED_QUERIES = 32
 """Query tokens in a block, as in most entries of JAX's tuned table."""
 RAGGED_KV_BYTES = 4 * 2**20
-"""VMEM for the two buffers that pages are copied into; a kernel may use 16 MiB in all."""
+"""VMEM for the two buffers of pages; a kernel may use 16 MiB in total."""
 RAGGED_TABLE_BYTES = 2**19
-"""Scalar memory for the page indices of one call, of 1 MiB on a TPU v5e. Of 256 sequences the
-compiler takes 512 pages each, and refuses 900."""
+"""Scalar memory for the page indices of one call, out of 1 MiB on a TPU v5e. For 256 sequences the
+compiler accepts 512 pages each, and rejects 900."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What attention does besides the softmax of causal scores; static in a kernel."""
+    """Options of attention in addition to the softmax of causal scores; static in a kernel."""
 
-    window: int = 0  # a query sees itself and window - 1 keys before it; 0: all of them
-    cap: float = 0.0  # c: scores become c tanh(scores / c); 0: they stay
+    window: int = 0  # a query sees itself and window - 1 keys before it; 0: all earlier keys
+    cap: float = 0.0  # c: scores become c tanh(scores / c); 0: unchanged
 
     @property
     def kernel_cap(self) -> float | None:
-        """The cap as JAX's kernels take it."""
+        """The cap in the form of JAX's kernels."""
         return self.cap or None
 
 
@@ -70,9 +70,9 @@ class SequenceAttention(Protocol):
     """(q [B, T, H, K], k [B, T, N, K], v [B, T, N, K], segment_ids [B, T]) -> [B, T, H, K]: grouped
     queries, causal within a segment. Rows of segment 0 (padding) hold any finite numbers.
 
-    Where contexts share prefixes, the last array holds attention.visible_until in place of the
-    segment ids, or, if a layer of the model has a window, that and the positions [B, T, 2]; and the
-    function is one of attention.TREE_ATTENTION."""
+    If contexts share prefixes, the last array holds attention.visible_until in place of the segment
+    ids or, if a layer of the model has a window, visible_until and the positions [B, T, 2]. The
+    function is then one of attention.TREE_ATTENTION."""
 
     def __call__(
         self,
@@ -84,7 +84,7 @@ class SequenceAttention(Protocol):
         sinks: Array | None = None,
         /,
     ) -> Array:
-        """Attend; sinks [H]: a logit of each head that no token stands for."""
+        """Attend; sinks [H]: an additional logit of each head, without a token."""
         ...
 
 
@@ -92,7 +92,7 @@ class PartAttention(NamedTuple):
     """SequenceAttention for some queries of each row against all keys of the row.
 
     prepare   (query heads, positions [devices, t] of the queries in their rows, mesh, Scoring) ->
-              constants, and how they are divided over the axis context
+              constants, and their sharding over the axis context
     attend    (q [B, t, H, K], k and v [B, T, N, K], segment ids of the queries [B, t] and of the
               keys [B, T], one device's constants, Scoring, sinks [H] or None) -> [B, t, H, K]
     """
@@ -115,15 +115,23 @@ def splash(
     most: int = MAX_SPLASH_BLOCK,
     forward: tuple[int, int] | None = None,
 ) -> Array:
-    """Run JAX's TPU flash attention, which skips the blocks above the diagonal and those before the
-    window. Differentiable.
+    """Run JAX's TPU flash attention, which skips blocks above the diagonal and before the window.
+    Differentiable.
 
     float32 or bfloat16, any head width; T is padded to whole blocks (`splash_block`) of at most
     `most`. Scores, softmax and sums are in float32.
 
     Args:
-        forward: longest block of the forward kernel, and keys that it multiplies at once; None: the
-            backward kernels' block, as with a window, of which a longer one sees less.
+        q_BTHK: queries.
+        k_BTNK: keys.
+        v_BTNK: values.
+        segment_ids_BT: segments; 0 is padding.
+        scoring: window and cap.
+        sinks_H: sinks, or None.
+        most: maximum block.
+        forward: maximum block of the forward kernel, and the number of keys multiplied at a time;
+            None, and with a window: the backward kernels' block. With a window, a longer block has
+            fewer visible keys.
     """
     T, H, K = q_BTHK.shape[1:]
     block = splash_block(T, most)
@@ -154,7 +162,7 @@ def _over_rows(
 
 
 def _splash_mask(shape: tuple[int, int], scoring: Scoring) -> Any:
-    """Return the mask of queries and keys of a row, computed block by block."""
+    """Return the lazy mask of queries and keys of a row, computed block by block."""
     if scoring.window:
         return splash_lib.LocalMask(shape, (scoring.window - 1, 0), 0)
     return splash_lib.CausalMask(shape)
@@ -171,30 +179,30 @@ def _heads_first(x_BTHK: Array, block: int) -> Array:
 
 
 def splash_on(device: Any, dtype: Any) -> SequenceAttention:
-    """Return splash attention with the block length of a device, for arrays of this type."""
+    """Return splash attention with the block length for a device and dtype."""
     most = most_splash_block(device, dtype)
     forward = FORWARD_BLOCKS.get(device.device_kind) if jnp.dtype(dtype) == jnp.bfloat16 else None
     return partial(splash, most=most, forward=forward) if forward else splash
 
 
 def splash_part_on(device: Any, dtype: Any) -> PartAttention:
-    """Return splash attention for parts of rows, as splash_on does for whole ones."""
+    """Return splash attention for parts of rows, as splash_on does for whole rows."""
     most = most_splash_block(device, dtype)
     prepare = partial(_splash_part_kernel, most=most)
     return PartAttention(prepare, partial(_splash_part, most=most))
 
 
 def most_splash_block(device: Any, dtype: Any) -> int:
-    """Return the longest block of splash attention; wider ones are for bfloat16 alone, float32's do
-    not fit VMEM."""
+    """Return the maximum block of splash attention. Blocks above MAX_SPLASH_BLOCK are for bfloat16
+    only; in float32 they do not fit VMEM."""
     if jnp.dtype(dtype) != jnp.bfloat16:
         return MAX_SPLASH_BLOCK
     return SPLASH_BLOCKS.get(device.device_kind, MAX_SPLASH_BLOCK)
 
 
 def splash_block(length: int, most: int = MAX_SPLASH_BLOCK) -> int:
-    """Return the largest block (a multiple of 128, at most `most`) that pads `length` little: to
-    the next multiple of 128, or by an eighth.
+    """Return the largest block (a multiple of 128, at most `most`) with little padding of `length`:
+    to the next multiple of 128, or by at most an eighth.
 
     Larger blocks keep the matrix unit busier; padding is wasted computation.
 
@@ -216,7 +224,7 @@ def _splash_part_kernel(
     *,
     most: int = MAX_SPLASH_BLOCK,
 ) -> tuple[Any, Any]:
-    """Return the kernel of all devices, with the blocks of each device's mask, and its sharding.
+    """Return the kernel for all devices, with the blocks of each device's mask, and its sharding.
 
     Queries are padded to whole blocks on each device, at the position of its last query.
     """
@@ -261,14 +269,14 @@ SPLASH_PART = PartAttention(_splash_part_kernel, _splash_part)
 def seen_in_tree(
     until: Array, places: Array, positions: Array | None = None, window: int = 0
 ) -> Array:
-    """Return [..., t, T] bool: the query at each place [t] of its row sees the key, which is not
-    later and not ended before it, nor before its window.
+    """Return [..., t, T] bool: whether the query at each place [t] of its row sees the key. The key
+    must not be later, have ended before the query, or lie before its window.
 
     Args:
         until: [..., T], attention.visible_until of the keys.
-        places: [t] of the queries.
-        positions: [..., T] of the keys in their contexts; needed for a window.
-        window: tokens that a query sees; 0: all.
+        places: [t], places of the queries.
+        positions: [..., T], positions of the keys in their contexts; needed for a window.
+        window: number of tokens that a query sees; 0: all.
     """
     keys = jnp.arange(until.shape[-1])
     seen = (keys <= places[:, None]) & (places[:, None] < until[..., None, :])
@@ -280,7 +288,7 @@ def seen_in_tree(
 
 
 def of_extent(extent: Array) -> tuple[Array, Array | None]:
-    """Return visible_until [B, T] and the positions [B, T], if they are given."""
+    """Return visible_until [B, T] and the positions [B, T], if present."""
     return (extent[..., 0], extent[..., 1]) if extent.ndim == 3 else (extent, None)
 
 
@@ -297,8 +305,8 @@ def splash_in_tree(
 ) -> Array:
     """Run splash attention of contexts that share prefixes (`seen_in_tree`). Differentiable.
 
-    Blocks of which no query sees a key are skipped. Rows run one after the other, and all heads of
-    a row read one mask: with the gradient it takes about 15 bytes for each query and key of a row.
+    Blocks without visible keys are skipped. Rows run one after the other, and all heads of a row
+    read the same mask. With the gradient it takes about 15 bytes per query and key of a row.
     """
     t, K = q_BtHK.shape[1], q_BtHK.shape[3]
     block = splash_block(t, most)
@@ -316,7 +324,7 @@ def splash_in_tree(
             residual_checkpoint_name=ATTENDED,
             attn_logits_soft_cap=scoring.kernel_cap,
         )
-        for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):  # under jit it is traced
+        for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):  # traced under jit
             setattr(kernel, name, getattr(kernel, name)._replace(is_dynamic_mask=True))
         return kernel(q, k, v, None, None if sinks_H is None else sinks_H.astype(q.dtype))
 
@@ -324,8 +332,8 @@ def splash_in_tree(
 
 
 def _row_blocks(T: int, block: int, forward: tuple[int, int] | None) -> splash_lib.BlockSizes:
-    """Return the blocks of whole rows, padded to a multiple of `block`; the forward kernel's is a
-    multiple of it that divides them."""
+    """Return the blocks for whole rows, padded to a multiple of `block`. The forward kernel's block
+    is a multiple of `block` that divides the padded length."""
     equal = _equal_blocks(block)
     if forward is None:
         return equal
@@ -336,7 +344,7 @@ def _row_blocks(T: int, block: int, forward: tuple[int, int] | None) -> splash_l
 
 
 def _equal_blocks(block: int) -> splash_lib.BlockSizes:
-    """Return the same block for the forward and both backward kernels."""
+    """Return block sizes that are equal for the forward and both backward kernels."""
     return splash_lib.BlockSizes(
         block_q=block,
         block_kv=block,
@@ -354,11 +362,10 @@ def per_shard(
     heads over tensor.
 
     If context divides the rows' lengths, each device runs `part` on its own queries. Keys and
-    values are then gathered over context (their gradients summed into the shares): once a layer,
-    [rows, length, kv heads, head width] on each device while the layer computes. Rows are in the
-    balanced order of Layout(mesh). What an axis does not divide is computed whole on each of its
-    devices. If tensor divides the query heads but not the kv heads, kv heads are repeated until it
-    does.
+    values are then gathered over context (their gradients are reduce-scattered), once per layer:
+    [rows, length, kv heads, head width] on each device while the layer runs. Rows are in the
+    balanced order of Layout(mesh). Dimensions that an axis does not divide are replicated over it.
+    If tensor divides the query heads but not the kv heads, kv heads are repeated until it does.
     """
     if mesh is None or mesh.size == 1:
         return function
@@ -401,7 +408,7 @@ def _scored(function: SequenceAttention, scoring: Scoring) -> Callable[..., Arra
 
 
 def _gathering(part: PartAttention, ways: int, scoring: Scoring) -> Callable[..., Array]:
-    """Return `part` for one device, which first gathers the keys and values of the others."""
+    """Return `part` for one device, which first gathers the other devices' keys and values."""
 
     def local(
         q: Array, k: Array, v: Array, segments: Array, constants: Any, *sinks: Array
@@ -416,10 +423,10 @@ def _gathering(part: PartAttention, ways: int, scoring: Scoring) -> Callable[...
 
 
 def kv_copies(heads: int, kv_heads: int, ways: int) -> int:
-    """Return how many adjacent copies of each kv head give `ways` devices equally many.
+    """Return the number of adjacent copies of each kv head that divides them over `ways` devices.
 
     1 if `ways` does not divide the query heads: then nothing is divided. Otherwise kv_heads *
-    copies = lcm(kv_heads, ways), which divides heads, since both do; query head h still reads a
+    copies = lcm(kv_heads, ways), which divides heads, since both do. Query head h still reads a
     copy of its own kv head.
     """
     return 1 if heads % ways else ways // gcd(kv_heads, ways)
@@ -444,22 +451,22 @@ def ragged_paged(
 
     q_tHK         [tokens, H, K]: the queries of sequence 0, then of sequence 1, ...
     kv_pages      [pages, page_size, 2 N, K or more]: key and value of kv head 0, of kv head 1, ...
-    kv_lens       [seqs] int32: tokens in the pages, including those of the queries
+    kv_lens       [seqs] int32: tokens in the pages, including the queries' tokens
     page_indices  [seqs, pages_per_seq] int32: pages of a sequence in order, each < pages
     cu_q_lens     [seqs + 1] int32: sequence s has queries cu_q_lens[s] .. cu_q_lens[s + 1]
-    num_seqs      [1] int32: sequences that count; the ones behind are ignored
-    -> [tokens, H, K], 0 behind the last query
+    num_seqs      [1] int32: number of valid sequences; later ones are ignored
+    -> [tokens, H, K], 0 after the last query
 
     A sequence's queries are its last tokens: one query is a decode step, many are a chunk of a
     prompt, and both may be in one call. Each sequence has 1 <= queries <= kv_lens.
 
     The kernel needs float32 or bfloat16, the same for queries and pages; 1, 2, 4 or a multiple of
     8 kv heads on each device (`refuse_heads`); heads 128 wide; any page size. Narrower heads are
-    padded here: the queries cheaply, the pages by a copy of all of them at each call. So a cache
-    should hold pages of `page_head_dim(K)`, zeros behind K, which takes no more memory on a TPU.
-    mesh: heads are divided over tensor, everything else is whole on each device. sinks_H: the last
-    page is a sink_pages.sinks_page, and no sequence's. Raises ConfigError for heads too wide for
-    sinks, and for sinks within a window, which the page is not in.
+    padded here: the queries cheaply, the pages by a copy of all of them at each call. A cache
+    should therefore hold pages of `page_head_dim(K)`, with zeros after K, which takes no more
+    memory on a TPU. mesh: heads are divided over tensor, everything else is replicated. sinks_H:
+    the last page is a sink_pages.sinks_page, and belongs to no sequence. Raises ConfigError for
+    heads too wide for sinks, and for sinks with a window, which would not contain the page.
     """
     K = q_tHK.shape[-1]
     if sinks_H is not None:
@@ -515,8 +522,8 @@ def ragged_blocks(
 ) -> tuple[int, int]:
     """Return (pages, queries) in a block of `ragged_paged`; kv_rows is 2 N, keys and values.
 
-    As many pages as a sequence has, at most 16, so that two buffers fit 4 MiB; the kernel handles
-    2 N rows at once, or 8 (float32) or 16 (bfloat16) if those divide 2 N.
+    As many pages as a sequence has, at most 16, such that two buffers fit 4 MiB. The kernel handles
+    2 N rows at a time, or 8 (float32) or 16 (bfloat16) if those divide 2 N.
 
     >>> ragged_blocks(256, 64, 32, 16, 128, jnp.bfloat16)
     (16, 32)
@@ -532,8 +539,8 @@ def ragged_blocks(
 
 
 def sequences_in_a_call(pages_per_seq: int) -> int:
-    """Return how many sequences a call of `ragged_paged` takes: their page indices, in rows of
-    multiples of 128 of 4 bytes, lie in scalar memory.
+    """Return the maximum number of sequences in a call of `ragged_paged`. Their page indices are in
+    scalar memory, in rows of multiples of 128 x 4 bytes.
 
     >>> sequences_in_a_call(64), sequences_in_a_call(1026)
     (1024, 112)
@@ -546,7 +553,8 @@ def refuse_heads(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> None:
     """Raise ConfigError if `ragged_paged` cannot lay out such heads on one device.
 
     Its copies need key and value rows that fill registers (8 rows of 4 bytes), or 1, 2 or 4 of
-    those rows; if it takes the rows in several parts, so must the queries of a part.
+    those rows. If it processes the rows in several parts, the queries of a part must fill
+    registers, too.
     """
     packing = 4 // jnp.dtype(dtype).itemsize
     rows, rest = divmod(2 * kv_heads, packing)
@@ -562,7 +570,7 @@ def refuse_heads(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> None:
 
 
 def _head_ways(kv_pages: Array, mesh: Mesh) -> int:
-    """Return how many devices divide the kv heads; key and value of a head stay together."""
+    """Return the number of devices that divide the kv heads; a key and its value stay together."""
     ways = mesh.shape["tensor"]
     return ways if (kv_pages.shape[2] // 2) % ways == 0 else 1
 

@@ -1,11 +1,12 @@
-"""Which layers' keys and values lie together in a page of the KV cache. Pure: no arrays.
+"""The grouping of layers whose keys and values share a page of the KV cache. Pure: no arrays.
 
-Layers that see everything need the KV of all tokens, those with a window that of the last ones. So
-layers are divided into groups, each of one window and of about as many layers: a page holds some
-tokens of one group's layers, all pages are alike and come from one pool, and a sequence has a table
-of pages for each group. (vLLM's hybrid KV cache manager divides a pool in the same way.)
+Layers with full attention need the KV of all tokens, layers with a window only of the last tokens.
+Layers are therefore divided into groups with one window each and about equally many layers. A page
+holds some tokens of one group's layers. All pages have the same size and are from one pool, and a
+sequence has a page table for each group. (vLLM's hybrid KV cache manager divides a pool in the same
+way.)
 
-    Gemma 3, 26 layers, 4 of which see everything; a page has 4 layers, 7 groups:
+    Gemma 3, 26 layers, 4 with full attention; a page has 4 layers, 7 groups:
 
     array                          0   1   2   3
     group 0, all tokens            5  11  17  23      layers
@@ -13,7 +14,7 @@ of pages for each group. (vLLM's hybrid KV cache manager divides a pool in the s
     ...
     group 6, a window             22  24  25   -
 
-An array of pages has the same place of every group: what is in a page says the table that names it.
+An array of pages is shared by all groups: the table that refers to a page determines its group.
 """
 
 from collections.abc import Sequence
@@ -24,25 +25,25 @@ from itertools import pairwise
 from jaxrl_async.model.families.parts import LayerKind
 
 MOST_GROUPS = 16
-"""Groups of a model are about so many at most: each has a table of its own."""
+"""Approximate maximum number of groups of a model; each has its own table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvGroup:
-    """Layers whose keys and values of a token are in the same page."""
+    """Layers that keep a token's keys and values in the same page."""
 
     window: int  # of its layers; 0: every token is kept
-    layers: tuple[int, ...]  # their numbers, at most one for each array
+    layers: tuple[int, ...]  # their numbers, at most one per array
 
     def pages_behind(self, page_tokens: int) -> int:
-        """Return how many pages before its own a page's first token sees into; of a window."""
+        """Return the number of previous pages that a page's first token sees; requires a window."""
         return -(-(self.window - 1) // page_tokens)
 
     def first_page(self, tokens: int, page_tokens: int) -> int:
-        """Return the first page that a sequence of so many tokens keeps.
+        """Return the first page that a sequence of this many tokens keeps.
 
-        The page of the last token, and those that its first token sees into: so the last token
-        can be computed again, as well as what comes behind any full page at the end.
+        It keeps the page of the last token and the pages that this page's first token sees. The
+        last token can therefore be computed again, and so can tokens after a full last page.
         """
         if not self.window:
             return 0
@@ -51,10 +52,10 @@ class KvGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
-    """The groups of a model's layers; the first sees furthest."""
+    """The groups of a model's layers; the first has the longest window."""
 
     groups: tuple[KvGroup, ...]
-    arrays: int  # of pages: layers of a whole group
+    arrays: int  # number of page arrays: the layers of a full group
 
     @property
     def places(self) -> dict[int, tuple[int, int]]:
@@ -67,12 +68,12 @@ class KvLayout:
 
     @property
     def keeping_all(self) -> "KvLayout":
-        """The same groups, of which none gives pages back."""
+        """The same groups, without freeing pages outside windows."""
         return replace(self, groups=tuple(replace(group, window=0) for group in self.groups))
 
     def pages_of(self, tokens: int, page_tokens: int, block: int) -> int:
-        """Return the most pages that a sequence of so many tokens has while it decodes blocks of so
-        many steps."""
+        """Return the maximum number of pages of a sequence of this many tokens while it decodes
+        blocks of this many steps."""
         whole, ahead = -(-tokens // page_tokens), -(-block // page_tokens)
         return sum(
             min(whole, group.pages_behind(page_tokens) + 1 + ahead) if group.window else whole
@@ -80,8 +81,8 @@ class KvLayout:
         )
 
     def most_pages_of(self, tokens: int, page_tokens: int, block: int) -> int:
-        """Return the most pages that a sequence of so many tokens has at any time: while it is
-        prefilled, those of its end, and those at both ends of a chunk."""
+        """Return the maximum number of pages of a sequence of this many tokens at any time. During
+        prefill it has the pages at its end, and the pages at both ends of a chunk."""
         whole = -(-tokens // page_tokens)
         prefilled = sum(
             min(whole, 3 * (group.pages_behind(page_tokens) + 1)) if group.window else whole
@@ -92,11 +93,11 @@ class KvLayout:
 
 @lru_cache(maxsize=64)
 def layout_of(kinds: tuple[LayerKind, ...]) -> KvLayout:
-    """Return how the keys and values of layers of these kinds lie in pages; gated delta nets have
-    none.
+    """Return the layout in pages of the keys and values of layers of these kinds; gated delta nets
+    have none.
 
-    A page has as many layers as the rarest window, so that of this one none is missing; of another
-    window, the groups lack less than one group's layers together.
+    A page has as many layers as the rarest window, so this window's group is full. The groups of
+    another window together lack fewer layers than one group has.
 
     >>> near, far = LayerKind(window=8), LayerKind()
     >>> [group.layers for group in layout_of((near, near, near, far)).groups]
@@ -121,7 +122,7 @@ def layout_of(kinds: tuple[LayerKind, ...]) -> KvLayout:
 
 
 def _divided(layers: Sequence[int], most: int) -> list[tuple[int, ...]]:
-    """Divide layers into as few parts of at most so many as there can be, of nearly equal size."""
+    """Divide layers into the minimum number of parts of at most `most`, of nearly equal size."""
     parts = max(1, -(-len(layers) // most))
     ends = [len(layers) * i // parts for i in range(parts + 1)]
     return [tuple(layers[a:b]) for a, b in pairwise(ends)]

@@ -1,11 +1,10 @@
-"""Layers with latent attention (DeepSeek-V2, arXiv:2405.04434, sec. 2.1), in two forms that compute
-the same.
+"""Layers with latent attention (DeepSeek-V2, arXiv:2405.04434, sec. 2.1), in two equivalent forms.
 
-    q_h = [a_h, t_h]     k_h = [c K_h, r]     v_h = c V_h        t, r: what turns
+    q_h = [a_h, t_h]     k_h = [c K_h, r]     v_h = c V_h        t, r: the rotated parts
 
-materialised  keys and values of every head, for whole sequences: least arithmetic
-absorbed      q_h . k_h = [a_h K_h^T, t_h] . [c, r] and sum_s p_s v_h = (sum_s p_s c) V_h, so that
-              all heads share one key [c, r], which is the value, too: what a sampler caches
+materialised  keys and values of every head, for whole sequences: minimal arithmetic
+absorbed      q_h . k_h = [a_h K_h^T, t_h] . [c, r] and sum_s p_s v_h = (sum_s p_s c) V_h: all heads
+              share one key [c, r], which is also the value and which a sampler caches
 """
 
 import jax.numpy as jnp
@@ -18,21 +17,21 @@ from jaxrl_async.model.quantize import restored
 from jaxrl_async.model.spec import LORA_A, LORA_B, latent_table
 
 NORM_EPS = 1e-6
-"""Of the norms of c and of its counterpart for queries, whatever rms_norm_eps a file has."""
+"""Epsilon of the norms of c and of its counterpart for queries, independent of rms_norm_eps."""
 
 
 class LatentLayer(Layer):
-    """A layer whose attention sees keys and values of every head."""
+    """A layer with materialised keys and values of every head."""
 
     @property
     def latent(self) -> Latent:
-        """The sizes of the narrow vectors."""
+        """The sizes of the latent vectors."""
         assert self.spec.latent is not None, "LatentLayer is for specs with latent attention"
         return self.spec.latent
 
     def qkv(self, x: Array, angles: Angles | None) -> tuple[Array, Array, Array]:
-        """Return queries, keys and values of x [..., D] for attention of all heads alike: [..., H,
-        K] each, values with zeros behind their own width."""
+        """Return queries, keys and values of x [..., D] for standard multi-head attention: [..., H,
+        K] each, values padded with zeros to width K."""
         latent = self.latent
         y = self._norm(x, "attn_norm")
         q, kv = self._projected(y)
@@ -46,12 +45,12 @@ class LatentLayer(Layer):
     def finish(
         self, x: Array, attended: Array, experts: Experts = run_experts, choose: Choose = route
     ) -> Array:
-        """Apply the output projection and the rest, as Layer does, to the values that attention
-        has summed."""
+        """Apply the output projection and the rest, as Layer does, to the values summed by
+        attention."""
         return super().finish(x, self._values(attended), experts, choose)
 
     def _projected(self, y: Array) -> tuple[Array, Array]:
-        """Return all heads' queries [..., H, K], and c and r before norm and turn [..., rank +
+        """Return all heads' queries [..., H, K], and c and r before norm and rotation [..., rank +
         rotated]."""
         first = self.latent.query_rank or self.spec.heads * self.spec.head_dim
         if self.fused:
@@ -71,8 +70,8 @@ class LatentLayer(Layer):
         return {**first, "kv_a": latent.rank + latent.rotated}
 
     def _turned(self, x: Array, angles: Angles | None) -> Array:
-        """Rotate what turns, [..., heads, rotated]: pairs of neighbours are first put apart, in
-        queries and keys alike."""
+        """Rotate the rotated parts, [..., heads, rotated]. Interleaved pairs are first separated,
+        in queries and keys."""
         if angles is None:
             return x
         if self.latent.pairs:
@@ -80,7 +79,7 @@ class LatentLayer(Layer):
         return rotate(x, angles.cos, angles.sin)
 
     def _expanded(self, a: Array, t: Array, c: Array, r: Array) -> tuple[Array, Array, Array]:
-        """Return what attention takes of the parts of queries, keys and values."""
+        """Return queries, keys and values for attention from their parts."""
         wide = a.shape[-1] + self.latent.value
         k, v = jnp.split(split_heads(self._times(c, "kv_b"), wide), [a.shape[-1]], axis=-1)
         k = jnp.concatenate([k, jnp.broadcast_to(r, (*k.shape[:-1], r.shape[-1]))], axis=-1)
@@ -89,13 +88,13 @@ class LatentLayer(Layer):
         return jnp.concatenate([a, t], axis=-1), k, v
 
     def _values(self, attended: Array) -> Array:
-        """Return the summed values of every head, [..., H, value], of what attention returned."""
+        """Return the summed values of every head, [..., H, value], from attention's output."""
         return attended[..., : self.latent.value]
 
 
 class AbsorbedLayer(LatentLayer):
-    """The same with one key [c, r] for all heads, and values of width 0: attention takes the keys
-    in their place."""
+    """A latent layer with one key [c, r] for all heads and values of width 0: attention uses the
+    keys as values."""
 
     def _expanded(self, a: Array, t: Array, c: Array, r: Array) -> tuple[Array, Array, Array]:
         keys = slice(0, a.shape[-1])
@@ -117,7 +116,7 @@ class AbsorbedLayer(LatentLayer):
         return out
 
     def _up(self, dtype: jnp.dtype) -> Array:
-        """Return K and V of all heads side by side, [rank, H, ...]."""
+        """Return K and V of all heads, concatenated, [rank, H, ...]."""
         if not self.scales:
             return self._weight("kv_b", dtype)
         parts = {n: getattr(self, n)[...] for n in ("kv_b", "kv_b" + self.scales)}
@@ -129,12 +128,11 @@ class AbsorbedLayer(LatentLayer):
         return self._weight("kv_b" + LORA_A, dtype), self._weight("kv_b" + LORA_B, dtype)
 
     def _own(self, low: Array) -> Array:
-        """Keep of products [..., H, all adapters' ranks] those with each row's own adapter."""
+        """Zero the products [..., H, all adapters' ranks] with other adapters than each row's."""
         return jnp.where(self.lora_own[...][..., None, :], low, 0) if self.chosen else low
 
     def _by_head(self, how: str, x: Array, weight: Array) -> Array:
-        """Return an einsum of rows and a weight in the rows' number type, as layers.product
-        does."""
+        """Return an einsum of rows and a weight in the rows' dtype, as layers.product does."""
         number = jnp.bfloat16 if self.mixed else x.dtype
         wide = jnp.float32 if self.mixed else None
         out = jnp.einsum(how, x.astype(number), weight.astype(number), preferred_element_type=wide)

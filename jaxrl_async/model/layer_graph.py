@@ -1,4 +1,4 @@
-"""Which layer a decoder has, split once into a graph definition and a pure dict of arrays."""
+"""The layer class of a decoder's stack, split once into a graph definition and a dict of arrays."""
 
 from functools import lru_cache, partial
 from typing import Any
@@ -28,7 +28,7 @@ def layer_graph(
     cached: bool = False,
 ) -> Any:
     """Return the layer's graph definition, made once; `nnx.merge(layer_graph(spec), weights)` is a
-    Layer. cached: its keys and values are what a cache holds; the rest: see Layer."""
+    Layer. cached: its keys and values have the form of the cache. For the rest, see Layer."""
     layer = partial(
         _layer_of(spec, stack, cached=cached), spec, stack=stack, fused=fused, mixed=mixed,
         eight_bits=eight_bits, scales=scales, adapted=adapted, chosen=chosen, masked=masked,
@@ -38,7 +38,7 @@ def layer_graph(
 
 
 def _layer_of(spec: ModelSpec, stack: str, *, cached: bool) -> Any:
-    """Return the class of the layers of a decoder's stack."""
+    """Return the class of the layers in a decoder's stack."""
     if spec.own is not None:
         return class_of(spec.own)
     if stack == LINEAR_STACK:

@@ -1,5 +1,4 @@
-"""The decoder layer as a Flax module, split once into a graph definition and a pure dict of
-arrays."""
+"""The decoder layer as a Flax module, split once into a graph definition and a dict of arrays."""
 
 import itertools
 import math
@@ -11,9 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from jaxrl_async.cpu.gradients import multiplied
+from jaxrl_async.cpu.kernel_calls import PANEL, packed_product, rotated
 from jaxrl_async.model.activations import gated
-from jaxrl_async.model.cpu.calls import PANEL, packed_product, rotated
-from jaxrl_async.model.cpu.gradients import multiplied
 from jaxrl_async.model.dropout import dropped
 from jaxrl_async.model.families.parts import Rope, RopeScaling
 from jaxrl_async.model.moe import Choose, Experts, route, run_experts
@@ -42,8 +41,8 @@ def rms_norm(x: Array, scale: Array, eps: float, *, axes: int = 1) -> Array:
 
 
 class Angles(NamedTuple):
-    """Rotary positions of some tokens: cos and sin [..., R / 2] float32, and what multiplies
-    queries [...], if anything does."""
+    """Rotary positions of some tokens: cos and sin [..., R / 2] float32, and an optional factor of
+    queries [...]."""
 
     cos: Array
     sin: Array
@@ -70,7 +69,7 @@ def rope_angles(rope: Rope, head_dim: int, positions: Array) -> Angles:
 
 
 def all_angles(spec: ModelSpec, positions: Array) -> dict[Rope | None, Angles | None]:
-    """Return the angles of every kind of rotary positions in a model."""
+    """Return the angles of each kind of rotary positions in a model."""
     ropes = dict.fromkeys(kind.rope for kind in spec.pattern)
     return {r: None if r is None else rope_angles(r, spec.rotary_dim, positions) for r in ropes}
 
@@ -80,8 +79,8 @@ def _linear(frequencies: Array, s: RopeScaling, _: float) -> Array:
 
 
 def _llama3(frequencies: Array, s: RopeScaling, _: float) -> Array:
-    """Divide the frequencies of long wavelengths by `factor`, keep those of short ones, interpolate
-    linearly between."""
+    """Divide the frequencies of long wavelengths by `factor`, keep the frequencies of short ones,
+    interpolate linearly between."""
     wavelengths = 2 * jnp.pi / frequencies
     smooth = (s.original_max_positions / wavelengths - s.low_freq_factor) / (
         s.high_freq_factor - s.low_freq_factor
@@ -91,12 +90,12 @@ def _llama3(frequencies: Array, s: RopeScaling, _: float) -> Array:
 
 
 def _yarn(frequencies: Array, s: RopeScaling, theta: float) -> Array:
-    """Keep the frequencies that turn more than beta_fast times in the original context, divide
-    those below beta_slow by `factor`, interpolate linearly between."""
+    """Keep frequencies with more than beta_fast turns in the original context, divide frequencies
+    with less than beta_slow by `factor`, interpolate linearly between."""
     half = frequencies.shape[0]
 
     def place(turns: float) -> float:
-        """Return which frequency turns so often."""
+        """Return the index of the frequency with this number of turns."""
         turned = math.log(s.original_max_positions / (turns * 2 * math.pi))
         return half * turned / math.log(theta)
 
@@ -128,21 +127,21 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 
 LEAST_IN_PARTS = 256
-"""Rows, inputs and outputs of a product from which in parts it is faster than XLA's."""
+"""Minimum rows, inputs and outputs for which a product in parts is faster than XLA's."""
 
 
 class Layer(nnx.Module):
     """One decoder layer: attention and gated MLP with residuals, and norms before, after or both.
-    What it computes depends on the spec and on its weights alone.
+    Its function depends only on the spec and the weights.
 
-    stack: the stack that its weights are from. fused: fewer, larger matrices with outputs first,
-    see fuse(). mixed: products in bfloat16, see product(). eight_bits: tokens are rounded to 8 bits
-    where packed weights are, see packed_layers.py. scales: ending of the names of the scales of
-    quantised matrices, see quantize.py; fused, they are packed. adapted: names of the
-    matrices that have an adapter beside them, and LORA_DROP in an update with dropout, see lora.py;
-    adapters are not fused. chosen: each row uses its own columns of the adapter, see
-    adapter_stack.py. masked: only the tokens of ROWS_USED need be computed. in_parts: float32
-    products by the CPU's matrix unit, see product(); who merges the layer says so.
+    stack: the stack of its weights. fused: fewer, larger matrices with outputs first, see fuse().
+    mixed: products in bfloat16, see product(). eight_bits: tokens are rounded to 8 bits for packed
+    8-bit weights, see packed_layers.py. scales: suffix of the names of the scales of quantised
+    matrices, see quantize.py; with fused, the matrices are packed. adapted: names of the matrices
+    with an adapter, and LORA_DROP in an update with dropout, see lora.py; adapters are not fused.
+    chosen: each row uses its own columns of the adapter, see adapter_stack.py. masked: only the
+    tokens of ROWS_USED need to be computed. in_parts: float32 products by the CPU's matrix unit,
+    see product(); set by the caller of nnx.merge.
     """
 
     in_parts = False
@@ -184,15 +183,15 @@ class Layer(nnx.Module):
 
     @property
     def packed(self) -> bool:
-        """Whether the matrices of attention are those of `packed_layer`, for the CPU's kernels."""
+        """Whether the attention matrices are packed for the CPU's kernels (`packed_layer`)."""
         return self.fused and self.qkv_proj[...].ndim == 3
 
     def _weight(self, name: str, dtype: Any) -> Array:
         return getattr(self, name)[...].astype(dtype)
 
     def _times(self, x: Array, name: str) -> Array:
-        """Multiply x [..., D] with a weight [D, ...], reshaped to two dimensions, inputs first; add
-        what its adapter changes."""
+        """Multiply x [..., D] by a weight [D, ...], reshaped to two dimensions, inputs first; add
+        its adapter's product."""
         parts = self._parts(name)
         if not any(part in self.adapted for part in parts):
             return self._times_base(x, name)
@@ -205,20 +204,20 @@ class Layer(nnx.Module):
         return jnp.concatenate(changed, axis=-1)
 
     def _parts(self, name: str) -> dict[str, int]:
-        """Return the matrices that a product stands for, with their widths."""
+        """Return the matrices that a product combines, with their widths."""
         spec, widths = self.spec, dict[str, int]()
         if name == "qkv_proj":
             widths = {"q": spec.heads, "k": spec.kv_heads, "v": spec.kv_heads}
         if name == "gate_up":
             weight = self.gate_up[...]
             outputs = weight.shape[0] * (PANEL if weight.ndim == 3 else 1)
-            if weight.ndim == 3 and self.scales:  # packed with scales, the last panel may be part
+            if weight.ndim == 3 and self.scales:  # packed with scales: maybe a partial last panel
                 outputs = getattr(self, name + self.scales)[...].size
             return dict.fromkeys(("gate", "up"), outputs // 2)
         return {n: w * spec.head_dim for n, w in widths.items()} or {name: 0}
 
     def _change(self, x: Array, name: str) -> Array:
-        """Return x A B of a matrix's adapter, whose B is scaled already."""
+        """Return x A B of a matrix's adapter, whose B is already scaled."""
         a, b = (getattr(self, name + end)[...] for end in (LORA_A, LORA_B))
         if LORA_DROP in self.adapted:
             x = dropped(x, getattr(self, LORA_DROP)[...], name)
@@ -253,7 +252,7 @@ class Layer(nnx.Module):
         return packed_product(x, weight, scales.size, used, scales=scales, rounds=self.eight_bits)
 
     def _norm(self, x: Array, name: str, *, axes: int = 1) -> Array:
-        """Normalise over the last axes with the weights of a norm; without them, return x."""
+        """Normalise over the last axes with the weights of a norm; return x without them."""
         if not hasattr(self, name):
             return x
         scale = self._weight(name, jnp.float32 if self.spec.norm_offset else x.dtype)
@@ -267,11 +266,11 @@ class Layer(nnx.Module):
         experts: Experts = run_experts,
         choose: Choose = route,
     ) -> Array:
-        """Return x [..., D] after the whole layer; the rest as in attended and finish."""
+        """Apply the whole layer to x [..., D]; see attended and finish for the other arguments."""
         return self.finish(x, self.attended(x, angles, mix), experts, choose)
 
     def attended(self, x: Array, angles: Angles | None, mix: Callable[..., Array]) -> Array:
-        """Return what attention makes of x [..., D]; mix: the attention, (q, k, v) of qkv -> [...,
+        """Return attention's output for x [..., D]; mix: the attention, (q, k, v) of qkv -> [...,
         H, K]."""
         return mix(*self.qkv(x, angles))
 
@@ -279,7 +278,7 @@ class Layer(nnx.Module):
         """Return rotated queries and keys, and values, of x [..., D]: [..., H, K], [..., N, K],
         [..., N, K]. angles None: nothing is rotated.
 
-        Queries are scaled such that attention divides scores by the root of K."""
+        Queries are scaled for an attention that divides scores by the square root of K."""
         spec = self.spec
         y = self._norm(x, "attn_norm")
         if self.fused:
@@ -293,7 +292,7 @@ class Layer(nnx.Module):
     def _turned_heads(
         self, q: Array, k: Array, v: Array, angles: Angles | None
     ) -> tuple[Array, Array, Array]:
-        """Return projected heads as qkv does: with biases and norms, rotated, queries scaled."""
+        """Finish projected heads for qkv: add biases, apply norms, rotate, scale queries."""
         spec = self.spec
         if spec.attention_bias:
             q, k, v = (
@@ -308,7 +307,7 @@ class Layer(nnx.Module):
         return self._scaled(q, angles), k, v
 
     def _scaled(self, q: Array, angles: Angles | None) -> Array:
-        """Scale queries [..., H, K] for attention, which divides scores by the root of K."""
+        """Scale queries [..., H, K] for attention, which divides scores by the square root of K."""
         if angles is not None and angles.growth is not None:
             q = q * angles.growth[..., None, None].astype(q.dtype)
         scale = self.spec.scales.attention
@@ -318,7 +317,7 @@ class Layer(nnx.Module):
         return q
 
     def sinks_of(self) -> Array | None:
-        """Return the logits [H] that no token stands for, float32; None: there are none."""
+        """Return the attention sinks' logits [H], float32; None: no sinks."""
         return self._weight("sinks", jnp.float32) if self.spec.sinks else None
 
     def finish(
@@ -331,7 +330,7 @@ class Layer(nnx.Module):
         """Apply the output projection and the MLP or the experts: x [..., D], attended [..., H, K]
         -> [..., D].
 
-        experts: computes the experts, for which x must be [n, D]. choose: routes each token.
+        experts: computes the experts; requires x of shape [n, D]. choose: routes each token.
         """
         flat = attended.reshape(*attended.shape[:-2], -1)
         out = self._times(flat, "o")
@@ -340,15 +339,15 @@ class Layer(nnx.Module):
         return self._added(x, out, experts, choose)
 
     def _added(self, x: Array, out: Array, experts: Experts, choose: Choose) -> Array:
-        """Add what attention's output projection returned to x [..., D], and then what the MLP or
-        the experts make of it."""
+        """Add the output of attention's projection to x [..., D], then the output of the MLP or the
+        experts."""
         x = x + self._weighed(self._norm(out, "attn_out_norm"))
         y = self._norm(x, "mlp_norm")
         out = self._routed(y, experts, choose) if hasattr(self, "router") else self._mlp(y)
         return x + self._weighed(self._norm(out, "mlp_out_norm"))
 
     def _weighed(self, out: Array) -> Array:
-        """Scale what is added to the residual stream."""
+        """Scale an output that is added to the residual stream."""
         share = self.spec.scales.residual
         return out if share == 1 else out * jnp.asarray(share, out.dtype)
 
@@ -360,7 +359,7 @@ class Layer(nnx.Module):
         return self._times(gated(self.spec.activation, gate, up), "down")
 
     def _shared(self, y: Array) -> Array:
-        """Compute the expert that every token uses."""
+        """Compute the shared expert."""
         gate, up = self._times(y, "shared_gate"), self._times(y, "shared_up")
         out = self._times(gated(self.spec.activation, gate, up), "shared_down")
         if not self.spec.shared_gated:
@@ -386,7 +385,7 @@ class Layer(nnx.Module):
 
 
 def normed(spec: ModelSpec, x: Array, scale: Array, *, axes: int = 1) -> Array:
-    """Normalise x over its last axes as the spec's norms do, with their weights."""
+    """Normalise x over its last axes with the weights of one of the spec's norms."""
     if not spec.norm_offset:
         return rms_norm(x, scale.astype(x.dtype), spec.norm_eps, axes=axes)
     y = rms_norm(x.astype(jnp.float32), 1 + scale.astype(jnp.float32), spec.norm_eps, axes=axes)
@@ -401,15 +400,15 @@ def product(
     in_parts: bool = False,
     outputs_first: bool = False,
 ) -> Array:
-    """Return x [..., D] @ weight [D, E] in x's number type.
+    """Return x [..., D] @ weight [D, E] in x's dtype.
 
     Args:
         x: [..., D].
         weight: [D, E], or [E, D] with outputs_first.
-        mixed: round both to bfloat16 and sum in float32, which matrix units (also those of recent
-            CPUs) do several times faster.
-        in_parts: of float32, inputs first: as exact, by the matrix unit of a CPU that has one; few
-            rows and small matrices by XLA, which is faster there.
+        mixed: round both to bfloat16 and sum in float32, which is several times faster on matrix
+            units, also in recent CPUs.
+        in_parts: compute a float32 product, inputs first, as precisely by the CPU's matrix unit.
+            Few rows and small matrices are computed by XLA, which is faster for them.
         outputs_first: the weight's first dimension is the output.
     """
     in_parts = in_parts and not (mixed or outputs_first) and x.dtype == jnp.float32
@@ -439,11 +438,11 @@ def split_heads(x: Array, head_dim: int) -> Array:
 
 
 def fuse(weights: dict[str, Array]) -> dict[str, Array]:
-    """Join one layer's q, k, v (or what makes them of x) into one matrix and gate, up into another,
-    and transpose every matrix to [E, D], outputs first.
+    """Join one layer's q, k, v (or their first projections of x) into one matrix and gate, up into
+    another, and transpose every matrix to [E, D], outputs first.
 
-    Fewer and larger products, whose weights a CPU reads in memory order (a third faster for few
-    rows): worth it if a step is short and nothing is sharded.
+    This makes fewer and larger products, whose weights a CPU reads in memory order (a third faster
+    for few rows). It is worthwhile if a step is short and nothing is sharded.
     """
     first = [n for n in ("q_a", "q", "k", "v", "kv_a") if n in weights]
     qkv = [weights[n].reshape(weights[n].shape[0], -1) for n in first]
@@ -454,7 +453,7 @@ def fuse(weights: dict[str, Array]) -> dict[str, Array]:
     }
     if "q_b" in weights:
         fused["q_b"] = weights["q_b"].reshape(weights["q_b"].shape[0], -1).T
-    if "router" in weights:  # experts stay as they are
+    if "router" in weights:  # experts are unchanged
         shared = ("shared_gate", "shared_up", "shared_down")
         return {**fused, **{n: weights[n].T for n in shared if n in weights}}
     gate_up = jnp.concatenate([fused.pop("gate"), fused.pop("up")], axis=1).T
@@ -462,7 +461,7 @@ def fuse(weights: dict[str, Array]) -> dict[str, Array]:
 
 
 MATRICES = ("qkv_proj", "q_b", "o", "gate_up", "down", "shared_gate", "shared_up", "shared_down")
-"""What fuse() makes of a layer's matrices, outputs first."""
+"""Names of the matrices that fuse() returns with outputs first."""
 
 
 def initial(weight: Weight, key: Array, dtype: Any) -> Array:

@@ -1,11 +1,11 @@
-"""How the tokens of a program are divided over a mesh, and in which order.
+"""The division of a program's tokens over a mesh, and their order.
 
 Outside attention a decoder works on tokens in one axis, [B, T, ...] -> [B * T, ...] (the gradient
 of [B, T, D] @ W is three times slower on a CPU). If C devices share the length of a row, each takes
-two of its 2 C parts, the c-th from the front and the c-th from the back, so that all queries have
-equally many keys before them (with contiguous parts, causal attention would give the last device
-twice the mean). Tokens are then ordered by device: the ids are put in that order once, the results
-are put back at the end, and hidden states never move.
+two of its 2 C parts, the c-th from the front and the c-th from the back. This balances causal
+attention over the devices; with contiguous parts the last device would have twice the mean work.
+Tokens are then ordered by device: the ids are put in that order once, the results are put back at
+the end, and hidden states are never moved.
 
     natural    [B, T]       part 0 1 2 3                    C = 2
     balanced   [B, T]       part 0 3 | 1 2
@@ -29,29 +29,29 @@ from jaxrl_async.mesh import devices_here, num_shards, placement, spec_for, trai
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The order of tokens on a trainer's mesh; mesh None: one device, where nothing is moved."""
+    """The order of tokens on a trainer's mesh; mesh None: one device, natural order."""
 
     mesh: Mesh | None = None
 
     def ways(self, length: int) -> int:
-        """Return how many devices share rows of this length; 1 if it does not divide into two parts
-        for each."""
+        """Return the number of devices that share rows of this length; 1 if the length does not
+        divide into two parts for each."""
         context = 1 if self.mesh is None else self.mesh.shape["context"]
         return 1 if length % (2 * context) else context
 
     def token_ways(self, tokens: int) -> int:
-        """Return over how many devices this many tokens are divided."""
+        """Return the number of devices over which this many tokens are divided."""
         ways = 1 if self.mesh is None else num_shards(self.mesh, trainer_rules(), "tokens")
         return 1 if tokens % ways else ways
 
     def vocab_ways(self, vocab: int) -> int:
-        """Return over how many devices a vocabulary is divided."""
+        """Return the number of devices over which a vocabulary is divided."""
         ways = 1 if self.mesh is None else num_shards(self.mesh, trainer_rules(), "vocab")
         return 1 if vocab % ways else ways
 
     @property
     def shares_weights(self) -> bool:
-        """Whether several devices share each weight, and gather it to use it."""
+        """Whether weights are sharded over several devices and gathered for use."""
         return self.mesh is not None and num_shards(self.mesh, trainer_rules(), "embed") > 1
 
     def order(self, length: int) -> NDArray[np.int32]:
@@ -63,7 +63,7 @@ class Layout:
         return np.stack([parts[:ways], parts[: -ways - 1 : -1]], axis=1).reshape(-1)
 
     def flat(self, x: Array) -> Array:
-        """Turn [B, T, ...] in natural order into tokens [B * T, ...]."""
+        """Convert [B, T, ...] in natural order to tokens [B * T, ...]."""
         B, T = x.shape[:2]
         if (ways := self.ways(T)) > 1:
             parts = x.reshape(B, 2 * ways, -1, *x.shape[2:])
@@ -71,12 +71,12 @@ class Layout:
         return self.fold(x)
 
     def rows(self, x: Array, batch: int) -> Array:
-        """Turn tokens [B * T, ...] into [B, T, ...] in natural order."""
+        """Convert tokens [B * T, ...] to [B, T, ...] in natural order."""
         x = self.unfold(x, batch)
         return self.place(natural(x, self.ways(x.shape[1])), "batch", "length")
 
     def fold(self, x: Array) -> Array:
-        """Turn [B, T, ...] in balanced order into tokens [B * T, ...]; nothing changes device."""
+        """Convert [B, T, ...] in balanced order to tokens [B * T, ...]; no data moves."""
         B, T = x.shape[:2]
         ways = self.ways(T)
         if ways > 1:
@@ -84,7 +84,7 @@ class Layout:
         return self.place(x.reshape(B * T, *x.shape[3 if ways > 1 else 2 :]), "tokens")
 
     def unfold(self, x: Array, batch: int) -> Array:
-        """Turn tokens [B * T, ...] into [B, T, ...] in balanced order; nothing changes device."""
+        """Convert tokens [B * T, ...] to [B, T, ...] in balanced order; no data moves."""
         T = x.shape[0] // batch
         ways = self.ways(T)
         if ways > 1:
@@ -92,8 +92,8 @@ class Layout:
         return x.reshape(batch, T, *x.shape[3 if ways > 1 else 1 :])
 
     def place(self, x: Array, *axes: str | None) -> Array:
-        """Constrain x's sharding by the logical names of its first dimensions (None: whole); the
-        others are left to the compiler."""
+        """Constrain x's sharding by the logical names of its first dimensions (None: replicated);
+        the compiler chooses for the others."""
         if self.mesh is None or devices_here(self.mesh) == 1:
             return x
         spec = spec_for(x.shape[: len(axes)], axes, self.mesh, trainer_rules())
@@ -101,7 +101,7 @@ class Layout:
         return jax.lax.with_sharding_constraint(x, placement(self.mesh, P(*spec, *rest)))
 
     def gathered(self, weight: Array, axes: tuple[str, ...]) -> Array:
-        """Gather a weight over fsdp; its gradient is summed into the shares."""
+        """Gather a weight over fsdp; its gradient is reduce-scattered."""
         if self.mesh is None or devices_here(self.mesh) == 1:
             return weight
         rules = trainer_rules()
@@ -113,7 +113,7 @@ class Layout:
 
 
 def natural(x: Array, ways: int) -> Array:
-    """Put [B, T, ...] from the balanced order of `ways` devices into natural order."""
+    """Reorder [B, T, ...] from the balanced order of `ways` devices to natural order."""
     if ways == 1:
         return x
     parts = x.reshape(x.shape[0], ways, 2, -1, *x.shape[2:])
@@ -125,8 +125,8 @@ ONE_DEVICE = Layout()
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gathered(weight: Array, whole: Any, shared: Any) -> Array:
-    """All-gather with a reduce-scatter as gradient: with a plain constraint each device would sum
-    the whole gradient."""
+    """All-gather with a reduce-scatter as its gradient: with a plain constraint each device would
+    sum the whole gradient."""
     return jax.lax.with_sharding_constraint(weight, whole)
 
 

@@ -1,9 +1,9 @@
-"""Log-probs and entropies over a large vocabulary, in chunks: [tokens, vocab] never exists in
-full.
+"""Log-probs and entropies over a large vocabulary, in chunks: [tokens, vocab] is never in memory as
+a whole.
 
-With top-k, top-p or min-p a token is drawn from a few of the vocabulary. `kept` says from which, so
-that both log-probs of a ratio are of one set of outcomes (Keep Sampling Mask: DeepSeek-AI 2025,
-DeepSeek-V3.2, arXiv:2512.02556).
+With top-k, top-p or min-p a token is sampled from a subset of the vocabulary. `kept` holds this
+subset, so both log-probs of a ratio are over the same outcomes (Keep Sampling Mask: DeepSeek-AI
+2025, DeepSeek-V3.2, arXiv:2512.02556).
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_async.algorithms.expert_load import ExpertLoad
-from jaxrl_async.model.cpu.gradients import chosen
+from jaxrl_async.cpu.gradients import chosen
 from jaxrl_async.model.decoder import (
     ON_ONE_DEVICE,
     DecoderSettings,
@@ -30,8 +30,8 @@ from jaxrl_async.model.layout import ONE_DEVICE, Layout
 from jaxrl_async.model.spec import ModelSpec, Params
 
 REFUSED = -1e30
-"""Logit of what could not be drawn: probability 0, and gradients stay finite (those of -inf do
-not)."""
+"""Logit of tokens that could not be sampled: their probability is 0, and gradients stay finite
+(unlike with -inf)."""
 
 
 def chunked_logprobs(
@@ -51,11 +51,11 @@ def chunked_logprobs(
 
     hidden [tokens, D], head [D, V], targets [tokens] int32 -> [tokens] float32 twice. The
     distribution is softmax(logits / temperature), over the tokens whose bits are set in kept
-    [tokens, ceil(V / 8)] uint8, little-endian; None: over all. scales: of the model, for its
-    logits. cpu_kernels: compute by kernels of our own what is made of a chunk's logits; in_parts:
-    and the logits, see layers.product.
-    Differentiable; the backward pass computes a chunk's logits again, so at most [chunk, V] exists
-    at once on a device in either pass.
+    [tokens, ceil(V / 8)] uint8, little-endian; None: over all. scales: the model's scales, for its
+    logits. cpu_kernels: use this package's CPU kernels for the results of a chunk's logits;
+    in_parts: also for the logits, see layers.product.
+    Differentiable; the backward pass computes a chunk's logits again, so in both passes at most
+    [chunk, V] is in a device's memory at a time.
     """
 
     how = HeadSettings(chunk, temperature, scales, cpu_kernels, in_parts)
@@ -69,7 +69,7 @@ def chunked_logprobs(
 
 
 class HeadSettings(NamedTuple):
-    """How `wanted_logprobs` computes; as chunked_logprobs' arguments."""
+    """Settings of `wanted_logprobs`; see the arguments of chunked_logprobs."""
 
     chunk: int
     temperature: float = 1.0
@@ -86,11 +86,11 @@ def wanted_logprobs(
     how: HeadSettings,
     kept: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Return what `chunked_logprobs` does for the tokens that are wanted [tokens] bool, 0 for the
-    others: on one device, where a program can stop as soon as all of them are computed.
+    """Return the results of `chunked_logprobs` for the wanted tokens [tokens] bool, 0 for others.
 
-    The backward pass computes a chunk's logits again, unless the head is frozen: then the forward
-    pass keeps each token's gradient [tokens, D] of its log-prob, which the backward pass scales.
+    This is for one device, where a program can stop after the last wanted token. The backward pass
+    computes a chunk's logits again. If the head is frozen, the forward pass instead keeps the
+    gradient [tokens, D] of each token's log-prob, which the backward pass scales.
     """
     hidden, head, targets, wanted = map(jnp.asarray, (hidden, head, targets, wanted))
     kept = None if kept is None else jnp.asarray(kept)
@@ -100,7 +100,7 @@ def wanted_logprobs(
 
 
 class _Wanted(NamedTuple):
-    """Which tokens are wanted."""
+    """The wanted tokens and their order."""
 
     each: Array  # [tokens] bool
     order: Array  # [tokens] int32, the wanted ones first
@@ -108,27 +108,27 @@ class _Wanted(NamedTuple):
     number: Array  # [] int32
 
     def chunk(self, index: Array, size: int) -> Array:
-        """Return the tokens of a chunk, [size] int32; beyond the last one any."""
+        """Return the tokens of a chunk, [size] int32; arbitrary after the last token."""
         padded = jnp.pad(self.order, (0, -len(self.order) % size))
         return jax.lax.dynamic_slice_in_dim(padded, index * size, size)
 
     def back(self, values: Array) -> Array:
-        """Return values [>= tokens, ...] in this order as they were before it, 0 where nothing is
-        wanted."""
+        """Return values [>= tokens, ...] from this order in the original order, 0 for tokens that
+        are not wanted."""
         found = values[self.place]
         wide = self.each.reshape(-1, *(1 for _ in found.shape[1:]))
         return jnp.where(wide, found, jnp.zeros((), found.dtype))
 
 
 class _Kept(NamedTuple):
-    """What the backward pass of `_wanted` reads."""
+    """The residuals for the backward pass of `_wanted`."""
 
     hidden: Array
     head: Array
     targets: Array
     kept: Array | None
     wanted: _Wanted
-    slopes: Array | None  # [tokens, D] gradient of each log-prob; None: the head learns, too
+    slopes: Array | None  # [tokens, D] gradient of each log-prob; None: the head is trained
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -156,7 +156,7 @@ def _wanted_forward(how: HeadSettings, *given: Any) -> tuple[tuple[Array, Array]
 def _forward(
     how: HeadSettings, of: _Kept, *, slopes: bool
 ) -> tuple[tuple[Array, Array], Array | None]:
-    """Return log-probs and entropies, and the slopes if asked for."""
+    """Return log-probs and entropies, and the slopes if requested."""
     size, number = _even_chunk(len(of.targets), how.chunk)
 
     def body(index: Array, done: Any) -> Any:
@@ -222,8 +222,8 @@ _wanted.defvjp(_wanted_forward, _wanted_backward, symbolic_zeros=True)
 def _chunk_of(
     how: HeadSettings, of: _Kept, index: Array, size: int
 ) -> tuple[Array, Callable[[Array, Array], tuple[Array, Array]]]:
-    """Return a chunk's hidden states, 0 beyond the wanted ones, and what computes its results of
-    them and the head."""
+    """Return a chunk's hidden states, 0 after the wanted ones, and the function from them and the
+    head to the chunk's results."""
     tokens = of.wanted.chunk(index, size)
     bits = None if of.kept is None else of.kept[tokens]
     real = jnp.arange(size) + index * size < of.wanted.number
@@ -261,24 +261,24 @@ def blocked_logprobs(
     scales: Scales = UNSCALED,
     layout: Layout = ONE_DEVICE,
 ) -> tuple[Array, Array]:
-    """Return what `chunked_logprobs` does for a head [D, V] that fsdp shares.
+    """Return the results of `chunked_logprobs` for a head [D, V] sharded over fsdp.
 
-    The vocabulary is taken in `blocks` parts, each gathered when it is used, so that neither the
+    The vocabulary is processed in `blocks` parts, each gathered when it is used, so neither the
     head nor its gradient is ever whole on a device.
 
-    Every token's maximum, sum of exponentials and sum of logits so weighted are carried from block
-    to block (Milakov and Gimelshein 2018, arXiv:1805.02867); the backward pass computes a block's
+    Each token's maximum, sum of exponentials and exp-weighted sum of logits are carried from block
+    to block (Milakov and Gimelshein 2018, arXiv:1805.02867). The backward pass computes a block's
     logits again. blocks divides V on each device (`vocab_blocks`).
     """
     V = head.shape[1]
     ways = layout.vocab_ways(V)
 
     def split(x: Array) -> Array:
-        """[..., V] -> [blocks, ..., ways, V / ways / blocks]: of every device some of its own."""
+        """[..., V] -> [blocks, ..., ways, V / ways / blocks]: a part of each device's columns."""
         return jnp.moveaxis(x.reshape(*x.shape[:-1], ways, blocks, -1), -2, 0)
 
     parts = layout.place(split(head), None, "embed", "vocab", None)
-    wide = hidden.astype(jnp.float32)  # so that the blocks' gradients are summed in it
+    wide = hidden.astype(jnp.float32)  # to sum the blocks' gradients in float32
 
     @jax.checkpoint
     def one_block(seen: tuple[Array, ...], part: tuple[Array, Array]) -> tuple[Any, None]:
@@ -307,10 +307,10 @@ def blocked_logprobs(
 
 
 def vocab_blocks(vocab: int, tokens: int, chunk: int) -> int | None:
-    """Return into how many parts to take a device's vocabulary; None if no number fits.
+    """Return the number of parts of a device's vocabulary; None if no number fits.
 
-    The logits of all tokens for a part are no more than those of `chunk` tokens for all of it. The
-    number divides the vocabulary and is below four times the least one.
+    The logits of all tokens for one part are at most as many as the logits of `chunk` tokens for
+    the whole vocabulary. The number divides the vocabulary and is below four times the minimum.
 
     >>> vocab_blocks(151_936, 8192, 1024), vocab_blocks(151_936, 8192, 1500)
     (8, 8)
@@ -324,7 +324,7 @@ def vocab_blocks(vocab: int, tokens: int, chunk: int) -> int | None:
 def logits_of(
     hidden: Array, head: Array, scales: Scales = UNSCALED, *, in_parts: bool = False
 ) -> Array:
-    """hidden [..., D], head [D, V] -> [..., V] float32, scaled and bounded as a model's scales say;
+    """hidden [..., D], head [D, V] -> [..., V] float32, scaled and bounded by a model's scales;
     in_parts: see layers.product."""
     head = head.astype(hidden.dtype)
     if in_parts:
@@ -339,21 +339,21 @@ def over_chunks(
     chunk: int,
     layout: Layout = ONE_DEVICE,
 ) -> Any:
-    """Return function(*inputs), run over at most `chunk` tokens of each device at once.
+    """Return function(*inputs), run over at most `chunk` tokens of each device at a time.
 
     Every array has tokens on axis 0, in the order of the layout.
 
-    The backward pass computes a chunk again, so what exists inside `function` never exists for more
-    than one chunk in either pass.
+    The backward pass computes a chunk again, so in both passes the intermediates of `function` are
+    in memory for one chunk only.
     """
     tokens = jax.tree.leaves(inputs)[0].shape[0]
     ways = layout.token_ways(tokens)
     each = tokens // ways
-    chunk, _ = _even_chunk(each, chunk)  # equal ones, for little padding
+    chunk, _ = _even_chunk(each, chunk)  # equal chunks, for little padding
     padding = -each % chunk
 
     def split(x: Array) -> Array:
-        """[tokens, ...] -> [chunks, ways * chunk, ...]: of every device some of its own."""
+        """[tokens, ...] -> [chunks, ways * chunk, ...]: a part of each device's tokens."""
         own = x.reshape(ways, each, *x.shape[1:])
         own = jnp.pad(own, ((0, 0), (0, padding), *((0, 0) for _ in x.shape[1:])))
         parts = jnp.moveaxis(own.reshape(ways, -1, chunk, *x.shape[1:]), 1, 0)
@@ -372,26 +372,26 @@ def over_chunks(
 
 
 def unpacked(bits: Array, vocab: int) -> Array:
-    """[tokens, ceil(vocab / 8)] uint8 -> [tokens, vocab] bool, as np.unpackbits little-endian."""
+    """[tokens, ceil(vocab / 8)] uint8 -> [tokens, vocab] bool, like little-endian np.unpackbits."""
     each = (bits[..., None] >> jnp.arange(8, dtype=jnp.uint8)) & 1
     return each.reshape(bits.shape[0], -1)[:, :vocab].astype(bool)
 
 
 class TokenLogprobs(NamedTuple):
-    """What `token_logprobs` gives; [B, T], 0 where a segment starts and in padding; and the load
-    of the experts."""
+    """The results of `token_logprobs`: [B, T], 0 at the start of a segment and in padding; and the
+    load of the experts."""
 
     logprobs: Array  # float32, of token t from the logits at t - 1
     entropy: Array  # float32, of that distribution, nats
     changed: Array | None  # int32, as in decoder.TokenStates
-    load: ExpertLoad | None  # as there
+    load: ExpertLoad | None  # as in decoder.TokenStates
 
 
 def token_logprobs(
     spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
 ) -> TokenLogprobs:
-    """Return each token's log-prob, and the entropy of the distribution that it is drawn from; on
-    one device 0 where nothing reads them (TokenRows.wanted)."""
+    """Return each token's log-prob, and the entropy of its distribution; on one device, 0 for
+    tokens that are not needed (TokenRows.wanted)."""
     layout, chunk, temperature = settings.layout, settings.chunk, settings.temperature
     kept, segment_ids = tokens.kept, tokens.segment_ids
     hidden, changed, load = token_states(spec, params, tokens, settings)
@@ -441,9 +441,9 @@ def token_logprobs(
 def greedy_matches(
     spec: ModelSpec, params: Params, tokens: TokenRows, settings: DecoderSettings = ON_ONE_DEVICE
 ) -> Array:
-    """Return whether each token is the likeliest one after those before it, [B, T] bool.
+    """Return whether each token is the most likely one after the previous tokens, [B, T] bool.
 
-    False where a segment starts and in padding. Where all tokens of an answer match, greedy
+    False at the start of a segment and in padding. If all tokens of an answer match, greedy
     decoding gives exactly this answer.
     """
     layout = settings.layout
@@ -459,25 +459,25 @@ def greedy_matches(
     return placed(matches, tokens.segment_ids, layout)
 
 
-# ---- a packed batch's tokens in one list, and back
+# ---- conversion between packed rows and a list of tokens
 
 
 def after(values: Array, layout: Layout = ONE_DEVICE) -> Array:
-    """Return for each token the value of the next one, 0 for a row's last: [B, T, ...] -> tokens
+    """Return for each token the value of the next token, 0 for a row's last: [B, T, ...] -> tokens
     [B * T, ...] of the layout."""
     rest = ((0, 0) for _ in values.shape[2:])
     return layout.flat(jnp.pad(values[:, 1:], ((0, 0), (0, 1), *rest)))
 
 
 def _follows(segment_ids: Array) -> Array:
-    """Return whether each token but a row's first has one before it in its segment, [B, T - 1]
+    """Return whether each token, except a row's first, follows a token of its segment, [B, T - 1]
     bool."""
     return (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
 
 
 def placed(values: Array, segment_ids: Array, layout: Layout = ONE_DEVICE) -> Array:
-    """Move what each token computed of the next one to that one: tokens [B * T, ...] of the layout
-    -> [B, T, ...]; 0 where a segment starts and in padding."""
+    """Move each token's values for its next token to the next token: tokens [B * T, ...] of the
+    layout -> [B, T, ...]; 0 at the start of a segment and in padding."""
     follows = _follows(segment_ids)
     values = layout.rows(values, segment_ids.shape[0])[:, :-1]
     follows = follows.reshape(*follows.shape, *(1 for _ in values.shape[2:]))

@@ -1,11 +1,11 @@
-"""LoRA: small trained changes of frozen matrices.
+"""LoRA: low-rank trained changes of frozen matrices.
 
     x W  ->  x W + scale (x A) B        W [in, out], A [in, rank], B [rank, out]
 
-Hu et al. 2021 (arXiv:2106.09685), sec. 4.1. The frozen weights are the base; A and B of all adapted
-matrices are the adapter, a tree of its own that is trained, saved and sent alone. Both together are
-`joined` for a pass: the decoder finds A and B beside each matrix, B times scale. B begins at 0, so
-that the policy begins as its base, bit for bit.
+Hu et al. 2021 (arXiv:2106.09685), sec. 4.1. The frozen weights are the base. A and B of all adapted
+matrices are the adapter, a separate tree that is trained, saved and sent alone. Both are `joined`
+for a forward pass: the decoder gets A and scaled B with each matrix. B is initialised to 0, so the
+policy is initially equal to its base, bit for bit.
 """
 
 import re
@@ -34,28 +34,28 @@ from jaxrl_async.model.spec import (
 )
 
 RANK = "rank"
-"""Logical axis of an adapter's inner width: on every device whole."""
+"""Logical axis of an adapter's inner width: replicated on every device."""
 
 PEFT_PREFIX = "base_model.model."
-"""What PEFT puts before the names of a model's modules."""
+"""PEFT's prefix of the names of a model's modules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    """Which matrices of a decoder are adapted, and how."""
+    """The adapted matrices of a decoder, and the settings of the adapter."""
 
-    names: tuple[str, ...]  # of the layers' weights, in each stack that has one (spec.weight_table)
+    names: tuple[str, ...]  # of the layers' weights, in each stack with them (spec.weight_table)
     rank: int
     scale: float  # of the product with B: alpha / rank, or alpha / sqrt(rank)
-    rslora: bool = False  # the latter
-    spread: bool = True  # A begins uniform as PEFT's; False: normal with deviation 1 / rank
-    dropout: float = 0.0  # share of the inputs of A that an update leaves out
+    rslora: bool = False  # whether scale is alpha / sqrt(rank)
+    spread: bool = True  # init of A: uniform like PEFT's; False: normal with deviation 1 / rank
+    dropout: float = 0.0  # share of A's inputs that an update drops
 
 
-def lora_of(spec: ModelSpec, section: LoraSection) -> Lora | None:
-    """Return how a configuration adapts a decoder; None: all weights are trained. Raises
-    ConfigError where a target matches nothing."""
-    if not section.rank:
+def lora_of(spec: ModelSpec, section: LoraSection | None) -> Lora | None:
+    """Return the Lora of a configuration; None: all weights are trained. Raises ConfigError if a
+    target matches nothing."""
+    if section is None:
         return None
     return Lora(
         names=_targets(spec, section.targets),
@@ -68,13 +68,13 @@ def lora_of(spec: ModelSpec, section: LoraSection) -> Lora | None:
 
 
 def scale_of(section: LoraSection) -> float:
-    """Return what the product with B is multiplied by; rank must be above 0."""
+    """Return the factor of the product with B."""
     return section.alpha / (section.rank**0.5 if section.rslora else section.rank)
 
 
 def _targets(spec: ModelSpec, wanted: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the weights that PEFT's target_modules would choose: the end of a
-    module's name, or a pattern of the whole; ALL_LINEAR: all but routers."""
+    """Return the names of the weights that PEFT's target_modules selects: by the suffix of a
+    module's name, or a pattern of the whole name. ALL_LINEAR: all except routers."""
     matrices: dict[str, set[str]] = {}  # the modules of all layers, by the names of their weights
     for weights in _stacks(spec).values():
         for name, weight in weights.items():
@@ -84,8 +84,8 @@ def _targets(spec: ModelSpec, wanted: str | tuple[str, ...]) -> tuple[str, ...]:
         return tuple(matrices)
     if not wanted:
         raise ConfigError(
-            "model.lora.targets: it names no matrix, so that nothing would be trained. Name some, "
-            f"such as q_proj, or take {ALL_LINEAR}."
+            "model.lora.targets: it is empty, so nothing would be trained. Name matrices, such as "
+            f"q_proj, or use {ALL_LINEAR}."
         )
     chosen: list[str] = []
     for target in (wanted,) if isinstance(wanted, str) else wanted:
@@ -93,13 +93,13 @@ def _targets(spec: ModelSpec, wanted: str | tuple[str, ...]) -> tuple[str, ...]:
         if not found:
             ends = sorted({m.rpartition(".")[2] for each in matrices.values() for m in each})
             raise ConfigError(
-                f"model.lora.targets: {target!r} is no matrix of a layer of this {spec.family} "
-                f"model. Name some of {', '.join(ends)}, or take {ALL_LINEAR}."
+                f"model.lora.targets: {target!r} is not a matrix of a layer of this {spec.family} "
+                f"model. Choose from {', '.join(ends)}, or use {ALL_LINEAR}."
             )
         if not all(_matches(target, module) for name in found for module in matrices[name]):
             raise ConfigError(
-                f"model.lora.targets: {target!r} names some layers, and all layers are adapted "
-                "alike. Name matrices, such as q_proj, or match any layer, such as "
+                f"model.lora.targets: {target!r} selects only some layers, but all layers are "
+                "adapted alike. Name matrices, such as q_proj, or match any layer, such as "
                 r"model\.layers\.\d+\.self_attn\.q_proj."
             )
         chosen += found
@@ -107,7 +107,7 @@ def _targets(spec: ModelSpec, wanted: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def modules_of(spec: ModelSpec, lora: Lora) -> dict[str, str]:
-    """Return the names of the adapted modules in a Hugging Face model, of one layer and expert 0,
+    """Return the names of the adapted modules in a Hugging Face model, for one layer and expert 0,
     by the names of their weights."""
     return {
         name: _modules(name, weights[name])[0]
@@ -128,20 +128,20 @@ def _matches(target: str, module: str) -> bool:
         return module.endswith("." + target) or re.fullmatch(target, module) is not None
     except re.error as error:
         raise ConfigError(
-            f"model.lora.targets: {target!r} is no regular expression: {error}. Name matrices, "
+            f"model.lora.targets: {target!r} is not a regular expression: {error}. Name matrices, "
             "such as q_proj, or correct it."
         ) from None
 
 
 def _modules(name: str, weight: Weight) -> list[str]:
-    """Return the names of a weight's modules in a Hugging Face model: all layers', expert 0's."""
+    """Return the names of a weight's modules in a Hugging Face model: all layers, expert 0."""
     module = _module(name, weight)
     return [module.format(layer=layer, expert=0) for layer in weight.numbers]
 
 
 def _module(name: str, weight: Weight) -> str:
-    """Return the name of a weight's modules with {layer} and {expert}; experts that files hold in
-    one tensor, for which PEFT has no modules, are named as those of most families."""
+    """Return the name of a weight's modules with {layer} and {expert}. Experts that files hold in
+    one tensor, for which PEFT has no modules, get the names of most families."""
     if weight.hf_every is None:
         return weight.hf.removesuffix(".weight")
     return f"model.layers.{{layer}}.{HF_NAMES['expert_' + name]}"
@@ -150,8 +150,8 @@ def _module(name: str, weight: Weight) -> str:
 def adapter_table(spec: ModelSpec, lora: Lora, *, one_input: bool = False) -> dict[str, Any]:
     """Return the adapter's weights, in the tree of its parameters.
 
-    one_input: matrices that files join (Phi-3's qkv_proj) have one A there, as PEFT trains it;
-    otherwise each has its own, and the file's has all of them, with B in blocks.
+    one_input: matrices that files join (Phi-3's qkv_proj) have one A in the file, as trained by
+    PEFT. Otherwise each matrix has its own A; the file concatenates them, with B in blocks.
     """
     table = {
         stack: _adapter_stack(
@@ -163,8 +163,8 @@ def adapter_table(spec: ModelSpec, lora: Lora, *, one_input: bool = False) -> di
 
 
 def joined_modules(spec: ModelSpec, lora: Lora) -> dict[str, int]:
-    """Return how many adapted matrices each module joins that joins several, by the end of its
-    name."""
+    """Return the number of adapted matrices in modules that join several, by the suffix of the
+    module's name."""
     modules = list(modules_of(spec, lora).values())
     counts = {module: modules.count(module) for module in modules}
     return {module.rpartition(".")[2]: n for module, n in counts.items() if n > 1}
@@ -208,12 +208,12 @@ def _adapter_stack(weights: dict[str, Weight], lora: Lora, one_input: bool) -> d
 
 
 def trained_table(spec: ModelSpec, lora: Lora | None) -> dict[str, Any]:
-    """Return the table of what is trained: the adapter, or all weights."""
+    """Return the table of the trained weights: the adapter's, or all."""
     return weight_table(spec) if lora is None else adapter_table(spec, lora)
 
 
 def scaled(lora: Lora, adapter: Params) -> Params:
-    """Return an adapter as the decoder takes it: B times scale."""
+    """Return an adapter with B times scale, for the decoder."""
     stacks = {
         stack: {
             name: array * jnp.asarray(lora.scale, array.dtype) if name.endswith(LORA_B) else array
@@ -225,27 +225,27 @@ def scaled(lora: Lora, adapter: Params) -> Params:
 
 
 def beside(base: Params, adapter: Params) -> Params:
-    """Return base and scaled adapter as one decoder's parameters; what else the adapter has, such
-    as a head, takes the place of the base's."""
+    """Combine base and scaled adapter to one decoder's parameters. Other weights of the adapter,
+    such as a head, replace the base's."""
     stacks = {stack: {**base[stack], **adapter[stack]} for stack in stacks_in(adapter)}
     return {**base, **adapter, **stacks}
 
 
 def is_whole(params: Params) -> bool:
-    """Return whether these are a decoder's parameters, not an adapter's alone."""
+    """Return whether these are a decoder's parameters, not only an adapter's."""
     return not isinstance(params, dict) or "embed" in params
 
 
 def joined(
     lora: Lora | None, base: Params | None, trained: Params, noise: Noise | None = None
 ) -> Params:
-    """Return the decoder's parameters for a pass; nothing is copied but B.
+    """Return the decoder's parameters for a forward pass; only B is copied.
 
     Args:
-        lora: None: all weights are trained.
-        base: the frozen weights; None: there are none.
+        lora: the adapted matrices; None: all weights are trained.
+        base: the frozen weights; None: no frozen weights.
         trained: the adapter, or all weights.
-        noise: drop inputs of the adapter; None: see all.
+        noise: keys of the dropout of the adapter's inputs; None: no dropout.
     """
     if lora is None or base is None or is_whole(trained):
         return trained
@@ -280,7 +280,7 @@ def _merged_stack(table: dict[str, Weight], lora: Lora, base: Params, adapter: P
 
 
 def change_of(weight: Weight, lora: Lora, layers: Params, name: str) -> Array:
-    """Return scale A B in the shape of its matrix (`weight`, of this name), float32; layers holds A
+    """Return scale A B in the shape of its matrix (`weight`, named `name`), float32; layers holds A
     and B."""
     lead, shape = weight.shape[: weight.stacked], weight.shape
     assert contracted(weight).start == weight.stacked, "inputs come first"
@@ -290,14 +290,14 @@ def change_of(weight: Weight, lora: Lora, layers: Params, name: str) -> Array:
 
 
 def adapted_names(layers: Params) -> tuple[str, ...]:
-    """Return the names of the matrices that have an adapter among these weights of layers; and
-    LORA_DROP, if its inputs are dropped."""
+    """Return the names of the matrices with an adapter among these weights of layers, and LORA_DROP
+    if its inputs are dropped."""
     names = (n.removesuffix(LORA_A) for n in layers if n.endswith(LORA_A))
     return (*names, *(n for n in layers if n == LORA_DROP))
 
 
 def with_adapter(spec: ModelSpec, table: dict[str, Any], params: Params) -> dict[str, Any]:
-    """Return a decoder's table with the adapter that the parameters have, if they have one."""
+    """Return a decoder's table, including the parameters' adapter if they have one."""
     names = {
         n: params[stack]
         for stack in stacks_in(params)
@@ -312,7 +312,7 @@ def with_adapter(spec: ModelSpec, table: dict[str, Any], params: Params) -> dict
 
 
 def merged_on(spec: ModelSpec, lora: Lora, shardings: Any) -> Any:
-    """Return `merged` as a compiled function of base and adapter, with results placed so."""
+    """Return `merged` as a compiled function of base and adapter, with these output shardings."""
     return jax.jit(lambda base, adapter: merged(spec, lora, base, adapter), out_shardings=shardings)
 
 

@@ -1,6 +1,6 @@
-"""Mixture of experts: routing each token to experts, their weights, and computing them.
+"""Mixture of experts: routing of tokens to experts, their weights, and their computation.
 
-n tokens, k experts of each, E experts, D model width, F an expert's inner width.
+n tokens, k experts per token, E experts, D model width, F inner width of an expert.
 """
 
 from collections.abc import Callable
@@ -61,19 +61,19 @@ def route(
     """Return the k experts of each token and their weights: ids [..., k] int32, weights [..., k]
     float32.
 
-    logits [..., experts]; the weights, see ExpertRouter, carry the gradient: with the usual router
-    g_i = exp(l_i) / sum_{j chosen} exp(l_j). forced_ids [..., k] of any integers replace the
-    choice, not the weights; for a token with a -1 among its ids the router chooses. Small
-    numerical differences between sampler and trainer change the choice when logits are close, and
-    the token's log-prob with it: forced_ids replay the sampler's choice (R3, "Stabilizing MoE
-    Reinforcement Learning by Aligning Training and Inference Routers", arXiv:2510.11370, sec. 3).
+    The weights (see ExpertRouter) carry the gradient: with the usual router
+    g_i = exp(l_i) / sum_{j chosen} exp(l_j). forced_ids replace the choice, not the weights; for a
+    token with a -1 among its ids the router chooses. If logits are close, small numerical
+    differences between sampler and trainer change the choice, and with it the token's log-prob.
+    forced_ids replay the sampler's choice (R3, "Stabilizing MoE Reinforcement Learning by Aligning
+    Training and Inference Routers", arXiv:2510.11370, sec. 3).
 
     Args:
         logits: [..., experts].
-        k: experts of a token.
-        forced_ids: [..., k], or None.
-        router: how they are chosen and weighed.
-        correction: [experts], what is added to the odds when experts are chosen.
+        k: experts per token.
+        forced_ids: [..., k] of any integer type, or None.
+        router: how experts are chosen and weighed.
+        correction: [experts], added to the odds for the choice of experts.
     """
     logits = logits.astype(jnp.float32)
     ids = free_choice(logits, k, router, correction)
@@ -93,7 +93,7 @@ def route(
 
 
 def free_choice(logits: Array, k: int, router: ExpertRouter, correction: Array | None) -> Array:
-    """Return the ids [..., k] that a router chooses by itself, given float32 logits."""
+    """Return the ids [..., k] of the router's own choice, given float32 logits."""
     odds = jax.lax.stop_gradient(logits)
     if router.odds == "sigmoid":
         odds = jax.nn.sigmoid(odds)
@@ -107,7 +107,7 @@ def free_choice(logits: Array, k: int, router: ExpertRouter, correction: Array |
 
 
 def _in_best_groups(odds: Array, router: ExpertRouter) -> Array:
-    """Return odds with minus infinity outside of the groups that a token chooses."""
+    """Return odds with minus infinity outside of a token's chosen groups."""
     grouped = odds.reshape(*odds.shape[:-1], router.groups, -1)
     best = jax.lax.top_k(grouped, min(router.best_of_group, grouped.shape[-1]))[0].sum(axis=-1)
     chosen = jax.lax.top_k(best, router.groups_per_token)[1]
@@ -116,7 +116,7 @@ def _in_best_groups(odds: Array, router: ExpertRouter) -> Array:
 
 
 def noting(chosen: list[Array]) -> Choose:
-    """Return `route` that also appends the ids that it chooses to `chosen`, layer by layer."""
+    """Return `route` that also appends the chosen ids to `chosen`, layer by layer."""
 
     def choose(
         logits: Array,
@@ -133,8 +133,8 @@ def noting(chosen: list[Array]) -> Choose:
 
 
 def replaying(forced_ids: Array | None) -> tuple[Choose, list[Array]]:
-    """Return `route` with forced_ids [n, k], and a list that it fills with whether the router would
-    have chosen other experts for each token, [n] bool.
+    """Return `route` with forced_ids [n, k], and a list to which it appends, per layer, whether the
+    router would have chosen other experts for each token, [n] bool.
 
     forced_ids None: `route` itself; the list stays empty.
     """
@@ -156,11 +156,11 @@ def replaying(forced_ids: Array | None) -> tuple[Choose, list[Array]]:
 
 
 def counting(choose: Choose, real: Array, *, learns: bool) -> tuple[Choose, list[ExpertLoad]]:
-    """Return `choose` and a list that it fills with each call's load: [E], [E] and [].
+    """Return `choose` and a list to which it appends each call's load: [E], [E] and [].
 
     Args:
         choose: routes the tokens.
-        real: [n] bool, those that count.
+        real: [n] bool, tokens other than padding.
         learns: whether the odds carry a gradient.
     """
     loads: list[ExpertLoad] = []
@@ -188,8 +188,8 @@ def counting(choose: Choose, real: Array, *, learns: bool) -> tuple[Choose, list
 
 
 def all_odds(logits: Array, router: ExpertRouter) -> Array:
-    """Return the probabilities of all experts, [..., experts] float32, that sum to 1: those of a
-    sigmoid router divided by their sum (DeepSeek-V3, arXiv:2412.19437, eq. 19)."""
+    """Return the probabilities of all experts, [..., experts] float32, with sum 1: a sigmoid
+    router's are divided by their sum (DeepSeek-V3, arXiv:2412.19437, eq. 19)."""
     logits = logits.astype(jnp.float32)
     if router.odds == "softmax":
         return jax.nn.softmax(logits, axis=-1)
@@ -198,9 +198,9 @@ def all_odds(logits: Array, router: ExpertRouter) -> Array:
 
 
 def load_by_layer(runs: list[list[ExpertLoad]]) -> ExpertLoad | None:
-    """Join the loads of runs of layers to those of all layers in their order; None: no experts.
+    """Join the loads of runs of layers to one load of all layers, in order; None: no experts.
 
-    Each run has a load for each of its layers with experts in a turn of its loop, [turns, ...].
+    Each run has one load per layer with experts in an iteration of its loop, [iterations, ...].
     """
     loads = [jax.tree.map(lambda *a: jnp.stack(a, axis=1), *run) for run in runs if run]
     if not loads:
@@ -210,12 +210,12 @@ def load_by_layer(runs: list[list[ExpertLoad]]) -> ExpertLoad | None:
 
 
 def _in_order(load: ExpertLoad) -> ExpertLoad:
-    """Return [turns, layers in a turn, ...] as [layers, ...]."""
+    """Return [iterations, layers per iteration, ...] as [layers, ...]."""
     return ExpertLoad(*(a.reshape(-1, *a.shape[2:]) for a in load))
 
 
 def id_dtype(experts: int) -> Any:
-    """Return the NumPy type of stored and sent ids: 1 byte up to 128 experts, else 2; -1 means
+    """Return the NumPy type of stored and sent ids: 1 byte up to 128 experts, else 2; -1 is
     unknown."""
     return np.int8 if experts <= 128 else np.int16
 
@@ -232,20 +232,19 @@ def run_experts(
     *,
     first: Any = 0,
 ) -> Array:
-    """Return sum_i share_i down_i (silu(gate_i x) * up_i x) over each token's experts, with their
-    biases if there are any: [n, D].
+    """Return sum_i share_i down_i (silu(gate_i x) * up_i x) over each token's experts, with
+    optional biases: [n, D].
 
     Args:
         x: [n, D].
         ids: [n, k] experts of each token.
         share: [n, k] their weights.
-        matrices: gate and up [E, D, F], down [E, F, D], the scales of quantised ones, and adapters
-            with the columns of them that each token uses (adapter_stack.py); biases [E, F] and
-            [E, D].
-        activation: in place of silu, see activations.gated.
+        matrices: gate and up [E, D, F], down [E, F, D], scales of quantised matrices, adapters with
+            the columns that each token uses (adapter_stack.py), and biases [E, F] and [E, D].
+        activation: replaces silu, see activations.gated.
         first: id of the first expert in `matrices`; ids outside first .. first + E contribute 0.
 
-    Tokens are sorted by expert, so that each expert's matrices multiply all of its tokens at once.
+    Tokens are sorted by expert, so each expert's matrices multiply all of its tokens together.
     """
     k, E = ids.shape[1], matrices["gate"].shape[0]
     local_ids = jnp.reshape(ids - first, -1)
@@ -257,7 +256,7 @@ def run_experts(
     scales = scales_among(matrices)
 
     def summed(rows: Array, weights: Array) -> Array:
-        """Multiply each row with its expert's matrix; float32."""
+        """Multiply each row by its expert's matrix; float32."""
         return grouped_product(rows, weights.astype(rows.dtype), sizes, jnp.float32)
 
     def dots(rows: Array, name: str) -> Array:
@@ -294,9 +293,9 @@ def run_experts(
 def experts_on(mesh: Mesh | None, rules: Rules = TRAINER_RULES) -> Experts:
     """Return run_experts for tokens and experts that the rules divide over a mesh.
 
-    If tokens are divided over `expert` too, each device gathers the tokens of its group, runs its
-    own experts on them, and scatters the sums: no token is dropped, however uneven the choice, at
-    the price of memory for all of them. Inner widths are divided over `tensor`.
+    If tokens are also divided over `expert`, each device gathers the tokens of its group, runs its
+    own experts on them, and scatters the sums. No token is dropped, even with uneven routing, at
+    the price of memory for all tokens. Inner widths are divided over `tensor`.
     """
     if mesh is None or mesh.size == 1:
         return run_experts
@@ -309,7 +308,7 @@ def experts_on(mesh: Mesh | None, rules: Rules = TRAINER_RULES) -> Experts:
         activation: Activation = "silu",
     ) -> Array:
         here = trainer_rules() if rules is TRAINER_RULES else rules
-        in_use = {**here, "embed": None}  # whole, as Layout.gathered makes it
+        in_use = {**here, "embed": None}  # gathered by Layout.gathered
         tokens = spec_for(x.shape, ("tokens", None), mesh, here)
         specs = {
             name: spec_for(matrix.shape, _axes_of(name), mesh, in_use)
@@ -351,8 +350,8 @@ def experts_on(mesh: Mesh | None, rules: Rules = TRAINER_RULES) -> Experts:
 
 
 def _with_one_bias(matrices: dict[str, Array], axes: list[str]) -> dict[str, Array]:
-    """Return the matrices with the bias of down on the first device along these axes alone: their
-    outputs are summed."""
+    """Return the matrices with down's bias only on the first device along these axes, since the
+    devices' outputs are summed."""
     bias = matrices["down" + BIAS]
     for axis in axes:
         bias = jnp.where(jax.lax.axis_index(axis) == 0, bias, 0)
@@ -376,12 +375,12 @@ def _axes_of(name: str) -> tuple[str | None, ...]:
 
 
 def check_experts(spec: ModelSpec, mesh: Mesh, where: str) -> None:
-    """Raise ConfigError if the axis expert of a mesh (`where`: mesh.trainer or mesh.sampler) cannot
-    divide the model's experts."""
+    """Raise ConfigError if the axis `expert` of a mesh (`where`: mesh.trainer or mesh.sampler) does
+    not divide the model's experts."""
     ways = mesh.shape["expert"]
     if ways > 1 and (not spec.experts or spec.experts % ways):
         has = f"{spec.experts} in each layer" if spec.experts else "none: it is dense"
         raise ConfigError(
-            f"{where}.expert ({ways}) must divide the model's experts, and it has {has}. Set it to "
-            f"1 or a divisor, and give the devices to {where}.data, fsdp or tensor."
+            f"{where}.expert ({ways}) must divide the model's number of experts, but it has {has}. "
+            f"Set it to 1 or a divisor, and use the devices for {where}.data, fsdp or tensor."
         )

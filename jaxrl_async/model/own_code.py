@@ -1,7 +1,7 @@
 """The code of a user's own decoder: a class in a file, known by its name and a hash of the text.
 
-A class runs only if somebody on this machine named its file (model.decoder, Policy.from_pretrained,
-or the run that a sampler joined); what a model's directory names is compared with those.
+A class is run only if its file was named on this machine (model.decoder, Policy.from_pretrained, or
+the run that a sampler joined). The code named in a model's directory is compared with those.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from jaxrl_async.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnCode:
-    """A class of the user's; equal if name and text are, wherever the file lies."""
+    """A user's class; equal if name and text are, for any path of the file."""
 
     name: str
     sha256: str  # of the file, hexadecimal
-    file: str = field(default="", compare=False)  # where it lies, for processes beside this one
+    file: str = field(default="", compare=False)  # path, for other processes on the machine
 
 
 class _Loaded(NamedTuple):
@@ -33,13 +33,13 @@ _lock = threading.Lock()
 
 
 def load_code(named: str, where: str = "model.decoder") -> OwnCode:
-    """Load the class that FILE.py:CLASS names. Raises ConfigError, which begins with `where`."""
+    """Load the class FILE.py:CLASS. Raises ConfigError, which begins with `where`."""
     if not is_own(named):
-        raise ConfigError(f"{where} = {named!r}: give FILE.py:CLASS, a file and a class in it.")
+        raise ConfigError(f"{where} = {named!r}: must be FILE.py:CLASS, a file and a class in it.")
     file, _, name = named.rpartition(":")
     path = Path(file).resolve()
     with _lock:
-        # The file is run before its text is known: a missing one has load_attribute's message.
+        # The file is run before it is read, so a missing file gives load_attribute's message.
         cls = load_attribute(f"{path}:{name}", where, "class", lambda v: isinstance(v, type))
         text = path.read_bytes()
         code = OwnCode(name=name, sha256=hashlib.sha256(text).hexdigest(), file=str(path))
@@ -48,12 +48,12 @@ def load_code(named: str, where: str = "model.decoder") -> OwnCode:
 
 
 def is_loaded(code: OwnCode) -> bool:
-    """Return whether somebody here named a file with this class and text."""
+    """Return whether a file with this class and text was named in this process."""
     return code in _loaded
 
 
 def class_of(code: OwnCode) -> Any:
-    """Return the class; of a code that another process of the run named, from the same path here.
+    """Return the class. If another process of the run named it, it is loaded from the same path.
 
     Raises ConfigError if the file is missing or has another text.
     """
@@ -63,25 +63,25 @@ def class_of(code: OwnCode) -> Any:
     if not code.file or not path.is_file():
         raise ConfigError(
             f"the model's layers are {code.name} of {code.file or 'a file'}, which is not on this "
-            "machine. Copy it from where the run was started to the same path."
+            "machine. Copy it from the machine that started the run to the same path."
         )
     if (here := hashlib.sha256(path.read_bytes()).hexdigest()) != code.sha256:
         raise ConfigError(
-            f"{path} is not the file that the run was started with (sha256 {here[:12]} here, "
-            f"{code.sha256[:12]} there), so {code.name} may compute something else. Copy the run's."
+            f"{path} is not the file that the run was started with (sha256 {here[:12]}, not "
+            f"{code.sha256[:12]}), so {code.name} may differ. Copy the run's file."
         )
     load_code(f"{path}:{code.name}", "the run's model.decoder")
     return class_of(code)
 
 
 def text_of(code: OwnCode) -> bytes:
-    """Return the text of the file as it was when the class was loaded."""
+    """Return the text of the file at the time the class was loaded."""
     class_of(code)
     return _loaded[code].text
 
 
 def check_trusted(code: OwnCode, where: str) -> None:
-    """Raise CheckpointError unless somebody here named a file with this class and text.
+    """Raise CheckpointError unless a file with this class and text was named in this process.
 
     where: the config.json that names it.
     """
@@ -91,15 +91,15 @@ def check_trusted(code: OwnCode, where: str) -> None:
     others = [c.file for c in _loaded if c.name == code.name]
     if others:
         raise CheckpointError(
-            f"{where}: the weights belong to another text of {code.name} (sha256 "
-            f"{code.sha256[:12]}) than {others[0]} has. Put that file back; the text that the "
-            f"weights were saved with is in {beside}."
+            f"{where}: the weights belong to another version of {code.name} (sha256 "
+            f"{code.sha256[:12]}) than the file {others[0]}. Restore the file; the version that "
+            f"the weights were saved with is {beside}."
         )
     raise CheckpointError(
-        f"{where}: the layers are a class of somebody's own, and a directory's code is never run "
-        f"unasked. Read {beside}, and then name it: model.decoder={beside}:{code.name} in a run, "
-        f'--decoder {beside}:{code.name} of a command, Policy.from_pretrained(..., decoder="...")'
-        " in Python."
+        f"{where}: the layers are a user-defined class, and code in a model's directory is never "
+        f"run without permission. Read {beside}; if you trust it, name it: "
+        f"model.decoder={beside}:{code.name} in a run, --decoder {beside}:{code.name} in a "
+        'command, Policy.from_pretrained(..., decoder="...") in Python.'
     )
 
 
@@ -109,16 +109,16 @@ def save_code(code: OwnCode, folder: Path) -> None:
 
 
 def check_unchanged(code: OwnCode | None, folder: Path, *, resumed: bool) -> None:
-    """Keep a copy of a run's own decoder in `folder`; of a resumed run, compare it. Raises
-    ConfigError if the text has changed since."""
+    """Keep a copy of a run's own decoder in `folder`; in a resumed run, compare with the copy.
+    Raises ConfigError if the text has changed."""
     if code is None:
         return
     kept = folder / Path(code.file).name
     if resumed and kept.is_file():
         if kept.read_bytes() != text_of(code):
             raise ConfigError(
-                f"model.decoder: {code.file} has changed since the run began. Put its text back "
-                f"(the run kept it in {kept}), or start a new run."
+                f"model.decoder: {code.file} has changed since the run began. Restore its text "
+                f"(the run's copy is {kept}), or start a new run."
             )
         return
     folder.mkdir(parents=True, exist_ok=True)

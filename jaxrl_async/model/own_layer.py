@@ -1,8 +1,8 @@
-"""The base of a user's own decoder: one layer as a Flax module, and what may differ around it.
+"""The base class of a user's own decoder: one layer as a Flax module, and hooks around the layers.
 
-A class named FILE.py:CLASS declares the weights of one layer and computes what comes before and
+A class named FILE.py:CLASS declares the weights of one layer and computes the parts before and
 after the attention. Scan, rematerialisation, meshes, adapters and 8-bit weights in the trainer, and
-pages, blocks and swaps in the sampler, are those of the built-in layer. docs/own_decoder.md.
+pages, blocks and swaps in the sampler, work as for the built-in layer. See docs/own_decoder.md.
 """
 
 import math
@@ -23,32 +23,32 @@ class OwnLayer(Layer):
 
     @staticmethod
     def weights(spec: ModelSpec) -> dict[str, Weight]:
-        """Return the weights of one layer by name, best made with `weight`."""
+        """Return the weights of one layer by name, preferably made with `weight`."""
         raise NotImplementedError
 
     def qkv(self, x: Array, angles: Angles | None) -> tuple[Array, Array, Array]:
         """Return queries [n, H, K], keys and values [n, N, K] of hidden states [n, D].
 
-        Attention divides the products of queries and keys by the root of K. angles: see `turned`.
+        Attention divides the scores by the square root of K. angles: see `turned`.
         """
         raise NotImplementedError
 
     def finish(self, x: Array, attended: Array, *routing: Any) -> Array:
-        """Return the hidden states [n, D] after the layer, given those before it and what attention
-        returned, [n, H, K].
+        """Return the hidden states [n, D] after the layer, given the hidden states before it and
+        attention's output, [n, H, K].
 
-        routing: of the built-in layers with experts; nothing that an own layer must read.
+        routing: for the built-in layers with experts; an own layer may ignore it.
         """
         raise NotImplementedError
 
     @staticmethod
     def pattern(spec: ModelSpec) -> tuple[LayerKind, ...]:
-        """Return the kinds of the layers, repeated until there are enough."""
+        """Return the kinds of the layers; the pattern is repeated over all layers."""
         return spec.pattern
 
     @staticmethod
     def outer_weights(spec: ModelSpec) -> dict[str, Weight]:
-        """Return weights beside embed [V, D], final_norm [D] and lm_head [D, V] (if untied)."""
+        """Return weights other than embed [V, D], final_norm [D] and, if untied, lm_head [D, V]."""
         return {}
 
     @staticmethod
@@ -59,20 +59,20 @@ class OwnLayer(Layer):
 
     @staticmethod
     def final(spec: ModelSpec, params: Params, x: Array) -> Array:
-        """Return what the output head multiplies, [n, D], given the last hidden states [n, D]."""
+        """Return the input of the output head, [n, D], given the last hidden states [n, D]."""
         return normed(spec, x, params["final_norm"])
 
     def times(self, x: Array, name: str) -> Array:
-        """Return x [n, inputs] @ the matrix of that name, [n, outputs]: dimensions of several are
-        flattened. Adds its adapter, and knows 8 bits."""
+        """Return x [n, inputs] @ the named matrix, [n, outputs]; multiple dimensions are flattened.
+        Adds the matrix's adapter, and supports quantised matrices."""
         return self._times(x, name)
 
     def weight(self, name: str, like: Array) -> Array:
-        """Return a weight as it was declared, in the number type of `like`; of a matrix, without
-        its adapter. Raises ConfigError for a matrix in 4 bits, which `times` alone knows."""
+        """Return a weight in its declared shape and the dtype of `like`; for a matrix, without its
+        adapter. Raises ConfigError for a matrix in 4 bits, which only `times` supports."""
         if self.scales not in ("", SCALE) and hasattr(self, name + self.scales):
             raise ConfigError(
-                f"model.decoder: {type(self).__name__} reads the matrix {name} by weight(), and "
+                f"model.decoder: {type(self).__name__} reads the matrix {name} with weight(), but "
                 "model.lora.base keeps it in 4 bits. Use times(), or model.lora.base=int8."
             )
         values = self._weight(name, like.dtype)
@@ -86,11 +86,11 @@ def weight(spec: ModelSpec, *axes: str, inputs: int = 1, init: Init = "normal") 
     """Return a weight with these dimensions: embed, heads, kv_heads, head_dim, mlp or vocab.
 
     Args:
-        spec: has their sizes.
-        axes: the dimensions, those that are summed over first.
-        inputs: how many of them are summed over.
-        init: normal (divided by the root of the inputs), ones or zeros; only normal ones count as
-            matrices, which have adapters and 8 bits.
+        spec: defines their sizes.
+        axes: the dimensions; the summed ones come first.
+        inputs: number of summed dimensions.
+        init: normal (divided by the square root of the inputs), ones or zeros. Only normal weights
+            are matrices, which can have adapters and be quantised.
     """
     known = {
         "embed": spec.width,
@@ -102,7 +102,7 @@ def weight(spec: ModelSpec, *axes: str, inputs: int = 1, init: Init = "normal") 
     }
     if unknown := [axis for axis in axes if axis not in known]:
         raise ValueError(
-            f"weight(spec, ...): {unknown[0]!r} is none of {', '.join(known)}. For other sizes "
+            f"weight(spec, ...): {unknown[0]!r} is not one of {', '.join(known)}. For other sizes "
             "declare Weight(shape=..., axes=..., init=...) with the axis ''."
         )
     shape = tuple(known[axis] for axis in axes)
@@ -110,7 +110,7 @@ def weight(spec: ModelSpec, *axes: str, inputs: int = 1, init: Init = "normal") 
 
 
 def turned(x: Array, angles: Angles | None) -> Array:
-    """Return queries or keys [n, heads, K] rotated as their positions say; None: as they are."""
+    """Return queries or keys [n, heads, K] rotated by their positions; angles None: unchanged."""
     return x if angles is None else rotate(x, angles.cos, angles.sin)
 
 
@@ -127,7 +127,7 @@ def first_states(spec: ModelSpec, params: Params, token_ids: Array, positions: A
 
 
 def last_states(spec: ModelSpec, params: Params, x: Array) -> Array:
-    """Return an own decoder's hidden states for the head, [n, D], in x's number type."""
+    """Return an own decoder's hidden states for the head, [n, D], in x's dtype."""
     assert spec.own is not None
     states: Array = class_of(spec.own).final(spec, params, x)
     return states.astype(x.dtype)

@@ -1,5 +1,5 @@
-"""The ModelSpec of a user's own decoder: made of a configuration, or of a directory that a run
-saved; checked before anything is computed with it."""
+"""The ModelSpec of a user's own decoder, from a configuration or from a directory that a run saved.
+It is checked before use."""
 
 import dataclasses
 import itertools
@@ -36,16 +36,16 @@ from jaxrl_async.model.spec import (
 log = logging.getLogger(__name__)
 
 OWN_FAMILY = "own"
-"""ModelSpec.family of such a decoder."""
+"""ModelSpec.family of a user's own decoder."""
 OWN_TYPE = "jaxrl_async_own"
-"""model_type of config.json; transformers knows no such model."""
+"""model_type in config.json, unknown to transformers."""
 TOKENS = 6
-"""Tokens on which a layer is tried."""
+"""Number of tokens on which a layer is checked."""
 TRIED_WEIGHTS = 2**24
-"""Weights up to which a layer is tried with numbers, not only with shapes."""
+"""Maximum number of weights of a layer that is checked with numbers, not only with shapes."""
 SIZES = ("vocab", "layers", "width", "heads", "kv_heads", "head_dim", "mlp", "max_positions")
 FIELDS = ("spec", "fused", "mixed", "scales", "adapted", "chosen", "stack")
-"""Attributes of a layer that are no weights."""
+"""Attributes of a layer that are not weights."""
 REQUIRED = ("weights", "qkv", "finish")
 
 
@@ -82,7 +82,7 @@ def own_spec(named: str, architecture: ArchitectureSection, vocab_size: int) -> 
 
 
 def read_own(config: Mapping[str, Any], where: str) -> ModelSpec:
-    """Return the decoder that config.json describes, whose code somebody here has named. Raises
+    """Return the decoder of a config.json, if its code is trusted (named by the user). Raises
     CheckpointError, ConfigError."""
     fields = config.get("spec")
     try:
@@ -94,7 +94,7 @@ def read_own(config: Mapping[str, Any], where: str) -> ModelSpec:
         assert all(0 < getattr(spec, n) < 2**31 for n in SIZES)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{where}: `spec` is not one that this version wrote ({type(error).__name__}: {error})."
+            f"{where}: `spec` was not written by this version ({type(error).__name__}: {error})."
             " Copy the directory again."
         ) from None
     assert own is not None
@@ -121,8 +121,8 @@ def written_own(spec: ModelSpec) -> dict[str, Any]:
 
 
 def check_own(spec: ModelSpec) -> None:
-    """Trace a layer of a user's own decoder, and what is around it. Raises ConfigError where a
-    weight or a result is not as it must be; does nothing for other decoders."""
+    """Trace a layer of a user's own decoder, and the functions around it. Raises ConfigError for an
+    invalid weight or result; does nothing for other decoders."""
     if spec.own is None:
         return
     _check_class(spec.own)
@@ -158,7 +158,7 @@ def check_numbers(spec: ModelSpec) -> None:
         raise _wrong(
             spec.own,
             "qkv and finish give NaN or infinite numbers for random weights and states",
-            "Look for divisions by 0, roots and logarithms of what may be negative.",
+            "Look for divisions by 0, and for roots and logarithms of negative numbers.",
         )
     bad = [name for name, slope in slopes[0].items() if not bool(jnp.isfinite(slope).all())]
     if not bool(jnp.isfinite(slopes[1]).all()):
@@ -173,8 +173,8 @@ def check_numbers(spec: ModelSpec) -> None:
 
 
 def check_own_base(spec: ModelSpec, base: Params) -> None:
-    """Trace a layer of a user's own decoder with matrices in 8 or 4 bits. Raises ConfigError where
-    it reads them in a way that only whole ones have; does nothing for other decoders.
+    """Trace a layer of a user's own decoder with matrices in 8 or 4 bits. Raises ConfigError if it
+    cannot use quantised matrices; does nothing for other decoders.
 
     base: shapes of all weights (frozen_base.base_shapes).
     """
@@ -192,7 +192,7 @@ def _wrong(code: OwnCode, what: str, remedy: str) -> ConfigError:
 
 
 def _asked(code: OwnCode, method: str, ask: Callable[[], Any]) -> Any:
-    """Return what a method of the user's gives. Raises ConfigError in its place."""
+    """Return the result of a user's method. Raises ConfigError if it fails."""
     try:
         return ask()
     except JaxrlError:
@@ -201,14 +201,16 @@ def _asked(code: OwnCode, method: str, ask: Callable[[], Any]) -> Any:
         raise _wrong(
             code,
             f"{method} fails: {type(error).__name__}: {str(error)[:400]}",
-            "It is traced for shapes before the run; correct it there.",
+            "It is traced for shapes before the run; correct the method.",
         ) from error
 
 
 def _check_class(code: OwnCode) -> None:
     cls = class_of(code)
     if not issubclass(cls, OwnLayer):
-        raise _wrong(code, "is no OwnLayer", "Derive it from jaxrl_async.model.own_layer.OwnLayer.")
+        raise _wrong(
+            code, "is not an OwnLayer", "Derive it from jaxrl_async.model.own_layer.OwnLayer."
+        )
     missing = [name for name in REQUIRED if getattr(cls, name) is getattr(OwnLayer, name)]
     if missing:
         raise _wrong(code, f"lacks {', '.join(missing)}", f"Define {', '.join(REQUIRED)}.")
@@ -226,20 +228,20 @@ def _check_table(spec: ModelSpec, code: OwnCode, method: str) -> None:
 
 
 def _problem(cls: Any, method: str, name: Any, weight: Weight) -> tuple[str, str] | None:
-    """Return what is wrong with a weight, and what to do."""
+    """Return the problem of a weight and its remedy; None: the weight is valid."""
     outer = method == "outer_weights"
     taken = ("embed", "final_norm", "lm_head", "head") if outer else ("qkv_proj", "gate_up")
     reserved = not outer and (hasattr(cls, str(name)) or str(name) in FIELDS)
     ends = (SCALE, LORA_A, LORA_B)
     if not isinstance(name, str) or not name.isidentifier():
-        return "is no name", "Take letters, digits and underscores."
+        return "is not a valid name", "Use letters, digits and underscores."
     if name in taken or reserved or name.endswith(ends) or (outer and is_stack(name)):
-        return "is a name with another meaning here", "Call it otherwise."
+        return "is a reserved name", "Choose another name."
     if len(weight.shape) != len(weight.axes):
         return (
             f"has {len(weight.shape)} dimensions {list(weight.shape)} and {len(weight.axes)} axes "
             f"{list(weight.axes)}",
-            "Name an axis for each dimension; '' for one that no mesh divides.",
+            "Name an axis for each dimension; '' for a dimension that no mesh divides.",
         )
     if not weight.shape or not all(type(n) is int and n > 0 for n in weight.shape):
         return f"has the shape {list(weight.shape)}", "Give sizes above 0."
@@ -247,7 +249,7 @@ def _problem(cls: Any, method: str, name: Any, weight: Weight) -> tuple[str, str
     if unknown := [axis for axis in weight.axes if axis not in free]:
         return f"has an axis {unknown[0]!r}", f"Known: {', '.join(sorted(free - {''}))}, or ''."
     if weight.init not in ("normal", "ones", "zeros"):
-        return f"begins {weight.init!r}", "Take normal, ones or zeros."
+        return f"has init {weight.init!r}", "Use normal, ones or zeros."
     sums = list(itertools.accumulate(weight.shape, lambda a, b: a * b))
     if weight.init == "normal" and not outer and weight.fan_in not in sums[:-1]:
         return (
@@ -264,7 +266,7 @@ def _layer_weights(spec: ModelSpec) -> dict[str, Weight]:
 
 
 def _layer_step(spec: ModelSpec, kind: LayerKind, weights: Any, x: Any) -> tuple[Any, ...]:
-    """Return q, k, v of a layer, and the hidden states after it; attention sums the values."""
+    """Return q, k, v of a layer, and the hidden states after it; attention just sums the values."""
     layer = nnx.merge(layer_graph(spec), weights)
     angles = all_angles(spec, jnp.arange(x.shape[0]))[kind.rope]
     q, k, v = layer.qkv(x, angles)
@@ -288,15 +290,15 @@ def _check_layer(spec: ModelSpec, code: OwnCode, kind: LayerKind, dtype: Any) ->
 def _trace_layer(
     spec: ModelSpec, code: OwnCode, kind: LayerKind, graph: Any, weights: Any, dtype: Any
 ) -> tuple[Any, Any]:
-    """Return the shapes that qkv and finish give.
+    """Return the shapes of the results of qkv and finish.
 
     Args:
-        spec: of the decoder.
+        spec: spec of the decoder.
         code: its class.
-        kind: of the layer.
-        graph: layers.layer_graph.
-        weights: shapes of one layer's.
-        dtype: of the hidden states.
+        kind: kind of the layer.
+        graph: result of layer_graph.layer_graph.
+        weights: shapes of one layer's weights.
+        dtype: type of the hidden states.
     """
     x = jax.ShapeDtypeStruct((TOKENS, spec.width), dtype)
     attended = jax.ShapeDtypeStruct((TOKENS, spec.heads, spec.head_dim), dtype)
@@ -336,7 +338,7 @@ def _check_around(spec: ModelSpec, code: OwnCode) -> None:
 def _compare(
     code: OwnCode, method: str, found: Any, wanted: Sequence[tuple[int, ...]], dtype: Any
 ) -> None:
-    """Raise ConfigError if a method's results have not these shapes, or this type (None: any)."""
+    """Raise ConfigError unless a method's results have these shapes and this type (None: any)."""
     shown = [
         (tuple(f.shape), jnp.dtype(f.dtype).name) if hasattr(f, "shape") else (type(f).__name__,)
         for f in (found if isinstance(found, tuple) else (found,))

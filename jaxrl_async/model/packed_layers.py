@@ -1,19 +1,19 @@
-"""The matrices of layers as the CPU's own products read them (cpu/calls.py): packed, in float32, in
-bfloat16 or in 8 bits."""
+"""Layers' matrices packed for the CPU kernels (cpu/kernel_calls.py), in float32, bfloat16 or 8
+bits."""
 
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_async.model.cpu.calls import PANEL, packed
+from jaxrl_async.cpu.kernel_calls import PANEL, packed
 from jaxrl_async.model.layers import MATRICES, fuse
 from jaxrl_async.model.quantize import quantize, scales_among
 from jaxrl_async.model.spec import SCALE, ModelSpec, Params, stacks_in, weight_table
 
 
 def are_in_eight_bits(params: Params) -> bool:
-    """Return whether the layers' matrices are int8, one scale an output."""
+    """Return whether the layers' matrices are int8, with one scale per output."""
     scaled = [
         array[name.removesuffix(SCALE)].dtype == jnp.int8
         for array in (params[stack] for stack in stacks_in(params))
@@ -24,8 +24,8 @@ def are_in_eight_bits(params: Params) -> bool:
 
 
 def in_eight_bits(spec: ModelSpec, params: Params, dtype: Any) -> Params:
-    """Return parameters with the layers' matrices in int8; those of an adapter beside them, and all
-    others, in dtype."""
+    """Return parameters with the layers' matrices in int8; adapters and all other weights in
+    dtype."""
     table = weight_table(spec)
     stacks = stacks_in(params)
     base = {s: {n: w for n, w in params[s].items() if n in table[s]} for s in stacks}
@@ -37,7 +37,7 @@ def in_eight_bits(spec: ModelSpec, params: Params, dtype: Any) -> Params:
 def packed_layer(layer: Params) -> Params:
     """Fuse a layer's matrices (layers.fuse) and pack them.
 
-    Those without scales whose outputs do not fill whole panels stay for XLA's products.
+    Matrices without scales whose outputs do not fill whole panels stay unpacked, for XLA.
     """
     fused = _fused(layer)
 
@@ -49,7 +49,7 @@ def packed_layer(layer: Params) -> Params:
 
 
 def _fused(layer: Params) -> Params:
-    """Fuse a layer's matrices, and their scales if they have some."""
+    """Fuse a layer's matrices and, if present, their scales."""
     if scales_among(layer) != SCALE:
         return fuse(layer)
     scales = {n.removesuffix(SCALE): w for n, w in layer.items() if n.endswith(SCALE)}

@@ -1,4 +1,4 @@
-"""Adapters as files that PEFT reads and writes: adapter_config.json, adapter_model.safetensors."""
+"""Adapters as files in PEFT's format: adapter_config.json, adapter_model.safetensors."""
 
 import logging
 import re
@@ -38,22 +38,23 @@ log = logging.getLogger(__name__)
 
 UNSUPPORTED = {
     "use_dora": "weights decomposed by DoRA",
-    "modules_to_save": "whole modules beside the adapter",
+    "modules_to_save": "whole modules in addition to the adapter",
     "layers_to_transform": "only some of the layers",
-    "rank_pattern": "ranks that differ",
-    "alpha_pattern": "scales that differ",
-    "fan_in_fan_out": "matrices stored the other way round",
-    "lora_bias": "biases of the adapter's own",
-    "layer_replication": "layers that stand several times",
-    "trainable_token_indices": "changed embeddings",
+    "rank_pattern": "different ranks",
+    "alpha_pattern": "different scales",
+    "fan_in_fan_out": "transposed matrices",
+    "lora_bias": "biases in the adapter",
+    "layer_replication": "repeated layers",
+    "trainable_token_indices": "trained embeddings",
     "alora_invocation_tokens": "an adapter that begins within a sequence",
     "arrow_config": "adapters mixed by a router",
     "use_qalora": "inputs summed by groups",
     "use_bdlora": "block-diagonal matrices",
 }
-"""Settings of adapter_config.json that change what an adapter computes, and what they ask for."""
+"""Unsupported settings of adapter_config.json that change the adapter's function, and their
+meaning."""
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of init_lora_weights that change the base, too: the adapter is of those weights."""
+"""Prefixes of init_lora_weights that also change the base; the adapter belongs to that base."""
 
 
 def save_peft(
@@ -61,13 +62,13 @@ def save_peft(
 ) -> None:
     """Write an adapter as PEFT's LoraConfig and its tensors.
 
-    base: the directory or name of the model that it changes; None: it has none.
+    base: directory or name of the base model; None: unnamed.
     """
     parameters = target_parameters(spec, lora)
     if parameters and lora.dropout:
         log.info(
-            "%s: lora_dropout is written as 0, not %g: PEFT has none for experts, and it matters "
-            "to training alone",
+            "%s: lora_dropout is written as 0, not %g: PEFT does not support it for experts, and "
+            "it matters only in training",
             folder,
             lora.dropout,
         )
@@ -95,13 +96,13 @@ def save_peft(
 
 
 def _divisor(lora: Lora, rank: int) -> float:
-    """Return what PEFT divides alpha by, of a module of this rank."""
+    """Return PEFT's divisor of alpha for a module of this rank."""
     return rank**0.5 if lora.rslora else rank
 
 
 def _of_joined(spec: ModelSpec, lora: Lora) -> dict[str, Any]:
-    """Return the rank and alpha of modules that join several matrices, each of which has an A of
-    its own (lora.adapter_table)."""
+    """Return the rank and alpha of modules that join several matrices with separate A matrices
+    (lora.adapter_table)."""
     counts = joined_modules(spec, lora) | target_parameters(spec, lora)
     ranks = {module: n * lora.rank for module, n in counts.items() if n > 1}
     alphas = {module: lora.scale * _divisor(lora, rank) for module, rank in ranks.items()}
@@ -114,10 +115,10 @@ def load_peft(
     """Load an adapter that PEFT wrote for this model.
 
     Args:
-        folder: with both files.
-        spec: of the model that it changes.
+        folder: directory with both files.
+        spec: spec of the base model.
         shardings_of: makes the shardings of a table of weights; None: the default device.
-        dtype: of the arrays.
+        dtype: type of the arrays.
 
     Raises CheckpointError for an adapter of another kind or another model.
     """
@@ -137,7 +138,7 @@ def load_peft(
     made = config.get("init_lora_weights")
     if isinstance(made, str) and made.lower().startswith(CHANGES_BASE):
         raise CheckpointError(
-            f"{where}: init_lora_weights {made!r} has changed the base that this adapter is of. "
+            f"{where}: init_lora_weights {made!r} changed the base model of this adapter. "
             "Convert it: PEFT's save_pretrained(FOLDER, path_initial_model_for_weight_conversion=)."
         )
     together = has_together(folder / ADAPTER)
@@ -159,8 +160,8 @@ def has_together(file: Path) -> bool:
 
 
 def _are(said: Any, ours: Any) -> bool:
-    """Return whether a setting is the one that is computed here; rank_pattern and alpha_pattern may
-    have the ends of names, as PEFT writes those that it makes itself (".*\\.gate_up_proj")."""
+    """Return whether a setting is equal to the expected one. rank_pattern and alpha_pattern may
+    have suffixes of names, as in the patterns that PEFT generates (".*\\.gate_up_proj")."""
     if not isinstance(said, dict) or not isinstance(ours, dict) or len(said) != len(ours):
         return bool(said == ours)
     ends = {str(key).removeprefix(r".*\.").replace("\\", ""): value for key, value in said.items()}
@@ -171,20 +172,20 @@ def _are(said: Any, ours: Any) -> bool:
 
 
 def _adapted(spec: ModelSpec, config: dict[str, Any], where: Path) -> Lora:
-    """Return what an adapter changes: modules, and tensors of all experts. Raises
+    """Return the modules and the expert tensors that an adapter changes. Raises
     CheckpointError."""
     try:
         lora = lora_of(spec, _section(config, where))
-    except ConfigError as error:  # told of the setting, which nobody has set
+    except ConfigError as error:  # it names a setting that the user has not set
         raise CheckpointError(
-            f"{where}: target_modules {config.get('target_modules')!r:.200} are not those of this "
-            f"{spec.family} model, or beyond its layers' matrices, which alone are adapted here. "
+            f"{where}: target_modules {config.get('target_modules')!r:.200} do not match this "
+            f"{spec.family} model, or are outside its layers' matrices; only these can be adapted. "
             f"({error})"
         ) from error
     assert lora is not None
     wanted = config.get("target_parameters") or []
     right = isinstance(wanted, list) and all(isinstance(name, str) for name in wanted)
-    if not config.get("target_modules", ALL_LINEAR):  # experts alone
+    if not config.get("target_modules", ALL_LINEAR):  # only experts
         lora = replace(lora, names=())
     found = with_targets(spec, lora, wanted) if right else None
     if found is None or not found.names:
@@ -196,7 +197,7 @@ def _adapted(spec: ModelSpec, config: dict[str, Any], where: Path) -> Lora:
 
 
 def _section(config: dict[str, Any], where: Path) -> LoraSection:
-    """Return the settings that an adapter was made with. Raises CheckpointError."""
+    """Return the settings of an adapter's training. Raises CheckpointError."""
     targets = config.get("target_modules", ALL_LINEAR)
     rank: Any = config.get("r")
     alpha: Any = config.get("lora_alpha")
@@ -208,8 +209,8 @@ def _section(config: dict[str, Any], where: Path) -> LoraSection:
     )
     if not right or not named:
         raise CheckpointError(
-            f"{where}: r, lora_alpha, lora_dropout and target_modules must be a whole number above "
-            "0, a number above 0, one from 0 to below 1, and a text or a list of texts. Copy the "
+            f"{where}: r must be a whole number above 0, lora_alpha a number above 0, lora_dropout "
+            "a number from 0 to below 1, and target_modules a text or a list of texts. Copy the "
             "file again."
         )
     try:
@@ -220,14 +221,14 @@ def _section(config: dict[str, Any], where: Path) -> LoraSection:
             dropout=dropout,
             targets=_of_any_layer(targets),
         )
-    except ValidationError as error:  # a rank or an alpha beyond all limits
+    except ValidationError as error:  # a rank or an alpha beyond the limits
         first = error.errors()[0]
         raise CheckpointError(f"{where}: {first['loc'][0]}: {first['msg']}.") from None
 
 
 def _of_any_layer(targets: str | list[str]) -> str | tuple[str, ...]:
-    """Return target_modules with one pattern for a module of all layers, which PEFT writes one by
-    one; a layer that has none is missing in the file. None at all: whatever there is."""
+    """Return target_modules with one pattern for a module of all layers, which PEFT lists per
+    layer; a layer without an adapter is missing in the file. An empty list: all modules."""
     if not targets:
         return ALL_LINEAR
     if isinstance(targets, str):

@@ -1,13 +1,13 @@
-"""The experts' part of an adapter as PEFT has it (target_parameters): transformers holds all
-experts of a layer in one tensor, whatever files do.
+"""The experts' part of an adapter in PEFT's format (target_parameters). transformers holds all
+experts of a layer in one tensor in memory, independent of the files.
 
     lora_A [E * R, in]     expert e: rows e * R to e * R + R
     lora_B [out, R * E]    expert e: columns e, e + E, ...
 
-PEFT wraps each such tensor, the second one around the first. gate and up are one tensor: with A of
-their own, R is twice the rank, and B has them in blocks. Where files hold experts one by one, so
-does the adapter that is written here: PEFT joins them as transformers does the weights. One that
-PEFT wrote has them together.
+PEFT wraps each such tensor, the second wrapper around the first. gate and up are one tensor: with
+separate A matrices, R is twice the rank, and B is block-structured. If files hold experts one by
+one, so does the adapter written here: PEFT joins them as transformers joins the weights. In an
+adapter that PEFT wrote they are joined.
 """
 
 import dataclasses
@@ -29,26 +29,26 @@ from jaxrl_async.model.spec import (
 )
 
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-"""transformers' tensors of all experts of a layer."""
+"""transformers' tensors with all experts of a layer."""
 ONE_BY_ONE = {"gate": (GATE_UP, 0), "up": (GATE_UP, 1), "down": (DOWN, 0)}
-"""Where transformers holds experts of files that hold each by itself: the tensor, and which part of
+"""Position in transformers of the experts that files hold one by one: the tensor, and the part of
 its outputs."""
 
 
 class ExpertTensor(NamedTuple):
     """The adapted weights in one tensor of all experts."""
 
-    parts: dict[str, slice]  # of its outputs, by the names of the weights
+    parts: dict[str, slice]  # slices of its outputs, by the names of the weights
     outputs: int
 
 
 def expert_tensors(
     spec: ModelSpec, lora: Lora, *, one_by_one: bool = False
 ) -> dict[str, ExpertTensor]:
-    """Return the tensors of all experts that an adapter changes, by their names with {layer}, in
+    """Return the tensors with all experts that an adapter changes, by their names with {layer}, in
     the order of the model.
 
-    one_by_one: also of a model whose files hold experts one by one.
+    one_by_one: also for a model whose files hold experts one by one.
     """
     found: dict[str, ExpertTensor] = {}
     table = weight_table(spec)
@@ -62,8 +62,8 @@ def expert_tensors(
 
 
 def _place(name: str, weight: Weight, *, one_by_one: bool) -> tuple[str, int, slice] | None:
-    """Return the tensor of all experts that holds a weight, its outputs and those of the weight;
-    None: there is none."""
+    """Return the tensor with all experts that contains a weight, the number of its outputs and the
+    slice of the weight. None: no such tensor."""
     if weight.hf_every is not None:
         return weight.hf, weight.hf_shape[-1], slice(weight.hf_every[0], None, weight.hf_every[1])
     if not one_by_one or name not in ONE_BY_ONE or "expert" not in weight.axes:
@@ -75,12 +75,12 @@ def _place(name: str, weight: Weight, *, one_by_one: bool) -> tuple[str, int, sl
 
 
 def target_parameters(spec: ModelSpec, lora: Lora) -> dict[str, int]:
-    """Return what PEFT must be given as target_parameters, and how many matrices with an A of their
-    own each has; empty: it is right about target_modules.
+    """Return PEFT's target_parameters, with the number of matrices with a separate A in each. Empty
+    if target_modules is sufficient.
 
-    PEFT 0.21 takes the names that experts have in files, wherever it finds them in target_modules,
-    for the experts'. Where modules beside the experts have them, too (one that all tokens use, a
-    layer without experts), these are named as parameters as well: a matrix may be one.
+    PEFT 0.21 takes names in target_modules that experts have in files for the experts. If other
+    modules have these names, too (a shared expert, a layer without experts), they are listed as
+    parameters as well: a matrix is a valid parameter.
     """
     ours = _after_layer(expert_tensors(spec, lora))
     if ours:
@@ -95,7 +95,7 @@ def _after_layer(tensors: Mapping[str, ExpertTensor]) -> dict[str, int]:
 
 
 def beside_experts(spec: ModelSpec, lora: Lora) -> list[str]:
-    """Return the adapted modules that PEFT would take for experts, as they are named within a
+    """Return the adapted modules that PEFT would mistake for experts, by their names within a
     layer."""
     ends = expert_ends(spec)
     return sorted(
@@ -109,7 +109,7 @@ def beside_experts(spec: ModelSpec, lora: Lora) -> list[str]:
 
 
 def expert_ends(spec: ModelSpec) -> set[str]:
-    """Return the ends of the names of experts' modules, of files that hold experts one by one."""
+    """Return the last parts of the experts' module names, for files with separate experts."""
     return {
         _within_layer(weight).rpartition(".")[2]
         for name, weight in _weights(spec)
@@ -128,10 +128,10 @@ def _within_layer(weight: Weight) -> str:
 
 
 def with_targets(spec: ModelSpec, lora: Lora, wanted: Iterable[str]) -> Lora | None:
-    """Return how an adapter changes a decoder whose target_parameters are these, and no other
-    tensor of all experts; None: one of them is none.
+    """Return the Lora of an adapter with exactly these target_parameters among the tensors with all
+    experts. None if one of them does not exist.
 
-    lora: with all modules that it changes, and maybe experts.
+    lora: has all modules that the adapter changes, and possibly experts.
     """
     every = [name for name, weight in _weights(spec) if weight.init == "normal"]
     whole = dataclasses.replace(lora, names=tuple(every))
@@ -156,13 +156,13 @@ def with_targets(spec: ModelSpec, lora: Lora, wanted: Iterable[str]) -> Lora | N
 def file_table(
     spec: ModelSpec, lora: Lora, *, one_input: bool = False, one_by_one: bool = False
 ) -> dict[str, Any]:
-    """Return the adapter's weights as files have them.
+    """Return the table of the adapter's weights in files.
 
     Args:
-        spec: of the decoder.
-        lora: what is adapted.
+        spec: spec of the decoder.
+        lora: the adapted matrices.
         one_input: see lora.adapter_table.
-        one_by_one: files hold experts one by one, and the adapter's file has them together.
+        one_by_one: the model's files hold experts one by one, the adapter's file joins them.
     """
     table = adapter_table(spec, lora, one_input=one_input)
     whole = weight_table(spec)
@@ -189,13 +189,13 @@ def file_table(
 
 
 def _stacks_with(table: dict[str, Any], names: tuple[str, ...]) -> list[str]:
-    """Return the stacks whose layers have experts of these names."""
+    """Return the stacks whose layers have experts with these names."""
     stacks = (s for s in stacks_in(table) if names[0] in table[s])
     return [stack for stack in stacks if "expert" in table[stack][names[0]].axes]
 
 
 def as_filed(spec: ModelSpec, lora: Lora, adapter: Params) -> Params:
-    """Return an adapter in the tree of file_table, each matrix with an A of its own."""
+    """Return an adapter in the tree of file_table, each matrix with a separate A."""
     filed = {stack: dict(weights) for stack, weights in adapter.items()}
     whole = weight_table(spec)
     for parts, outputs in expert_tensors(spec, lora).values():
@@ -205,7 +205,7 @@ def as_filed(spec: ModelSpec, lora: Lora, adapter: Params) -> Params:
 
 
 def _join(layers: Params, parts: dict[str, slice], outputs: int) -> None:
-    """Put the parts of a tensor's adapter in a stack together."""
+    """Join the parts of a tensor's adapter in a stack."""
     inputs = jnp.concatenate([layers.pop(name + LORA_A) for name in parts], axis=-1)
     blocks = []
     for name, part in parts.items():
@@ -224,9 +224,9 @@ def _flat(x: Array, *, last: bool) -> Array:
 
 
 def from_filed(spec: ModelSpec, lora: Lora, filed: Params, *, one_by_one: bool = False) -> Params:
-    """Return an adapter in the tree of lora.adapter_table; an A that gate and up share is in both.
+    """Return an adapter in the tree of lora.adapter_table; an A shared by gate and up is in both.
 
-    one_by_one: as of file_table.
+    one_by_one: see file_table.
     """
     adapter = {stack: dict(weights) for stack, weights in filed.items()}
     whole = weight_table(spec)
@@ -237,7 +237,7 @@ def from_filed(spec: ModelSpec, lora: Lora, filed: Params, *, one_by_one: bool =
 
 
 def _divide(layers: Params, parts: dict[str, slice], rank: int, experts: int) -> None:
-    """Put each part of a tensor's adapter in a stack by itself."""
+    """Separate the parts of a tensor's adapter in a stack."""
     first = next(iter(parts))
     a, b = (layers.pop(first + end) for end in (LORA_A, LORA_B))
     a = a.reshape(*a.shape[:2], experts, -1).transpose(0, 2, 1, 3)

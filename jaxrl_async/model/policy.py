@@ -23,7 +23,7 @@ from jaxrl_async.mesh import (
 from jaxrl_async.model.decoder import init_table
 from jaxrl_async.model.frozen_base import BaseForm, merged_by_layer, read_base, restored_params
 from jaxrl_async.model.hf import (
-    Beside,
+    OtherContents,
     load_generation,
     load_params,
     load_spec,
@@ -46,15 +46,15 @@ from jaxrl_async.model.vision.tower import VisionTower
 
 
 class FolderTokenizer:
-    """The tokenizer of a Hugging Face directory, as data.tokenizer.Tokenizer; loaded when it is
-    first used. Raises DataError then."""
+    """The tokenizer of a Hugging Face directory, as data.tokenizer.Tokenizer; loaded on first use.
+    Raises DataError then."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     @cached_property
     def _loaded(self) -> Any:
-        from jaxrl_async.data.tokenizer import load_tokenizer  # transformers: seconds, if wanted
+        from jaxrl_async.data.tokenizer import load_tokenizer  # transformers: imports in seconds
 
         return load_tokenizer(self._folder)
 
@@ -67,22 +67,22 @@ class FolderTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A decoder with weights. `params` is a pure dict of arrays in the tree of weight_table.
+    """A decoder with weights. `params` is a dict of arrays in the tree of weight_table.
 
-    With an adapter, `params` is the base that it changes, maybe quantised (frozen_base.base_table),
-    and `adapter` is in the tree of lora.adapter_table.
+    With an adapter, `params` is its base, possibly quantised (frozen_base.base_table), and
+    `adapter` is in the tree of lora.adapter_table.
     """
 
     spec: ModelSpec
     params: Any
-    tokenizer: Any = None  # a Tokenizer; None: none is saved
-    generation: Mapping[str, Any] = field(default_factory=dict)  # its generation_config.json
+    tokenizer: Any = None  # a Tokenizer; None: no tokenizer is saved
+    generation: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
     lora: Lora | None = None
     adapter: Any = None
-    tower: VisionTower | None = None  # of a model with images; saved as it was read
+    tower: VisionTower | None = None  # of a model with images; saved unchanged
     stored: Mapping[str, str] = field(default_factory=dict)
-    """Of the tensors that were read in float32 from a narrower type: that type by name. Each is
-    saved in it if no number of it changes by that."""
+    """Stored type, by name, of tensors that were read as float32 from a narrower type. A tensor is
+    saved in its stored type if that changes no value."""
 
     @staticmethod
     def from_pretrained(
@@ -97,19 +97,19 @@ class Policy:
         decoder: str | None = None,
     ) -> "Policy":
         """Load a Hugging Face directory, each device reading its own part. Raises CheckpointError,
-        and ConfigError for a name of the hub that is neither cached nor to be had.
+        and ConfigError for a hub name that is neither cached nor downloadable.
 
         Args:
             folder: the directory, owner/name on the Hugging Face hub, or FILE.gguf.
-            mesh: where the weights lie; None: on the default device.
-            rules: how each logical axis is sharded there.
-            dtype: of the weights; None: float32, and save_pretrained writes each tensor in the type
-                that the files have it in (bfloat16, float16) if it has not changed beyond that.
-            tokenizer: None: the directory's own if it has one, read when it is first used.
+            mesh: mesh of the weights; None: the default device.
+            rules: sharding of each logical axis on the mesh.
+            dtype: type of the weights. None: float32; save_pretrained then writes each tensor in
+                its type in the files (bfloat16, float16) if that loses nothing.
+            tokenizer: None: the directory's tokenizer if it has one, loaded on first use.
             adapter: directory of a LoRA adapter that PEFT (or save_adapter) wrote for this model.
-            form: what matrices become that an adapter is to change; None: they stay as they are.
-            decoder: FILE.py:CLASS, the layers of a directory whose layers are the user's own; its
-                code is run.
+            form: form of the base's matrices, to be changed by an adapter; None: not quantised.
+            decoder: FILE.py:CLASS, the layer class for a directory with a user's own layers; its
+                code is executed.
         """
         skip_absent_accelerators()
         if not jax.distributed.is_initialized():
@@ -137,37 +137,37 @@ class Policy:
         return Policy(spec, params, tokenizer, generation, lora, extra, tower, stored)
 
     def __repr__(self) -> str:
-        """Describe it in a line, without its weights."""
+        """Describe the policy in one line, without its weights."""
         adapter = "" if self.lora is None else f", adapter of rank {self.lora.rank}"
         weights = f"{num_weights(self.spec):,} weights"
         return f"Policy({self.spec.family}, {self.spec.layers} layers, {weights}{adapter})"
 
     @property
     def trained(self) -> Any:
-        """What is trained: the adapter if there is one, else all weights."""
+        """The trained parameters: the adapter if the policy has one, else all weights."""
         return self.params if self.lora is None else self.adapter
 
     @property
     def whole(self) -> Any:
-        """The parameters for a pass: all weights, the adapter beside them."""
+        """The parameters for a forward pass: all weights, and the adapter if the policy has one."""
         return self.params if self.lora is None else joined(self.lora, self.params, self.adapter)
 
     def with_params(self, params: Any) -> "Policy":
-        """Return the policy with other weights, or another base."""
+        """Return the policy with other weights (with an adapter: another base)."""
         return dataclasses.replace(self, params=params)
 
     def with_trained(self, trained: Any) -> "Policy":
-        """Return the policy with another adapter if it has one, else with other weights."""
+        """Return the policy with other trained parameters, see `trained`."""
         name = "params" if self.lora is None else "adapter"
         return dataclasses.replace(self, **{name: trained})
 
     def adapted(self, lora: Lora, key: Array, where: Any = None) -> "Policy":
-        """Return the policy with a new adapter, which changes nothing yet.
+        """Return the policy with a new adapter, which initially changes nothing.
 
         Args:
-            lora: what is adapted.
-            key: of the adapter's random numbers.
-            where: its shardings (of lora.adapter_table); None: the default device.
+            lora: the adapted matrices.
+            key: random key of the adapter.
+            where: its shardings (in the tree of lora.adapter_table); None: the default device.
         """
         dtype = self.params["embed"].dtype
         make = jax.jit(
@@ -185,28 +185,31 @@ class Policy:
         return dataclasses.replace(self, params=params, lora=None, adapter=None)
 
     def save_adapter(self, folder: str | Path, base: str | None = None) -> None:
-        """Write the adapter alone as PEFT reads it.
+        """Write only the adapter, in PEFT's format.
 
-        base: directory or name of the model that it changes, for adapter_config.json.
+        base: directory or name of the base model, for adapter_config.json.
         """
         assert self.lora is not None, "the policy has an adapter"
         save_peft(folder, self.spec, self.lora, self.adapter, base)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a Hugging Face directory that transformers (and from_pretrained) loads: weights,
-        a quantised base restored, an adapter's changes added, config.json and
+        """Write a Hugging Face directory that transformers (and from_pretrained) loads.
+
+        It contains the weights (a quantised base dequantised, an adapter merged), config.json and
         generation_config.json with the tokenizer's special tokens, the tokenizer, and the vision
-        tower that was read with it. Weights that were in the folder are replaced. Raises
-        CheckpointError for a folder that holds an adapter."""
+        tower that was loaded with the policy. Existing weights in the folder are replaced. Raises
+        CheckpointError for a folder that contains an adapter."""
         if is_quantized(self.params):
             params = merged_by_layer(self.spec, self.lora, self.params, self.adapter or {})
         else:
             params = self.merged().params
         spec, folder = speaking(self.spec, self.tokenizer), Path(folder)
-        tower, beside = self.tower, None
+        tower, others = self.tower, None
         if tower is not None:
-            beside = Beside(partial(config_with_tower, tower), partial(tensors_with_tower, tower))
-        save_params(folder, spec, params, beside, self.stored)
+            others = OtherContents(
+                partial(config_with_tower, tower), partial(tensors_with_tower, tower)
+            )
+        save_params(folder, spec, params, others, self.stored)
         if jax.process_index() != 0:
             return
         save_generation(folder, spec, self.generation)
@@ -217,8 +220,8 @@ class Policy:
 
 
 def speaking(spec: ModelSpec, tokenizer: Any) -> ModelSpec:
-    """Return the spec with all end tokens of the tokenizer, its bos and its pad; tokens that it
-    does not name stay."""
+    """Return the spec with the tokenizer's end tokens, bos and pad; tokens that the tokenizer does
+    not define are kept."""
     if tokenizer is None:
         return spec
     special = tokenizer.special_ids

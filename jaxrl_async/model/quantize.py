@@ -1,14 +1,14 @@
-"""Weights in 8 bits and in 4: the layers' matrices, with scales beside them.
+"""Weights in 8 or 4 bits: the layers' matrices, with their scales.
 
     8 bits   w [in, out]  ->  values [in, out] int8 or float8_e4m3fn, scale [out] float32:
                               max |w| / largest
     4 bits   four_bits.py: packed values, and scales for groups of inputs
 
-x @ w is in 8 bits (x @ values) * scale: the values are widened as they are read, and half as many
-bytes as in bfloat16 are sent and read in each step. Embedding, head, norms, biases and routers keep
-their type. How a matrix is quantised is told by the name of its scales. Of a sampler's weights
-alone (weights.dtype) rounding changes log-probs, and algorithm.correction accounts for the
-mismatch; a frozen base (frozen_base.py) is the same in trainer and sampler.
+In 8 bits, x @ w is (x @ values) * scale: the values are widened as they are read, and half the
+bytes of bfloat16 are sent and read in each step. Embedding, head, norms, biases and routers keep
+their type. The name of a matrix's scales determines its kind of quantisation. If only the sampler's
+weights are rounded (weights.dtype), log-probs change, and algorithm.correction accounts for the
+mismatch. A frozen base (frozen_base.py) is the same in trainer and sampler.
 """
 
 import math
@@ -40,7 +40,7 @@ PACKED: dict[FourBits, str] = {
     "int4": "_int4" + SCALE,
     "q4_1": "_q4_1" + SCALE,
 }
-"""Endings of the names of the scales of matrices in 4 bits."""
+"""Suffixes of the names of the scales of matrices in 4 bits."""
 
 
 def is_quantized(params: Any) -> bool:
@@ -49,7 +49,7 @@ def is_quantized(params: Any) -> bool:
 
 
 def scales_among(layers: Iterable[str]) -> str:
-    """Return the ending of the names of the scales among weights of layers; "": there are none."""
+    """Return the suffix of the names of the scales among weights of layers; "": no scales."""
     found = [name for name in layers if name.endswith(SCALE)]
     endings = (end for end in PACKED.values() if any(name.endswith(end) for name in found))
     return next(endings, SCALE if found else "")
@@ -93,7 +93,7 @@ def table_of(table: dict[str, Any], params: Any) -> dict[str, Any]:
 
 
 def quantize(table: dict[str, Any], params: Any, kind: Kind, dtype: Any) -> Any:
-    """Return new arrays in the tree of quantized_table(table): matrices of this kind, the rest in
+    """Return new arrays in the tree of quantized_table(table): matrices in this kind, the rest in
     dtype."""
     stacks = {
         stack: _quantized_stack(table[stack], params[stack], kind, dtype)
@@ -128,13 +128,13 @@ def rounded(array: Array, weight: Weight, kind: Kind) -> tuple[Array, Array]:
 
 
 def _without(sizes: Any, weight: Weight) -> Any:
-    """Return sizes or names of dimensions without those that are summed over."""
+    """Return sizes or names of dimensions without the summed ones."""
     inputs = contracted(weight)
     return (*sizes[: inputs.start], *sizes[inputs.stop :])
 
 
 def is_matrix(name: str, weight: Weight) -> bool:
-    """Return whether a weight of a layer is quantised: a matrix, but no router."""
+    """Return whether a layer's weight is quantised: a matrix other than a router."""
     return weight.init == "normal" and not is_routing(name)
 
 
@@ -142,8 +142,8 @@ def is_matrix(name: str, weight: Weight) -> bool:
 
 
 def computed_in(dtype: Any, layers: dict[str, Array]) -> dict[str, Array]:
-    """Return a layer's weights in the type of a computation; quantised matrices and their scales
-    stay as they are, and what an update drops."""
+    """Return a layer's weights in the type of a computation. Quantised matrices, their scales and
+    dropout keys are unchanged."""
     ending = scales_among(layers)
     kept = {
         name for name in layers if ending and (name.endswith(ending) or name + ending in layers)
@@ -156,15 +156,15 @@ def quantized_product(
 ) -> Array:
     """Return x [..., in] times one quantised matrix [in, out], in float32.
 
-    The widened weights are not kept for the backward pass, which widens them again: what a scan
-    over the layers keeps of them would be the whole model.
+    The widened weights are not kept for the backward pass, which widens them again: in a scan over
+    the layers they would add up to the whole model.
 
     Args:
-        x: the rows, in the number type of the product.
-        values: [in, out] in 8 bits, or [in / 2, out] packed; experts before.
-        scales: [out] for each row of the result, or [groups, out] of packed values.
-        ending: of the name of the scales.
-        dot: multiplies rows with weights of their type, in float32.
+        x: the rows, in the dtype of the product.
+        values: [in, out] in 8 bits, or [in / 2, out] packed; experts are leading dimensions.
+        scales: [out], applied to each row of the result, or [groups, out] for packed values.
+        ending: suffix of the name of the scales.
+        dot: multiplies rows by weights of the same type, with a float32 result.
     """
     widened = jax.checkpoint(partial(_widened_product, ending=ending, dot=dot), prevent_cse=False)
     product: Array = widened(x, values, scales)
@@ -181,12 +181,12 @@ def _widened_product(
 
 
 def restored(weight: Weight, layers: Params, name: str) -> Array:
-    """Return what a matrix stands for, float32.
+    """Return a matrix in float32, dequantised if it has scales.
 
     Args:
-        weight: the matrix, stacked as the arrays are.
-        layers: holds it with its scales, if it is quantised.
-        name: of the matrix.
+        weight: the matrix, stacked like the arrays.
+        layers: arrays with the matrix and, if it is quantised, its scales.
+        name: name of the matrix.
     """
     values, ending, inputs = layers[name], scales_among(layers), contracted(weight)
     if not ending or name + ending not in layers:

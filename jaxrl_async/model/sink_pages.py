@@ -1,9 +1,10 @@
-"""Attention sinks for a kernel that has none: a page of keys that is before every sequence.
+"""Attention sinks for a kernel without support for them: a page of keys before every sequence.
 
-Heads are padded to the width of a register, and two of the spare columns carry the sinks: the
-page's first key has a 1 in the one, its other keys in the other; all its values are 0. Queries have
-their head's sink in the first, so that it is their score with that key, and a score in the second
-that leaves the other keys no share. The tokens' own keys have zeros in both.
+Heads are padded to the width of a register, and two of the spare columns carry the sinks. The
+page's first key has a 1 in the first column, its other keys in the second; all its values are 0.
+Queries have their head's sink in the first column, which makes it their score with the first key,
+and a score in the second column that gives the other keys no share. The tokens' keys have zeros in
+both columns.
 """
 
 import jax.numpy as jnp
@@ -15,27 +16,27 @@ from jaxrl_async.errors import ConfigError
 LANES = 128
 """Width of a TPU vector register: the unit of head widths and block lengths."""
 SPARE = 2
-"""Columns of a head that sinks take."""
+"""Number of a head's columns for sinks."""
 UNSEEN = -1e30
-"""What makes a score vanish: finite in bfloat16, too."""
+"""A score without a share, finite in bfloat16."""
 
 
 def page_head_dim(head_dim: int) -> int:
-    """Return the width of a head in pages that `kernels.ragged_paged` reads without a copy."""
+    """Return the head width of pages that `kernels.ragged_paged` reads without a copy."""
     return -(-head_dim // LANES) * LANES
 
 
 def has_spare(head_dim: int) -> bool:
-    """Return whether pages have columns for sinks behind heads of this width."""
+    """Return whether pages have spare columns for sinks after heads of this width."""
     return head_dim + SPARE <= page_head_dim(head_dim)
 
 
 def refuse_sinks(head_dim: int, window: int) -> None:
-    """Raise ConfigError if heads leave no columns for sinks, or see a window alone."""
+    """Raise ConfigError if heads leave no columns for sinks, or if the layer has a window."""
     if not has_spare(head_dim) or window:
-        why = "within a window" if window else f"of heads {head_dim} wide"
+        why = "with a window" if window else f"for heads of width {head_dim}"
         raise ConfigError(
-            f"sampler.attention=ragged has no attention sinks {why}. Set "
+            f"sampler.attention=ragged does not support attention sinks {why}. Set "
             "sampler.attention=gathered."
         )
 
@@ -52,7 +53,7 @@ def sinks_page(page_tokens: int, kv_rows: int, head_dim: int, dtype: DTypeLike) 
 
 def with_sinks(q_tHK: Array, sinks_H: Array, width: int) -> Array:
     """Return queries [t, H, width] whose scores with the keys of a sinks_page, times K ** -0.5, are
-    the sinks of their heads and UNSEEN."""
+    their heads' sinks and UNSEEN."""
     t, H, K = q_tHK.shape
     sinks = (sinks_H.astype(q_tHK.dtype).astype(jnp.float32) * K**0.5).astype(q_tHK.dtype)
     unseen = jnp.full(H, UNSEEN, q_tHK.dtype)

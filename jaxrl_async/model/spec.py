@@ -1,4 +1,4 @@
-"""What defines a decoder: its sizes, its family's variations, and each weight declared once.
+"""The definition of a decoder: its sizes, its family's variations, and the table of its weights.
 
 Shape suffixes in this package: B batch, T query tokens, S cache positions, D model width, H query
 heads, N key/value heads, K head width, F MLP width, V vocabulary, L layers.
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.model.families.family_registry import FAMILIES
 from jaxrl_async.model.families.fields import ConfigFields
 from jaxrl_async.model.families.layer_types import read_pattern
 from jaxrl_async.model.families.parts import (
@@ -34,11 +35,10 @@ from jaxrl_async.model.families.parts import (
     Scales,
     runs_of,
 )
-from jaxrl_async.model.families.registry import FAMILIES
 from jaxrl_async.model.own_code import OwnCode, class_of
 
 Init = Literal["normal", "ones", "zeros", "uniform", "narrow", "off"]
-"""How a weight begins; uniform, narrow and off: matrices of an adapter, see lora.py."""
+"""Initialisation of a weight; uniform, narrow and off are for adapters, see lora.py."""
 
 EXPERT_AXES = {
     "gate": ("expert", "embed", "mlp"),
@@ -47,28 +47,28 @@ EXPERT_AXES = {
 }
 """Logical axes of a layer's experts."""
 BIAS = "_bias"
-"""Ending of the names of biases."""
+"""Suffix of the names of biases."""
 SCALE = "_scale"
-"""Ending of the names of the scales of 8-bit weights, see quantize.py."""
+"""Suffix of the names of the scales of 8-bit weights, see quantize.py."""
 LORA_A, LORA_B = "_lora_a", "_lora_b"
-"""Endings of the names of an adapter's matrices, see lora.py."""
+"""Suffixes of the names of an adapter's matrices, see lora.py."""
 LORA_DROP = "lora_drop"
-"""Name of what an update drops of a layer's adapter's inputs, see lora.py."""
+"""Name of the dropout keys of a layer's adapter in an update, see lora.py."""
 LORA_OWN = "lora_own"
-"""Beside a layer's matrices: which columns of all adapters each row uses, see adapter_stack.py."""
+"""Name, among a layer's weights, of the adapter columns of each row, see adapter_stack.py."""
 ROWS_USED = "rows_used"
-"""Beside a layer's weights and those of the head, [n] bool: the tokens that count, where padding
-and rows that have ended need not be computed."""
+"""Name, among the weights of a layer or the head, of a mask [n] bool of the valid tokens; padding
+and finished rows need not be computed."""
 
 Params = Any
-"""Arrays, or their shapes, in the tree of a table of weights: nested dicts."""
+"""Arrays or their shapes, in the tree of a table of weights: nested dicts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Everything that defines a decoder's function, except its weights."""
+    """The definition of a decoder's function, without its weights."""
 
-    family: str  # a label: its record (families.registry) only says how files name the weights
+    family: str  # a label: its record (families.registry) only maps the weights' names in files
     vocab: int
     layers: int
     width: int
@@ -87,16 +87,16 @@ class ModelSpec:
     qk_norm: QkNorm = "none"
     attention_bias: bool = False  # on q, k, v
     output_bias: bool = False  # on o
-    sinks: bool = False  # each head has a logit that no token stands for
-    latent: Latent | None = None  # None: each kv head has its own keys and values
-    delta: DeltaNet | None = None  # of the layers of LINEAR_STACK; None: there are none
-    attention_gated: bool = False  # what attention returns is multiplied with a sigmoid of x
-    experts: int = 0  # in each layer that is not dense, each mlp wide; 0: none
+    sinks: bool = False  # each head has an additional logit without a token
+    latent: Latent | None = None  # None: no latent attention
+    delta: DeltaNet | None = None  # of the layers of LINEAR_STACK; None: no such layers
+    attention_gated: bool = False  # attention's output is multiplied by a sigmoid gate of x
+    experts: int = 0  # per layer that is not dense, each of width mlp; 0: no experts
     experts_per_token: int = 0
     router: ExpertRouter = USUAL_ROUTER
     expert_biases: bool = False
-    shared_mlp: int = 0  # inner width of an expert that every token uses; 0: there is none
-    shared_gated: bool = False  # it is weighed by a sigmoid of its own
+    shared_mlp: int = 0  # inner width of the shared expert; 0: no shared expert
+    shared_gated: bool = False  # the shared expert is weighed by a sigmoid gate
     dense_mlp: int = 0  # inner width of the layers of DENSE_STACK, which have no experts
     max_positions: int = 32_768
     eos_ids: tuple[int, ...] = ()
@@ -117,7 +117,7 @@ class ModelSpec:
 
     @property
     def mixture(self) -> Mixture:
-        """What a config.json says of the experts."""
+        """The description of the experts in a config.json."""
         dense = (i for i, kind in enumerate(self.kinds) if kind.stack == DENSE_STACK)
         return Mixture(
             router=self.router,
@@ -128,12 +128,12 @@ class ModelSpec:
 
     @property
     def runs(self) -> list[LayerRun]:
-        """The layers as runs of a pattern, each of which a loop repeats."""
+        """The layers as runs of a repeated pattern, one loop per run."""
         return runs_of(self.kinds)
 
     @property
     def rotary_dim(self) -> int:
-        """Components of a head that rotary positions are about: of them a share turns."""
+        """Components of a head to which Rope.share applies."""
         return self.latent.rotated if self.latent else self.head_dim
 
     @property
@@ -143,8 +143,8 @@ class ModelSpec:
 
     @property
     def cached_shape(self) -> tuple[int, int, int]:
-        """What a cache holds of a token in each layer: keys and values (2), or one vector for both
-        (1); of how many heads; how wide each is."""
+        """The shape of a token's cache entry in each layer: keys and values (2) or one vector for
+        both (1), number of heads, width."""
         if self.latent is None:
             return 2, self.kv_heads, self.head_dim
         return 1, 1, self.latent.rank + self.latent.rotated
@@ -164,14 +164,14 @@ class ModelSpec:
 
     @staticmethod
     def from_architecture(architecture: schema.ArchitectureSection, vocab_size: int) -> "ModelSpec":
-        """Return the decoder that a configuration describes. Raises ConfigError."""
+        """Return the decoder of a configuration. Raises ConfigError."""
         a, family = architecture, FAMILIES[architecture.family]
         fields = ConfigFields(_as_hf(a), "model.architecture")
         pattern = read_pattern(family, fields, a.layers)
         if a.window and not any(kind.window for kind in pattern):
             raise ConfigError(
                 f"model.architecture.window={a.window}: none of the {a.layers} layers of family="
-                f"{a.family} has a window. Leave it out, or choose another family."
+                f"{a.family} has a window. Remove it, or choose another family."
             )
         latent = family.latent(fields)
         return ModelSpec(
@@ -207,8 +207,8 @@ class ModelSpec:
 
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> "ModelSpec":
-        """Return the spec whose dataclasses.asdict went over a wire. Raises TypeError or
-        ValueError for other fields."""
+        """Return the spec from its dataclasses.asdict, as sent over a connection. Raises TypeError
+        or ValueError for other fields."""
         pattern = tuple(_kind(kind) for kind in fields["pattern"])
         scales = Scales(**fields["scales"])
         ends = tuple(fields["eos_ids"])
@@ -221,13 +221,13 @@ class ModelSpec:
         return ModelSpec(**{**fields, **read})
 
     def is_like(self, other: "ModelSpec") -> bool:
-        """Return whether both compute the same function of the same weights; special tokens and
+        """Return whether both compute the same function with the same weights; special tokens and
         max_positions may differ."""
         words: dict[str, Any] = {"max_positions": 1, "eos_ids": (), "bos_id": None, "pad_id": None}
         return dataclasses.replace(self, **words) == dataclasses.replace(other, **words)
 
     def token_ids(self) -> dict[str, Any]:
-        """Return the special tokens as config.json and generation_config.json name them."""
+        """Return the special tokens by their names in config.json and generation_config.json."""
         eos: Any = list(self.eos_ids) if len(self.eos_ids) > 1 else next(iter(self.eos_ids), None)
         return {"eos_token_id": eos, "bos_token_id": self.bos_id, "pad_token_id": self.pad_id}
 
@@ -235,20 +235,20 @@ class ModelSpec:
 def check_positions(spec: ModelSpec, length: int, setting: str, where: str) -> None:
     """Raise ConfigError if a setting allows longer sequences than the model was trained for.
 
-    Rotary positions can be computed for any length, but a model's behaviour at positions that it
-    has never seen is unknown.
+    Rotary positions can be computed for any length, but a model's behaviour at positions beyond its
+    training is unknown.
     """
     if length > spec.max_positions:
         raise ConfigError(
             f"{setting} ({length}) is more than the max_position_embeddings ({spec.max_positions}) "
-            f"of {where}. Lower the first; or raise the second in the model's config.json if "
+            f"of {where}. Lower the former, or raise the latter in the model's config.json if "
             "the model is known to work beyond it."
         )
 
 
 def _as_hf(a: schema.ArchitectureSection) -> dict[str, Any]:
-    """Return what config.json would say of a configuration's model. Scores are scaled by the head
-    width; families that have other scales take those of a published model."""
+    """Return the config.json of a configuration's model. Scores are scaled by the head width;
+    families with other scales use a published model's."""
     return {
         "hidden_size": a.width,
         "rope_theta": a.rope_theta,
@@ -278,7 +278,7 @@ def _as_hf(a: schema.ArchitectureSection) -> dict[str, Any]:
 
 
 def _kind(fields: Mapping[str, Any]) -> LayerKind:
-    """Return a kind of layers from its fields."""
+    """Return a kind of layer from its fields."""
     rope = fields["rope"]
     if rope is not None:
         scaling = rope["scaling"]
@@ -291,26 +291,26 @@ def _kind(fields: Mapping[str, Any]) -> LayerKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """One parameter, declared once: init, sharding, manifest and file names are derived from it."""
+    """The declaration of a parameter, for its init, sharding, manifest and names in files."""
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     init: Init
     decays: bool | None = None
-    """Whether weight decay applies: to matrices, not to norms and biases. None, which no weight of
-    ours has: where it begins as random numbers."""
-    fan_in: int = 1  # for normal: the standard deviation is fan_in ** -0.5; for uniform: the bound
-    hf: str = ""  # name in a Hugging Face file, with {layer} and {expert} if stacked over those
-    hf_shape: tuple[int, ...] = ()  # shape of one there, as stored (a Linear stores [out, in])
+    """Whether weight decay applies: to matrices, not to norms and biases. None, for a user's own
+    weights: if the initial values are random."""
+    fan_in: int = 1  # fan_in ** -0.5 is the standard deviation (normal) or the bound (uniform)
+    hf: str = ""  # name in a Hugging Face file, with {layer} and {expert} for stacked dimensions
+    hf_shape: tuple[int, ...] = ()  # shape of one tensor in the file (a Linear stores [out, in])
     hf_rows: tuple[int, int] | None = None
-    """First and last + 1 of the rows that are this weight's; hf_shape counts all. None: all."""
+    """Range of the rows with this weight, end exclusive; hf_shape counts all. None: all."""
     hf_columns: tuple[int, int] | None = None
-    """The same of columns, of a matrix with rows; the others are 0 in these rows."""
+    """Range of its columns, with hf_rows; the other columns are 0 in these rows."""
     hf_every: tuple[int, int] | None = None
-    """First and step of the numbers in the last dimension of a tensor that holds all experts of a
-    layer as they are stacked here. None: files hold experts one by one, or there are none."""
+    """Start and step in the last dimension of a tensor with all experts of a layer, stacked as
+    here. None: files hold experts one by one, or the weight is not an expert's."""
     numbers: tuple[int, ...] = ()
-    """The numbers of the layers that are stacked, for names in files."""
+    """The numbers of the stacked layers, for names in files."""
 
     @property
     def is_decayed(self) -> bool:
@@ -325,13 +325,13 @@ class Weight:
 
 
 def named(weight: Weight) -> int:
-    """Return how many leading dimensions of a weight are told apart by names in files."""
+    """Return the number of leading dimensions whose entries have separate names in files."""
     return weight.stacked if weight.hf_every is None else weight.axes.index("expert")
 
 
 def contracted(weight: Weight) -> range:
-    """Return the dimensions of a layer's stacked matrix that are summed over in its product: those
-    after the stacked ones that make up fan_in."""
+    """Return the dimensions of a layer's stacked matrix that its product sums over: the ones after
+    the stacked dimensions whose sizes multiply to fan_in."""
     start = stop = weight.stacked
     while math.prod(weight.shape[start:stop]) < weight.fan_in:
         stop += 1
@@ -339,8 +339,8 @@ def contracted(weight: Weight) -> range:
 
 
 def weight_table(spec: ModelSpec) -> dict[str, Any]:
-    """Return every weight of the decoder, in the tree of the parameters: the stacks of layers' by
-    their names (LayerKind.stack), and the rest."""
+    """Return all weights of the decoder, in the tree of the parameters: the stacks of layers by
+    name (LayerKind.stack), and the rest."""
     d, v = spec.width, spec.vocab
     table: dict[str, Any] = {
         "embed": Weight(
@@ -362,7 +362,7 @@ def weight_table(spec: ModelSpec) -> dict[str, Any]:
 
 
 def is_stack(name: str) -> bool:
-    """Return whether a part of the tree of parameters is a stack of layers' weights."""
+    """Return whether a name in the tree of parameters is a stack of layers' weights."""
     return name.endswith("layers")
 
 
@@ -372,19 +372,19 @@ def stacks_in(tree: Mapping[str, Any]) -> list[str]:
 
 
 def num_weights(spec: ModelSpec) -> int:
-    """Return how many numbers the decoder's weights have."""
+    """Return the number of parameters of the decoder."""
     return num_in(weight_table(spec))
 
 
 def num_in(table: dict[str, Any]) -> int:
-    """Return how many numbers the weights of a table have."""
+    """Return the number of parameters in a table of weights."""
     stacked = [w for stack in stacks_in(table) for w in table[stack].values()]
     rest = [weight for name, weight in table.items() if not is_stack(name)]
     return sum(math.prod(weight.shape) for weight in [*stacked, *rest])
 
 
 def _stacked(spec: ModelSpec, stack: str, numbers: tuple[int, ...]) -> dict[str, Weight]:
-    """Return the weights of a stack of the layers with these numbers."""
+    """Return the weights of a stack, for the layers with these numbers."""
     return {
         name: dataclasses.replace(
             w,
@@ -424,7 +424,7 @@ def _of_own(name: str, weight: Weight) -> Weight:
 
 
 def _outer_table(spec: ModelSpec, own: OwnCode) -> dict[str, Weight]:
-    """Return what a user's own decoder has outside its layers; stored flat."""
+    """Return the weights of a user's own decoder outside its layers; stored flat."""
     return {
         name: dataclasses.replace(w, hf=f"model.{name}.weight", hf_shape=(math.prod(w.shape),))
         for name, w in class_of(own).outer_weights(spec).items()
@@ -462,7 +462,7 @@ def _norm_table(spec: ModelSpec) -> dict[str, Weight]:
 
 
 def _attention_table(spec: ModelSpec) -> dict[str, Weight]:
-    """Return one layer's projections of attention, and their biases."""
+    """Return one layer's attention projections and their biases."""
     if spec.latent:
         return latent_table(spec, spec.latent)
     d, h, n, k = spec.width, spec.heads, spec.kv_heads, spec.head_dim
@@ -473,7 +473,7 @@ def _attention_table(spec: ModelSpec) -> dict[str, Weight]:
     for name, (count, axis) in heads.items():
         rows = (first, first + count * k) if joined else None
         module = "self_attn.qkv_proj" if joined else _module(spec, name)
-        wide = 2 * k if spec.attention_gated and name == "q" else k  # a head's gate behind it
+        wide = 2 * k if spec.attention_gated and name == "q" else k  # each head, then its gate
         stored = (h + 2 * n) * k if joined else count * wide
         table[name] = Weight(
             shape=(d, count, wide), axes=("embed", axis, "head_dim"), init="normal", decays=True,
@@ -565,7 +565,7 @@ def delta_table(spec: ModelSpec, delta: DeltaNet) -> dict[str, Weight]:
 
 
 def latent_table(spec: ModelSpec, latent: Latent) -> dict[str, Weight]:
-    """Return one layer's projections of latent attention, and the norms between them."""
+    """Return one layer's latent attention projections and the norms between them."""
     d, h, k, value = spec.width, spec.heads, spec.head_dim, latent.value
 
     def matrix(name: str, axes: tuple[str, ...], *shape: int, inputs: int) -> Weight:
@@ -600,7 +600,7 @@ def latent_table(spec: ModelSpec, latent: Latent) -> dict[str, Weight]:
 
 
 def _mlp_table(spec: ModelSpec, f: int, prefix: str = "") -> dict[str, Weight]:
-    """Return one layer's MLP of this inner width; prefix: before the names of its matrices."""
+    """Return one layer's MLP of this inner width; prefix: prefix of its matrices' names."""
     d = spec.width
     table: dict[str, Weight] = {}
     joined = FAMILIES[spec.family].joins
@@ -634,8 +634,8 @@ def _expert_table(spec: ModelSpec) -> dict[str, Weight]:
 
 
 def _stacked_experts(spec: ModelSpec) -> dict[str, Weight]:
-    """Return one layer's experts of files that hold all of them in one tensor, in which gate and
-    up take turns, and their biases."""
+    """Return one layer's experts and their biases, for files that hold all experts in one tensor
+    with gate and up interleaved."""
     d, f, e = spec.width, spec.mlp, spec.experts
     sizes = {"gate": (d, f, (0, 2)), "up": (d, f, (1, 2)), "down": (f, d, (0, 1))}
     table: dict[str, Weight] = {}
@@ -655,7 +655,7 @@ def _stacked_experts(spec: ModelSpec) -> dict[str, Weight]:
 
 
 def _router_table(spec: ModelSpec) -> dict[str, Weight]:
-    """Return what routes a layer's tokens to its experts."""
+    """Return the weights of a layer's router."""
     d, e = spec.width, spec.experts
     table = {
         "router": Weight(
@@ -682,6 +682,5 @@ def _router_table(spec: ModelSpec) -> dict[str, Weight]:
 
 
 def is_routing(name: str) -> bool:
-    """Return whether a weight of a layer is a router's matrix, which stays as it is where others
-    are quantised or adapted."""
+    """Return whether a layer's weight is a router's matrix, which is never quantised or adapted."""
     return name in ("router", "shared_router")

@@ -1,10 +1,10 @@
-"""The tensors of a Hugging Face directory by name, whatever form they are stored in.
+"""The tensors of a Hugging Face directory by name, independent of their stored form.
 
-    files ─► tensors ─► those in MXFP4 or FP8 as what they stand for (mxfp4.py, fp8.py)
+    files ─► tensors ─► MXFP4 and FP8 unpacked (mxfp4.py, fp8.py)
           ─► the text part of a model with images ─► experts one by one (joined_experts.py)
     a GGUF file ─► its tensors by the names of Hugging Face files (gguf_tensors.py)
 
-Nothing is read but headers: a tensor reads itself, in part if wanted.
+Only headers are read here; tensors are read on access, as a whole or in part.
 """
 
 import json
@@ -38,22 +38,22 @@ log = logging.getLogger(__name__)
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
 MAX_JSON_BYTES = 64 * 1024**2
-"""Longest config.json or index that is read."""
+"""Maximum size of a config.json or index."""
 TEXT_PARTS = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-"""What names of a text model's tensors begin with in a model with images, and by itself."""
+"""Prefixes of the text model's tensors in a model with images, and in a text model."""
 BODY = "model."
-"""What names of a model's tensors begin with, but for its head's."""
+"""Prefix of the names of a model's tensors, except its head's."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 HEADS = (HEAD, "score.weight", "score.bias")
-"""Tensors behind the last layer, whatever stands before the names of others."""
+"""Tensors after the last layer, whose names have no prefix."""
 
 
 class StoredTensor(NamedTuple):
-    """A stored tensor, the open file that reads it, and its name there."""
+    """A stored tensor, the open file that reads it, and its name in that file."""
 
     stored: Stored
     file: Any
@@ -65,7 +65,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object of at most MAX_JSON_BYTES. Raises CheckpointError."""
     try:
         if file.exists() and not file.is_file():
-            raise CheckpointError(f"{file}: is not a file. Copy the model's directory again.")
+            raise CheckpointError(f"{file}: not a regular file. Copy the model's directory again.")
         with file.open("rb") as stream:
             content = json.loads(stream.read(MAX_JSON_BYTES + 1).decode())
     except FileNotFoundError:
@@ -76,38 +76,38 @@ def read_json(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: is not JSON: {error}. Copy the file again.") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: must hold a JSON object. Copy the file again.")
+        raise CheckpointError(f"{file}: must contain a JSON object. Copy the file again.")
     return content
 
 
 def file_names(folder: Path, single: str) -> list[str]:
-    """Return the files that hold the weights. Raises CheckpointError, also where two sets of files
-    do: transformers would read one of them, and vLLM the other."""
+    """Return the files that hold the weights. Raises CheckpointError, also for two sets of files:
+    transformers would read one, and vLLM the other."""
     indexed = single == SINGLE and (folder / INDEX).exists()
     there = (folder / single).exists()
     if not indexed:
         if not there:
-            raise CheckpointError(f"{folder}: no {single} here. {_advice(folder)}")
+            raise CheckpointError(f"{folder}: no {single} found. {_advice(folder)}")
         return [single]
     names = indexed_names(folder)
     if there and single not in names:
         if not any((folder / name).exists() for name in names):
             return [single]
         raise CheckpointError(
-            f"{folder}: two models are here: {single}, and {names[0]} with what else {INDEX} "
-            f"names. Remove the older one: {single}, or {INDEX} and the files that it names."
+            f"{folder}: contains two models: {single}, and {names[0]} with the other files in "
+            f"{INDEX}. Remove the older one: {single}, or {INDEX} and the files in it."
         )
     return names
 
 
 def is_stale(folder: Path, read: Collection[Path]) -> bool:
-    """Return whether a folder's index names none of the files that were read in its place."""
+    """Return whether a folder's index was ignored because it names none of the files that exist."""
     indexed = folder / SINGLE in read and (folder / INDEX).exists()
     return indexed and SINGLE not in indexed_names(folder)
 
 
 def indexed_names(folder: Path) -> list[str]:
-    """Return the files that a folder's index names. Raises CheckpointError."""
+    """Return the files in a folder's index. Raises CheckpointError."""
     named = read_json(folder / INDEX).get("weight_map")
     if not isinstance(named, dict) or not named:
         raise CheckpointError(f"{folder / INDEX}: has no weight_map. Copy the file again.")
@@ -123,8 +123,8 @@ def indexed_names(folder: Path) -> list[str]:
 def _advice(folder: Path) -> str:
     if (folder / UNFINISHED).exists() or any(folder.glob("model-*.safetensors")):
         return (
-            f"Saving or copying the model was interrupted: there are files of weights, but no "
-            f"{INDEX}. Save or copy it again, whole."
+            f"Saving or copying the model was interrupted: the weights lack their {INDEX}. "
+            f"Save or copy the whole model again."
         )
     pickles = sorted(p.name for p in folder.glob("*.bin")) + sorted(
         p.name for p in folder.glob("*.pt*")
@@ -135,8 +135,8 @@ def _advice(folder: Path) -> str:
     if pickles[0].startswith("adapter_"):
         loaded = "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), FOLDER)"
     return (
-        f"{pickles[0]} may be a pickle, which can run any code and is never loaded. Convert it "
-        f"where you trust it: {loaded}.save_pretrained(NEW)."
+        f"{pickles[0]} may be a pickle, which can run any code and is never loaded. If you trust "
+        f"it, convert it: {loaded}.save_pretrained(NEW)."
     )
 
 
@@ -149,7 +149,7 @@ def open_tensors(
         folder: the Hugging Face directory.
         files: closes them.
         wanted: the names that tensors must have, with their shapes.
-        single: name of the file if it is one.
+        single: name of the file, if the model is one file.
     """
     if (file := gguf_of(folder)) is not None:
         return _of_gguf(file, wanted)
@@ -158,15 +158,15 @@ def open_tensors(
 
 
 def open_files(folder: Path, files: ExitStack, single: str) -> dict[str, StoredTensor]:
-    """Open all files; return each tensor by its name there. Raises CheckpointError."""
+    """Open all files; return each tensor by its name in them. Raises CheckpointError."""
     tensors: dict[str, StoredTensor] = {}
     for name in file_names(folder, single):
         path = folder / name
         header = read_header(path)
         if twice := sorted(header.keys() & tensors.keys()):
             raise CheckpointError(
-                f"{path}: holds {twice[0]}, which another file holds too. Remove the files that "
-                f"are not part of this model, and correct {INDEX}."
+                f"{path}: contains {twice[0]}, which another file also contains. Remove the files "
+                f"that are not part of this model, and correct {INDEX}."
             )
         try:
             file = files.enter_context(safe_open(path, framework="numpy"))
@@ -179,15 +179,14 @@ def open_files(folder: Path, files: ExitStack, single: str) -> dict[str, StoredT
 
 
 def _of_gguf(path: Path, wanted: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """Return the tensors of a GGUF file as the numbers that they stand for. Raises
-    CheckpointError."""
+    """Return the tensors of a GGUF file, dequantised when read. Raises CheckpointError."""
     parts = open_gguf(path, wanted)
     stored = {n: Stored(dtype="F32", shape=part.shape, begin=0, end=0) for n, part in parts.items()}
     return {name: StoredTensor(stored[name], part, name, path) for name, part in parts.items()}
 
 
 def _made_whole(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors, of those in MXFP4 what their two parts stand for. Raises
+    """Return the tensors, with the two parts of each MXFP4 tensor joined. Raises
     CheckpointError."""
     packed = packed_names(tensors)
     made = {}
@@ -201,8 +200,8 @@ def _made_whole(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def _text_part(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors by the names of a text model: of a model with images, its text part and
-    its head."""
+    """Return the tensors by the names of a text model; for a model with images, only its text part
+    and its head."""
     parts = {
         new + name.removeprefix(old): tensor
         for name, tensor in tensors.items()
@@ -218,17 +217,16 @@ def _text_part(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
 def _with_embedding(
     tensors: dict[str, StoredTensor], wanted: Mapping[str, Any]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors; the head as the embedding, too, of a tied model whose files hold the head
-    alone."""
+    """Return the tensors; a tied model whose files contain only the head also uses it as the
+    embedding."""
     if EMBEDDING not in wanted or EMBEDDING in tensors or HEAD in wanted or HEAD not in tensors:
         return tensors
-    log.info("%s: the files hold %s and no embedding: it is both", tensors[HEAD].path, HEAD)
+    log.info("%s: has no embedding: %s is used for both", tensors[HEAD].path, HEAD)
     return tensors | {EMBEDDING: tensors[HEAD]}
 
 
 def _in_numbers(folder: Path, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors, of those in FP8 the numbers that they stand for. Raises
-    CheckpointError."""
+    """Return the tensors, with those in FP8 dequantised when read. Raises CheckpointError."""
     coded = fp8_names({name: tensor.stored for name, tensor in tensors.items()})
     if not coded:
         return tensors
@@ -240,14 +238,14 @@ def _in_numbers(folder: Path, tensors: dict[str, StoredTensor]) -> dict[str, Sto
         stored = number_of(name, weight.stored, scales.stored, block)
         reader = Fp8Tensor(weight.path, weight.stored, (scales.file, scales.name), block)
         made[name] = weight._replace(stored=stored, file=reader)
-    log.info("%s: %d tensors in FP8 are read as numbers", folder, len(coded))
+    log.info("%s: %d tensors in FP8 are read as float32", folder, len(coded))
     return made
 
 
 def _one_by_one(
     tensors: dict[str, StoredTensor], wanted: Mapping[str, Any]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors, those of all experts of a layer as the single ones that are wanted."""
+    """Return the tensors, with joined experts split into the wanted tensors of single experts."""
     found = places(wanted, {name: tensor.stored for name, tensor in tensors.items()})
     gone = {place.tensor for place in found.values()}
     kept = {name: tensor for name, tensor in tensors.items() if name not in gone}

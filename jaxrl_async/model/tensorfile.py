@@ -1,9 +1,9 @@
-"""The header of a safetensors file, checked before any tensor is mapped or allocated.
+"""Parsing of a safetensors header, with checks before any tensor is mapped or allocated.
 
     8 bytes: length of the header │ header: JSON {name: {dtype, shape, data_offsets}} │ data
 
-Each tensor's bytes are exactly its shape times its type; the tensors follow one another without gap
-or overlap and end with the last byte of the data.
+The size of each tensor is exactly its shape times its type. The tensors follow each other without
+gaps or overlaps and end with the last byte of the data.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 from jaxrl_async.errors import CheckpointError, in_a_line
 
 MAX_HEADER_BYTES = 16 * 1024**2
-"""Longest header that is read: enough for more than 100,000 tensors."""
+"""Maximum size of a header: enough for more than 100,000 tensors."""
 DTYPE_BYTES = {
     "BOOL": 1,
     "U8": 1,
@@ -35,7 +35,7 @@ DTYPE_BYTES = {
     "F64": 8,
     "C64": 8,
 }
-"""Types of the format with their size; types smaller than a byte are not supported."""
+"""Types of the format with their sizes; types smaller than a byte are not supported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Stored:
     dtype: str  # a key of DTYPE_BYTES
     shape: tuple[int, ...]
     begin: int  # first byte in the data
-    end: int  # behind its last byte
+    end: int  # end of its bytes, exclusive
 
 
 def read_header(path: Path) -> dict[str, Stored]:
@@ -59,9 +59,9 @@ def read_header(path: Path) -> dict[str, Stored]:
             length, size = file.read(8), path.stat().st_size
             header_bytes = int.from_bytes(length, "little")
             if len(length) < 8 or header_bytes > size - 8:
-                raise _torn(path, f"it ends within its header ({size} bytes in all)")
+                raise _torn(path, f"it ends within its header ({size} bytes in total)")
             if header_bytes > MAX_HEADER_BYTES:
-                raise _torn(path, f"a header of {header_bytes} bytes, more than {MAX_HEADER_BYTES}")
+                raise _torn(path, f"a header of {header_bytes} bytes, above {MAX_HEADER_BYTES}")
             header = file.read(header_bytes)
     except (OSError, ValueError) as error:
         if isinstance(error, CheckpointError):
@@ -71,16 +71,16 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def data_offset(path: Path) -> int:
-    """Return where the data of a file begins whose header was read, in bytes."""
+    """Return the offset of the data in a file, in bytes; the header must be valid."""
     with path.open("rb") as file:
         return 8 + int.from_bytes(file.read(8), "little")
 
 
 def parse_header(header: bytes, data_bytes: int, path: Path) -> dict[str, Stored]:
-    """Return the tensors that a header describes.
+    """Return the tensors in a header.
 
-    data_bytes: size of the data behind the header. Raises CheckpointError, which names the path and
-    the first impossible tensor.
+    data_bytes: size of the data after the header. Raises CheckpointError, which names the path and
+    the first invalid tensor.
     """
     try:
         described = json.loads(header.decode(), object_pairs_hook=_unique)
@@ -96,11 +96,11 @@ def parse_header(header: bytes, data_bytes: int, path: Path) -> dict[str, Stored
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda pair: (pair[1].begin, pair[1].end)):
         if tensor.begin != end:
-            kind = "overlaps the one before it" if tensor.begin < end else "leaves a gap before it"
+            kind = "overlaps the previous one" if tensor.begin < end else "leaves a gap before it"
             raise _torn(path, f"the tensor {_name(name)} {kind}")
         end = tensor.end
     if end != data_bytes:
-        raise _torn(path, f"its tensors need {end} bytes, and {data_bytes} are there")
+        raise _torn(path, f"its tensors need {end} bytes, but it has {data_bytes}")
     return tensors
 
 
@@ -138,7 +138,7 @@ def _are_sizes(values: Any) -> bool:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("duplicate name")
     return entries
 
 
@@ -148,6 +148,6 @@ def _name(name: str) -> str:
 
 def _torn(path: Path, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: not a whole safetensors file: {what}. Copy the file again, or save the model "
-        "anew with save_pretrained."
+        f"{path}: not a complete safetensors file: {what}. Copy the file again, or save the model "
+        "again with save_pretrained."
     )

@@ -1,10 +1,10 @@
-"""Whether a directory's head is its embedding. The files decide where config.json disagrees, as in
-transformers and vLLM.
+"""Check whether a directory's head and embedding are tied. If config.json disagrees with the files,
+the files decide, as in transformers and vLLM.
 
-    config.json   the files hold                what is read
-    tied          a head that differs           both matrices (a merged LoRA of the head, say)
-    tied          the head alone                the head, as the embedding, too
-    untied        no head                       the embedding as the head
+    config.json   the files contain             loaded
+    tied          a head that differs           both matrices (such as a merged LoRA of the head)
+    tied          only the head                 the head, also as the embedding
+    untied        no head                       the embedding, also as the head
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ from jaxrl_async.model.stored_tensors import (
 log = logging.getLogger(__name__)
 
 ROWS = 4096
-"""Rows of the two matrices that are compared at a time."""
+"""Rows of the two matrices compared at a time."""
 
 
 def tied_as_stored(folder: Path, spec: ModelSpec) -> ModelSpec:
-    """Return the spec of a directory, tied if its files say so, even if config.json does not;
-    unchanged where not all weights are there. A difference is logged. Raises CheckpointError for
-    files that cannot be opened, and for two models in one folder."""
+    """Return the spec of a directory, tied according to its files instead of config.json; unchanged
+    if weights are missing. A difference is logged. Raises CheckpointError for files that cannot be
+    opened, and for two models in one folder."""
     if spec.own is not None or gguf_of(folder) is not None or not _has_weights(folder):
         return spec
     with ExitStack() as files:
@@ -45,16 +45,16 @@ def tied_as_stored(folder: Path, spec: ModelSpec) -> ModelSpec:
             return spec
         if not spec.tied and HEAD not in tensors:
             log.warning(
-                "%s: config.json says tie_word_embeddings=false, and the files hold no %s: the "
-                "embedding is the head, too",
+                "%s: config.json says tie_word_embeddings=false, but the files contain no %s: the "
+                "embedding is also used as the head",
                 folder,
                 HEAD,
             )
             return dataclasses.replace(spec, tied=True)
         if spec.tied and HEAD in tensors and _differs(tensors):
             log.warning(
-                "%s: config.json says tie_word_embeddings=true, and the files hold a head that "
-                "differs from the embedding: both are kept (set it to false to silence this)",
+                "%s: config.json says tie_word_embeddings=true, but the files contain a head that "
+                "differs from the embedding: both are used (set it to false to silence this)",
                 folder,
             )
             return dataclasses.replace(spec, tied=False)
@@ -62,14 +62,14 @@ def tied_as_stored(folder: Path, spec: ModelSpec) -> ModelSpec:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return whether a directory has all files of its weights; a plan needs none."""
+    """Return whether a directory has all files of its weights; a plan does not need them."""
     if not any((folder / name).exists() for name in (SINGLE, INDEX)):
         return False
     return all((folder / name).exists() for name in file_names(folder, SINGLE))
 
 
 def _differs(tensors: Mapping[str, StoredTensor]) -> bool:
-    """Return whether the head's numbers are not the embedding's."""
+    """Return whether the head differs from the embedding."""
     head, embedding = tensors[HEAD], tensors[EMBEDDING]
     if head.stored.shape != embedding.stored.shape:
         return True

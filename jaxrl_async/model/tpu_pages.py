@@ -1,11 +1,11 @@
-"""Decoding attention on pages by our own TPU kernel, for what JAX's does not take
-(kernels.ragged_paged): heads wider than a register, and sinks within a window.
+"""Decoding attention on pages with a custom TPU kernel, for cases that JAX's kernel does not
+support (kernels.ragged_paged): heads wider than a register, and sinks with a window.
 
-A block of pages [B, G, 2 N, W] is one matrix of B G 2 N rows, keys and values of all heads, in
-its layout. Scores of all queries with all rows are one product; those with values, and with other
-heads' keys, are masked; shares are moved from each key's column to its value's, the next one, and
-multiplied with the same matrix. So nothing is rearranged, and more is multiplied than is needed:
-a product of few queries takes the MXU as long as it takes to bring the matrix there, once.
+A block of pages [B, G, 2 N, W] is one matrix of B G 2 N rows, keys and values of all heads, in the
+stored layout. The scores of all queries with all rows are one product; scores with values and with
+other heads' keys are masked. The softmax shares are shifted from each key's column to the next
+column, its value's, and multiplied by the same matrix. Nothing is rearranged, at the price of
+redundant multiplications: for few queries the MXU's time is the time to load the matrix once.
 """
 
 from functools import partial
@@ -21,9 +21,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxrl_async.model.kernels import PLAIN, Scoring
 
 MASKED = -1e30
-"""Score of what is not seen."""
+"""Score of keys that are not visible."""
 BUFFER_BYTES = 2**20
-"""Bytes of a block of pages, about; there are two."""
+"""Approximate bytes of a block of pages; two blocks are buffered."""
 
 
 def attend_wide_pages(
@@ -41,13 +41,13 @@ def attend_wide_pages(
 
     Args:
         q_RHK: [R, H, K], of the pages' type.
-        pages: [P, G, 2 N, W]: key and value of kv head 0, of kv head 1, ...; zeros behind K.
-        lengths: [R] int32, tokens of each row in its pages, its query's included; 1 at least.
+        pages: [P, G, 2 N, W]: key and value of kv head 0, of kv head 1, ...; zeros after K.
+        lengths: [R] int32, tokens of each row in its pages, including its query's; at least 1.
         tables: [R, T] int32, each row's pages in order.
         scoring: window and cap.
-        sinks_H: [H], see attention.softmax_with_sinks; None: none.
+        sinks_H: [H], see attention.softmax_with_sinks; None: no sinks.
         mesh: heads are divided over tensor; None: one device.
-        interpret: pallas_call's.
+        interpret: pallas_call's argument.
     """
     ways = 1 if mesh is None else mesh.shape["tensor"]
     ways = ways if (pages.shape[2] // 2) % ways == 0 else 1
@@ -87,7 +87,7 @@ def _call(
     count = max(1, min(tables.shape[1], BUFFER_BYTES // page_bytes))
     q = jnp.pad(q, ((0, 0), (0, 0), (0, W - K)))
     blocks = -(-lengths // (count * G))
-    slots = (jnp.cumsum(blocks) - blocks) % 2  # where each row's first block is
+    slots = (jnp.cumsum(blocks) - blocks) % 2  # slot of each row's first block
 
     def one_row(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, H, width), lambda r, *_: (r, 0, 0))
@@ -132,7 +132,7 @@ def _attend(
     window: int,
     cap: float,
 ) -> None:
-    """Attend for one row; its first block is on its way already."""
+    """Attend for one row; the copy of its first block has already started."""
     r, R = pl.program_id(0), pl.num_programs(0)
     _, count, G, rows, W = buffers.shape
     H = q.shape[0]
@@ -156,7 +156,7 @@ def _attend(
 
     @pl.when(r == 0)
     def begin() -> None:
-        buffers[...] = jnp.zeros_like(buffers)  # what no page fills must be finite
+        buffers[...] = jnp.zeros_like(buffers)  # parts without a page must be finite
         move(0, 0, 0, start=True)
 
     column = jax.lax.broadcasted_iota(jnp.int32, (H, columns), 1)

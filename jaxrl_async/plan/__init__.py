@@ -1,3 +1,5 @@
+"""Wing: estimate a run's memory and speed on given hardware, without the hardware."""
+
 import sys
 
 from jaxrl_async import CalledModule

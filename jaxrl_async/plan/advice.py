@@ -1,4 +1,5 @@
-"""Advice if a plan does not fit: what to change, and how much that saves. Pure functions."""
+"""Advice if a plan does not fit: which settings to change and how much that saves. Pure
+functions."""
 
 from jaxrl_async.config import schema
 from jaxrl_async.plan.chips import GIB
@@ -6,7 +7,7 @@ from jaxrl_async.plan.plan import Plan
 
 
 def advice(plan: Plan, config: schema.Config) -> list[str]:
-    """Return lines of advice, those that save most first; none if everything fits."""
+    """Return lines of advice, largest savings first; none if everything fits."""
     lines = []
     for side, memory, savings in (
         ("trainer", plan.trainer.memory, _of_trainer(plan, config)),

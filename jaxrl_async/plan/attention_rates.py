@@ -1,28 +1,28 @@
-"""Shares of the peak that attention's kernels reach in training, from published measurements.
+"""Shares of the peak that attention kernels reach in training, from published measurements.
 
-Nothing here was measured by this project. Splash attention on TPUs: the times are from tokamax,
+Nothing here was measured by this project. The times of splash attention on TPUs are from tokamax,
 whose kernel is based on JAX's, tuned for each shape (github.com/openxla/tokamax,
 data/autotuning/GENERATION/ pallas_mosaic_tpu_flash_attention.json, read November 2026): causal,
 bfloat16, forward with what the backward pass needs, 16,384 tokens in rows of T, heads of K, 2,048
 columns in all. FLOPs count the causal half.
 
-v5e has no published times. It has v5p's shares, and so has v4: a TensorCore of each of the three
-has four matrix units of 128 x 128 (cloud.google.com/tpu/docs). Those of v6e and tpu7x are
-256 x 256, which heads of 128 half fill.
+v5e has no published times. It uses v5p's shares, and so does v4: a TensorCore of each of the three
+has four matrix units of 128 x 128 (cloud.google.com/tpu/docs). The matrix units of v6e and tpu7x
+are 256 x 256, which heads of 128 half fill.
 
-The backward kernels have the forward one's share. Where both are published they are faster, on
+The backward kernels use the forward kernel's share. Where both are published they are faster, on
 tpu7x by 21 to 24 % at T = 8,192 (the same folder, ..._vjp.json: 4.711 ms for 2.5 times the FLOPs of
 2.342 ms; splash_attention/microbenchmarks.pdf of the same repository: 30.2 % against 24.9 %). But
 on chips whose two TensorCores are one device their grid is not divided between the two (a comment
 in JAX's kernel says why), and the one published time is 3.7 ms on v5p, 35 % of the peak: with the
-gradient 5.6 ms, forward alone 1.9 ms or 27 %, of 2 rows, 110 heads of 128, T = 2,048, JAX's kernel
+gradient 5.6 ms, forward alone 1.9 ms or 27 %, for 2 rows, 110 heads of 128, T = 2,048, JAX's kernel
 in blocks of 512 (github.com/apple/axlearn, commit a5f0b46,
-common/flash_attention/tpu_attention_benchmark.py). There they have that share at most.
+common/flash_attention/tpu_attention_benchmark.py). On these chips that share is the maximum.
 
 NVIDIA cards: FlashAttention-3's authors timed on an H100 (arxiv.org/abs/2407.08608, figure 5, heads
 of 128, forward) cuDNN at 595 to 617 TFLOP/s for rows of 2,048 and more, 0.6 of the peak, and Triton
-at 390, 0.4. The backward passes are assumed at five sixths of that. The same shares are taken for
-the other cards.
+at 390, 0.4. The backward passes are assumed at five sixths of that. The other cards use the same
+shares.
 """
 
 from bisect import bisect_right
@@ -48,20 +48,20 @@ FORWARD_MS = {
         256: (0.592, 0.727, 0.990, 1.381, 2.175),
     },
 }
-"""Milliseconds by generation, width of a head, and LENGTHS."""
+"""Milliseconds by generation, head width, and LENGTHS."""
 TOKENS, COLUMNS = 16384, 2048
 SAME_MATRIX_UNITS = {"v4": "v5p", "v5e": "v5p"}
 BACKWARD_MOST = {"v4": 0.35, "v5p": 0.35}
 CUDNN_SHARES = (0.6, 0.5)
-"""Forward and backward; and of our own kernels, which Triton compiles:"""
+"""Forward and backward shares; below, the same for this package's own Triton kernels:"""
 TRITON_SHARES = (0.4, 0.33)
 
 
 def splash_share(generation: str, length: int, width: int, *, backward: bool = False) -> float:
     """Return the share of a generation's peak for rows of `length` and heads of `width`.
 
-    Between measured lengths by their logarithms, outside as the nearest; of other widths as the
-    next narrower that is measured.
+    Interpolates between measured lengths by their logarithms; outside, takes the nearest. For
+    other widths, takes the next narrower one that was measured.
 
     >>> [round(splash_share(g, 8192, 128), 3) for g in ("v5e", "v5p", "v6e")]
     [0.555, 0.555, 0.212]
@@ -82,7 +82,7 @@ def splash_share(generation: str, length: int, width: int, *, backward: bool = F
 
 
 def card_share(kernel: str, *, backward: bool = False) -> float:
-    """Return the share of an NVIDIA card's peak that a kernel of attention reaches."""
+    """Return the share of an NVIDIA card's peak that an attention kernel reaches."""
     forward, back = CUDNN_SHARES if kernel.startswith("cudnn") else TRITON_SHARES
     return back if backward else forward
 

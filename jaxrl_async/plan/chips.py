@@ -1,24 +1,24 @@
-"""TPU chips and NVIDIA cards by generation, and their slices. Public numbers.
+"""TPU chips and NVIDIA cards by generation, and their slices. Published numbers.
 
-TPUs. Peak, HBM and ICI are the "system architecture" tables of cloud.google.com/tpu/docs (v4, v5e,
-v5p, v6e, tpu7x; read November 2026). ICI is given there in both directions, all links of a chip
-together; v4's is that of the scaling book (jax-ml.github.io/scaling-book/tpus), 45 GB/s a link and
-direction. DCN is a pod's, or a host's NICs', by its chips.
+TPUs. Peak, HBM and ICI are from the "system architecture" tables of cloud.google.com/tpu/docs (v4,
+v5e, v5p, v6e, tpu7x; read November 2026). ICI is given there in both directions, all links of a
+chip together; v4's is from the scaling book (jax-ml.github.io/scaling-book/tpus), 45 GB/s a link
+and direction. DCN is a pod's, or a host's NICs', divided by its chips.
 
 `usable_bytes` is what libtpu's compiler lets a program have ("exceeds available HBM (15.75G)"),
-a little less than the chip has. `clock_hz` turns the compiler's cycles into seconds: the peak,
-divided by the products that the matrix units make in a cycle.
+a little less than the chip has. `clock_hz` converts the compiler's cycles to seconds: the peak
+divided by the products that the matrix units compute in a cycle.
 
 NVIDIA cards. Peak (bfloat16, without sparsity), bandwidth and NVLink (both directions, all links of
 a card together) are from NVIDIA's data sheets: nvidia.com/data-center/h100 (SXM), h200 (SXM),
 a100 (SXM, 80 GB), hgx (B200), l4, which has PCIe 4.0 x16. Memory is what CUDA reports, a little
-less than the card has: H100, A100 and B200 as openxla.org's device descriptions have it
+less than the card has: H100, A100 and B200 as in openxla.org's device descriptions
 (github.com/openxla/xla, xla/backends/gpu/target_config/specs), H200 and L4 as PyTorch reports it in
-its messages of too little memory (139.8 and 22.03 GiB; nvidia-smi shows 22.49 of L4). The network
-out of a host is a card's own NIC of a DGX (A100: 200 Gb/s, the others: 400 Gb/s), and an eighth of
+its out-of-memory messages (139.8 and 22.03 GiB; nvidia-smi shows 22.49 for L4). The network out of
+a host is a card's own NIC of a DGX (A100: 200 Gb/s, the others: 400 Gb/s), and an eighth of
 the 100 Gb/s of Google Cloud's g2-standard-96 for L4. All read November 2026.
 
-Of a card's memory programs may have the share that JAX takes, which the environment says: see
+Programs may use the share of a card's memory that JAX takes, which the environment sets: see
 memory_share.
 """
 
@@ -38,25 +38,25 @@ class Chip:
     generation: str
     devices: int = 1  # per chip
     peak_flops: float  # bf16
-    usable_bytes: float  # memory that programs may have
+    usable_bytes: float  # memory that programs may use
     hbm_bytes_per_s: float
-    ici_bytes_per_s: float  # both directions, all links; of a card: NVLink or PCIe
-    dcn_bytes_per_s: float  # out of the slice; of a card: out of its host
+    ici_bytes_per_s: float  # both directions, all links; for a card: NVLink or PCIe
+    dcn_bytes_per_s: float  # out of the slice; for a card: out of its host
     clock_hz: float = 0.0  # of a TPU
     torus_dims: int = 2
     wrap_side: int = 1  # a side of the slice this long, or a multiple, is a ring
     megacore: bool = False  # two cores are one device: an option of the compiler
     host_cards: int = 0  # NVIDIA cards in a host; 0: a TPU
-    memory_bytes: float = 0.0  # of a card, as CUDA reports it
+    memory_bytes: float = 0.0  # for a card, as CUDA reports it
 
     @property
     def is_card(self) -> bool:
-        """Whether it is an NVIDIA card."""
+        """Whether this is an NVIDIA card."""
         return self.host_cards > 0
 
     @property
     def word(self) -> str:
-        """What one of them is called."""
+        """The word for one unit: card or chip."""
         return "card" if self.is_card else "chip"
 
 
@@ -73,7 +73,7 @@ def _chip(
     dims: int = 3,
     megacore: bool = False,
 ) -> Chip:
-    """Make a Chip; usable_gib is per device, all else per chip."""
+    """Make a Chip; usable_gib is per device, everything else per chip."""
     return Chip(
         generation=generation,
         devices=devices,
@@ -135,8 +135,8 @@ CARDS = {
 
 
 def memory_share() -> float:
-    """Return the share of a card's memory that programs may have: what the environment says, as JAX
-    reads it, or else LARGE_GPU_SHARE. Raises ConfigError."""
+    """Return the share of a card's memory that programs may use: from the environment, as JAX reads
+    it, or else LARGE_GPU_SHARE. Raises ConfigError."""
     memory = gpu_memory()
     if memory.problem:
         raise ConfigError(memory.problem)
@@ -145,12 +145,12 @@ def memory_share() -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """A TPU slice: a box of chips of one generation; or hosts of NVIDIA cards; or a part of one,
-    for one of its roles; or several TPU slices, joined by the data center network."""
+    """A TPU slice (a box of chips of one generation), or hosts of NVIDIA cards, or a part of one
+    for one of its roles, or several TPU slices that are joined by the data center network."""
 
     chip: Chip
-    shape: tuple[int, ...]  # chips on each side; of cards: hosts, and the cards of each
-    part: str = ""  # the slice that it is a part of, and which of its devices; "": it is whole
+    shape: tuple[int, ...]  # chips on each side; for cards: hosts, and the cards of each
+    part: str = ""  # its slice and which devices of it; "": not a part
     count: int = 1  # slices of this shape
 
     @property
@@ -170,7 +170,7 @@ class Slice:
 
     @property
     def topology(self) -> str:
-        """The name for the compiler: v5e:8x8, h100:1x8; of a part, its devices and their slice."""
+        """The name for the compiler: v5e:8x8, h100:1x8; for a part, its slice and devices."""
         return self.part or f"{self._times}{self.chip.generation}:{'x'.join(map(str, self.shape))}"
 
     @property
@@ -178,13 +178,14 @@ class Slice:
         return f"{self.count} x " if self.count > 1 else ""
 
     def sent_bytes_per_s(self, group: int, near: int = 0, *, in_a_ring: bool = True) -> float:
-        """Return how many bytes a device sends in a second of a collective.
+        """Return how many bytes a device sends per second in a collective.
 
         Args:
-            group: devices that send to one another.
-            near: of them, cards in one host; a group in several hosts sends by the network
-                cards. 0 (TPUs): hosts do not matter.
-            in_a_ring: whether each byte leaves a host once, by any of its cards in the group.
+            group: number of devices that communicate.
+            near: how many of them are cards in the same host; a group in several hosts sends
+            through
+                the network cards. 0 (TPUs): hosts do not matter.
+            in_a_ring: whether each byte leaves a host once, through any of its cards in the group.
         """
         one_way = self.chip.ici_bytes_per_s / 2
         if not self.chip.is_card:
@@ -196,7 +197,8 @@ class Slice:
     def link_share(self, group: int) -> float:
         """Return the share of a TPU's links that a collective among `group` devices can use.
 
-        These are the sides of the slice that such a group spans; one that is no ring counts half.
+        These are the sides of the slice that such a group spans; a side that is not a ring counts
+        half.
         """
         sides = len(self.sides)
         within = self.num_devices // self.count
@@ -211,9 +213,8 @@ class Slice:
 
 
 def parse_slice(name: str) -> Slice:
-    """Parse `v5e-64`, or `v5e:4x16` with an explicit shape; or `h100-8`, or `h100:2x8`, hosts and
-    the
-    cards of each. Raises ConfigError.
+    """Parse `v5e-64`, or `v5e:4x16` with an explicit shape; or `h100-8`, or `h100:2x8` (hosts, and
+    the cards of each). Raises ConfigError.
 
     The number counts chips (Google Cloud's own names of v4 and v5p slices count TensorCores, two
     per chip).
@@ -225,7 +226,7 @@ def parse_slice(name: str) -> Slice:
 
 
 def parse_chips(name: str) -> tuple[Chip, int]:
-    """Parse any number of chips or cards, which need not be one slice. Raises ConfigError."""
+    """Parse any number of chips or cards, which need not form a slice. Raises ConfigError."""
     chip, sides = _parsed(name)
     return chip, prod(sides)
 
@@ -257,7 +258,7 @@ def _parsed(name: str) -> tuple[Chip, tuple[int, ...]]:
 
 
 def _hosts(chip: Chip, sides: tuple[int, ...], name: str) -> tuple[int, int]:
-    """Return hosts, and the cards of each. Raises ConfigError."""
+    """Return the number of hosts and of cards in each. Raises ConfigError."""
     most = chip.host_cards
     if len(sides) == 2:
         hosts, cards = sides
@@ -265,8 +266,8 @@ def _hosts(chip: Chip, sides: tuple[int, ...], name: str) -> tuple[int, int]:
         hosts, cards = (1, sides[0]) if sides[0] <= most else (sides[0] // most, most)
     if cards > most or hosts * cards != prod(sides):
         raise ConfigError(
-            f"topology {name!r}: a host has {most} cards at most, and several hosts have {most} "
-            f"each. Give {chip.generation}-1 to {chip.generation}-{most}, or "
+            f"topology {name!r}: a host has at most {most} cards, and with several hosts each has "
+            f"{most}. Give {chip.generation}-1 to {chip.generation}-{most}, or "
             f"{chip.generation}-{2 * most}, {chip.generation}-{4 * most} and so on."
         )
     return hosts, cards
@@ -277,15 +278,15 @@ def _box(chip: Chip, count: int, name: str) -> tuple[int, ...]:
     largest = 256 if chip.torus_dims == 2 else 4096
     if count == 2:
         raise ConfigError(
-            f"topology {name!r}: there is no slice of 2 chips, the compiler describes hosts of 4. "
-            f"Take {chip.generation}-1 or {chip.generation}-4."
+            f"topology {name!r}: slices of 2 chips do not exist, since the compiler describes "
+            f"hosts of 4. Use {chip.generation}-1 or {chip.generation}-4."
         )
     if count & (count - 1) or count > largest:
         near = min(largest, 1 << (count.bit_length() - 1))
         raise ConfigError(
-            f"topology {name!r}: {chip.generation} slices have a power of two of chips, {largest} "
-            f"at most; the next below is {chip.generation}-{near}. Other shapes: "
-            f"{chip.generation}:{'4x4x12' if chip.torus_dims == 3 else '4x16'}."
+            f"topology {name!r}: the number of chips of a {chip.generation} slice is a power of "
+            f"two, at most {largest}; the next lower one is {chip.generation}-{near}. Other "
+            f"shapes: {chip.generation}:{'4x4x12' if chip.torus_dims == 3 else '4x16'}."
         )
     sides = [1] * chip.torus_dims
     while prod(sides) < count:
@@ -294,7 +295,7 @@ def _box(chip: Chip, count: int, name: str) -> tuple[int, ...]:
 
 
 def is_slice(chip: Chip, count: int) -> bool:
-    """Return whether so many chips, or cards, of this generation can be one slice."""
+    """Return whether `count` chips, or cards, of this generation can form one slice."""
     try:
         parse_slice(f"{chip.generation}-{count}")
     except ConfigError:

@@ -1,5 +1,5 @@
-"""Compiles programs once: the compiler's output, with the program's text, is cached by its input;
-the cost is counted anew each time.
+"""Compile programs once: the compiler's output, with the program's text, is cached by its input;
+the cost is computed again each time.
 
 The key is a hash of the lowered program, the topology, the compiler's options, and the versions of
 jax and libtpu (or the CUDA plugin, with its description of the card), so a result is never used for
@@ -36,13 +36,13 @@ class Compiled:
 
     name: str
     side: str
-    fits: bool  # False: the compiler refused it for its memory; all but needed_bytes is 0
+    fits: bool  # False: out of memory at compile time; only needed_bytes is set
     argument_bytes: float = 0.0
     output_bytes: float = 0.0
     alias_bytes: float = 0.0  # part of the output that reuses arguments
     temp_bytes: float = 0.0
     code_bytes: float = 0.0
-    needed_bytes: float = 0.0  # where it does not fit
+    needed_bytes: float = 0.0  # if it does not fit
     cost: Cost = field(default_factory=Cost)
     compile_s: float = 0.0
     cached: bool = False
@@ -64,8 +64,8 @@ def cache_folder() -> Path:
 def compiled(lowered: Lowered, folder: Path | None = None) -> Compiled:
     """Compile a program, or read the cached result.
 
-    Raises ConfigError if the compiler does not know an option, or refuses the program for another
-    reason than its memory.
+    Raises ConfigError if the compiler does not know an option, or rejects the program for a reason
+    other than its memory.
     """
     file = (folder or cache_folder()) / f"{key_of(lowered)}.json.gz"
     result, cached = _read(file), True
@@ -92,10 +92,10 @@ def compiled(lowered: Lowered, folder: Path | None = None) -> Compiled:
 
 
 def key_of(lowered: Lowered) -> str:
-    """Hash all that the compiler sees.
+    """Hash all inputs of the compiler.
 
-    Only the order of the mesh's devices is left out: it is always that of mesh.arranged() for the
-    topology and the mesh, which is in the text.
+    Only the order of the mesh's devices is left out. It always is the order of mesh.arranged() for
+    the topology and the mesh, which is in the text.
     """
     seen = hashlib.sha256(lowered.program.as_text().encode())
     where = lowered.slice
@@ -134,7 +134,7 @@ def _read(file: Path) -> tuple[dict[str, Any], Program | None] | None:
 
 
 def _parsed(record: dict[str, Any]) -> tuple[dict[str, Any], Program | None]:
-    """Return numbers and program; the program is None if the compiler refused it."""
+    """Return numbers and program; the program is None if the compiler rejected it."""
     return record["numbers"], parse(record["text"]) if record["text"] else None
 
 
@@ -147,7 +147,7 @@ def _compile(lowered: Lowered) -> dict[str, Any]:
         if needed is None:
             hint = PART_HINT if lowered.slice.part and not lowered.slice.chip.is_card else ""
             raise ConfigError(
-                f"the compiler refuses the {lowered.side}'s program {lowered.name} for "
+                f"the compiler rejects the {lowered.side}'s program {lowered.name} for "
                 f"{lowered.slice.topology}: {str(error).splitlines()[0][:400]}{hint}"
             ) from error
         return {"numbers": {"fits": False, "needed_bytes": needed}, "text": ""}
@@ -164,15 +164,15 @@ def _compile(lowered: Lowered) -> dict[str, Any]:
 
 
 PART_HINT = (
-    ". A part of a TPU slice must be one that programs can run on: give trainer and samplers whole "
-    "slices of their own (mesh.samplers_in=elsewhere, mesh.trainer as large as its slice), or take "
-    "one host."
+    ". Programs must be able to run on this part of a TPU slice: give trainer and samplers "
+    "separate, whole slices (mesh.samplers_in=external, mesh.trainer as large as its slice), or "
+    "use one host."
 )
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def needed_bytes(message: str) -> float | None:
-    """Read from the compiler's refusal how much a program needs; None if the reason is another.
+    """Read from the compiler's error how much memory a program needs; None for other errors.
 
     >>> needed_bytes("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 1.50G of ...")
     1610612736.0

@@ -1,13 +1,13 @@
-"""Counts what a compiled program costs, from its text: products, bytes, seconds, collectives and
+"""Compute the cost of a compiled program from its text: products, bytes, seconds, collectives and
 kernels, per device. Pure functions.
 
-Pallas kernels, and cuDNN's, say nothing of their cost in the text. For attention in training, the
-experts' products and the sampling of tokens it is counted from the shapes of their arguments, here
-and in pace.py (attention on the pages depends on the lengths at run time: plan.py takes the mean).
+The text does not give the cost of Pallas and cuDNN kernels. For attention in training, the experts'
+products and the sampling of tokens it is computed from the shapes of their arguments, here and in
+pace.py (attention on the pages depends on the lengths at run time: plan.py uses the mean).
 
-Of a conditional one branch counts, since one runs: the branch with cuDNN's attention if any,
-else the costliest. The text does not say which: gpu_packed.py decides by the number of segments of
-the rows, and the rows of a plan have one each.
+One branch of each conditional counts, since one runs: the branch with cuDNN's attention if any,
+else the costliest. The text does not say which one runs: gpu_packed.py decides by the number of
+segments in the rows, and the rows of a plan have one segment each.
 """
 
 import math
@@ -32,7 +32,7 @@ FREE = {
     "call", "after-all", "partition-id", "copy-done", "slice-done", "iota", "unknown", "send",
     "recv",
 }  # fmt: skip
-"""Opcodes that move no bytes themselves."""
+"""Opcodes that do not move any bytes themselves."""
 ARRAY = r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?"
 _CALLS = re.compile(r"calls=%?([\w.\-]+)")
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
@@ -45,18 +45,18 @@ ATTENTION_PRODUCTS = {
     "flash_forward": 2, "flash_keys": 4, "flash_queries": 3,
     "cudnn_attention_backward": 5, "cudnn_attention": 2,
 }  # fmt: skip
-"""Matrix products of [t, T, K] in each kernel of attention; causal: half of each."""
+"""Number of matrix products of [t, T, K] in each attention kernel; causal: half of each."""
 KERNEL_CALLS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu_v2")
 """Targets of custom calls that are Pallas kernels."""
 CUDNN_ATTENTION = "__cudnn$fmha"
 GROUPED = ("ragged-dot", "gmm", "tgmm", "grouped_")
-"""How the names of the experts' products begin: XLA's, and kernels of TPUs and of cards."""
+"""Prefixes of the names of the experts' products: XLA's, and kernels for TPUs and for cards."""
 
 
 BETWEEN_SLICES = "slices, over the data center network"
-"""In the place of a collective's axes: it is between slices."""
+"""Used instead of a collective's axes if it is between slices."""
 MEGASCALE = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
-"""Marks what the compiler sends from slice to slice, through the hosts."""
+"""Marks transfers from slice to slice, through the hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +65,10 @@ class Collective:
 
     kind: str
     axes: str  # "fsdp", "data+fsdp"; BETWEEN_SLICES
-    group: int  # devices that talk to one another
-    num_bytes: float  # that a device sends, all times together
+    group: int  # number of devices that communicate
+    num_bytes: float  # sent by a device, all times together
     times: float
-    near: int = 0  # of the group, how many are in one host, where cards are; 0: hosts do not matter
+    near: int = 0  # for cards: devices of the group in one host; 0: hosts do not matter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +77,10 @@ class Kernel:
 
     name: str
     times: float
-    flops: float  # 0 where it depends on more than shapes
-    num_bytes: float = 0.0  # to and from HBM, of the experts' products
-    length: int = 0  # of attention in training: keys of a row
-    width: int = 0  # of its heads
+    flops: float  # 0 if it depends on more than shapes
+    num_bytes: float = 0.0  # to and from HBM, for the experts' products
+    length: int = 0  # for attention in training and prefills: keys of a row
+    width: int = 0  # for attention: head width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +88,9 @@ class Cost:
     """The cost of one run of a program on one device."""
 
     flops: float = 0.0  # matrix products, without kernels
-    num_bytes: float = 0.0  # to and from HBM, kernels left out
-    compute_s: float = 0.0  # of instructions at their pace, summed; kernels have none
-    products_s: float = 0.0  # of them, in instructions with a matrix product in them
+    num_bytes: float = 0.0  # to and from HBM, without kernels
+    compute_s: float = 0.0  # sum over instructions, without kernels
+    products_s: float = 0.0  # the part in instructions with a matrix product
     collectives: tuple[Collective, ...] = ()
     kernels: tuple[Kernel, ...] = ()
 
@@ -109,9 +109,9 @@ def cost_of(
         program: parsed from its text.
         mesh: axes and their sizes.
         pace: how long an instruction takes.
-        open_turns: assumed turns of loops that end depending on data, by depth; 0 for deeper ones.
-        host: devices of a host, which are neighbours in the mesh, where cards of one host send
-            faster than cards of several; 0: hosts do not matter.
+        open_turns: assumed iterations of data-dependent loops, by nesting depth; 0 if deeper.
+        host: number of devices in a host, which are neighbours in the mesh, if cards of one host
+            send faster than cards of several; 0: hosts do not matter.
     """
 
     times: dict[str, float] = defaultdict(float)
@@ -176,7 +176,7 @@ def _branch_that_counts(
     branches: tuple[str, ...],
     open_turns: tuple[float, ...],
 ) -> str:
-    """Return the conditional's branch with cuDNN's attention, else the costliest."""
+    """Return the conditional's branch with cuDNN's attention, or else the costliest."""
 
     def weight(name: str) -> tuple[bool, float, float]:
         branch = Program(entry=name, computations=program.computations)
@@ -188,7 +188,7 @@ def _branch_that_counts(
 
 
 def _fused(program: Program) -> Iterator[str]:
-    """Find computations inside fusions: their memory traffic is that of their fusion."""
+    """Find computations inside fusions, whose memory traffic the fusion counts."""
     for instructions in program.computations.values():
         for i in instructions:
             if i.opcode == "fusion" and (found := _CALLS.search(i.rest)):
@@ -205,7 +205,7 @@ def _is_product(i: Instruction) -> bool:
 
 
 def _with_products(program: Program) -> set[str]:
-    """Find computations that multiply matrices, or call one that does in a fusion."""
+    """Find computations that multiply matrices, directly or in a fusion."""
     calls = {
         name: {c for i in instructions for c in _CALLS.findall(i.rest)}
         for name, instructions in program.computations.items()
@@ -219,7 +219,7 @@ def _with_products(program: Program) -> set[str]:
 
 
 def _flops_within(program: Program, i: Instruction, shapes: Mapping[str, str]) -> float:
-    """Return the FLOPs of an instruction; of a fusion, the FLOPs of its instructions."""
+    """Return the FLOPs of an instruction; for a fusion, the FLOPs of its instructions."""
     if i.opcode != "fusion":
         return product_flops(i, shapes)
     total = 0.0
@@ -249,8 +249,8 @@ def _convolution_flops(
 ) -> float:
     """Count the multiplications of a convolution.
 
-    The TPU compiler writes every matrix product as one: batch dimensions become a window of their
-    size, in which one position of each is not padding.
+    The TPU compiler writes every matrix product as a convolution: batch dimensions become a window
+    of their size, in which one position of each is not padding.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", rest)
     if not labels:
@@ -282,7 +282,7 @@ def _convolution_flops(
 def _valid(
     *, size: int, out: int, base: int, stride: int, low: int, base_dilation: int, dilation: int
 ) -> int:
-    """Count pairs of output and window positions that meet a value, not padding."""
+    """Count pairs of output and window positions that hit a value, not padding."""
     last = (base - 1) * base_dilation
     places = range(-low, (out - 1) * stride - low + 1, stride)
     return sum(
@@ -321,12 +321,12 @@ def _bytes(program: Program, i: Instruction, shapes: Mapping[str, str]) -> float
 
 
 def _in_hbm(shape: str) -> float:
-    """Return the bytes of those arrays in a shape's text that are in HBM."""
+    """Return the bytes of the arrays in a shape's text that are in HBM."""
     return sum(bytes_of(p) for p in re.findall(ARRAY, shape) if not IN_VMEM.search(p))
 
 
 def _read(inside: Sequence[Instruction], number: int, shape: str) -> float:
-    """Return the bytes that a fusion reads of an argument: all, or only the slices it uses."""
+    """Return the bytes of an argument that a fusion reads: all, or only the slices that it uses."""
     whole = _in_hbm(shape)
     parameter = next(
         (p for p in inside if p.opcode == "parameter" and p.rest.startswith(f"{number})")), None
@@ -343,14 +343,14 @@ def _read(inside: Sequence[Instruction], number: int, shape: str) -> float:
         elif user.opcode in ("dynamic-slice", "slice", "gather"):
             part += bytes_of(user.shape)
         elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] in names:
-            continue  # in place: what is put there counts as written
+            continue  # in place: the update counts as written
         else:
             return whole
     return min(part, whole)
 
 
 def _written(inside: Sequence[Instruction], shape: str) -> float:
-    """Return the bytes that a fusion writes: its result, or an update within a passed-on array."""
+    """Return the bytes that a fusion writes: its result, or an in-place update."""
     whole = _in_hbm(shape)
     names = {i.name: i for i in inside}
     root = next((i for i in inside if i.is_root), None)
@@ -366,8 +366,8 @@ def _written(inside: Sequence[Instruction], shape: str) -> float:
 
 
 def _kernel_name(i: Instruction) -> str | None:
-    """Return the name of a kernel without its trailing number, Pallas' or cuDNN's attention; None
-    for other instructions."""
+    """Return the name of a Pallas kernel, or of cuDNN's attention, without its trailing number;
+    None for other instructions."""
     target = _TARGET.search(i.rest) if i.opcode == "custom-call" else None
     if target is None:
         return None
@@ -375,20 +375,20 @@ def _kernel_name(i: Instruction) -> str | None:
         return "cudnn_attention" + ("_backward" if target[1].endswith("Backward") else "")
     if target[1] not in KERNEL_CALLS:
         return None
-    named = _PALLAS_NAME.search(i.rest)  # a card's; the TPU's is the instruction's own
+    named = _PALLAS_NAME.search(i.rest)  # for a card; for a TPU it is the instruction's name
     return re.sub(r"[.\d]+$", "", named[1] if named else i.name)
 
 
 def _attention(name: str, i: Instruction) -> tuple[float, int, int]:
-    """Return the FLOPs of attention's kernel in training, the keys T of a row and the width K of
-    its heads.
+    """Return the FLOPs of a training attention kernel, the keys T of a row, and the width K of its
+    heads.
 
     FLOPs are 2 t * T * K per product and head, halved (causal). Splash attention has queries
     [heads, t, K] or [rows, heads, t, K] as the first argument that is not a mask, keys [..., T, K]
-    as the second; the kernels of cards [rows, t, heads, K] and [rows, T, heads, K].
+    as the second; the kernels for cards have [rows, t, heads, K] and [rows, T, heads, K].
 
-    Where the axis context divides the lengths t is a part of T, and half of the keys are seen on
-    average all the same: a device has an early and a late part (model/layout.py).
+    If the axis context divides the lengths, t is a part of T. Half of the keys are still visible on
+    average, since a device has an early and a late part (model/layout.py).
     """
     products = next((n for part, n in ATTENTION_PRODUCTS.items() if name.startswith(part)), 0)
     given = _GIVEN.search(i.rest)
@@ -403,9 +403,9 @@ def _attention(name: str, i: Instruction) -> tuple[float, int, int]:
 def _grouped(name: str, i: Instruction, ways: int) -> tuple[float, float]:
     """Return the FLOPs and bytes of a product of rows with their experts' matrices (model/grouped).
 
-    Rows [n, D] and [n, F], matrices [E, D, F], in any order. Of the rows, those for the experts of
-    other devices are only there for the shape: with `ways` devices as many as that on average.
-    Experts are taken to be chosen evenly: few rows need few experts' matrices.
+    Rows [n, D] and [n, F], matrices [E, D, F], in any order. Rows for the experts of other devices
+    are present only for the shape: with `ways` devices, 1 / ways of the rows count on average.
+    Experts are assumed to be chosen evenly: few rows need few experts' matrices.
     """
     given = _GIVEN.search(i.rest)
     grouped = name.startswith(GROUPED) or "mosaic_gpu" in i.rest
@@ -459,11 +459,11 @@ def _summed(
 
 
 def _between_slices(i: Instruction) -> tuple[str, int, float]:
-    """Return the kind of a send to other slices, how many take part, and the bytes that a device
-    sends.
+    """Return the kind of a transfer to other slices, the number of slices, and the bytes that a
+    device sends.
 
-    The instruction holds what a device gives: its share of an all-gather, all of a sum. Slices are
-    named as in _xla_megascale_target="{1,2}x{0:3}", by numbers and ranges.
+    The instruction holds what a device contributes: its share of an all-gather, all of a sum.
+    Slices are named as in _xla_megascale_target="{1,2}x{0:3}", by numbers and ranges.
     """
     found = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.rest)
     kind = found[1].lower().replace("_", "-") if found else "send"
@@ -477,8 +477,8 @@ def _between_slices(i: Instruction) -> tuple[str, int, float]:
 
 
 def _result_bytes(i: Instruction) -> float:
-    """Return the bytes of a collective's result; a start's tuple also holds its arguments, except
-    with an all-reduce."""
+    """Return the bytes of a collective's result. A start's tuple also holds its arguments, except
+    for an all-reduce."""
     sizes = [bytes_of(a) for a in re.findall(r"[a-z]\w*\[[\d,]*\]", i.shape)]
     if i.opcode == "all-gather-start" and i.shape.startswith("(("):
         return sum(sizes[len(sizes) // 2 :])  # several arrays: ((arguments), (results))
@@ -498,7 +498,7 @@ def _sent(kind: str, result: float, size: int) -> float:
 
 
 def parse_groups(rest: str) -> tuple[tuple[int, ...], ...]:
-    """Parse the devices of each group, in any of the three ways in which XLA writes them.
+    """Parse the devices of each group, in any of XLA's three notations.
 
     >>> parse_groups("replica_groups={{0,1},{2,3}}, x")
     ((0, 1), (2, 3))
@@ -541,8 +541,8 @@ def _transposed(dims: Sequence[int], order: Sequence[int]) -> list[int]:
 
 
 def near_in(groups: Sequence[Sequence[int]], host: int) -> int:
-    """Return how many members of a group share a host of so many devices, where they are fewest:
-    what leaves the host goes by these devices' network cards.
+    """Return the smallest number of a group's members in the same host of `host` devices. Traffic
+    that leaves the host uses the network cards of these devices.
 
     >>> near_in(((0, 1), (2, 3)), 2), near_in(((0, 1, 2, 3),), 2), near_in(((0, 2), (1, 3)), 2)
     (2, 2, 1)
@@ -551,7 +551,7 @@ def near_in(groups: Sequence[Sequence[int]], host: int) -> int:
 
 
 def group_axes(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> str:
-    """Return the mesh axes along which the members of a group differ, joined by +.
+    """Return the mesh axes along which a group's members differ, joined by +.
 
     "" if each member is alone. No groups: all devices are one group.
     """

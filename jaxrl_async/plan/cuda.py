@@ -1,15 +1,15 @@
-"""XLA's compiler for NVIDIA cards, without a card: JAX's CUDA plugin compiles for a card that is
-described to it, with no driver, cuBLAS or cuDNN.
+"""Use XLA's compiler for NVIDIA cards without a card: JAX's CUDA plugin compiles for a described
+card, without a driver, cuBLAS or cuDNN.
 
-What it cannot do there, and a run can:
+Differences from a real run:
 
 - Kernels are not timed to choose among them (xla_gpu_autotune_level=0): products are Triton's with
   the compiler's own blocks, never cuBLAS', whose workspace (32 MiB on Hopper) is not planned.
 - cuDNN's graphs are not built: attention by cuDNN is one call, with a workspace of 0 bytes.
-- Command buffers (CUDA graphs) are made later.
+- Command buffers (CUDA graphs) are created later.
 
-The plugin is used in a process whose JAX_PLATFORMS is cpu (ENVIRONMENT, set before JAX starts): JAX
-would otherwise look for a driver.
+The plugin is used in a process whose JAX_PLATFORMS is cpu (ENVIRONMENT, set before JAX starts);
+otherwise JAX would look for a driver.
 """
 
 import importlib
@@ -27,11 +27,11 @@ PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 FLAGS = "--xla_gpu_autotune_level=0"
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # nothing runs on a device
-    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # cuBLAS, cuDNN and others need not be there
-    "TF_CPP_MIN_LOG_LEVEL": "2",  # warnings of a driver that is not found
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # cuBLAS, cuDNN and others may be missing
+    "TF_CPP_MIN_LOG_LEVEL": "2",  # hides warnings about the missing driver
 }
 ASKED_BY_TRITON = "jax._src.pallas.triton.gpu_info"
-"""The module that gives Pallas' Triton kernels their card, by default the machine's."""
+"""The module in which Pallas' Triton kernels look up their card, by default the machine's."""
 CUDNN = (9, 12, 0)
 """The version of cuDNN that programs are compiled for."""
 
@@ -83,13 +83,13 @@ DEVICES: dict[str, tuple[str, str, dict[str, float]]] = {
         },
     ),
 }  # fmt: skip
-"""Name, compute capability and parts of each card, for the compiler; as in openxla/xla's own
-descriptions (xla/backends/gpu/target_config/specs), L4's from its data sheet and the CUDA
-programming guide's table of compute capability 8.9."""
+"""Name, compute capability and parts of each card, for the compiler; from openxla/xla's
+descriptions (xla/backends/gpu/target_config/specs). L4 is from its data sheet and the CUDA
+programming guide's table for compute capability 8.9."""
 
 
 def check_compiler() -> None:
-    """Raise MissingExtraError where the plugin is missing, or is not of JAX's own version."""
+    """Raise MissingExtraError if the plugin is missing, or its version is not JAX's."""
     jax = version_of("jax")
     found = {name: version_of(name) for name in PLUGINS}
     plugin, its = next(((n, v) for n, v in found.items() if v), (PLUGINS[0], ""))
@@ -107,7 +107,7 @@ def check_compiler() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment in which the plugin compiles, for a process that has not started
+    """Return the environment for compiling with the plugin, for a process that has not started
     JAX."""
     flags = os.environ.get("XLA_FLAGS", "")
     return {**ENVIRONMENT, "XLA_FLAGS": f"{flags} {FLAGS}".strip()}
@@ -122,7 +122,7 @@ def capability_of(card: Chip) -> str:
 
 
 def compiler_versions() -> list[str]:
-    """Return what a compiled program depends on in addition to jaxlib and its card."""
+    """Return the versions that affect a compiled program, in addition to jaxlib's and its card."""
     return [
         *(f"{name} {version_of(name)}" for name in PLUGINS if version_of(name)),
         FLAGS,
@@ -131,7 +131,7 @@ def compiler_versions() -> list[str]:
 
 
 def target_config(where: Slice) -> str:
-    """Return the card for the compiler, as text of XLA's GpuTargetConfigProto."""
+    """Return the card's description for the compiler, as text of XLA's GpuTargetConfigProto."""
     name, capability, parts = DEVICES[where.chip.generation]
     numbers = {
         **COMMON,
@@ -174,11 +174,11 @@ def card_devices(where: Slice) -> list[Any]:
 
 
 def _prepare(kind: str) -> None:
-    """Have JAX lower programs for cards of this kind without such a card."""
+    """Make JAX lower programs for cards of this kind without such a card."""
     from jax._src import xla_bridge
     from jax._src.cudnn import fused_attention_stablehlo
 
-    if importlib.util.find_spec(ASKED_BY_TRITON):  # from jax 0.12 on
+    if importlib.util.find_spec(ASKED_BY_TRITON):  # since jax 0.12
         asked: Any = importlib.import_module(ASKED_BY_TRITON)
         asked.get_device_kind, asked.get_device_platform = lambda: kind, lambda: "gpu"
     original = xla_bridge.canonicalize_platform
@@ -186,16 +186,16 @@ def _prepare(kind: str) -> None:
         return
 
     def canonical(platform: str) -> str:
-        # JAX knows "gpu" only where a backend runs (github.com/jax-ml/jax/issues/23971).
+        # JAX knows "gpu" only if a backend runs (github.com/jax-ml/jax/issues/23971).
         return "cuda" if platform in ("gpu", "cuda") else original(platform)
 
-    # It asks the backend that runs, a CPU; attention.obstacle has checked what the card can do.
+    # It would ask the CPU backend; attention.obstacle has checked the card's capability.
     fused_attention_stablehlo.check_compute_capability = lambda least: True
     canonical.knows_cards = True  # type: ignore[attr-defined]
     xla_bridge.canonicalize_platform = canonical
     try:
         fused_attention_stablehlo.check_cudnn_version()
-    except RuntimeError:  # cuDNN is not installed: it is needed to run, not to compile
+    except RuntimeError:  # cuDNN is not installed, which compiling does not need
         whole = CUDNN[0] * 10000 + CUDNN[1] * 100 + CUDNN[2]
         fused_attention_stablehlo.check_cudnn_version = lambda: whole
 

@@ -1,4 +1,4 @@
-"""HBM of one device by kind, on either side: what always is there, and what a program adds."""
+"""HBM of one device by kind, on either side: the resident part, and what each program adds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ class Memory:
     """Memory of one side, in bytes per device."""
 
     kinds: Mapping[str, float]  # at the moment of the peak
-    moment: str  # the program that runs then
+    moment: str  # the program that is running then
     usable_bytes: float
 
     @property
@@ -21,12 +21,12 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether the chip's memory is enough."""
+        """Whether everything fits the chip's memory."""
         return self.total_bytes <= self.usable_bytes
 
     @property
     def largest(self) -> str:
-        """The kind that takes most memory."""
+        """The kind that takes the most memory."""
         return max(self.kinds, key=lambda name: self.kinds[name])
 
 
@@ -40,12 +40,12 @@ ARGUMENTS = {
     "decode": ("weights", "KV cache", "logits"),
     "reshard": ("next weights",),
 }
-"""Kinds that are arguments or results of a program, so that the compiler's number includes them.
-All others come on top of it."""
+"""Kinds that are arguments or results of a program, so the compiler's number includes them.
+All others are added to it."""
 MOMENTARY = (
     "activations and temporaries", "gradients", "weights in transfer", "next weights", "prefilled",
 )  # fmt: skip
-"""Kinds that are there only while their side works."""
+"""Kinds that exist only while their side computes."""
 
 
 def trainer_memory(
@@ -62,17 +62,17 @@ def trainer_memory(
 ) -> Memory:
     """Return the trainer's memory at its peak.
 
-    The weights in transfer stay until every sampler has taken them, which may be in the next step,
-    so they count with the gradient and the update, too.
+    The weights in transfer stay until every sampler has taken them, possibly in the next step, so
+    they are also added to the gradient and the update.
 
     Args:
-        programs: the trainer's, compiled.
+        programs: the trainer's compiled programs.
         params, gradients, optimizer: bytes of the training state.
-        reference: bytes of a reference that the gradient runs.
-        resting: bytes of a reference that only a pass before the gradient runs.
-        base: bytes of the frozen weights that an adapter changes.
+        reference: bytes of a reference that is part of the gradient program.
+        resting: bytes of a reference that only a pass before the gradient uses.
+        base: bytes of the frozen weights below an adapter.
         transfer: bytes of the weights in transfer.
-        usable: bytes that programs may have.
+        usable: bytes that programs may use.
     """
     by_name = {p.name: p for p in programs}
     code = sum(p.code_bytes for p in programs)
@@ -104,16 +104,16 @@ def sampler_memory(
     """Return a sampler's memory at its peak.
 
     The next weights arrive while the present ones are in use; at the swap they are unpacked in
-    their place. An adapter is unpacked beside the one in use; what it changes is unpacked once,
-    before there is a KV cache.
+    their place. An adapter is unpacked next to the one in use. Its base weights are unpacked
+    once, before the KV cache exists.
 
     Args:
-        programs: the sampler's, compiled.
-        weights: bytes that it draws from.
-        sent: bytes that each version brings: as many, or those of an adapter.
+        programs: the sampler's compiled programs.
+        weights: bytes of the weights that it generates with.
+        sent: bytes of each version that is sent: all weights, or an adapter.
         pages, state: bytes of the KV cache, and of the rest of the decode state.
-        opponents: bytes of the weights and KV caches that fill seats of games.
-        usable: bytes that programs may have.
+        opponents: bytes of the weights and KV caches of opponents in games.
+        usable: bytes that programs may use.
     """
     adapts = sent < weights
     by_name = {p.name: p for p in programs}
@@ -126,15 +126,15 @@ def sampler_memory(
     if adapts:
         moments["prepare"] = {"next weights": weights, "KV cache": 0.0, "logits": 0.0}
     made = by_name["prefill"]
-    moments["prefill"]["prefilled"] = made.output_bytes - made.alias_bytes  # beside the pages
+    moments["prefill"]["prefilled"] = made.output_bytes - made.alias_bytes  # added to the pages
     if "reshard" in by_name:
         moments["reshard"] = {}
     return _worst(resident, moments, by_name, usable)
 
 
 def together_on_a_chip(own: Memory, other: Memory, whose: str) -> Memory:
-    """Return a side's memory at its peak on chips that the other side has, too; whose: the other's
-    name. They work in turns, and each keeps what it needs for the next."""
+    """Return a side's peak memory on chips that it shares with the other side (named `whose`). The
+    sides alternate, and each keeps what it needs for its next turn."""
     kept = {f"{whose}: {kind}": v for kind, v in other.kinds.items() if kind not in MOMENTARY}
     return replace(own, kinds={**own.kinds, **kept})
 
@@ -145,7 +145,7 @@ def _worst(
     programs: Mapping[str, Compiled],
     usable: float,
 ) -> Memory:
-    """Return the memory at the peak. A program that the compiler refused counts as it asked."""
+    """Return the memory at the peak. A program that the compiler rejected counts as requested."""
     candidates = []
     for name, more in moments.items():
         kinds = {**resident, **more}

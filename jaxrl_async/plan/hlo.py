@@ -1,8 +1,8 @@
-"""Reads a compiled program from its text: computations, instructions, and turns of loops.
+"""Parse a compiled program from its text: computations, instructions, and iterations of loops.
 
-XLA's own summary (cost_analysis) counts the body of a loop once, however often it runs, and does
-not say which devices talk to which. So the text is read: each computation's instructions, times the
-number of turns of the loops around it. Everything is per device, as the text is. Pure functions.
+XLA's own summary (cost_analysis) counts a loop's body only once, and does not say which devices
+communicate. So the text is parsed: each computation's instructions, times the number of iterations
+of the loops around it. Everything is per device, as in the text. Pure functions.
 """
 
 import math
@@ -15,9 +15,9 @@ ITEM_BYTES = {
     "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8,
 }  # fmt: skip
 NO_ESTIMATE = 2**63 - 1
-"""What the TPU compiler writes for the cycles of an instruction that it cannot estimate."""
+"""The TPU compiler's cycles for an instruction that it cannot estimate."""
 MAX_NESTING = 64
-"""Deepest nesting of computations in a program."""
+"""Maximum nesting of computations in a program."""
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
@@ -38,7 +38,7 @@ class Instruction:
     shape: str  # as written: "bf16[8,128]{1,0}", or a tuple of such
     opcode: str
     operands: tuple[str, ...]  # names
-    rest: str  # all behind the opcode
+    rest: str  # everything after the opcode
     is_root: bool
 
     @property
@@ -48,7 +48,7 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        """The compiler's estimate; 0 if it gives none, NO_ESTIMATE if it says that it has none."""
+        """The compiler's estimate; 0 if missing, NO_ESTIMATE if the compiler could not estimate."""
         match = _CYCLES.search(self.rest)
         return int(match[1]) if match else 0
 
@@ -94,7 +94,7 @@ def _instruction(root: str | None, name: str, text: str) -> Instruction:
 
 
 def _inside(rest: str) -> str:
-    """Return the text before the bracket that closes one opened before `rest`."""
+    """Return the text before the bracket that closes the one opened before `rest`."""
     depth = 1
     for index, sign in enumerate(rest):
         depth += (sign == "(") - (sign == ")")
@@ -132,12 +132,12 @@ def walk(
 ) -> Iterator[tuple[str, float]]:
     """Yield (computation, number of times it runs), counting loops.
 
-    A computation that is called from several places comes once for each.
+    A computation that is called from several places is yielded once for each.
 
-    choose: which branch of a conditional counts, and which of those in it; which one runs is
-    decided at run time.
-    open_turns: turns of the loops whose end is decided at run time, by how many such are around
-    them; 0 for deeper ones.
+    choose: returns the branch of a conditional that counts, also for nested conditionals, since
+    the branch that runs is decided at run time.
+    open_turns: iterations of loops whose end is decided at run time, by the number of such loops
+    around them; 0 for deeper ones.
     """
     yield from _walk(program, program.entry, 1.0, choose, tuple(open_turns), 0)
 
@@ -168,7 +168,7 @@ def _walk(
 
 
 def branches_of(instruction: Instruction) -> tuple[str, ...]:
-    """Return a conditional's computations, one of which runs; () for another instruction."""
+    """Return a conditional's computations, one of which runs; () for other instructions."""
     if instruction.opcode != "conditional":
         return ()
     listed = ", ".join(a or b for a, b in _BRANCHES.findall(instruction.rest))
@@ -176,9 +176,10 @@ def branches_of(instruction: Instruction) -> tuple[str, ...]:
 
 
 def trip_count(program: Program, loop: Instruction, where: str) -> int | None:
-    """Return the turns of a counting loop from its start, step and bound; None if it is none.
+    """Return the iterations of a counting loop from its start, step and bound; None for other
+    loops.
 
-    XLA's text names them as constants: `compare(counter, 36), direction=LT`, `add(counter, 1)`.
+    XLA's text has these as constants: `compare(counter, 36), direction=LT`, `add(counter, 1)`.
     """
     if known := re.search(r'known_trip_count":?\{"?n"?:"?(\d+)', loop.rest):
         return int(known[1])
@@ -214,7 +215,7 @@ def _index(element: Instruction) -> int:
 
 
 def _step(body: Sequence[Instruction], index: int) -> int | None:
-    """Return what a loop's body adds to its counter, over any number of additions."""
+    """Return the total that a loop's body adds to its counter, in any number of additions."""
     names = {i.name: i for i in body}
     root = next((i for i in body if i.is_root and i.opcode == "tuple"), None)
     if root is None:

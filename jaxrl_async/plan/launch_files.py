@@ -1,4 +1,4 @@
-"""Write a plan's best split as what launches it: a configuration, and a values file for GKE."""
+"""Write the files that launch a plan's best split: a configuration, and a values file for GKE."""
 
 import logging
 import re
@@ -21,27 +21,27 @@ log = logging.getLogger(__name__)
 
 CONFIG_FILE, VALUES_FILE = "config.yaml", "values.yaml"
 PORT = 7077
-"""Port at which the trainer listens in the commands that are shown."""
+"""Port of the trainer in the printed commands."""
 IMAGE = "us-docker.pkg.dev/PROJECT/REPOSITORY/jaxrl_async:TAG"
 
 
 def best_that_fits(
     config: schema.Config, plan: Plan, topology: Slice, lengths: Histogram
 ) -> tuple[schema.Config, Plan]:
-    """Return the fastest split of a plan's chips that fits when it is planned itself.
+    """Return the fastest split of a plan's chips that fits when it is planned.
 
     Splits are first compared by their simulated rates, which assume that a chip's speed stays the
-    same; then their programs are compiled. With slices that trainer and samplers divide, the
-    configured split is taken.
+    same; then their programs are compiled. If trainer and samplers divide a slice, the configured
+    split is used.
 
     Args:
         config, plan: The run and its plan, which fits.
-        topology: The trainer's slice, or what the roles divide.
+        topology: The trainer's slice, or the slice that the roles divide.
         lengths: Of answers, tokens.
     """
     whole, now = plan.together, plan.trainer.where.num_chips
     assert whole is not None, "it fits"
-    if config.mesh.samplers_in != "elsewhere":
+    if config.mesh.samplers_in != "external":
         return config, plan
     rates = {s: at_split(whole.pipeline, now, s).trained_tokens_per_s for s in whole.splits}
     for split in sorted(rates, key=lambda s: -rates[s]):
@@ -66,15 +66,15 @@ def split_config(
 ) -> schema.Config:
     """Return the configuration with another split of the chips.
 
-    The trainer's axis fsdp, or data, grows or shrinks with its chips; the samplers stay what they
-    are, and change in number.
+    The trainer's axis fsdp, or data, is scaled with its chips; the samplers keep their size and
+    change in number.
 
     Args:
         config: The run.
-        trainer_chips, now: The trainer's chips, and those that the configuration is for.
+        trainer_chips, now: The trainer's new number of chips, and the configured one.
         samplers: Their number.
 
-    Raises ConfigError if neither axis can be divided so.
+    Raises ConfigError if neither axis can be divided this way.
     """
     axes = config.mesh.trainer
     for name in ("fsdp", "data"):
@@ -89,21 +89,21 @@ def split_config(
             return config.model_copy(update={"mesh": mesh})
     raise ConfigError(
         f"mesh.trainer cannot be made for {trainer_chips} chips in place of {now}: neither fsdp "
-        f"({axes.fsdp}) nor data ({axes.data}) can be divided so. Change its axes yourself, and "
+        f"({axes.fsdp}) nor data ({axes.data}) divides evenly. Change its axes by hand, and "
         "plan that."
     )
 
 
 def write_launch_files(folder: Path, config: schema.Config, plan: Plan) -> list[str]:
-    """Write a plan's files, check that what launches them takes them, and return the commands.
+    """Write a plan's files, check that the launchers accept them, and return the commands.
 
-    Raises ConfigError if it does not, or GKE has no such slice, OSError if they cannot be written.
+    Raises ConfigError if they do not, or GKE has no such slice; OSError if writing fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / CONFIG_FILE
     file.write_text(dump(config), encoding="utf-8")
     load(file)
-    if config.mesh.samplers_in != "elsewhere":
+    if config.mesh.samplers_in != "external":
         devices = config.mesh.trainer.num_devices
         share = f"{_share()} " if plan.trainer.where.chip.is_card else ""
         more = config.mesh.samplers * config.mesh.sampler.num_devices
@@ -118,7 +118,7 @@ def write_launch_files(folder: Path, config: schema.Config, plan: Plan) -> list[
     values.write_text(yaml.safe_dump(tree, sort_keys=False, width=100), encoding="utf-8")
     run_config(load_values(values), folder)
     return [
-        f"# on GKE, once PROJECT, REPOSITORY, TAG and BUCKET in {values} are yours:",
+        f"# on GKE, once PROJECT, REPOSITORY, TAG and BUCKET in {values} are filled in:",
         f"kubectl create secret generic {tree['join_secret']['name']} "
         '--from-literal=secret="$(openssl rand -hex 32)"',
         f"python -m jaxrl_async.launch.gke {values} | kubectl apply -f -",
@@ -132,12 +132,12 @@ def write_launch_files(folder: Path, config: schema.Config, plan: Plan) -> list[
 
 
 def _share() -> str:
-    """Return the variable by which JAX takes what the plan counts on."""
+    """Return the variable that sets JAX's memory share to the one in the plan."""
     return f"{gpu_memory().variable}={memory_share():g}"
 
 
 def _commands_of_cards(file: Path, plan: Plan) -> list[str]:
-    """Return the commands for hosts with NVIDIA cards; the manifests for GKE are of TPUs alone."""
+    """Return the commands for hosts with NVIDIA cards; the manifests for GKE are for TPUs only."""
     share = _share()
     return [
         "# with one JAXRL_ASYNC_SECRET on all machines: on each host of the trainer's cards "
@@ -154,7 +154,7 @@ def _host(plan: Plan) -> str:
 
 
 def _values(config: schema.Config, plan: Plan) -> dict[str, Any]:
-    """Return the values file's tree; capitals are for people to fill in."""
+    """Return the values file's tree; placeholders in capitals must be filled in."""
     name = re.sub(r"[^a-z0-9]+", "-", config.run.name.lower()).strip("-")[:40].rstrip("-")
     name = name if name[:1].isalpha() else f"run-{name}"[:40].rstrip("-")
     return {

@@ -10,13 +10,13 @@ from jaxrl_async.errors import DataError
 from jaxrl_async.plan.pipeline import Histogram
 
 ASSUMED = {0.125: 25, 0.25: 30, 0.5: 25, 0.75: 10, 1.0: 10}
-"""Length as a share of the longest answer -> percent of answers of that length."""
+"""Length as a share of the maximum -> percent of answers of that length."""
 MOST_VALUES = 64
-"""Most distinct lengths in a distribution."""
+"""Maximum number of distinct lengths in a distribution."""
 
 
 def assumed(longest: int) -> Histogram:
-    """Return an assumed, long-tailed distribution: mean 41 % of the longest, a tenth cut off."""
+    """Return an assumed long-tailed distribution: mean 41 % of the longest, 10 % cut off."""
     return Histogram(
         values=tuple(float(max(1, round(longest * share))) for share in ASSUMED),
         weights=tuple(float(w) for w in ASSUMED.values()),
@@ -24,7 +24,7 @@ def assumed(longest: int) -> Histogram:
 
 
 def read_lengths(path: Path, longest: int) -> Histogram:
-    """Read answers' lengths in tokens; those above `longest` count as `longest`.
+    """Read answers' lengths in tokens; lengths above `longest` count as `longest`.
 
     path: a run's folder (the lengths in its ledger.jsonl), or a JSON file: {"512": 30, "2048": 5},
     length and weight, or a list of lengths. Raises DataError.
@@ -69,13 +69,13 @@ def _of_run(folder: Path) -> dict[float, float]:
     if not counts:
         raise DataError(
             f"--lengths {folder}: no answers in {file}. Give the folder of a run of run.job=rl "
-            "that has made a step, or a JSON file."
+            "that has completed a step, or a JSON file."
         )
     return counts
 
 
 def _ledger(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield number and object of each line; torn lines are left out."""
+    """Yield number and object of each line, without torn lines."""
     for number, raw in enumerate(file.read_bytes().splitlines() if file.exists() else (), 1):
         try:
             line = json.loads(raw)
@@ -91,7 +91,7 @@ def _ledger(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _number(value: Any) -> float:
-    """Convert to a number; NaN if it is none."""
+    """Convert to a number; NaN if that fails."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -111,7 +111,7 @@ def _of_json(value: Any, path: Path) -> dict[float, float]:
         counts[n] = counts.get(n, 0.0) + w
     if not 0 < sum(counts.values()) < math.inf:
         raise DataError(
-            f"--lengths {path}: there is no length with a weight above 0, or the weights are too "
+            f"--lengths {path}: no length has a weight above 0, or the weights are too "
             f"large. {_FORM}"
         )
     return counts
@@ -122,7 +122,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _coarser(counts: dict[float, float]) -> Histogram:
-    """Merge to at most MOST_VALUES lengths: equal numbers of neighbours become their mean."""
+    """Merge to at most MOST_VALUES lengths: groups of neighbours become their mean."""
     ordered = sorted(counts.items())
     total, size = sum(counts.values()), max(1, math.ceil(len(ordered) / MOST_VALUES))
     parts = [ordered[at : at + size] for at in range(0, len(ordered), size)]
@@ -135,7 +135,8 @@ def _coarser(counts: dict[float, float]) -> Histogram:
 
 
 def mean_context(lengths: Histogram, prompt: float) -> float:
-    """Return a running sequence's mean tokens over its decode steps: prompt + E[n^2] / (2 E[n])."""
+    """Return the mean tokens of a running sequence over its decode steps: prompt + E[n^2] / (2
+    E[n])."""
     pairs = list(zip(lengths.values, lengths.weights, strict=True))
     first = sum(n * w for n, w in pairs)
     return prompt + sum(n * n * w for n, w in pairs) / (2 * first)

@@ -1,8 +1,8 @@
-"""How long an instruction of a compiled program takes, seconds. Pure functions.
+"""Estimate the time of an instruction of a compiled program, seconds. Pure functions.
 
-The TPU's compiler says it, in cycles; what it cannot estimate takes its roofline. The compiler for
-NVIDIA cards says nothing: there it is arithmetic, the longer of products at PRODUCT_SHARE of the
-peak and bytes at BYTES_SHARE of the bandwidth, and LAUNCH_S for each kernel.
+The TPU compiler reports it, in cycles; instructions that it cannot estimate take their roofline.
+The compiler for NVIDIA cards reports nothing. There the time is computed: the longer of products at
+PRODUCT_SHARE of the peak and bytes at BYTES_SHARE of the bandwidth, plus LAUNCH_S for each kernel.
 """
 
 import re
@@ -13,28 +13,28 @@ from jaxrl_async.plan.hlo import NO_ESTIMATE, Instruction, arrays_of
 from jaxrl_async.sampler.device.sampling_kernel import LANES, PLAIN, ROWS, TILES, TRUNCATED
 
 PRODUCT_SHARE = 0.7
-"""Assumed share of a card's peak that products of matrices reach; nothing was measured by this
-project, and no source gives Triton's for these shapes. An H100 reaches about 0.8 of it in cuBLAS'
-largest products, less in smaller ones.
+"""Assumed share of a card's peak that matrix products reach. This project measured nothing, and no
+source gives Triton's share for these shapes. An H100 reaches about 0.8 in cuBLAS' largest products,
+less in smaller ones.
 """
 BYTES_SHARE = 0.8
-"""Assumed share of a card's bandwidth that kernels reach that only move memory. An H100 reaches 0.9
-in copies of a gigabyte."""
+"""Assumed share of a card's bandwidth that kernels reach if they only move memory. An H100 reaches
+0.9 in copies of a gigabyte."""
 TALK = ("all-", "reduce-scatter", "collective-", "async-")
-"""How opcodes of communication begin, whose time is counted apart."""
+"""Prefixes of communication opcodes, whose time is counted separately."""
 LAUNCH_S = 2e-6
 """Assumed time from one kernel to the next, seconds, in a command buffer (CUDA graph)."""
 
 DRAW_CYCLES = {PLAIN: 290, TRUNCATED: 3100}
-"""Cycles of the kernel that samples tokens, for eight rows and each chunk of its loops: the
-compiler's schedule of them for v5e and v6e (2 x 32 turns of 35 and 50 cycles to truncate)."""
+"""Cycles of the kernel that samples tokens, for eight rows and each chunk of its loops, from the
+compiler's schedule for v5e and v6e (2 x 32 iterations of 35 and 50 cycles to truncate)."""
 
 Pace = Callable[[Instruction, float, float], float]
-"""Function of an instruction, its FLOPs in products of matrices, and the bytes it moves."""
+"""Returns the time of an instruction from its matrix-product FLOPs and the bytes that it moves."""
 
 
 def draw_cycles(i: Instruction) -> float:
-    """Return the cycles of a TPU's kernel that samples tokens; 0: it is another instruction."""
+    """Return the cycles of a TPU's sampling kernel; 0 for other instructions."""
     each = DRAW_CYCLES.get(re.sub(r"[.\d]+$", "", i.name), 0)
     given = re.search(r"operand_layout_constraints=\{(.*)", i.rest)
     if not each or not given:
@@ -44,7 +44,7 @@ def draw_cycles(i: Instruction) -> float:
 
 
 def pace_of(chip: Chip) -> Pace:
-    """Return how long an instruction takes on a chip, or a card."""
+    """Return the function that gives an instruction's time on a chip or a card."""
 
     def of_chip(i: Instruction, flops: float, num_bytes: float) -> float:
         if i.cycles == NO_ESTIMATE:

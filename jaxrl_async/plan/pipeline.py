@@ -1,4 +1,4 @@
-"""The pipeline that simulate.py simulates: sizes, times and lengths, and checks of them."""
+"""The pipeline that simulate.py simulates: sizes, times and lengths, with checks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -13,13 +13,13 @@ from jaxrl_async.staleness import capacity, memory_bound, never_fills_a_step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """Values and how often each occurs."""
+    """Values and their frequencies."""
 
     values: tuple[float, ...]
     weights: tuple[float, ...]  # not negative, on any scale
 
     def __post_init__(self) -> None:
-        """Raise ConfigError if no value can be drawn."""
+        """Raise ConfigError if no value can be sampled."""
         same = len(self.values) == len(self.weights) > 0
         if not same or min(self.weights) < 0 or sum(self.weights) <= 0 or min(self.values) < 0:
             raise ConfigError(
@@ -46,11 +46,11 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samplers:
-    """The samplers: what each holds, and how long its programs take, in seconds."""
+    """The samplers: their capacity, and the time of their programs in seconds."""
 
     slots: int
     rows: tuple[int, ...]  # rows that decode, ascending, and
-    step_s: tuple[float, ...]  # a decode step at so many; linear between, level outside
+    step_s: tuple[float, ...]  # a decode step at that many; linear between, constant outside
     count: int = 1  # number of samplers
     reserve: int = 0  # sequences prefilled ahead
     block: int = 8  # decode steps in a dispatch
@@ -64,16 +64,17 @@ class Samplers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferTree:
-    """How a version reaches samplers in processes of their own (mesh.samplers_in: processes or
-    elsewhere): each passes on what it has, and the trainer waits for none of them."""
+    """The transfer of a version to samplers in separate processes (mesh.samplers_in: processes or
+    elsewhere):
+    each sampler passes on what it has, and the trainer does not wait for any of them."""
 
     num_bytes: float  # of one sampler's weights
-    trainer_bytes_per_s: float  # that the trainer sends, to all together
-    sampler_bytes_per_s: float  # that one sampler receives, and sends to all together
+    trainer_bytes_per_s: float  # sent by the trainer, to all together
+    sampler_bytes_per_s: float  # received by one sampler, and sent by it to all together
     fanout: int = 2  # samplers to which the trainer, and each sampler, sends a version
-    offer_s: float = 0.0  # from publish until samplers are offered it: the trainer's copy to host
-    hop_s: float = 0.0  # that a piece takes through one source, beside its bytes
-    stage_s: float = 0.0  # from the last piece until it can be swapped in: checksums, to the device
+    offer_s: float = 0.0  # from publish until it is offered to samplers: the trainer's copy to host
+    hop_s: float = 0.0  # delay of a piece in one source, in addition to its bytes
+    stage_s: float = 0.0  # from the last piece until the swap: checksums, copy to the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,30 +82,30 @@ class FleetChange:
     """Samplers that join or leave at a given time."""
 
     at_s: float
-    joins: int = 0  # processes that are started
-    leaves: int = 0  # samplers at work that are told to leave (SIGTERM), chosen at random
-    kills: int = 0  # that end without a word (SIGKILL)
+    joins: int = 0  # number of processes that are started
+    leaves: int = 0  # running samplers that get SIGTERM, chosen at random
+    kills: int = 0  # samplers that get SIGKILL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turnover:
-    """How samplers come and go while the run goes on."""
+    """The joining and leaving of samplers during the run."""
 
     changes: tuple[FleetChange, ...] = ()
-    preempted_per_minute: float = 0.0  # at random times, of all samplers together; each is replaced
-    handed_back_share: float = 1.0  # of those, that leave with notice; the others are killed
-    again_first: bool = False  # requests of a sampler that has gone overtake those that wait
-    handover_s: float = 0.0  # from a leaver's last block until others have its requests
+    preempted_per_minute: float = 0.0  # at random times, over all samplers; each is replaced
+    handed_back_share: float = 1.0  # share that leaves with notice; the others are killed
+    again_first: bool = False  # requests of a lost sampler overtake waiting ones
+    handover_s: float = 0.0  # from a leaving sampler's last block until others have its requests
     noticed_s: float = 0.0  # from a kill until the trainer counts the sampler as lost
     replaced_s: Histogram = field(default_factory=lambda: Histogram.constant(0.0))
     """From a preemption until the replacement's process starts."""
-    start_s: float = 0.0  # of a process, until it asks for its first weights: imports, compiling
-    wait_s: float = 600.0  # longest time without any sampler (remote.wait_s)
+    start_s: float = 0.0  # from process start to its first request for weights: imports, compiling
+    wait_s: float = 600.0  # maximum time without any sampler (remote.wait_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """All that the result depends on. Times in seconds, lengths in tokens."""
+    """All inputs of the simulation. Times in seconds, lengths in tokens."""
 
     samplers: Samplers
     answer_tokens: Histogram
@@ -117,11 +118,11 @@ class Pipeline:
     overcommit: float = 1.5  # with drop
     score_s: Histogram = field(default_factory=lambda: Histogram.constant(0.0))  # of a group
     scorers: int | None = None  # groups scored at a time; None: no limit
-    update_s: float = 0.0  # constant part of packing, forward, backward and optimizer, and
-    update_token_s: float = 0.0  # for each token of the batch, prompts included
-    publish_s: float = 0.0  # of the trainer's time
-    transfer_s: float = 0.0  # from publish until the weights are in the samplers' memory, if tree
-    tree: TransferTree | None = None  # is None: samplers in threads, which the next publish awaits
+    update_s: float = 0.0  # constant part of packing, forward, backward and optimizer
+    update_token_s: float = 0.0  # additional time for each token of the batch, prompts included
+    publish_s: float = 0.0  # time of the trainer
+    transfer_s: float = 0.0  # without a tree: from publish until the samplers have the weights
+    tree: TransferTree | None = None  # None: samplers in threads, which the next publish waits for
     turnover: Turnover | None = None  # None: all samplers stay
     report_s: float = 0.0  # between two steps
     save_every: int = 0  # updates between two checkpoints; 0: none
@@ -129,7 +130,7 @@ class Pipeline:
 
     @property
     def places(self) -> int:
-        """The gate's bound on groups under way at once."""
+        """The gate's bound on concurrent groups."""
         if self.when_too_old == "drop":
             return memory_bound(self.max_staleness, self.groups_per_step, self.overcommit)
         return capacity(self.max_staleness, self.groups_per_step, self.lookahead)
@@ -182,7 +183,7 @@ def _check_tree(tree: TransferTree) -> None:
 def _check_turnover(turnover: Turnover, p: Pipeline) -> None:
     if p.tree is None:
         raise ConfigError(
-            "samplers in threads do not come and go: a pipeline with a turnover needs a tree, too."
+            "a pipeline with a turnover needs a tree: samplers in threads do not join or leave"
         )
     numbers = {
         "preempted_per_minute": turnover.preempted_per_minute,

@@ -1,6 +1,6 @@
-"""Where a run's roles are, as the run itself divides chips; the slices are described, not there.
+"""Place a run's roles on chips, as the run itself divides them; the slices are only described.
 
-mesh.samplers_in=elsewhere   a slice for the trainer, and one, of any generation, per sampler
+mesh.samplers_in=external   a slice for the trainer, and one, of any generation, per sampler
 processes                    the devices of one host: the trainer's, then each sampler's
 threads                      the same, or an equal part of each host of a slice
 """
@@ -19,7 +19,7 @@ from jaxrl_async.plan.chips import Chip, Slice, parse_slice
 from jaxrl_async.plan.cuda import card_devices
 
 EIGHT = (2, 4)
-"""Shape of the only host of more than four chips, of the generations whose slices are flat."""
+"""Shape of the only host with more than four chips, for the generations with flat slices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,33 +29,33 @@ class Places:
     trainer: Slice
     sampler: Slice
     num_samplers: int
-    slices: Slices  # meshes of devices that are only described
+    slices: Slices  # meshes of described devices
 
 
 def make_places(config: schema.Config, trainer: Slice, samplers: tuple[Chip, int] | None) -> Places:
-    """Return the meshes of the configuration, on slices of devices that are described, not there.
+    """Return the meshes of the configuration, on slices of devices that are only described.
 
     Args:
         config: The run.
-        trainer: The trainer's slice; with mesh.samplers_in=threads or processes, what trainer and
-            samplers divide.
-        samplers: Kind and number of the chips of all samplers together, each on a slice of its own;
-            None unless mesh.samplers_in=elsewhere.
+        trainer: The trainer's slice; with mesh.samplers_in=threads or processes, the slice that
+            trainer and samplers divide.
+        samplers: Kind and number of the chips of all samplers together, each on a separate slice;
+            None unless mesh.samplers_in=external.
 
-    Raises ConfigError if the meshes do not fit their slices, MeshError if the compiler refuses a
+    Raises ConfigError if the meshes do not fit their slices, MeshError if the compiler rejects a
     program on one of them.
     """
-    if config.mesh.samplers_in != "elsewhere":
+    if config.mesh.samplers_in != "external":
         return _divided(config.mesh, trainer, samplers)
     assert samplers is not None, "slices of their own have a topology"
     return _apart(config.mesh, trainer, *samplers)
 
 
-# ---- slices of their own
+# ---- separate slices
 
 
 def _apart(section: schema.MeshSection, trainer: Slice, chip: Chip, chips: int) -> Places:
-    """Give each role whole slices: a program runs on a whole slice on any generation."""
+    """Give each role whole slices, on which programs run on any generation."""
     given = section.trainer.num_devices
     if given != trainer.num_devices:
         raise ConfigError(
@@ -92,10 +92,10 @@ def _slice_of_sampler(chip: Chip, devices: int) -> Slice:
     try:
         return parse_slice(f"{chip.generation}-{devices // chip.devices}")
     except ConfigError as error:
-        raise ConfigError(f"{size}, so that each sampler is a slice of its own: {error}") from error
+        raise ConfigError(f"{size}, and each sampler is a separate slice: {error}") from error
 
 
-# ---- one host, or one slice, for all
+# ---- one host or one slice for all roles
 
 
 def _divided(
@@ -105,8 +105,8 @@ def _divided(
     how = f"mesh.samplers_in={section.samplers_in}"
     if samplers is not None:
         raise ConfigError(
-            f"--sampler-topology is for samplers on slices of their own, and with {how} they are "
-            f"on the trainer's ({where.name}). Leave it out, or set mesh.samplers_in=elsewhere."
+            f"--sampler-topology is for samplers on separate slices, and with {how} they are "
+            f"on the trainer's ({where.name}). Leave it out, or set mesh.samplers_in=external."
         )
     devices = devices_of(where)
     hosts = len({device.process_index for device in devices})
@@ -114,7 +114,7 @@ def _divided(
         raise ConfigError(
             f"{how} divides the {where.chip.word}s of one host, and {where.name} "
             f"({where.topology}) has {hosts} hosts. Take a topology of one host (v5e-8, v6e-8, "
-            "v5p-4, h100-8), or give the samplers separate slices (mesh.samplers_in=elsewhere, "
+            "v5p-4, h100-8), or give the samplers separate slices (mesh.samplers_in=external, "
             "--sampler-topology)."
         )
     try:
@@ -122,8 +122,8 @@ def _divided(
     except MeshError as error:
         raise ConfigError(
             f"{error} That is on {where.name} ({where.topology}), which --topology names: with "
-            f"{how} trainer and samplers divide it. For slices of their own set "
-            "mesh.samplers_in=elsewhere."
+            f"{how} trainer and samplers divide it. For separate slices set "
+            "mesh.samplers_in=external."
         ) from error
     return Places(
         trainer=_part(where, list(slices.trainer.devices.flat)),
@@ -134,7 +134,7 @@ def _divided(
 
 
 def _part(where: Slice, devices: Sequence[Any]) -> Slice:
-    """Return the part of a slice that these devices are."""
+    """Return the part of a slice that consists of these devices."""
     if len(devices) == where.num_devices:
         return where
     numbers = ",".join(str(n) for n in sorted(device.id for device in devices))
@@ -155,10 +155,10 @@ def _part(where: Slice, devices: Sequence[Any]) -> Slice:
 
 
 def devices_of(where: Slice) -> list[Any]:
-    """Return the devices of a slice as its compiler describes them, libtpu's or the CUDA plugin's.
+    """Return the devices of a slice as libtpu's compiler, or the CUDA plugin, describes them.
     Raises ConfigError.
 
-    Eight chips of v5e and v6e are one host. Those of a single chip are some of the smallest host's.
+    Eight chips of v5e and v6e are one host. For a single chip, part of the smallest host is used.
     """
     if where.count > 1 and prod(where.shape) == 1:
         raise ConfigError(
@@ -178,7 +178,7 @@ def devices_of(where: Slice) -> list[Any]:
         topology = topologies.get_topology_desc(
             platform="tpu", topology_name=replace(where, count=1).topology, **options
         )
-    except Exception as error:  # the plugin has no kinds of its own
+    except Exception as error:  # the plugin has no exception types for this
         raise ConfigError(
             f"libtpu does not know the topology {where.topology} ({where.name}): "
             f"{str(error).splitlines()[0]}. Choose another shape, such as v5e-8 or v5p:4x4x4."

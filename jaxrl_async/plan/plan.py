@@ -1,4 +1,4 @@
-"""The plan of a run: both sides' programs, memory and times, and the run as a whole."""
+"""The plan of a run: both sides' programs, memory and times, and the whole run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from jaxrl_async.model.lora import lora_of, trained_table
 from jaxrl_async.model.spec import ModelSpec, num_in
 from jaxrl_async.plan.chips import GIB, Chip, Slice, is_slice
 from jaxrl_async.plan.compiled import Compiled, compiled
-from jaxrl_async.plan.cost import BETWEEN_SLICES
+from jaxrl_async.plan.cost import BETWEEN_SLICES, Kernel
 from jaxrl_async.plan.hbm import Memory, sampler_memory, together_on_a_chip, trainer_memory
 from jaxrl_async.plan.lengths import mean_context
 from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers, TransferTree
@@ -34,8 +34,14 @@ from jaxrl_async.plan.programs import (
     trained,
 )
 from jaxrl_async.plan.simulate import SimulationResult, simulate
-from jaxrl_async.plan.timing import RAGGED_SHARE, Timing, decode_account, gradient_account, timing
-from jaxrl_async.plan.transports import (
+from jaxrl_async.plan.timing import (
+    Timing,
+    decode_account,
+    gradient_account,
+    on_pages_s,
+    timing,
+)
+from jaxrl_async.plan.transport_rates import (
     TRANSPORTS,
     Transport,
     carried_bytes_per_s,
@@ -51,11 +57,11 @@ PACKING = 0.95
 PROMPT_SHARE = 0.5
 """Assumed length of a prompt, as a share of data.max_prompt_tokens."""
 HOST_LINK_BYTES_PER_S = 8e9
-"""Assumed between a device and its host's memory (PCIe), in one direction."""
+"""Assumed bandwidth between a device and its host's memory (PCIe), in one direction."""
 HOP_S = 0.01
-"""Assumed delay of a piece of weights in a sampler that passes it on, seconds."""
+"""Assumed delay of a piece of weights in a sampler that forwards it, seconds."""
 BLOCK_S = 0.5e-3
-"""The host's work on a decode block, seconds."""
+"""Assumed host time for a decode block, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +70,7 @@ class Side:
 
     where: Slice
     programs: tuple[Compiled, ...]
-    timings: Mapping[str, Timing]  # by program, without those that the compiler refused
+    timings: Mapping[str, Timing]  # by program, without rejected ones
     memory: Memory
 
 
@@ -72,9 +78,15 @@ class Side:
 class DecodeLoad:
     """The work of a sampler in a decode step at the mean context."""
 
-    rows: int  # sequences that decode at once
+    rows: int  # sequences that decode at the same time
     context: float  # tokens of each
     read_bytes: float  # KV that a device reads in a step
+    kernel: Kernel | None = None  # what it computes on the pages in a step; None: gathers them
+
+    def of_block(self, steps: int) -> tuple[float, Kernel | None]:
+        """Return the KV that a device reads in so many steps, bytes, and what it computes there."""
+        kernel = self.kernel and replace(self.kernel, flops=self.kernel.flops * steps)
+        return self.read_bytes * steps, kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +95,13 @@ class Decode:
 
     load: DecodeLoad
     step_s: float
-    account: Mapping[str, float]  # shares of it
+    account: Mapping[str, float]  # shares of step_s
     prefill_token_s: float
-    tokens_per_s: float  # drawn; time includes the prompts' prefill
+    tokens_per_s: float  # generated; time includes the prompts' prefill
 
     @property
     def bandwidth_share(self) -> float:
-        """Share of HBM's bandwidth that reading weights and KV cache once per step takes."""
+        """Share of HBM's bandwidth for reading weights and KV cache once per step."""
         return self.account["weights"] + self.account["KV cache"]
 
 
@@ -101,21 +113,21 @@ class Learning:
     micro_batches: float
     step_s: float
     account: Mapping[str, float]  # shares of the gradient's time, rows full of one sequence each
-    tokens_per_s: float  # answers' tokens
+    tokens_per_s: float  # answer tokens
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation of the gradient's program."""
+        """Model FLOPs utilization of the gradient program."""
         return self.account["model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BetweenSlices:
-    """What the trainer's slices send to each other over the data center network in a step."""
+    """Traffic between the trainer's slices over the data center network in a step."""
 
     slices: int
-    bytes_of_device: float  # that each device sends
-    seconds: float  # at its share of its host's network cards, of the step
+    bytes_of_device: float  # sent by each device
+    seconds: float  # per step, at the device's share of its host's network cards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,14 +146,14 @@ class Together:
 
     learning: Learning
     decode: Decode
-    transfer_s: float  # at the rates that were measured of the transport
-    bound_s: float  # the same at the network cards' line rate, which nothing has reached
-    transport: Transport | None  # what carries the weights; None: the slice's own links
+    transfer_s: float  # at the transport's measured rates
+    bound_s: float  # the same at the network cards' line rate, an upper bound
+    transport: Transport | None  # carries the weights; None: the slice's own links
     between_slices: BetweenSlices | None  # None: the trainer has one slice
     splits: tuple[ChipSplit, ...]  # best first
     pipeline: Pipeline
-    outcome: SimulationResult | None  # simulated; None: both sides work in turns, on the same chips
-    in_turns_tokens_per_s: float  # answers' tokens, if they did
+    outcome: SimulationResult | None  # simulated; None: both sides alternate on the same chips
+    in_turns_tokens_per_s: float  # answer tokens, if they alternated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,14 +165,14 @@ class Plan:
     num_samplers: int
     trainer: Side
     sampler: Side
-    together: Together | None  # None: the compiler refused a program, so there are no times
+    together: Together | None  # None: the compiler rejected a program
     lengths: Histogram
     checkpoint_bytes: float
     notes: tuple[str, ...]
 
     @property
     def fits(self) -> bool:
-        """Whether the compiler accepts every program and both sides' memory is enough."""
+        """Whether the compiler accepts every program and both sides fit their memory."""
         return bool(self.together and self.trainer.memory.fits and self.sampler.memory.fits)
 
 
@@ -178,7 +190,7 @@ def plan_run(
         lengths: of answers, tokens.
 
     Raises:
-        ConfigError, CheckpointError, MeshError: no plan can be made of the run.
+        ConfigError, CheckpointError, MeshError: the run cannot be planned.
     """
     check(config)
     spec = spec_of(config)
@@ -293,21 +305,26 @@ def load_of(config: schema.Config, spec: ModelSpec, held: Held, lengths: Histogr
         kv.pages * kv.page_tokens * kv.layout.arrays
     )  # of a token
     rows = max(1, min(kv.slots, int(kv.pages / pages_at(kv, context))))
-    read = read_tokens(spec, kv.page_tokens, context) * len(kv.layout.places)
-    return DecodeLoad(rows=rows, context=context, read_bytes=rows * read * layer_bytes)
+    read, pair = rows * read_tokens(spec, kv.page_tokens, context), held.pair_kernel
+    return DecodeLoad(
+        rows=rows,
+        context=context,
+        read_bytes=read * len(kv.layout.places) * layer_bytes,
+        kernel=pair and replace(pair, flops=read * pair.flops),
+    )
 
 
 def pages_at(kv: MemoryPlan, context: float) -> float:
-    """Return the pages of a sequence of this length, the mean over where in a page it ends: of
-    layers with a window at most those that it keeps."""
+    """Return the pages of a sequence of this length, on average over its end position in a page;
+    for layers with a window at most the pages that it keeps."""
     whole = context / kv.page_tokens + 1
     kept = (g.pages_behind(kv.page_tokens) + 2 if g.window else whole for g in kv.layout.groups)
     return sum(min(whole, pages) for pages in kept)
 
 
 def read_tokens(spec: ModelSpec, page_tokens: int, context: float) -> float:
-    """Return how many tokens' KV a row reads in a step, the mean over the layers with KV: of one
-    with a window the pages that hold it."""
+    """Return how many tokens' KV a row reads in a step, the mean over the layers with KV. Layers
+    with a window read the pages that hold it."""
     windows = [kind.window for kind in spec.kinds if not kind.is_linear]
     held = {w: (-(-(w - 1) // page_tokens) + 1) * page_tokens if w else context for w in windows}
     return sum(min(context, held[w]) for w in windows) / len(windows)
@@ -323,22 +340,18 @@ def sampler_side(
     """Return a sampler's programs with their times, and its memory."""
     own = tuple(p for p in programs if p.side == "sampler")
     where = places.sampler
-    # Frozen models are taken to be as large as the policy: they are not read here.
+    # Frozen models are assumed to be as large as the policy: they are not read here.
     beside = resident_snapshots(config.seats) + len(frozen_models(config.seats))
     each = bytes_per_device((held.weights, held.state.kv, held.state.logits))
-    read = {"decode": load.read_bytes * config.sampler.block}
+    on_pages = {
+        "prefill": (0.0, held.prefill_kernel),
+        "decode": load.of_block(config.sampler.block),
+    }
     return Side(
         where=where,
         programs=own,
         timings={
-            p.name: timing(
-                p,
-                where,
-                cache_bytes=read.get(p.name, 0.0),
-                ragged=held.prefill_kernel if p.name == "prefill" else None,
-            )
-            for p in own
-            if p.fits
+            p.name: timing(p, where, *on_pages.get(p.name, (0.0, None))) for p in own if p.fits
         },
         memory=sampler_memory(
             own,
@@ -382,7 +395,7 @@ def decode_of(
 
 
 def embedding_bytes(spec: ModelSpec, sent: Any) -> float:
-    """Return the bytes of the embedding if it is only looked up: no step reads it whole."""
+    """Return the bytes of the embedding if it is only looked up, so no step reads all of it."""
     return 0.0 if spec.tied else bytes_per_device(sent["embed"])
 
 
@@ -437,7 +450,7 @@ def pipeline_of(
 ) -> Pipeline:
     """Return the pipeline for simulate()."""
     section, load = config.sampler, decode.load
-    read_s = load.read_bytes / places.sampler.chip.hbm_bytes_per_s / RAGGED_SHARE  # as in timing
+    read_s = on_pages_s(load.read_bytes, load.kernel, places.sampler)  # as in timing
     return Pipeline(
         samplers=Samplers(
             slots=load.rows,
@@ -473,8 +486,8 @@ def best_splits(
     """Return splits of the same chips, fastest first.
 
     The trainer's slice is a power of two whose chips hold their share of its state; the rest are
-    samplers of their present size. Each side's speed per chip is assumed to stay the same. Of two
-    generations there is one split: that of the configuration.
+    samplers of their present size. Each side's speed per chip is assumed to be constant. With two
+    generations there is only the configured split.
     """
     now, own = places.trainer.num_chips, places.sampler.num_chips
     total = now + places.num_samplers * own
@@ -519,18 +532,18 @@ def at_split(now: Pipeline, trainer_chips: int, split: ChipSplit) -> SimulationR
 def transfer_of(
     config: schema.Config, places: Places, copy_bytes: float, *, measured: bool = True
 ) -> tuple[float, TransferTree | None]:
-    """Estimate the transfer to all samplers, seconds, and the tree along which it goes.
+    """Estimate the transfer to all samplers, seconds, and the tree that it follows.
 
-    From thread to thread it goes over the slice's links, with a copy for each sampler. Between
-    processes it goes through the hosts: along the tree, or through the memory of the one host.
-    Samplers that span hosts, or that pull from the trainer's devices, pass nothing on: the trainer
-    sends to each of them.
+    Between threads it uses the slice's links, with a copy for each sampler. Between processes it
+    passes through the hosts: along the tree, or through the memory of the one host. Samplers that
+    span hosts, or that pull from the trainer's devices, do not forward weights: the trainer sends
+    to each of them.
 
     Args:
         config, places: The run.
         copy_bytes: One sampler's weights.
-        measured: At the rates of this package's transports (plan/transports.py). False: at the
-            line rate of the hosts' network cards, the upper bound.
+        measured: Use the rates of this package's transports (plan/transport_rates.py). False: use
+            the line rate of the hosts' network cards, the upper bound.
     """
     trainer, sampler = places.trainer.chip, places.sampler.chip
     sends, takes = places.slices.trainer.size, places.slices.sampler.size
@@ -538,7 +551,7 @@ def transfer_of(
     if how == "threads":
         sent_s = copy_bytes * places.num_samplers / (sends * trainer.ici_bytes_per_s / 2)
         return max(sent_s, copy_bytes / (takes * sampler.ici_bytes_per_s / 2)), None
-    apart, hosts = how == "elsewhere", hosts_of(places.slices.sampler)
+    apart, hosts = how == "external", hosts_of(places.slices.sampler)
     rates = [sends * trainer.dcn_bytes_per_s, takes * sampler.dcn_bytes_per_s]
     if not apart:
         rates = [TRANSPORTS["shared_memory"].bytes_per_s or 0.0] * 2
@@ -562,15 +575,15 @@ def transfer_of(
 
 
 def hosts_of(mesh: Any) -> int:
-    """Return how many hosts, and so processes, the devices of a mesh belong to."""
+    """Return the number of hosts, and so of processes, that a mesh's devices belong to."""
     return len({device.process_index for device in mesh.devices.flat})
 
 
 def between_slices(
     config: schema.Config, trainer: Side, learning: Learning
 ) -> BetweenSlices | None:
-    """Count what the trainer's slices send to each other in a step: each micro-batch's gradient
-    program and each update's, as the compiler wrote them."""
+    """Compute the traffic between the trainer's slices in a step: each micro-batch's gradient
+    program and each update's, as compiled."""
     if trainer.where.count == 1:
         return None
     epochs = config.algorithm.epochs
@@ -592,7 +605,7 @@ def between_slices(
 
 
 def tree_s(tree: TransferTree, samplers: int) -> float:
-    """Return the seconds from publish until the last of so many samplers has the weights."""
+    """Return the seconds from publish until the last sampler has the weights."""
     depth, level, reached = 1, tree.fanout, tree.fanout
     while reached < samplers:
         level *= tree.fanout
@@ -604,15 +617,16 @@ def tree_s(tree: TransferTree, samplers: int) -> float:
 
 
 def _checkpoint_bytes(config: schema.Config, spec: ModelSpec) -> float:
-    """What is learnt and the optimizer's state; prompts and groups under way are little beside
-    them."""
+    """Return the bytes of the trained weights and the optimizer's state. Prompts and groups in
+    progress are small in comparison."""
     dtype = jnp.dtype(config.model.param_dtype)
     table = trained_table(spec, lora_of(spec, config.model.lora))
     return float(num_in(table) * (dtype.itemsize + optimizer_bytes(config.trainer, dtype)))
 
 
 def _card_notes(card: Chip, *sides: Memory) -> tuple[str, ...]:
-    """Say of a plan for NVIDIA cards what its numbers are, and what to set for the run."""
+    """Return notes on a plan for NVIDIA cards: the origin of its numbers, and what to set for the
+    run."""
     if not card.is_card:
         return ()
     share = card.usable_bytes / card.memory_bytes
@@ -620,20 +634,20 @@ def _card_notes(card: Chip, *sides: Memory) -> tuple[str, ...]:
         needed = f"JAX takes {USUAL_GPU_SHARE:g} of a card, which is enough here"
     else:
         needed = (
-            f"set {gpu_memory().variable}={share:g} where trainer and samplers start: JAX takes "
+            f"set {gpu_memory().variable}={share:g} for trainer and samplers: JAX takes "
             f"{USUAL_GPU_SHARE:g} of a card otherwise, which is not enough here"
         )
     return (
         f"memory: the compiler's own figures for this card, at most {share:g} of its "
         f"{card.memory_bytes / GIB:.1f} GiB; {needed}. Workspaces of cuBLAS and cuDNN are not "
         "counted.",
-        "times: arithmetic, of FLOPs and bytes in the compiled programs "
+        "times: computed from FLOPs and bytes of the compiled programs "
         "(jaxrl_async/plan/pace.py); the compiler gives none, and no card was measured.",
     )
 
 
 def _notes(config: schema.Config) -> tuple[str, ...]:
-    """Say in which types the run computes, and list the parts of it that the plan leaves out."""
+    """Return notes on the run's dtypes, and on the parts of it that the plan leaves out."""
     model = config.model
     types = (
         f"computes in {model.computes_in} (model.dtype), weights in {model.param_dtype} "
@@ -641,7 +655,7 @@ def _notes(config: schema.Config) -> tuple[str, ...]:
     )
     left_out = {
         "the critic's update": needs_critic(config.algorithm.advantage),
-        "the teacher's pass": config.teacher.source != "none",
+        "the teacher's pass": config.teacher is not None,
         "the reward model's pass": config.reward.model is not None,
     }
     missing = [name for name, there in left_out.items() if there]

@@ -1,8 +1,8 @@
-"""The programs of a run, lowered for slices that are not there: from shapes alone, by the same code
-that a run calls. No weights are loaded or made."""
+"""The programs of a run, lowered for described slices: from shapes alone, by the same code that a
+run calls. No weights are loaded or created."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -41,52 +41,54 @@ from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.decoding import context_pages_of, empty_decode_args
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
 from jaxrl_async.sampler.batch.prefill import make_chunk, prefill_sizes
-from jaxrl_async.sampler.device.arguments import DecodeState, PrefillArgs
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.program_arguments import DecodeState, PrefillArgs
 from jaxrl_async.sampler.device.sampling import together
 from jaxrl_async.sampler.setup import build_engine, kv_plan
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.objectives.policy_objective import PolicyContext, PolicyObjective
 from jaxrl_async.trainer.pair_credit import pair_columns
-from jaxrl_async.trainer.update import Frozen, Update
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import Frozen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """One program, not compiled yet."""
+    """One lowered program, before compilation."""
 
     name: str  # gradient, update, logprobs, cast, reshard, prepare, prefill, decode
     side: str  # trainer or sampler
     program: Any  # jax.stages.Lowered
     slice: Slice
     mesh: Mapping[str, int]  # axes and their sizes
-    open_turns: tuple[float, ...] = ()  # turns of loops that end depending on data
-    options: Mapping[str, str] = field(default_factory=dict)  # of the compiler
+    open_turns: tuple[float, ...] = ()  # iterations of data-dependent loops
+    options: Mapping[str, str] = field(default_factory=dict)  # for the compiler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What a sampler holds, as shapes with shardings, and how many tokens a prefill takes."""
+    """A sampler's arrays, as shapes with shardings, and its prefill's size."""
 
-    weights: Any  # that it draws from: all, an adapter's beside them
-    sent: Any  # that each version brings: the same, or an adapter alone
+    weights: Any  # that it generates with: all, and an adapter's
+    sent: Any  # sent with each version: all weights, or an adapter
     state: DecodeState
     kv: MemoryPlan
-    chunk_tokens: int  # of the prefill's program
-    prefill_kernel: Kernel | None = None  # of the ragged kernels of a prefill on the pages
+    chunk_tokens: int  # of the prefill program
+    prefill_kernel: Kernel | None = None  # the kernels on the pages in a prefill
+    pair_kernel: Kernel | None = None  # these kernels for one query and one token: pair_kernel()
 
 
 def check(config: schema.Config) -> None:
-    """Raise ConfigError if no plan can be made of a run."""
+    """Raise ConfigError if a run cannot be planned."""
     if config.run.job != "rl":
         raise ConfigError(
-            f"a plan is of a trainer and its samplers, and run.job={config.run.job} has no "
+            f"a plan covers a trainer and its samplers, and run.job={config.run.job} has no "
             "samplers. Set run.job=rl."
         )
-    if config.teacher.source != "none" and config.teacher.form == "loss":
+    if config.teacher is not None and config.teacher.form == "loss":
         raise ConfigError(
-            "a plan supports no teacher in the loss. Set teacher.form=advantage, whose pass is "
-            "outside the gradient, or teacher.source=none."
+            "a plan does not support a teacher in the loss. Set teacher.form=advantage, whose pass "
+            "is outside the gradient, or teacher=null."
         )
     try_own_loss(config.algorithm)
 
@@ -113,7 +115,7 @@ def spec_of(config: schema.Config) -> ModelSpec:
 def lowered(
     config: schema.Config, spec: ModelSpec, places: Places
 ) -> tuple[tuple[Lowered, ...], Held]:
-    """Lower all programs of a run; return them, and what a sampler holds.
+    """Lower all programs of a run; return them and the sampler's arrays.
 
     Raises ConfigError, MeshError.
     """
@@ -125,7 +127,7 @@ def lowered(
 
 
 def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str, Any]:
-    """Lower the programs that bring the weights to one sampler. Raises MeshError."""
+    """Lower the programs that send the weights to one sampler. Raises MeshError."""
     push = make_push(
         config.weights, config.model, spec, places.slices.trainer, places.slices.sampler
     )
@@ -138,8 +140,8 @@ def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str,
 def trainer_programs(
     config: schema.Config, spec: ModelSpec, places: Places, cast: Any
 ) -> list[Lowered]:
-    """Lower the trainer's programs: gradient, optimizer's update, the pass for log-probs where a
-    step needs one, and the cast of sent weights.
+    """Lower the trainer's programs: gradient, optimizer update, the log-prob pass if a step needs
+    one, and the cast of sent weights.
 
     Raises ConfigError.
     """
@@ -150,7 +152,7 @@ def trainer_programs(
     context = PolicyContext(
         scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32))
     )
-    drops = config.model.lora.rank and config.model.lora.dropout
+    drops = config.model.lora is not None and config.model.lora.dropout > 0
     frozen = Frozen(
         reference=reference(config, spec, mesh) if runs_reference(config) else None,
         base=base_on_trainer(config, spec, mesh),
@@ -159,14 +161,14 @@ def trainer_programs(
     common: dict[str, Any] = {"slice": places.trainer, "mesh": dict(mesh.shape), "side": "trainer"}
     options = dict(config.trainer.compiler_options)
     micro = micro_batch(config, spec, step)
-    programs = step.lower(params, micro, context, frozen)
+    programs = step.programs.lower(params, micro, context, frozen)
     if own_passes(config):
         settings = learning(config, places.slices)
         own = LogprobPass(spec, settings, temperature=config.sampler.temperature)
         tokens = TokenRows(*(getattr(micro, name) for name in TOKENS_OF_A_PASS))
         whole = params if frozen.base is None else beside(frozen.base, params)
         programs["logprobs"] = own.lower(whole, tokens)
-    # The head is computed in a loop over chunks of the tokens whose log-probs are wanted: of all.
+    # The head is computed in a loop over chunks of tokens; log-probs of all tokens are needed.
     chunks = -(-step.micro_rows * config.row_length // config.trainer.logprob_chunk)
     return [
         *(
@@ -184,12 +186,12 @@ def trainer_programs(
 
 
 def holds_reference(config: schema.Config) -> bool:
-    """Return whether the reference lies on the trainer's devices."""
+    """Return whether the reference is on the trainer's devices."""
     return config.refers and "reference" not in config.trainer.offload
 
 
 def pass_columns_of(config: schema.Config) -> frozenset[str]:
-    """Return the columns that passes make before the updates, as the Learner's."""
+    """Return the columns that passes compute before the updates, as in the Learner."""
     columns = pass_columns(
         config.algorithm,
         refers=config.refers,
@@ -202,20 +204,20 @@ TOKENS_OF_A_PASS = ("token_ids", "positions", "segment_ids", "kept", "expert_ids
 
 
 def own_passes(config: schema.Config) -> int:
-    """Return how often a step computes log-probs of the whole batch before its updates, by weights
-    of the policy's own shapes: its own, and a reference's that are kept in host memory."""
+    """Return how often a step computes log-probs of the whole batch before its updates with weights
+    of the policy's shapes: its own, and a reference's that are kept in host memory."""
     return len(pass_columns_of(config) & {"proximal_logprobs", "reference_logprobs"})
 
 
 def runs_reference(config: schema.Config) -> bool:
-    """Return whether the gradient runs the reference."""
+    """Return whether the gradient program runs the reference."""
     return config.refers and "reference_logprobs" not in pass_columns_of(config)
 
 
 def micro_batch(
     config: schema.Config, spec: ModelSpec, step: Update[PolicyObjective]
 ) -> DeviceBatch:
-    """Return the shapes of a micro-batch: the columns that the Learner gives it."""
+    """Return the shapes of a micro-batch, with the columns that the Learner gives it."""
     dtypes = {name: jnp.dtype(COLUMNS[name].dtype) for name in DeviceBatch._fields}
     others = {
         "supervised_weights": config.algorithm.supervised_coefficient > 0,
@@ -234,7 +236,7 @@ def micro_batch(
         name: jax.ShapeDtypeStruct(
             (*shape, *of_token.get(name, ())),
             dtypes[name],
-            sharding=step.batch_sharding,
+            sharding=step.programs.batch_sharding,
         )
         for name in names
     }
@@ -247,9 +249,9 @@ def micro_batch(
 def sampler_programs(
     config: schema.Config, spec: ModelSpec, places: Places, pushed: Mapping[str, Any]
 ) -> tuple[list[Lowered], Held]:
-    """Lower the sampler's programs: what a swap makes of the weights, a prefill, a decode block.
+    """Lower the sampler's programs: the unpacking of weights at a swap, a prefill, a decode block.
 
-    The block has all slots at work and contexts up to max_length. Raises ConfigError.
+    The block has all slots busy and contexts up to max_length. Raises ConfigError.
     """
     mesh = places.slices.sampler
     dtype, keeps = jnp.dtype(config.model.computes_in), config.algorithm.keep_routing
@@ -289,28 +291,42 @@ def sampler_programs(
         kv=plan,
         chunk_tokens=tokens,
         prefill_kernel=prefill_kernel(config, engine.spec, tokens),
+        pair_kernel=pair_kernel(engine.spec),
     )
     return lowered, held
 
 
 def prefill_kernel(config: schema.Config, engine: EngineSpec, tokens: int) -> Kernel | None:
-    """Return what the ragged kernels of a prefill of so many tokens compute on a device, of prompts
-    as long as they may be: two products of each query with its own token and those before, in heads
-    as wide as the pages have them. None: prompts are not prefilled on the pages."""
-    if not engine.prefills_in_pages:
+    """Return the per-device work of a prefill's kernels on the pages for `tokens` tokens of prompts
+    of the maximum length: each query sees its own token and those before. None: prompts are not
+    prefilled on the pages."""
+    pair = pair_kernel(engine)
+    if pair is None or not engine.prefills_in_pages:
         return None
-    model, length = engine.model, config.prompt_limit
+    length = config.prompt_limit
+    return replace(pair, flops=tokens * (length + 1) / 2 * pair.flops, length=length)
+
+
+def pair_kernel(engine: EngineSpec) -> Kernel | None:
+    """Return what the kernels on the pages compute on a device for one query and one token that it
+    sees, in all layers: two products, in heads as wide as the pages have them (of a TPU's latent
+    attention the second in values, a part of the keys). None: no kernel for TPU or GPU reads the
+    pages."""
+    if not engine.ragged:
+        return None
+    model, layers = engine.model, len(engine.kv_layout.places)
     tensor = 1 if engine.mesh is None else engine.mesh.shape["tensor"]
     heads = model.heads // (1 if model.kv_heads % tensor else tensor)
-    width = page_head_dim(model.head_dim) if engine.pads_pages else model.head_dim
-    flops = 4 * tokens * (length + 1) / 2 * heads * width * model.layers
-    return Kernel(
-        name="ragged_paged_prefill", times=model.layers, flops=flops, length=length, width=width
-    )
+    keys = values = model.cached_shape[2]
+    if engine.pads_pages:
+        keys = page_head_dim(keys)
+        values = page_head_dim(model.latent.rank) if model.latent else keys
+    flops = 2.0 * heads * (keys + values) * layers
+    return Kernel(name="on_pages", times=layers, flops=flops, width=keys)
 
 
 def prefill_shapes(config: schema.Config, engine: EngineSpec) -> PrefillArgs:
-    """Return the arguments of one round of prefill, of prompts as long as they may be."""
+    """Return the arguments of one round of prefill, for prompts of the maximum length."""
     section = config.sampler
     if sizes := prefill_sizes(engine, section.prefill_chunk):
         return make_chunk([], sizes[-1], engine).args
@@ -337,7 +353,7 @@ def _pages(tokens: int, page_tokens: int) -> int:
 
 
 def trained(config: schema.Config, spec: ModelSpec, mesh: Mesh, dtype: Any = None) -> Any:
-    """Return the shapes of what is learnt on the trainer's mesh, all weights or an adapter.
+    """Return the shapes of the trained weights on the trainer's mesh: all, or an adapter.
 
     dtype: None: model.param_dtype.
     """
@@ -346,9 +362,9 @@ def trained(config: schema.Config, spec: ModelSpec, mesh: Mesh, dtype: Any = Non
 
 
 def base_on_trainer(config: schema.Config, spec: ModelSpec, mesh: Mesh) -> Any:
-    """Return the shapes of what an adapter changes, as the trainer holds it, maybe quantised; None:
+    """Return the shapes of an adapter's base weights on the trainer, possibly quantized; None:
     nothing is frozen."""
-    if not config.model.lora.rank:
+    if config.model.lora is None:
         return None
     form = form_of(config.model.lora)
     check_groups(spec, form, mesh, "mesh.trainer")
@@ -374,7 +390,7 @@ def _on_trainer(table: Any, mesh: Mesh, dtype: Any) -> Any:
 
 
 def bytes_per_device(tree: Any) -> float:
-    """Return the bytes of arrays or their shapes on the device that has most."""
+    """Return the bytes of arrays or their shapes on the device with the most."""
     return float(
         sum(
             np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

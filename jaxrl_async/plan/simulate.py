@@ -1,16 +1,16 @@
-"""A discrete-event simulation of the pipeline: who will be busy, and how stale the data will be.
+"""A discrete-event simulation of the pipeline: how busy each part and how stale the data will be.
 
     gate ──groups──> [ sampler: queue > places > blocks of K steps ] x N ──> scorers ──> ready
       ^                        ^ swap, between two blocks                                  │
       └──── slots freed ── live in all <── transfer <── publish <── update <── P groups ───┘
 
-It follows the same rules as a run: the gate's bounds come from staleness.py, rows from
-sampler/batch/shapes.py, a block's take-overs from sampler/device/decode.py. One event is one block
-of one sampler, and its slots are NumPy arrays. The result depends only on pipeline and seed;
-lengths are keyed by the group's number, so two pipelines can be compared on the same answers.
+It follows the rules of a run: the gate's bounds are from staleness.py, rows from
+sampler/batch/shapes.py, the row takeovers in a block from sampler/device/decode.py. One event is
+one block of one sampler, and its slots are NumPy arrays. The result depends only on pipeline and
+seed. Lengths are keyed by the group's number, so two pipelines can be compared on the same answers.
 Gate, buffer and trainer are here, the samplers in simulated_fleet.py.
 
-Not simulated: running out of KV pages, requests that fail, evaluations, several turns, groups that
+Not simulated: running out of KV pages, failing requests, evaluations, several turns, groups that
 are reused or dropped for lack of a signal; sampler.on_new_weights is "continue".
 """
 
@@ -28,53 +28,53 @@ from jaxrl_async.plan.simulated_sampler import drawing
 from jaxrl_async.plan.timeline import Timeline
 
 STUCK_S = 86_400.0
-"""Simulated time without an update after which samplers that come and go are given up, seconds."""
+"""Maximum simulated time without an update if samplers join and leave, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """What was measured after the warm-up; shares as metrics.jsonl defines them."""
+    """Measurements after the warm-up; shares as metrics.jsonl defines them."""
 
     updates: int
     wall_s: float
     updates_per_s: float
-    trained_tokens_per_s: float  # answers' tokens
+    trained_tokens_per_s: float  # answer tokens
     generated_tokens_per_s: float
     trainer_busy_share: float  # 1 - trainer/idle_share: share of step time spent learning
     sampler_busy_share: float  # sampler/busy_share, mean over samplers
-    slot_occupancy: float  # sampler/slot_occupancy: decode steps x slots that drew a token
+    slot_occupancy: float  # sampler/slot_occupancy: share of decode steps x slots with a token
     staleness_mean: float  # staleness/mean, versions, over trained tokens
     staleness_max: int  # staleness/max, versions, of a trained group's oldest token
-    wait_data_share: float  # of wall time: the trainer waited for groups,
-    wait_publish_share: float  # for samplers to take the update before, or sent weights,
-    wait_other_share: float  # and wrote metrics and checkpoints
+    wait_data_share: float  # of wall time: the trainer waited for groups
+    wait_publish_share: float  # waited for samplers to take the last update, or sent weights
+    wait_other_share: float  # wrote metrics and checkpoints
     sampler_idle_share: float  # of wall time: nothing to decode
     scoring_mean: float  # groups in the scorers or waiting for one, over wall time
     ready_mean: float  # groups waiting for the trainer, over wall time
-    drawn_tokens: int  # since the start: the sum of trained, dropped, left and lost
+    drawn_tokens: int  # since the start: trained + dropped + left + lost
     trained_tokens: int
     dropped_tokens: int
-    left_tokens: int  # of groups under way, or waiting, at the end
+    left_tokens: int  # of groups in progress or waiting at the end
     dropped_groups: int
-    # with samplers that come and go; since the start unless said otherwise
-    samplers_mean: float = 1.0  # samplers at work, over wall time, after the warm-up
+    # with samplers that join and leave; since the start unless noted
+    samplers_mean: float = 1.0  # running samplers, over wall time, after the warm-up
     joins: int = 0
     leaves: int = 0  # with notice
     kills: int = 0
-    moved_answers: int = 0  # unfinished answers that went on elsewhere
+    moved_answers: int = 0  # unfinished answers that continued elsewhere
     begun_again_answers: int = 0
-    lost_tokens: int = 0  # drawn, and drawn again elsewhere
+    lost_tokens: int = 0  # generated, and generated again elsewhere
     prefilled_again_tokens: int = 0  # of moved answers
     trainer_sent_bytes: float = 0.0  # of weights
-    moved_transfers: int = 0  # that went on with another source
-    replaced_versions: int = 0  # never offered: a newer one came
+    moved_transfers: int = 0  # that continued with another source
+    replaced_versions: int = 0  # never offered, since a newer one was published
     live_s: float = 0.0  # mean, from publish until live in every sampler, after the warm-up
 
 
 def simulate(
     pipeline: Pipeline, *, updates: int = 60, warm_up: int = 10, seed: int = 0
 ) -> SimulationResult:
-    """Simulate a number of updates; shares and rates leave out the first `warm_up` of them.
+    """Simulate a number of updates; shares and rates exclude the first `warm_up` of them.
 
     Raises ConfigError if a step could never be filled or a setting makes no sense.
     """
@@ -100,7 +100,7 @@ class Simulated:
 def best_split(
     pipelines: Mapping[int, Pipeline], *, updates: int = 60, warm_up: int = 10, seed: int = 0
 ) -> tuple[Simulated, ...]:
-    """Simulate every split; return the one that trains on most tokens per second first.
+    """Simulate every split; return them by trained tokens per second, highest first.
 
     pipelines: by the trainer's chips.
     """
@@ -122,7 +122,7 @@ class _Group:
 
     number: int
     left: int  # unfinished answers
-    oldest: int = -1  # version that drew its first token; -1: none yet
+    oldest: int = -1  # version of its first token; -1: none yet
     tokens: int = 0  # of finished answers
     version_tokens: int = 0  # the sum of their versions
     ready: bool = False
@@ -155,15 +155,15 @@ class _Run:
         self._lengths = drawing(pipeline.answer_tokens, np.random.default_rng([seed, 0]))
         self._scores = drawing(pipeline.score_s, np.random.default_rng([seed, 1]))
         # the gate and the buffer
-        self.pending: dict[int, _Group] = {}  # admitted, not taken or dropped; ascending
+        self.pending: dict[int, _Group] = {}  # admitted, neither taken nor dropped; ascending
         self.next_group = 0
         self.first_unready = 0  # lowest number of a pending group that is not ready
         self.leading = 0  # pending groups below that, all ready
-        self.taken: dict[int, int] = {}  # version drawn at -> slots held until it is live
+        self.taken: dict[int, int] = {}  # version at the draw -> slots held until it is live
         self.num_ready = self.num_scoring = 0
         self.to_score: deque[_Group] = deque()  # wait for a scorer
         # the trainer
-        self.waits = True  # for groups
+        self.waits = True  # whether it waits for groups
         self.step_from = self.learnt_at = 0.0
         self.waits_to_publish = False
         events = FleetEvents(on_finished=self.finished, on_taken=self.taken_by, on_live=self.freed)
@@ -171,9 +171,9 @@ class _Run:
         self.admit()
 
     def to(self, updates: int) -> _Totals:
-        """Simulate until a number of updates is done; return the counters then.
+        """Simulate until `updates` updates are done; return the counters then.
 
-        Raises ConfigError if samplers come and go so that no step is ever filled.
+        Raises ConfigError if samplers join and leave such that no step is ever filled.
         """
         updated_at = self.time.now
         while self.totals.updates < updates:
@@ -186,8 +186,8 @@ class _Run:
             elif self.p.turnover is not None and self.time.now - updated_at > STUCK_S:
                 raise ConfigError(
                     f"no update within {STUCK_S / 3600:.0f} simulated hours: samplers leave before "
-                    "they have drawn a step's answers. Let fewer be preempted, or let them hand "
-                    "their requests back."
+                    "they have generated a step's answers. Let fewer be preempted, or let them "
+                    "hand their requests back."
                 )
         reading = replace(self.totals, at_s=self.time.now, fleet=self.fleet.reading())
         self.totals.oldest = 0
@@ -232,7 +232,7 @@ class _Run:
     # ---- scorers and buffer
 
     def score(self) -> None:
-        """Start scoring finished groups while scorers are free, first come, first served."""
+        """Start scoring finished groups while scorers are free, in order of arrival."""
         most = self.p.scorers
         while self.to_score and (most is None or self.num_scoring - len(self.to_score) < most):
             seconds = float(self._scores(1)[0])
@@ -258,7 +258,7 @@ class _Run:
             self.first_unready += 1
 
     def _drop_stale(self) -> None:
-        """Drop ready groups that are too stale, and admit fresh ones instead."""
+        """Drop ready groups that are too stale, and admit new ones instead."""
         old = [
             g
             for g in self.pending.values()
@@ -278,7 +278,7 @@ class _Run:
             self.leading -= 1
 
     def selected(self) -> list[_Group]:
-        """Select the next step's groups (as select.select, rank strict), fewer if not full."""
+        """Select the next step's groups (as select.select, rank strict), or fewer if not full."""
         most = self.p.groups_per_step
         groups = list(islice(self.pending.values(), min(self.leading, most)))
         blocker = self.first_unready
@@ -309,7 +309,7 @@ class _Run:
         self.totals.lag_tokens += tokens * self.version - sum(g.version_tokens for g in groups)
         self.totals.oldest = max(self.totals.oldest, lag)
         self.totals.data_s += self.time.now - self.step_from
-        if drops:  # their slots are free at once
+        if drops:  # their slots are free immediately
             self.admit()
         else:
             self.taken[self.version] = len(groups)
@@ -319,19 +319,19 @@ class _Run:
         self.time.after(update_s, self.learnt)
 
     def learnt(self) -> None:
-        """Finish an update: a new version."""
+        """Finish an update, which makes a new version."""
         self.version += 1
         self.learnt_at = self.time.now
         self.publish()
 
     def publish(self) -> None:
-        """Publish it, once every sampler that is a thread has taken the version before."""
+        """Publish it, once every sampler that is a thread has taken the previous version."""
         self.waits_to_publish = not self.fleet.all_taken
         if not self.waits_to_publish:
             self.time.after(self.p.publish_s, self.published)
 
     def taken_by(self) -> None:
-        """Publish what waits for the samplers."""
+        """Publish the version that is waiting for the samplers."""
         if self.waits_to_publish:
             self.publish()
 

@@ -1,11 +1,12 @@
-"""The simulated samplers: who is at work, who has which requests, who draws from which weights.
+"""The simulated samplers: which ones run, which requests and weights each of them has.
 
     queue ──> [ sampler: queue > places > blocks of K steps ] ... ──> finished answers
                    ^ swap, between two blocks             └── leaves: its requests go to others
                    └── sent by the trainer, or along a WeightTree
 
-Without a tree all samplers are threads of the run and stay: a version is sent to all at once, and
-the trainer waits with the next until it is taken. With one they may come and go (Turnover).
+Without a tree all samplers are threads of the run and stay: a version is sent to all of them at the
+same time, and the trainer sends the next one when it is taken. With a tree they may join and leave
+(Turnover).
 """
 
 from collections import deque
@@ -33,7 +34,7 @@ from jaxrl_async.plan.weight_tree import Sending, WeightTree
 from jaxrl_async.sampler.router.dealing import Candidate
 
 NOBODY = 2**62
-"""Load of a sampler to which nothing can be dealt."""
+"""Load of a sampler that cannot be given requests."""
 
 
 @dataclass(slots=True)
@@ -43,9 +44,9 @@ class FleetTotals:
     drawn: int = 0  # tokens
     slot_steps: int = 0
     idle_s: float = 0.0  # all samplers together
-    present_s: float = 0.0  # the same
-    live_s: float = 0.0  # from publish until live in all, all versions together
-    versions: int = 0  # that became live in all
+    present_s: float = 0.0  # all samplers together
+    live_s: float = 0.0  # from publish until live in all samplers, all versions together
+    versions: int = 0  # that became live in all samplers
     joins: int = 0
     leaves: int = 0
     kills: int = 0
@@ -57,16 +58,16 @@ class FleetTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetEvents:
-    """What the rest of the pipeline is told."""
+    """Callbacks to the rest of the pipeline."""
 
     on_finished: Callable[[Sequence[list[int]]], None]
-    """Answers that are done, each [tokens, sum of versions, group's number, oldest version]."""
+    """Finished answers, each [tokens, sum of versions, group's number, oldest version]."""
     on_taken: Callable[[], None]  # a sampler begins to swap
     on_live: Callable[[int], None]  # a version is live in every sampler
 
 
 class SimulatedFleet:
-    """All samplers, and the requests that none of them has."""
+    """All samplers, and the requests that no sampler has."""
 
     def __init__(
         self, pipeline: Pipeline, timeline: Timeline, events: FleetEvents, seed: int
@@ -75,17 +76,17 @@ class SimulatedFleet:
         side = pipeline.samplers
         places = side.slots + side.reserve
         self.at_work = {n: SimulatedSampler(n, places) for n in range(side.count)}
-        self.unnoticed: dict[int, SimulatedSampler] = {}  # killed, and still counted
+        self.unnoticed: dict[int, SimulatedSampler] = {}  # killed, but still counted
         self.loads = np.zeros(side.count, np.int64)  # unfinished answers, by sampler
         self.totals = FleetTotals()
         self.live = 0
         self.tree: WeightTree | None = None
         self._transfers: SimulatedTransfers | None = None  # along the tree
-        self._published_at: dict[int, float] = {}  # of versions not live in all
-        self._joining: set[int] = set()  # fetch their first weights
+        self._published_at: dict[int, float] = {}  # of versions that are not live in all samplers
+        self._joining: set[int] = set()  # fetching their first weights
         self._moving: list[Longs] = []  # requests between two samplers
-        self._queue: deque[Longs] = deque()  # until a sampler has room, those of a group together
-        self._empty_since = 0.0  # meaningful while no sampler is at work
+        self._queue: deque[Longs] = deque()  # until a sampler has room; a group's requests together
+        self._empty_since = 0.0  # valid while no sampler runs
         self._times = BlockTimes(pipeline)
         if pipeline.tree is not None:
             self.tree = WeightTree(pipeline.tree)
@@ -96,20 +97,20 @@ class SimulatedFleet:
                 self._transfers.ready(number, 0)
         self._turnover = pipeline.turnover or Turnover()
         self._chance = np.random.default_rng([seed, 2])
-        SimulatedTurnover(  # its events keep it
+        SimulatedTurnover(  # its events keep it alive
             self._turnover, timeline, self._chance, self._ask, self._go
         )
 
     # ---- requests
 
     def submit(self, group: int, lengths: Doubles) -> None:
-        """Deal a group's answers to the least loaded sampler, once there is room
+        """Give a group's answers to the least loaded sampler, once there is room
         (router/dealing.py)."""
         self._queue.append(fresh_sequences(group, lengths))
         self._fill()
 
     def _fill(self, only: int | None = None) -> None:
-        """Deal what waits while any sampler has room, or `only` one."""
+        """Deal waiting answers while any sampler, or `only` one, has room."""
         side = self._p.samplers
         while self._queue:
             index = int(self.loads.argmin()) if only is None else only
@@ -120,8 +121,8 @@ class SimulatedFleet:
             self._deal(index, self._queue.popleft())
 
     def _deal_again(self, groups: Sequence[Longs]) -> None:
-        """Deal what a sampler that has gone leaves behind, in the order of asking: what has begun
-        at once, room or not, and the rest before or behind all that waits."""
+        """Deal the requests of a sampler that is gone, in order of submission. Started requests go
+        immediately, with room or not; the rest go before or behind all waiting requests."""
         first = self._turnover.again_first
         for columns in reversed(groups) if first else groups:
             index = int(self.loads.argmin())
@@ -136,7 +137,7 @@ class SimulatedFleet:
     def _deal(self, index: int, columns: Longs, *, first: bool = False) -> None:
         """Deal answers of one group to a sampler.
 
-        first: they overtake those that wait there.
+        first: they overtake the answers that wait there.
         """
         sampler = self.at_work.get(index) or self.unnoticed[index]
         if first:
@@ -150,13 +151,13 @@ class SimulatedFleet:
 
     @property
     def left_tokens(self) -> int:
-        """Tokens drawn of unfinished answers."""
+        """Generated tokens of unfinished answers."""
         holders = [*self.at_work.values(), *self.unnoticed.values()]
         waiting = drawn_of(self._moving) + drawn_of(self._queue)
         return waiting + sum(s.drawn_tokens for s in holders)
 
     def reading(self) -> FleetTotals:
-        """Return the counters now."""
+        """Return the current counters."""
         now = self._time.now
         idle_s = sum(s.idle_until(now) for s in self.at_work.values())
         return replace(self.totals, idle_s=self.totals.idle_s + idle_s)
@@ -165,7 +166,8 @@ class SimulatedFleet:
 
     @property
     def all_taken(self) -> bool:
-        """Whether the trainer may publish: always with a tree, else once all have taken the last
+        """Whether the trainer may publish: always with a tree, otherwise once all have taken the
+        last
         version."""
         return self.tree is not None or all(s.staged is None for s in self.at_work.values())
 
@@ -186,7 +188,7 @@ class SimulatedFleet:
         self._transfers.offer(version)
 
     def _staged(self, sending: Sending) -> None:
-        """Let the sampler swap; one that joins begins its work."""
+        """Let the sampler swap; a joining sampler starts."""
         assert self._transfers is not None
         number, version = sending.sampler, sending.version
         if number in self._joining:
@@ -200,7 +202,7 @@ class SimulatedFleet:
             self._wake(sampler)
 
     def _raise_live(self) -> None:
-        """Say so if a newer version is now live in every sampler."""
+        """Report a newer version that is now live in every sampler."""
         counted = (*self.at_work.values(), *self.unnoticed.values())
         lowest = min((sampler.version for sampler in counted), default=self.live)
         if lowest <= self.live:
@@ -221,7 +223,7 @@ class SimulatedFleet:
             self._round(sampler)
 
     def _round(self, sampler: SimulatedSampler) -> None:
-        """Swap the weights if new ones have arrived, else start a block."""
+        """Swap the weights if new ones have arrived, otherwise start a block."""
         if sampler.leaves:
             self._leave(sampler)
             return
@@ -236,7 +238,8 @@ class SimulatedFleet:
         self._time.after(self._p.samplers.swap_s, self._swapped, sampler)
 
     def _swapped(self, sampler: SimulatedSampler) -> None:
-        """Start the next block after a swap; slots freed by it are filled from the block after."""
+        """Start the next block after a swap; slots that it frees are filled in the block after
+        it."""
         if sampler.gone:
             return
         self._block(sampler)
@@ -259,7 +262,7 @@ class SimulatedFleet:
         self._time.after(taken_s, self._block_done, sampler, drawn, steps)
 
     def _block_done(self, sampler: SimulatedSampler, drawn: Longs, steps: int) -> None:
-        """Count the drawn tokens; start the next block before handing out answers."""
+        """Count the generated tokens; start the next block before handing out answers."""
         if sampler.gone:
             return
         self.totals.drawn += int(drawn.sum())
@@ -270,10 +273,10 @@ class SimulatedFleet:
         self._fill(sampler.number)
         self._tell.on_finished(done)
 
-    # ---- samplers that come and go
+    # ---- samplers that join and leave
 
     def _ask(self) -> None:
-        """Let a new sampler ask for its first weights; it is the next number."""
+        """Let a new sampler request its first weights; it gets the next number."""
         assert self._transfers is not None
         number = len(self.loads)
         self.loads = np.append(self.loads, NOBODY)
@@ -282,7 +285,7 @@ class SimulatedFleet:
         self._transfers.start()
 
     def _enter(self, number: int, version: int) -> None:
-        """Let a sampler that has its first weights begin."""
+        """Start a sampler that has its first weights."""
         now, side = self._time.now, self._p.samplers
         assert self._transfers is not None
         self._transfers.ready(number, version)
@@ -298,9 +301,9 @@ class SimulatedFleet:
         self._raise_live()
 
     def _go(self, notice: bool) -> bool:
-        """Take one of the samplers at work away, chosen at random; False: there is none.
+        """Remove a running sampler, chosen at random; return False if there is none to remove.
 
-        notice: it hands its requests back; else it ends without a word.
+        notice: it hands its requests back; otherwise it ends without notice.
         """
         staying = [s for s in self.at_work.values() if not s.leaves]
         if not staying:
@@ -319,7 +322,7 @@ class SimulatedFleet:
         return True
 
     def _remove(self, sampler: SimulatedSampler) -> None:
-        """Stop a sampler's work and its transfers."""
+        """Stop a sampler and its transfers."""
         assert self._transfers is not None
         sampler.ends_idling(self._time.now)
         sampler.gone = True
@@ -328,19 +331,19 @@ class SimulatedFleet:
         self._transfers.end(sampler.number)
 
     def _leave(self, sampler: SimulatedSampler) -> None:
-        """Let a sampler go that hands its requests back."""
+        """Remove a sampler that hands its requests back."""
         self._remove(sampler)
         groups = self._uncount(sampler, with_tokens=True)
         self._moving += groups
         self._time.after(self._turnover.handover_s, self._handed_over, groups)
 
     def _noticed(self, sampler: SimulatedSampler) -> None:
-        """Count a killed sampler as lost: its requests begin again."""
+        """Count a killed sampler as lost; its requests start over."""
         del self.unnoticed[sampler.number]
         self._deal_again(self._uncount(sampler, with_tokens=False))
 
     def _uncount(self, sampler: SimulatedSampler, *, with_tokens: bool) -> list[Longs]:
-        """Take a sampler off the gate's and the router's books; return its requests."""
+        """Unregister a sampler from the gate and the router; return its requests."""
         begun = int((sampler.seqs[DRAWN, : sampler.held] > 0).sum())
         groups, lost = sampler.hand_back(with_tokens=with_tokens)
         if with_tokens:
@@ -356,7 +359,7 @@ class SimulatedFleet:
         return groups
 
     def _handed_over(self, groups: list[Longs]) -> None:
-        """Deal requests that a sampler has handed back."""
+        """Deal requests that a sampler handed back."""
         moved = {id(columns) for columns in groups}
         self._moving = [columns for columns in self._moving if id(columns) not in moved]
         self._deal_again(groups)

@@ -1,4 +1,4 @@
-"""One simulated sampler: its sequences as columns, and what a decode block draws."""
+"""One simulated sampler: its sequences as columns, and the tokens of a decode block."""
 
 import heapq
 from collections import deque
@@ -14,9 +14,9 @@ Longs = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
 
 LEFT, DRAWN, VERSIONS, GROUP, OLDEST, BEGUN, BEGUN_VERSIONS, MARK = range(8)
-"""Rows of a sequence's column: tokens left to draw | tokens drawn | sum of their versions | group's
-number | version of the first, -1: none | tokens drawn, and sum of their versions, when it was dealt
-to this sampler | prefilled tokens, since the sampler's start, after which it can decode."""
+"""Rows of a sequence's column: tokens left | tokens generated | sum of their versions | group's
+number | version of the first, -1: none | tokens generated, and sum of their versions, when it was
+dealt to this sampler | prefilled tokens, since the sampler's start, after which it can decode."""
 
 
 class SimulatedSampler:
@@ -26,7 +26,7 @@ class SimulatedSampler:
         self.number = number
         self.seqs: Longs = np.zeros((8, places), np.int64)
         self.held = 0  # columns in use
-        self.queue: deque[Longs] = deque()  # waiting answers, those of one group together
+        self.queue: deque[Longs] = deque()  # waiting answers; a group's answers together
         self.version = version
         self.staged: int | None = None  # a version in transfer, or arrived
         self.arrives_s = 0.0
@@ -38,8 +38,8 @@ class SimulatedSampler:
         self.gone = False
 
     def place(self, prompt_tokens: int) -> None:
-        """Move the longest waiting into free columns; members moved together share a prefill of
-        their prompt, and what they have drawn elsewhere is prefilled, too."""
+        """Move the longest waiting into free columns. Members that move together share a prefill of
+        their prompt; tokens that they generated elsewhere are also prefilled."""
         free = self.seqs.shape[1] - self.held
         while self.queue and free:
             waiting = self.queue[0]
@@ -62,12 +62,12 @@ class SimulatedSampler:
             self.held, free = end, free - new.shape[1]
 
     def decodable(self) -> Longs:
-        """Return [n] tokens left of the sequences that are prefilled, the oldest first."""
+        """Return [n] tokens left of the prefilled sequences, oldest first."""
         ready = int(np.searchsorted(self.seqs[MARK, : self.held], self.prefilled, "right"))
         return self.seqs[LEFT, :ready]
 
     def drew(self, drawn: Longs) -> list[list[int]]:
-        """Count the drawn tokens [n] of a block; remove and return the finished answers, each
+        """Count the generated tokens [n] of a block; remove and return the finished answers, each
         [tokens, sum of versions, group's number, oldest version]."""
         seqs, n = self.seqs, len(drawn)
         seqs[:3, :n] += drawn * np.array([[-1], [1], [self.version]])
@@ -81,9 +81,9 @@ class SimulatedSampler:
         return done
 
     def hand_back(self, *, with_tokens: bool) -> tuple[list[Longs], int]:
-        """Give up all sequences; return them by group, and how many drawn tokens are lost.
+        """Give up all sequences; return them by group, and the number of lost tokens.
 
-        with_tokens: they continue elsewhere; otherwise each begins as it was dealt to this sampler.
+        with_tokens: they continue elsewhere; otherwise each starts as it was dealt to this sampler.
         """
         held, lost = self.seqs[:, : self.held].copy(), 0
         if not with_tokens:
@@ -101,21 +101,21 @@ class SimulatedSampler:
         return groups, lost
 
     def idle_until(self, now: float) -> float:
-        """Return the seconds until now without anything to decode."""
+        """Return the idle time until now, seconds."""
         return self.idle_s + (0.0 if self.idle_since is None else now - self.idle_since)
 
     def ends_idling(self, now: float) -> None:
-        """Take note that it is idle no more, if it was."""
+        """Record that it is no longer idle, if it was."""
         self.idle_s, self.idle_since = self.idle_until(now), None
 
     @property
     def drawn_tokens(self) -> int:
-        """Tokens drawn of the sequences that it holds, or that wait here."""
+        """Generated tokens of the sequences that it holds, or that wait here."""
         return int(self.seqs[DRAWN, : self.held].sum()) + drawn_of(self.queue)
 
 
 class BlockTimes:
-    """How long a sampler's blocks take."""
+    """Computes the times of a sampler's blocks."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._side, self._prompt_tokens = pipeline.samplers, pipeline.prompt_tokens
@@ -127,7 +127,7 @@ class BlockTimes:
         Args:
             prefilled: Tokens that are prefilled before it.
             steps: Decode steps; 0: nothing decodes.
-            drawn: [rows] tokens that each sequence with a row has drawn before it.
+            drawn: [rows] tokens that each sequence with a row has generated before it.
         """
         side, rows = self._side, len(drawn)
         taken_s = side.block_s
@@ -139,7 +139,7 @@ class BlockTimes:
         return taken_s
 
     def _step(self, running: int) -> float:
-        """Return the seconds of a decode step without those for its context."""
+        """Return the seconds of a decode step without the time for its context."""
         side = self._side
         rows = decode_rows(running, side.slots)
         if rows not in self._step_s:
@@ -148,22 +148,22 @@ class BlockTimes:
 
 
 def drawn_of(waiting: "deque[Longs] | list[Longs]") -> int:
-    """Return the tokens drawn of waiting sequences."""
+    """Return the number of generated tokens of waiting sequences."""
     return sum(int(columns[DRAWN].sum()) for columns in waiting)
 
 
 def fresh_sequences(group: int, lengths: Doubles) -> Longs:
-    """Return the columns of a group's answers, of which nothing is drawn."""
+    """Return the columns of a group's answers, without generated tokens."""
     columns = np.zeros((8, len(lengths)), np.int64)
     columns[LEFT], columns[GROUP], columns[OLDEST] = lengths, group, -1
     return columns
 
 
 def block_of(left: Longs, slots: int, block: int) -> tuple[Longs, int, int]:
-    """Simulate one decode block; return (tokens drawn by each [n], steps run, rows).
+    """Simulate one decode block; return (tokens generated by each [n], steps run, rows).
 
-    left: [n] tokens that each sequence may still draw, >= 1, oldest first. The first `slots` of
-    them have rows; a finished row is taken over by the next of the others at the next step. The
+    left: [n] tokens that each sequence may still generate, >= 1, oldest first. The first `slots`
+    of them have rows; the next of the others takes over a finished row at the next step. The
     block ends early if no row runs.
     """
     rows = min(len(left), slots)
@@ -186,7 +186,7 @@ def block_of(left: Longs, slots: int, block: int) -> tuple[Longs, int, int]:
 
 
 def drawing(histogram: Histogram, rng: np.random.Generator) -> Callable[[int], Doubles]:
-    """Return a function that draws n random values [n]."""
+    """Return a function that samples n random values [n]."""
     values = np.asarray(histogram.values, np.float64)
     edges = np.cumsum(histogram.weights) / np.sum(histogram.weights)
     edges[-1] = 1.0

@@ -7,7 +7,7 @@ from jaxrl_async.plan.weight_tree import Sending, WeightTree
 
 
 class SimulatedTransfers:
-    """Starts whatever can begin, and looks at each transfer until its weights have come."""
+    """Starts all transfers that can begin, and polls each one until its weights have arrived."""
 
     def __init__(
         self,
@@ -26,8 +26,8 @@ class SimulatedTransfers:
         self.start()
 
     def ready(self, sampler: int, version: int) -> None:
-        """Take note that a sampler has room for a version that is newer than this one; start()
-        begins its transfer."""
+        """Record that a sampler has room for a version newer than this one; start() begins its
+        transfer."""
         self._tree.ready(sampler, version)
 
     def start(self) -> None:
@@ -36,13 +36,13 @@ class SimulatedTransfers:
             self._look(sending)
 
     def end(self, sampler: int) -> None:
-        """Take a sampler out; transfers that it was the source of go on with another."""
+        """Remove a sampler; transfers from it continue with another source."""
         for sending in self._tree.gone(sampler, self._time.now):
             self._look(sending)
         self.start()
 
     def _look(self, sending: Sending) -> None:
-        """Stage the weights if they have come, else look again when that may be."""
+        """Stage the weights if they have arrived, otherwise check again when they may have."""
         seconds = self._tree.look(sending, self._time.now)
         if seconds is not None and seconds > 0:
             self._time.after(seconds, self._look, sending)

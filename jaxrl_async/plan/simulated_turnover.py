@@ -1,4 +1,4 @@
-"""When simulated samplers come and go: at given times, or preempted at random."""
+"""Schedule when simulated samplers join and leave: at given times, or preempted at random."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from jaxrl_async.plan.timeline import Timeline
 
 
 class SimulatedTurnover:
-    """Lets samplers join and go on the timeline."""
+    """Lets samplers join and leave on the timeline."""
 
     def __init__(
         self,
@@ -24,11 +24,11 @@ class SimulatedTurnover:
         """Schedule the changes, and the first preemption.
 
         Args:
-            turnover: When, and how long it takes.
-            timeline: Where that is scheduled.
-            chance: Of preemptions.
+            turnover: The changes and their durations.
+            timeline: The simulation's events.
+            chance: Random numbers for preemptions.
             joins: Called when the process of a new sampler has started.
-            goes: Called to take a sampler away, with notice or not; returns whether there was one.
+            goes: Called to remove a sampler, with or without notice; returns whether there was one.
         """
         self._turnover, self._time, self._chance = turnover, timeline, chance
         self._joins, self._goes = joins, goes
@@ -49,7 +49,7 @@ class SimulatedTurnover:
             self._goes(number < leaves)
 
     def _preempt(self) -> None:
-        """Take one sampler away, and have it replaced."""
+        """Remove one sampler, and schedule its replacement."""
         turnover = self._turnover
         if self._goes(self._chance.random() < turnover.handed_back_share):
             replaced_s = float(self._replaced_s(1)[0])
@@ -58,7 +58,7 @@ class SimulatedTurnover:
 
 
 def check_wait(turnover: Turnover, waited_s: float) -> None:
-    """Raise ConfigError if the run would not have waited so long without any sampler."""
+    """Raise ConfigError if a run would time out after this long without any sampler."""
     if waited_s > turnover.wait_s:
         raise ConfigError(
             f"the simulated run was without any sampler for {waited_s:.0f} s and ended: "

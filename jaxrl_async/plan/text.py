@@ -13,7 +13,7 @@ from jaxrl_async.plan.timing import Timing
 
 
 def plan_text(plan: Plan) -> str:
-    """Format a plan for people: both sides' memory and programs, then the whole run."""
+    """Format a plan for display: both sides' memory and programs, then the whole run."""
     return "\n".join(
         [
             *_side("trainer", plan.trainer, plan),
@@ -26,7 +26,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def choice_text(plan: Plan) -> str:
-    """Say which split is written out."""
+    """Describe the split that is written out."""
     chips = f"{plan.trainer.where.num_chips} + {plan.num_samplers * plan.sampler.where.num_chips}"
     assert plan.together is not None, "it fits"
     outcome, word = plan.together.outcome, plan.trainer.where.chip.word
@@ -39,7 +39,7 @@ def choice_text(plan: Plan) -> str:
 def plan_json(plan: Plan) -> dict[str, Any]:
     """Format a plan for programs: all numbers, in SI units and bytes.
 
-    Those of the whole run are left out if the compiler refused a program.
+    The numbers of the whole run are missing if the compiler rejected a program.
     """
     return {
         "name": plan.name,
@@ -113,7 +113,7 @@ def _memory(memory: Memory, word: str) -> list[str]:
 def _program(program: Compiled, time: Timing | None) -> list[str]:
     if time is None:
         return [
-            f"  {program.name:<11} refused by the compiler: it needs "
+            f"  {program.name:<11} rejected by the compiler: it needs "
             f"{program.needed_bytes / GIB:.2f} GiB"
         ]
     cost = program.cost
@@ -139,7 +139,7 @@ def _hosts(talk: Collective) -> str:
 
 def _refused(plan: Plan) -> list[str]:
     names = [p.name for side in (plan.trainer, plan.sampler) for p in side.programs if not p.fits]
-    return [f"no times of the run: the compiler refused {', '.join(names)}.", *plan.notes]
+    return [f"no times of the run: the compiler rejected {', '.join(names)}.", *plan.notes]
 
 
 def _whole(plan: Plan, whole: Together) -> list[str]:
@@ -170,11 +170,11 @@ def _whole(plan: Plan, whole: Together) -> list[str]:
 
 
 def _rate(plan: Plan, whole: Together) -> str:
-    """Say how fast both sides are together."""
+    """Describe the speed of both sides together."""
     outcome = whole.outcome
     if outcome is None:
         return (
-            f"  in turns  {whole.in_turns_tokens_per_s:,.0f} answer tokens/s: both sides compute "
+            f"  alternate {whole.in_turns_tokens_per_s:,.0f} answer tokens/s: both sides compute "
             f"on the same {plan.trainer.where.chip.word}s"
         )
     return (
@@ -186,7 +186,7 @@ def _rate(plan: Plan, whole: Together) -> str:
 
 
 def _way(whole: Together, samplers: int) -> str:
-    """Say how the weights get there."""
+    """Describe the transfer of the weights."""
     tree, transport = whole.pipeline.tree, whole.transport
     if tree is None or transport is None:
         return ""
@@ -202,7 +202,7 @@ def _way(whole: Together, samplers: int) -> str:
 
 
 def _between(slices: BetweenSlices | None) -> list[str]:
-    """Say what the trainer's slices send to each other."""
+    """Describe the traffic between the trainer's slices."""
     if slices is None:
         return []
     return [

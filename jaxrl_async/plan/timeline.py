@@ -1,4 +1,4 @@
-"""The simulation's clock and its coming events."""
+"""The simulation's clock and its scheduled events."""
 
 import heapq
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class Timeline:
         heapq.heappush(self._events, (self.now + seconds, self._number, act, given))
 
     def next(self) -> tuple[float, Callable[..., None], tuple[Any, ...]]:
-        """Remove the next event; return its time, and what to call. Raises ConfigError."""
+        """Remove the next event; return its time, function and arguments. Raises ConfigError."""
         if not self._events:
             raise ConfigError(
                 "no sampler is left and none will join: the simulated run waits forever. Let "

@@ -1,13 +1,14 @@
-"""Who sends a version of the weights to which sampler: a tree that repairs itself. Pure, no clock.
+"""The tree in which samplers forward a version of the weights, which repairs itself. Pure, no
+clock.
 
     trainer ──> 0 ──> 2 ──> 6 ...      each sends a version to `fanout` others, pieces of it as soon
-           │     └──> 3                as it has them itself
+           │     └──> 3                as it has them
            └──> 1 ──> 4, 5
 
-The rules are those of weights/remote: places in the order of the offers; a sampler fetches one
-version at a time, and is offered the newest one once it draws from that; at most two versions are
-offered at a time, and a newer one replaces one that waits for that. If a source goes, those to
-which it was sending go on with the next one above it.
+The rules are the same as in remote/weights. Places are given in the order of the offers. A sampler
+fetches one version at a time, and is offered the newest one once it generates with the last. At
+most two versions are offered at a time; a newer version replaces one that is waiting to be offered.
+If a source is lost, its receivers continue with the next source above it.
 """
 
 from collections import Counter
@@ -19,7 +20,7 @@ TRAINER = -1
 """The trainer's number as a source."""
 EPSILON_S = 1e-9
 KEPT = 2
-"""Most versions that are fetched at once."""
+"""Maximum number of versions that are fetched at the same time."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -29,10 +30,10 @@ class Sending:
     version: int
     sampler: int
     sources: list[int]  # samplers above it, nearest first
-    part: float = 1.0  # of the bytes, that its present source sends
+    part: float = 1.0  # share of the bytes that its present source sends
     began_s: float = 0.0  # with its present source
-    ends_s: float = 0.0  # if its source has everything when it is needed
-    children: int = 0  # to which the sampler sends
+    ends_s: float = 0.0  # assuming that its source has everything in time
+    children: int = 0  # number of samplers to which this one sends
 
     @property
     def source(self) -> int:
@@ -42,7 +43,7 @@ class Sending:
 
 @dataclass(slots=True, kw_only=True)
 class _Spread:
-    """One version's way through the fleet."""
+    """The distribution of one version through the fleet."""
 
     trainer_children: int = 0
     places: list[Sending] = field(default_factory=list)  # in the order of the offers
@@ -50,20 +51,20 @@ class _Spread:
 
 
 class WeightTree:
-    """All transfers, and who waits for one."""
+    """All transfers, and the samplers that wait for one."""
 
     def __init__(self, tree: TransferTree) -> None:
         self._tree = tree
         self.sent_bytes = 0.0  # by the trainer, since the start
-        self.moved = 0  # transfers that went on with another source
-        self.replaced = 0  # versions that were never offered: a newer one came
+        self.moved = 0  # transfers that continued with another source
+        self.replaced = 0  # versions that were never offered, since a newer one was published
         self.under_way: dict[int, Sending] = {}  # by sampler
         self._newest = 0
         self._pending: int | None = None
         self._spreads = {0: _Spread()}
-        self._fetched: Counter[int] = Counter()  # transfers under way, by version
-        self._takers: dict[int, None] = {}  # can begin now, in the order in which they asked
-        self._content: dict[int, None] = {}  # have the newest version, and room for the next
+        self._fetched: Counter[int] = Counter()  # running transfers, by version
+        self._takers: dict[int, None] = {}  # can begin now, in order of request
+        self._content: dict[int, None] = {}  # have the newest version, and room for the next one
 
     def publish(self, version: int) -> None:
         """Offer a newer version from now on."""
@@ -71,7 +72,7 @@ class WeightTree:
         self._pending = version
 
     def ready(self, sampler: int, version: int) -> None:
-        """Take note that a sampler has room for a version that is newer than this one."""
+        """Record that a sampler has room for a version newer than this one."""
         (self._takers if version < self._newest else self._content)[sampler] = None
 
     def start(self, now: float) -> list[Sending]:
@@ -103,8 +104,8 @@ class WeightTree:
         return sending
 
     def look(self, sending: Sending, now: float) -> float | None:
-        """Return in how many seconds to look again for this transfer; 0: it is done now; None: it
-        will not be."""
+        """Return the seconds until the next check of this transfer; 0: it is done now; None: it was
+        cancelled."""
         if self.under_way.get(sending.sampler) is not sending:
             return None
         left_s = self._ends_s(sending) - now
@@ -114,14 +115,14 @@ class WeightTree:
         return 0.0
 
     def _ends_s(self, sending: Sending) -> float:
-        """Return when a transfer ends: not before the source has everything itself."""
+        """Return when a transfer ends, which is not before the source has everything."""
         above = self._spreads[sending.version].by_sampler.get(sending.source)
         if above is None or self.under_way.get(above.sampler) is not above:
             return sending.ends_s
         return max(sending.ends_s, self._ends_s(above) + self._tree.hop_s)
 
     def gone(self, sampler: int, now: float) -> list[Sending]:
-        """Take a sampler out; return the transfers that go on with another source."""
+        """Remove a sampler; return the transfers that continue with another source."""
         self._takers.pop(sampler, None)
         self._content.pop(sampler, None)
         if (sending := self.under_way.get(sampler)) is not None:
@@ -143,7 +144,7 @@ class WeightTree:
         return moved
 
     def _count_child(self, sending: Sending, count: int) -> None:
-        """Count one child more, or less, of its source."""
+        """Add `count` to the number of its source's children."""
         spread = self._spreads[sending.version]
         above = spread.by_sampler.get(sending.source)
         if above is None:
@@ -163,7 +164,8 @@ class WeightTree:
         sending.ends_s = now + tree.hop_s + sending.part * tree.num_bytes / rate
 
     def _progress(self, sending: Sending, now: float) -> float:
-        """Return the share of its part that the present source has sent; count the trainer's."""
+        """Return the sent share of the present source's part; count the bytes if from the
+        trainer."""
         taken_s = sending.ends_s - sending.began_s
         share = min(1.0, (now - sending.began_s) / taken_s) if taken_s > 0 else 1.0
         if sending.source == TRAINER:
@@ -171,7 +173,7 @@ class WeightTree:
         return share
 
     def _end(self, sending: Sending, now: float) -> None:
-        """Take a transfer off the books, done or not."""
+        """Unregister a transfer, done or not."""
         self._progress(sending, now)
         self._count_child(sending, -1)
         del self.under_way[sending.sampler]

@@ -1,0 +1,1 @@
+"""Rollouts: episodes, environments, and the loop that makes groups. Needs no JAX."""

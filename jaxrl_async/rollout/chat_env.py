@@ -1,11 +1,11 @@
-"""An environment that speaks in messages, played in tokens.
+"""Token-level episodes over an environment that exchanges messages.
 
     open:  record ──reset──> messages ──ChatFormat.opening──> tokens
-    step:  drawn tokens ──ChatFormat.message──> message ──Environment.step──> messages
+    step:  sampled tokens ──ChatFormat.message──> message ──Environment.step──> messages
            ──ChatFormat.continuation──> tokens to append, or ──opening──> a new context
 
-What the policy drew is never tokenised again: the next turn begins with the very tokens of the
-last one. Where the format rewrites history, a new context begins.
+Generated tokens are never tokenised again: the next turn begins with exactly the tokens of the last
+one. If the chat format rewrites history, a new context begins.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from jaxrl_async.lent import as_json
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.metrics.metric import part_name
 from jaxrl_async.outages import ENVIRONMENT, Outages
-from jaxrl_async.ports import ChatFormat, Reply
+from jaxrl_async.ports.rollout import ChatFormat, Reply
 from jaxrl_async.rollout.long_replies import chars_of, fitted, long_texts
 from jaxrl_async.tasks.record import Said
 from jaxrl_async.tasks.task import Environment, Step, Task
@@ -55,34 +55,34 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 NO_REPLY: IntArray = np.zeros(0, np.int32)
 ASIDE_CHARS = 2**16
-"""Longer messages, characters, are tokenized in a thread, not on the episodes' event loop."""
+"""Messages with more characters are tokenised in a thread, not on the episodes' event loop."""
 ASIDE_THREADS = DaemonThreads(4)
-"""Where they are tokenized: a few at a time, as each keeps a core busy or Python's lock."""
+"""Threads for tokenisation: few, because each keeps a core or Python's GIL busy."""
 TELL_EACH = 100
-"""Every which cut reply is logged."""
+"""Interval between logged truncated replies, in replies."""
 KEPT_OPENINGS = 256
-"""Openings whose tokens are kept, by what is said."""
+"""Maximum number of openings whose tokens are cached, keyed by their messages."""
 DEFAULT_TOOL_LIMITS = ToolLimits()
 QUESTION = "prompt"
-"""Column under which an environment finds the prompt's text, unless the record has one."""
+"""Column in which an environment finds the prompt's text, unless the record has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatLimits:
-    """What an episode of a chat environment may take."""
+    """Limits of an episode of a chat environment."""
 
     max_turns: int = 16
-    timeout_s: float = 600.0  # for one call of a method that is not async, from its start
+    timeout_s: float = 600.0  # of one call to a method that is not async, from its start
     retries: int = 2  # of reset, and of the step of repeatable environments
     backoff_s: float = 1.0
     threads: int = 64
     tools: ToolLimits = DEFAULT_TOOL_LIMITS
     most_chars: int = 2**20  # longer replies cannot fit, and are cut to tools.result_chars
-    cannot_fit: Callable[[str], bool] = lambda text: False  # tells of a shorter text that, too
+    cannot_fit: Callable[[str], bool] = lambda text: False  # the same check for shorter texts
 
 
 class ChatEnvs:
-    """A MakeEnv of one task: makes the environment of each episode."""
+    """A MakeEnv of one task: creates each episode's environment."""
 
     def __init__(
         self,
@@ -95,29 +95,29 @@ class ChatEnvs:
         """Make it.
 
         Args:
-            task: what is played.
+            task: the task to play.
             chat: the policy's format.
-            limits: of each episode.
+            limits: limits of each episode.
             count: called with the name of each fault (metrics/fault_counts.py).
-            outages: the run's; None: of its own.
+            outages: Outages of the run; None: a new object.
         """
         self.outages = outages or Outages(count=count)
         self.task, self.chat, self.limits, self.count = task, chat, limits, count
         self.threads = Threads(limits.threads)
-        self._long = 0  # replies that were cut
+        self._long = 0  # number of replies that were cut
         self._opened = functools.lru_cache(KEPT_OPENINGS)(
             lambda written: chat.opening(*json.loads(written))
         )
 
     def __call__(self, prompt: Prompt) -> "ChatEnv":
-        """Return the environment of one episode; the user's own is made when it begins."""
+        """Return the environment of one episode; the user's environment is made when it starts."""
         return ChatEnv(self)
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
-        """Return a conversation's tokens; the members of a group often begin with the same."""
+        """Return a conversation's tokens. Cached: members of a group often share an opening."""
         try:
             written = json.dumps([messages, tools])
-        except (TypeError, ValueError, RecursionError):  # not plain JSON: each time anew
+        except (TypeError, ValueError, RecursionError):  # not plain JSON: no caching
             return self.chat.opening(messages, tools)
         return self._opened(written)
 
@@ -128,15 +128,15 @@ class ChatEnvs:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
     ) -> tuple[IntArray, IntArray | None]:
-        """Return what follows a sequence, and None; or nothing and the opening of a new context.
+        """Return the tokens that follow a sequence, and None; or none, and a new context's opening.
 
-        What is too long to be tokenized is stood for by more tokens than fit.
+        A text that is too long to tokenise is replaced by more tokens than fit.
 
         Args:
-            before: [length] int32, which the policy's turn ends.
-            said: what follows it.
+            before: [length] int32, up to the end of the policy's turn.
+            said: messages that follow it.
             messages: the whole conversation, for the opening.
-            tools: that are shown.
+            tools: the tools shown to the policy.
         """
         try:
             more = await self.tokens(lambda: self.chat.continuation(before, said, tools), said)
@@ -148,13 +148,13 @@ class ChatEnvs:
         return NO_REPLY, opening
 
     async def tokens(self, work: Callable[[], T], messages: Sequence[Message]) -> T:
-        """Do the work that makes messages tokens; of long ones in a thread."""
+        """Run tokenisation work; in a thread if the messages are long."""
         if chars_of(messages) <= ASIDE_CHARS:
             return work()
         return await aside(work)
 
     async def said(self, given: Said, method: str) -> list[Message]:
-        """Return what an environment's method gave as messages; those that cannot fit are cut,
+        """Convert the result of an environment's method to messages. Those that cannot fit are cut,
         counted and logged. Raises RolloutError."""
         limits = self.limits
         said = messages_of(given, method)
@@ -170,8 +170,8 @@ class ChatEnvs:
             if self._long == 1 or self._long % TELL_EACH == 0:
                 log.warning(
                     "the environment's %s gave %d characters, which cannot fit into "
-                    "sampler.max_length: %d in the middle are cut (%d such replies so far). Let it "
-                    "say less.",
+                    "sampler.max_length: %d in the middle are cut (%d such replies so far). Make "
+                    "it return less.",
                     method,
                     chars_of(said),
                     cut,
@@ -180,7 +180,7 @@ class ChatEnvs:
         return kept
 
     async def made(self) -> Environment:
-        """Return a new environment of the user's with its tools."""
+        """Return a new environment of the user's task, with its tools."""
         make = self.task.environment or PlainEnvironment
         env: Environment = value_of(await self.call(make), "constructor")
         tools = tools_of(env, env.tools, self.task.tools)
@@ -188,8 +188,8 @@ class ChatEnvs:
         return env
 
     async def call(self, function: Callable[..., Any], *given: Any) -> CallOutcome:
-        """Call a user's function or method: await it if it is async, else use a thread. Raises
-        RolloutTimeout."""
+        """Call a user's function or method: await it if it is async, else run it in a thread.
+        Raises RolloutTimeout."""
         work, limit_s = functools.partial(function, *given), self.limits.timeout_s
         try:
             if inspect.iscoroutinefunction(function):
@@ -205,15 +205,15 @@ class ChatEnvs:
         except TooLate:
             name = getattr(function, "__name__", "constructor")
             raise RolloutTimeout(
-                f"the environment's {name} took more than {limit_s:g} s. Make it quicker or raise "
+                f"the environment's {name} took more than {limit_s:g} s. Make it faster or raise "
                 "faults.env_timeout_s."
             ) from None
 
     async def again(
         self, what: str, once: Callable[[], Awaitable[CallOutcome]], prompt: Prompt
     ) -> CallOutcome:
-        """Repeat what raises, at most env.retries times, and in an outage until that is over; not
-        what came too late. what: as Outages calls it."""
+        """Retry a call that raises, at most env.retries times, and in an outage until it is over.
+        Timeouts are not retried. what: its name for Outages."""
 
         outcome = CallOutcome()
 
@@ -227,40 +227,40 @@ class ChatEnvs:
                     break
                 self.count("env_retries")
                 wait_s = backoff_s(self.limits.backoff_s, failures)
-                log.warning("%s again in %.1f s: it raised %r", what, wait_s, outcome.error)
+                log.warning("retrying %s in %.1f s: it raised %r", what, wait_s, outcome.error)
                 await asyncio.sleep(wait_s)
             return outcome
 
         try:
             return await self.outages.until_answered(what, unless_away, about=prompt.prompt_id)
         except GivenUp:
-            assert outcome.error is not None, "it was away"
+            assert outcome.error is not None, "an outage is raised as an error"
             return CallOutcome(error=GivenUp(told(outcome.error)))
 
 
 async def aside(work: Callable[[], T]) -> T:
-    """Do work on long texts off the episodes' event loop, with few others at a time."""
+    """Run work on long texts off the episodes' event loop, in one of a few threads."""
     return await asyncio.get_running_loop().run_in_executor(ASIDE_THREADS, work)
 
 
 class PlainEnvironment(Environment):
-    """The environment of a task that names none: the record's conversation, and the task's tools.
+    """The default environment of a task: the record's conversation, and the task's tools.
 
-    It has no state of its own.
+    It has no state.
     """
 
     def state(self) -> Any:
-        """Return that there is nothing to keep."""
+        """Return an empty state."""
         return {}
 
     def restore(self, state: Any) -> None:
-        """Do nothing: there is nothing to continue."""
+        """Do nothing: there is no state."""
 
 
 OURS = frozenset(
     (PlainEnvironment, Environment.reset, Environment.step, Environment.score, Environment.close)
 )
-"""Functions that return at once, and need no thread."""
+"""Functions that return immediately and need no thread."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -278,10 +278,10 @@ class ChatEnv:
     def __init__(self, envs: ChatEnvs) -> None:
         self._envs, self._talk = envs, _Talk()
         self._env: Environment | None = None
-        self._saved: Any = None  # the user's own state, to be restored
+        self._saved: Any = None  # state of the user's environment, to be restored
 
     async def open(self, prompt: Prompt) -> IntArray:
-        """Return the opening that the environment's reset writes, [opening] int32."""
+        """Return the opening that the environment's reset produces, [opening] int32."""
         record = record_of(prompt)
 
         async def reset() -> CallOutcome:
@@ -294,8 +294,8 @@ class ChatEnv:
         if not messages:
             raise RolloutError(
                 f"the environment's reset gave no message for prompt {prompt.prompt_id}, whose "
-                f"record has the columns {', '.join(sorted(record)) or 'none'}. Let it return a "
-                "text or messages."
+                f"record has the columns {', '.join(sorted(record)) or 'none'}. Return a text or "
+                "messages."
             )
         messages = list(with_system_prompt(messages, self._envs.task.system_prompt))
         tools = self.schemas(prompt)
@@ -309,14 +309,14 @@ class ChatEnv:
             opening, leaves_out = error.token_ids, False
         if leaves_out:
             raise RolloutError(
-                f"the chat format leaves out the tools that prompt {prompt.prompt_id}'s record "
-                "brings. Set data.chat_format to one that shows tools, or rename the column."
+                f"the chat format does not show the tools in prompt {prompt.prompt_id}'s record. "
+                "Set data.chat_format to one that shows tools, or rename the column."
             )
         self._talk = _Talk(messages=messages, token_ids=opening)
         return opening
 
     async def step(self, prompt: Prompt, completion: Completion) -> Reply:
-        """Return what follows the policy's message."""
+        """Return the reply to the policy's message."""
         env, talk = await self._ready(), self._talk
         message = self._envs.chat.message(completion.token_ids, self.schemas(prompt))
         answers = self.own_schemas or not self.schemas(prompt)
@@ -349,7 +349,7 @@ class ChatEnv:
         )
 
     async def verdict(self) -> Score:
-        """Return what the environment's `score` gives at the end."""
+        """Return the result of the environment's `score` at the end."""
         env = await self._ready()
         return score_given(value_of(await self._envs.call(env.score), "score"), "score")
 
@@ -360,7 +360,7 @@ class ChatEnv:
             value_of(await self._envs.call(env.close), "close")
 
     def state(self) -> Any:
-        """Return the conversation and the environment's own state; None: it has none."""
+        """Return the conversation and the environment's state; None: it has none."""
         own = self._saved
         if self._env is not None:
             save = getattr(self._env, "state", None)
@@ -384,10 +384,10 @@ class ChatEnv:
         self._saved = state["own"]
 
     def schemas(self, prompt: Prompt) -> Sequence[Mapping[str, Any]]:
-        """What the policy may call, as OpenAI's function tools; once the environment is made.
+        """Return the tools that the policy may call, as OpenAI function tools; needs a made env.
 
-        A record that no environment of the user's plays may bring its own in a column `tools`:
-        these are shown, and nothing answers a call. Raises RolloutError for what is no tool.
+        A record without a user's environment may define tools in a column `tools`. They are shown,
+        but calls get no reply. Raises RolloutError if an entry is not a tool.
         """
         if self.own_schemas or self._envs.task.environment is not None:
             return self.own_schemas
@@ -400,7 +400,7 @@ class ChatEnv:
 
     @property
     def own_schemas(self) -> Sequence[Mapping[str, Any]]:
-        """The tools that the environment runs; once it is made."""
+        """The tools that the environment runs. Available once it is made."""
         assert self._env is not None, "the environment has been made"
         return tuple(self._env.run_tools.schemas)
 
@@ -411,8 +411,8 @@ class ChatEnv:
             restore: Any = getattr(env, "restore", None)
             if restore is None:
                 raise RolloutError(
-                    f"{type(env).__name__} has no restore(state), and a saved episode cannot go "
-                    "on. Keep the environment of a run that is resumed."
+                    f"{type(env).__name__} has no restore(state), so a saved episode cannot "
+                    "continue. Resume the run with the same environment."
                 )
             value_of(await self._envs.call(restore, self._saved), "restore")
             self._env, self._saved = env, None
@@ -432,7 +432,7 @@ class ChatEnv:
 
 
 def value_of(outcome: CallOutcome, method: str) -> Any:
-    """Return what a method gave; raise RolloutError from what it raised."""
+    """Return a method's result; convert its error to RolloutError."""
     try:
         return outcome.get()
     except (Away, EndpointMisset):
@@ -443,7 +443,7 @@ def value_of(outcome: CallOutcome, method: str) -> Any:
 
 
 def earned_in(step: Step) -> Score:
-    """Return a step's reward with its parts, whose sum it is unless it says otherwise."""
+    """Return a step's reward and parts. The reward defaults to the sum of the parts."""
     parts = score_given(step.parts, "step")
     if step.reward is None:
         return parts
@@ -451,8 +451,8 @@ def earned_in(step: Step) -> Score:
 
 
 def record_of(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt's record for `Environment.reset`: its columns, `messages` if there are any,
-    and the text as `prompt` unless the record has one. The episode may change it: it is a copy."""
+    """Return a copy of a prompt's record for `Environment.reset`: its columns, `messages` if there
+    are any, and the text as `prompt` unless the record has one. The episode may modify the copy."""
     record = {QUESTION: prompt.text, **copy.deepcopy(dict(prompt.columns))}
     if prompt.messages:
         record["messages"] = copy.deepcopy(list(prompt.messages))
@@ -460,7 +460,8 @@ def record_of(prompt: Prompt) -> dict[str, Any]:
 
 
 def messages_of(said: Said, method: str) -> list[Message]:
-    """Return what an environment says as messages; a text is the user's. Raises RolloutError."""
+    """Convert an environment's result to messages; a text becomes a user message. Raises
+    RolloutError."""
     if said is None:
         return []
     if isinstance(said, str):
@@ -471,14 +472,14 @@ def messages_of(said: Said, method: str) -> list[Message]:
     )
     if wrong:
         raise RolloutError(
-            f"the environment's {method} gave {said!r:.100}. It must give a text, a message with a "
-            "role, a list of these, or None."
+            f"the environment's {method} gave {said!r:.100}. It must return a text, a message with "
+            "a role, a list of these, or None."
         )
     return list(listed)
 
 
 def score_given(given: Any, method: str) -> Score:
-    """Return a number or a mapping of parts, which are added up, as a Score. Raises
+    """Convert a number, or a mapping of parts that are summed, to a Score. Raises
     RolloutError."""
     parts = given if isinstance(given, Mapping) else {}
     numbers = list(parts.values()) if isinstance(given, Mapping) else [given]
@@ -494,7 +495,7 @@ def score_given(given: Any, method: str) -> Score:
     named = {part_name(name): value for name, value in zip(parts, values, strict=False)}
     if len(named) < len(parts):
         raise RolloutError(
-            f"the environment's {method} gave the parts {', '.join(map(repr, parts))}, of which "
-            "two have one name as metrics. Rename one of them."
+            f"the environment's {method} gave the parts {', '.join(map(repr, parts))}, two of "
+            "which have the same name as metrics. Rename one of them."
         )
     return Score(reward=float(sum(values)), parts=named)

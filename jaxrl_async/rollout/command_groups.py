@@ -1,8 +1,8 @@
-"""Commands on an event loop, of which nothing is left when they exit, or when this process ends.
+"""Commands on an event loop. All their processes are killed when they or this process exit.
 
-start ──> keeper (keeper.py) ──> the command and all that it starts
- │ wait: for the keeper's own exit, not for its pipes, which a stray process may hold
- └ end:  SIGTERM to the keeper, which kills all below it
+start ──> keeper (keeper.py) ──> the command and all processes that it starts
+ │ wait: for the keeper's exit, not for its pipes, which a stray process may hold open
+ └ end:  SIGTERM to the keeper, which kills all processes below it
 """
 
 import asyncio
@@ -15,13 +15,13 @@ from contextlib import suppress
 from jaxrl_async.keeper import END_S, kept, kill_session
 
 LOOK_S = 0.1
-"""How often a command is looked at where no descriptor says that it has ended, seconds."""
+"""Polling interval for a command's exit if the system has no pidfd, seconds."""
 REAP_S = END_S + 1.0
-"""Longest wait for a keeper that was told to end, seconds; then it is killed itself."""
+"""Maximum time for a keeper to end after SIGTERM, seconds; then it is killed."""
 
 
 class RunningCommand:
-    """A command that was started. On one event loop."""
+    """A started command. Used on one event loop."""
 
     def __init__(
         self,
@@ -30,11 +30,11 @@ class RunningCommand:
         transport: asyncio.ReadTransport,
     ) -> None:
         self._keeper, self.stdout, self._transport = keeper, stdout, transport
-        self.pid = keeper.pid  # also names the session that it began in
+        self.pid = keeper.pid  # also the id of its session
 
     async def wait(self) -> int:
-        """Wait until it has exited and nothing of it is left; return its exit code, negative: the
-        signal that ended it."""
+        """Wait until the command and all its processes have exited. Return its exit code;
+        negative: the signal that ended it."""
         keeper = self._keeper
         if keeper.poll() is None:
             try:
@@ -47,12 +47,12 @@ class RunningCommand:
             else:
                 await _readable(watched)
         code = keeper.wait()
-        if code < 0:  # perhaps it was not the command that was killed, but its keeper
+        if code < 0:  # the signal may have killed the keeper instead of the command
             kill_session(self.pid)
         return code
 
     async def end(self) -> None:
-        """Kill what is left of it, if anything, and wait for that. Idempotent."""
+        """Kill its remaining processes, if any, and wait for them. Idempotent."""
         if self._keeper.poll() is None:
             self._keeper.terminate()
             with suppress(TimeoutError):
@@ -63,7 +63,7 @@ class RunningCommand:
             await self.wait()
 
     def close(self) -> None:
-        """Read no more of its output. Idempotent."""
+        """Stop reading its output. Idempotent."""
         self._transport.close()
 
 
@@ -85,10 +85,10 @@ async def _readable(descriptor: int) -> None:
 
 
 class CommandGroups:
-    """The commands of this process, each with all that it has started. On any event loop."""
+    """The commands of this process, each with all processes it has started. On any event loop."""
 
     def __init__(self) -> None:
-        self.running: set[RunningCommand] = set()  # begun, and not ended
+        self.running: set[RunningCommand] = set()  # started, not ended
 
     async def start(self, words: Sequence[str], environ: Mapping[str, str]) -> RunningCommand:
         """Start a command, its output and errors in one pipe. The caller must `end` it. Raises
@@ -99,10 +99,10 @@ class CommandGroups:
             stdout=PIPE,
             stderr=STDOUT,
             env=environ,
-            start_new_session=True,  # Ctrl-C is for the run
+            start_new_session=True,  # Ctrl-C should reach only the run
         )
         reader = asyncio.StreamReader()
-        assert keeper.stdout is not None, "it was asked for"
+        assert keeper.stdout is not None, "stdout=PIPE"
         try:
             transport, _ = await asyncio.get_running_loop().connect_read_pipe(
                 lambda: asyncio.StreamReaderProtocol(reader), keeper.stdout
@@ -116,7 +116,7 @@ class CommandGroups:
         return command
 
     async def end(self, command: RunningCommand) -> None:
-        """Kill what is left of a command, and read no more of its output."""
+        """Kill a command's remaining processes, and stop reading its output."""
         try:
             await command.end()
         finally:
@@ -125,4 +125,4 @@ class CommandGroups:
 
 
 COMMANDS = CommandGroups()
-"""Those of this process."""
+"""The commands of this process."""

@@ -9,26 +9,26 @@ from jaxrl_async.types import IntArray
 
 
 def context_branch(root: IntArray, earlier: int) -> int:
-    """Return a number for a context after the first, from 1, to be added to Request.branch: at one
-    place in two contexts other random numbers are used.
+    """Return a number of at least 1 for a context after the first, to be added to Request.branch,
+    so the same position in two contexts uses different random numbers.
 
     Args:
-        root: [root] int32, what its first request continues.
-        earlier: number of the member's requests before that with the same tokens.
+        root: [root] int32, the tokens that its first request continues.
+        earlier: number of the member's earlier requests with the same tokens.
     """
     told = np.asarray(root, np.int32).tobytes() + b"/%d" % earlier
     return 1 + int.from_bytes(hashlib.blake2b(told, digest_size=4).digest()) % 2**30
 
 
 def branch_after(calls: Sequence[tuple[IntArray, IntArray]], prompt: IntArray) -> int:
-    """Return the branch of a request that comes after others, one by one, as rollout.trace.Trace
-    gives it.
+    """Return the branch of a request that follows others sequentially, as rollout.call_log.Trace
+    computes it.
 
     Args:
-        calls: [prompt] and [drawn] int32 of the others, in order.
-        prompt: [prompt] int32.
+        calls: [prompt] and [drawn] int32 of the earlier requests, in order.
+        prompt: [prompt] int32 of this request.
     """
-    contexts: list[tuple[IntArray, int]] = []  # all its tokens, and its branch
+    contexts: list[tuple[IntArray, int]] = []  # tokens and branch of each context
     for number, (now, drawn) in enumerate([*calls, (prompt, prompt[:0])]):
         earlier = sum(np.array_equal(now, before) for before, _ in calls[:number])
         known = [n for n, (c, _) in enumerate(contexts) if np.array_equal(c, now[: len(c)])]

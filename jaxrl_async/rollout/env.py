@@ -1,4 +1,4 @@
-"""Environments answer the policy's turns. One is made for each episode and used once."""
+"""Environments that reply to the policy's turns. Each episode has its own environment."""
 
 import asyncio
 import logging
@@ -13,12 +13,13 @@ from jaxrl_async.errors import RolloutError, RolloutTimeout, is_the_runs_own_end
 from jaxrl_async.metrics.fault_counts import UnderWay
 from jaxrl_async.metrics.spans import span
 from jaxrl_async.outages import time_limit
-from jaxrl_async.ports import Clock, Concludes, Env, Opens, Plays, Reply, SavesState
+from jaxrl_async.ports.rollout import Concludes, Env, Opens, Plays, Reply
+from jaxrl_async.ports.run import Clock, SavesState
 from jaxrl_async.types import Completion, IntArray, Prompt, Score
 
 T = TypeVar("T")
 CLOSE_S = 10.0
-"""Longest time for an environment's `close`, seconds; it is then left alone."""
+"""Timeout of an environment's `close`, seconds; afterwards it is abandoned."""
 
 MakeEnv = Callable[[Prompt], Env]
 """Makes the environment of one episode."""
@@ -28,10 +29,10 @@ log = logging.getLogger(__name__)
 
 
 class SingleTurn:
-    """The policy answers once; nothing answers back."""
+    """The policy answers once and gets no reply."""
 
     def __init__(self, prompt: Prompt) -> None:
-        del prompt  # every environment is made from its prompt; this one does not need it
+        del prompt  # not needed; environments are always made from their prompt
 
     async def step(self, prompt: Prompt, completion: Completion) -> Reply:
         """End the episode after its first turn."""
@@ -39,11 +40,11 @@ class SingleTurn:
 
 
 class GuardedEnvs:
-    """A MakeEnv whose environments' replies are timed and checked. Any thread may call `oldest_s`.
+    """A MakeEnv that times and checks its environments' replies. `oldest_s` is thread safe.
 
-    Whatever an environment raises becomes a RolloutError and fails the group. A call is not made
-    again here: the first attempt may have changed the environment. In an outage the episode is
-    played again as a whole (rollout.episode.PlayAgain).
+    Any error of an environment becomes a RolloutError and fails the group. Calls are not retried
+    here, because the first attempt may have changed the environment. In an outage, the whole
+    episode is played again (rollout.episode.PlayAgain).
     """
 
     def __init__(
@@ -60,10 +61,10 @@ class GuardedEnvs:
 
         Args:
             make_env: Makes the environment of one episode.
-            timeout_s: Longest time for one reply, seconds.
+            timeout_s: Timeout of one reply, seconds.
             vocab_size: Token ids of replies must be smaller.
-            max_length: Openings that are so long leave no room for an answer; they are counted,
-                and told of once for each prompt. None: not looked at.
+            max_length: Openings of at least this length leave no room for an answer; they are
+                counted, and logged once for each prompt. None: not checked.
             count: Called with the name of each fault (metrics/fault_counts.py).
             clock: For `oldest_s`.
         """
@@ -79,7 +80,7 @@ class GuardedEnvs:
             return env if isinstance(env, Plays) else _Guarded(env, self, prompt)
 
     def oldest_s(self) -> float:
-        """Return the age of the oldest pending reply, seconds; 0 if there is none."""
+        """Return the age of the oldest pending reply, seconds; 0 if no reply is pending."""
         return self._calls.oldest_s()
 
     async def reply(self, env: Env, prompt: Prompt, completion: Completion) -> Reply:
@@ -103,15 +104,15 @@ class GuardedEnvs:
         return np.asarray(tokens, np.int32)
 
     async def verdict(self, env: Concludes, prompt: Prompt) -> Score | None:
-        """Ask `env` what its whole episode earned. Raises as `reply` does."""
+        """Ask `env` for the score of its whole episode. Raises as `reply` does."""
         with _blamed(prompt):
             score = await self._in_time(env.verdict(), prompt, "the score")
         wrong = score is not None and not isinstance(score, Score)
-        self._refuse(prompt, f"{score!r:.60} as its score. It must give a Score." if wrong else "")
+        self._refuse(prompt, f"{score!r:.60} as its score. It must be a Score." if wrong else "")
         return score
 
     async def close(self, env: Concludes, prompt: Prompt) -> None:
-        """Let `env` give back what it holds; what goes wrong is counted and logged."""
+        """Let `env` release its resources; errors are counted and logged."""
         try:
             async with asyncio.timeout(CLOSE_S):
                 await env.close()
@@ -127,7 +128,7 @@ class GuardedEnvs:
             )
 
     def _note_length(self, prompt: Prompt, length: int) -> None:
-        """Count an opening without room for an answer; tell of the prompt's first one."""
+        """Count an opening without room for an answer; log the first one of each prompt."""
         if self._max_length is None or length < self._max_length:
             return
         self._count("long_openings")
@@ -157,7 +158,7 @@ class GuardedEnvs:
                 raise
             raise RolloutTimeout(
                 f"prompt {prompt.prompt_id}: the environment took more than {self._timeout_s:g} s "
-                f"for {what}. Make it quicker or raise faults.env_timeout_s."
+                f"for {what}. Make it faster or raise faults.env_timeout_s."
             ) from None
 
 
@@ -176,7 +177,7 @@ class _Guarded:
             self.close = lambda: guard.close(env, prompt)
 
     async def step(self, prompt: Prompt, completion: Completion) -> Reply:
-        """Return the environment's own reply, checked."""
+        """Return the environment's reply, checked."""
         return await self._guard.reply(self._env, prompt, completion)
 
 
@@ -186,9 +187,9 @@ def _called(prompt: Prompt, what: str, method: Callable[..., Any], *args: Any) -
 
 
 class _blamed:
-    """Turn whatever an environment raises inside into a RolloutError that names the prompt.
+    """Convert any error that an environment raises inside to a RolloutError naming the prompt.
 
-    A class, since contextlib treats StopIteration specially.
+    A class, because contextlib treats StopIteration specially.
     """
 
     def __init__(self, prompt: Prompt, what: str = "") -> None:
@@ -216,22 +217,22 @@ def snapshot(env: Env) -> Any:
         return loads(dumps(state))
     except (TypeError, ValueError, AssertionError, RecursionError) as error:
         raise RolloutError(
-            f"an environment's state() gave something that no checkpoint can hold: {error}. It "
-            "must give plain values, lists, mappings with text keys, and arrays."
+            f"an environment's state() gave a value that cannot be saved in a checkpoint: {error}. "
+            "It must return plain values, lists, mappings with text keys, and arrays."
         ) from error
 
 
 def _problem(reply: Any, vocab_size: int) -> str:
     """Describe what is wrong with a reply and what it must be; "" if it is valid."""
     if not isinstance(reply, Reply):
-        return f"{reply!r:.60} ({type(reply).__name__}). It must give a Reply."
+        return f"{reply!r:.60} ({type(reply).__name__}). It must be a Reply."
     if problem := _problem_of_tokens(reply.token_ids, vocab_size, "token_ids"):
         return problem
     if reply.opening is not None:
         if problem := _problem_of_tokens(reply.opening, vocab_size, "an opening"):
             return problem
         if not len(reply.opening) or len(reply.token_ids):
-            return "an opening without tokens, or token_ids beside it. Give one of them."
+            return "an opening without tokens, or token_ids next to it. Return one of them."
     for name, flag in (("done", reply.done), ("cut_off", reply.cut_off)):
         if not isinstance(flag, bool | np.bool_):
             return f"{name}={flag!r:.60} ({type(flag).__name__}). It must be True or False."
@@ -242,10 +243,10 @@ def _problem_of_tokens(given: Any, vocab_size: int, what: str) -> str:
     try:
         tokens = np.asarray(given)
     except ValueError:
-        return f"{what} of rows of different lengths. They must be one row of token ids."
+        return f"{what} of rows of different lengths. It must be one row of token ids."
     if tokens.ndim != 1 or not (np.issubdtype(tokens.dtype, np.integer) or not tokens.size):
         return (
-            f"{what} of shape {tokens.shape} and type {tokens.dtype}. They must be token ids: "
+            f"{what} of shape {tokens.shape} and type {tokens.dtype}. It must be token ids: "
             "one row of integers."
         )
     if strange := [int(i) for i in tokens if not 0 <= i < vocab_size]:

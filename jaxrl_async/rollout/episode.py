@@ -1,10 +1,10 @@
-"""Play one group: turn the policy's turns and its environments' replies into episodes.
+"""Play one group: combine the policy's turns and its environments' replies into episodes.
 
     prompt ──Request──> Generate ──Completion──> Env ──Reply──> longer request ── ... ──> Episode
 
-A sequence only grows: drawn tokens and replies are kept token for token, and the next turn
-continues where the last one ended. Where the environment has rewritten history, the next turn
-begins a context of its own.
+A sequence only grows: sampled tokens and replies are kept token for token, and the next turn
+continues where the last one ended. If the environment has rewritten history, the next turn begins
+a new context.
 """
 
 import asyncio
@@ -17,15 +17,17 @@ import numpy as np
 
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.outages import ENVIRONMENT, Outages
-from jaxrl_async.ports import Concludes, Env, Generate, Opens, Plays, Reply, SavesState
+from jaxrl_async.ports.generate import Generate
+from jaxrl_async.ports.rollout import Concludes, Env, Opens, Plays, Reply
+from jaxrl_async.ports.run import SavesState
 from jaxrl_async.rollout.context_branch import branch_after
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn, snapshot
-from jaxrl_async.rollout.quota import Quota, first_ended
-from jaxrl_async.rollout.urgency import BY_ARRIVAL, TurnPriority
+from jaxrl_async.rollout.quorum import Quota, first_ended
 from jaxrl_async.types import (
     NOT_DRAWN,
     Completion,
     Episode,
+    EpisodeLimits,
     ExpertIds,
     FloatArray,
     IntArray,
@@ -34,28 +36,13 @@ from jaxrl_async.types import (
     Partial,
     Prompt,
     Request,
-    SamplingParams,
     Score,
     StopReason,
 )
 
 NOTHING: IntArray = np.zeros(0, np.int32)
 CUT_OFF: Message = {"role": "assistant"}
-"""Message of a turn to which no environment replied, since it did not end."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeLimits:
-    """How answers are drawn and when they end."""
-
-    sampling: SamplingParams
-    stop_token_ids: tuple[int, ...]
-    max_new_tokens: int  # of one turn
-    max_length: int  # of the whole sequence, prompt and replies included
-    keep_mask: bool = False  # completions must bring every drawn token's sampling mask
-    keep_routing: bool = False  # completions must bring every token's experts
-    priority: TurnPriority = BY_ARRIVAL  # of the requests
-    for_training: bool = True  # False: of an evaluation
+"""Message of an unfinished turn, to which the environment did not reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +51,7 @@ class Turn:
 
     completion: Completion
     reply: IntArray  # [reply] int32
-    opening: IntArray | None = None  # as Reply.opening: of the context that begins after this turn
+    opening: IntArray | None = None  # as Reply.opening: starts a new context after this turn
     reward: float = 0.0  # as Reply.reward
     parts: Mapping[str, float] = field(default_factory=dict)
     opened: tuple[Message, ...] = ()  # as in Reply
@@ -81,10 +68,10 @@ class EpisodeProgress:
     stop: StopReason | None = None  # set once the episode is over
     env_state: Any = None  # a ports.SavesState environment's state after opening and last reply
     opening: IntArray | None = (
-        None  # that the environment wrote; None: the prompt's tokens, or not yet
+        None  # written by the environment; None: the prompt's tokens, or not written yet
     )
     verdict: Score | None = None  # of a ports.Concludes environment, once the episode is over
-    left_out: bool = False  # it failed or was not needed: its group goes on without it
+    left_out: bool = False  # failed or not needed: its group continues without it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +80,8 @@ class SavedEpisode:
 
     turns: tuple[Turn, ...] = ()
     stop: StopReason | None = None
-    completion: Completion | None = None  # the next turn, drawn but not yet answered
-    partial: Partial | None = None  # the next turn, while it is being drawn
+    completion: Completion | None = None  # the next turn, sampled but without a reply yet
+    partial: Partial | None = None  # the next turn, partly sampled
     env_state: Any = None  # as in EpisodeProgress
     opening: IntArray | None = None
     verdict: Score | None = None
@@ -104,13 +91,13 @@ class SavedEpisode:
 def assemble_contexts(
     prompt_ids: IntArray, turns: Sequence[Turn], stop: StopReason, verdict: Score | None = None
 ) -> Episode:
-    """Return all turns as one episode, a context behind the other, with what they earned.
+    """Return all turns as one episode with its score; contexts are concatenated.
 
     Args:
-        prompt_ids: [prompt] int32, what the first turn continues.
+        prompt_ids: [prompt] int32, the tokens that the first turn continues.
         turns: in order.
-        stop: why the last one ended.
-        verdict: what the whole episode earned beside its turns.
+        stop: stop reason of the last turn.
+        verdict: score of the whole episode, in addition to its turns.
     """
     episodes, begin = [], 0
     for end, turn in enumerate(turns, 1):
@@ -125,8 +112,8 @@ def assemble_contexts(
 
 
 def said_in(turns: Sequence[Turn]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """Return Episode.opened and Episode.messages of these turns: a turn that was cut off has a
-    message without content. Both are empty if the environment speaks in tokens alone."""
+    """Return Episode.opened and Episode.messages of these turns. An unfinished turn has a message
+    without content. Both are empty if the environment uses only tokens."""
     if not any(turn.messages for turn in turns):
         return (), ()
     said = [turn.messages or (CUT_OFF,) for turn in turns]
@@ -137,9 +124,9 @@ def unplayed_episode(
     opening: IntArray, limits: EpisodeLimits, verdict: Score | None = None
 ) -> Episode:
     """Return the episode of an opening, [opening] int32, that leaves no room for an answer: its
-    first max_length tokens, of which none is drawn, cut off (StopReason.LENGTH).
+    first max_length tokens, none of them sampled, cut off (StopReason.LENGTH).
 
-    verdict: what it earned all the same.
+    verdict: score of the episode, if any.
     """
     tokens = np.asarray(opening[: limits.max_length], np.int32)
     episode = assemble_episode(tokens, (), StopReason.LENGTH)
@@ -147,10 +134,10 @@ def unplayed_episode(
 
 
 def _score(episode: Episode, turns: Sequence[Turn], verdict: Score | None) -> Score | None:
-    """Return what an environment gave; None: it judges nothing.
+    """Return the environment's score; None: it gives none.
 
-    The last turn's reward and the verdict are of the episode; an earlier turn's is credited to the
-    last token that it drew.
+    The last turn's reward and the verdict apply to the episode. An earlier turn's reward is
+    credited to the last token that was sampled in it.
     """
     if verdict is None and not any(turn.reward or turn.parts for turn in turns):
         return None
@@ -177,9 +164,9 @@ def _score(episode: Episode, turns: Sequence[Turn], verdict: Score | None) -> Sc
 
 
 def joined_contexts(episodes: Sequence[Episode]) -> Episode:
-    """Return episodes of one context each as one episode, with the last one's stop.
+    """Join episodes of one context each into one episode with the last one's stop.
 
-    Sampling masks and expert ids are there only if every context with drawn tokens has them.
+    Sampling masks and expert ids are kept only if all contexts with sampled tokens have them.
     """
     drawing = [e for e in episodes if e.num_drawn]
     masks = [e.kept for e in drawing if e.kept is not None]
@@ -199,7 +186,7 @@ def joined_contexts(episodes: Sequence[Episode]) -> Episode:
 
 
 def current_context(prompt_ids: IntArray, turns: Sequence[Turn]) -> IntArray:
-    """Return what the policy's next turn continues, [length] int32."""
+    """Return the tokens that the policy's next turn continues, [length] int32."""
     parts = [prompt_ids]
     for turn in turns:
         if turn.opening is None:
@@ -210,7 +197,7 @@ def current_context(prompt_ids: IntArray, turns: Sequence[Turn]) -> IntArray:
 
 
 def _branch(prompt_ids: IntArray, turns: Sequence[Turn]) -> int:
-    """Return the next turn's Request.branch; 0 where there is one context."""
+    """Return the next turn's Request.branch; 0 if there is only one context."""
     if all(turn.opening is None for turn in turns):
         return 0
     seen = [current_context(prompt_ids, turns[:end]) for end in range(len(turns) + 1)]
@@ -219,7 +206,7 @@ def _branch(prompt_ids: IntArray, turns: Sequence[Turn]) -> int:
 
 
 def assemble_episode(prompt_ids: IntArray, turns: Sequence[Turn], stop: StopReason) -> Episode:
-    """Concatenate the prompt and each turn's drawn tokens and reply into one flat sequence."""
+    """Concatenate the prompt and each turn's sampled tokens and reply into one flat sequence."""
     tokens, drawn = [prompt_ids], [np.zeros(len(prompt_ids), bool)]
     logprobs = [np.zeros(len(prompt_ids), np.float32)]
     versions = [np.full(len(prompt_ids), NOT_DRAWN, np.int32)]
@@ -245,13 +232,13 @@ def assemble_episode(prompt_ids: IntArray, turns: Sequence[Turn], stop: StopReas
 
 
 def _joined_masks(completions: Sequence[Completion]) -> KeptTokens | None:
-    """Join the sampling masks of all drawn tokens; None if a completion has none."""
+    """Join the sampling masks of all sampled tokens; None if a completion has none."""
     masks = [c.kept for c in completions if c.kept is not None]
     return _joined_kept(masks) if len(masks) == len(completions) else None
 
 
 def _joined_kept(masks: Sequence[KeptTokens]) -> KeptTokens | None:
-    """Join sampling masks one behind the other; None: there are none."""
+    """Concatenate sampling masks; None if there are no masks."""
     if not masks:
         return None
     counts = np.concatenate([np.diff(m.starts) for m in masks])
@@ -264,8 +251,8 @@ def _joined_kept(masks: Sequence[KeptTokens]) -> KeptTokens | None:
 def _joined_experts(completions: Sequence[Completion], length: int) -> ExpertIds | None:
     """Join the experts of all tokens, [length, layers, k]; None if a completion has none.
 
-    Each turn reports the experts of the whole sequence so far. For tokens of earlier turns the
-    first report is kept: it is from the passes that drew them.
+    Each turn reports the experts of the whole sequence so far. For tokens of earlier turns, the
+    first report is kept, because it is from the passes that sampled them.
     """
     by_turn = [c.expert_ids for c in completions if c.expert_ids is not None]
     if not by_turn or len(by_turn) < len(completions):
@@ -279,7 +266,7 @@ def _joined_experts(completions: Sequence[Completion], length: int) -> ExpertIds
 
 
 def request_id(label: str, member: int, turn: int) -> str:
-    """Return the id of a turn's request; `label` is the group's part of it ("g5")."""
+    """Return the id of a turn's request; `label` is the group's part ("g5")."""
     return f"{label}/m{member}/t{turn}"
 
 
@@ -295,9 +282,9 @@ def make_request(
     """Make the request for one turn.
 
     Randomness is keyed by the prompt's position in the stream, the member, and each token's
-    position in the sequence, so that no turn reuses an earlier turn's random numbers. The request
-    asks for at most what is left of max_length; an answer cut there ends with StopReason.LENGTH.
-    Raises RolloutError if nothing is left. branch: of its context, and of earlier requests with
+    position in the sequence, so no turn reuses an earlier turn's random numbers. The request is
+    limited to the rest of max_length; an answer cut there ends with StopReason.LENGTH. Raises
+    RolloutError if nothing is left. branch: accounts for its context, and for earlier requests with
     the same tokens.
     """
     if len(token_ids) >= limits.max_length:
@@ -331,24 +318,24 @@ def check_kept(completion: Completion, limits: EpisodeLimits, before: int) -> No
     masks = 0 if completion.kept is None else len(completion.kept.starts) - 1
     if limits.keep_mask and masks != drawn:
         raise RolloutError(
-            f"request {completion.request_id}: the sampler drew {drawn} tokens and gave sampling "
+            f"request {completion.request_id}: the sampler returned {drawn} tokens, but sampling "
             f"masks for {masks}. algorithm.keep_sampling_mask needs a sampler that fills "
-            "Completion.kept; set it to false for any other."
+            "Completion.kept; set it to false for other samplers."
         )
     routed = 0 if completion.expert_ids is None else len(completion.expert_ids)
     if limits.keep_routing and routed != before + drawn - 1:
         raise RolloutError(
-            f"request {completion.request_id}: the sampler drew {drawn} tokens after {before} and "
-            f"gave the experts of {routed}, not of {before + drawn - 1}. algorithm.keep_routing "
-            "needs a sampler that fills Completion.expert_ids; set it to false for any other."
+            f"request {completion.request_id}: the sampler returned {drawn} tokens after {before}, "
+            f"but the experts of {routed}, not of {before + drawn - 1}. algorithm.keep_routing "
+            "needs a sampler that fills Completion.expert_ids; set it to false for other samplers."
         )
 
 
 def saved_episode(progress: EpisodeProgress, partial: Partial | None) -> SavedEpisode:
-    """Convert an unfinished episode to data; `partial` is what is drawn of its next turn so far."""
+    """Convert an unfinished episode to data; `partial` is the sampled part of its next turn."""
     turns, waiting, completion = tuple(progress.turns), progress.waiting, None
     opening = progress.opening
-    if progress.left_out and not isinstance(progress.env, Plays):  # its others start over, too
+    if progress.left_out and not isinstance(progress.env, Plays):  # else: start over like the rest
         return SavedEpisode(left_out=True)
     if progress.stop is not None:
         return SavedEpisode(
@@ -356,7 +343,7 @@ def saved_episode(progress: EpisodeProgress, partial: Partial | None) -> SavedEp
         )
     begun = bool(turns) or opening is not None
     if isinstance(progress.env, Plays) or (begun and progress.env_state is None):
-        return SavedEpisode()  # its environment cannot be restored: the episode starts over
+        return SavedEpisode()  # the environment cannot be restored: start the episode over
     if waiting is not None and waiting.done() and not waiting.cancelled():
         completion = None if waiting.exception() else waiting.result()
     return SavedEpisode(
@@ -389,7 +376,7 @@ def resumed_progress(saved: SavedEpisode, env: Env) -> EpisodeProgress:
 
 
 def made_progress(saved: SavedEpisode, make_env: MakeEnv, prompt: Prompt) -> EpisodeProgress:
-    """Call `resumed_progress` with a new environment; without one the episode will fail."""
+    """Call `resumed_progress` with a new environment; if that fails, the episode will fail."""
     try:
         return resumed_progress(saved, make_env(prompt))
     except RolloutError as error:
@@ -421,9 +408,9 @@ def resumed_request(
     limits: EpisodeLimits,
     seed: int | None,
 ) -> Request | Partial | None:
-    """Return what a saved episode needs next: the rest of a turn, a whole turn, or nothing (None).
+    """Return the next request of a saved episode: a partial turn, a whole turn, or None.
 
-    seed: the sampler's; None: this sampler cannot continue a partial turn.
+    seed: the sampler's seed; None: this sampler cannot continue a partial turn.
     """
     if saved.left_out or saved.stop is not None or saved.completion is not None:
         return None
@@ -434,7 +421,7 @@ def resumed_request(
         and partial.seed == seed
         and len(partial.token_ids) < request.max_new_tokens
         and np.array_equal(partial.request.token_ids, request.token_ids)
-        and (not request.extras or partial.full_logprobs is not None)
+        and (not request.extras or partial.has_extras)
         and (not limits.keep_routing or partial.expert_ids is not None)
     )
     return replace(partial, request=request) if fits and partial is not None else request
@@ -448,16 +435,16 @@ def begin_groups(
 ) -> list[tuple[EpisodeProgress, ...]]:
     """Queue the next turn of every episode of these groups in one call; return their progress.
 
-    An episode whose environment cannot be made fails when it is played. One whose environment
-    writes its own opening asks when that is there.
+    An episode whose environment cannot be made fails when it is played. If the environment writes
+    the opening, the request is made when that is available.
 
     Args:
         generate: The sampler.
         make_env: Makes each episode's environment.
         groups: Label, prompt and saved episodes of each group; SavedEpisode() is a new episode.
-        limits: How answers are drawn and when they end.
+        limits: Sampling settings and limits.
 
-    Raises RolloutError if a prompt leaves no room, and whatever submit_many raises.
+    Raises RolloutError if a prompt leaves no room, and errors of submit_many.
     """
     begun, asking = [], []
     requests: list[Any] = []
@@ -465,7 +452,7 @@ def begin_groups(
         members = tuple(made_progress(saved, make_env, prompt) for saved in episodes)
         for m, (saved, member) in enumerate(zip(episodes, members, strict=True)):
             if isinstance(member.env, Plays) or _must_open(member):
-                continue  # it asks when it wants to, or once its environment has opened
+                continue  # it makes requests itself, or once its environment has opened
             request = resumed_request(saved, label, prompt, m, limits, generate.seed)
             if request is not None and member.waiting is None:
                 requests.append(request)
@@ -477,13 +464,13 @@ def begin_groups(
 
 
 def cancel(progress: EpisodeProgress) -> None:
-    """Cancel an episode's pending turn: its slot is free at the next block."""
+    """Cancel an episode's pending turn: its slot becomes free at the next block."""
     if progress.waiting is not None:
         progress.waiting.cancel()
 
 
 def _must_open(progress: EpisodeProgress) -> bool:
-    """Return whether the environment has yet to write the beginning of its episode."""
+    """Return whether the environment still has to write the opening of its episode."""
     begun = progress.opening is not None or progress.turns or progress.waiting is not None
     over = progress.stop is not None or progress.left_out
     return not over and not begun and isinstance(progress.env, Opens)
@@ -499,20 +486,20 @@ async def play_episode(
     limits: EpisodeLimits,
     spent_s: Callable[[float], None] = lambda seconds: None,
 ) -> tuple[Episode, ...]:
-    """Play one member until its episode ends; a game gives several, one for each seat.
+    """Play one member until its episode ends; a game returns one episode for each seat.
 
     consumes      the completion that `progress` waits for, then one per turn
     waits for     the sampler, and the environment
     produces      an Episode; calls `spent_s` with the seconds that each reply took
-    on failure    the environment's exception; RolloutError if it makes no progress, or if the
-                  sampler does not return what is to be kept
+    on failure    the environment's exception; RolloutError if no progress is made, or if the
+                  sampler does not return the data that must be kept
 
-    An environment that plays itself (ports.Plays) is left to it.
+    An environment that plays itself (ports.Plays) controls its own turns.
 
     An opening without room for an answer is the whole episode (`unplayed_episode`). A turn that was
-    cut off (length, cancelled) ends the episode: half a turn gets no reply. So does
-    a reply that leaves no room for a further token; it is dropped, since nothing is learnt from it.
-    An environment that concludes is closed in any case.
+    cut off (length, cancelled) gets no reply and ends the episode. A reply that leaves no room for
+    another token also ends it and is dropped, because nothing is trained on it. An environment that
+    concludes is always closed.
     """
     if isinstance(progress.env, Plays):
         played = await progress.env.play(
@@ -551,8 +538,8 @@ async def play_episode(
 
 
 async def _open(prompt: Prompt, progress: EpisodeProgress, limits: EpisodeLimits) -> None:
-    """Get the opening that the environment writes; set `stop` and `verdict` if it leaves no room
-    for an answer."""
+    """Get the environment's opening; set `stop` and `verdict` if it leaves no room for an
+    answer."""
     env = progress.env
     assert isinstance(env, Opens)
     opening = await env.open(prompt)
@@ -567,7 +554,7 @@ async def _play_turn(
 ) -> None:
     """Get the reply to a turn, and append both; set `stop` and `verdict` if the episode is over.
 
-    What a resumed run would have to do again is not in `progress` before it is done.
+    `progress` is updated only at the end, so it holds nothing that a resumed run must redo.
     """
     env = progress.env
     first = prompt.token_ids if progress.opening is None else progress.opening
@@ -602,7 +589,7 @@ async def _play_turn(
     elif not len(turn.reply) and not len(completion.token_ids) and turn.opening is None:
         raise RolloutError(
             f"prompt {prompt.prompt_id}: neither the policy nor the environment adds a token. "
-            "Let the environment set done."
+            "Set done in the environment's reply."
         )
     progress.turns.append(turn)
     progress.waiting, progress.stop, progress.env_state = None, stop, state
@@ -610,8 +597,8 @@ async def _play_turn(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayAgain:
-    """Plays an episode again, from its beginning and with a new environment, for as long as what
-    its environment needs is away."""
+    """Plays an episode again from its beginning with a new environment, while a service that its
+    environment needs is unavailable."""
 
     make_env: MakeEnv
     outages: Outages
@@ -657,7 +644,7 @@ def begin_again(
     member: int,
     limits: EpisodeLimits,
 ) -> None:
-    """Forget all of an episode, and queue its first turn; arguments as `begin_groups`'s."""
+    """Reset an episode and queue its first turn; arguments as for `begin_groups`."""
     cancel(progress)
     fresh = made_progress(SavedEpisode(), make_env, prompt)
     for one in fields(EpisodeProgress):
@@ -682,18 +669,18 @@ async def play_group(
     """Play the members of a group until enough of their episodes have ended; return those, in the
     order of the members.
 
-    A failure with which the quota cannot be reached cancels the other members and is raised.
+    A failure that makes the quota unreachable cancels the other members and is raised.
 
     Args:
         generate: The sampler.
-        prompt: The group's.
-        members: All that were begun.
-        label: The group's part of its requests' ids.
-        limits: How answers are drawn and when they end.
+        prompt: The group's prompt.
+        members: All members that were started.
+        label: The group's part of its request ids.
+        limits: Sampling settings and limits.
         again: Plays an episode again in an outage; None: the outage fails it.
-        quota: How many must end; None: all of them.
-        left_out: Called with each member that the group goes on without, and what it raised; None:
-            it was not needed, and is about to be cancelled.
+        quota: Number of episodes that must end; None: all.
+        left_out: Called with each member that the group continues without, and its error; None: it
+            was not needed, and is about to be cancelled.
         spent_s: Called with the seconds that each reply took.
     """
     playing = [(m, member) for m, member in enumerate(members) if not member.left_out]
@@ -716,9 +703,9 @@ async def play_group(
 
 
 def drawn_so_far(progress: EpisodeProgress, partials: Iterable[Partial]) -> IntArray:
-    """Return the versions of the tokens that an unfinished episode has drawn, [drawn] int32.
+    """Return the versions of an unfinished episode's sampled tokens, [drawn] int32.
 
-    partials: what is drawn of its turns that are being drawn now.
+    partials: the sampled parts of its running turns.
     """
     versions = [p.versions for p in partials]
     waiting = progress.waiting

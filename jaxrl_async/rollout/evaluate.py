@@ -11,10 +11,10 @@ import numpy as np
 from jaxrl_async.errors import Closed, EndpointMisset, GivenUp, RolloutError, RolloutTimeout
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.outages import Outages
-from jaxrl_async.ports import Generate, Opens, Plays, Scorer
+from jaxrl_async.ports.generate import Generate
+from jaxrl_async.ports.rollout import Opens, Plays, Scorer
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.rollout.episode import (
-    EpisodeLimits,
     EpisodeProgress,
     PlayAgain,
     SavedEpisode,
@@ -22,39 +22,48 @@ from jaxrl_async.rollout.episode import (
     cancel,
     play_group,
 )
-from jaxrl_async.rollout.quota import all_or_none
-from jaxrl_async.rollout.urgency import TurnPriority
-from jaxrl_async.types import CORRECT, Episode, IntArray, Prompt, SamplingParams, Score, StopReason
+from jaxrl_async.rollout.quorum import all_or_none
+from jaxrl_async.types import (
+    CORRECT,
+    Episode,
+    EpisodeLimits,
+    IntArray,
+    Prompt,
+    SamplingParams,
+    Score,
+    StopReason,
+    TurnPriority,
+)
 
 log = logging.getLogger(__name__)
 
 GREEDY = SamplingParams(temperature=0.0)
 SCORED_AT_ONCE = 16
-"""Most scorer calls at a time."""
+"""Maximum number of concurrent scorer calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSample:
-    """One answer, for people to read."""
+    """One answer of an evaluation, for inspection."""
 
     index: int  # of the answer in the evaluation, by prompt
-    seat: str  # of a game; empty: it is none
+    seat: str  # of a game; empty: not a game
     prompt: str
     completion: str  # empty without a decode function
     reference: str
     reward: float
-    version: int  # the newest of the weights that gave the evaluation's answers
+    version: int  # newest version of the weights that gave the evaluation's answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalEffort:
-    """How held-out episodes are played that are more than one answer to a prompt of tokens."""
+    """Settings for held-out episodes that are more than one answer to a prompt of tokens."""
 
-    at_once: int = 64  # episodes whose environment opens them, or that play themselves; in order
-    retries: int = 0  # of an episode that fails; not of one that was too slow
+    at_once: int = 64  # concurrent episodes that their environment opens or plays; in order
+    retries: int = 0  # of an episode that fails; not after a timeout
     backoff_s: float = 1.0  # wait before the first retry, seconds; doubles with each further one
     count: Callable[[str], None] = lambda name: None  # called with the name of each fault
-    outages: Outages | None = None  # waited out; None: an outage is a failure as others are
+    outages: Outages | None = None  # waited out; None: an outage is an ordinary failure
 
 
 ONE_TRY = EvalEffort()
@@ -64,10 +73,10 @@ ONE_TRY = EvalEffort()
 class EvalResult:
     """The policy's results on the held-out prompts."""
 
-    num_prompts: int  # without those left out
+    num_prompts: int  # without skipped ones
     mean_reward: float
-    accuracy: float | None  # mean of the rewards' part CORRECT; None: no reward has it
-    mean_length_tokens: float  # drawn, mean over answers
+    accuracy: float | None  # mean of the score part CORRECT; None: no score has it
+    mean_length_tokens: float  # sampled tokens, mean over answers
     truncated_share: float  # share of answers cut off by a length bound
     samples: tuple[EvalSample, ...]
     seats: Mapping[str, float] = field(default_factory=dict)  # mean reward of each seat of a game
@@ -88,13 +97,13 @@ async def evaluate(
     level: int = 0,
     effort: EvalEffort = ONE_TRY,
 ) -> EvalResult:
-    """Play every prompt once and score it; all first turns of prompts of tokens are queued in one
-    call.
+    """Play every prompt once and score it. The first turns of all prompts of tokens are queued in
+    one call.
 
     Request ids are "eval/INDEX/m0/t0", of a retry "eval/INDEX.RETRY/m0/t0"; `level` is the first
-    part of their priority. A prompt whose environment or scorer fails in the end is left out,
-    counted and logged. Raises RolloutError without prompts, and what failed if that is more than
-    half of them: then not the record is at fault.
+    part of their priority. A prompt whose environment or scorer keeps failing is skipped, counted
+    and logged. Raises RolloutError if there are no prompts, and the last error if more than half of
+    the prompts fail, because then the cause is not a single record.
     """
     if not prompts:
         raise RolloutError(
@@ -123,7 +132,7 @@ async def evaluate(
             if 2 * len(failed) > len(prompts):
                 raise
             effort.count("eval_left_out")
-            log.warning("held-out prompt %d is left out of this evaluation: %s", index, error)
+            log.warning("skipping held-out prompt %d in this evaluation: %s", index, error)
             return []
         return [(prompts[index], *one) for one in zip(episodes, scores, strict=True)]
 
@@ -152,7 +161,7 @@ class _HeldOutPlay:
         limits: EpisodeLimits,
         effort: EvalEffort,
     ) -> None:
-        """Queue all first turns of prompts of tokens in one call."""
+        """Queue the first turns of all prompts of tokens in one call."""
         self._generate, self._prompts, self._make_env = generate, prompts, make_env
         self._limits, self._effort = limits, effort
         self._again = None
@@ -162,7 +171,7 @@ class _HeldOutPlay:
         self._begun = self._begin([(f"eval/{i}", p) for i, p in enumerate(prompts)])
 
     async def played(self, index: int) -> tuple[Episode, ...]:
-        """Play a prompt, again if it fails, up to effort.retries times. Raises as `evaluate`."""
+        """Play a prompt, with up to effort.retries retries. Raises as `evaluate`."""
         label, effort = f"eval/{index}", self._effort
         for failures in range(effort.retries):
             try:
@@ -172,7 +181,7 @@ class _HeldOutPlay:
             except RolloutError as error:
                 wait_s = backoff_s(effort.backoff_s, failures)
                 effort.count("eval_retries")
-                log.warning("%s is played again in %.1f s: %s", label, wait_s, error)
+                log.warning("retrying %s in %.1f s: %s", label, wait_s, error)
             await asyncio.sleep(wait_s)
             label = f"eval/{index}.{failures + 1}"
             for member in self._begun[index]:
@@ -181,7 +190,7 @@ class _HeldOutPlay:
         return await self._attempt(index, label)
 
     def cancel(self) -> None:
-        """Give up all that is still being drawn."""
+        """Cancel all pending turns."""
         for (member,) in self._begun:
             cancel(member)
 
@@ -203,7 +212,7 @@ class _HeldOutPlay:
 
 
 def _begins_late(members: Sequence[EpisodeProgress]) -> bool:
-    """Return whether these begin when they are played, not with a request that is queued."""
+    """Return whether these start when they are played, not with a queued request."""
     return any(isinstance(member.env, Opens | Plays) for member in members)
 
 
@@ -243,7 +252,7 @@ def eval_result(
 
 
 def seat_rewards(played: Iterable[tuple[Episode, Score]]) -> dict[str, float]:
-    """Return the mean reward of each seat of games, by its name; empty for other episodes."""
+    """Return the mean reward by seat of games; empty for other episodes."""
     rewards: dict[str, list[float]] = {}
     for episode, score in played:
         if episode.seat:
@@ -252,7 +261,7 @@ def seat_rewards(played: Iterable[tuple[Episode, Score]]) -> dict[str, float]:
 
 
 def accuracy(scores: Sequence[Score]) -> float | None:
-    """Return the mean of the scores' part CORRECT; None if no score has it.
+    """Return the mean of the score part CORRECT; None if no score has it.
 
     A score without that part counts as wrong, unless a function did not apply to its answer.
     """

@@ -1,4 +1,4 @@
-"""What an environment says, cut where its length alone tells that it cannot fit. Pure.
+"""Truncation of environment replies that are certainly too long to fit. Pure.
 
 "line 1 ... line 900000"  ──>  "line 1 ... (5,983,616 characters are cut) ... line 900000"
 """
@@ -9,13 +9,13 @@ from typing import Any
 from jaxrl_async.types import Message
 
 LEAST_SHOWN = 64
-"""Characters that are left of each text at least."""
+"""Minimum number of characters that are kept of each text."""
 MAX_DEPTH = 8
-"""Texts are looked for so deep in a message: those of parts of a content, and of tool calls."""
+"""Maximum nesting depth of texts in a message, such as in content parts and tool calls."""
 
 
 def chars_of(messages: Sequence[Message]) -> int:
-    """Return how many characters the texts of messages have."""
+    """Return the total number of characters in the texts of messages."""
     return sum(map(len, _texts(list(messages), MAX_DEPTH)))
 
 
@@ -27,12 +27,12 @@ def long_texts(messages: Sequence[Message], least: int) -> list[str]:
 def fitted(
     messages: Sequence[Message], most_chars: int, kept_chars: int
 ) -> tuple[list[Message], int]:
-    """Return messages that may fit, and how many characters of their texts were cut.
+    """Return messages that may fit, and the number of characters that were cut.
 
     Args:
-        messages: what was said at once.
-        most_chars: a longer text cannot fit: of longer messages the long texts are cut.
-        kept_chars: characters that are left of them together, from their heads and tails.
+        messages: messages of one reply.
+        most_chars: maximum total characters; in longer messages, the long texts are cut.
+        kept_chars: total characters that are kept of them, from their heads and tails.
     """
     sizes = [len(text) for text in _texts(list(messages), MAX_DEPTH)]
     if sum(sizes) <= most_chars:
@@ -43,7 +43,7 @@ def fitted(
 
 
 def cut_text(text: str, most: int) -> str:
-    """Return a text's head and tail, `most` characters together, if it is longer."""
+    """Return the head and tail of a text with more than `most` characters, `most` in total."""
     if len(text) <= most:
         return text
     head = most - most // 2

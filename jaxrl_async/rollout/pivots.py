@@ -1,12 +1,12 @@
-"""Pivots: tokens of finished answers from which further continuations are drawn.
+"""Pivots: tokens of finished answers from which further continuations are sampled.
 
     episodes of a group ──choose──> Fork(trunk, place) ──Request: prompt and prefix──> Generate
                                                                                         │
-    EpisodeGroup <── members, then continuations: the prefix is read, not drawn <───────┘
+    EpisodeGroup <── members, then continuations: the prefix is read, not sampled <─────┘
 
-The prefix is the new request's prompt: its KV comes from the sampler's prefix store, where the
-trunk left it, and nothing of it is drawn again. The random numbers are the member's own, by its
-key and each token's position, on a branch of their own.
+The prefix is the new request's prompt. Its KV comes from the sampler's prefix store, where the
+trunk left it, and no prefix token is sampled again. Random numbers use the member's key and each
+token's position, on a separate branch.
 """
 
 import asyncio
@@ -19,39 +19,40 @@ import numpy as np
 
 from jaxrl_async.algorithms.forks import ForkPoint
 from jaxrl_async.errors import Closed
-from jaxrl_async.ports import Generate
-from jaxrl_async.rollout.episode import (
-    NOTHING,
+from jaxrl_async.ports.generate import Generate
+from jaxrl_async.rollout.episode import NOTHING, Turn, assemble_episode, check_kept, make_request
+from jaxrl_async.types import (
+    Completion,
+    Episode,
     EpisodeLimits,
-    Turn,
-    assemble_episode,
-    check_kept,
-    make_request,
+    FloatArray,
+    IntArray,
+    Prompt,
+    Request,
 )
-from jaxrl_async.types import Completion, Episode, FloatArray, IntArray, Prompt, Request
 
 log = logging.getLogger(__name__)
 
 BRANCH_END = 2**31 - 1
 """Branches of continuations are from 1 to this; 0 is the trunk."""
 CHOICE = 7
-"""Keeps the random choice of pivots apart from every other use of a prompt's position."""
+"""Separates the random choice of pivots from all other uses of a prompt's position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PivotPlan:
-    """How many continuations are drawn, and from where; see config/pivot_section.py."""
+    """Number and origin of the continuations; see config/pivot_section.py."""
 
     continuations: int
     members: int = 1
     per_member: int = 1
     where: str = "lowest_logprob"
-    marked: Callable[[int], bool] = lambda token: False  # whether a token's text holds the mark
+    marked: Callable[[int], bool] = lambda token: False  # whether a token's text has the mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """A continuation to draw."""
+    """A continuation to sample."""
 
     point: ForkPoint
     request: Request
@@ -59,14 +60,14 @@ class Fork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """One that was drawn."""
+    """A sampled continuation."""
 
-    episode: Episode  # drawn behind the pivot alone: what is learnt
-    whole: Episode  # the prefix drawn, too, as by the trunk: what is judged
+    episode: Episode  # only tokens after the pivot are sampled: used for training
+    whole: Episode  # the trunk's prefix counts as sampled, too: used for scoring
 
 
 def chosen_members(plan: PivotPlan, prompt: Prompt, count: int) -> list[int]:
-    """Return which of `count` members are forked, ascending: the same each time for a prompt."""
+    """Return which of `count` members are forked, ascending; deterministic for each prompt."""
     random = np.random.default_rng([CHOICE, prompt.position])
     return sorted(random.permutation(count)[: plan.members].tolist())
 
@@ -74,14 +75,14 @@ def chosen_members(plan: PivotPlan, prompt: Prompt, count: int) -> list[int]:
 def pivot_places(
     token_ids: IntArray, logprobs: FloatArray, plan: PivotPlan, random: np.random.Generator
 ) -> list[int]:
-    """Return the drawn tokens that are drawn anew first, ascending; never the first one, before
-    which nothing is shared.
+    """Return the positions in a trunk's sampled tokens where continuations begin, ascending; never
+    the first token, before which nothing is shared.
 
     Args:
         token_ids: [drawn] int32.
-        logprobs: [drawn], of the distribution drawn from; NaN: not known, and never the lowest.
-        plan: how many, and where.
-        random: draws where the plan leaves a choice.
+        logprobs: [drawn], of the sampling distribution; NaN: not known, and never the lowest.
+        plan: number and kind of pivots.
+        random: used where the plan leaves a choice.
     """
     length, count = len(token_ids), plan.per_member
     places = np.arange(1, length)
@@ -104,14 +105,14 @@ def planned_forks(
     label: str,
     limits: EpisodeLimits,
 ) -> list[Fork]:
-    """Return the continuations to draw for a group.
+    """Return the continuations to sample for a group.
 
     Args:
-        plan: how many, and where.
-        prompt: the group's.
+        plan: number and kind of pivots.
+        prompt: the group's prompt.
         episodes: its finished episodes of one turn, each with the number of its member.
-        label: the group's part of its requests' ids.
-        limits: how answers are drawn and when they end.
+        label: the group's part of its request ids.
+        limits: sampling settings and limits.
     """
     forks = []
     for trunk in chosen_members(plan, prompt, len(episodes)):
@@ -140,8 +141,8 @@ def planned_forks(
 
 
 def fork_branches(place: int, count: int) -> list[int]:
-    """Return the branches (types.Request.branch) of a pivot's continuations, all different; those
-    of different places are unrelated."""
+    """Return distinct branches (types.Request.branch) of a pivot's continuations. Branches of
+    different places are unrelated."""
     digest = hashlib.blake2b(f"pivot {place}".encode(), digest_size=4).digest()
     first = int.from_bytes(digest)
     return [1 + (first + i) % BRANCH_END for i in range(count)]
@@ -153,15 +154,15 @@ async def drawn_forks(
     episodes: Sequence[Episode],
     limits: EpisodeLimits,
 ) -> list[Continuation]:
-    """Draw all continuations at once; return those that did not fail, in order.
+    """Sample all continuations in parallel; return those that did not fail, in order.
 
-    If its task is cancelled, so is what it draws. Raises Closed.
+    Cancelling this task cancels its requests. Raises Closed.
 
     Args:
         generate: the sampler.
-        forks: what to draw.
-        episodes: the group's, for the trunks.
-        limits: what completions must bring.
+        forks: continuations to sample.
+        episodes: the group's episodes, for the trunks.
+        limits: data that completions must contain.
     """
     if not forks:
         return []
@@ -181,7 +182,7 @@ async def drawn_forks(
             raise
         except (Exception, asyncio.CancelledError) as error:
             log.warning(
-                "continuation %s is left out of its group: %s", fork.request.request_id, error
+                "dropping continuation %s from its group: %s", fork.request.request_id, error
             )
     return done
 

@@ -3,11 +3,11 @@
                                                ┌────────── one task per group ──────────┐
     gate.admit ─> Tickets, Prompts ──submit_many──> Completions ──env──> Episodes ──scorer──> Scores
         ^         (a burst in ticket order,                                                  │
-        │          all its requests at once)                                                 v
+        │          all its requests in one call)                                             v
         └──────────── slots freed by the trainer, or by gate.fail <───────────────────── gate.put
 
-The gate bounds how many groups are played at once; the loop has no bound of its own. It also says
-when what is being drawn has become too old: such a group is cancelled at once.
+The gate limits the number of concurrent groups; the loop has no limit of its own. The gate also
+reports when pending tokens have become too old: such a group is cancelled immediately.
 """
 
 import asyncio
@@ -33,10 +33,11 @@ from jaxrl_async.errors import (
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.metrics.spans import span
 from jaxrl_async.outages import Outages
-from jaxrl_async.ports import Clock, Gate, Generate, Plays, Scorer
+from jaxrl_async.ports.generate import Generate
+from jaxrl_async.ports.rollout import Gate, Plays, Scorer
+from jaxrl_async.ports.run import Clock
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.rollout.episode import (
-    EpisodeLimits,
     EpisodeProgress,
     PlayAgain,
     SavedEpisode,
@@ -49,13 +50,14 @@ from jaxrl_async.rollout.episode import (
     saved_episode,
 )
 from jaxrl_async.rollout.pivots import Continuation, PivotPlan, drawn_forks, planned_forks
-from jaxrl_async.rollout.quota import Quota
+from jaxrl_async.rollout.quorum import Quota
 from jaxrl_async.tasks.usercode import end_tasks
 from jaxrl_async.types import (
     CancelledGroup,
     Drop,
     Episode,
     EpisodeGroup,
+    EpisodeLimits,
     IntArray,
     Partial,
     Prompt,
@@ -65,32 +67,32 @@ from jaxrl_async.types import (
 log = logging.getLogger(__name__)
 
 ADMIT_S = 0.2
-"""Longest wait in one call of the gate, seconds: a cancelled loop may take so long to end."""
-UNSAVED = "a run resumed from here draws their turns from the start"
-UNSEEN = "what has become too old among them is dropped once it is drawn"
-"""What follows where the sampler does not say what it has drawn."""
+"""Maximum wait in one call of the gate, seconds. A cancelled loop may take this long to end."""
+UNSAVED = "a run resumed from here samples their turns from the start"
+UNSEEN = "any of them that are too old are dropped once they are complete"
+"""Consequences, for log messages, of a sampler that does not report its progress."""
 PROGRESS_S = 30.0
-"""Longest wait for the loop to report the running groups, seconds."""
+"""Maximum wait for the loop to report the running groups, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Playing:
-    """A group that is being played."""
+    """A running group."""
 
     ticket: Ticket
     prompt: Prompt
     members: tuple[EpisodeProgress, ...]
-    after: int = 0  # failures in a row that were known when it began
+    after: int = 0  # number of consecutive failures when it started
 
     @property
     def label(self) -> str:
-        """The group's part of its requests' ids."""
+        """The group's part of its request ids."""
         return f"g{self.ticket.group}"
 
     def drawn(self, partials: Sequence[Partial]) -> list[IntArray]:
-        """Return the versions of the tokens that each member has drawn so far, [drawn] int32.
+        """Return the versions of each member's sampled tokens so far, [drawn] int32.
 
-        partials: what is drawn of this group's requests that are being drawn now.
+        partials: the sampled parts of this group's running requests.
         """
         versions = []
         for m, member in enumerate(self.members):
@@ -103,7 +105,7 @@ class Playing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedGroup:
-    """A group that was being played, as data."""
+    """A running group as data."""
 
     ticket: Ticket
     prompt: Prompt
@@ -111,44 +113,44 @@ class SavedGroup:
 
 
 SAVED_KINDS: tuple[type, ...] = (SavedGroup, SavedEpisode, Turn)
-"""Records that a checkpoint holds of the rollouts."""
+"""Record types of the rollouts in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStats:
     """Totals since the start."""
 
-    groups: int  # handed to the gate
+    groups: int  # put into the gate
     failures: int  # given back to the gate
-    restarts: int  # of a checkpoint, played by programs: begun anew
-    lost_members: int  # failed, and their groups went on without them
-    cancelled_members: int  # begun beyond group_size, and not among the first to end
-    cancelled_turn_tokens: int  # drawn by those in turns that had ended
-    forks: int  # continuations drawn from pivots
-    lost_forks: int  # that failed, and their groups went on without them
-    fork_tokens: int  # drawn by continuations
-    shared_tokens: int  # of the answers before their pivots, which continuations did not draw
-    active: int  # being played now
-    env_s: float  # seconds that environments took, over all episodes
-    score_s: float  # seconds that scorers took, over all groups
-    gate_wait_s: float  # seconds in which the gate was shut
+    restarts: int  # groups of a checkpoint, played by programs, that were started over
+    lost_members: int  # failed members whose groups continued without them
+    cancelled_members: int  # started beyond group_size, and not among the first to end
+    cancelled_turn_tokens: int  # sampled by cancelled members in turns that had ended
+    forks: int  # continuations sampled from pivots
+    lost_forks: int  # failed continuations whose groups continued without them
+    fork_tokens: int  # sampled by continuations
+    shared_tokens: int  # tokens before the pivots, which continuations did not sample again
+    active: int  # running groups
+    env_s: float  # seconds in environments, over all episodes
+    score_s: float  # seconds in scorers, over all groups
+    gate_wait_s: float  # seconds of waiting for the gate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
-    """How groups are played, and when playing is given up."""
+    """Settings for playing groups, and limits on failures."""
 
-    group_size: int  # members that make a whole group
+    group_size: int  # number of members in a whole group
     limits: EpisodeLimits
-    oversample: int = 0  # members begun beyond those; the first group_size that end are kept
-    least_members: int | None = None  # with which a group goes on if others failed; None: all
+    oversample: int = 0  # extra members; the first group_size members that end are kept
+    least_members: int | None = None  # minimum with which a group continues; None: all
     pivots: PivotPlan | None = None  # continuations of its episodes of one turn; None: none
-    max_failures: int = 8  # groups that fail in a row and end the run
-    backoff_s: float = 1.0  # wait after a failure, seconds; doubles with each further one in a row
+    max_failures: int = 8  # number of consecutive failed groups that ends the run
+    backoff_s: float = 1.0  # wait after a failure, seconds; doubles with each consecutive one
 
 
 class RolloutLoop:
-    """Plays groups until the gate closes. Owned by one thread; `stats` from any."""
+    """Plays groups until the gate closes. Owned by one thread; `stats` is thread safe."""
 
     def __init__(
         self,
@@ -164,18 +166,18 @@ class RolloutLoop:
         outages: Outages | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Play nothing yet.
+        """Start nothing yet.
 
         Args:
-            prompts: what groups are of.
+            prompts: source of the groups' prompts.
             generate: the sampler.
-            scorer: judges groups.
-            gate: admits groups, and takes them.
-            settings: how groups are played.
+            scorer: scores groups.
+            gate: admits groups, and receives finished ones.
+            settings: settings for playing groups.
             make_env: makes the environment of an episode.
-            observe: called with each scored group before it goes to the gate, whatever follows.
-            begins: called before a group's environments are made, in a resumed run again.
-            outages: waited out by each episode; None: an outage is a failure as others are.
+            observe: called with each scored group before it goes to the gate.
+            begins: called before a group's environments are made, also when a group is resumed.
+            outages: waited out by each episode; None: an outage is an ordinary failure.
             clock: for the wait after a failure.
         """
         self._prompts = prompts
@@ -187,11 +189,11 @@ class RolloutLoop:
         self._again = None if outages is None else PlayAgain(make_env=make_env, outages=outages)
         self._clock, self._rests_until_s = clock, 0.0
         self._restored: tuple[SavedGroup, ...] = ()  # played before all others
-        self._playing: dict[int, Playing] = {}  # by number; what fails or closes stays
+        self._playing: dict[int, Playing] = {}  # by number; groups that fail or close remain
         self._loop: asyncio.AbstractEventLoop | None = None  # while it runs
-        self._first_cause: BaseException | None = None  # of the failures in a row
+        self._first_cause: BaseException | None = None  # of the consecutive failures
         self._failures_in_a_row = 0
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # that play these
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # of the running groups
         self._aged = asyncio.Event()  # `_oldest` has risen
         self._oldest = 0  # version of the oldest tokens that may still be trained on
         self._groups = self._failures = self._active = self._restarts = 0
@@ -219,7 +221,7 @@ class RolloutLoop:
         )
 
     def restore(self, groups: Sequence[SavedGroup]) -> None:
-        """Play these groups of a checkpoint first; their tickets are the gate's already. Call it
+        """Play these groups of a checkpoint first; the gate already has their tickets. Call this
         before `run`."""
         self._restored = tuple(groups)
 
@@ -230,9 +232,9 @@ class RolloutLoop:
         waits for     gate.admit()     unblocked by live weights, by failed groups, and by close
         produces      one task per group, whose first turns are all queued in one call per burst
         on failure    RolloutError after `max_failures` failed groups in a row, with the first
-                      cause; Closed ends it quietly; nothing stays in flight, also when cancelled
+                      cause; returns on Closed; no task is left running, also when cancelled
 
-        Beside them one task cancels what the gate says has become too old.
+        An additional task cancels groups that the gate reports as too old.
         """
         running: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
@@ -258,10 +260,10 @@ class RolloutLoop:
         finally:
             self._loop = None
 
-    # ---- what becomes too old while it is drawn
+    # ---- groups that become too old while they run
 
     def _note_age(self, oldest: int) -> None:
-        """Have the groups with older tokens than this version cancelled. From any thread."""
+        """Request the cancellation of groups with tokens older than this version. Thread safe."""
 
         def note() -> None:
             self._oldest = max(self._oldest, oldest)
@@ -270,7 +272,7 @@ class RolloutLoop:
         self._soon(note)
 
     def _note_stop(self, number: int) -> None:
-        """Cancel this group, as a replay says. From any thread."""
+        """Cancel this group on request of a replay. Thread safe."""
 
         def stop() -> None:
             playing = self._playing.get(number)
@@ -283,16 +285,16 @@ class RolloutLoop:
         """Call a function on the loop's thread, unless the loop has ended."""
         loop = self._loop
         if loop is not None:
-            with contextlib.suppress(RuntimeError):  # it is closed
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(call)
 
     async def _cancel_old_groups(self) -> None:
-        """Cancel each group with a token that is too old to be trained on, as soon as it is.
+        """Cancel each group with a token that is too old to be trained on, as soon as possible.
 
-        consumes      the gate's word that `_oldest` has risen
-        waits for     the sampler's report, which says what is drawn of the turns under way
+        consumes      the gate's signal that `_oldest` has risen
+        waits for     the sampler's report of the sampled parts of running turns
         produces      gate.cancel for each such group; its requests are cancelled
-        on failure    a sampler that does not report: what it draws now is not looked at
+        on failure    if a sampler does not report, its running turns are not checked
         """
         while True:
             await self._aged.wait()
@@ -311,12 +313,12 @@ class RolloutLoop:
                     self._cancel_group(playing, first, tuple(len(v) for v in versions))
 
     def _cancel_group(self, playing: Playing, oldest: int, lengths: tuple[int, ...]) -> None:
-        """Give up a group that is too old.
+        """Cancel a group that is too old.
 
         Args:
             playing: the group.
             oldest: version of its oldest token.
-            lengths: drawn tokens of each member.
+            lengths: number of sampled tokens of each member.
         """
         number = playing.ticket.group
         del self._playing[number]
@@ -330,12 +332,12 @@ class RolloutLoop:
         )
         self._tasks[number].cancel()
 
-    # ---- as data
+    # ---- conversion to data
 
     def progress(self, timeout_s: float = PROGRESS_S) -> tuple[SavedGroup, ...]:
-        """Return all groups that are being played as data. Callable from any other thread.
+        """Return all running groups as data. May be called from any other thread.
 
-        The sampler is read first: what it finishes meanwhile is in the episodes. Raises
+        The sampler is read first; anything that it finishes meanwhile is in the episodes. Raises
         RolloutError after timeout_s.
         """
         drawn, loop = self._drawn(UNSAVED), self._loop
@@ -346,20 +348,20 @@ class RolloutLoop:
             loop.call_soon_threadsafe(lambda: saved.set_result(self._saved(drawn)))
             return saved.result(timeout_s)
         except (RuntimeError, TimeoutError):
-            if self._loop is None:  # it has ended meanwhile
+            if self._loop is None:  # it has ended in the meantime
                 return self._saved(drawn)
             raise RolloutError(
-                f"the rollouts did not report within {timeout_s:.0f} s what is running: an "
-                "environment or a scorer blocks their event loop. Let it await, or use a thread."
+                f"the rollouts did not report their running groups within {timeout_s:.0f} s: an "
+                "environment or a scorer blocks their event loop. Make it await, or use a thread."
             ) from None
 
     def snapshot(self) -> tuple[SavedGroup, ...]:
-        """Return what `progress` does, on the loop's own thread."""
+        """Return the same as `progress`, on the loop's own thread."""
         return self._saved(self._drawn(UNSAVED))
 
     def _drawn(self, without: str) -> dict[str, Partial]:
-        """Return what is drawn of the turns under way by request id; nothing if the sampler does
-        not say so. without: what that leads to, for people."""
+        """Return the sampled parts of running turns by request id; empty if the sampler does not
+        report them. without: the consequence, for the log message."""
         try:
             return {p.request.request_id: p for p in self._generate.progress()}
         except Exception as error:
@@ -384,7 +386,7 @@ class RolloutLoop:
         )
 
     def _begin(self, groups: Sequence[SavedGroup]) -> list[Playing]:
-        """Queue what all these groups need next, in one call. Empty: the sampler is closed."""
+        """Queue the next requests of these groups in one call. Empty: the sampler is closed."""
         for group in groups:
             self._begins(group.ticket, group.prompt)
         asked = [(f"g{g.ticket.group}", g.prompt, g.episodes) for g in groups]
@@ -402,20 +404,20 @@ class RolloutLoop:
         return burst
 
     def _note_restarts(self, burst: Sequence[Playing]) -> None:
-        """Count and log the restored groups that programs and games play: nothing of them is
+        """Count and log restored groups that are played by programs and games, which are not
         saved."""
         groups = [g for g in burst if any(isinstance(m.env, Plays) for m in g.members)]
         self._restarts += len(groups)
         if groups:
             log.warning(
-                "%d groups with open sessions or games begin anew, with the same randomness: a "
-                "program or game that does the same again draws the same from the same weights",
+                "%d groups with open sessions or games start over with the same random numbers: if "
+                "the program or game repeats its calls, the same weights give the same samples",
                 len(groups),
             )
 
     async def _next_burst(self) -> list[Playing]:
-        """Wait for tickets, and after a failure for a moment; queue the first turns of all their
-        groups at once. Empty: the gate is closed."""
+        """Wait for tickets, and for the backoff after a failure; then queue the first turns of all
+        their groups in one call. Empty: the gate is closed."""
         tickets: tuple[Ticket, ...] = ()
         while not tickets or self._clock() < self._rests_until_s:
             started = time.monotonic()
@@ -438,18 +440,18 @@ class RolloutLoop:
         prompt = next(self._prompts, None)
         if prompt is None:
             raise RolloutError(
-                "the prompts ran out before the run ended. Give a stream that repeats."
+                "the prompts ran out before the run ended. Use an iterator that repeats."
             )
         return prompt
 
     async def _play(self, playing: Playing) -> None:
-        """Play, score and hand in one group.
+        """Play and score one group, and put it into the gate.
 
         consumes      a ticket, its prompt, the turns that are already queued
         waits for     the sampler, the environments, the scorer
         produces      an EpisodeGroup into the gate
-        on failure    the ticket is given back (Drop.FAILED) and counted; too many in a row end the
-                      run, and a scorer that is misset at once
+        on failure    the ticket is given back (Drop.FAILED) and counted; too many consecutive
+                      failures end the run, and a misconfigured scorer ends it immediately
         """
         self._active += 1
         try:
@@ -474,7 +476,7 @@ class RolloutLoop:
             self._tasks.pop(playing.ticket.group, None)
 
     def _is_playing(self, playing: Playing) -> bool:
-        """Return whether this group was not cancelled meanwhile, its ticket given back."""
+        """Return whether this group is still running: not cancelled, its ticket not given back."""
         return playing.ticket.group in self._playing
 
     async def _make_group(self, playing: Playing) -> EpisodeGroup:
@@ -508,13 +510,13 @@ class RolloutLoop:
         if len(scores) != len(episodes):
             raise RolloutError(
                 f"prompt {prompt.prompt_id}: the scorer gave {len(scores)} scores for "
-                f"{len(episodes)} episodes. It must give one each, in order."
+                f"{len(episodes)} episodes. It must return one for each, in order."
             )
         episodes = tuple(replace(e, opened=(), messages=()) for e in episodes)  # scorers read them
         return EpisodeGroup(prompt=prompt, episodes=episodes, scores=scores, ticket=playing.ticket)
 
     async def _continued(self, playing: Playing, episodes: Sequence[Episode]) -> list[Continuation]:
-        """Draw the continuations of a group's episodes from their pivots, and count them."""
+        """Sample the continuations of a group's episodes from their pivots, and count them."""
         plan, limits = self._settings.pivots, self._settings.limits
         if plan is None:
             return []
@@ -542,7 +544,7 @@ class RolloutLoop:
             return
         self._lost_members += 1
         log.warning(
-            "group %d, prompt %d goes on without its member %d, which failed: %s",
+            "group %d, prompt %d continues without its member %d, which failed: %s",
             playing.ticket.group,
             playing.prompt.prompt_id,
             m,
@@ -553,12 +555,12 @@ class RolloutLoop:
         self._env_s += seconds
 
     def _forgive(self, playing: Playing, error: BaseException) -> None:
-        """Give the ticket back, unless too many groups have failed in a row, or the samplers have
-        ended: then all would, for the same reason.
+        """Give the ticket back, unless too many consecutive groups have failed, or the samplers
+        have ended, in which case all groups would fail.
 
-        In a row are failures of groups that began after the last such failure was known: those that
-        were under way may have had the same moment's trouble. An outage that was waited for long
-        enough is none of them. Once a group has succeeded, the next ones wait after a failure.
+        Failures are consecutive if each group started after the previous failure was known: groups
+        that ran at the same time may share one cause. An outage that was waited out for the maximum
+        time does not count. Once a group has succeeded, later failures are followed by a backoff.
         """
         self._failures += 1
         if isinstance(error, WeightsError | SamplersLost):
@@ -573,14 +575,14 @@ class RolloutLoop:
         self._gate.fail(ticket, prompt, Drop.FAILED)
 
     def _count_failure(self, prompt: Prompt, error: BaseException) -> None:
-        """Count a failure in a row; raise RolloutError if these are too many."""
+        """Count a consecutive failure; raise RolloutError if there are too many."""
         if self._failures_in_a_row == 0:
             self._first_cause = error
         self._failures_in_a_row += 1
         number, cause = self._failures_in_a_row, self._first_cause
         if number >= self._settings.max_failures:
             raise RolloutError(
-                f"{number} groups failed in a row, each begun after the one before it had failed, "
+                f"{number} groups failed in a row, each started after the previous failure, the "
                 f"last on prompt {prompt.prompt_id}. Correct the environment or the reward. The "
                 f"first failure was: {_text_of(cause)}"
             ) from cause

@@ -1,0 +1,1 @@
+"""The run: starts the parts, waits, and stops them in order."""

@@ -1,11 +1,11 @@
-"""From a configuration to parts that know nothing of each other: the builders in order.
+"""Build a run's parts from its configuration: the builders in order.
 
     check_inputs ──> claim the folder ──> policy ──> learner <── checkpoint
                                             │           │
           records ──> buffer ──> samplers ──┴> rollouts └──> trainer        nothing runs yet
 
-Each builder in run/builders/ takes what it needs and returns a record of parts. Those that a
-checkpoint holds restore themselves from it.
+Each builder in run/builders/ takes what it needs and returns a record of parts. Parts whose state
+is in a checkpoint restore themselves from it.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +16,7 @@ from pathlib import Path
 from jaxrl_async.algorithms.preflight import with_correction
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config
+from jaxrl_async.mesh import NO_DEVICE_LOCK
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.rollout.env import GuardedEnvs
@@ -30,6 +31,7 @@ from jaxrl_async.run.builders.learning import (
     with_shared_prefixes,
 )
 from jaxrl_async.run.builders.observers import make_observer, make_watchdog
+from jaxrl_async.run.builders.playing import run_chat_format
 from jaxrl_async.run.builders.rehearsal import Rehearsal
 from jaxrl_async.run.builders.rollouts import (
     RolloutSide,
@@ -39,29 +41,40 @@ from jaxrl_async.run.builders.rollouts import (
 )
 from jaxrl_async.run.builders.samplers import Sampling
 from jaxrl_async.run.builders.scoring import Scorers
-from jaxrl_async.run.builders.serving import RunServing, run_chat_format, served_by_run
-from jaxrl_async.run.builders.training import make_outlets, make_trainer
+from jaxrl_async.run.builders.trainer_parts import make_outlets, make_trainer
 from jaxrl_async.run.checkpoint.rollout_state import resumed, resuming_if_possible
 from jaxrl_async.run.checkpoint.store import Checkpoints, open_checkpoints
 from jaxrl_async.run.folder import Paths, write_policy
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.notices import Notices
+from jaxrl_async.run.optional_parts import Serving
 from jaxrl_async.run.replay.player import RunSchedule
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.run.watchdog import Watchdog
 from jaxrl_async.sampler.router.router import Router
+from jaxrl_async.tasks.task import Task
 from jaxrl_async.trainer.trainer import Trainer
 from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
 
 Claim = Callable[[Config], tuple[Config, Paths]]
-"""Makes or finds the run's folder, and holds it; returns the configuration with run.resume settled.
-"""
+"""Creates or finds the run's folder and locks it; returns the configuration with run.resume set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """Context of a job in addition to its configuration."""
+
+    claim: Claim  # called after all checks that need no folder
+    stop: Stop  # ends the warm start and, later, the run
+    console: Console  # shows progress
+    lockstep: Lockstep  # the processes of this run
+    task: Task | None = None  # an object of the Python program that trains; None: config.task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """What a run begins from: checked, with its folder, and the policy as it is at the start."""
+    """Start of a run: checked inputs, the folder, and the policy as it is at the start."""
 
     config: Config
     inputs: Inputs
@@ -71,20 +84,20 @@ class Begun:
     policy: Policy
     warm_metrics: Mapping[str, float]
     base_path: str | None  # directory of the weights that an adapter changes; None: in `paths`
-    label: str = ""  # of one of several runs
+    label: str = ""  # name of one of several runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedParts:
-    """What one of several runs shares with the others."""
+    """Parts that one of several runs shares with the others."""
 
-    sampling: SharedSampling  # takes the run in at the samplers
+    sampling: SharedSampling  # adds the run to the samplers
     turn: Lock  # on the trainer's slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Everything that a run consists of, introduced to each other."""
+    """All parts of a run, connected to each other."""
 
     paths: Paths
     policy: Policy
@@ -97,10 +110,10 @@ class Parts:
     schedule: RunSchedule
     watchdog: Watchdog
     notices: Notices
-    serving: RunServing
+    serving: Serving
     plays: bool  # whether this process has rollouts
     base_path: str | None  # the directory of the policy at the start; None: random weights
-    label: str = ""  # of one of several runs
+    label: str = ""  # name of one of several runs
 
     @property
     def sampler(self) -> Router:
@@ -109,7 +122,7 @@ class Parts:
 
     @property
     def channel(self) -> WeightChannel:
-        """The way of the weights to the samplers."""
+        """Channel of the weights to the samplers."""
         return self.sampling.channel
 
     def save_policy(self) -> Path:
@@ -118,27 +131,18 @@ class Parts:
         return write_policy(policy, self.paths, self.base_path)
 
 
-def assemble(
-    config: Config,
-    claim: Claim,
-    stop: Stop,
-    console: Console,
-    lockstep: Lockstep,
-    closing: ExitStack,
-) -> Parts:
+def assemble(config: Config, context: RunContext, closing: ExitStack) -> Parts:
     """Build every part, and warm-start the policy or restore the run; nothing runs yet.
 
     Args:
         config: the whole configuration.
-        claim: called once all that can be checked before has been checked.
-        stop: ends the warm start and, later, the run.
-        console: shows progress.
-        lockstep: the processes of this run.
-        closing: closes what was opened, whatever happens.
+        context: folder, stop, console and processes of the job.
+        closing: closes all that was opened, in any case.
     """
+    stop, lockstep = context.stop, context.lockstep
     config = with_correction(config)
-    inputs, pairs = check_inputs(config, lockstep)
-    config, paths = claim(config)
+    inputs, pairs = check_inputs(config, lockstep, task=context.task)
+    config, paths = context.claim(config)
     checkpoints = closing.enter_context(
         open_checkpoints(config.checkpoint, paths, lambda: stop.preempted)
     )
@@ -155,7 +159,7 @@ def assemble(
                 pairs,
                 paths,
                 continued,
-                console,
+                context.console,
                 stop,
                 lockstep,
                 rehearsal.start,
@@ -171,26 +175,22 @@ def assemble(
         warm_metrics=warm_metrics,
         base_path=config.model.path,
     )
-    return connect(begun, stop, console, lockstep, closing)
+    return connect(begun, context, closing)
 
 
 def connect(
-    begun: Begun,
-    stop: Stop,
-    console: Console,
-    lockstep: Lockstep,
-    closing: ExitStack,
-    shared: SharedParts | None = None,
+    begun: Begun, context: RunContext, closing: ExitStack, shared: SharedParts | None = None
 ) -> Parts:
-    """Build what learns, draws and reports, and restore it; arguments as `assemble`'s.
+    """Build the parts that train, sample and report, and restore them; arguments as `assemble`'s.
 
-    shared: of one of several runs; None: this run is alone.
+    shared: parts that several runs share; None: this is the only run.
     """
+    stop, console, lockstep = context.stop, context.console, context.lockstep
     inputs, paths, policy = begun.inputs, begun.paths, begun.policy
     trainers, images = inputs.slices.trainer, inputs.tokenizer.images is not None
     config = with_shared_prefixes(begun.config, policy, trainers, images=images)
     checkpoints, slices, tokenizer = begun.checkpoints, inputs.slices, inputs.tokenizer
-    sampling, turn = (None, None) if shared is None else (shared.sampling, shared.turn)
+    sampling, turn = (None, NO_DEVICE_LOCK) if shared is None else (shared.sampling, shared.turn)
     stop.answer = "stopping after this step and saving"
     learner = make_learner(config, policy, slices, tokenizer, inputs.keep_mask, inputs.play.own)
     start = resumed(
@@ -255,9 +255,9 @@ def connect(
 def _open_serving(
     config: Config, inputs: Inputs, side: RolloutSide, lockstep: Lockstep, closing: ExitStack
 ) -> None:
-    """Open the endpoint that agent programs ask, if the task has some."""
+    """Open the endpoint for agent programs, if the task has some."""
     serving = inputs.serving
     closing.callback(serving.close)
     if serving.needed and lockstep.plays:
         chat = run_chat_format(config, inputs.tokenizer)
-        serving.open(served_by_run(config, side.sampling.router, inputs.tokenizer, chat))
+        serving.open(config, side.sampling.router, inputs.tokenizer, chat)

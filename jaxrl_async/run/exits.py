@@ -1,12 +1,11 @@
-"""A function of the user's cannot end the process of a run unnoticed.
+"""Prevent user functions from ending the process of a run unnoticed.
 
-`os._exit(0)` in a reward would end a run with the exit code of one that has ended as it should: a
-launcher would take the job for done. While a run is training, the calls that end a process
-immediately, or put another program in its place, raise ProcessEndRefused instead: the function has
-failed, as one that raises. `sys.exit()` anywhere in a user's code (a loss, records, on_step)
-becomes the same error where it leaves the run. Calls of jaxrl_async itself, and those in child
-processes, do what they always do. What native code ends (a library that calls `exit` of C) cannot
-be kept from it.
+`os._exit(0)` in a reward would end a run with the exit code of success: a launcher would take the
+job for done. During training, the calls that end a process immediately, or replace its program,
+raise ProcessEndRefused instead: the function has failed like one that raises. `sys.exit()` anywhere
+in a user's code (a loss, records, on_step) becomes the same error where it leaves the run. Calls of
+jaxrl_async itself, and calls in child processes, are unchanged. Native code that ends the process
+(a library that calls C's `exit`) cannot be prevented.
 """
 
 import os
@@ -22,7 +21,7 @@ from typing import Any
 from jaxrl_async.errors import ProcessEndRefused
 
 ENDING = ("_exit", "execv", "execve")
-"""Functions of os that end the program of a process; os.execl, execvp and the like call these."""
+"""Functions of os that end a process's program; os.execl, execvp and the like call these."""
 OWN = "jaxrl_async"
 """The package that may call them."""
 INSTEAD = "Return, or raise an exception; StopTraining in on_step ends a run."
@@ -34,8 +33,8 @@ _real: dict[str, Callable[..., Any]] = {}
 
 @contextmanager
 def no_end_by_others() -> Iterator[None]:
-    """Have the functions of ENDING raise ProcessEndRefused until the last `with` in this process
-    has ended, unless this package calls them."""
+    """Have the functions of ENDING raise ProcessEndRefused, unless this package calls them, until
+    the last `with` in this process has ended."""
     global _runs
     with _lock:
         _runs += 1
@@ -54,7 +53,7 @@ def no_end_by_others() -> Iterator[None]:
 
 
 def _set(name: str, function: Callable[..., Any]) -> None:
-    for module in (os, sys.modules[os.name]):  # posix or nt, which os has its functions from
+    for module in (os, sys.modules[os.name]):  # posix or nt, from which os imports its functions
         setattr(module, name, function)
 
 
@@ -89,7 +88,7 @@ def _is_own(frame: FrameType) -> bool:
 
 
 def _is_installed(frame: FrameType) -> bool:
-    """Return whether a frame is of the standard library or of an installed package."""
+    """Return whether a frame is in the standard library or in an installed package."""
     places = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
     return frame.f_code.co_filename.startswith(("<frozen", *(f"{p}{os.sep}" for p in places if p)))
 

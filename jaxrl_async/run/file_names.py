@@ -1,11 +1,11 @@
-"""Names of files: which are inside a folder, and which are free."""
+"""Checks of file names: inside a folder, or free."""
 
 import os
 from pathlib import Path
 
 
 def is_inside(root: Path, path: Path) -> bool:
-    """Return whether a path is in `root` once all links are followed; `root` may be one itself."""
+    """Return whether a path is in `root` once all links are followed; `root` may be a link."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 

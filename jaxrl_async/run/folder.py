@@ -1,4 +1,4 @@
-"""The run folder: its paths, who may use it, and its lock."""
+"""The run folder: its paths, its checks, and its lock."""
 
 import fcntl
 import logging
@@ -18,6 +18,7 @@ from jaxrl_async.metrics.trackers import TRACKERS_FILE
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.run.file_names import free_name, is_inside
+from jaxrl_async.run.signs import SIGNS, WRITERS
 
 log = logging.getLogger(__name__)
 
@@ -53,17 +54,17 @@ class Paths:
 
     @property
     def ledger(self) -> Path:
-        """What became of each group, one JSON object each."""
+        """The fate of each group, one JSON object each."""
         return self.root / "ledger.jsonl"
 
     @property
     def schedule(self) -> Path:
-        """The order in which the run's threads did things, one JSON object a line (run/replay)."""
+        """The order of events in the run's threads, one JSON object a line (run/replay)."""
         return self.root / "schedule.jsonl"
 
     @property
     def records(self) -> tuple[Path, ...]:
-        """The files that the run itself records in, whether they are there or not."""
+        """The files of the run's own records, whether they exist or not."""
         appended = (self.metrics, self.samples, self.answers, self.ledger, self.schedule)
         superseded = (p.with_name(p.stem + SUPERSEDED) for p in appended)
         return (self.config, *appended, *superseded)
@@ -100,7 +101,7 @@ class Paths:
 
     @property
     def base(self) -> Path:
-        """The frozen weights that an adapter changes, if no directory of the user's holds them: a
+        """The frozen weights that an adapter changes, if they are in no directory of the user's: a
         Hugging Face directory."""
         return self.root / "base"
 
@@ -116,13 +117,13 @@ class Paths:
 
 
 def given_folder(run: RunSection) -> Path:
-    """Return the folder of what a Python program gave for this run and that is kept as files."""
+    """Return the folder of a Python program's objects for this run that are kept as files."""
     return Path(run.dir) / GIVEN / run.name
 
 
 def write_policy(policy: Policy, paths: Paths, base: str | None) -> Path:
     """Write a policy's weights as a Hugging Face directory, an adapter's changes added; return its
-    path. The adapter alone is written beside it, as PEFT reads it.
+    path. The adapter alone is written next to it, as PEFT reads it.
 
     base: the directory of the weights that the adapter changes; None: those in the run's folder.
     """
@@ -136,11 +137,11 @@ def write_policy(policy: Policy, paths: Paths, base: str | None) -> Path:
 
 
 def log_merged(folder: Path, base: str, policy: Policy) -> None:
-    """Log what an adapter's policy in `folder` is made of; base: the directory that it changes."""
+    """Log the origin of an adapter's policy in `folder`; base: the directory that it changes."""
     if is_quantized(policy.params):
         log.info(
-            "%s is the dequantised base with the adapter's change added: what was trained, and off "
-            "the weights in %s by their rounding",
+            "%s is the dequantised base with the adapter's change added, as trained; it differs "
+            "from the weights in %s by their rounding",
             folder,
             base,
         )
@@ -149,7 +150,7 @@ def log_merged(folder: Path, base: str, policy: Policy) -> None:
 
 
 def write_config(config: Config, paths: Paths) -> None:
-    """Write the run's configuration into its folder, without what differs between processes."""
+    """Write the run's configuration into its folder, without settings that differ by process."""
     own = dict.fromkeys(("coordinator", "num_processes", "process_id"))
     section = config.distributed.model_copy(update=own)
     of_all = config.model_copy(update={"distributed": section})
@@ -161,11 +162,6 @@ def settled(run: RunSection) -> RunSection:
     ConfigError."""
     if not run.resume_or_start:
         return run
-    if run.overwrite:
-        raise ConfigError(
-            "run.resume_or_start and run.overwrite exclude each other: the first continues a run "
-            "that exists, the second replaces it. Set one of them."
-        )
     return run.model_copy(update={"resume": holds_something(Path(run.dir) / run.name)})
 
 
@@ -173,19 +169,14 @@ def look(run: RunSection) -> Paths:
     """Return the run's paths if a run may be started or resumed there; nothing is changed.
 
     Raises ConfigError if the folder holds a run and neither run.resume nor run.overwrite is set, if
-    both are, if there is nothing to resume, or if a link leads out of the folder.
+    there is no run to resume, or if a link leads out of the folder.
     """
     paths = Paths(Path(run.dir) / run.name)
-    if run.resume and run.overwrite:
-        raise ConfigError(
-            "run.resume and run.overwrite exclude each other: the first continues the run, the "
-            "second starts anew. Set one of them."
-        )
     if run.resume:
         if not paths.root.is_dir():
             raise ConfigError(
-                f"{paths.root}: there is no run to resume (run.dir={run.dir}, run.name="
-                f"{run.name}). Leave out --resume to start one, or correct run.name."
+                f"{paths.root}: no run to resume (run.dir={run.dir}, run.name={run.name}). Leave "
+                "out --resume to start one, or correct run.name."
             )
         check_links(paths.root)
     elif holds_something(paths.root) and not run.overwrite:
@@ -198,11 +189,11 @@ def look(run: RunSection) -> Paths:
 
 @contextmanager
 def claimed(run: RunSection) -> Iterator[Paths]:
-    """Make the run's folder, or find it with run.resume, and lock it against a second process.
+    """Create the run's folder, or find it with run.resume, and lock it against a second process.
 
     With run.overwrite an old run is moved aside, unless another process has locked it. If an error
-    comes before anything was made, everything is put back as it was. The lock ends with the
-    process. Raises ConfigError as `look` does, and if another process has locked the folder.
+    occurs before anything was written, the folders are restored. The lock ends with the process.
+    Raises ConfigError as `look` does, and if another process has locked the folder.
     """
     with ExitStack() as held:
         undo = held.enter_context(ExitStack())
@@ -228,7 +219,7 @@ def claimed(run: RunSection) -> Iterator[Paths]:
 
 
 def _made(folder: Path, undo: ExitStack) -> Path:
-    """Make a folder with its parents and return it; `undo` removes again what was made."""
+    """Create a folder with its parents and return it; `undo` removes the created ones."""
     for missing in reversed([f for f in (folder, *folder.parents) if not f.exists()]):
         missing.mkdir(exist_ok=True)
         undo.callback(_remove_if_empty, missing)
@@ -241,55 +232,55 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _clear(folder: Path, before: set[Path]) -> None:
-    """Remove what a folder holds that it did not hold before."""
+    """Remove the entries of a folder that it did not have before."""
     for entry in set(folder.iterdir()) - before:
         shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
 LOCK = "lock"
-"""Name of the file that the process which trains a run holds open and locked."""
+"""Name of the file that the training process of a run holds open and locked."""
 
 
 class FolderWatch:
-    """Whether the files that a run holds open still lie in its folder; used in the process that
+    """Checks that the files that a run holds open are still in its folder; used in the process that
     holds the lock, by one thread at a time."""
 
     def __init__(
         self, root: Path, appended: Sequence[str] = (METRICS_FILE, "ledger.jsonl")
     ) -> None:
-        """Remember the lock of the run in this folder. appended: names of files that the run
-        appends to, all opened before the first `check`."""
+        """Remember the lock of the run in this folder. appended: names of files to which the run
+        appends, all opened before the first `check`."""
         self._root, self._known = root, dict[Path, tuple[int, int]]()
         self._appended = appended
         self._look_at((LOCK,))
 
     def check(self) -> None:
-        """Raise FolderLost if the folder, or a file that the run appends to, is gone or another.
-        Raises another OSError where the file system does not say."""
+        """Raise FolderLost if the folder, or a file to which the run appends, is gone or replaced.
+        Raises another OSError if the file system does not tell."""
         for path, known in self._known.items():
             if _identity(path) != known:
                 raise self.lost(path)
         self._look_at(self._appended)
 
     def lost(self, path: Path) -> FolderLost:
-        """Return the error of a file that is not the run's any more."""
+        """Return the error of a file that is no longer the run's."""
         return FolderLost(
-            f"{path} is not the file that this run writes any more: {self._root} was "
+            f"{path} is no longer the file that this run writes: {self._root} was "
             "removed, moved or replaced while the run was training. Nothing more is "
             "written there. Put the folder back, if it was moved, and continue with "
-            "--resume; or start again with a run.dir that nothing cleans up."
+            "--resume; or start again with a run.dir that is not cleaned up."
         )
 
     def _look_at(self, names: Iterable[str]) -> None:
-        """Remember these files, if they are there: the run holds them open until it ends, so their
-        numbers go to no other file."""
+        """Remember these files, if they exist: the run holds them open until it ends, so their
+        inodes are not reused."""
         for path in (self._root / name for name in names):
             if path not in self._known and (known := _identity(path)) is not None:
                 self._known[path] = known
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return the device and the inode of a file; None: there is none."""
+    """Return the device and the inode of a file; None if it does not exist."""
     try:
         facts = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -328,33 +319,33 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 WANDB = "wandb"
-"""Folder of Weights & Biases in the run's."""
+"""Folder of Weights & Biases in the run's folder."""
 
 
 def check_links(root: Path) -> None:
     """Raise ConfigError if an entry anywhere below `root` is a link that leads out of it. Links of
-    Weights & Biases to its own logs are left alone: of its folder the run itself uses nothing."""
+    Weights & Biases to its own logs are ignored: the run uses nothing in its folder."""
     for folder, folders, files in os.walk(root):
         for name in (*folders, *files):
             path = Path(folder) / name
             if path.is_symlink() and not is_inside(root, path):
                 raise ConfigError(
                     f"{path} is a link that leads out of the run's folder: the run would read or "
-                    f"write {os.path.realpath(path)}. Replace it by what it leads to, or choose "
+                    f"write {os.path.realpath(path)}. Replace it with its target, or choose "
                     "another run.name."
                 )
         folders[:] = [name for name in folders if name != WANDB]
 
 
 def move_aside(root: Path) -> Path:
-    """Move a run's folder to the first free name with a number behind it; return that. Raises
-    ConfigError if another process trains in it."""
+    """Move a run's folder to the first free name with a number appended; return its new path.
+    Raises ConfigError if another process trains in it."""
     with _locked(root):
         return root.rename(free_name(root))
 
 
 def holds_something(path: Path) -> bool:
-    """Return whether a run began here; one that was refused leaves only BEGINNINGS."""
+    """Return whether a run began here; a refused one leaves only BEGINNINGS."""
     if path.is_file():
         raise ConfigError(
             f"{path} is a file; a run needs a folder there. Move it or change run.name."
@@ -362,10 +353,8 @@ def holds_something(path: Path) -> bool:
     return path.is_dir() and any(not _is_left_over(entry) for entry in path.iterdir())
 
 
-SIGNS = "copied.json"
-"""Which processes have written the folder's copy (run/copies)."""
-BEGINNINGS = ("config.yaml", "schedule.jsonl", "tensorboard", WANDB, TRACKERS_FILE, SIGNS)
-"""Names of what is written before a run makes anything."""
+BEGINNINGS = ("config.yaml", "schedule.jsonl", "tensorboard", WANDB, TRACKERS_FILE, SIGNS, WRITERS)
+"""Names of files and folders that are written before a run makes anything."""
 
 
 def _is_left_over(path: Path) -> bool:

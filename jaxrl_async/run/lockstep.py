@@ -1,18 +1,18 @@
-"""Several processes that make the same steps: what they send each other, and who writes.
+"""Several processes that make the same steps: their messages, and which of them writes.
 
     process 0   samplers, rollouts, buffer ──draw──┐            ┌──> the same groups ──> Trainer
     process 1   samplers, rollouts, buffer ──draw──┴── gather ──┴──> the same groups ──> Trainer
 
-If the samplers are processes of their own, the first process alone has rollouts and a buffer
+If the samplers are separate processes, the first process alone has rollouts and a buffer
 (`players` is 1), and the others get their groups from it.
 
-The trainer's mesh spans all processes, so that each must run its programs in the same order: every
-decision of the trainer's thread is made from values that are equal everywhere. A process that
-fails alone leaves the others waiting; it ends at once, and JAX's coordinator ends them.
+The trainer's mesh spans all processes: each must run its programs in the same order. Every decision
+of the trainer's thread is therefore made from values that are equal everywhere. A process that
+fails alone leaves the others waiting; it ends immediately, and JAX's coordinator ends them.
 
-A colocated sampler decodes on the devices that carry the messages. Its programs are its process's
-own and end whatever the others do, so that nothing can wait in a circle; but a message that waits
-for another process would keep them waiting. Hence the processes meet on the host first.
+A colocated sampler decodes on the devices that carry the messages. Its programs run in its process
+alone and always end, so there is no circular wait; but a message that waits for another process
+would block them. Hence the processes meet on the host first.
 """
 
 import json
@@ -31,7 +31,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Closed, DataError, MeshError
-from jaxrl_async.ports import Clock, GroupSource
+from jaxrl_async.ports.rollout import GroupSource
+from jaxrl_async.ports.run import Clock
 from jaxrl_async.run.signals import HURRIED, Stop
 from jaxrl_async.types import Draw, EpisodeGroup, Ticket
 
@@ -39,14 +40,14 @@ SMALLEST = 1024
 """Bytes of the smallest message; longer ones are padded to powers of two (one program each)."""
 
 MEETING_S = 3600
-"""Longest wait for the other processes before a message, seconds."""
+"""Maximum wait for the other processes before a message, seconds."""
 
 ROUND_S = 1.0
-"""Longest wait for groups before the processes ask whether one of them is to stop, seconds."""
+"""Maximum wait for groups before the processes exchange requests to stop, seconds."""
 
 
 class Lockstep:
-    """The processes that make one run, and which of them this is; one process is a Lockstep of one.
+    """The processes that make one run, and the index of this one; one process is a Lockstep of one.
 
     All must call the same methods in the same order, on one thread at a time. With one process
     nothing is sent and JAX is not touched.
@@ -56,8 +57,8 @@ class Lockstep:
         """Ask JAX which process this is.
 
         Args:
-            first_plays: Only the first process plays rollouts.
-            colocated: Each decodes on the devices that carry the messages.
+            first_plays: only the first process plays rollouts.
+            colocated: each process decodes on the devices that carry the messages.
         """
         index, count = 0, 1
         self._meet: Callable[[], None] = _no_meeting
@@ -78,12 +79,12 @@ class Lockstep:
         self.writes = index == 0  # logs, metrics, ledger, report
         self.players = 1 if first_plays else count  # processes with rollouts, the first ones
         self.plays = index < self.players
-        self.player = index if self.plays else 0  # whose share of the data this one reads
+        self.player = index if self.plays else 0  # index of its share of the data
 
-    # ---- what differs between one process and several
+    # ---- differences between one process and several
 
     def agreed_stop(self, stop: Stop) -> "StopRequests":
-        """Return a stop that all processes make in the same step."""
+        """Return a stop flag that all processes see in the same step."""
         return stop if self.count == 1 else SharedStop(stop, self)
 
     def buffer_ledger(self, ledger: Ledger) -> Ledger:
@@ -92,7 +93,7 @@ class Lockstep:
         return ledger if self.count == 1 else Ledger(keep=True)
 
     def schedule_file(self, path: Path) -> Path | None:
-        """Return where the schedule is recorded; None: that of several processes is not."""
+        """Return the path of the recorded schedule; None: several processes record none."""
         return path if self.count == 1 else None
 
     def joined(self, source: GroupSource, stop: Stop, kept: Ledger, ledger: Ledger) -> "Joined":
@@ -128,8 +129,8 @@ class Lockstep:
         return [json.loads(text) for text in self.gather(json.dumps(value).encode())]
 
     def mean(self, values: Mapping[str, float], weight: float) -> dict[str, float]:
-        """Return the means over all processes, each with its weight; one of weight 0 need not know
-        a value."""
+        """Return the means over all processes, each with its weight; a process of weight 0 need not
+        know a value."""
         weighted = self.gather_json([dict(values), weight])
         total = sum(w for _, w in weighted)
         names = next((v for v, w in weighted if w), values)
@@ -143,7 +144,7 @@ class Lockstep:
 
 
 class Meetings(Protocol):
-    """What is used of jax.distributed's client."""
+    """The used methods of jax.distributed's client."""
 
     def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None:
         """Return once all processes have called this. Raises JaxRuntimeError."""
@@ -156,42 +157,42 @@ def distributed_meetings() -> Meetings:
 
 
 class HostMeeting:
-    """Waits, on the host alone, until all processes have come. All must call it equally often."""
+    """Waits on the host until all processes have arrived. All must call it equally often."""
 
     def __init__(self, meetings: Meetings) -> None:
         self._meetings, self._number = meetings, 0
 
     def __call__(self) -> None:
-        """Wait for all. Raises MeshError if one does not come."""
+        """Wait for all. Raises MeshError if one does not arrive."""
         self._number += 1
         try:
             self._meetings.wait_at_barrier(f"lockstep/{self._number}", MEETING_S * 1000)
         except jax.errors.JaxRuntimeError as error:
             raise MeshError(
-                f"another process did not come to exchange what it has within {MEETING_S} s, or is "
-                f"gone: {str(error).splitlines()[0]}. Look at its output, and resume the run."
+                f"another process did not arrive for an exchange within {MEETING_S} s, or has "
+                f"ended: {str(error).splitlines()[0]}. Check its output, and resume the run."
             ) from error
 
 
 def _no_meeting() -> None:
-    """Do nothing: devices that wait for the others have nothing else to do."""
+    """Do nothing: devices that wait for the others have no other work."""
 
 
 class StopRequests(Protocol):
-    """Whatever knows whether somebody asked for a stop."""
+    """A stop flag."""
 
     def is_set(self) -> bool:
-        """Return whether a stop was asked for."""
+        """Return whether a stop was requested."""
         ...
 
     @property
     def preempted(self) -> bool:
-        """Whether it was by SIGTERM or SIGHUP: there is little time."""
+        """Whether the reason is SIGTERM or SIGHUP: there is little time."""
         ...
 
 
 class Accounts(Protocol):
-    """Whether the ledger of the whole run says what this process's buffer holds."""
+    """The link from this process's buffer to the ledger of the whole run."""
 
     @property
     def failed_alone(self) -> bool:
@@ -199,7 +200,7 @@ class Accounts(Protocol):
         ...
 
     def settle(self, until: int | None = None) -> None:
-        """Write what became of groups until the buffer's ledger had so many lines."""
+        """Write the fates of groups up to this number of lines of the buffer's ledger."""
         ...
 
 
@@ -209,7 +210,7 @@ class OwnAccounts:
     failed_alone = False
 
     def settle(self, until: int | None = None) -> None:
-        """See Accounts: nothing is left to write."""
+        """See Accounts: nothing remains to be written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +218,7 @@ class Joined:
     """The buffers of all processes as one, for the trainer and its checkpoints."""
 
     source: GroupSource  # gives the groups of a step
-    stop: StopRequests  # made by all in the same step
+    stop: StopRequests  # the same in all processes in a step
     accounts: Accounts
 
 
@@ -245,24 +246,24 @@ NO_GROUPS = NoGroups()
 
 
 class SharedStop:
-    """A stop that all processes make in the same step, whichever of them was asked."""
+    """A stop flag that all processes see in the same step, whichever of them got the request."""
 
     def __init__(self, stop: Stop, lockstep: Lockstep) -> None:
         self._stop, self._lockstep, self._reason = stop, lockstep, ""
 
     def is_set(self) -> bool:
-        """Return whether any process was asked. Sends messages: all must call it."""
+        """Return whether any process got a request. Sends messages: all must call it."""
         self._reason = pass_on(self._stop, self._lockstep.gather_json(self._stop.reason))
         return bool(self._reason)
 
     @property
     def preempted(self) -> bool:
-        """Whether that was by SIGTERM or SIGHUP, as agreed on in the last `is_set`."""
+        """Whether the reason is SIGTERM or SIGHUP, as agreed in the last `is_set`."""
         return self._reason in HURRIED
 
 
 def pass_on(stop: Stop, reasons: Iterable[str]) -> str:
-    """Return the first reason for a stop in any process, and ask for a stop here, too; "": none."""
+    """Return the first reason for a stop in any process, and request a stop here; "": none."""
     reason = next(filter(None, reasons), "")
     if reason:
         stop.request(reason)
@@ -272,8 +273,8 @@ def pass_on(stop: Stop, reasons: Iterable[str]) -> str:
 class SharedSource:
     """A GroupSource over the buffers of all processes: each gives its part of a step's groups.
 
-    Group k of process i of n is group k n + i of the run, as its prompt's place in the stream is.
-    Used by the trainer's thread; `is_set` is the stop agreed on at the last draw.
+    Group k of process i of n is group k n + i of the run, as is its prompt's place in the stream.
+    Used by the trainer's thread; `is_set` is the stop agreed at the last draw.
     """
 
     def __init__(
@@ -289,24 +290,24 @@ class SharedSource:
         """kept: the buffer's own ledger, which keeps its lines; ledger: the run's."""
         self._buffer, self._lockstep, self._stop = buffer, lockstep, stop
         self._kept, self._ledger, self._clock = kept, ledger, clock
-        self._reason = ""  # for the stop that all have agreed on
+        self._reason = ""  # for the agreed stop
         self.failed_alone = False
         self._trained: list[list[dict[str, Any]]] = []  # lines of the last draw, by process
 
     def is_set(self) -> bool:
-        """Return whether any process had been asked to stop by the last draw. Sends nothing."""
+        """Return whether any process had a request to stop by the last draw. Sends nothing."""
         return bool(self._reason)
 
     @property
     def preempted(self) -> bool:
-        """Whether that was by SIGTERM or SIGHUP."""
+        """Whether the reason is SIGTERM or SIGHUP."""
         return self._reason in HURRIED
 
     def draw(self, version: int, timeout_s: float | None = None) -> Draw:
-        """Draw one step's groups of all processes, the same in each; timeout_s is not looked at.
+        """Draw one step's groups of all processes, the same in each; timeout_s is ignored.
 
-        Raises Closed in all if one is asked to stop while one waits for groups: a step's groups
-        may take longer than the time there is to save. Raises what the buffer raises.
+        Raises Closed in all processes if one gets a request to stop while one waits for groups: a
+        step's groups may take longer than the time left to save. Raises the buffer's errors.
         """
         start, own = self._clock(), None
         while True:
@@ -338,7 +339,7 @@ class SharedSource:
             raise
 
     def _give_up(self, *, drawn: bool) -> NoReturn:
-        """Raise Closed; what was drawn is not trained on after all: it is in the buffer again."""
+        """Raise Closed; the groups of the draw go back to the buffer, untrained."""
         if drawn:
             self._buffer.give_back()
         unwritten = ("trained", "returned")
@@ -384,7 +385,7 @@ class SharedSource:
 
 
 def read_message(message: bytes) -> Any:
-    """Decode what another process has sent. Raises DataError for anything else."""
+    """Decode a message of another process. Raises DataError for anything else."""
     try:
         return loads(np.frombuffer(message, np.uint8))
     except ValueError as error:
@@ -395,7 +396,7 @@ def read_message(message: bytes) -> Any:
 
 
 def merged_draws(draws: list[Draw]) -> Draw:
-    """Merge one step's draws of all processes: in turns, as one process would order them."""
+    """Merge one step's draws of all processes: interleaved, as one process would order them."""
     count = len(draws)
     numbered = [
         (

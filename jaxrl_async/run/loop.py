@@ -1,4 +1,4 @@
-"""The run: starts the parts, waits, and stops them in order. The drawing of all threads of rl.
+"""The run: starts the parts, waits, and stops them in order. The diagram of all threads of rl.
 
     main            train(): assembles, waits for the trainer or the first failure, stops everybody
     trainer         Trainer.run(): draw -> pack -> step -> publish -> report
@@ -15,11 +15,11 @@
             └──── Ticket ── gate │ VersionedParams                                    v
                              WeightChannel <──────────── publish ──────────────── trainer
 
-What several threads touch is behind a lock: ReplayBuffer, WeightChannel, Router and Sampler,
+State shared by several threads has a lock: ReplayBuffer, WeightChannel, Router and Sampler,
 Recording or Replay, Curriculum, Recorder, Tokenizer, FaultCounts, and the locks of shared devices.
-Sessions end first, so that agents are told why. Parts stop in the order of the data: buffer (no
-thread waits for groups or tickets any more), channel (nor for weights), rollouts, sampler. The
-other jobs have one thread: offline.py.
+Sessions end first: agents get the reason. Parts stop in the order of the data: buffer (no thread
+waits for groups or tickets any more), channel (nor for weights), rollouts, sampler. The other jobs
+have one thread: offline.py.
 """
 
 import os
@@ -33,7 +33,7 @@ import jax
 
 from jaxrl_async.config.rules import check_rules
 from jaxrl_async.config.schema import Config, RunSection
-from jaxrl_async.config.several import runs_of
+from jaxrl_async.config.several import folders_of, runs_of
 from jaxrl_async.errors import ConfigError, Stopped, StopTraining
 from jaxrl_async.garbage import only_new_garbage
 from jaxrl_async.metrics.console import Console, OnStep
@@ -43,37 +43,34 @@ from jaxrl_async.metrics.series import accuracy_points, points
 from jaxrl_async.metrics.spans import recorded_spans, write_spans
 from jaxrl_async.metrics.tracker_kinds import check_trackers
 from jaxrl_async.metrics.trackers import remembered
-from jaxrl_async.run import offline
-from jaxrl_async.run.assemble import Claim, assemble
+from jaxrl_async.run import features, offline
+from jaxrl_async.run.assemble import RunContext, assemble
 from jaxrl_async.run.builders.devices import (
     CACHE_FOLDER,
     claim_devices,
     keep_compiled_programs,
     with_dtype,
 )
-from jaxrl_async.run.builders.playing import key_variables
+from jaxrl_async.run.checkpoint.bucket_start import begin_writing, bring_back_records
 from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
-from jaxrl_async.run.copies.start import bring_back
-from jaxrl_async.run.copies.thread import RunCopy
 from jaxrl_async.run.exits import exits_refused, no_end_by_others
 from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.several.assemble_several import folders
-from jaxrl_async.run.several.run_several import run_several
+from jaxrl_async.run.optional_parts import CopyOfRun
 from jaxrl_async.run.shown_answers import before_and_after
 from jaxrl_async.run.signals import Stop, preempted
-from jaxrl_async.run.start import check_paths, with_hub_folders
+from jaxrl_async.run.start_checks import check_paths, with_hub_folders
 from jaxrl_async.run.threads import run_threads
 from jaxrl_async.run.warm_start import forget_warm_start
-from jaxrl_async.shown_environment import hide_secrets
-from jaxrl_async.view.report import write_report
+from jaxrl_async.shown_environment import hide_secrets, key_variables
+from jaxrl_async.tasks.task import Task
 
-Job = Callable[[Config, Claim, Stop, Console, Lockstep], Path | None]
+Job = Callable[[Config, RunContext], Path | None]
 """Runs a job to its end; returns the folder of the weights, if there is one."""
 
 
 @exits_refused()
-def train(config: Config, on_step: OnStep | None = None) -> Path:
+def train(config: Config, on_step: OnStep | None = None, task: Task | None = None) -> Path:
     """Run a configuration to its end; return its folder, which holds the results.
 
     On another thread than the main one no signal stops the run, which is logged. Raises JaxrlError
@@ -81,8 +78,9 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
 
     Args:
         config: the whole configuration.
-        on_step: called after each update, which goes on once it returns; StopTraining ends the run,
-            any other exception fails it, SystemExit as ProcessEndRefused.
+        on_step: called after each update; training continues when it returns. StopTraining ends the
+            run, any other exception fails it, SystemExit as ProcessEndRefused.
+        task: an object of the caller's; config.task is then HANDED_OVER. None: the named task.
     """
     check_rules(config)  # a configuration that was made in Python has not been through `load`
     hide_secrets(key_variables(config.model_dump()))
@@ -103,7 +101,8 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
         closing.enter_context(no_end_by_others())
         closing.enter_context(logs_as(config.run.logs, run=config.run.name, role="trainer"))
         add_labels(process=str(lockstep.index))
-        copy = closing.enter_context(RunCopy())  # ends late: it brings the trace there, too
+        # ends late: it brings the trace there, too
+        copy = closing.enter_context(features.run_copy(config.run))
         trace, held = _trace_file(config, paths, lockstep), threading.Event()
         closing.enter_context(recorded_spans(trace, f"trainer {lockstep.index}", held.is_set))
         quiet = None if lockstep.writes else closing.enter_context(open(os.devnull, "w"))
@@ -119,11 +118,12 @@ def train(config: Config, on_step: OnStep | None = None) -> Path:
             held.set()
             return found
 
+        context = RunContext(claim=claim, stop=stop, console=console, lockstep=lockstep, task=task)
         console.phase("preparing")
-        work = run_several if config.runs else _job_of(config)
+        work = features.several_runs() if config.runs else _job_of(config)
         weights, early = None, f"stopped early by {stop.reason}"
         try:
-            weights = work(config, claim, stop, console, lockstep)
+            weights = work(config, context)
             early = f"stopped early by {stop.reason}" if stop.reason else ""
         except Stopped as error:
             early = str(error)
@@ -145,7 +145,7 @@ def _with_dtype_of_first(config: Config, lockstep: Lockstep, before: Path) -> Co
 
 
 def _trace_file(config: Config, paths: Paths, lockstep: Lockstep) -> Path | None:
-    """Return where this process's spans are written; None: nobody asks for them."""
+    """Return the file for this process's spans; None: metrics.spans is off."""
     of_all = runs_of(config).values() if config.runs else (config,)
     if not any(one.metrics.spans for one in of_all):
         return None
@@ -154,7 +154,7 @@ def _trace_file(config: Config, paths: Paths, lockstep: Lockstep) -> Path | None
 
 
 def _job_of(config: Config) -> Job:
-    """Return what runs a configuration's job."""
+    """Return the function that runs a configuration's job."""
     return run_rl if config.run.job == "rl" else offline.run
 
 
@@ -165,7 +165,7 @@ def _of_one(paths: Paths, weights: Path | None) -> tuple[list[str], list[str]]:
         if weights is None
         else {f"{weights.name.replace('_', ' ')} (Hugging Face directory)": weights}
     )
-    report = write_report(paths.root)
+    report = features.write_report(paths.root)
     results |= {"metrics, samples, checkpoints": paths.root, "report": report}
     shown = {**results, **{name: of["link"] for name, of in remembered(paths.root).items()}}
     width = max(map(len, shown))
@@ -174,8 +174,8 @@ def _of_one(paths: Paths, weights: Path | None) -> tuple[list[str], list[str]]:
 
 
 def _of_several(config: Config) -> tuple[list[str], list[str]]:
-    """Return what each of several runs achieved, and where its results are."""
-    of_all = folders(config)
+    """Return the achievements of each of several runs, and the places of its results."""
+    of_all = folders_of(config)
     lines = {
         name: [*achievements(Paths(folder).metrics), *before_and_after(Paths(folder).answers)]
         for name, folder in of_all.items()
@@ -205,14 +205,16 @@ def look_together(config: Config, lockstep: Lockstep) -> Config:
     ConfigError."""
 
     def prepare(run: RunSection) -> RunSection:
-        bring_back(run)
-        return settled(run)
+        features.bring_back(run)
+        goes_on = bring_back_records(config.checkpoint, run)
+        run = settled(run)
+        return run.model_copy(update={"resume": True}) if goes_on else run
 
     return _settled_by_first(config, lockstep, look, prepare)
 
 
 def claim_together(
-    closing: ExitStack, lockstep: Lockstep, config: Config, copy: RunCopy | None = None
+    closing: ExitStack, lockstep: Lockstep, config: Config, copy: CopyOfRun | None = None
 ) -> tuple[Config, Paths]:
     """Have process 0 make or find the run's folder, lock it until `closing` and begin its `copy`;
     return the settled configuration and the paths, the same in all processes. Raises ConfigError.
@@ -220,16 +222,19 @@ def claim_together(
 
     def hold(run: RunSection) -> None:
         paths = closing.enter_context(claimed(run))
+        begin_writing(config.checkpoint, run)
         write_config(config.model_copy(update={"run": run}), paths)
         if copy is not None:
             copy.begin(run, config.checkpoint.keep)
 
     config = _settled_by_first(config, lockstep, hold)
     paths = Paths(Path(config.run.dir) / config.run.name)
+    if config.checkpoint.dir is not None:  # nothing that the processes share is in the folder
+        paths.root.mkdir(parents=True, exist_ok=True)
     if not all(lockstep.gather_json(paths.root.is_dir())):
         raise ConfigError(
             f"{paths.root} is not the same folder in all processes: run.dir must lie on storage "
-            "that they share, such as a bucket or NFS."
+            "that they share, such as a mounted bucket or NFS; or set checkpoint.dir=gs://..."
         )
     keep_compiled_programs(paths.root.parent / CACHE_FOLDER)
     return config, paths
@@ -264,23 +269,24 @@ def _settled_by_first(
     return config.model_copy(update={"run": run})
 
 
-def run_rl(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lockstep) -> Path:
+def run_rl(config: Config, context: RunContext) -> Path:
     """Run reinforcement learning (run.job=rl) to its end; return the folder of the policy."""
+    stop = context.stop
     with ExitStack() as closing:
-        parts = assemble(config, claim, stop, console, lockstep, closing)
+        parts = assemble(config, context, closing)
         parts.sampling.wait_for_samplers(stop)
         with only_new_garbage():
             run_threads(parts, stop)
-    if lockstep.writes:
+    if context.lockstep.writes:
         forget_warm_start(parts.paths)
     if stop.preempted:
         raise preempted(stop, f"version {parts.trainer.version}")
-    console.phase("writing the policy and the report")
+    context.console.phase("writing the policy and the report")
     return parts.save_policy()
 
 
 def achievements(metrics: Path) -> list[str]:
-    """Return what the run achieved, in a few lines."""
+    """Return the achievements of the run, in a few lines."""
     lines = read_lines(metrics)
     achieved: list[str] = []
     for key in ("accuracy", "loss", "reward"):

@@ -1,7 +1,7 @@
-"""The card of a policy that a run trained, as the Hugging Face hub shows it: from the run's folder.
+"""The model card of a trained policy for the Hugging Face hub, made from the run's folder.
 
-config.yaml     what differs from the defaults, where the base and the records come from
-metrics.jsonl   how rewards and accuracy went
+config.yaml     settings that differ from the defaults, names of the base and of the records
+metrics.jsonl   rewards and accuracy over the steps
 """
 
 import json
@@ -22,17 +22,17 @@ from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.run.folder import Paths
 
 ROWS = 9
-"""Rows of the table of results, at most."""
+"""Maximum number of rows of the table of results."""
 SHOWN = ("eval/reward", "eval/accuracy", "reward/mean", "eval/loss", "train/loss")
-"""Metrics in the table, where a run has them."""
+"""Metrics in the table, if a run has them."""
 PACKAGES = ("jax", "flax", "optax", "transformers")
 PRIVATE = (
     *("dir", "key", "certificate", "authority", "url", "urls", "uri", "host", "server"),
     *("advertise", "listen", "coordinator", "prometheus"),
 )
-"""Words in the names of settings whose values are of one machine: left out."""
+"""Words in the names of settings whose values are specific to one machine: left out."""
 ADDRESS_LIKE = re.compile(r"\S*://\S*")
-"""Addresses, also as openenv:http://...: left out, too, since they may hold a password."""
+"""Addresses, also as openenv:http://...: left out as well, since they may contain a password."""
 
 
 def model_card(paths: Paths, *, step: int | None = None, adapter: bool = False) -> str:
@@ -40,9 +40,9 @@ def model_card(paths: Paths, *, step: int | None = None, adapter: bool = False) 
     cannot be read.
 
     Args:
-        paths: of the run.
-        step: of the checkpoint; None: the end.
-        adapter: it is the adapter alone.
+        paths: paths of the run.
+        step: step of the checkpoint; None: the end of the run.
+        adapter: whether the card is for the adapter alone.
     """
     config, lines = load(paths.config), read_lines(paths.metrics)
     lines = [x for x in lines if step is None or x["step"] <= step]
@@ -84,7 +84,7 @@ def _base(config: Config) -> str | None:
 
 
 def _recipe(config: Config) -> list[str]:
-    """Return the names of what it was trained with."""
+    """Return the names of the algorithms of the training."""
     if config.run.job == "preference":
         return [name_of(config.preference.loss)]
     if config.run.job != "rl":
@@ -122,7 +122,7 @@ def _number(value: Any) -> str:
 
 
 def _own_settings(config: Config) -> dict[str, Any]:
-    """Return what differs from the defaults, without what is of one machine."""
+    """Return settings that differ from the defaults, without those specific to one machine."""
     own = config.model_copy(update={"runs": {}})
     changed = json.loads(json.dumps(differences(Config().model_dump(), own.model_dump())))
     base = _base(config)
@@ -133,8 +133,8 @@ def _own_settings(config: Config) -> dict[str, Any]:
 
 
 def _public(value: Any) -> Any:
-    """Return settings without those of one machine and without addresses, and of absolute paths the
-    last part."""
+    """Return settings without those specific to one machine and without addresses; absolute paths
+    are cut to their last part."""
     if isinstance(value, dict):
         shown = {k: v for k, v in value.items() if not (_is_private(k) or _is_address(v))}
         kept = {_public(k): _public(v) for k, v in shown.items()}

@@ -1,4 +1,4 @@
-"""Make the next examples on a thread of their own, while devices compute with those before."""
+"""Make the next examples on a separate thread while devices compute with the previous ones."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,10 +8,10 @@ T = TypeVar("T")
 
 
 class Ahead(Generic[T]):
-    """Values from a stream, one made ahead. What the stream has is the same as without.
+    """Values from a stream, one made ahead; the sequence of values is the stream's.
 
-    make: takes the next value from the stream; only ever called by one thread at a time.
-    place: the stream's state, from which it can go on.
+    make: takes the next value from the stream; called by one thread at a time.
+    place: returns the stream's state, from which it can continue.
     """
 
     def __init__(self, make: Callable[[], T], place: Callable[[], Any]) -> None:
@@ -21,7 +21,7 @@ class Ahead(Generic[T]):
         self._after: Any = None  # the place after the last value that was taken
 
     def take(self) -> T:
-        """Return the next value, and begin the one after it. Raises what making it raised."""
+        """Return the next value, and start making the one after it. Raises the errors of `make`."""
         value, self._after = (self._next or self._thread.submit(self._one)).result()
         self._next = self._thread.submit(self._one)
         return value
@@ -32,7 +32,7 @@ class Ahead(Generic[T]):
         return self._place() if self._next is None else self._after
 
     def close(self) -> None:
-        """Wait for the value that is made ahead, and forget it."""
+        """Wait for the value that is made ahead, and discard it."""
         self._thread.shutdown(cancel_futures=True)
 
     def _one(self) -> tuple[T, Any]:

@@ -1,5 +1,5 @@
-"""Say what a run waits for while it makes no step: services that are away, and groups that
-teach nothing."""
+"""Report what a run waits for while it makes no step: services that are unavailable, and groups
+without a training signal."""
 
 import logging
 import threading
@@ -11,7 +11,7 @@ from jaxrl_async.outages import Outages
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-"""How often it is looked for something to say, seconds."""
+"""Interval between checks, seconds."""
 
 
 class Notices:
@@ -25,22 +25,22 @@ class Notices:
         *,
         groups_per_step: int,
     ) -> None:
-        """Say nothing yet.
+        """Make the reporter; nothing is reported yet.
 
         Args:
             outages: each is reported immediately, and then once a minute.
             buffer: reads the buffer's counters; each step's worth of groups that are dropped in a
-                row, as they have no signal, is reported.
-            show: shows a line on the console; true if it printed it, so that the log needs no
-                warning, which the same terminal would show again.
-            groups_per_step: a step's worth of groups.
+                row because they have no signal is reported.
+            show: shows a line on the console; returns True if it printed it: then the log gets
+                no warning, which the same terminal would show again.
+            groups_per_step: number of groups of a step.
         """
         self._outages, self._buffer, self._show = outages, buffer, show
         self._wanted, self._told_steps = groups_per_step, 0
         self._stopped = threading.Event()
 
     def run(self) -> None:
-        """Look until stopped."""
+        """Check until stopped."""
         self._outages.reported = True
         while not self._stopped.wait(LOOK_S):
             self.look()
@@ -57,8 +57,8 @@ class Notices:
         steps = stats.barren // self._wanted
         if steps > self._told_steps:
             self._say(
-                f"{stats.barren} groups in a row were dropped, {steps} steps' worth: they teach "
-                f"nothing ({stats.no_signal})"
+                f"{stats.barren} groups in a row were dropped, {steps} steps' worth: they have no "
+                f"training signal ({stats.no_signal})"
             )
         self._told_steps = steps
 

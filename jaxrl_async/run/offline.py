@@ -4,7 +4,7 @@
           │                             │
           └──place──> checkpoint <── TrainState ──every eval.every──> measure(held-out examples)
 
-A job is an update with examples that it can pack; the loop is the same for all. No sampler.
+A job is an update with examples that it can pack; all jobs share the loop. There is no sampler.
 """
 
 import functools
@@ -46,7 +46,7 @@ from jaxrl_async.model.policy import Policy, speaking
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import Params
 from jaxrl_async.profiling import StepTraces
-from jaxrl_async.run.assemble import Claim
+from jaxrl_async.run.assemble import RunContext
 from jaxrl_async.run.builders.devices import claim_devices
 from jaxrl_async.run.builders.frozen_weights import check_frozen, reference_params
 from jaxrl_async.run.builders.initial_policy import (
@@ -57,7 +57,7 @@ from jaxrl_async.run.builders.initial_policy import (
 )
 from jaxrl_async.run.builders.learning import base_of, learning, warm_started
 from jaxrl_async.run.builders.playing import find_task, imitated
-from jaxrl_async.run.builders.training import step_traces
+from jaxrl_async.run.builders.trainer_parts import step_traces
 from jaxrl_async.run.builders.vision import check_images, image_store
 from jaxrl_async.run.checkpoint.rollout_state import resuming_if_possible
 from jaxrl_async.run.checkpoint.store import (
@@ -67,11 +67,11 @@ from jaxrl_async.run.checkpoint.store import (
     open_checkpoints,
 )
 from jaxrl_async.run.folder import Paths, log_merged, write_policy
-from jaxrl_async.run.lockstep import Lockstep, StopRequests
+from jaxrl_async.run.lockstep import StopRequests
 from jaxrl_async.run.next_examples import Ahead
-from jaxrl_async.run.outlets import MetricsWriter, make_recorder, warn_of
 from jaxrl_async.run.rates import Utilisation, measured_peak_flops
-from jaxrl_async.run.signals import Stop, preempted
+from jaxrl_async.run.reporting import MetricsWriter, make_recorder, warn_of
+from jaxrl_async.run.signals import preempted
 from jaxrl_async.run.update_loop import make_updates
 from jaxrl_async.run.warm_start import forget_warm_start, warm_pairs
 from jaxrl_async.tasks.task import Task
@@ -81,7 +81,8 @@ from jaxrl_async.trainer.objectives.reward_objective import reward_update
 from jaxrl_async.trainer.objectives.supervised_objective import supervised_update
 from jaxrl_async.trainer.pack import pack_pairs
 from jaxrl_async.trainer.pack_pairs import pack_preference
-from jaxrl_async.trainer.update import Frozen, TrainState, Update
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import Frozen, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -94,32 +95,32 @@ HELD_OUT = {
     "preference/chosen_reward": "eval/chosen_reward",
     "preference/rejected_reward": "eval/rejected_reward",
 }
-"""Keys of a step's `measure`, and those under which held-out examples are reported."""
+"""Keys of a step's `measure`, and the keys under which held-out examples are reported."""
 
 
 def as_packed(params: Params, frozen: Frozen, data: Any) -> Any:
-    """Return the data as it is."""
+    """Return the data unchanged."""
     return data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineJob:
-    """What the jobs differ in."""
+    """The differences between the jobs."""
 
     step: Update[Any]
     pack: Callable[[Sequence[Any]], Any]  # examples to the data of the step
-    complete: Callable[[Params, Frozen, Any], Any] = as_packed  # adds what the weights say of it
-    params: Params  # what is trained, at the start
-    base: Params | None = None  # what an adapter changes; None: all weights are trained
+    complete: Callable[[Params, Frozen, Any], Any] = as_packed  # adds values that need weights
+    params: Params  # the trained weights, at the start
+    base: Params | None = None  # weights that an adapter changes; None: all weights are trained
     split: ExampleSplit[Any]
     batch_size: int
-    reference: Callable[[], Params] | None = None  # makes the frozen weights; None: none needed
+    reference: Callable[[], Params] | None = None  # makes the frozen weights; None: not needed
     write: Callable[[Params], Path]  # the final weights as a Hugging Face directory
 
 
 @dataclass(slots=True, kw_only=True)
 class OfflineProgress:
-    """All that a resumed run continues from."""
+    """The state from which a resumed run continues."""
 
     state: TrainState
     reference: Params | None
@@ -127,15 +128,17 @@ class OfflineProgress:
     version: int = 0
 
 
-def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lockstep) -> Path:
-    """Train as run.job says, to its end; return the folder of the weights. Raises JaxrlErrors.
+def run(config: Config, context: RunContext) -> Path:
+    """Run the training job of run.job to its end; return the folder of the weights. Raises
+    JaxrlErrors.
 
     Several processes take the same examples, and each computes its rows of them.
     """
+    stop, console, lockstep = context.stop, context.console, context.lockstep
     whole = config
     config = config.model_copy(update={"mesh": config.mesh.without_samplers})
     claim_devices(config)
-    task, slices = find_task(config), make_slices(config.mesh)
+    task, slices = find_task(config, context.task), make_slices(config.mesh)
     tokenizer = make_tokenizer(config.data, config.model, task)
     tokenizer.max_tokens = config.longest_text
     spec = check_model(config, tokenizer, slices)
@@ -146,7 +149,7 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
     warms = config.warm_start.steps > 0 and config.run.job != "sft"
     pairs = warm_pairs(config, tokenizer) if warms else None
 
-    whole, paths = claim(whole)
+    whole, paths = context.claim(whole)
     config = config.model_copy(update={"run": whole.run})
     with ExitStack() as closing:
         checkpoints = closing.enter_context(
@@ -188,7 +191,7 @@ def run(config: Config, claim: Claim, stop: Stop, console: Console, lockstep: Lo
 def sft(
     config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
 ) -> OfflineJob:
-    """Make the job that learns the records' answers by maximum likelihood."""
+    """Make the job that trains on the records' answers by maximum likelihood."""
     return OfflineJob(
         step=supervised_update(
             policy.spec,
@@ -208,10 +211,10 @@ def sft(
 
 
 def _split(config: Config, tokenizer: Tokenizer, task: Task) -> ExampleSplit[Any]:
-    """Return what the job learns from: the task's conversations, or the data's examples."""
+    """Return the job's examples: from the task's conversations, or from the data."""
     if config.task is None:
         return SPLITS[config.run.job](config, tokenizer)
-    own = imitated(config, task, tokenizer)  # a rule leaves task to sft
+    own = imitated(config, task, tokenizer)  # a rule allows task only with sft
     return own_demonstrations(own, tokenizer, config.longest_example)
 
 
@@ -222,7 +225,7 @@ def _demonstrations(config: Config, tokenizer: Tokenizer) -> ExampleSplit[Any]:
 def preference(
     config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
 ) -> OfflineJob:
-    """Make the job that learns a policy from better and worse answers: dpo and its kin."""
+    """Make the job that trains a policy on better and worse answers: dpo and similar losses."""
     section, settings = config.preference, learning(config, slices, policy.lora)
     loss = preference_loss.resolve(section.loss)
     step = preference_update(
@@ -262,8 +265,8 @@ def _answers_compared(config: Config, tokenizer: Tokenizer) -> ExampleSplit[Any]
 def reward_model(
     config: Config, paths: Paths, slices: Slices, policy: Policy, split: ExampleSplit[Any]
 ) -> OfflineJob:
-    """Make the job that learns a scalar head that scores better answers higher."""
-    warn_of_readers(policy.spec, "reward")  # before the training, too
+    """Make the job that trains a scalar head to score better answers higher."""
+    warn_of_readers(policy.spec, "reward")  # also before the training
     step = reward_update(
         policy.spec,
         learning(config, slices, policy.lora),
@@ -300,7 +303,7 @@ SPLITS: dict[str, Callable[[Config, Tokenizer], ExampleSplit[Any]]] = {
     "preference": _answers_compared,
     "reward_model": lambda config, tokenizer: _pairs(config, tokenizer, halves=False),
 }
-"""What each job learns from."""
+"""Examples of each job."""
 
 JOBS: dict[str, Callable[[Config, Paths, Slices, Policy, ExampleSplit[Any]], OfflineJob]] = {
     "sft": sft,
@@ -395,7 +398,7 @@ class OfflineRun:
         return report
 
     def _is_due(self) -> bool:
-        """Return whether a run that never stops would evaluate this version."""
+        """Return whether a run that is never stopped would evaluate this version."""
         every = self._config.eval.every
         return every > 0 and self.made % every == 0
 
@@ -412,7 +415,7 @@ class OfflineRun:
         self._batches.close()
 
     def save(self) -> None:
-        """Write the train state and where the stream is."""
+        """Write the train state and the position in the stream."""
         config, progress = self._config, self._progress
         tree: dict[str, Any] = {"train": progress.state}
         if progress.reference is not None:
@@ -427,15 +430,15 @@ class OfflineRun:
 
 
 def learn_job(config: Config, work: OfflineRun, stop: StopRequests, traces: StepTraces) -> None:
-    """Make one version after another, until run.steps are made or somebody asks for a stop."""
+    """Make one version after another, until run.steps are made or a stop is requested."""
     work.begin()
     saved = work.made if config.run.resume else None
     make_updates(work, config.run.steps, config, stop, saved=saved, keeps_last=True, traces=traces)
 
 
 def _rates(config: Config) -> Callable[[dict[str, float], float, float], dict[str, float]]:
-    """Return a function of a report, the seconds of its update and those of its whole step, which
-    adds times and rates to the report."""
+    """Return a function that adds times and rates to a report, from the seconds of its update and
+    of its whole step."""
     device, began = jax.local_devices()[0], time.perf_counter()
     peak = config.metrics.peak_flops or measured_peak_flops(device)
     utilisation = Utilisation(

@@ -1,4 +1,4 @@
-"""Rates and shares of one step, from the parts' cumulative counters: which part was busy, which
+"""Rates and shares of one step, from the parts' cumulative counters: which part was busy and which
 waited."""
 
 import logging
@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jaxrl_async.buffer.contents import BufferStats
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.weights.exchange import ChannelStats
-from jaxrl_async.weights.remote.traffic import Traffic
+from jaxrl_async.weights.traffic import Traffic
 
 log = logging.getLogger(__name__)
 
 
 class PivotCounts(NamedTuple):
-    """Continuations drawn from pivots, as in RolloutStats."""
+    """Continuations sampled from pivots, as in RolloutStats."""
 
     forks: int = 0
     tokens: int = 0
@@ -39,34 +39,34 @@ class Counters(NamedTuple):
     cancelled_members: int = 0  # as in RolloutStats
     cancelled_turn_tokens: int = 0
     pivots: PivotCounts = PivotCounts()
-    endpoint: Mapping[str, int] = MappingProxyType({})  # by name, as EndpointCounts; empty: none
+    endpoint: Mapping[str, int] = MappingProxyType({})  # by name, as EndpointCounts; may be empty
     judge: Mapping[str, float] = MappingProxyType({})  # by name, as JudgeMeter; empty: no judge
     process: Mapping[str, float] = MappingProxyType({})  # by name, as ProcessTally; empty: none
 
 
 class Utilisation:
-    """The share of a slice's peak FLOP/s that updates use. A rate above the peak is the peak from
-    then on, so that no share is above 1."""
+    """The share of a slice's peak FLOP/s that updates use. A rate above the peak becomes the new
+    peak: no share is above 1."""
 
     def __init__(self, peak_flops: float, *, measured: bool) -> None:
         """Begin with a peak.
 
         Args:
-            peak_flops: of the whole slice, FLOP/s.
-            measured: whether it was measured here, maybe beside other work; else it is a setting,
-                and one that is too low is logged.
+            peak_flops: peak of the whole slice, FLOP/s.
+            measured: whether it was measured here, maybe alongside other work; else it is a
+                setting, and a log line reports one that is too low.
         """
         self._peak_flops, self._measured = peak_flops, measured
 
     def of(self, flops: float, seconds: float) -> float:
-        """Return the share that so many FLOPs in so many seconds are."""
+        """Return the share of the peak for `flops` FLOPs in `seconds` seconds."""
         rate = flops / max(seconds, 1e-9)
         if rate > self._peak_flops:
             if not self._measured:
                 log.warning(
                     "metrics.peak_flops is too low: an update ran at %.3g FLOP/s, above the peak "
-                    "of %.3g of the trainer's devices together. throughput/mfu is a share of the "
-                    "faster one from here on; correct the setting.",
+                    "of %.3g of the trainer's devices together. throughput/mfu now uses the higher "
+                    "rate as the peak; correct the setting.",
                     rate,
                     self._peak_flops,
                 )
@@ -89,13 +89,13 @@ class Observer:
         Args:
             read: reads the counters of all parts.
             utilisation: of the trainer's slice.
-            share: sends this process's rates to all; returns those of all.
+            share: sends this process's rates to all processes; returns the rates of all.
         """
         self._read, self._utilisation, self._share = read, utilisation, share
         self._first = self._last = read()
 
     def complete(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return a step's metrics with the rates since the last call; its FLOPs become a
+        """Return a step's metrics with the rates since the last call; its FLOPs are converted to a
         utilisation."""
         before, self._last = self._last, self._read()
         wall_s = max(self._last.at_s - before.at_s, 1e-9)
@@ -144,8 +144,8 @@ LARGEST = (
     "weights/swap_pause_s",
     "weights/probe_error",
 )
-"""Rates that are summed over processes, and those of which the largest counts; of all others the
-mean does."""
+"""Rates that are summed over processes, and rates whose maximum is reported; all others are
+averaged."""
 
 
 def combined_rates(of_processes: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -190,12 +190,12 @@ def rates(before: Counters, after: Counters, wall_s: float) -> dict[str, float]:
 
 
 def _since(space: str, before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Return what was counted between two readings."""
+    """Return the increase of counters between two readings."""
     return {f"{space}/{name}": float(n - before.get(name, 0)) for name, n in after.items()}
 
 
 def process_rewards(was: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """Return how many steps of answers were rewarded between two readings, and with how much."""
+    """Return the number of rewarded steps between two readings, and their mean reward."""
     if not now:
         return {}
     steps = now["steps"] - was.get("steps", 0.0)
@@ -204,7 +204,7 @@ def process_rewards(was: Mapping[str, float], now: Mapping[str, float]) -> dict[
 
 
 def kv_use(was: SamplerStats, now: SamplerStats) -> dict[str, float]:
-    """Return how well the samplers used their slots and pages between two readings."""
+    """Return how fully the samplers used their slots and pages between two readings."""
     waiting = now.waiting_slot_steps - was.waiting_slot_steps
     asked = now.prefix_asked_tokens - was.prefix_asked_tokens
     used = now.waiting_used_slot_steps - was.waiting_used_slot_steps
@@ -220,7 +220,7 @@ def kv_use(was: SamplerStats, now: SamplerStats) -> dict[str, float]:
 
 
 def cancellations(before: Counters, after: Counters) -> dict[str, float]:
-    """Return what was begun and not needed between two readings; empty if nothing was."""
+    """Return cancelled members and tokens between two readings; empty if there were none."""
     tokens = after.sampler.cancelled_tokens - before.sampler.cancelled_tokens
     tokens += after.cancelled_turn_tokens - before.cancelled_turn_tokens
     members = after.cancelled_members - before.cancelled_members
@@ -233,7 +233,7 @@ def cancellations(before: Counters, after: Counters) -> dict[str, float]:
 
 
 def continuations(was: PivotCounts, now: PivotCounts) -> dict[str, float]:
-    """Return what was drawn from pivots between two readings; empty if nothing ever was."""
+    """Return the continuations from pivots between two readings; empty if there were never any."""
     if not now.forks:
         return {}
     return {
@@ -244,7 +244,7 @@ def continuations(was: PivotCounts, now: PivotCounts) -> dict[str, float]:
 
 
 def transfer(sampler: SamplerStats, channel: ChannelStats) -> dict[str, float]:
-    """Return the metrics of the last transfer of weights that was completed."""
+    """Return the metrics of the last completed transfer of weights."""
     return {
         "weights/transfer_s": channel.transfer_s,
         "weights/live_s": channel.live_s,
@@ -255,8 +255,8 @@ def transfer(sampler: SamplerStats, channel: ChannelStats) -> dict[str, float]:
 
 
 def remote_transfers(was: Traffic, now: Traffic) -> dict[str, float]:
-    """Return how weights reached samplers in processes of their own between two readings; empty if
-    none ever did."""
+    """Return the transfers of weights to samplers in separate processes between two readings;
+    empty if no sampler ever joined."""
     if not now.joins:
         return {}
     transfer_s = now.transfer_s - was.transfer_s
@@ -274,7 +274,7 @@ def remote_transfers(was: Traffic, now: Traffic) -> dict[str, float]:
 
 def measured_peak_flops(device: jax.Device, size: int = 1024, repeats: int = 20) -> float:
     """Measure the FLOP/s of a square fp32 matrix product on one device: the best of `repeats`,
-    since samplers may be compiling meanwhile."""
+    since samplers may be compiling at the same time."""
     x = jax.device_put(jnp.ones((size, size), jnp.float32), device)
     product = jax.jit(lambda a: a @ a)
     product(x).block_until_ready()

@@ -1,4 +1,4 @@
-"""The policy of a run that ended, goes on or was killed, from its folder alone."""
+"""Load a run's policy from its folder, whether the run has ended, is running or was killed."""
 
 import dataclasses
 import json
@@ -17,53 +17,56 @@ from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.vision.files import read_tower
 from jaxrl_async.run.builders.initial_policy import make_tokenizer, spec_of_run
 from jaxrl_async.run.builders.playing import find_task
-from jaxrl_async.run.checkpoint.seal import saved_steps
+from jaxrl_async.run.checkpoint.storage import place_of
 from jaxrl_async.run.checkpoint.store import read_learnt, read_lora
 from jaxrl_async.run.folder import Paths
 
 
 def policy_at_end(paths: Paths, dtype: str | None, decoder: str | None) -> Policy:
-    """Load the policy that a run has written at its end; with an adapter's changes added. Raises
+    """Load the policy that a run has written at its end, with an adapter's changes added. Raises
     CheckpointError.
 
     dtype: of the weights; None: as they were written.
     """
     folder = paths.policy
     if not folder.is_dir():
-        steps = saved_steps(paths.checkpoints)
+        config = load(paths.config)
+        steps = place_of(config.checkpoint, config.run.name, paths).steps()
         instead = (
-            f"take a checkpoint: --step, one of {', '.join(map(str, steps))}"
+            f"use a checkpoint: --step, one of {', '.join(map(str, steps))}"
             if steps
-            else "there is no checkpoint either"
+            else "no checkpoint exists either"
         )
         if paths.reward_model.is_dir():
             instead = f"it trained a reward model, which is in {paths.reward_model}"
-        raise CheckpointError(f"{folder} is not there: the run has written no policy; {instead}.")
+        raise CheckpointError(f"{folder} does not exist: the run wrote no policy; {instead}.")
     return Policy.from_pretrained(folder, dtype=dtype or dtype_of(folder), decoder=decoder)
 
 
 def policy_at_step(paths: Paths, step: int, dtype: str | None) -> Policy:
     """Load the policy of a checkpoint: all weights, or an adapter on its base. Raises
-    CheckpointError and what loading the run's configuration and task does.
+    CheckpointError and the errors of loading the run's configuration and task.
 
     Args:
         paths: the run's.
         step: of the checkpoint.
         dtype: of the weights; None: model.param_dtype.
     """
-    config, steps = load(paths.config), saved_steps(paths.checkpoints)
+    config = load(paths.config)
+    place = place_of(config.checkpoint, config.run.name, paths)
+    steps = place.steps()
     if config.run.job == "reward_model":
         raise CheckpointError(f"{paths.root} trains a reward model: its checkpoints have no policy")
     if step not in steps:
         raise CheckpointError(
-            f"{paths.checkpoints}: there is no checkpoint of step {step}; there are "
+            f"{place.directory}: no checkpoint of step {step}; existing steps: "
             f"{', '.join(map(str, steps)) or 'none'}."
         )
     tokenizer = _tokenizer_of(config, paths)
     spec, kind = spec_of_run(config, tokenizer), dtype or config.model.param_dtype
-    folder = paths.checkpoints / str(step)
-    learnt = read_learnt(folder, kind)
-    section = read_lora(folder) or config.model.lora  # a start that was refused has left another
+    learnt = read_learnt(place, step, kind)
+    # A refused start may have written another config.yaml.
+    section = read_lora(place, step, config.model.lora)
     lora = lora_of(spec, section)
     if lora is None:
         path = config.model.path
@@ -84,7 +87,7 @@ def adapter_at_end(paths: Paths, dtype: str | None) -> tuple[Policy, str | None]
     the name of its base. Raises CheckpointError."""
     if not paths.adapter.is_dir():
         raise CheckpointError(
-            f"{paths.adapter} is not there: the run trains all weights (model.lora.rank=0), or did "
+            f"{paths.adapter} does not exist: the run trains all weights (model.lora=null), or did "
             "not end. Leave out --adapter-only, or give --step."
         )
     policy = Policy.from_pretrained(paths.policy, dtype=dtype or "float32")
@@ -94,11 +97,11 @@ def adapter_at_end(paths: Paths, dtype: str | None) -> tuple[Policy, str | None]
 
 
 def dtype_of(folder: Path) -> str:
-    """Return the data type of a Hugging Face directory's weights; float32 if it does not say."""
+    """Return the data type of a Hugging Face directory's weights; float32 if it names none."""
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return "float32"  # loading the directory says what is wrong
+        return "float32"  # loading the directory reports the error
     named = config.get("dtype") or config.get("torch_dtype")
     return named if named in ("float32", "bfloat16") else "float32"
 

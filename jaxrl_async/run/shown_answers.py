@@ -1,5 +1,5 @@
-"""Answers to a few held-out prompts at each evaluation, for people: written down, and shown at the
-end of a run beside those of its start."""
+"""Answers to a few held-out prompts at each evaluation, for people: written to a file; the first
+and the last are shown at the end of a run."""
 
 import json
 import logging
@@ -14,9 +14,9 @@ from jaxrl_async.rollout.evaluate import EvalSample
 log = logging.getLogger(__name__)
 
 NUM_SHOWN = 3
-"""Prompts whose answers are shown at the end of a run."""
+"""Number of prompts whose answers are shown at the end of a run."""
 MOST_CHARACTERS = 100
-"""Length to which a prompt or an answer is cut where it is shown."""
+"""Maximum characters of a prompt or an answer where it is shown."""
 
 
 NEEDED: Mapping[str, type] = {
@@ -27,11 +27,11 @@ NEEDED: Mapping[str, type] = {
     "completion": str,
     "reward": object,
 }
-"""What an answer has at least, and of which type."""
+"""Required keys of an answer, and their types."""
 
 
 def answers_writer(file: Path) -> Callable[[Sequence[EvalSample]], None]:
-    """Return what appends the answers of an evaluation to a file, a JSON object each."""
+    """Return a function that appends an evaluation's answers to a file, one JSON object each."""
 
     def write(samples: Sequence[EvalSample]) -> None:
         lines = [encode(asdict(sample)) + "\n" for sample in samples]
@@ -42,7 +42,7 @@ def answers_writer(file: Path) -> Callable[[Sequence[EvalSample]], None]:
 
 
 def read_answers(file: Path) -> list[dict[str, Any]]:
-    """Return what was written, without torn and foreign lines; [] if there is no file."""
+    """Return the answers of a file, without torn and unrelated lines; [] if it does not exist."""
     found = []
     lines = file.read_text("utf-8", "replace").split("\n")[:-1] if file.exists() else ()
     for number, line in enumerate(lines, 1):
@@ -54,13 +54,13 @@ def read_answers(file: Path) -> list[dict[str, Any]]:
         if whole:
             found.append(answer)
         else:
-            log.warning("%s: line %d is no answer of an evaluation, and left out", file, number)
+            log.warning("%s: line %d is not an answer of an evaluation: skipped", file, number)
     return found
 
 
 def before_and_after(file: Path) -> list[str]:
-    """Return lines with the answers of the first and of the last evaluation; [] if there is one
-    alone, or none."""
+    """Return lines with the answers of the first and of the last evaluation; [] if there are fewer
+    than two evaluations."""
     written = read_answers(file)
     versions = [line["version"] for line in written]
     if not written or versions[0] == versions[-1]:
@@ -82,7 +82,7 @@ def _answer(line: Mapping[str, Any]) -> str:
 
 
 def _in_a_line(lines: Sequence[str]) -> str:
-    """Return lines as one, without what a terminal would take for a command."""
+    """Return lines as one, without control characters of a terminal."""
     text = " ".join(" ".join(lines).split())
     text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
     return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 3] + "..."

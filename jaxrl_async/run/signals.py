@@ -1,7 +1,7 @@
-"""Signals: one Ctrl-C finishes the step, saves and exits with 0; SIGTERM, and SIGHUP of a terminal
-that closes, do so without the last evaluation and exit with 75. A second signal ends the process at
-once; in a notebook, whose kernel holds more than the run, it raises KeyboardInterrupt. Where SIGHUP
-is ignored from the start (nohup), it stays so."""
+"""Signals: one Ctrl-C finishes the step, saves and exits with 0; SIGTERM, and SIGHUP of a closing
+terminal, do so without the last evaluation and exit with 75. A second signal ends the process
+immediately; in a notebook, whose kernel holds more than the run, it raises KeyboardInterrupt. If
+SIGHUP is ignored from the start (nohup), it stays ignored."""
 
 import logging
 import os
@@ -20,20 +20,20 @@ from jaxrl_async.metrics.json_logs import signal_line
 EXIT_CODE = 130
 """Exit code after a second signal: 128 + SIGINT, as shells count."""
 NO_TRAINER_CODE = 69
-"""Exit code of a sampler that no trainer has answered within --wait: EX_UNAVAILABLE."""
+"""Exit code of a sampler that found no trainer within --wait: EX_UNAVAILABLE."""
 PREEMPTED_CODE = 75
 """Exit code after SIGTERM or SIGHUP: EX_TEMPFAIL of sysexits.h, "try again later"."""
 HURRIED = ("SIGTERM", "SIGHUP")
-"""Signals after which there is little time."""
+"""Signals that leave little time to stop."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask for a stop."""
+"""Signals that request a stop."""
 
 log = logging.getLogger(__name__)
 
 
 def preempted(stop: "Stop", what: str) -> Preempted:
-    """Return what a run raises after SIGTERM or SIGHUP, once everything is saved. what: what was
-    saved."""
+    """Return the exception of a run after SIGTERM or SIGHUP, once everything is saved. what: the
+    saved state."""
     return Preempted(
         f"{stop.reason}: {what} was saved {time.monotonic() - stop.asked_at_s:.1f} s later. "
         "--resume continues from there."
@@ -59,37 +59,37 @@ def end_on_ctrl_c() -> None:
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        tell("SIGINT: nothing was begun; ending")
+        tell("SIGINT: nothing was started; ending")
         os._exit(EXIT_CODE)
 
     signal.signal(signal.SIGINT, end)
 
 
 def tell(text: str) -> None:
-    """Write a line to stderr from a signal's handler, which may run in the middle of a print or of
-    logging; where it cannot be written (a terminal that has closed) it is lost."""
+    """Write a line to stderr from a signal's handler, which may interrupt a print or logging; the
+    line is lost if it cannot be written (a closed terminal)."""
     with suppress(OSError):
         os.write(2, signal_line(text))
 
 
 def listens_to(number: signal.Signals) -> bool:
-    """Return whether a signal may be handled: not where whoever began this process has SIGHUP
-    ignored (nohup)."""
+    """Return whether a signal may be handled: not SIGHUP if the process was started with it ignored
+    (nohup)."""
     return number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
 
 
 LOOK_S = 0.1
-"""How often `acting_on` looks for a stop, seconds."""
+"""Interval at which `acting_on` checks for a stop, seconds."""
 
 
 class Stop:
-    """Whether the run was asked to stop, and by what.
+    """A stop flag with its reason, set by signals.
 
-    The first SIGINT, SIGTERM or SIGHUP sets it; a second SIGINT or SIGTERM ends the process at once
-    with EXIT_CODE. SIGHUP, of which a terminal that closes may send several, and which service
-    managers send with SIGTERM, is never the first or second of the two. Leaving the `with` restores
-    the earlier handlers. Python delivers signals to the main thread alone:
-    entered on another thread, which is logged, it gets none, and only `request` sets it.
+    The first SIGINT, SIGTERM or SIGHUP sets it; a second SIGINT or SIGTERM ends the process
+    immediately with EXIT_CODE. SIGHUP never counts as the first or second of the two: a closing
+    terminal may send several, and service managers send it with SIGTERM. Leaving the `with`
+    restores the earlier handlers. Python delivers signals to the main thread alone: entered on
+    another thread, which is logged, it gets none, and only `request` sets it.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class Stop:
         grace_s: float | None = None,
         end_process: Callable[[int], Any] = end_at_once,
     ) -> None:
-        """Take no signal yet.
+        """Make the flag; signals are handled only inside the `with`.
 
         Args:
-            signals: what to handle.
+            signals: signals to handle.
             grace_s: seconds from SIGTERM or SIGHUP until the process ends with PREEMPTED_CODE in
                 any case.
             end_process: ends the process with an exit code.
@@ -113,9 +113,9 @@ class Stop:
         self._event = threading.Event()
         self._before: dict[signal.Signals, Any] = {}
         self.reason = ""
-        self._counted = False  # a SIGINT or SIGTERM has come
+        self._counted = False  # a SIGINT or SIGTERM was received
         self.answer = "stopping after this step and saving"
-        """What the message on the first signal says the run will do."""
+        """The run's reaction, for the message on the first signal."""
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is not threading.main_thread():
@@ -144,19 +144,19 @@ class Stop:
         return self._event.is_set()
 
     def is_set(self) -> bool:
-        """Return whether a stop was asked for. Any thread may ask."""
+        """Return whether a stop was requested, by any thread."""
         return self._event.is_set()
 
     @property
     def preempted(self) -> bool:
-        """Whether it was by SIGTERM or SIGHUP: the machine is needed for something else soon, or
-        nobody is there any more."""
+        """Whether the reason is SIGTERM or SIGHUP: the machine is needed for something else soon,
+        or the terminal was closed."""
         return self.reason in HURRIED
 
     @contextmanager
     def acting_on(self, act: Callable[[], object]) -> Iterator[None]:
-        """Call a function, once and on a thread of its own, if a stop is asked for inside the
-        `with`: for a block that waits for something else."""
+        """Call a function, once and on a separate thread, if a stop is requested inside the `with`:
+        for a block that waits for something else."""
         over = threading.Event()
 
         def watch() -> None:
@@ -172,13 +172,13 @@ class Stop:
             over.set()
 
     def request(self, reason: str) -> None:
-        """Ask for a stop after the current step; the first reason is kept."""
+        """Request a stop after the current step; the first reason is kept."""
         if not self._event.is_set():
             self.reason, self.asked_at_s = reason, time.monotonic()
             self._event.set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until a stop is asked for, or for timeout_s; return whether it was."""
+        """Block until a stop is requested, or for timeout_s; return whether it was."""
         return self._event.wait(timeout_s)
 
     def _end_late(self) -> None:
@@ -193,7 +193,7 @@ class Stop:
         counts = number != signal.SIGHUP
         hung_up = self.reason == "SIGHUP" and not self._counted
         if counts and self._event.is_set() and not hung_up:
-            tell(f"{name} again: ending at once; what was not saved is lost")
+            tell(f"{name} again: ending immediately; unsaved work is lost")
             self._end_process(EXIT_CODE)
             return
         self._counted = self._counted or counts
@@ -202,4 +202,4 @@ class Stop:
             self._timer = threading.Timer(self._grace_s, self._end_late)
             self._timer.daemon = True
             self._timer.start()
-        tell(f"{name}: {self.answer}; once more ends at once")
+        tell(f"{name}: {self.answer}; a second signal ends the process immediately")

@@ -12,12 +12,12 @@ from jaxrl_async.run.signals import Stop
 from jaxrl_async.tasks.usercode import run_loop
 
 JOIN_S = 60.0
-"""Longest wait for a thread to end after everything it waits on was closed, seconds."""
+"""Maximum wait for a thread to end after everything it waits for was closed, seconds."""
 
 UPDATES = 3.0
-"""As many times its longest update the trainer is waited for, which may be in the middle of one."""
+"""Multiple of its longest update for which the trainer, which may be in one, is waited for."""
 SILENT_S = 5.0
-"""How long the trainer is waited for before that is said, seconds."""
+"""Time for which the trainer is waited for before the wait is logged, seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Failure:
     def guard(self, work: Callable[[], None], *, ends_run: bool) -> Callable[[], None]:
         """Return `work` as the target of a thread. Its exception is kept and ends the run.
 
-        ends_run: its return ends the run, too.
+        ends_run: whether the return of `work` ends the run as well.
         """
 
         def target() -> None:
@@ -72,7 +72,7 @@ def run_threads(parts: Parts, stop: Stop) -> None:
     if processes is not None:
         threads += [new_thread("sampler processes", processes.run)]
     parts.buffer.pause()  # until the trainer has evaluated the first weights
-    with ExitStack() as stopping:  # each is done whatever the one before raises
+    with ExitStack() as stopping:  # each callback runs even if one before raised
         stopping.callback(parts.sampling.dismiss)
         stopping.callback(parts.sampling.close)
         stopping.callback(parts.sampling.begin_to_dismiss)
@@ -100,24 +100,24 @@ def run_threads(parts: Parts, stop: Stop) -> None:
 
 
 def _join_trainer(thread: threading.Thread, parts: Parts) -> None:
-    """Wait for the trainer, which saves what it has made: as long as an update may take that is
-    under way, since nothing interrupts one."""
+    """Wait for the trainer, which saves its state: as long as a running update may take, since
+    nothing interrupts one."""
     longest_s = max(JOIN_S, UPDATES * parts.trainer.longest_update_s)
     if thread.ident is not None:
         leave_behind(thread, longest_s)
         thread.join(SILENT_S)
         if thread.is_alive():
             log.warning(
-                "the run ends: waiting at most %.0f s for the trainer (%s), which nothing "
-                "interrupts",
+                "the run ends: waiting at most %.0f s for the trainer (%s), which cannot be "
+                "interrupted",
                 longest_s,
-                parts.trainer.doing,
+                parts.trainer.clock.doing,
             )
     _join(thread, longest_s)
 
 
 def _join(thread: threading.Thread, longest_s: float | None = None) -> None:
-    """Wait for a thread that was started; leave it behind if it does not end, or the wait is
+    """Wait for a thread that was started; leave it behind if it does not end or the wait is
     interrupted."""
     if thread.ident is None:
         return

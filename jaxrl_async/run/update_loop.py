@@ -1,4 +1,4 @@
-"""One update after another, until a stop is asked for: jobs without a sampler, and warm starts.
+"""One update after another until a stop is requested: jobs without a sampler, and warm starts.
 
 work.step() ──> work.save() every checkpoint.every updates, and at the end
 """
@@ -15,7 +15,7 @@ from jaxrl_async.trainer.trainer import lost
 
 
 class Work(Protocol):
-    """What is learnt, with the place in its examples."""
+    """Training with a position in its examples."""
 
     @property
     def made(self) -> int:
@@ -38,15 +38,15 @@ def make_updates(
     keeps_last: bool,
     traces: StepTraces = NO_TRACES,
 ) -> None:
-    """Make updates until there are `steps` of them or somebody asks for a stop.
+    """Make updates until `steps` of them are made or a stop is requested.
 
     on failure    a non-finite update is skipped and counted; several in a row stop the run, saved
 
     Args:
-        saved: the update that the newest checkpoint holds; None: there is no checkpoint.
-        keeps_last: save whatever ends the updates. Otherwise a last save is made only if a stop or
-            a TrainingError ends them, or if all are made and checkpoint.every is set.
-        traces: takes the profiler's traces of chosen updates.
+        saved: the update that the newest checkpoint holds; None: no checkpoint exists.
+        keeps_last: save in any case at the end. Otherwise save at the end only after a stop or a
+            TrainingError, or if all updates are made and checkpoint.every is set.
+        traces: takes the profiler's traces of selected updates.
     """
     every, skipped, stopped = config.checkpoint.every, 0, False
     try:
@@ -72,7 +72,7 @@ def make_updates(
 def stop_if_lost(skipped: int, config: Config, *, blown_up: bool = False) -> None:
     """Raise TrainingError after trainer.max_skipped_steps steps in a row that were skipped.
 
-    blown_up: the last one was, because of the weights that it would have made.
+    blown_up: the last step was skipped because it would have made non-finite weights.
     """
     if skipped >= config.trainer.max_skipped_steps:
         raise TrainingError(lost(skipped, blown_up=blown_up))

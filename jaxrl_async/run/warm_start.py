@@ -1,10 +1,10 @@
-"""The supervised warm start of a policy: one thread, with records and checkpoints of its own.
+"""The supervised warm start of a policy: one thread, with separate records and checkpoints.
 
     FittingPairs ──next──> pack ──> update ──> console, RUN/warm_start: metrics.jsonl, tensorboard
          │                             │
          └──place──> checkpoint <── TrainState     (RUN/warm_start/checkpoints, the newest one)
 
-The run's own checkpoints begin where the warm start ends: once there is one, nothing here is read.
+The run's own checkpoints begin where the warm start ends: once one exists, nothing here is read.
 """
 
 import logging
@@ -25,7 +25,7 @@ from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.next_examples import Ahead
-from jaxrl_async.run.outlets import MetricsWriter, NoRecorder, make_recorder
+from jaxrl_async.run.reporting import MetricsWriter, NoRecorder, make_recorder
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.update_loop import make_updates
 from jaxrl_async.trainer.objectives.supervised_objective import SupervisedObjective
@@ -63,11 +63,11 @@ class WarmUpdates:
 
     @property
     def params(self) -> Params:
-        """The weights as they are."""
+        """The current weights."""
         return self._state.params
 
     def summary(self) -> dict[str, float]:
-        """Return what the run's first line of metrics says of the warm start."""
+        """Return the warm start's metrics for the run's first line."""
         return {
             "warm/loss": self._loss,
             "warm/updates": float(self._made),
@@ -96,7 +96,7 @@ class WarmUpdates:
         self._batches.close()
 
     def save(self) -> None:
-        """Write the train state and the place in the pairs."""
+        """Write the train state and the position in the pairs."""
         loop = {
             "job": self._config.run.job,
             "version": self._made,
@@ -118,9 +118,9 @@ class WarmUpdates:
 
 
 def warm_pairs(config: Config, tokenizer: Tokenizer, own: OwnRecords | None = None) -> FittingPairs:
-    """Return endless worked answers, as the warm start and a policy's supervised part learn them.
+    """Return endless demonstrations for the warm start and a policy's supervised loss.
 
-    own: a task's records, in place of those of the settings. Raises ConfigError, DataError.
+    own: a task's records, in place of the settings' records. Raises ConfigError, DataError.
     """
     return warm_start_pairs(
         config.limited_data,
@@ -133,7 +133,7 @@ def warm_pairs(config: Config, tokenizer: Tokenizer, own: OwnRecords | None = No
 
 
 def nothing_meanwhile() -> None:
-    """Begin nothing beside the warm start."""
+    """Do nothing during the warm start."""
 
 
 def warm_start(
@@ -149,12 +149,12 @@ def warm_start(
     lockstep: Lockstep,
     meanwhile: Callable[[], None] = nothing_meanwhile,
 ) -> tuple[Params, dict[str, float]]:
-    """Train on worked answers for warm_start.steps updates.
+    """Train on demonstrations for warm_start.steps updates.
 
-    Returns the weights, and what the run's first line of metrics says of the warm start. With
-    `resume`, continues from the warm start's newest checkpoint, if there is one. `meanwhile` is
-    called after each update: it begins what can be done beside the others. Raises Stopped
-    (Ctrl-C) or Preempted (SIGTERM) once all updates made are saved, and TrainingError.
+    Returns the weights, and the warm start's metrics for the run's first line. With `resume`,
+    continues from the warm start's newest checkpoint, if any. `meanwhile` is called after each
+    update: it starts work that can run during the others. Raises Stopped (Ctrl-C) or Preempted
+    (SIGTERM) once all updates made are saved, and TrainingError.
     """
     asked = lockstep.agreed_stop(stop)
     stop.answer = "stopping after this update of the warm start and saving"
@@ -198,5 +198,5 @@ def _leave(stop: Stop, what: str) -> None:
 
 
 def forget_warm_start(paths: Paths) -> None:
-    """Remove the warm start's checkpoint once the run has one of its own; its metrics stay."""
+    """Remove the warm start's checkpoint once the run has one; its metrics stay."""
     shutil.rmtree(paths.warm_start.checkpoints, ignore_errors=True)

@@ -3,16 +3,16 @@
     trainer <─groups─ buffer <─scores─ scorer <─episodes─ environment <─completions─ sampler
        └──weights──> channel ──live──> gate ──tickets──> rollouts ──requests──────────^
 
-A part that waits for another is not to blame: the search begins at the trainer and follows what
-each part waits for. A run is stopped with an error that names the part if nothing moves (tokens,
-requests, groups, weights, compiled programs), or if tokens are drawn and none of the groups is
-accepted: FLOOD steps' worth of them were dropped or failed, those without a signal left out, which
-have a limit of their own (algorithm.max_resampled). Time of an outage that is reported, and
-time in the caller's hands, does not count; a call within its own time limit is no stall.
+A part that waits for another is not to blame: the search starts at the trainer and follows the
+chain of waiting parts. A run is stopped with an error that names the part if nothing moves (tokens,
+requests, groups, weights, compiled programs), or if tokens are sampled and no group is accepted:
+FLOOD steps' worth of groups were dropped or failed, not counting groups without a signal, which
+have a separate limit (algorithm.max_resampled). Time of a reported outage and time in the caller's
+code do not count; a call within its own time limit is no stall.
 
-The watchdog is a thread of Python's, which stands still with all others while one of them keeps
-Python's lock (a regular expression that backtracks). Then faulthandler's thread, which needs no
-lock, writes the stacks.
+The watchdog is a Python thread, which stops with all others while one of them holds Python's lock
+(such as a regular expression that backtracks). Then faulthandler's thread, which needs no lock,
+writes the stacks.
 """
 
 import faulthandler
@@ -26,54 +26,53 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from jaxrl_async.errors import StalledError
-from jaxrl_async.ports import Clock
+from jaxrl_async.ports.run import Clock
 
 log = logging.getLogger(__name__)
 
 LOCKED = (
-    "no thread of this process ran for %g s: one of them kept Python's lock, as a regular "
-    "expression does that backtracks. Their stacks are written; reward.processes keeps reward "
-    "functions out of this process"
+    "no thread of this process ran for %g s: one of them held Python's lock, as a regular "
+    "expression that backtracks does. The stacks are written; reward.processes runs reward "
+    "functions in other processes"
 )
 WITH_CALLER = (
-    "in the caller's hands for %.0f s: on_step, or the body of the loop over the updates, has not "
+    "in the caller's code for %.0f s: on_step, or the body of the loop over the updates, has not "
     "returned. The run continues when it does"
 )
 FLOOD = 10
-"""As many steps' worth of groups that were dropped or failed, without one that was accepted, are no
-progress."""
+"""Steps' worth of groups dropped or failed, without an accepted one, that count as no progress."""
 LOOKS = 20
-"""Readings of the counters within the time limit."""
+"""Number of readings of the counters within the time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What every part is doing at one moment."""
+    """State of every part at one moment."""
 
     version: int = 0  # of the trainer
-    trainer: str = "waiting for groups"  # what it does
-    trainer_s: float = 0.0  # for how long
+    trainer: str = "waiting for groups"  # its activity
+    trainer_s: float = 0.0  # time in it, seconds
     blocks: int = 0  # decode blocks and prefilled tokens, of all samplers
     requests: int = 0  # given to the samplers and not answered
     living: int = 1  # samplers at work
     accepted: int = 0  # groups trained on, or ready to be
-    rejected: int = 0  # groups dropped but those without a signal, failed or cancelled
+    rejected: int = 0  # groups dropped (except those without a signal), failed or cancelled
     groups_per_step: int = 1
     compiled: int = 0  # programs, in this process
-    with_caller: bool = False  # the caller's own on_step is under way
-    away: bool = False  # a service is away, and that is reported
-    within_limits: bool = False  # a scorer's or environment's call is, and has time left
+    with_caller: bool = False  # the caller's own on_step is running
+    away: bool = False  # an outage of a service is reported
+    within_limits: bool = False  # a call of a scorer or environment is within its time limit
     playing: int = 0  # groups under way in the rollouts
     score_s: float = 0.0  # longest call of the scorer under way; 0: none
     env_s: float = 0.0  # longest reply of an environment under way; 0: none
-    published: int = 0  # version that the samplers were sent last
-    live: int = 0  # version that every sampler draws from
+    published: int = 0  # version sent to the samplers last
+    live: int = 0  # version that every sampler has
     ready: int = 0  # groups finished, waiting for the trainer
     slots_free: int = 0  # groups that the gate may admit
 
     @property
     def progress(self) -> tuple[object, ...]:
-        """What changes whenever any part makes progress."""
+        """Values that change whenever any part makes progress."""
         return (
             self.version,
             self.trainer,
@@ -103,7 +102,7 @@ def culprit(r: Reading) -> tuple[str, str]:
 
 
 def _of_groups(r: Reading, chain: str) -> tuple[str, str]:
-    """Return what holds up the groups that the trainer, or its evaluation, waits for."""
+    """Return the part that delays the groups that the trainer, or its evaluation, waits for."""
     if r.score_s:
         return "scorer", f"{chain} <- a scorer under way for {r.score_s:.0f} s"
     if r.env_s:
@@ -140,24 +139,24 @@ class Watchdog:
 
         Args:
             read: reads every part's counters.
-            limit_s: longest time without progress, seconds; 0: no limit.
+            limit_s: maximum time without progress, seconds; 0: no limit.
             stacks: the file for the threads' stacks.
-            clock: of which suspended time may be left out.
+            clock: may leave out time in which the process was suspended.
         """
         self.limit_s = limit_s  # read at each look
         self._read, self._stacks, self._clock = read, stacks, clock
         self._stopped = threading.Event()
         self._last: tuple[object, ...] | None = None
         self._moved_at = self._looked_at = clock()
-        self._gained_at, self._gained = self._moved_at, (0, 0)  # version, most groups accepted
-        self._rejected = 0  # when that was so
+        self._gained_at, self._gained = self._moved_at, (0, 0)  # version, maximum of accepted
+        self._rejected = 0  # at that time
         self._with_caller_s = 0.0
 
     def run(self) -> None:
         """Read the counters until stopped. Raises StalledError if there is no progress."""
         if not self.limit_s:
             return
-        with self._stacks.open("a", encoding="utf-8") as file:  # behind an earlier run's stacks
+        with self._stacks.open("a", encoding="utf-8") as file:  # after an earlier run's stacks
             try:
                 self._write_if_locked(file)
                 written = os.fstat(file.fileno()).st_size
@@ -173,8 +172,8 @@ class Watchdog:
                 self._stacks.unlink(missing_ok=True)
 
     def _write_if_locked(self, file: TextIO) -> None:
-        """Have the stacks of all threads written unless this is called again within the limit:
-        Python's lock is then kept by one of them."""
+        """Schedule the stacks of all threads to be written unless this is called again within the
+        limit: if it is not, a thread holds Python's lock."""
         faulthandler.dump_traceback_later(self.limit_s, file=file, exit=False)
 
     def stop(self) -> None:
@@ -182,7 +181,7 @@ class Watchdog:
         self._stopped.set()
 
     def look(self) -> None:
-        """Read the counters once. If none has moved for the limit, or groups come and none is
+        """Read the counters once. If none has moved for the limit, or groups arrive and none is
         accepted, write the stacks of all threads and raise StalledError."""
         reading, now = self._read(), self._clock()
         passed_s, self._looked_at = now - self._looked_at, now
@@ -199,8 +198,7 @@ class Watchdog:
             part, why = culprit(reading)
             self._stop(
                 reading,
-                f"no progress for {now - self._moved_at:.0f} s; what stands still is the {part} "
-                f"({why})",
+                f"no progress for {now - self._moved_at:.0f} s; stuck part: {part} ({why})",
                 f"{part}: {why}",
             )
         rejected = reading.rejected - self._rejected
@@ -210,7 +208,7 @@ class Watchdog:
             self._stop(reading, f"no progress for {now - self._gained_at:.0f} s: {why}", why)
 
     def _note_caller(self, reading: Reading, passed_s: float) -> None:
-        """Log that the caller holds the run, each time that it has done so for the limit."""
+        """Log that the caller's code is running, each time that another limit has passed."""
         before_s = self._with_caller_s
         self._with_caller_s = before_s + passed_s if reading.with_caller else 0.0
         if self._with_caller_s // self.limit_s > before_s // self.limit_s:

@@ -1,0 +1,1 @@
+"""The sampler: one thread that decodes as long as there is work."""

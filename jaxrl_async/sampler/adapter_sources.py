@@ -1,8 +1,8 @@
-"""Where the adapters of one sampler get new weights from: a source for each, by name.
+"""The sources of new weights of one sampler's adapters, by name.
 
     source of NAME ──poll──> AdapterChange ──made between two blocks──> live(version)
 
-One that is fed so is swapped alone: the others' requests do not notice.
+Each adapter is swapped separately: the requests of the others are not affected.
 """
 
 import logging
@@ -13,45 +13,57 @@ from threading import Event
 from typing import Any, Protocol
 
 from jaxrl_async.errors import Closed
-from jaxrl_async.ports import WeightSource
-from jaxrl_async.sampler.adapter_change import AdapterChange
+from jaxrl_async.model.spec import Params
+from jaxrl_async.ports.weights import WeightSource
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, PlacedAdapter
-from jaxrl_async.sampler.device.arguments import EngineWeights
 from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.sampler.device.program_arguments import EngineWeights
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class AdapterChange:
+    """One adapter to load, to swap or to unload."""
+
+    name: str
+    params: Params | None  # of adapter_stack.fitted_adapter; None: unload
+    version: int | None = None  # None: the next one
+    probe_logprobs: Any = None  # the trainer's, on the sampler's probe; None: no check
+    compared: bool = False  # see types.VersionedParams
+    done: "Future[PlacedAdapter | None]" = field(default_factory=Future)
+
+
 class StagesChanges(Protocol):
-    """What takes note of changes that are made between two blocks."""
+    """Queues changes that are made between two blocks."""
 
     def stage(self, change: AdapterChange) -> None:
-        """Take note of a change."""
+        """Queue a change."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class AdapterSources:
-    """The sources by name. Used by the sampler's thread; `leave` and `attach` from any."""
+    """The sources by name. Used by the sampler's thread; `leave` and `attach` by any thread."""
 
-    by_name: Mapping[str, WeightSource] = field(default_factory=dict)  # replaced whole
-    staged: set[str] = field(default_factory=set)  # names whose update is not swapped to yet
+    by_name: Mapping[str, WeightSource] = field(default_factory=dict)  # replaced as a whole
+    staged: set[str] = field(default_factory=set)  # names whose update is not swapped in yet
     error: BaseException | None = None  # of an update that could not be used
     wake: Event = field(default_factory=Event)  # a placeholder before `attach`
 
     def add(self, name: str, source: WeightSource) -> None:
-        """Poll a source for an adapter that is loaded."""
+        """Add the source of a loaded adapter."""
         self.by_name = {**self.by_name, name: source}
         source.attach(self.wake)
 
     def attach(self, wake: Event) -> None:
-        """Set this event whenever new weights arrive, now and from sources that are added."""
+        """Set this event whenever new weights arrive, also from sources that are added later."""
         self.wake = wake
         for source in self.by_name.values():
             source.attach(wake)
 
     def poll(self, changes: StagesChanges, *, wait: bool) -> None:
-        """Stage what has arrived, at most one version of each adapter at a time.
+        """Stage new versions that have arrived, at most one of each adapter at a time.
 
         wait: an idle sampler, which finishes transfers first. Raises WeightsError.
         """
@@ -71,30 +83,30 @@ class AdapterSources:
             changes.stage(change)
 
     def check(self) -> None:
-        """Raise what made an update unusable: an adapter that cannot follow its run ends the
-        sampler, as weights that fail the probe do."""
+        """Raise the error that made an update unusable: an adapter that cannot follow its run ends
+        the sampler, as weights that fail the probe do."""
         if self.error is not None:
             raise self.error
 
     def leave(self) -> None:
-        """Have no update wait for this sampler any more. Idempotent."""
+        """Leave all sources: no update waits for this sampler any more. Idempotent."""
         for source in self.by_name.values():
             source.leave()
 
     def rejoined(self) -> "AdapterSources":
-        """Return the sources of the sampler that replaces this one, which has left. A run that has
-        ended has none any more."""
+        """Return the sources of the successor of this sampler, which has left. A run that has ended
+        has no source any more."""
         again: dict[str, WeightSource] = {}
         for name, source in self.by_name.items():
             try:
                 again[name] = source.rejoin()
             except Closed:
-                log.debug("adapter %r is not followed any more: its run has ended", name)
+                log.debug("adapter %r is no longer followed: its run has ended", name)
         return AdapterSources(by_name=again)
 
     def renewed(self, engine: Engine, places: AdapterPlaces, weights: Any) -> EngineWeights:
-        """Return the weights of a sampler that begins, with the newest version of each adapter.
-        Waits for weights in transfer."""
+        """Return the weights of a new sampler, with the newest version of each adapter. Waits for
+        weights in transfer."""
         renewed: EngineWeights = weights
         for name, source in self.by_name.items():
             update = source.poll(wait=True)
@@ -106,7 +118,7 @@ class AdapterSources:
         return renewed
 
     def _told(self, name: str, source: WeightSource) -> Any:
-        """Return what takes note that a change was made, or could not be."""
+        """Return a callback that records whether a change was made."""
 
         def told(done: "Future[PlacedAdapter | None]") -> None:
             self.staged.discard(name)

@@ -2,9 +2,9 @@
 
     caller ──load, unload──> AdapterChange ──between two blocks──> places, stack ──> caller
 
-A change of one adapter touches the requests that name it, and no others: what becomes of them is
-sampler.on_new_weights, as for new weights. An adapter is unloaded once the last request that names
-it is done, and takes no new ones meanwhile: nothing else could finish what it has begun.
+A change of an adapter affects only the requests that name it, as sampler.on_new_weights says for
+new weights. An adapter is unloaded once the last request that names it is done, and takes no new
+requests meanwhile: without it, running requests could not finish.
 """
 
 import logging
@@ -19,12 +19,11 @@ from jaxrl_async.model.lora import Lora
 from jaxrl_async.model.peft import load_peft
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, Params
-from jaxrl_async.ports import WeightSource
-from jaxrl_async.sampler.adapter_change import AdapterChange
-from jaxrl_async.sampler.adapter_sources import AdapterSources
+from jaxrl_async.ports.weights import WeightSource
+from jaxrl_async.sampler.adapter_sources import AdapterChange, AdapterSources
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, PlacedAdapter
 from jaxrl_async.sampler.batch.batch import Batch
-from jaxrl_async.sampler.batch.renewal import drop_adapter, new_adapter, restart, under_way
+from jaxrl_async.sampler.batch.new_weights import drop_adapter, new_adapter, restart, under_way
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.requests import Inbox
 from jaxrl_async.sampler.swap import SwapCheck, SwappedWeights, remake
@@ -33,15 +32,15 @@ from jaxrl_async.types import VersionedParams
 log = logging.getLogger(__name__)
 
 CHANGE_S = 60.0
-"""Longest wait for a change of an adapter, seconds."""
+"""Maximum wait for a change of an adapter, seconds."""
 MOST_NAME = 256
-"""Longest name of an adapter, characters."""
+"""Maximum length of an adapter's name, characters."""
 MOST_VERSION = 2**31 - 2
-"""Largest version of an adapter that is given; tokens' versions are int32."""
+"""Maximum version that a caller may give an adapter; tokens' versions are int32."""
 
 
 class AdapterChanges:
-    """Changes that were asked for and not made yet. Used by the sampler's thread."""
+    """Requested changes that are not made yet. Used by the sampler's thread."""
 
     def __init__(
         self,
@@ -56,16 +55,16 @@ class AdapterChanges:
         self._engine, self._check, self._places = engine, check, places
         self._mode, self._device_lock = mode, device_lock
         self._staged: list[AdapterChange] = []
-        self.probe_error = 0.0  # of the last adapter that was compared on the probe, nats
+        self.probe_error = 0.0  # of the last adapter compared on the probe, nats
 
     @property
     def waiting(self) -> bool:
-        """Whether a change is not made yet."""
+        """Whether a change is pending."""
         return bool(self._staged)
 
     @property
     def held(self) -> frozenset[str]:
-        """Adapters whose new weights wait until what they have begun is done."""
+        """Adapters whose new weights wait until their running requests are done."""
         first = {change.name: change for change in reversed(self._staged)}
         return frozenset(
             name
@@ -74,18 +73,18 @@ class AdapterChanges:
         )
 
     def stage(self, change: AdapterChange) -> None:
-        """Take note of a change."""
+        """Queue a change."""
         if change.params is None and change.name in self._places.loaded:
             self._places.leave(change.name, leaving=True)
         self._staged.append(change)
 
     def checked_probe(self, name: str, logprobs: Any) -> Any:
-        """Return the trainer's log-probs on the probe, or None: there are none. From any thread.
-        Raises ConfigError for others than the probe's."""
+        """Return the trainer's log-probs on the probe, or None if not given. From any thread.
+        Raises ConfigError if they do not fit the probe."""
         return None if logprobs is None else self._check.checked(f"adapter {name!r}", logprobs)
 
     def withdraw(self, change: AdapterChange) -> None:
-        """Forget a change that was not made."""
+        """Drop a change that was not made."""
         if change in self._staged:
             self._staged.remove(change)
             self._drop(change)
@@ -96,9 +95,9 @@ class AdapterChanges:
         Args:
             batch: of the sampler.
             weights: in use.
-            queued: adapters of the requests that were submitted and are not in the batch yet.
+            queued: adapters of submitted requests that are not in the batch yet.
         """
-        blocked: set[str] = set()  # the changes of one adapter are made in their order
+        blocked: set[str] = set()  # changes of one adapter are made in order
         swaps = 0
         for change in list(self._staged):
             if change.name in blocked or not self._may(change, batch, queued):
@@ -112,7 +111,7 @@ class AdapterChanges:
         return swaps
 
     def fail(self, error: BaseException) -> None:
-        """Answer all changes with this error."""
+        """Fail all changes with this error."""
         staged, self._staged = self._staged, []
         for change in staged:
             self._drop(change)
@@ -129,18 +128,18 @@ class AdapterChanges:
         return change.name not in queued and all(s.request.adapter != change.name for s in live)
 
     def _drop(self, change: AdapterChange) -> None:
-        """Forget a change that nobody waits for any more. An adapter that another change is to
-        unload takes no requests still."""
+        """Drop a change whose caller gave up. The adapter takes requests again unless another
+        change will unload it."""
         left = (c for c in self._staged if c.name == change.name and c.params is None)
         if change.params is None and next(left, None) is None:
             self._places.leave(change.name, leaving=False)
 
     def _finish(self, change: AdapterChange, batch: Batch, weights: SwappedWeights) -> int:
-        """Make a change and tell whoever asked; return how many adapters were swapped by it."""
+        """Make a change and answer its caller; return the number of swapped adapters, 0 or 1."""
         swapped = change.params is not None and change.name in self._places.loaded
         try:
             new = self._made(change, batch, weights)
-        except JaxrlError as error:  # it is refused, and nothing has changed
+        except JaxrlError as error:  # refused: nothing has changed
             change.done.set_exception(error)
             return 0
         except BaseException as error:
@@ -202,7 +201,7 @@ class SamplerAdapters:
         self._inbox, self._changes, self._sources = inbox, changes, sources
 
     def loaded(self) -> Mapping[str, int]:
-        """Return the versions of the adapters that requests may name, by name."""
+        """Return the versions, by name, of the adapters that requests may name."""
         leaving = self._places.leaving
         return {n: one.version for n, one in self._places.loaded.items() if n not in leaving}
 
@@ -215,18 +214,18 @@ class SamplerAdapters:
         probe_logprobs: Any = None,
         timeout_s: float = CHANGE_S,
     ) -> int:
-        """Load an adapter between two decode blocks, or swap one that is loaded for a newer
-        version; return its version. Blocks; others decode meanwhile.
+        """Load an adapter between two decode blocks, or swap a loaded one for a newer version;
+        return its version. Blocks; other requests decode meanwhile.
 
         Args:
             name: that requests give as `adapter`.
             adapter: directory that PEFT wrote; a Policy with an adapter; or its Lora and weights.
-            version: of its tokens; None: one more than the last of this name, from 0 on.
-            probe_logprobs: the trainer's on SamplerSettings.probe; None: it is not checked.
-            timeout_s: longest wait for requests that draw with the version before (drain).
+            version: of its tokens; None: the last version of this name plus 1, starting at 0.
+            probe_logprobs: the trainer's on SamplerSettings.probe; None: no check.
+            timeout_s: maximum wait for requests that use the previous version (drain).
 
-        Raises ConfigError and CheckpointError for one that does not fit, WeightsError for one that
-        fails the probe, Closed, and TimeoutError; nothing has changed then.
+        Raises ConfigError and CheckpointError for an adapter that does not fit, WeightsError for
+        one that fails the probe, Closed, and TimeoutError; nothing has changed then.
         """
         _check_name(name)
         _check_version(name, version)
@@ -251,13 +250,13 @@ class SamplerAdapters:
         return done.version
 
     def follow(self, name: str, params: Params, version: int, source: WeightSource) -> None:
-        """Load an adapter as it is sent to samplers, and swap it for what its source brings from
-        now on. Blocks.
+        """Load an adapter in the form that samplers receive, and swap it for the later versions of
+        its source. Blocks.
 
         Args:
             name: that requests give as `adapter`.
-            params: on this sampler's mesh, of the rank and the matrices of its places, B times
-                scale.
+            params: on this sampler's mesh, with the rank and the matrices of its places; B is
+                multiplied by the scale.
             version: of its tokens.
             source: of its later versions, in the same form.
 
@@ -270,11 +269,11 @@ class SamplerAdapters:
         self._inbox.run(lambda: self._sources.add(name, source))
 
     def unload(self, name: str, *, timeout_s: float = CHANGE_S) -> None:
-        """Free an adapter's place once its last request is done; it takes no new ones from now on.
-        Blocks; others decode meanwhile.
+        """Free an adapter's place once its last request is done; it takes no new requests from now
+        on. Blocks; other requests decode meanwhile.
 
-        Raises RolloutError for one that is not loaded, Closed, and TimeoutError: it stays loaded
-        then, and takes requests again.
+        Raises RolloutError for an adapter that is not loaded, Closed, and TimeoutError: it stays
+        loaded then, and takes requests again.
         """
         self._checked_room()
         self._places.find(name, "unload")
@@ -293,7 +292,7 @@ class SamplerAdapters:
         try:
             return change.done.result(timeout_s)
         except TimeoutError:
-            if not change.done.cancel():  # it is being made just now
+            if not change.done.cancel():  # it is being made now
                 return self._made_late(change, timeout_s)
             self._inbox.run(lambda: self._changes.withdraw(change))
             raise TimeoutError(
@@ -303,13 +302,13 @@ class SamplerAdapters:
 
     @staticmethod
     def _made_late(change: AdapterChange, timeout_s: float) -> PlacedAdapter | None:
-        """Wait for a change that the sampler's thread has begun to make."""
+        """Wait for a change that the sampler's thread has started."""
         try:
             return change.done.result(timeout_s)
         except TimeoutError:
             raise TimeoutError(
-                f"adapter {change.name!r}: the sampler has begun to change it, and was not done "
-                f"within {timeout_s:.0f} s: its device may hang. Read `loaded` before you go on."
+                f"adapter {change.name!r}: the sampler started to change it and did not finish "
+                f"within {timeout_s:.0f} s: its device may hang. Read `loaded` before continuing."
             ) from None
 
 
@@ -323,7 +322,7 @@ def _check_version(name: str, version: Any) -> None:
 
 
 def _check_name(name: Any) -> None:
-    """Raise RolloutError unless an adapter may be called so."""
+    """Raise RolloutError unless an adapter may have this name."""
     if not isinstance(name, str) or not name or len(name) > MOST_NAME or not name.isprintable():
         raise RolloutError(
             f"an adapter's name must be 1 to {MOST_NAME} printable characters, not {name!r:.80}."

@@ -1,13 +1,14 @@
-"""What a sampler takes in between two decode blocks: whatever has come, or, in a replay, exactly
-what was recorded at this place. A sampler of several processes does the same in all of them."""
+"""Intake of a sampler between two decode blocks: all that has arrived or, in a replay, exactly what
+was recorded at this point. A sampler of several processes takes in the same in all of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from jaxrl_async.ports import Intake, NotYet, Schedule, WeightSource
+from jaxrl_async.ports.run import Intake, NotYet, Schedule
+from jaxrl_async.ports.weights import WeightSource
 from jaxrl_async.sampler.batch.batch import Batch
-from jaxrl_async.sampler.batch.outcomes import give_up
+from jaxrl_async.sampler.batch.finish import give_up
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Stage
 from jaxrl_async.sampler.requests import Inbox
 from jaxrl_async.types import VersionedParams
@@ -15,16 +16,16 @@ from jaxrl_async.types import VersionedParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """What has been taken in; the batch has the requests already."""
+    """The result of an intake; the requests are in the batch already."""
 
     incoming: Sequence[LiveRequest]
     cancelled: Sequence[Stage]
-    update: VersionedParams | None  # new weights, not swapped to yet
+    update: VersionedParams | None  # new weights, not swapped in yet
     prescribed: bool  # by a recording, which must be asked again soon
 
 
 class TakesIn(Protocol):
-    """Whatever decides what comes into the batch, on the sampler's thread."""
+    """Decides which requests and weights enter the batch. Runs on the sampler's thread."""
 
     def take(self, batch: Batch, *, block: int, idle: bool, wants_weights: bool) -> Taken | NotYet:
         """Queue new requests in the batch, run commands, drop cancelled requests and poll for
@@ -33,29 +34,29 @@ class TakesIn(Protocol):
         Args:
             batch: of the sampler.
             block: number of blocks that the sampler has decoded.
-            idle: nothing else is to do, so polling may wait for a transfer.
-            wants_weights: False while a version waits to be swapped to.
+            idle: there is no other work: polling may wait for a transfer.
+            wants_weights: False while a version waits to be swapped in.
         """
         ...
 
     def stopped(self, live: LiveRequest) -> None:
-        """Take note that a command has taken this request out of the batch."""
+        """Record that a command has taken this request out of the batch."""
         ...
 
 
 class Followers(Protocol):
-    """The other processes of a sampler that runs in several: they do as this one does."""
+    """The other processes of a sampler in several processes; they repeat this one's actions."""
 
     def led(self, receiver: TakesIn) -> TakesIn:
-        """Return a receiver that takes in what this one does, and has the others do the same."""
+        """Return a receiver that takes in what `receiver` does, in all processes."""
         ...
 
     def dismiss(self) -> None:
-        """Tell the others that the sampler is closed. Idempotent."""
+        """Tell the other processes that the sampler is closed. Idempotent."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """End the others: this process's sampler has ended with an error. Idempotent."""
+        """End the other processes after an error of this one's sampler. Idempotent."""
         ...
 
 
@@ -86,9 +87,9 @@ class Receiver:
         self._arrived: VersionedParams | None = None  # polled in a replay, not taken yet
 
     def take(self, batch: Batch, *, block: int, idle: bool, wants_weights: bool) -> Taken | NotYet:
-        """See TakesIn; record all that, too.
+        """Take in as TakesIn describes, and record it.
 
-        Return NotYet in a replay if something recorded has not arrived; then only commands ran.
+        Return NotYet in a replay if a recorded event has not arrived; then only commands ran.
         """
         due = self._schedule.due(self._name, block, bool(batch.placed or batch.queue))
         if isinstance(due, NotYet) or (due is not None and not self._has_come(batch, due)):
@@ -120,10 +121,10 @@ class Receiver:
         )
 
     def stopped(self, live: LiveRequest) -> None:
-        """Do nothing: nobody else has to stop it."""
+        """Do nothing: there are no other processes."""
 
     def _has_come(self, batch: Batch, due: Intake) -> bool:
-        """Return whether everything that was recorded for this moment has arrived."""
+        """Return whether all events that were recorded for this moment have arrived."""
         incoming = {s.request.request_id: s for s in self._inbox.requests()}
         if not incoming.keys() >= {*due.requests}:
             return False
@@ -137,9 +138,8 @@ class Receiver:
 
 
 def _cancelled(batch: Batch) -> list[Stage]:
-    """Return the requests whose callers gave up: all with a slot, and those at the head of
-    the queue, until as many live ones were seen as there are slots: a long queue is not searched
-    in every round."""
+    """Return the requests whose callers gave up: all with a slot, and requests at the head of the
+    queue until as many live ones as slots were seen. A long queue is not searched every round."""
     cancelled: list[Stage] = [s for s in batch.placed.values() if s.owner.gave_up]
     wanted = 0
     for sequence in batch.queue:

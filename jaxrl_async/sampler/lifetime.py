@@ -1,8 +1,8 @@
-"""How long a part with a thread of its own lives: until it is closed, the program ends, or its last
-user has gone. Pure host code.
+"""Lifetime of an object that owns a thread (a *part*): until it is closed, the program ends, or its
+last user has dropped it. Pure host code.
 
-A daemon thread that is still inside a program when the interpreter exits aborts the whole process,
-so open parts are closed before that. A forked process has copies of the parts, but not their
+A daemon thread that is still inside a program when the interpreter exits aborts the whole process.
+Open parts are therefore closed before that. A forked process has copies of the parts, but not their
 threads.
 """
 
@@ -24,7 +24,7 @@ from jaxrl_async.left_threads import leave_behind
 log = logging.getLogger(__name__)
 
 FORGOTTEN_S = 1.0
-"""How often an idle thread checks whether anybody still holds its part, seconds."""
+"""Interval at which an idle thread checks whether its part is still referenced, seconds."""
 
 _OPEN: "weakref.WeakSet[Any]" = weakref.WeakSet()
 os.register_at_fork(after_in_child=_OPEN.clear)
@@ -42,11 +42,11 @@ class Lifetime:
 
         Args:
             part: has close(), which is called when the program ends.
-            step: what the thread does again and again with the part. Returns how long to sleep
-                after it, seconds (0: not at all; infinite: until `wake` is set); None at the end.
+            step: called repeatedly by the thread with the part. Returns the time to sleep after
+                it, seconds (0: no sleep; infinite: until `wake` is set), or None to end the thread.
             name: of the thread.
         """
-        self.lock = threading.RLock()  # guards all below, and what users hand to the thread
+        self.lock = threading.RLock()  # guards all below, and data that users hand to the thread
         self.wake = threading.Event()  # ends the thread's sleep
         self.closed = False
         self.error: BaseException | None = None  # that ended the thread
@@ -66,14 +66,14 @@ class Lifetime:
             self.thread.start()
 
     def rouse(self) -> None:
-        """End the thread's sleep for work that is there now. Until the thread has seen it, the part
-        lives on, also if its last user goes at once."""
+        """Wake the thread for new work. The part stays alive until the thread has seen the work,
+        even if its last user drops it immediately."""
         self._roused = self._part()
         self.wake.set()
 
     def _serve(self) -> None:
-        """Run the thread: call `step(part)` again and again, until it returns None or nothing
-        refers to the part any more. `wake` ends the sleep between two steps."""
+        """Run the thread: call `step(part)` repeatedly, until it returns None or the part is no
+        longer referenced. `wake` ends the sleep between two steps."""
         part, self._roused = self._part(), None
         while part is not None:
             sleep_s = self._step(part)
@@ -89,7 +89,7 @@ class Lifetime:
 
     def stop(self, timeout_s: float | None = None) -> bool:
         """Close, and wait for the thread to end, unless this is the thread. Return False if it has
-        not ended after timeout_s."""
+        not ended within timeout_s."""
         with self.lock:
             self.closed = True
         self.wake.set()
@@ -100,7 +100,7 @@ class Lifetime:
         return not self.thread.is_alive()
 
     def detach(self) -> None:
-        """Close without waiting for the thread, which is dead or hung: it ends if it wakes up."""
+        """Close without waiting for the thread, which is dead or hung; it ends if it wakes up."""
         with self.lock:
             self.closed = True
         self.wake.set()
@@ -111,14 +111,14 @@ class Lifetime:
             self.error, self.closed = error, True
 
     def forget_frames(self) -> None:
-        """Let go of what was being computed when the thread's error was raised, and those before
-        it: they refer to the part, whose arrays must not wait for Python's collector, which does
-        not look at a run's first samplers (garbage.py)."""
+        """Clear the frames of the thread's error and of its causes: they refer to the part, whose
+        arrays must be freed without Python's garbage collector, which does not scan a run's first
+        samplers (garbage.py)."""
         error = self.error
         while error is not None and error.__traceback__ is not None:
             traceback.clear_frames(error.__traceback__)
             for frame, _ in traceback.walk_stack(error.__traceback__.tb_frame):  # its callers
-                with contextlib.suppress(RuntimeError):  # it still runs, to its end
+                with contextlib.suppress(RuntimeError):  # it is still running
                     frame.clear()
             error.__traceback__ = None
             error = error.__cause__ or error.__context__
@@ -130,7 +130,7 @@ class Lifetime:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a fork of the one that the thread runs in."""
+        """Whether this process is a fork of the thread's process."""
         return os.getpid() != self._pid
 
     def check_open(self, closed: str) -> None:
@@ -145,19 +145,19 @@ class Lifetime:
         """Raise RolloutError in a forked process, where the thread does not exist."""
         if self.is_forked:
             raise RolloutError(
-                f"this {self._kind} was made in process {self._pid}, and its thread is there: "
-                f"process {os.getpid()}, a fork of it, would wait for ever. Make a {self._kind} in "
+                f"this {self._kind} and its thread belong to process {self._pid}: "
+                f"process {os.getpid()}, a fork of it, would wait forever. Make a {self._kind} in "
                 "each process, and start processes with multiprocessing's 'spawn'."
             )
 
     def check_waits(self) -> None:
-        """Raise RolloutError where waiting for the thread would never end: on the thread itself, or
+        """Raise RolloutError where a wait for the thread would never end: on the thread itself, or
         in a forked process."""
         self.check_process()
         if self.is_current:
             raise RolloutError(
                 f"a callback of a request waits for the {self._kind} on whose own thread it runs: "
-                "it would wait for ever. Use start_many, which does not wait, or another thread."
+                "it would wait forever. Use start_many, which does not wait, or another thread."
             )
 
 
@@ -180,8 +180,8 @@ class Living:
         raise NotImplementedError
 
     def check_waits(self) -> None:
-        """Raise RolloutError where waiting for this part would never end: on its own thread, or in
-        a forked process."""
+        """Raise RolloutError where a wait for this part would never end: on its own thread, or in a
+        forked process."""
         self.lifetime.check_waits()
 
     def __enter__(self) -> Self:
@@ -192,14 +192,14 @@ class Living:
 
 
 def close_side_by_side(parts: Sequence[Any], limit_s: float) -> None:
-    """Call `close()` of all parts at once, each on a thread of its own; wait limit_s seconds for
-    all of them together, and log how many are left to themselves then."""
+    """Call `close()` of all parts concurrently, each on a separate thread. Wait at most limit_s
+    seconds for all of them together, and log the number that are not closed then."""
     threads = []
     for part in parts:
         thread = threading.Thread(target=part.close, name="close", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the interpreter is ending, and starts no thread any more
+        except RuntimeError:  # the interpreter is shutting down and starts no thread
             part.close()
         else:
             threads.append(thread)
@@ -211,15 +211,15 @@ def close_side_by_side(parts: Sequence[Any], limit_s: float) -> None:
 
 
 def close_at_exit(part: Any) -> None:
-    """Have `part.close()` called when the program ends; do not keep the part alive."""
+    """Call `part.close()` when the program ends, without keeping the part alive."""
     if not _OPEN:
         atexit.unregister(_close_all)
-        atexit.register(_close_all)  # after jax's own: what was registered last is called first
+        atexit.register(_close_all)  # runs before jax's: the last one registered is called first
     _OPEN.add(part)
 
 
 def _close_all() -> None:
-    """Close all parts that are open."""
+    """Close all open parts."""
     for part in list(_OPEN):
         try:
             part.close()

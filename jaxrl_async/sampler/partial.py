@@ -1,4 +1,4 @@
-"""A running request as data: saved, moved to another slot, sampler or process, and resumed.
+"""A running request as data, to save, to move to another slot, sampler or process, and to resume.
 
 Random numbers are keyed by identity (seed, key, branch, position), so nothing else is needed to
 continue with the same tokens. The KV is a shortcut, used only with the weights that made it.
@@ -22,7 +22,7 @@ def save_partial(partial: Partial, path: str | Path) -> None:
 
 
 def load_partial(path: str | Path) -> Partial:
-    """Read a file that save_partial wrote. Raises RolloutError if it is anything else."""
+    """Read a file that save_partial wrote. Raises RolloutError for any other file."""
     try:
         partial = loads(np.fromfile(path, np.uint8))
     except (OSError, ValueError) as error:
@@ -35,9 +35,9 @@ def load_partial(path: str | Path) -> Partial:
 
 
 def branches(partial: Partial, count: int) -> list[Partial]:
-    """Return `count` continuations of one prefix, which draw different tokens from here on.
+    """Return `count` continuations of one prefix, which sample different tokens from here on.
 
-    They share the tokens drawn before; each is a request of its own, with the ids `.../b1`, ...
+    They share the tokens so far. Each is a separate request, with the ids `.../b1`, `.../b2`, ...
     """
     first = _first_branch(partial)
     return [
@@ -54,8 +54,8 @@ def branches(partial: Partial, count: int) -> list[Partial]:
 
 
 def _first_branch(partial: Partial) -> int:
-    """Return the number of a fork's first branch: a hash of the branch that forks and its length,
-    so that forks of forks get different numbers (among n forks two are equal with probability
+    """Return the number of a fork's first branch: a hash of the forked branch and its length. Forks
+    of forks therefore get different numbers (among n forks, two are equal with probability
     n^2 / 2^32)."""
     fork_point = f"{partial.request.branch}/{len(partial.token_ids)}".encode()
     return int.from_bytes(hashlib.blake2b(fork_point, digest_size=4).digest())

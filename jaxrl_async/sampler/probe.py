@@ -1,8 +1,8 @@
 """A probe: tokens on which a sampler's log-probs are compared with the trainer's. Pure host code.
 
-Both compute the same function by different programs: their numbers differ by rounding, and that
-says nothing of the weights. What says something is how many tokens differ, and by how much of
-their log-prob. Measured with SmolLM2-135M-Instruct (30 layers) on 16 to 64 tokens of a prompt, as
+Both compute the same function by different programs, so their numbers differ by rounding even with
+equal weights. Unequal weights show in the number of tokens that differ, and in the size of the
+differences. Measured with SmolLM2-135M-Instruct (30 layers) on 16 to 64 tokens of a prompt, as
 shares of 1 + |log-prob|, largest and median:
 
     float32, two programs                       0.00002     0.000002
@@ -13,10 +13,10 @@ shares of 1 + |log-prob|, largest and median:
     one kind of matrix, of all layers, flipped  4 to 30     0.25 to 6
     two neighbouring layers swapped             0.6         0.1
 
-A fault begins beyond all rounding, at 30 layers above a median share of 0.01 in float32 (0.033 on
-NVIDIA), 0.164 in bfloat16 and in float32 on TPUs, 0.41 with int8, 0.82 with float8. So a flipped
-kind of matrix is always found down to bfloat16, in 8 bits only if it changes much, and swapped
-neighbours in float32 alone. The rest is for checksums.
+A fault is a difference beyond all rounding: with 30 layers, a median share above 0.01 in float32
+(0.033 on NVIDIA), 0.164 in bfloat16 and in float32 on TPUs, 0.41 with int8, 0.82 with float8. A
+flipped kind of matrix is therefore always found down to bfloat16, and in 8 bits only if it changes
+much; swapped neighbours are found in float32 only. Checksums find the rest.
 """
 
 import logging
@@ -29,34 +29,34 @@ from jaxrl_async.errors import WeightsError
 from jaxrl_async.types import FloatArray, IntArray
 
 LENGTH = 32
-"""Tokens of a probe."""
+"""Length of a probe, tokens."""
 LEAST_NATS = 5e-3
-"""Differences below this are never told, nats. The first tokens of a text have hidden states of
-thousands in some models: SmolLM2's second token differs by 0.0015 nats in float32, where the median
-is 0.00001."""
+"""Differences below this are never reported, nats. In some models the first tokens of a text have
+hidden states in the thousands: SmolLM2's second token differs by 0.0015 nats in float32, where the
+median is 0.00001."""
 FLOAT32 = 1e-5
-"""Rounding of a log-prob, as a share of 1 + |log-prob| and for each square root of a layer."""
+"""Rounding of a log-prob, as a share of 1 + |log-prob|, times the square root of the layers."""
 TENSOR_FLOAT32 = 4e-3
-"""The same where products of float32 are rounded to 10 bits (NVIDIA, by default)."""
+"""The same for float32 products that are rounded to 10 bits (NVIDIA, by default)."""
 BFLOAT16 = 2e-2
-"""The same in bfloat16, which TPUs multiply float32 in, too, by default."""
+"""The same in bfloat16, in which TPUs also multiply float32 by default."""
 ROUNDED_TO = {"int8": 5e-2, "float8_e4m3fn": 1e-1}
-"""The same where matrices are in 8 bits."""
+"""The same for matrices in 8 bits."""
 FAULT = 1.5
-"""Share of the largest rounding beyond which half of the tokens are if the weights are wrong."""
+"""Multiple of the maximum rounding that more than half of the tokens exceed in a fault."""
 LEAST_FAULT = 0.01
-"""The least of it, as a share of 1 + |log-prob|."""
+"""Minimum of that bound, as a share of 1 + |log-prob|."""
 
 log = logging.getLogger(__name__)
 
 
 def probe_tokens(prompts: Sequence[IntArray], vocab: int) -> IntArray:
-    """Return the sequence that trainer and samplers compare log-probs on: the beginning of the
-    first prompts, over again if they are shorter. Without prompts of text alone (ids of images are
-    beyond the vocabulary), tokens from all over it.
+    """Return the sequence on which trainer and samplers compare log-probs, [LENGTH] int32.
 
-    [LENGTH] int32. A run generates text. Log-probs of tokens in no order are so low (-20 to -60
-    nats) that rounding alone changes them by thousandths.
+    It is the beginning of the first text prompts, repeated if they are shorter. Without prompts of
+    pure text (ids of images are beyond the vocabulary), tokens from the whole vocabulary. Text is
+    preferred because log-probs of unordered tokens are so low (-20 to -60 nats) that rounding alone
+    changes them by thousandths.
     """
     texts = [ids for ids in prompts if len(ids) and ids.min() >= 0 and ids.max() < vocab]
     if not texts:
@@ -65,13 +65,13 @@ def probe_tokens(prompts: Sequence[IntArray], vocab: int) -> IntArray:
 
 
 def rounding_share(*, dtype: str, rounded_to: str | None, platform: str, layers: int) -> float:
-    """Return by what share of 1 + |log-prob| rounding may change a token's log-prob.
+    """Return the share of 1 + |log-prob| by which rounding may change a token's log-prob.
 
-    Roundings of layers add up like independent errors: with the square root of their number.
+    Roundings of layers add up like independent errors, with the square root of their number.
 
     Args:
         dtype: the narrower type that a side computes in.
-        rounded_to: the type of 8 bits of the sampler's matrices or products; None: neither is.
+        rounded_to: the 8-bit type of the sampler's matrices or products; None: no 8-bit type.
         platform: of the devices, as JAX calls it.
         layers: of the model.
     """
@@ -88,28 +88,28 @@ class Probe:
 
     token_ids: IntArray  # [probe] int32
     rounding: float = FLOAT32  # of a log-prob, as a share of 1 + |log-prob|: rounding_share
-    tolerance: float | None = None  # largest difference that is not told, nats; None: `rounding`
-    as_trained: bool = False  # whether the sampler is sent the trainer's weights as they are: then
-    # their checksums prove what a probe can only make likely
+    tolerance: float | None = None  # maximum unreported difference, nats; None: `rounding`
+    as_trained: bool = False  # the sampler receives the trainer's weights unchanged: then
+    # checksums prove what a probe only makes likely
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How far two sides' log-probs on a probe are apart."""
+    """The difference of two sides' log-probs on a probe."""
 
     largest: float  # nats
     median: float  # nats
-    limit: float  # what the token that is farthest beyond its own may differ by, nats
+    limit: float  # limit of the token that exceeds its limit the most, nats
     is_more: bool  # whether any token differs by more than its limit
-    is_fault: bool  # whether no rounding explains it: the weights, or the programs, are others
+    is_fault: bool  # whether rounding cannot explain it: weights or programs differ
 
 
 def difference(probe: Probe, sampler: FloatArray, trainer: FloatArray) -> Difference:
     """Compare the log-probs of a probe's tokens but the first, [probe - 1] each, in nats.
 
-    Each token has a separate limit: one of -60 nats is rounded by more than one of -1. A fault is
-    a difference beyond all rounding of more than half of the tokens, or a number that is not finite
-    on one side.
+    Each token has a separate limit: a log-prob of -60 nats is rounded by more than one of -1. A
+    fault is a difference beyond all rounding of more than half of the tokens, or a number that is
+    not finite on one side.
     """
     if not (np.isfinite(sampler).all() and np.isfinite(trainer).all()):
         nan = float("nan")
@@ -130,16 +130,16 @@ def difference(probe: Probe, sampler: FloatArray, trainer: FloatArray) -> Differ
 
 
 class ProbeJudge:
-    """Decides on new weights of one sampler by their probe: takes them, and says so where they
-    differ by more than rounding explains, or refuses them. Used by one thread."""
+    """Accepts or refuses new weights of one sampler by their probe; logs accepted weights that
+    differ by more than rounding explains. Used by one thread."""
 
     def __init__(self, probe: Probe, whose: str, advice: str) -> None:
-        """Judge none yet.
+        """Start without a judgement.
 
         Args:
-            probe: the tokens, and what is expected of them.
-            whose: log-probs are compared with the trainer's, for messages.
-            advice: what to look at where they differ.
+            probe: the tokens, and the expected rounding.
+            whose: owner of the compared log-probs, for messages.
+            advice: what to check if they differ, for messages.
         """
         self.probe = probe
         self._whose, self._advice, self._times = whose, advice, 0
@@ -150,15 +150,15 @@ class ProbeJudge:
         """Return the largest difference, nats. Raises WeightsError for numbers that are not finite,
         and for a fault, unless checksums have proved that the weights are the trainer's own.
 
-        compared: whether every array has the checksum of what was sent.
+        compared: whether every array has the checksum of the array that was sent.
         """
         found = difference(self.probe, sampler, trainer)
         if not np.isfinite(trainer).all():
             raise WeightsError(
                 f"weights of version {version}: the trainer's own log-probs on the probe are not "
-                "finite. These weights give NaN wherever they are: neither the transfer nor the "
-                "sampler is the cause. The run began with them (model.path), or a checkpoint that "
-                "it was resumed from has them: take another one, and lower "
+                "finite. These weights give NaN on every device: neither the transfer nor the "
+                "sampler is the cause. The run started with them (model.path), or resumed from a "
+                "checkpoint that has them: take another one, and lower "
                 "algorithm.learning_rate."
             )
         if not np.isfinite(found.largest):
@@ -177,13 +177,13 @@ class ProbeJudge:
         return found.largest
 
     def _tell(self, version: int, found: Difference) -> None:
-        """Log a difference: the first one, then the 2nd, 4th, 8th and so on."""
+        """Log a difference: the 1st, 2nd, 4th, 8th, and so on."""
         self._times += 1
         if self._times & (self._times - 1):
             return
         proved = (
-            "the weights have arrived as they were sent (checksums): one of the two programs "
-            "computes something else"
+            "the weights arrived unchanged (checksums): the two programs compute different "
+            "functions"
             if found.is_fault
             else "the run continues, and mismatch/* shows what the difference does to its tokens"
         )

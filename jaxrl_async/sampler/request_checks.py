@@ -1,8 +1,8 @@
-"""Requests checked at submit: from a request as it came to one that a sampler can serve. Pure host
-code.
+"""Checks of requests at submit: from a request as it arrives to one that a sampler can serve. Pure
+host code.
 
-Everything is checked on the caller's thread. What passes is a copy in exactly the types that the
-sampler works with: nothing that the caller does to its arrays later reaches the sampler's thread.
+All checks run on the caller's thread. The result is a copy in exactly the types that the sampler
+uses: later changes of the caller's arrays do not reach the sampler's thread.
 """
 
 import math
@@ -15,18 +15,24 @@ import numpy as np
 from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
-from jaxrl_async.types import IntArray, KeptTokens, Partial, Request, SamplingParams
+from jaxrl_async.types import (
+    MAX_STOP_TOKENS,
+    IntArray,
+    KeptTokens,
+    Partial,
+    Request,
+    SamplingParams,
+    TokenRecord,
+)
 
-MAX_STOP_TOKENS = 8
-"""Most stop tokens of one request."""
 LEAST_TEMPERATURE = 1e-6
-"""Lowest temperature above 0 (greedy): below it, logits over temperature leave float32's range."""
+"""Minimum temperature above 0 (greedy): below it, logits / temperature exceed float32's range."""
 LARGEST = float(np.finfo(np.float32).max)
-"""Largest number of float32, which the device works with."""
+"""Maximum of float32, the type on the device."""
 INT32_END = 2**31
-"""One more than the largest int32: keys, branches and counts stay below it."""
+"""The maximum of int32 plus 1: keys, branches and counts are below it."""
 FRESH = -1
-"""First number of the keys that requests without one get: no prompt has it."""
+"""First number of the keys that requests without a key get; no prompt has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +50,8 @@ class Room:
 
 
 class RequestCheck:
-    """Checks requests where they come in, whichever sampler will serve them, and gives those
-    without a key a fresh one."""
+    """Checks requests on arrival, for any sampler that will serve them, and gives requests without
+    a key a fresh one."""
 
     def __init__(
         self, room: Room, fresh_keys: Iterator[int], adapters: AdapterPlaces | None = None
@@ -54,15 +60,15 @@ class RequestCheck:
 
         Args:
             room: the sampler's limits.
-            fresh_keys: numbers for requests that come without a key.
-            adapters: that requests may name; None: they may name none.
+            fresh_keys: numbers for requests without a key.
+            adapters: that requests may name; None: no adapters.
         """
         self.room, self._keys = room, fresh_keys
         self._adapters = AdapterPlaces() if adapters is None else adapters
 
     def checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
-        """Return the requests as a sampler will serve them. Raises RolloutError for one that cannot
-        be served, which names the field."""
+        """Return the requests as a sampler will serve them. Raises RolloutError, which names the
+        field, for a request that cannot be served."""
         return [self._checked(r) for r in requests]
 
     def _checked(self, given: Request | Partial) -> Request | Partial:
@@ -90,7 +96,7 @@ def checked_request(request: Request | Partial, room: Room, *, answer_fits: bool
     field.
 
     Args:
-        request: as it came.
+        request: as it arrived.
         room: the sampler's limits.
         answer_fits: also require prompt and answer together to fit in room.max_length.
     """
@@ -130,7 +136,7 @@ def checked_request(request: Request | Partial, room: Room, *, answer_fits: bool
 
 
 def num_wanted(request: Request) -> int:
-    """Return how many tokens a request asks for at most."""
+    """Return the maximum number of tokens that a request asks for."""
     return request.max_new_tokens if request.forced_length is None else request.forced_length
 
 
@@ -145,14 +151,16 @@ def checked_partial(saved: Partial, room: Room) -> Partial:
             "would not continue with the same tokens. Give this sampler that seed."
         )
     if request.key is None:
-        raise RolloutError(f"{name}: key is None, but what it drew depends on one. Give that key.")
+        raise RolloutError(
+            f"{name}: key is None, but its sampled tokens depend on one. Give that key."
+        )
     drawn = checked_ids(saved.token_ids, room.vocab)
     if isinstance(drawn, str):
         raise RolloutError(f"{name}: token_ids {drawn}. Give what a sampler saved.")
     count, wanted = len(drawn), num_wanted(request)
     if count >= wanted:
         raise RolloutError(
-            f"{name} has drawn {count} tokens, and may draw {wanted} (max_new_tokens): nothing is "
+            f"{name} has {count} sampled tokens of at most {wanted} (max_new_tokens): nothing is "
             "left to do. Raise its max_new_tokens."
         )
     columns = {
@@ -219,7 +227,7 @@ def _prompt(request: Request, room: Room) -> IntArray:
     if not len(ids):
         raise RolloutError(
             f"request {request.request_id!r}: token_ids is empty, and there is nothing to continue "
-            "from. Give at least one token: the one that the model begins a text with."
+            "from. Give at least one token, such as the model's BOS token."
         )
     return ids
 
@@ -316,13 +324,13 @@ def _row(values: Any, count: int, dtype: type) -> Any:
     return values.astype(dtype)
 
 
-def check_masks(name: str, saved: Partial, request: Request, count: int) -> None:
-    """Raise RolloutError unless the columns that `extras` asks for cover every drawn token."""
+def check_masks(name: str, saved: TokenRecord, request: Request, count: int) -> None:
+    """Raise RolloutError unless the columns that `extras` asks for cover every sampled token."""
     kept = saved.kept
-    if request.extras and count and (saved.full_logprobs is None or kept is None):
+    if request.extras and count and not saved.has_extras:
         raise RolloutError(
-            f"{name}: it asks for extras, but full_logprobs and kept of what it drew were not "
-            "saved. Resume it without extras, or begin it again."
+            f"{name}: it asks for extras, but full_logprobs and kept of its tokens were not "
+            "saved. Resume it without extras, or start it again."
         )
     if kept is None:
         return
@@ -366,7 +374,7 @@ def _check_kv(name: str, saved: Partial, tokens: int, room: Room) -> None:
         )
 
 
-def check_expert_ids(name: str, saved: Partial, tokens: int, room: Room) -> None:
+def check_expert_ids(name: str, saved: TokenRecord, tokens: int, room: Room) -> None:
     """Raise RolloutError unless the saved experts are experts of this sampler's model, for every
     token but the last, which no expert has processed."""
     ids: Any = saved.expert_ids

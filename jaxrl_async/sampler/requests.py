@@ -14,12 +14,12 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_async.ports import Clock
+from jaxrl_async.ports.run import Clock
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
-from jaxrl_async.sampler.batch.sequence import LiveRequest, Output, Stage
+from jaxrl_async.sampler.batch.sequence import LiveRequest, Stage
 from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.request_checks import RequestCheck, Room, num_wanted
-from jaxrl_async.types import Completion, Partial, Request, StopReason
+from jaxrl_async.types import Completion, Partial, Request, StopReason, TokenRecord
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ AnyFuture = Any
 
 @dataclass(slots=True, kw_only=True)
 class Waiter:
-    """The caller that waits for a request, and the moments that its Completion reports."""
+    """The caller that waits for a request, and the times that its Completion reports."""
 
     queued_at: float
     future: AnyFuture
@@ -47,8 +47,8 @@ class Waiter:
 
 
 class Inbox:
-    """What other threads ask of the sampler's thread: requests, and commands to run between two
-    blocks."""
+    """Requests, and commands to run between two blocks, from other threads for the sampler's
+    thread."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Inbox:
 
     def checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
         """Return the requests as the sampler will serve them; requests without a key get a fresh
-        one. Raises RolloutError for one that cannot be served, which names the field."""
+        one. Raises RolloutError, which names the field, for a request that cannot be served."""
         return self._check.checked(requests)
 
     def submit(
@@ -77,13 +77,13 @@ class Inbox:
         futures: Sequence[AnyFuture],
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """Queue all requests at once, in this order, and start the thread. Raises RolloutError as
-        `checked`, the error that ended the thread, and Closed.
+        """Queue all requests together, in this order, and start the thread. Raises RolloutError as
+        `checked` does, the error that ended the thread, and Closed.
 
         Args:
             requests: a Partial continues where it was saved.
             futures: one for each request.
-            loop: that the futures belong to; None: threads wait for them.
+            loop: the futures' event loop; None: threads wait for them.
         """
         self._lifetime.check_process()
         now = self._clock()
@@ -94,14 +94,14 @@ class Inbox:
         self._lifetime.start()
         with self._lifetime.lock:
             self._lifetime.check_open(CLOSED)
-            for one in live:  # again: an adapter that is unloaded since is not waited for
+            for one in live:  # again: its adapter may have been unloaded since
                 self._check.check_adapter(one.request)
             self._requests.extend(live)
         self._lifetime.rouse()
 
     def run(self, command: Callable[[], Any]) -> Any:
-        """Run a command on the sampler's thread between two blocks; return its result or raise what
-        it raises. Blocks."""
+        """Run a command on the sampler's thread between two blocks; return its result or raise its
+        exception. Blocks."""
         self._lifetime.check_waits()
         future: Future[Any] = Future()
         self._lifetime.start()
@@ -122,8 +122,8 @@ class Inbox:
             return list(self._requests)
 
     def take(self, request_ids: Sequence[str] | None = None) -> list[LiveRequest]:
-        """Remove and return the queued requests: all, or those with these ids, in the order of the
-        ids."""
+        """Remove and return the queued requests: all of them, or the ones with these ids, in the
+        order of the ids."""
         with self._lifetime.lock:
             queued, self._requests = self._requests, []
             if request_ids is None:
@@ -153,7 +153,7 @@ class Inbox:
 
 
 def live_request(given: Request | Partial, waiter: Waiter) -> LiveRequest:
-    """Return a checked request as the batch takes it."""
+    """Return a checked request in the form that the batch takes."""
     saved = given if isinstance(given, Partial) else None
     request = given.request if isinstance(given, Partial) else given
     return LiveRequest(request=request, max_new=num_wanted(request), owner=waiter, partial=saved)
@@ -162,7 +162,7 @@ def live_request(given: Request | Partial, waiter: Waiter) -> LiveRequest:
 # ---- answers
 
 
-def completion_of(stage: Stage, output: Output, now: float) -> Completion:
+def completion_of(stage: Stage, output: TokenRecord, now: float) -> Completion:
     """Return the answer to a request, given its tokens so far and the time."""
     tokens, request, waiter = output.token_ids, stage.request, stage.owner
     stopped = (
@@ -174,16 +174,11 @@ def completion_of(stage: Stage, output: Output, now: float) -> Completion:
     started = now if waiter.started_at is None else waiter.started_at
     return Completion(
         request_id=request.request_id,
-        token_ids=tokens,
-        logprobs=output.logprobs,
-        versions=output.versions,
         stop=StopReason.EOS if stopped else StopReason.LENGTH,
         queued_s=started - waiter.queued_at,
         first_token_s=first - waiter.queued_at,
         latency_s=now - waiter.queued_at,
-        full_logprobs=output.full_logprobs,
-        kept=output.kept,
-        expert_ids=output.expert_ids,
+        **output.columns,
     )
 
 
@@ -196,7 +191,7 @@ def resolve(answers: Sequence[tuple[Waiter, Completion | BaseException]]) -> Non
         if loop is None:
             _set_futures(of_loop)
         else:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and its tasks with it
+            with contextlib.suppress(RuntimeError):  # the loop and its tasks are closed
                 loop.call_soon_threadsafe(_set_futures, of_loop)
 
 
@@ -210,7 +205,7 @@ def _set_futures(answers: Sequence[tuple[AnyFuture, Completion | BaseException]]
                 future.set_exception(answer)
             else:
                 future.set_result(answer)
-        except InvalidStateError:  # cancelled just now, by another thread
+        except InvalidStateError:  # another thread cancelled it just now
             pass
         except BaseException as error:  # from a callback: SystemExit and the like
             log.error("a callback of a request raised: %r", error, exc_info=error)
@@ -218,7 +213,7 @@ def _set_futures(answers: Sequence[tuple[AnyFuture, Completion | BaseException]]
 
 @contextlib.contextmanager
 def cancelled_on_error(futures: list[Future[Any]]) -> Iterator[list[Future[Any]]]:
-    """Cancel these futures if the block ends by an exception, so that no slot serves them."""
+    """Cancel these futures if the block raises: no slot serves them then."""
     try:
         yield futures
     except BaseException:

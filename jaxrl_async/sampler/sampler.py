@@ -5,11 +5,10 @@
         WeightSource.poll ──between two blocks────┘      v
                                           host work while the next block runs
 
-Sampler is what other threads use; DecodeLoop is the thread's side, one round for each block. What
-happens on the device, and to whom, is decided in batch/batch.py; what is taken in, in intake.py;
-the swap of weights is in swap.py. Only the sampler's thread changes the batch, and only under
-`DecodeLoop.changing`; it lets go of that lock while it waits for a block: then any thread may read
-the batch (`progress`).
+Other threads use Sampler; DecodeLoop is the thread's side, one round for each block. batch.py
+decides what runs on the device, intake.py what is taken in, and swap.py swaps weights. Only the
+sampler's thread changes the batch, and only under `DecodeLoop.changing`. It releases that lock
+while it waits for a block, when any thread may read the batch (`progress`).
 """
 
 import asyncio
@@ -31,15 +30,16 @@ from jaxrl_async.mesh import spans_processes
 from jaxrl_async.metrics.spans import add_span, span
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, Params
-from jaxrl_async.ports import FIXED_WEIGHTS, FixedWeights, NotYet, WeightSource
+from jaxrl_async.ports.run import NotYet
+from jaxrl_async.ports.weights import FIXED_WEIGHTS, FixedWeights, WeightSource
 from jaxrl_async.sampler.adapter_sources import AdapterSources
 from jaxrl_async.sampler.adapters import AdapterChanges, SamplerAdapters
 from jaxrl_async.sampler.batch.batch import Batch
-from jaxrl_async.sampler.batch.outcomes import ended, request_as_data
-from jaxrl_async.sampler.batch.renewal import new_version
-from jaxrl_async.sampler.batch.sequence import Output, Running, Stage, live_of
-from jaxrl_async.sampler.compiling import CompilingAhead
-from jaxrl_async.sampler.device.arguments import Block
+from jaxrl_async.sampler.batch.finish import ended, request_as_data
+from jaxrl_async.sampler.batch.new_weights import new_version
+from jaxrl_async.sampler.batch.sequence import Running, Stage, live_of
+from jaxrl_async.sampler.compile_ahead import CompilingAhead
+from jaxrl_async.sampler.device.program_arguments import Block
 from jaxrl_async.sampler.intake import NO_FOLLOWERS, Receiver, TakesIn
 from jaxrl_async.sampler.lifetime import Lifetime, Living
 from jaxrl_async.sampler.partial import branches
@@ -54,25 +54,32 @@ from jaxrl_async.sampler.requests import (
 from jaxrl_async.sampler.setup import SamplerSettings, SamplerSetup, set_up
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.sampler.swap import SwapCheck, SwappedWeights
-from jaxrl_async.types import Completion, Partial, Request, StopReason, VersionedParams
+from jaxrl_async.types import (
+    Completion,
+    Partial,
+    Request,
+    StopReason,
+    TokenRecord,
+    VersionedParams,
+)
 
 log = logging.getLogger(__name__)
 
 PROGRESS_S = 30.0
-"""Longest wait of `progress` for a moment when the batch does not change, seconds."""
+"""Maximum wait of `progress` for a moment when the batch does not change, seconds."""
 LEAST_WAIT_S = 0.1
-"""How often `progress` checks whether the sampler was abandoned meanwhile, seconds."""
+"""Interval at which `progress` checks whether the sampler was abandoned, seconds."""
 LOOK_S = 0.002
-"""How often a replay checks whether what was recorded has come, seconds."""
+"""Interval at which a replay checks whether the recorded events have arrived, seconds."""
 CLOSE_S = 60.0
-"""Longest wait for the thread to end, seconds; one that hangs is left alone."""
+"""Maximum wait for the thread to end, seconds; a thread that hangs is left running."""
 
 
 class Sampler(Living):
     """Continuous batching over slots and pages. Thread safe: submit from anywhere.
 
     A context manager: leaving it closes it. A sampler without references ends once its requests are
-    done; one that is still open when the program ends is closed.
+    done; an open sampler is closed when the program ends.
     """
 
     has_logprobs: bool = True  # see ports.Replica
@@ -95,14 +102,14 @@ class Sampler(Living):
 
         Args:
             policy: a Policy, or its spec and parameters.
-            section: the settings of `sampler` in a configuration. None: any prompt and answer up to
-                LONGEST tokens together, or to what the model was made for, in as much KV memory as
-                the section's defaults take.
+            section: the settings of `sampler` in a configuration. None: any prompt and answer of up
+                to LONGEST tokens together, or the model's maximum if that is less, in the KV memory
+                of the section's defaults.
             mesh: None takes the default device.
             seed: of all random numbers, 32 bits.
-            weights: where new weights come from.
+            weights: source of new weights.
             version: of the policy's weights.
-            settings: all else.
+            settings: all other settings.
         """
         setup, params = set_up(policy, section, mesh, seed, settings)
         self._begin(setup, setup.engine.prepare(params), version, weights)
@@ -116,7 +123,7 @@ class Sampler(Living):
         weights: WeightSource,
         sources: AdapterSources | None = None,
     ) -> "Sampler":
-        """Return a sampler that begins with weights that are prepared (Engine.prepare) already.
+        """Return a sampler that starts with prepared weights (Engine.prepare).
 
         sources: of its adapters' new weights.
         """
@@ -135,12 +142,12 @@ class Sampler(Living):
         if spans_processes(setup.engine.spec.mesh) and setup.settings.followers is NO_FOLLOWERS:
             raise ConfigError(
                 "a sampler whose mesh spans several processes needs followers in the others, which "
-                "do as it does: see sampler/remote/leading.py."
+                "repeat its actions: see remote/sampler/leader.py."
             )
         if setup.settings.adapters is not None and not isinstance(weights, FixedWeights):
             raise ConfigError(
                 "a sampler with places for adapters (SamplerSettings.adapters) has a base that "
-                "never changes: leave `weights` out, and load adapters by name."
+                "never changes. Leave `weights` out, and load adapters by name."
             )
         sources = sources or AdapterSources()
         self.setup, self.engine, self.section = setup, setup.engine, setup.section
@@ -159,7 +166,7 @@ class Sampler(Living):
             self.loop.changes,
             sources,
         )
-        # of a successor that could not be made yet
+        # sources of a successor that could not be made yet
         self._rejoined: tuple[WeightSource, AdapterSources] | None = None
         weights.attach(self.lifetime.wake)
         sources.attach(self.lifetime.wake)
@@ -171,14 +178,14 @@ class Sampler(Living):
 
     @property
     def version(self) -> int:
-        """Version of the weights that it draws from."""
+        """Version of the weights in use."""
         return self.loop.weights.version
 
     def stats(self) -> SamplerStats:
         """Return a consistent reading of the statistics."""
         return self.loop.stats
 
-    # ---- its life
+    # ---- lifetime
 
     def close(self) -> None:
         """Stop at the next block boundary; requests that are not done fail with Closed.
@@ -188,13 +195,13 @@ class Sampler(Living):
         if not self.lifetime.stop(CLOSE_S):
             name = self.setup.settings.name
             log.error("the thread of %s did not end within %.0f s", name, CLOSE_S)
-        if not self.lifetime.is_current:  # else in a callback: the thread fails the others itself
+        if not self.lifetime.is_current:  # otherwise in a callback: the thread fails the others
             self.loop.fail_all(self.error or Closed(CLOSED_TOO_EARLY))
         self.setup.settings.followers.dismiss()
 
     def abandon(self) -> None:
-        """Detach from the thread, which is dead or hung: ignore anything that it still produces,
-        stop weight updates from waiting for it, and let it exit if it wakes up."""
+        """Detach from the thread, which is dead or hung: ignore its results, stop weight updates
+        from waiting for it, and let it exit if it wakes up."""
         self.lifetime.detach()
         self.weights.leave()
         self.loop.sources.leave()
@@ -208,7 +215,7 @@ class Sampler(Living):
 
         Raises Closed and WeightsError, as the weight source does.
         """
-        if self.error is not None:  # it holds the KV, and there is no room for another
+        if self.error is not None:  # it holds the KV, and there is no memory for another
             self.lifetime.forget_frames()
             self.loop.batch = None
         before, of_adapters = self._rejoined or (self.weights, self.loop.sources)
@@ -219,7 +226,7 @@ class Sampler(Living):
             if update is not None:
                 version = update.version
                 prepared = self.engine.prepare(update.params, prepared)
-            assert prepared is not None, "what was taken and is not live is staged again"
+            assert prepared is not None, "weights that were taken and are not live are staged again"
             prepared = sources.renewed(self.engine, self.setup.places, prepared)
             successor = Sampler.from_setup(self.setup, prepared, version, source, sources)
             if update is not None:
@@ -234,19 +241,19 @@ class Sampler(Living):
 
     def checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
         """Return the requests as this sampler will serve them; requests without a key get a fresh
-        one. Raises RolloutError for one that cannot be served, which names the field."""
+        one. Raises RolloutError, which names the field, for a request that cannot be served."""
         return self._inbox.checked(requests)
 
     def generate(self, requests: Sequence[Request | Partial]) -> list[Completion]:
-        """Complete all requests, in this order; blocks. Raises RolloutError for one that cannot be
-        served. If it ends by an exception, Ctrl-C's included, the others are cancelled."""
+        """Complete all requests, in this order; blocks. Raises RolloutError for a request that
+        cannot be served. After any exception, Ctrl-C's included, the others are cancelled."""
         self.check_waits()
         with cancelled_on_error([Future() for _ in requests]) as futures:
             self._inbox.submit(requests, futures)
             return [f.result() for f in futures]
 
     def start_many(self, requests: Sequence[Request | Partial]) -> list[Future[Completion]]:
-        """Queue all requests at once, in this order; return futures for threads. See
+        """Queue all requests together, in this order; return futures for threads. See
         submit_many."""
         futures: list[Future[Completion]] = [Future() for _ in requests]
         self._inbox.submit(requests, futures)
@@ -259,7 +266,7 @@ class Sampler(Living):
     def submit_many(
         self, requests: Sequence[Request | Partial]
     ) -> list[asyncio.Future[Completion]]:
-        """Queue all requests at once, in this order; return futures of the running event loop. See
+        """Queue all requests together, in this order; return futures of the running event loop. See
         ports.Generate."""
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Completion]] = [loop.create_future() for _ in requests]
@@ -267,22 +274,22 @@ class Sampler(Living):
         return futures
 
     def resume(self, partials: Sequence[Partial]) -> list[Completion]:
-        """Continue saved requests; blocks. Completions include the tokens drawn before.
+        """Continue saved requests; blocks. Completions include the tokens sampled before.
 
-        With the weights that drew those, the tokens are those of an uninterrupted run. Raises
-        RolloutError for one of another seed (its random numbers would be others), and for one that
-        may draw no further token.
+        With the same weights as before, the tokens equal an uninterrupted run's. Raises
+        RolloutError for a request of another seed (its random numbers would differ), and for one
+        that may sample no further token.
         """
         return self.generate(partials)
 
     def fork(self, partial: Partial, count: int) -> list[Completion]:
-        """Continue one saved prefix in `count` ways; blocks. Its KV is restored once and shared."""
+        """Continue one saved prefix `count` times; blocks. Its KV is restored once and shared."""
         return self.resume(branches(partial, count))
 
     def progress(self) -> tuple[Partial, ...]:
-        """Return all running requests that have drawn a token, without KV, as of the last block;
-        does not wait for the running one. See ports.Generate. Raises TimeoutError if the batch is
-        being changed for PROGRESS_S."""
+        """Return all running requests that have sampled a token, without KV, as of the last block;
+        does not wait for the running block. See ports.Generate. Raises TimeoutError if the batch
+        keeps changing for PROGRESS_S."""
         self.check_waits()
         return self.loop.progress()
 
@@ -293,32 +300,33 @@ class Sampler(Living):
         Args:
             request_id: of the request.
             stop: end it, with its tokens so far and StopReason.CANCELLED.
-            with_kv: include its KV if one version of the weights made all of it, and if the mesh
-                is this process's alone.
+            with_kv: include its KV if one version of the weights computed all of it, and if the
+                mesh is in this process.
         """
         saved: Partial = self._inbox.run(lambda: self.loop.save(request_id, stop, with_kv))
         return saved
 
     def unfinished(self) -> tuple[Partial, ...]:
-        """Return every request that is not done, also one that has drawn nothing, without KV,
-        between two blocks: none has a token on its way. One that is missing is done. Blocks."""
+        """Return every request that is not done, with or without sampled tokens, without KV. Runs
+        between two blocks, when no token is in flight: a missing request is done. Blocks."""
         found: tuple[Partial, ...] = self._inbox.run(self.loop.unfinished)
         return found
 
     def has(self, request_id: str) -> bool:
-        """Return whether a request of this id is running; answered between two blocks."""
+        """Return whether a request with this id is running, checked between two blocks."""
         return bool(self._inbox.run(lambda: self.loop.find(request_id) is not None))
 
     def between_blocks(self, command: Callable[[], Any]) -> Any:
         """Run a command on the sampler's thread between two blocks, and return its result. Blocks.
-        For tests and tools that look at `loop.batch`."""
+        For tests and tools that read `loop.batch`."""
         return self._inbox.run(command)
 
 
 class DecodeLoop:
     """The thread's side of a sampler: the batch, and a round for every block.
 
-    Any thread may call `progress` and `fail_all` and read `stats`; the rest is the thread's own.
+    Any thread may call `progress` and `fail_all` and read `stats`; the rest is for the sampler's
+    thread.
     """
 
     def __init__(
@@ -332,10 +340,10 @@ class DecodeLoop:
         receiver: TakesIn | None = None,
         sources: AdapterSources | None = None,
     ) -> None:
-        """Begin with weights of this version that are prepared (Engine.prepare) already.
+        """Start with prepared weights (Engine.prepare) of this version.
 
-        receiver: decides what is taken in; None: whatever comes to the inbox and from the source.
-        sources: of adapters' new weights; None: there are none.
+        receiver: decides what is taken in; None: everything from the inbox and the source.
+        sources: of adapters' new weights; None: no sources.
         """
         settings = setup.settings
         self._setup, self._lifetime, self._source = setup, lifetime, source
@@ -364,22 +372,22 @@ class DecodeLoop:
         self._one_process = not spans_processes(setup.engine.spec.mesh)
         self.batch: Batch | None = None  # made by the thread
         self.changing = Lock()  # held while the batch, or `finished`, changes
-        self.finished: list[tuple[Running, Output]] = []  # not handed out yet
+        self.finished: list[tuple[Running, TokenRecord]] = []  # not handed out yet
         self.stats = SamplerStats()
         self.blamed: frozenset[str] = frozenset()
-        self._compiling: CompilingAhead | None = None  # begun with the first block
-        self._blocks = 0  # that were decoded
-        self._idle_from: float | None = None  # since when there has been nothing to do
-        self._longest_sleep_s = math.inf  # in a replay short: it may sleep through a wake-up
+        self._compiling: CompilingAhead | None = None  # started after the first block
+        self._blocks = 0  # decoded so far
+        self._idle_from: float | None = None  # start of the idle time; None: busy
+        self._longest_sleep_s = math.inf  # short in a replay, where a wake-up may be missed
 
     def step(self) -> float | None:
-        """Play one round; return how long to sleep after it (Lifetime), None at the end.
+        """Run one round; return the time to sleep after it (Lifetime), None at the end.
 
         consumes      requests and commands of other threads, weights from the source
         waits for     lifetime.wake, only when idle: set by submit, by new weights and by close
         produces      completions into the waiters' futures
-        on failure    an exception that one request caused fails that request; any other fails all,
-                      and `Sampler.error` keeps it
+        on failure    an exception of one request fails that request; any other fails all requests
+                      and becomes `Sampler.error`
         """
         took_in = True
         try:
@@ -406,7 +414,7 @@ class DecodeLoop:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether there is work to do."""
         work = self.batch is not None and (self.batch.placed or self.batch.queue)
         waits = self.weights.waiting or self.changes.waiting
         return bool(work or self.inbox or self._lifetime.closed or waits)
@@ -432,8 +440,8 @@ class DecodeLoop:
     # ---- one round
 
     def round(self, batch: Batch) -> bool:
-        """Take in what has come, and decode one block. Return False if a replay has to wait for
-        what was recorded."""
+        """Take in what has arrived, and decode one block. Return False if a replay has to wait for
+        a recorded event."""
         start, idle_since, self._idle_from = self._clock(), self._idle_from, None
         if not self._take_in(batch, idle=idle_since is not None):
             return False
@@ -447,7 +455,7 @@ class DecodeLoop:
                 self._begin_compiling(batch)
         with self.changing:
             self._note_first_tokens(batch)
-            if not batch.placed:  # no block will run: nothing to overlap with
+            if not batch.placed:  # no block will run to overlap with
                 self._hand_out(batch)
             idle_s = 0.0 if idle_since is None else start - idle_since
             end = self._clock()
@@ -457,10 +465,10 @@ class DecodeLoop:
         return True
 
     def _begin_compiling(self, batch: Batch) -> None:
-        """Have what the first block did not need compiled beside the others."""
+        """Compile the programs that the first block did not need, while others decode."""
         if self._setup.settings.mixes and self._one_process:
             self._compiling = CompilingAhead(self._setup, self.weights.prepared, batch.state)
-            weakref.finalize(self, self._compiling.leave)  # nobody holds the sampler any more
+            weakref.finalize(self, self._compiling.leave)  # the sampler is no longer referenced
 
     def _end_compiling(self) -> None:
         if self._compiling is not None:
@@ -473,8 +481,8 @@ class DecodeLoop:
                 batch, block=self._blocks, idle=idle, wants_weights=not self.weights.waiting
             )
             if isinstance(taken, NotYet):
-                self._swap(batch, None)  # recorded when they arrived
-                self._hand_out(batch)  # no block may run for long, and `progress` waits for this
+                self._swap(batch, None)  # waiting weights: recorded at their arrival
+                self._hand_out(batch)  # the next block may be late, and `progress` waits for this
                 return False
             self._longest_sleep_s = LOOK_S if taken.prescribed else math.inf
             self._count(batch, cancelled=len(taken.cancelled))
@@ -505,8 +513,8 @@ class DecodeLoop:
         self.stats = replace(self.stats, swap_pause_s=pause_s, max_swap_pause_s=longest)
 
     def _swap(self, batch: Batch, update: VersionedParams | None) -> None:
-        """Swap to new weights, or to those that wait, if running sequences allow it. The pause
-        counts from here until the next block can start."""
+        """Swap to new or waiting weights if running sequences allow it. The pause is the time from
+        here until the next block can start."""
         start = self._clock()
         error = self.weights.swap(update, batch)
         if error is None:
@@ -535,7 +543,7 @@ class DecodeLoop:
             self._hand_out(batch)
 
     def _finish_block(self, batch: Batch, block: Block | None) -> None:
-        """Take what the block drew, and the sequences that ended out of the batch."""
+        """Take the block's tokens, and take ended sequences out of the batch."""
         with self.changing:
             for sequence in batch.finish_block(block):
                 batch.guarded(sequence, lambda s: self.finished.append((s, ended(batch, s))))
@@ -569,9 +577,9 @@ class DecodeLoop:
         resolve([*done, *((s.owner, error) for s, error in failed)])
 
     def _count(self, batch: Batch, **more: float) -> None:
-        """Add to the counters and read the gauges. The record is replaced whole, so that readers
-        never see half a change."""
-        prefixes = batch.store.stats()
+        """Add to the counters and read the gauges. The record is replaced as a whole: readers never
+        see half a change."""
+        prefixes = batch.cache.prefixes.stats()
         self.stats = replace(
             self.stats.plus(**more).updated(batch.stats),
             generated_tokens=batch.stats.used_slot_steps,
@@ -581,14 +589,14 @@ class DecodeLoop:
             evicted_pages=prefixes.evicted_pages,
             in_flight=len(batch.placed),
             waiting=len(batch.queue),
-            used_page_share=batch.pages.used_share,
+            used_page_share=batch.cache.pages.used_share,
             compiled_programs=self._setup.engine.num_compiled,
         )
 
     # ---- requests as data
 
     def find(self, request_id: str) -> Stage | None:
-        """Return the running request of this id."""
+        """Return the running request with this id, or None."""
         if self.batch is None:
             return None
         known = (*self.batch.placed.values(), *self.batch.queue)
@@ -599,7 +607,7 @@ class DecodeLoop:
         batch, sequence = self.batch, self.find(request_id)
         if batch is None or sequence is None:
             raise RolloutError(
-                f"request {request_id!r} is not under way: it is done, cancelled, or was never "
+                f"request {request_id!r} is not running: it is done, cancelled, or was never "
                 "submitted to this sampler."
             )
         with self._device_lock:
@@ -619,16 +627,16 @@ class DecodeLoop:
         while time.monotonic() < until:
             held = self.changing.acquire(timeout=LEAST_WAIT_S)
             try:
-                if self._lifetime.closed:  # also where a thread that hangs never lets go
+                if self._lifetime.closed:  # also if a hung thread never releases the lock
                     raise self._lifetime.error or Closed(CLOSED)
-                if held and not self.finished:  # else handed out soon, in a replay too
+                if held and not self.finished:  # otherwise handed out soon, also in a replay
                     return tuple(p for p in self.unfinished() if len(p.token_ids))
             finally:
                 if held:
                     self.changing.release()
             time.sleep(LOOK_S)
         name = self._setup.settings.name
-        raise TimeoutError(f"{name} did not come to a block for {PROGRESS_S:.0f} s")
+        raise TimeoutError(f"{name} did not reach the end of a block within {PROGRESS_S:.0f} s")
 
     def unfinished(self) -> tuple[Partial, ...]:
         """See Sampler.unfinished; while the batch does not change."""
@@ -643,14 +651,14 @@ class DecodeLoop:
     # ---- the end
 
     def _on_device(self) -> list[Stage]:
-        """Return the requests that have a place, or had one in the last block."""
+        """Return the requests that have a slot, or had one in the last block."""
         placed = () if self.batch is None else self.batch.placed.values()
         return [*placed, *(s for s, _ in self.finished)]
 
     def fail_all(self, error: BaseException) -> None:
-        """Answer every request and command with this error; from any thread, after the end."""
+        """Fail every request and command with this error; from any thread, after the end."""
         batch, stages = self.batch, list[Stage](self.inbox.take())
-        held = self.changing.acquire(timeout=LEAST_WAIT_S)  # a thread that hangs may keep it
+        held = self.changing.acquire(timeout=LEAST_WAIT_S)  # a hung thread may hold it
         if batch is not None:
             stages += [*batch.queue, *self._on_device()]
             stages += [live for live, _ in batch.take_failed()]
@@ -664,8 +672,8 @@ class DecodeLoop:
 
 
 def _tell_end(error: BaseException) -> None:
-    """Log what has ended a sampler. Weights that are to blame end the run with the same words; of
-    an error of ours the message says all; anything else comes with its traceback."""
+    """Log the error that ended a sampler: WeightsError at debug level, because it ends the run with
+    the same message; another JaxrlError without, and any other error with its traceback."""
     if isinstance(error, WeightsError):
         log.debug("the sampler stopped: %s", error)
     elif isinstance(error, JaxrlError):

@@ -1,4 +1,4 @@
-"""What a sampler is set up with: from a policy and its settings to an engine with limits."""
+"""The setup of a sampler: from a policy and its settings to an engine with limits."""
 
 import itertools
 import logging
@@ -16,12 +16,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_async.config import schema
 from jaxrl_async.config.model_section import AMPERE
+from jaxrl_async.cpu.kernel_library import SAMPLING, kernels_are_there
 from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, put, shardings, spans_processes
 from jaxrl_async.model.adapter_stack import AdapterRoom, stack_of, stack_table
 from jaxrl_async.model.card import has_triton
-from jaxrl_async.model.cpu.library import SAMPLING, kernels_are_there
 from jaxrl_async.model.delta_layer import empty_states
 from jaxrl_async.model.kv_layout import KvLayout, layout_of
 from jaxrl_async.model.lora import adapted_names, with_adapter
@@ -36,7 +36,7 @@ from jaxrl_async.model.spec import (
     stacks_in,
     weight_table,
 )
-from jaxrl_async.ports import UNRECORDED, Clock, Schedule
+from jaxrl_async.ports.run import UNRECORDED, Clock, Schedule
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan, plan_memory
 from jaxrl_async.sampler.device.engine import Engine
@@ -49,37 +49,44 @@ from jaxrl_async.types import IntArray
 
 log = logging.getLogger(__name__)
 
+TILE_TOKENS = 8
+"""Tokens that fill a tile of a TPU's memory, in pages of latent attention: XLA would copy pages of
+other sizes at each step (of 20 tokens: all of them, compiled for v5e and v6e)."""
+LARGEST_PAGE = 1024
+"""Maximum tokens of such a page: the kernel holds two pages in addition to its queries. With pages
+of 4,096 tokens it does not compile for v5e, and in float32 not for v6e either."""
+
 LONGEST = 2048
-"""Longest sequence of a sampler that was given no section, tokens, if the model goes so far."""
+"""Maximum sequence length of a sampler without a section, tokens, if the model supports it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSettings:
-    """Settings of a Sampler that few callers change."""
+    """Less common settings of a Sampler."""
 
-    dtype: Any = jnp.float32  # that it computes in, and of its KV
+    dtype: Any = jnp.float32  # of its computation and its KV
     keep_routing: bool = False  # completions have each token's experts; mixture of experts only
-    one_thread: bool = False  # on a CPU, use one core only: for several samplers side by side
-    adapters: AdapterRoom | None = None  # that requests may name; None: they may name none
-    images: ImageStore | None = None  # that token ids of prompts name; None: they name none
-    probe: Probe | None = None  # to check new weights on; None: they are not checked
-    schedule: Schedule = UNRECORDED  # records, or prescribes, what is taken in between which blocks
+    one_thread: bool = False  # on a CPU, use one core: for several samplers on one host
+    adapters: AdapterRoom | None = None  # that requests may name; None: no adapters
+    images: ImageStore | None = None  # that token ids of prompts name; None: no images
+    probe: Probe | None = None  # to check new weights on; None: no check
+    schedule: Schedule = UNRECORDED  # records or prescribes the intake between blocks
     followers: Followers = NO_FOLLOWERS  # the sampler's other processes
     device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK  # held while its devices compute
     clock: Clock = time.perf_counter
     name: str = "sampler"  # of its thread, and in the schedule
-    mixes: tuple[Mix, ...] = ()  # that requests will ask for: what draws them is compiled ahead
+    mixes: tuple[Mix, ...] = ()  # that requests will ask for: compiled ahead
 
     @property
     def probe_tokens(self) -> IntArray | None:
-        """Tokens on which new weights are checked; None: they are not."""
+        """Tokens on which new weights are checked; None: no check."""
         return None if self.probe is None else self.probe.token_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSetup:
-    """What a sampler and its successors share. Nothing changes but fresh_keys, which count on, and
-    the adapters in their places."""
+    """The setup that a sampler and its successors share. Only fresh_keys, which keep counting, and
+    the adapters in their places change."""
 
     spec: ModelSpec
     section: schema.SamplerSection
@@ -89,7 +96,7 @@ class SamplerSetup:
     seed: int
     settings: SamplerSettings
     places: AdapterPlaces = field(default_factory=AdapterPlaces)
-    fresh_keys: Iterator[int] = field(default_factory=itertools.count)  # no successor repeats one
+    fresh_keys: Iterator[int] = field(default_factory=itertools.count)  # successors continue them
 
 
 def set_up(
@@ -107,7 +114,7 @@ def set_up(
     if settings.adapters is not None and has_one:
         raise ConfigError(
             "a sampler with places for adapters (SamplerSettings.adapters) takes a policy without "
-            "one: give the base, and load the adapter by name (Sampler.adapters.load)."
+            "an adapter: give the base, and load the adapter by name (Sampler.adapters.load)."
         )
     if mesh is not None:
         table = with_adapter(spec, table_of(weight_table(spec), params), params)
@@ -122,7 +129,7 @@ def build_setup(
     seed: int,
     settings: SamplerSettings,
 ) -> SamplerSetup:
-    """Return the setup of a Sampler whose parameters come later; arguments as Sampler's. Raises
+    """Return the setup of a Sampler before its parameters are known; arguments as Sampler's. Raises
     ConfigError."""
     if not isinstance(seed, int | np.integer) or not -INT32_END <= seed < INT32_END:
         raise ConfigError(f"Sampler: seed must be a whole number of 32 bits, not {seed!r}.")
@@ -180,8 +187,8 @@ def room_of(
 
 
 def _placed(params: Params, mesh: Mesh, shardings: Any) -> Params:
-    """Put parameters on the mesh. If several processes own its devices, arrays that they have made
-    together are moved on the devices, and host arrays are the same in all of them."""
+    """Put parameters on the mesh. If several processes own its devices, arrays that they made
+    together are moved between devices, and host arrays must be equal in all of them."""
     if not spans_processes(mesh):
         return jax.device_put(params, shardings)
 
@@ -195,9 +202,9 @@ def _placed(params: Params, mesh: Mesh, shardings: Any) -> Params:
 def roomy_section(
     spec: ModelSpec, dtype: Any, room: AdapterRoom | None = None, mesh: Mesh | None = None
 ) -> schema.SamplerSection:
-    """Return the section of a sampler that was given none: sequences as long as the model allows,
-    LONGEST at most, in the KV memory that the defaults of schema.SamplerSection take, and the
-    places of adapters beside it; arguments as kv_plan's."""
+    """Return the section of a sampler without one: sequences of the model's maximum length, at most
+    LONGEST, in the KV memory of schema.SamplerSection's defaults plus the places of adapters.
+    Arguments as kv_plan's."""
     usual = schema.SamplerSection()
     plan = kv_plan(spec, usual, dtype, room, mesh)
     longest = min(spec.max_positions, LONGEST)
@@ -221,21 +228,19 @@ def kv_plan(
     *,
     keep_routing: bool = False,
 ) -> MemoryPlan:
-    """Return how many slots and pages a model has in the memory of this section. Raises
-    ConfigError.
+    """Return the slots and pages that fit the memory of this section. Raises ConfigError.
 
     Args:
         spec: of the model.
         section: the sampler's.
-        dtype: that it computes in, and of its KV.
-        room: for adapters, whose places take their part of sampler.kv_memory_mib; None: there are
-            none.
-        mesh: of the sampler: places lie several times on some of its devices, and pages of the
-            TPU's kernel hold heads as wide as a register; None: one device.
-        keep_routing: whether it tells each token's experts.
+        dtype: of its computation and its KV.
+        room: for adapters, whose places use a part of sampler.kv_memory_mib; None: no adapters.
+        mesh: of the sampler. Places are replicated on some of its devices, and pages of the TPU's
+            kernel hold heads as wide as a register. None: one device.
+        keep_routing: whether it reports each token's experts.
     """
     sides, heads, width = spec.cached_shape
-    ragged, platform = uses_ragged(section.attention, mesh, spec), device_of(mesh).platform
+    ragged, platform = uses_ragged(section, mesh, spec), device_of(mesh).platform
     if ragged and platform != "gpu":
         width = page_head_dim(width)
     each = sides * heads * width * jnp.dtype(dtype).itemsize
@@ -252,19 +257,19 @@ def kv_plan(
         budget_bytes=None if mib is None else int(mib * 2**20),
         state_bytes=_state_bytes(spec),
         places_bytes=0 if room is None else _places_bytes(spec, room, of_places, mesh),
-        copies=not ragged and platform != "cpu",  # a CPU's own kernel copies none
+        copies=not ragged and platform != "cpu",  # the CPU kernel copies none
     )
 
 
 def kept_layout(spec: ModelSpec, keep_routing: bool) -> KvLayout:
-    """Return the groups of layers that share pages, and what each keeps; the experts of a token
-    (batch/routes.py) are kept in pages of layers that keep all tokens."""
+    """Return the groups of layers that share pages, and the tokens that each keeps. The experts of
+    a token (batch/expert_routing.py) are stored in pages of layers that keep all tokens."""
     layout = layout_of(spec.kinds)
     return layout.keeping_all if keep_routing and layout.groups[0].window else layout
 
 
 def _state_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of one sequence's states, of gated delta nets."""
+    """Return the bytes of one sequence's states in gated delta nets."""
     states = jax.eval_shape(lambda: empty_states(spec, 1))
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(states))
 
@@ -293,8 +298,8 @@ def build_engine(
     keep_routing: bool = False,
     room: AdapterRoom | None = None,
 ) -> Engine:
-    """Return the engine of a sampler on this mesh. Raises ConfigError if keep_routing is asked of a
-    dense model, adapters of matrices that there are not, or of a mesh of several processes."""
+    """Return the engine of a sampler on this mesh. Raises ConfigError for keep_routing with a dense
+    model, for adapters of missing matrices, and for adapters on a mesh of several processes."""
     if keep_routing and not spec.experts:
         raise ConfigError(
             f"keep_routing needs a mixture of experts, but the {spec.family} model is dense: its "
@@ -307,7 +312,7 @@ def build_engine(
                 "SamplerSettings.adapters: a sampler whose mesh spans several processes serves no "
                 "adapters by name. Take a mesh of one process, or merge the adapter."
             )
-    ragged, mixed = uses_ragged(section.attention, mesh, spec), section.matmul == "bfloat16"
+    ragged, mixed = uses_ragged(section, mesh, spec), section.matmul == "bfloat16"
     cpu_kernels = (
         section.cpu_kernels and takes_cpu_kernels(mesh, dtype) and kernels_are_there(SAMPLING)
     )
@@ -337,30 +342,30 @@ def build_engine(
         raise ConfigError(
             "sampler.matmul=int8 multiplies by kernels for CPUs (sampler.cpu_kernels), which need "
             "one CPU device a sampler, model.dtype=float32, g++ or clang++, and layers without a "
-            f"gate on attention or code of their own; the model is {spec.family}. Set "
+            f"gate on attention or custom code; the model is {spec.family}. Set "
             "sampler.matmul=bfloat16 or full."
         )
     return Engine(engine_spec)
 
 
 def device_of(mesh: Mesh | None) -> Any:
-    """Return the first device of a sampler's mesh; None: of all."""
+    """Return the first device of a sampler's mesh; for None, of all devices."""
     return jax.devices()[0] if mesh is None else mesh.devices.flat[0]
 
 
 def takes_cpu_kernels(mesh: Mesh | None, dtype: Any) -> bool:
-    """Return whether a sampler there could compute by kernels of our own: on one CPU device, in
+    """Return whether a sampler on this mesh could use our CPU kernels: on one CPU device, in
     float32."""
     device = device_of(mesh)
     alone = mesh is None or mesh.size == 1
     return bool(device.platform == "cpu" and alone and jnp.dtype(dtype) == jnp.float32)
 
 
-def uses_ragged(attention: str, mesh: Mesh | None, spec: ModelSpec) -> bool:
+def uses_ragged(section: schema.SamplerSection, mesh: Mesh | None, spec: ModelSpec) -> bool:
     """Return whether decoding reads the pages through a kernel, given sampler.attention. The kernel
-    for GPUs since Ampere takes all models. The TPU kernels have no latent attention, and a model's
-    sinks need heads that leave columns for them. Raises ConfigError."""
-    device = device_of(mesh)
+    for GPUs since Ampere supports all models. On a TPU, sinks need heads with spare columns, and
+    latent attention needs pages of whole tiles that its kernel can hold. Raises ConfigError."""
+    device, attention = device_of(mesh), section.attention
     if device.platform == "gpu":
         if attention == "ragged" and not has_triton(device):
             raise ConfigError(
@@ -369,12 +374,16 @@ def uses_ragged(attention: str, mesh: Mesh | None, spec: ModelSpec) -> bool:
                 "sampler.attention=gathered."
             )
         return attention != "gathered" and has_triton(device)
-    if attention == "ragged" and spec.latent:
+    on_tpu = bool(device.platform == "tpu")
+    tokens = section.page_tokens
+    takes = not spec.latent or (tokens % TILE_TOKENS == 0 and tokens <= LARGEST_PAGE)
+    if on_tpu and not takes and attention != "gathered":
         raise ConfigError(
-            f"sampler.attention=ragged: the kernel has no latent attention, which this "
-            f"{spec.family} model has. Set sampler.attention=gathered."
+            f"sampler.page_tokens={tokens}: on a TPU pages of latent attention, which this "
+            f"{spec.family} model has, fill tiles of {TILE_TOKENS} tokens, and the kernel holds at "
+            f"most {LARGEST_PAGE}. Set a multiple of {TILE_TOKENS} up to {LARGEST_PAGE}, or "
+            "sampler.attention=gathered."
         )
     if attention != "auto":
         return attention == "ragged"
-    fits = not spec.latent and (not spec.sinks or has_spare(spec.head_dim))
-    return bool(device.platform == "tpu") and fits
+    return on_tpu and (not spec.sinks or has_spare(spec.head_dim))

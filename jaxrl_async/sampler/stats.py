@@ -1,8 +1,10 @@
-"""The statistics of a sampler: each field says once how it merges. Pure host code."""
+"""The statistics of a sampler: each field declares how it merges. Pure host code."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
+
+from jaxrl_async.ports.generate import ReplicaStats
 
 Merge = Callable[[Sequence[float]], float]
 
@@ -19,16 +21,16 @@ def last(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How readings of one field become one reading."""
+    """The rules that merge several readings of one field."""
 
     over_time: Merge  # of replicas that replaced one another, oldest first
-    over_replicas: Merge  # of replicas that work at the same time
+    over_replicas: Merge  # of replicas that run at the same time
 
 
 COUNTER = Kind(sum, sum)
 SECONDS = Kind(sum, mean)  # means stay shares of the wall time
-GAUGE = Kind(last, sum)  # holds only now: it ends with its replica
-SHARE = Kind(last, mean)  # the same, of something that each replica has
+GAUGE = Kind(last, sum)  # current value: it ends with its replica
+SHARE = Kind(last, mean)  # a gauge that each replica has
 LARGEST = Kind(max, max)
 PROGRAMS = Kind(max, sum)  # a replica's programs outlive it
 
@@ -39,35 +41,35 @@ def _is(kind: Kind, start: float = 0) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerStats:
-    """Counters since the start (subtract two readings) and gauges, which hold at the moment."""
+    """Counters since the start (subtract two readings), and gauges of the moment."""
 
     busy_s: float = _is(SECONDS, 0.0)  # the thread at work
     idle_s: float = _is(SECONDS, 0.0)  # nothing to decode
     blocks: int = _is(COUNTER)
     slot_steps: int = _is(COUNTER)  # slots times decode steps
     row_steps: int = _is(COUNTER)  # computed rows times decode steps
-    used_slot_steps: int = _is(COUNTER)  # slot_steps that drew a token
+    used_slot_steps: int = _is(COUNTER)  # slot_steps that sampled a token
     waiting_slot_steps: int = _is(COUNTER)  # slot_steps of blocks at whose end requests waited
     waiting_used_slot_steps: int = _is(COUNTER)
     generated_tokens: int = _is(COUNTER)
-    aside_tokens: int = _is(COUNTER)  # of those, for evaluations, guests and opponents
+    aside_tokens: int = _is(COUNTER)  # of these, for evaluations, guests and opponents
     prefill_tokens: int = _is(COUNTER)  # computed, without padding
-    recomputed_tokens: int = _is(COUNTER)  # of those, again after a swap or a preemption
+    recomputed_tokens: int = _is(COUNTER)  # of these, again after a swap or a preemption
     prefix_hit_tokens: int = _is(COUNTER)  # prompt tokens found in the prefix store
-    prefix_hidden_tokens: int = _is(COUNTER)  # found there but for layers with a window
+    prefix_hidden_tokens: int = _is(COUNTER)  # found except in layers with a window
     prefix_asked_tokens: int = _is(COUNTER)  # prompt tokens looked up there
     evicted_pages: int = _is(COUNTER)
     requests_done: int = _is(COUNTER)
     truncated: int = _is(COUNTER)  # ended by length
     cancelled: int = _is(COUNTER)
-    cancelled_tokens: int = _is(COUNTER)  # drawn by requests that were cancelled later
-    failed: int = _is(COUNTER)  # requests that raised on the sampler's thread, each alone
-    preempted: int = _is(COUNTER)  # lost their pages for a while: memory was short
-    restarted: int = _is(COUNTER)  # began again after a swap
-    discarded_tokens: int = _is(COUNTER)  # drawn, then thrown away by a restart
-    in_flight: int = _is(GAUGE)  # requests that have a place
-    waiting: int = _is(GAUGE)  # requests that wait for one
-    used_page_share: float = _is(SHARE, 0.0)  # of the KV pages, the prefix store's included
+    cancelled_tokens: int = _is(COUNTER)  # sampled by requests that were cancelled later
+    failed: int = _is(COUNTER)  # requests whose host work raised an error
+    preempted: int = _is(COUNTER)  # lost their pages for a while, for lack of memory
+    restarted: int = _is(COUNTER)  # restarted after a swap
+    discarded_tokens: int = _is(COUNTER)  # sampled, then discarded by a restart
+    in_flight: int = _is(GAUGE)  # requests that have a slot
+    waiting: int = _is(GAUGE)  # requests that wait for a slot
+    used_page_share: float = _is(SHARE, 0.0)  # of the KV pages, with the prefix store's
     swaps: int = _is(COUNTER)
     swap_pause_s: float = _is(LARGEST, 0.0)  # between two blocks at the last swap, with the probe
     max_swap_pause_s: float = _is(LARGEST, 0.0)
@@ -77,7 +79,7 @@ class SamplerStats:
 
     @property
     def work_done(self) -> tuple[int, ...]:
-        """Counters of which at least one rises while the sampler is making progress."""
+        """Counters; at least one rises while the sampler makes progress."""
         return self.blocks, self.prefill_tokens, self.swaps
 
     def plus(self, **more: float) -> Self:
@@ -86,17 +88,17 @@ class SamplerStats:
         return replace(self, **added)
 
     def updated(self, record: Any) -> Self:
-        """Return these statistics with the values of another record, whose fields are among
-        theirs."""
+        """Return these statistics with the values of another record that has some of their
+        fields."""
         values: dict[str, Any] = {f.name: getattr(record, f.name) for f in fields(record)}
         return replace(self, **values)
 
     def after(self, earlier: "SamplerStats") -> "SamplerStats":
-        """Return these statistics plus those of the sampler that this one replaced."""
+        """Return these statistics merged with the ones of the sampler that this one replaced."""
         return _merged([earlier, self], lambda kind: kind.over_time)
 
     def since(self, earlier: "SamplerStats") -> Self:
-        """Return these statistics less the counters of an earlier reading of the same sampler."""
+        """Return these statistics minus the counters of an earlier reading of the same sampler."""
         return self.plus(
             **{
                 f.name: -getattr(earlier, f.name)
@@ -106,18 +108,18 @@ class SamplerStats:
         )
 
     def ended(self) -> Self:
-        """Return the statistics of a sampler that is gone: its gauges are 0."""
+        """Return the statistics of a sampler that has ended: its gauges are 0."""
         gauges: dict[str, Any] = {
             f.name: f.default for f in fields(self) if f.metadata["kind"].over_time is last
         }
         return replace(self, **gauges)
 
     def beside(self, others: Sequence["SamplerStats"]) -> "SamplerStats":
-        """Return one reading for this sampler and the others that work beside it."""
+        """Return the merged statistics of this sampler and others that run at the same time."""
         return _merged([self, *others], lambda kind: kind.over_replicas) if others else self
 
     def with_waiting(self, count: int) -> Self:
-        """Return these statistics with so many more requests that wait for a slot."""
+        """Return these statistics with `count` more requests that wait for a slot."""
         return replace(self, waiting=self.waiting + count) if count else self
 
 
@@ -128,3 +130,32 @@ def _merged(stats: Sequence[SamplerStats], merge_of: Callable[[Kind], Merge]) ->
         for f in fields(SamplerStats)
     }
     return replace(stats[0], **values)
+
+
+class RouterTotals:
+    """Merges the statistics of replicas that join and leave: a counter never falls, and times stay
+    means over the replicas of their time.
+
+    Keeps the totals until the last join or leave, and the readings of each replica then. Without a
+    join or leave, a reading merges the current replicas.
+    """
+
+    def __init__(self) -> None:
+        self._before: ReplicaStats | None = None
+        self._counted: dict[int, ReplicaStats] = {}  # by slot, at the last change
+
+    def read(self, slots: Mapping[int, ReplicaStats]) -> ReplicaStats:
+        """Return one reading, given the readings of all slots."""
+        parts = [
+            stats.since(self._counted[number]) if number in self._counted else stats
+            for number, stats in slots.items()
+        ]
+        if not parts:
+            return SamplerStats() if self._before is None else self._before
+        now = parts[0].beside(parts[1:])
+        return now if self._before is None else now.after(self._before)
+
+    def change(self, slots: Mapping[int, ReplicaStats]) -> None:
+        """Record that a slot is about to be added or removed, given the readings of all slots."""
+        if slots:
+            self._before, self._counted = self.read(slots).ended(), dict(slots)

@@ -1,8 +1,8 @@
-"""How a sampler takes new weights: checked on a probe, then swapped between two decode blocks.
+"""New weights of a sampler: checked on a probe, then swapped in between two decode blocks.
 
-A swap is one pointer; no program is compiled again. sampler.on_new_weights says what happens to
-running sequences: they continue on their KV, have it recomputed, begin again (restart), or are
-finished first while the new weights wait (drain).
+A swap changes one pointer; no program is compiled again. sampler.on_new_weights says what happens
+to running sequences: they continue with their KV, have it recomputed, start again (restart), or
+finish first while the new weights wait (drain).
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.lora import is_whole
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.batch.batch import Batch
-from jaxrl_async.sampler.batch.renewal import new_version, recompute, restart, under_way
+from jaxrl_async.sampler.batch.new_weights import new_version, recompute, restart, under_way
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.probe import Probe, ProbeJudge
 from jaxrl_async.types import FloatArray, IntArray, VersionedParams
@@ -31,10 +31,10 @@ LogprobsOf = Callable[[IntArray], Any]
 
 
 ADVICE = (
-    "Compare weights.dtype with model.dtype, and look at how weights reach this sampler "
+    "Compare weights.dtype with model.dtype, and check how weights reach this sampler "
     "(remote.transfer, weights.checksum)."
 )
-"""What to look at where a sampler of ours computes something else than the trainer."""
+"""Advice for a sampler of ours whose log-probs differ from the trainer's."""
 
 
 class SwapCheck:
@@ -47,17 +47,17 @@ class SwapCheck:
         probe: Probe | None,
         device_lock: AbstractContextManager[Any],
     ) -> None:
-        """Make the check; without a probe every swap passes."""
+        """Make the check; without a probe, every swap passes."""
         self._spec, self._dtype, self._probe = spec, jnp.dtype(dtype), probe
         self._judge = None if probe is None else ProbeJudge(probe, "the sampler's", ADVICE)
         self._device_lock = device_lock
 
     def checked(self, where: str, logprobs: Any) -> FloatArray:
-        """Return what a caller says the trainer's log-probs on the probe are. Raises ConfigError,
-        which begins with `where`, for others than the probe's."""
+        """Return the trainer's log-probs on the probe, given by a caller. Raises ConfigError, which
+        begins with `where`, if they do not fit the probe."""
         if self._probe is None:
             raise ConfigError(
-                f"{where}: probe_logprobs were given, and this sampler has no probe to compare "
+                f"{where}: probe_logprobs were given, but this sampler has no probe to compare "
                 "them with. Start it with SamplerSettings(probe=...), or leave them out."
             )
         given, wanted = np.asarray(logprobs), (len(self._probe.token_ids) - 1,)
@@ -72,7 +72,7 @@ class SwapCheck:
         """Return the largest difference, nats; 0 without a probe. Raises WeightsError for weights
         that are not the trainer's (ProbeJudge).
 
-        logprobs_of: computes them; None: from the update, which has all weights.
+        logprobs_of: computes the log-probs; None: from the update, which has all weights.
         """
         if self._probe is None or self._judge is None or update.probe_logprobs is None:
             return 0.0
@@ -87,7 +87,7 @@ class SwapCheck:
 
 
 class SwappedWeights:
-    """The weights in use, and those that wait to be swapped in. Used by its thread."""
+    """The weights in use, and new weights that wait. Used by the sampler's thread."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class SwappedWeights:
         version: int,
         prepared: Any,
     ) -> None:
-        """Begin with `prepared` (Engine.prepare) of this version; mode: sampler.on_new_weights."""
+        """Start with `prepared` (Engine.prepare) of this version. mode: sampler.on_new_weights."""
         self._engine, self._check, self._mode = engine, check, mode
         self._device_lock = device_lock
         self.version, self.prepared = version, prepared
@@ -111,9 +111,9 @@ class SwappedWeights:
         return self._staged is not None
 
     def swap(self, update: VersionedParams | None, batch: Batch) -> float | None:
-        """Swap to new weights, or to those that wait; return the probe's error in nats.
+        """Swap to new or waiting weights; return the probe's error in nats.
 
-        None: there are none, or they wait until running sequences are done. Raises WeightsError.
+        None: no new weights, or they wait until running sequences are done. Raises WeightsError.
         """
         update = self._staged or update
         if update is None:
@@ -124,7 +124,7 @@ class SwappedWeights:
         self._staged = None
         if is_whole(update.params):
             error = self._check.error_of(update)
-            self.prepared = None  # room for the new ones
+            self.prepared = None  # frees memory for the new ones
             self.prepared = self._engine.prepare(update.params)
         else:
             adapted = self._engine.prepare(update.params, self.prepared)
@@ -142,7 +142,7 @@ class SwappedWeights:
 def remake(
     batch: Batch, prepared: Any, device_lock: AbstractContextManager[Any], adapter: str = ""
 ) -> None:
-    """Make the KV of an adapter's running sequences again, and wait for it."""
+    """Recompute the KV of an adapter's running sequences, and wait for it."""
     with device_lock:
         recompute(batch, adapter)
         while batch.prefilling:

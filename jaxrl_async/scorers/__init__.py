@@ -1,0 +1,1 @@
+"""Rewards: built-in graders, user functions, and a reward model."""

@@ -1,12 +1,12 @@
-r"""Decide where in a text its final answer is. Needs no JAX.
+r"""Find the final answer in a text. Needs no JAX.
 
-    text ──find_answer──> Answer ──written_numbers.py, mathprocess.py──> what it says
+    text ──find_answer──> Answer ──written_numbers.py, mathprocess.py──> its value
 
 The answer comes after the last </think>. A text whose thinking never ends, or whose last \boxed{}
 is open, was cut off and has no answer. Otherwise the answer is the content of the last \boxed{},
-else what follows the last '####', else what the last sentence "the answer is" says, else the end
-of the text. A sentence that says no value, or that begins the working ("Answer: Let x = 3."), is
-the answer only if no number follows it.
+or else the text after the last '####', or the rest of the last sentence "the answer is", or the end
+of the text. A sentence without a value, or that begins the working ("Answer: Let x = 3."), is the
+answer only if no number follows it.
 """
 
 import re
@@ -38,10 +38,10 @@ THINKING = re.compile(
     r"<(/?)(?:think|thinking|thought|reasoning|seed:think)>|\[(/?)THINK\]|◁(/?)think▷",
     re.IGNORECASE,
 )
-"""Marks of thinking, of several families of models; a group has '/' at the end of it."""
+"""Thinking marks of several model families; a group has '/' at the end of thinking."""
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t]*")
 BARE_BOX = re.compile(r"\\[A-Za-z]+(?:\{[^{}\n]*\})*|[-+]?[\w.,/^]*\w", re.ASCII)
-r"""What \boxed holds without braces."""
+r"""The content of \boxed without braces."""
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 DISPLAY = re.compile(r"(\$\$|\\\[|\\\])")
 GAP = r"[^:=：\n,.;!?，。；！？\d]"
@@ -61,37 +61,37 @@ SAID = re.compile(
     [ \t]*""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""What leads in an answer: "The answer is", "Answer:", 答案是; `weak`: working may follow it."""
+"""Phrases before an answer: "The answer is", "Answer:", 答案是; `weak`: working may follow it."""
 SAID_LOOKED_AT = 16
-"""Such sentences that are looked at, from the last."""
+"""Number of such sentences that are inspected, from the last one."""
 SENTENCE_END = re.compile(
     r"(?<![\s.])(?<!approx)(?<!\bca)(?<!\bi\.e)(?<!\be\.g)[.!?](?=\s)|[。！？]"
 )
 CLAUSE_END = re.compile(r",\s|，")
 CHOICE = re.compile(r"\W*[A-J]\W*")
-"""One of several choices: (B)."""
+"""A choice: (B)."""
 SUM = re.compile(r"\W*\d[\d.,]*(?:\s*[-+*×]\s*\d[\d.,]*)+\W*")
 """Arithmetic whose result may follow: 40 + 2."""
 LONG_LINE = 200
-"""Characters; no heading has so many."""
+"""Length from which on a line is not a heading, characters."""
 HEADING = re.compile(
     r"\W*(?:(?:step|part|case|phase)\b|\d+[.):]\s+[A-Za-z]|.*:\W*$)", re.IGNORECASE
 )
-"""A heading of Markdown that begins with '####', too, and has a number in it: Step 2."""
+"""A Markdown heading that begins with '####' and contains a number: Step 2."""
 WORD = re.compile(rf"(?<![\\A-Za-z])[A-Za-z]{{3,}}|[{OTHERS}]{{2,}}")
 VALUE = re.compile(r"[\d\\$=]")
 MAX_ANSWER = 1000
-"""Characters of a line that may be an answer."""
+"""Maximum length of a line with an answer, characters."""
 
 Mark = Literal["box", "####", "said", "end"]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Where a text's final answer is: its text, and what marks it.
+    """The final answer of a text: its text, and the mark that identifies it.
 
-    A box and a sentence hold the answer alone; after '####' it comes first; where nothing marks
-    it ("end") it comes last in the text.
+    A box and a sentence contain only the answer. After '####' the answer comes first; without a
+    mark ("end") it comes last in the text.
     """
 
     text: str
@@ -99,7 +99,7 @@ class Answer:
 
     @property
     def line(self) -> str:
-        """The one line that holds the answer."""
+        """The line that contains the answer."""
         lines = [line.strip() for line in _on_lines(self.text).splitlines() if line.strip()]
         if not lines:
             return ""
@@ -111,9 +111,9 @@ class Answer:
 
 
 def find_answer(text: str) -> Answer | None:
-    r"""Return a text's final answer; None where the text was cut off before it was whole.
+    r"""Return a text's final answer; None if the text was cut off before its answer was complete.
 
-    That is where thinking never ends, or the last \boxed{} is open.
+    That is the case if thinking never ends, or the last \boxed{} is open.
     """
     after = after_thinking(text)
     if after is None:
@@ -143,19 +143,19 @@ def after_thinking(text: str) -> str | None:
 
 
 def thinking_marks(tokens: Mapping[int, str]) -> dict[int, str]:
-    """Return the tokens that are marks of thinking, of tokens by id."""
+    """Return the tokens, by id, that are thinking marks."""
     return {i: text.strip() for i, text in tokens.items() if THINKING.fullmatch(text.strip())}
 
 
 def opened_thinking(prompt: str) -> str:
-    """Return the mark with which a prompt ends if it opens the answer's thinking; else ''."""
+    """Return the mark at the end of a prompt that opens the answer's thinking; else ''."""
     mark = next(reversed(list(THINKING.finditer(prompt))), None)
     is_open = mark is not None and not any(mark.groups()) and not prompt[mark.end() :].strip()
     return mark[0] if mark is not None and is_open else ""
 
 
 def undressed(text: str) -> str:
-    """Strip what only marks the answer: emphasis, <answer> tags, calculator annotations."""
+    """Strip markup around the answer: emphasis, <answer> tags, calculator annotations."""
     for _ in range(2):  # **_18_**
         for pair in EMPHASIS:
             text = pair.sub(r"\2", text)
@@ -163,7 +163,7 @@ def undressed(text: str) -> str:
 
 
 def _held(after: str) -> str | None:
-    r"""Return the content of a \boxed that stands before this text; None if it is open."""
+    r"""Return the content of a \boxed whose remaining text this is; None if it is open."""
     if not after.startswith("{"):
         bare = BARE_BOX.match(after)
         return bare[0] if bare else None
@@ -176,7 +176,7 @@ def _held(after: str) -> str | None:
 
 
 def _said(text: str, start: int) -> str | None:
-    """Return what the last sentence "the answer is", from start on, says; None: none does."""
+    """Return the answer in the last sentence "the answer is" after start; None without one."""
     for lead_in in islice(reversed(list(SAID.finditer(text, start))), SAID_LOOKED_AT):
         after = text[lead_in.end() :].lstrip()
         rest = _on_lines(after[:MAX_ANSWER]).partition("\n")[0]
@@ -192,7 +192,7 @@ def _said(text: str, start: int) -> str | None:
 
 
 def _may_answer(line: str) -> bool:
-    """Return whether a line may be an answer: it has a value in it, or at most two words."""
+    """Return whether a line may be an answer: it contains a value, or at most two words."""
     return bool(VALUE.search(line)) or len(WORD.findall(line)) <= 2
 
 

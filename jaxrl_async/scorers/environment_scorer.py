@@ -1,23 +1,23 @@
-"""Score what an episode's environment or session gave, plus what reward functions say. No JAX."""
+"""Score episodes by their environment or session, plus reward functions. No JAX."""
 
 from jaxrl_async.errors import RolloutError
-from jaxrl_async.ports import Scorer
+from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.scorers.results import added, distinct_parts
 from jaxrl_async.types import Episode, Prompt, Score
 
 ENVIRONMENT, FUNCTIONS = "environment", "functions"
-"""Parts of a Score for a number without parts: the environment's, and the functions'."""
+"""Names of parts for scores without parts: the environment's, and the functions'."""
 
 
 class EnvironmentScorer:
-    """ports.Scorer that takes Episode.score, plus the scores of reward functions."""
+    """ports.Scorer that uses Episode.score, plus the scores of reward functions."""
 
     def __init__(self, functions: Scorer | None = None) -> None:
-        """functions: added; None: there are none."""
+        """functions: a scorer to add; None: no reward functions."""
         self._functions = functions
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-        """Score each episode. Raises RolloutError if nothing judges one of them."""
+        """Score each episode. Raises RolloutError if an episode has no score from either source."""
         if self._functions is None:
             return tuple(_given(episode, prompt) for episode in episodes)
         by_source = {

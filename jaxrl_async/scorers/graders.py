@@ -2,10 +2,10 @@
 
     exact     the same text
     gsm8k     the same final number
-    math      the same mathematics (the library math-verify, in processes of its own)
+    math      mathematically equal (the library math-verify, in separate processes)
 
-Each is a reward function with one part, `correct`, 1 or 0. Two equal texts are always right. In
-doubt it is 0: a policy soon finds what is rewarded without being right.
+Each is a reward function with one part, `correct`, 1 or 0. Two equal texts are always correct.
+If in doubt it is 0, since a policy soon finds answers that are rewarded without being correct.
 """
 
 import re
@@ -20,10 +20,10 @@ from jaxrl_async.types import CORRECT
 
 
 def exact(completion: str, reference: str) -> Mapping[str, float]:
-    """Check that the completion, or what follows a '#' in it up to its end, is the reference.
+    """Check that the completion, or the text after a '#' in it up to its end, is the reference.
 
-    Thinking does not count, nor do spaces around either. A reference may itself have a '#' in it
-    ("C#"); one that a table kept as a float (5.0, 1e+16) is that number in digits, too.
+    Thinking does not count, nor do spaces around either. A reference may itself contain a '#'
+    ("C#"). A reference that a table stored as a float (5.0, 1e+16) also matches its digits.
     """
     given, right = (after_thinking(completion) or "").strip(), _needed(reference).strip()
     return _verdict(
@@ -38,13 +38,13 @@ def _is_or_ends_in(given: str, right: str) -> bool:
 
 
 def gsm8k(completion: str, reference: str) -> Mapping[str, float]:
-    r"""Check the final number: the first after '####', else the last of the answer.
+    r"""Check the final number: the first after '####', or else the last of the answer.
 
-    Where the answer is: answers.py. 18, 18.0, $18, 18%, **18**, 18kg, 18元 and 1,018 without its
+    answers.py finds the answer. 18, 18.0, $18, 18%, **18**, 18kg, 18元 and 1,018 without its
     comma are numbers. A final number that is part of something larger (1/2, 10-5, sqrt(2), (1,2),
     x^2, 2x, 18g, 5 million, > 3) makes the answer wrong unless the reference has the same text;
     earlier numbers are not tried instead. (One letter after a number may be a variable.) Units
-    that differ make it wrong. The format is that of Cobbe et al. 2021 (arXiv:2110.14168).
+    that differ make it wrong. The format is from Cobbe et al. 2021 (arXiv:2110.14168).
     """
     if equal_texts(completion, _needed(reference)):
         return _verdict(True)
@@ -59,10 +59,10 @@ def gsm8k(completion: str, reference: str) -> Mapping[str, float]:
 def math(completion: str, reference: str) -> Mapping[str, float]:
     r"""Check that the final answer equals the reference mathematically: 1/2, \frac12 and 0.5.
 
-    Where the answer is: answers.py; of a sentence or a line the last formula counts, or the number
-    behind it. '$' before a digit is money unless it begins a formula. The library math-verify
-    parses and compares; numbers are compared relatively, units that differ are different, and an
-    answer on which it takes too long is wrong (mathprocess.py, mathreading.py).
+    answers.py finds the answer; in a sentence or line the last formula counts, or the number
+    after it. '$' before a digit is money unless it begins a formula. The library math-verify
+    parses and compares. Numbers are compared relatively, different units are unequal, and an
+    answer that takes it too long is wrong (mathprocess.py, mathreading.py).
     """
     if equal_texts(completion, _needed(reference)):
         return _verdict(True)
@@ -81,7 +81,7 @@ def equal_texts(completion: str, reference: str) -> bool:
 
 
 def unreadable(grader: Callable[..., object], reference: str) -> bool:
-    """Return whether a built-in grader can pay for an equal text alone with such a reference."""
+    """Return whether, for this reference, a built-in grader can reward only an equal text."""
     if not reference.strip():
         return True
     if grader is gsm8k:
@@ -90,8 +90,8 @@ def unreadable(grader: Callable[..., object], reference: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    """Return the text without what may be left out of it: spaces but those between two words or
-    numbers, LaTeX's marks around it and a full stop."""
+    """Return the text without optional characters: spaces except between two words or numbers,
+    LaTeX's marks around it and a full stop."""
     text = re.sub(r"^\$|\$$|\.$", "", TEXT.sub(r"\1", text.strip()))
     return re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", re.sub(r"\s+", " ", text))
 

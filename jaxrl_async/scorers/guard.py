@@ -1,8 +1,8 @@
-"""Guard a scorer: timeout, retries, a check of its scores, and one try before the run. No JAX.
+"""Guard a scorer: timeout, retries, a check of its scores, and a trial before the run. No JAX.
 
 group ──> scorer ──in time?──> Scores ──valid?──> the same Scores
             ^  │ raised, or timed out
-            └──┘ again after a wait, `retries` times, and in an outage until that is over;
+            └──┘ retried after a wait, `retries` times, and in an outage until it is over;
                  then the group fails
 """
 
@@ -32,16 +32,17 @@ from jaxrl_async.errors import (
 from jaxrl_async.metrics.fault_counts import UnderWay, backoff_s
 from jaxrl_async.metrics.metric import names_a_metric, part_name
 from jaxrl_async.outages import Outages, time_limit
-from jaxrl_async.ports import Clock, Scorer
+from jaxrl_async.ports.rollout import Scorer
+from jaxrl_async.ports.run import Clock
 from jaxrl_async.scorers.results import cited, finite
 from jaxrl_async.types import CORRECT, LARGEST_REWARD, Episode, IntArray, Prompt, Score, StopReason
 
 log = logging.getLogger(__name__)
 
 REWARD = "the reward"
-"""What Outages calls all that scores answers."""
+"""Name, in Outages, of everything that scores answers."""
 ROUNDING = 1e-6
-"""How far outside 0 to 1 a part `correct` may be: sum([1 / 9] * 9) is 1.0000000000000002."""
+"""Tolerance of a part `correct` outside of 0 to 1: sum([1 / 9] * 9) is 1.0000000000000002."""
 
 
 class GuardedScorer:
@@ -63,12 +64,12 @@ class GuardedScorer:
 
         Args:
             scorer: The scorer to guard.
-            timeout_s: Longest time for one call, seconds.
-            retries: Further tries after a failure or a timeout.
+            timeout_s: Timeout of one call, seconds.
+            retries: Retries after a failure or a timeout.
             backoff_s: Wait before the first retry, seconds; doubles with each further retry.
             count: Called with the name of each fault (metrics/fault_counts.py).
-            outages: The run's; None: of its own.
-            sleep: Waits for so many seconds.
+            outages: The run's; None: a separate one.
+            sleep: Waits for a number of seconds.
             clock: For `oldest_s`.
         """
         self.scorer = scorer  # may be replaced before the run starts
@@ -79,9 +80,9 @@ class GuardedScorer:
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
         """Score a group as ports.Scorer does.
 
-        Raises RolloutError if the last try failed, whatever it raised, and at once if the scorer
-        did not return one valid score per episode, or is misset (EndpointMisset): a retry would not
-        change that.
+        Raises RolloutError if the last try failed with any exception. Raises it immediately if the
+        scorer did not return one valid score per episode, or is misconfigured (EndpointMisset),
+        since a retry would not help.
         """
         try:
             with self._calls.one():
@@ -126,7 +127,7 @@ class GuardedScorer:
             ) from None
 
     async def _outcome(self, episodes: tuple[Episode, ...], prompt: Prompt) -> Any:
-        """Return what the scorer returns; turn whatever it raises into a RolloutError."""
+        """Return the scorer's result; convert any exception to a RolloutError."""
         try:
             return await self._in_time(episodes, prompt)
         except (RolloutError, Closed):
@@ -142,7 +143,7 @@ class GuardedScorer:
 def checked(scores: Any, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
     """Return the scores as a tuple, each part `correct` clipped to 0 to 1.
 
-    Raises RefusedScore that says which score is wrong and how.
+    Raises RefusedScore with the invalid score and the reason.
     """
     where = f"prompt {prompt.prompt_id}: the scorer"
     if not isinstance(scores, list | tuple) or len(scores) != len(episodes):
@@ -188,9 +189,9 @@ def _check_parts(parts: Mapping[str, float], where: str) -> None:
             )
     if not -ROUNDING <= parts.get(CORRECT, 0.0) <= 1 + ROUNDING:
         raise RefusedScore(
-            f"{where} gave a part {CORRECT!r} of {float(parts[CORRECT])!r}. This part says how "
-            "right an answer is, and its mean is eval/accuracy: it must be from 0 to 1. Rename the "
-            "part if it means something else."
+            f"{where} gave a part {CORRECT!r} of {float(parts[CORRECT])!r}. This part measures "
+            "how correct an answer is, and its mean is eval/accuracy: it must be from 0 to 1. "
+            "Rename the part if it means something else."
         )
 
 
@@ -223,15 +224,15 @@ def _check_token_rewards(rewards: Any, length: int, where: str) -> None:
 def try_once(
     scorer: Scorer, prompt: Prompt, encode: Callable[[str], IntArray], setting: str
 ) -> Score:
-    """Score the prompt's reference once, before the run, as if the policy had drawn it; without one
-    the prompt's last token, since an answer has one token at least.
+    """Score the prompt's reference once, before the run, as if the policy had generated it. Without
+    a reference, use the prompt's last token, since an answer has at least one token.
 
-    Warns if a score's part `correct` says that the reference is not right.
+    Warns if a score's part `correct` says that the reference is not correct.
 
     Raises:
         ConfigError: The scorer raised, timed out or returned something other than a reward. The
             message begins with `setting`.
-        OutageTooLong, GivenUp: Its service did not answer; the message begins alike.
+        OutageTooLong, GivenUp: Its service did not answer; the message begins the same way.
     """
     answer = encode(prompt.reference)
     answer = answer if len(answer) else prompt.token_ids[-1:]
@@ -251,14 +252,14 @@ def try_once(
     try:
         with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already runs an event loop
             (tried,) = thread.submit(asyncio.run, score()).result()
-    except (OutageTooLong, GivenUp) as error:  # nothing may be wrong with the settings
+    except (OutageTooLong, GivenUp) as error:  # the settings may be correct
         raise type(error)(f"{setting}, tried on the first held-out prompt: {error}") from error
     except RolloutError as error:
         raise ConfigError(f"{setting}, tried on the first held-out prompt: {error}") from error
     if prompt.reference.strip() and tried.parts.get(CORRECT, 1.0) < 1.0:
         log.warning(
-            "%s gives the first held-out prompt's own right answer, %.80r, a part `correct` of %g. "
-            "Unless it asks for more than the answer, another grader fits these records.",
+            "%s gives the first held-out prompt's own correct answer, %.80r, a part `correct` of "
+            "%g. Unless it checks more than the answer, another grader fits these records.",
             setting,
             prompt.reference,
             tried.parts[CORRECT],

@@ -1,12 +1,12 @@
-"""Compare mathematics with math-verify, in processes of their own. Needs no JAX.
+"""Compare mathematics with math-verify, in separate processes. Needs no JAX.
 
     reward's thread ──one JSON line──> process: parse, compare ──one JSON line──> verdict
                                           │ more than CPU_S seconds of CPU, or MEMORY_BYTES
                                           └─ the kernel ends it: no verdict; a new one starts
 
 A policy's answer can keep a parser or a simplifier busy forever inside one call that Python cannot
-interrupt (9^{9^{9^{9}}}): only ending the process helps. math-verify's own timeout is switched off,
-because it uses signals, which work in the main thread only.
+interrupt (9^{9^{9^{9}}}), so only ending the process helps. math-verify's own timeout is switched
+off, because it uses signals, which work only in the main thread.
 """
 
 import json
@@ -25,13 +25,13 @@ from jaxrl_async.shown_environment import without_secrets
 log = logging.getLogger(__name__)
 
 CPU_S = 3.0
-"""Longest comparison, seconds of CPU time, so that a busy machine gives the same verdict."""
+"""Timeout of a comparison, seconds of CPU time, so a busy machine gives the same verdict."""
 MEMORY_BYTES = 2 << 30
-"""Most memory that a process may allocate."""
+"""Maximum memory that a process may allocate."""
 MAX_PROCESSES = min(4, os.cpu_count() or 1)
-"""Most processes; each takes about 90 MB."""
+"""Maximum number of processes; each takes about 90 MB."""
 TOO_HARD = (-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT)
-"""Exit codes of a process that the answer caused."""
+"""Exit codes of a process that mean that the answer was too hard."""
 
 
 def same_mathematics(completion: str, reference: str) -> bool:
@@ -53,13 +53,13 @@ def same_mathematics(completion: str, reference: str) -> bool:
 
 
 def can_be_read(reference: str) -> bool:
-    """Return whether a reference can be read as mathematics. Raises as same_mathematics."""
+    """Return whether a reference can be parsed as mathematics. Raises like same_mathematics."""
     with _PROCESSES.one() as process:
         return bool(process.ask([reference]))
 
 
 class _Process:
-    """One process, started when first needed and again after it ended. One thread at a time."""
+    """One process, started when first needed and restarted after it ended. One thread at a time."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -81,7 +81,7 @@ class _Process:
         if process.returncode in TOO_HARD:
             return None
         raise RolloutError(
-            f"lost the process that compares mathematics, with code {process.returncode}. Look at "
+            f"lost the process that compares mathematics, with code {process.returncode}. See "
             "what it wrote to the screen; is math-verify installed?"
         )
 
@@ -93,13 +93,13 @@ class _Process:
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             try:
-                pipe.close()  # the process ends when it has nothing to read
+                pipe.close()  # the process ends when its input ends
             except BrokenPipeError:
                 continue
         process.wait()
 
 
-# shared, because starting one takes a second of CPU
+# shared, because starting one takes a second of CPU time
 _PROCESSES = ProcessPool([_Process() for _ in range(MAX_PROCESSES)])
 
 
@@ -118,8 +118,8 @@ def _started() -> "subprocess.Popen[str]":
 
 
 def serve_comparisons(questions: TextIO, verdicts: TextIO) -> None:
-    """Answer every line of questions: a pair of texts with whether they are equal, one text with
-    whether it can be read as mathematics; null: out of memory."""
+    """Answer every line of questions: for a pair of texts whether they are equal, for one text
+    whether it can be parsed as mathematics; null: out of memory."""
     from jaxrl_async.scorers.mathreading import is_readable, same
 
     logging.disable(logging.CRITICAL)

@@ -1,4 +1,4 @@
-r"""Read answers as mathematics and compare them, with math-verify. Runs in mathprocess.py's
+r"""Parse answers as mathematics and compare them, with math-verify. Runs in mathprocess.py's
 processes.
 
     Answer ──money is no formula──> formula, expression or number ──math-verify──> equal?
@@ -29,7 +29,7 @@ from jaxrl_async.scorers.written_numbers import (
 
 PLAIN, FORMULAS = [ExprExtractionConfig()], [LatexExtractionConfig(boxed_match_priority=0)]
 FORMULA = re.compile(r"\$\$.+?\$\$|\$[^$]+\$|\\\(.+?\\\)|\\\[.+?\\\]")
-"""A formula between its marks."""
+"""A formula between its delimiters."""
 WORD = re.compile(
     r"(?<![\\A-Za-z])(?!sqrt|frac|infty|theta|alpha|beta|gamma)[A-Za-z]{4,}"
     r"|(?<![\\A-Za-z0-9])(?!sin|cos|tan|log|exp|lim|max|min|gcd|lcm|mod|ln)[A-Za-z]{2,}"
@@ -57,9 +57,9 @@ FRACTION = re.compile(
     r"(?=[.,]?(?:\s|$))(?!\s*[-+*/^=<>])"
 )
 ROUNDED = 5e-6
-"""Relative difference of numbers that count as equal: six decimals of a number from 0.1 on."""
+"""Relative difference up to which numbers count as equal: six decimals of a number >= 0.1."""
 SMALL = 2e-6
-"""Differences that math-verify may have rounded away: it compares six decimals."""
+"""Maximum difference that math-verify may have rounded away, since it compares six decimals."""
 
 
 def same(completion: str, reference: str) -> bool:
@@ -80,12 +80,12 @@ def same(completion: str, reference: str) -> bool:
 
 
 def is_readable(reference: str) -> bool:
-    """Return whether a reference can be read as mathematics."""
+    """Return whether a reference can be parsed as mathematics."""
     return any(isinstance(read, Basic | MatrixBase) for read in reference_read(reference)[0])
 
 
 def reference_read(reference: str) -> tuple[list[Any], str]:
-    """Return what a reference may mean, and its text with money marked."""
+    """Return the possible meanings of a reference, and its text with money marked."""
     text = plain_signs(plain_float(reference))
     found = find_answer(text)
     marked = found is not None and found.mark in ("box", "####")
@@ -97,7 +97,7 @@ def reference_read(reference: str) -> tuple[list[Any], str]:
 
 
 def expressions_of(answer: Answer) -> list[Any]:
-    """Return what an answer may mean; empty: it cannot be read."""
+    """Return the possible meanings of an answer; empty if it cannot be parsed."""
     line = _plain_line(plain_money(answer.line, "\\$"))
     if answer.mark == "box":
         return _read(line)
@@ -126,7 +126,7 @@ def expressions_of(answer: Answer) -> list[Any]:
 
 
 def _read(text: str) -> list[Any]:
-    """Return what a text may mean that is an expression, or a number with words around it."""
+    """Return the possible meanings of a text: an expression, or a number with words around it."""
     if PARTS.search(TEXT.sub(r" \1 ", text)):
         return []
     if SPACED.fullmatch(text.strip()):
@@ -143,7 +143,7 @@ def _plain_line(text: str) -> str:
 
 
 def _one_number(text: str) -> list[Any]:
-    """Return the number of a text that is one number with a unit, with words in LaTeX's text, or
+    """Return the number in a text that is one number with a unit, with words in LaTeX's text, or
     with words of another script; [] for any other text."""
     if len(list(NUMBER.finditer(text))) != 1 or "%" in text:
         return []
@@ -155,10 +155,10 @@ def _one_number(text: str) -> list[Any]:
 
 
 def plain_money(text: str, sign: str) -> str:
-    r"""Return the text with `sign` for each '$' that is money and not the border of a formula.
+    r"""Return the text with `sign` for each '$' that is money and not the delimiter of a formula.
 
     Before a digit it is money unless the next '$' closes a formula: no space before it, no digit
-    behind it, and no word of prose between them. A '$' without another one is money, too.
+    after it, and no word of prose between them. A '$' without another one is money, too.
     """
     text = text.replace("\\$", "\x1e")
     borders = [
@@ -180,36 +180,37 @@ def plain_money(text: str, sign: str) -> str:
 
 
 def _is_money(between: str, behind: str) -> bool:
-    """Return whether a '$' is money, by the text up to the next one, and what follows that."""
+    """Return whether a '$' is money, from the text up to the next one, and the text after that."""
     if not re.match(r"\s?-?[.0-9]", between):
         return not between.strip()
     return between[-1].isspace() or behind.isdigit() or bool(PROSE.search(between))
 
 
 def _without_borders(text: str) -> str:
-    """Return the text of plain_money with money's sign alone, without the borders of formulas."""
+    """Return the text of plain_money with only money signs, without delimiters of formulas."""
     return text.replace("\\$", "\x1e").replace("$", "").replace("\x1e", "$")
 
 
 def without_money(text: str) -> str:
-    """Return the text without signs of money."""
+    """Return the text without money signs."""
     return OTHER_MONEY.sub("", ESCAPED_DOLLAR.sub("", text))
 
 
 def boxed(text: str) -> str:
-    r"""Wrap a text in \boxed{}, by which the library finds a formula."""
+    r"""Wrap a text in \boxed{}, in which the library finds formulas."""
     return f"\\boxed{{{text}}}"
 
 
 def parsed(text: str) -> list[Any]:
-    """Return what the formulas of a text may mean: expressions, and the text of the last."""
+    """Return the possible meanings of a text's formulas: expressions, and the last one's text."""
     text = text.replace("\\varnothing", "\\emptyset").replace("°", "^\\circ")
     read: list[Any] = parse(text, FORMULAS, parsing_timeout=None)
     return read
 
 
 def rounded_away(right: Any, given: Any) -> bool:
-    """Return whether two numbers that math-verify calls equal differ, relative to their size."""
+    """Return whether two numbers that math-verify considers equal differ, relative to their
+    size."""
     ours, theirs = numbers_in(right), numbers_in(given)
     if len(ours) != len(theirs):
         return False
@@ -222,8 +223,8 @@ def _far(a: Any, b: Any) -> bool:
 
 
 def numbers_in(read: Any) -> list[Any]:
-    """Return the numbers that an expression consists of, in a fixed order; with a number for each
-    of its variables; empty: it has none."""
+    """Return the numbers in an expression, in a fixed order, with a number for each of its
+    variables; empty: it has none."""
     if isinstance(read, Relational):
         return numbers_in(read.rhs) if isinstance(read.lhs, Symbol) else []
     if isinstance(read, FiniteSet):
@@ -239,7 +240,7 @@ def numbers_in(read: Any) -> list[Any]:
     values = {s: N(1.7) + N(0.31) * i for i, s in enumerate(sorted(read.free_symbols, key=str))}
     try:
         value = N(read.doit().subs(values), 20)
-    except Exception:  # what cannot be computed is compared by math-verify alone
+    except Exception:  # if it cannot be computed, only math-verify compares it
         return []
     return [value] if value.is_number and value.is_finite else []
 

@@ -1,4 +1,4 @@
-"""A pool of processes that judge answers, one thread at each. Needs no JAX."""
+"""A pool of processes that judge answers, each used by one thread at a time. Needs no JAX."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Closes(Protocol):
-    """A process that starts when it is first needed, and again after it ended."""
+    """A process that starts when first needed, and restarts after it ended."""
 
     def close(self) -> None:
         """End the process if it runs."""
@@ -52,5 +52,5 @@ def close_all(processes: Sequence[Closes]) -> None:
 
 
 def import_path() -> str:
-    """Return the PYTHONPATH with which another process finds what this one imports."""
+    """Return the PYTHONPATH with which another process finds this one's imports."""
     return os.pathsep.join(p or os.getcwd() for p in sys.path)

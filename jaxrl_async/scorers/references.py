@@ -11,13 +11,15 @@ from jaxrl_async.scorers.graders import gsm8k, math, unreadable
 log = logging.getLogger(__name__)
 
 PLAIN = re.compile(r"-?[0-9]{1,15}(?:\.[0-9]{1,15})?")
-"""A number that every grader reads."""
+"""A number that every grader can parse."""
 AWAITED = 400
-"""References of `math`, about 5 ms each, that a start waits for; more are tried alongside."""
+"""Maximum references for `math`, about 5 ms each, that a start waits for; more run in the
+background."""
 
 
 def check_answers(references: Sequence[str], max_bad_share: float) -> None:
-    """Raise DataError if more references than this share are blank; log a warning of fewer."""
+    """Raise DataError if more than this share of the references is blank; log a warning about
+    fewer."""
     blank = [index for index, reference in enumerate(references) if not reference.strip()]
     if not blank:
         return
@@ -33,14 +35,14 @@ def check_answers(references: Sequence[str], max_bad_share: float) -> None:
 
 
 def try_references(graders: Mapping[str, Callable[..., object]], references: Iterable[str]) -> None:
-    """Log a warning for each built-in grader that cannot read some of the references.
+    """Log a warning for each built-in grader that cannot parse some of the references.
 
-    An equal text is all that it pays for there. `math` needs milliseconds for each: many of them
-    are tried by a thread, which logs when it is done.
+    It rewards only an equal text there. `math` needs milliseconds for each reference: a large
+    number is tried by a thread, which logs when it is done.
 
     Args:
-        graders: by their names in the settings; other functions are left out.
-        references: the right answers of the records, blank ones left out.
+        graders: by their names in the settings; other functions are skipped.
+        references: the correct answers of the records, without blank ones.
     """
     listed = [reference for reference in references if reference.strip()]
     hard = list(dict.fromkeys(r for r in listed if not PLAIN.fullmatch(r.strip())))
@@ -58,15 +60,15 @@ def _try(
 ) -> None:
     try:
         bad = {reference for reference in hard if unreadable(grader, reference)}
-    except RolloutError as error:  # it is raised again when an answer is compared
+    except RolloutError as error:  # raised again when an answer is compared
         log.warning("reward.function = %r was not tried on all references: %s", name, error)
         return
     if not bad:
         return
     shown = ", ".join(repr(text[:60]) for text in sorted(bad)[:3])
     log.warning(
-        "reward.function = %r cannot read %d of %d references, such as %s: it pays for an answer "
-        "of the same text alone. Correct the records, or choose a grader that fits them.",
+        "reward.function = %r cannot read %d of %d references, such as %s: it rewards only an "
+        "answer with the same text. Correct the records, or choose a grader that fits them.",
         name,
         sum(reference in bad for reference in listed),
         len(listed),

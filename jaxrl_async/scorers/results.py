@@ -2,7 +2,7 @@
 
 0.5                                        the reward
 {"correct": 1, "short": -0.2}              named parts; the reward is their sum
-{"correct": 1, "token_rewards": [...]}     in addition one number for each token of token_ids
+{"correct": 1, "token_rewards": [...]}     also one number for each token of token_ids
 Score(...)                                 unchanged
 None                                       the function does not apply (reward_call.py)
 """
@@ -21,17 +21,19 @@ from jaxrl_async.metrics.metric import part_name
 from jaxrl_async.types import LARGEST_REWARD, Episode, FloatArray, Score
 
 TOKEN_REWARDS = "token_rewards"
-"""Key of a result that is not a part: rewards of single tokens, added to the sum of the parts."""
+"""Key of a result that is not a part: rewards of single tokens, added to the sum of parts."""
+FUNCTIONS = "functions"
+"""Part of a score with a judge: the total of all other scorers, if they name no parts."""
 MODEL = "model"
-"""Part of a Score that is the reward model's number."""
+"""Part of a Score that holds the reward model's number."""
 REMEDY = (
     f"It must give a finite number of at most {LARGEST_REWARD:g}, or a mapping of names to such "
-    "numbers; None says that it does not apply."
+    "numbers; None means that it does not apply."
 )
 
 
 def score_of(result: Any, episode: Episode) -> Score:
-    """Convert a result to a Score. Raises RefusedScore with a message to put after "reward f"."""
+    """Convert a result to a Score. Raises RefusedScore with a message that continues "reward f"."""
     if isinstance(result, Score):
         parts = _parts(result.parts)
         tokens = _floats(result.token_rewards, len(episode.token_ids), "token of the episode")
@@ -53,7 +55,7 @@ def score_of(result: Any, episode: Episode) -> Score:
 def distinct_parts(
     by_function: Mapping[str, Sequence[Score | None]], taken: Iterable[str] = ()
 ) -> list[list[Score | None]]:
-    """Rename the parts of several functions' Scores so that no two functions share a part.
+    """Rename the parts of several functions' Scores so no two functions share a part.
 
     A function without parts gets one with its name, unless it is the only function. A part that an
     earlier function has, or that is taken, becomes FUNCTION.PART.
@@ -89,8 +91,8 @@ def distinct_parts(
 
 
 def _own_parts(score: Score | None, function: str, alone: bool, some: bool) -> Mapping[str, float]:
-    """Return a score's parts; of a plain number one that is named after its function, unless that
-    is alone, or gives parts elsewhere and nothing here."""
+    """Return a score's parts. A plain number becomes one part named after its function, unless the
+    function is the only one, or gives parts elsewhere and nothing here."""
     if score is None or (score.left_out and not score.parts):
         return {}
     return score.parts or ({} if alone or (some and not score.total) else {function: score.total})
@@ -108,8 +110,8 @@ def _distinct_names(parts: Sequence[str], function: str, known: Collection[str])
 
 
 def added(weighted: Sequence[tuple[float, Score | None]]) -> Score:
-    """Add several functions' weighted Scores of one episode; their parts stay unweighted, and those
-    that do not apply are left out."""
+    """Add several functions' weighted Scores of one episode. Their parts stay unweighted; functions
+    that do not apply are skipped."""
     scores = [(weight, score) for weight, score in weighted if score is not None]
     tokens = [weight * s.token_rewards for weight, s in scores if s.token_rewards is not None]
     return Score(
@@ -125,7 +127,7 @@ def added(weighted: Sequence[tuple[float, Score | None]]) -> Score:
 def finite(value: Any) -> float | None:
     """Convert a real number of any type to a float; None if it is not a number or not finite.
 
-    Types are bool, NumPy's, Decimal, Fraction, arrays without dimensions and the like.
+    Supports bool, NumPy's types, Decimal, Fraction, arrays without dimensions and others.
     """
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
@@ -133,7 +135,7 @@ def finite(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except Exception:  # 10**400; a signalling NaN; a user's __float__ may do anything
+    except Exception:  # 10**400; a signalling NaN; a user's __float__ may raise anything
         return None
     return number if math.isfinite(number) else None
 
@@ -142,7 +144,7 @@ def cited(value: Any) -> str:
     """Describe a value and its type for a message; only the type if its repr fails."""
     try:
         text = repr(value)
-    except Exception:  # 10**5000 has too many digits; a user's __repr__ may do anything
+    except Exception:  # 10**5000 has too many digits; a user's __repr__ may raise anything
         return f"a {type(value).__name__} that cannot be shown"
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
@@ -193,8 +195,8 @@ def _floats(values: Any, length: int, unit: str) -> FloatArray | None:
 
 
 def _spread(values: Any, episode: Episode) -> FloatArray | None:
-    """Spread rewards of the drawn tokens over all tokens of the episode."""
-    drawn = _floats(values, episode.num_drawn, "drawn token (those of token_ids)")
+    """Spread rewards of the generated tokens over all tokens of the episode."""
+    drawn = _floats(values, episode.num_drawn, "generated token (in token_ids)")
     if drawn is None:
         return None
     whole = np.zeros(len(episode.token_ids), np.float32)

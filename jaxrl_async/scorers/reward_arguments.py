@@ -1,8 +1,8 @@
-"""Find out from a reward function's parameter names what to call it with. Needs no JAX.
+"""Derive the arguments of a reward function from its parameter names. Needs no JAX.
 
-def f(completion, answer)              one answer: texts, and the record's columns as they are
-def f(prompts, completions, answer)    all answers to a prompt: each a list, one item an answer
-def f(group, answer)                   all answers as Episodes: the record's columns as they are
+def f(completion, answer)              one answer: texts, and the record's columns unchanged
+def f(prompts, completions, answer)    all answers to a prompt: each a list, one item per answer
+def f(group, answer)                   all answers as Episodes: the record's columns unchanged
 """
 
 import inspect
@@ -17,26 +17,26 @@ from jaxrl_async.lent import copied, copied_columns, read_only
 from jaxrl_async.types import Episode, Prompt
 
 OF_THE_TASK = ("prompt", "reference", "columns")
-"""Of the task: the prompt's text, the right answer's text, and the whole record by column."""
+"""Values of the task: the prompt's text, the correct answer's text, the whole record by column."""
 OF_THE_RUN = ("step", "trainer_state", "log_metric")
-"""Of the run: how many updates the newest weights have had, the same as TRL calls it, and a
-function of a name and a number that reports the number's mean as the metric logged/NAME."""
+"""Values of the run: the number of updates of the newest weights, the same as TRL's trainer state,
+and a function of a name and a number that reports the number's mean as the metric logged/NAME."""
 OF_ONE = ("completion", "token_ids", "logprobs", "versions", "stop", "episode")
-"""Of one answer: its text; its sampled tokens with log-probs and versions; why it ended ("eos",
-"length"); all of it as a types.Episode."""
+"""Values of one answer: its text; its generated tokens with log-probs and versions; why it ended
+("eos", "length"); all of it as a types.Episode."""
 LISTS = ("prompts", "completions", "completion_ids")
-"""Of all answers to the prompt, a list each: the prompt, once for each answer; the answers; their
-sampled tokens. Prompts and answers are texts, and lists of messages where the record's prompt is
-one."""
+"""Values of all answers to the prompt, a list each: the prompt, once for each answer; the answers;
+their generated tokens. Prompts and answers are texts, or lists of messages if the record's prompt
+is one."""
 OF_THE_GROUP = (*LISTS, "group")
 """The lists, and the answers as Episodes."""
 OF_BOTH = ("messages",)
-"""Of one answer the conversation, prompt included, as chat messages; of all answers a list."""
+"""The conversation with its prompt, as chat messages; for all answers a list of them."""
 IN_ORDER = ("prompt", "completion", "reference")
 """Arguments, in order, of a function whose three parameters have other names."""
 OF_VERL: Mapping[str, str] = {"solution_str": "completion", "ground_truth": "reference"}
-"""verl's names for two of them, where a function of one answer asks for `solution_str`. A column of
-the records with such a name comes first."""
+"""verl's names for two values, used if a function of one answer has a parameter `solution_str`. A
+column of the records with such a name has priority."""
 PLACES: Mapping[str, int | None] = {
     **dict.fromkeys(("question", "query", "problem", "prompt_str"), 0),
     **dict.fromkeys(("response", "response_str", "solution_str", "output"), 1),
@@ -44,50 +44,51 @@ PLACES: Mapping[str, int | None] = {
     **dict.fromkeys(("ground_truth", "label", "solution", "target", "gold", "expected"), 2),
     **dict.fromkeys(("responses", "solution_strs", "outputs", "queries", "data_source"), None),
 }
-"""Other usual names of parameters, and the place in IN_ORDER that each fits; None: no place."""
+"""Other common names of parameters, and the position in IN_ORDER that each fits; None: no
+position."""
 NOT_PASSED: Mapping[str, str] = {
     "log_extra": "`log_metric` reports numbers; the run's samples show prompts and answers",
-    "environments": "`episode` and `messages` say what happened in an environment",
+    "environments": "`episode` and `messages` contain what happened in an environment",
 }
-"""Values of TRL's that are not passed, and what there is instead."""
+"""TRL values that are not passed, and their alternatives."""
 BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """What TRL's rewards read of their `trainer_state`."""
+    """The fields of `trainer_state` that TRL rewards read."""
 
     global_step: int  # updates so far
     max_steps: int  # updates of the whole run; 0: not known
 
 
 class OneForAll(str):
-    """A text that all answers share. It has no items: zip() or an index would pair each answer with
-    one of its characters."""
+    """A text that all answers share. It cannot be iterated: zip() or an index would pair each
+    answer with one of its characters."""
 
     def __iter__(self) -> Any:
-        """Raise TypeError that says what to ask for."""
+        """Raise TypeError with the names of parameters to use."""
         raise TypeError(
-            "`prompt` and `reference` are one text for all answers. Ask for `prompts`, or for the "
-            "column of the records, which is a list with one item an answer."
+            "`prompt` and `reference` are one text for all answers. Use a parameter `prompts`, or "
+            "the column of the records, which is a list with one item per answer."
         )
 
     def __getitem__(self, place: Any) -> str:
-        """Return a part, or raise the same TypeError for an index, which counts answers."""
+        """Return a slice, or raise the same TypeError for an index, which counts answers."""
         return super().__getitem__(place) if isinstance(place, slice) else self.__iter__()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardArguments:
-    """How to call a reward function."""
+    """The signature of a reward function, and the values that it receives."""
 
     whole_group: bool  # one call judges all answers to a prompt
-    in_lists: bool  # the record's columns are lists, one item an answer
-    in_order: bool  # its first three parameters get IN_ORDER, whatever their names
-    names: tuple[str, ...]  # of the other parameters
-    needed: frozenset[str]  # those of `names` without a default
+    in_lists: bool  # the record's columns are lists, one item per answer
+    in_order: bool  # its first three parameters get IN_ORDER regardless of their names
+    names: tuple[str, ...]  # names of the other parameters
+    needed: frozenset[str]  # the `names` without a default
     everything: bool  # it has **kwargs: pass all values
-    taken: frozenset[str]  # names not to pass by **kwargs
+    taken: frozenset[str]  # names not to pass in **kwargs
 
     def asks_for(self, name: str) -> bool:
         """Return whether the function receives a value of that name."""
@@ -109,8 +110,8 @@ class RewardArguments:
             raise ConfigError(f"{where} {_misnamed(named[0])}")
         if both := [name for name in OF_THE_RUN if name in self.names and name in columns]:
             raise ConfigError(
-                f"{where} asks for {both[0]!r}, which the records have as a column, and the run as "
-                "a value of its own. Rename the column, or ask for `columns`."
+                f"{where} asks for {both[0]!r}, which is a column of the records as well as a "
+                "value of the run. Rename the column, or ask for `columns`."
             )
         own = (*OF_THE_TASK, *OF_THE_RUN, *OF_BOTH)
         own = (*own, *(OF_VERL if self.of_verl else ()))
@@ -126,7 +127,7 @@ class RewardArguments:
                 f"{where} asks for {name!r}, and no record has a column of that name "
                 f"(they have: {', '.join(columns) or 'none'}). "
                 + (f"Did you mean {near[0]!r}? " if near else "")
-                + f"Besides columns there are {', '.join(sorted(known - set(columns)))}. Rename "
+                + f"Other names are {', '.join(sorted(known - set(columns)))}. Rename "
                 "the parameter or give it a default."
             )
 
@@ -138,7 +139,7 @@ class RewardArguments:
         Args:
             prompt: the task.
             answers: the other values, by name.
-            count: how many answers a list has.
+            count: number of answers in a list.
 
         Raises RefusedScore if this prompt's record lacks a column.
         """
@@ -155,7 +156,7 @@ class RewardArguments:
             )
 
         def value_of(name: str) -> Any:
-            """What is ours comes before a column, but for a list of references."""
+            """Values of the run have priority over columns, except for a list of references."""
             if name == "columns":
                 return copied_columns(prompt.columns)
             if name in answers:
@@ -174,7 +175,7 @@ class RewardArguments:
 
 
 def reward_arguments_of(function: Callable[..., Any], where: str) -> RewardArguments:
-    """Find out how to call a function; raise ConfigError, beginning with `where`, if none fits."""
+    """Derive how to call a function; raise ConfigError, beginning with `where`, if that fails."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # written in C: its names are unknown
@@ -188,8 +189,8 @@ def reward_arguments_of(function: Callable[..., Any], where: str) -> RewardArgum
         group = set()
     if one and group:
         raise ConfigError(
-            f"{where} asks for {min(one)!r}, which one answer has, and for {min(group)!r}, which "
-            "all answers to a prompt have. Ask for one of them."
+            f"{where} asks for {min(one)!r}, which belongs to one answer, and for {min(group)!r}, "
+            "which belongs to all answers to a prompt. Ask for one of them."
         )
     by_name = bool(one or group or named & {*OF_BOTH, "solution_str"}) or (
         everything and not places and not any_number
@@ -201,9 +202,9 @@ def reward_arguments_of(function: Callable[..., Any], where: str) -> RewardArgum
     if not fits or any(p in required for p in nameless):
         raise ConfigError(
             f"{where} cannot be called as reward(prompt, completion, reference): it takes "
-            f"({', '.join(map(str, parameters))}). Let it take these three, or ask by name for "
-            f"what it needs: {', '.join((*OF_TASK_AND_ONE, *OF_BOTH, *OF_THE_GROUP))}, or a column "
-            "of the records."
+            f"({', '.join(map(str, parameters))}). Give it these three parameters, or name "
+            f"parameters after values: {', '.join((*OF_TASK_AND_ONE, *OF_BOTH, *OF_THE_GROUP))}, "
+            "or a column of the records."
         )
     misplaced = [p for p, own in zip(places, IN_ORDER, strict=False) if p.name != own]
     wrong = [p.name for p in misplaced if p.name in OF_TASK_AND_ONE]

@@ -1,6 +1,6 @@
 """One call of a reward function: its arguments, and its result as Scores. Needs no JAX.
 
-The same call is made by a thread of the run (rewards.py) and in a process (reward_process.py).
+A thread of the run (rewards.py) or a process (reward_process.py) makes the same call.
 """
 
 import inspect
@@ -27,21 +27,21 @@ from jaxrl_async.scorers.reward_arguments import (
 from jaxrl_async.types import Episode, Message, Prompt, Score
 
 QUESTIONS = ("question", "prompt", "messages")
-"""Columns that may hold the question, by default: the first that is there does."""
+"""Default columns that may hold the question: the first one that exists does."""
 Log = Callable[[str, float], None]
-"""Takes the name and the value of a metric."""
+"""Called with the name and the value of a metric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardCall:
-    """What one call judges: one answer, or all answers to a prompt."""
+    """The input of one call: one answer, or all answers to a prompt."""
 
     prompt: Prompt
     episodes: tuple[Episode, ...]
     texts: tuple[str, ...]  # what the policy sampled in each
-    last_texts: tuple[str, ...]  # of it the last turn's, where the episode has messages
+    last_texts: tuple[str, ...]  # the last turn's text, if the episode has messages
     asks: tuple[str, ...] = QUESTIONS  # columns that may hold the question
-    step: int = 0  # updates that the newest weights have had
+    step: int = 0  # number of updates of the newest weights
     max_steps: int = 0  # of the run
 
 
@@ -72,8 +72,8 @@ def call_arguments(
 def called(
     function: Callable[..., Any], arguments: RewardArguments, call: RewardCall, log: Log
 ) -> Any:
-    """Call a function; return a Score or None (it does not apply) for each episode, or what
-    is to be awaited for its result. Raises RefusedScore, and whatever the function raises."""
+    """Call a function; return a Score or None (it does not apply) for each episode, or an awaitable
+    of its result. Raises RefusedScore, and any exception of the function."""
     positional, named = call_arguments(call, arguments, log)
     result = function(*positional, **named)
     return result if inspect.isawaitable(result) else scores_of(result, arguments, call)
@@ -82,13 +82,13 @@ def called(
 async def awaited(
     function: Callable[..., Any], arguments: RewardArguments, call: RewardCall, log: Log
 ) -> list[Score | None]:
-    """Call an async function as `called` does."""
+    """Call an async function; otherwise like `called`."""
     positional, named = call_arguments(call, arguments, log)
     return scores_of(await function(*positional, **named), arguments, call)
 
 
 def scores_of(result: Any, arguments: RewardArguments, call: RewardCall) -> list[Score | None]:
-    """Convert what a function gave. Raises RefusedScore."""
+    """Convert a function's result. Raises RefusedScore."""
     count = len(call.episodes)
     listed = one_each(result, count) if arguments.whole_group else [result]
     pairs = zip(listed, call.episodes, strict=True)
@@ -96,7 +96,7 @@ def scores_of(result: Any, arguments: RewardArguments, call: RewardCall) -> list
 
 
 def one_each(results: Any, count: int) -> list[Any]:
-    """Return a whole group's results as a list; refuse a set, which has no order."""
+    """Return a whole group's results as a list; reject a set, which has no order."""
     try:
         listed = None if isinstance(results, str | bytes | Mapping | Set) else list(results)
     except TypeError:
@@ -111,7 +111,7 @@ def one_each(results: Any, count: int) -> list[Any]:
 
 
 def checked_log(log: Log) -> Log:
-    """Return `log` that takes any finite number, and makes the name a metric's."""
+    """Return a `log` that accepts any finite number, and makes the name valid for a metric."""
 
     def log_metric(name: str, value: Any) -> None:
         number = finite(value)
@@ -124,7 +124,7 @@ def checked_log(log: Log) -> Log:
     return log_metric
 
 
-# ---- what was said
+# ---- the conversation
 
 
 def asks_in_messages(prompt: Prompt, asks: Iterable[str] = QUESTIONS) -> bool:
@@ -134,12 +134,12 @@ def asks_in_messages(prompt: Prompt, asks: Iterable[str] = QUESTIONS) -> bool:
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages as dicts that are copies."""
+    """Return copies of messages as dicts."""
     return [copied(dict(message)) for message in messages]
 
 
 def answer_messages(call: RewardCall, place: int) -> list[dict[str, Any]]:
-    """Return an answer as messages: the policy's, with its tool calls, and what was said to it."""
+    """Return an answer as messages: the policy's, with its tool calls, and the replies to it."""
     episode = call.episodes[place]
     if not episode.messages:
         return [{"role": "assistant", "content": call.texts[place]}]
@@ -158,7 +158,7 @@ def conversation(call: RewardCall, place: int) -> list[dict[str, Any]]:
 
 
 def last_turn(episode: Episode) -> NDArray[np.intp]:
-    """Return the places of the tokens that the policy sampled last, without a break between
+    """Return the positions of the tokens that the policy generated last, without a break between
     them."""
     places = np.flatnonzero(episode.drawn)
     breaks = np.flatnonzero(np.diff(places) > 1)

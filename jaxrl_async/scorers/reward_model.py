@@ -25,7 +25,7 @@ from jaxrl_async.model.decoder import TokenRows, settings_on
 from jaxrl_async.model.heads import head_table, load_head, sequence_scores
 from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.ports import Scorer
+from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.scorers.results import MODEL as MODEL
 from jaxrl_async.types import Episode, FloatArray, IntArray, Prompt, Score
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 FUNCTION = "function"
 """Part of a Score: the function's number, if the function names no parts itself."""
 SHORTEST = 32
-"""Least length of a padded row, tokens."""
+"""Minimum length of a padded row, tokens."""
 
 
 class RewardModel:
@@ -56,7 +56,7 @@ class RewardModel:
         """Compile the scoring of sequences.
 
         Args:
-            spec: What the decoder is.
+            spec: The decoder.
             params: Its weights, on the mesh.
             mesh: The devices.
             dtype: Of the computation.
@@ -78,7 +78,7 @@ class RewardModel:
     def __call__(self, sequences: list[IntArray]) -> FloatArray:
         """Score each whole sequence: [sequences] float32.
 
-        Rows and lengths are padded to powers of two, so that few programs are compiled.
+        Rows and lengths are padded to powers of two, so only few programs are compiled.
         """
         rows = next_power_of_two(-(-len(sequences) // self._num_row_shards)) * self._num_row_shards
         length = next_power_of_two(max(map(len, sequences)), SHORTEST)
@@ -95,9 +95,9 @@ class RewardModel:
 
 
 class RewardModelScorer:
-    """ports.Scorer: the model's score, added to another scorer's if there is one.
+    """ports.Scorer: the model's score, added to another scorer's score if one is given.
 
-    The model runs on a thread of its own, one group after another, never on the event loop.
+    The model runs on a separate thread, one group after another, never on the event loop.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class RewardModelScorer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-        """Score each episode by its whole token sequence; of several contexts, by the last.
+        """Score each episode by its whole token sequence; with several contexts, by the last one.
 
-        Raises RolloutError, naming the prompt, if the model's number is not finite, and whatever
-        the function raises.
+        Raises RolloutError, naming the prompt, if the model's number is not finite; also raises any
+        exception of the function.
         """
         loop = asyncio.get_running_loop()
         sequences = [episode.token_ids[episode.starts[-1] :] for episode in episodes]
@@ -136,7 +136,7 @@ class RewardModelScorer:
                 "Train it again with a smaller algorithm.learning_rate, or set "
                 "model.dtype=float32."
             )
-        if MODEL in given.parts:  # of an environment: make_scorer keeps the name for the model
+        if MODEL in given.parts:  # from an environment: make_scorer reserves the name for the model
             raise RefusedScore(
                 f"prompt {prompt.prompt_id}: the environment gave a part named {MODEL!r}, which is "
                 "the reward model's. Rename it."
@@ -155,7 +155,7 @@ class RewardModelScorer:
 
 
 def next_power_of_two(count: int, least: int = 1) -> int:
-    """Return the smallest power of two that is at least `count`, and at least `least`."""
+    """Return the smallest power of two that is at least `count` and `least`."""
     return max(least, 1 << (count - 1).bit_length())
 
 
@@ -168,7 +168,7 @@ def load_reward_model(
 ) -> RewardModel:
     """Load the model in reward.model onto this mesh, in model.dtype.
 
-    Raises ConfigError if the folder holds no reward model, or the model reads other tokens than the
+    Raises ConfigError if the folder holds no reward model, or the model uses other tokens than the
     policy.
     """
     folder, dtype = Path(section.model or ""), jnp.dtype(model.computes_in)
@@ -197,7 +197,7 @@ def _check_tokens(folder: Path, spec: ModelSpec, tokenizer: Tokenizer) -> None:
         )
     if not (folder / "tokenizer.json").is_file():
         log.warning(
-            "%s: no tokenizer.json; whether it reads the policy's tokens is not checked", folder
+            "%s: no tokenizer.json, so its tokens cannot be compared with the policy's", folder
         )
         return
     policys, models = tokenizer.hf.get_vocab(), load_tokenizer(folder).hf.get_vocab()
@@ -205,6 +205,6 @@ def _check_tokens(folder: Path, spec: ModelSpec, tokenizer: Tokenizer) -> None:
         union = policys.keys() | models.keys()
         differing = sorted(k for k in union if policys.get(k) != models.get(k))
         raise ConfigError(
-            f"reward.model = {folder} reads other tokens than the policy: {len(differing)} differ, "
+            f"reward.model = {folder} uses other tokens than the policy: {len(differing)} differ, "
             f"the first is {differing[0]!r}. {remedy}"
         )

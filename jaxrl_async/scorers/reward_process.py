@@ -1,11 +1,11 @@
-"""Reward functions in processes of their own, ended at their time limit. Needs no JAX.
+"""Reward functions in separate processes, ended at their time limit. Needs no JAX.
 
     rewards' thread ──call (codec)──> process: load the function, call it ──Scores──> the thread
                                          │ longer than reward.timeout_s
                                          └─ ended by SIGKILL; the next call starts another
 
-A regular expression that backtracks, or any other call into C that keeps Python's lock, stops all
-threads of its process, signals included. Here that is not the run's.
+A regular expression that backtracks, or any other C call that keeps Python's lock, stops all
+threads of its process, signals included. With a separate process that does not stop the run.
 """
 
 import asyncio
@@ -39,22 +39,22 @@ from jaxrl_async.tasks.usercode import TooLate, told
 from jaxrl_async.types import Score
 
 LOAD_S = 300.0
-"""Longest time for starting a process and loading a function's file, seconds."""
+"""Timeout for starting a process and loading a function's file, seconds."""
 LONGER_S = 5.0
-"""A process whose run has been killed ends itself so long after a call's time limit, seconds."""
+"""Time after a call's limit at which a process whose run was killed ends itself, seconds."""
 LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Where another process finds a function."""
+class FunctionSource:
+    """The location at which another process finds a function."""
 
     module: str
     file: str
     name: str  # within the module, with dots
 
 
-def source_of(function: Callable[..., Any], name: str, where: str) -> Source:
+def source_of(function: Callable[..., Any], name: str, where: str) -> FunctionSource:
     """Return where a function can be loaded from.
 
     Args:
@@ -67,22 +67,22 @@ def source_of(function: Callable[..., Any], name: str, where: str) -> Source:
     if is_own(name):
         path, _, attribute = name.rpartition(":")
         stem = os.path.splitext(os.path.basename(path))[0]
-        return Source(module=f"user_{stem}", file=os.path.abspath(path), name=attribute)
+        return FunctionSource(module=f"user_{stem}", file=os.path.abspath(path), name=attribute)
     module = str(getattr(function, "__module__", None) or "")
     attribute = str(getattr(function, "__qualname__", None) or "")
     made_in = sys.modules.get(module)
     file = str(getattr(made_in, "__file__", None) or "")
     if not os.path.isfile(file) or _found(made_in, attribute) is not function:
         raise ConfigError(
-            f"{where} cannot run in a process (reward.processes): it is not a function of a "
-            "module's top level, which another process could load. Put it into a file, and give "
+            f"{where} cannot run in a process (reward.processes): it is not defined at a module's "
+            "top level, from which another process could load it. Put it into a file, and set "
             "reward.function=FILE.py:FUNCTION, or set reward.processes=0."
         )
-    return Source(module=module, file=os.path.abspath(file), name=attribute)
+    return FunctionSource(module=module, file=os.path.abspath(file), name=attribute)
 
 
 def _found(module: Any, name: str) -> Any:
-    """Return what a module has under a name with dots; None: nothing."""
+    """Return a module's attribute by its dotted name; None if it does not exist."""
     for part in name.split("."):
         module = getattr(module, part, None)
     return module
@@ -98,9 +98,9 @@ class RewardProcesses:
         weakref.finalize(self, close_all, self._pool.free)
 
     def ask(
-        self, source: Source, call: RewardCall, timeout_s: float
+        self, source: FunctionSource, call: RewardCall, timeout_s: float
     ) -> tuple[list[Score | None], list[tuple[str, float]]]:
-        """Return what the function gave for each episode, and what it logged.
+        """Return the function's result for each episode, and the metrics that it logged.
 
         Raises TooLate after timeout_s, RolloutError if the function raised or ended its process.
         """
@@ -108,19 +108,19 @@ class RewardProcesses:
             return process.ask(source, call, timeout_s)
 
     def close(self) -> None:
-        """End the processes that are not at work; each starts again when it is needed."""
+        """End the idle processes; each restarts when it is needed."""
         self._pool.close()
 
 
 class _Process:
-    """One process, started when first needed and again after it ended. One thread at a time."""
+    """One process, started when first needed and restarted after it ended. One thread at a time."""
 
     def __init__(self) -> None:
         self._popen: subprocess.Popen[bytes] | None = None
         self._replies = -1
-        self._loaded: set[Source] = set()
+        self._loaded: set[FunctionSource] = set()
 
-    def ask(self, source: Source, call: RewardCall, timeout_s: float) -> Any:
+    def ask(self, source: FunctionSource, call: RewardCall, timeout_s: float) -> Any:
         where = {"module": source.module, "file": source.file, "name": source.name}
         try:
             request = _packed({"source": where, "call": call, "timeout_s": timeout_s})
@@ -134,7 +134,7 @@ class _Process:
                 self._exchange(_packed({"source": where, "call": None}), LOAD_S)
             except TooLate:
                 raise RolloutError(
-                    f"was not loaded from {source.file} within {LOAD_S:g} s. Look at what the file "
+                    f"was not loaded from {source.file} within {LOAD_S:g} s. See what the file "
                     "does when it is imported."
                 ) from None
             self._loaded.add(source)
@@ -143,7 +143,7 @@ class _Process:
         return list(reply["scores"]), logged
 
     def close(self) -> None:
-        """End the process and whatever it has started. Idempotent."""
+        """End the process and everything that it has started. Idempotent."""
         popen, self._popen = self._popen, None
         self._loaded.clear()
         if popen is None:
@@ -179,7 +179,7 @@ class _Process:
             code = _code_of(popen)
             self.close()
             raise RolloutError(
-                f"ended its process, {code}. Correct the function; what it wrote is on the screen."
+                f"ended its process, {code}. Correct the function; its output is on the screen."
             ) from None
         if "refused" in reply:
             raise RefusedScore(reply["refused"])
@@ -213,7 +213,7 @@ class _Process:
     def _read(self, count: int, until: float) -> bytes:
         """Return the next bytes of the replies. Raises TooLate, EOFError."""
         data = bytearray()
-        replies = select.poll()  # select() takes no descriptor above 1023
+        replies = select.poll()  # select() does not support descriptors above 1023
         replies.register(self._replies, select.POLLIN)
         while len(data) < count:
             left_s = until - time.monotonic()
@@ -240,7 +240,7 @@ def _packed(message: Mapping[str, Any]) -> bytes:
 
 
 def _plain(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message whose call, if it has one, is a mapping of carriers."""
+    """Return a message with its call, if it has one, as a mapping of carriers."""
     call = message.get("call")
     if call is None:
         return message
@@ -271,7 +271,7 @@ def serve_calls(requests: int, replies: int) -> None:
 def _replied(message: Mapping[str, Any]) -> dict[str, Any]:
     logged: list[list[Any]] = []
     try:
-        function = loaded(Source(**message["source"]))
+        function = loaded(FunctionSource(**message["source"]))
         if message["call"] is None:
             return {"scores": [], "logged": []}
         signal.setitimer(signal.ITIMER_REAL, message["timeout_s"] + LONGER_S)
@@ -293,7 +293,7 @@ def _replied(message: Mapping[str, Any]) -> dict[str, Any]:
 def scored(
     function: Callable[..., Any], call: RewardCall, log: Callable[[str, float], None]
 ) -> Sequence[Score | None]:
-    """Call a function, and await it if it is to be awaited."""
+    """Call a function, and await its result if needed."""
     arguments = reward_arguments_of(function, "the reward")
     result = called(function, arguments, call, log)
     if isinstance(result, list):
@@ -306,19 +306,19 @@ def scored(
 
 
 @functools.cache
-def loaded(source: Source) -> Callable[..., Any]:
-    """Load a function: by its module's name where that is importable, else from the file. A script
-    is run up to where it trains."""
+def loaded(source: FunctionSource) -> Callable[..., Any]:
+    """Load a function: by its module's name if that can be imported, otherwise from the file. A
+    script is run up to the point where it trains."""
     found = _found(_module_of(source), source.name)
     if not callable(found):
         raise RolloutError(
             f"is not defined by {source.file} before it trains, so no process can load it "
-            "(reward.processes). Define it at the top, or put it into a file of its own."
+            "(reward.processes). Define it at the top, or put it into a separate file."
         )
     return found
 
 
-def _module_of(source: Source) -> Any:
+def _module_of(source: FunctionSource) -> Any:
     with suppress(ImportError, ValueError, AttributeError):
         found = None if source.module == "__main__" else importlib.util.find_spec(source.module)
         if found is not None and found.origin and os.path.samefile(found.origin, source.file):
@@ -335,8 +335,8 @@ def _module_of(source: Source) -> Any:
 
 
 def main() -> None:
-    """Serve calls of the process that started this one; nothing else reads or writes the pipes."""
-    hide_secrets()  # from what a reward runs
+    """Serve calls of the process that started this one; nothing else uses the pipes."""
+    hide_secrets()  # from programs that a reward runs
     requests, replies = os.dup(0), int(sys.argv[1])
     os.set_inheritable(replies, False)
     with open(os.devnull) as nothing:
@@ -346,7 +346,7 @@ def main() -> None:
         serve_calls(requests, replies)
     finally:
         sys.stdout.flush()
-        os._exit(0)  # threads of the user's file do not keep it alive
+        os._exit(0)  # threads of the user's file must not keep the process alive
 
 
 if __name__ == "__main__":

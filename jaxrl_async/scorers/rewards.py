@@ -1,11 +1,11 @@
-"""Score answers with reward functions, built in or the user's. Needs no JAX.
+"""Score answers with reward functions, built-in or the user's. Needs no JAX.
 
 group ──> text ──> each function ──> its results ──> Scores ──> weighted sums
                    (one call for each answer, or one for all; reward_call.py: the call,
                     reward_arguments.py: its arguments, results.py: its result,
                     usercode.py: its thread, reward_process.py: its process)
 
-Built-ins by name (graders.py), your own as FILE.py:FUNCTION.
+Built-ins are given by name (graders.py), user functions as FILE.py:FUNCTION.
 """
 
 import functools
@@ -35,7 +35,7 @@ from jaxrl_async.scorers.reward_call import (
     last_turn,
     scores_of,
 )
-from jaxrl_async.scorers.reward_process import LOAD_S, RewardProcesses, Source, source_of
+from jaxrl_async.scorers.reward_process import LOAD_S, FunctionSource, RewardProcesses, source_of
 from jaxrl_async.tasks.usercode import CallOutcome, Threads, TooLate, run_async, side_by_side
 from jaxrl_async.types import Episode, IntArray, Prompt, Score
 
@@ -46,7 +46,7 @@ REWARDS: dict[str, RewardFunction] = {"exact": exact, "gsm8k": gsm8k, "math": sa
 QUICK = (exact, gsm8k)
 """Built-ins that run on the caller's thread."""
 OPENING_TOKENS = 16
-"""Tokens before an answer in which the prompt may open its thinking."""
+"""Number of tokens before an answer in which the prompt may open its thinking."""
 
 
 def find_reward(name: str) -> RewardFunction:
@@ -61,7 +61,7 @@ def find_reward(name: str) -> RewardFunction:
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(
         f"reward.function = {name!r} is unknown; {hint}Known: {', '.join(sorted(REWARDS))}, "
-        "or your own as FILE.py:FUNCTION."
+        "or your own function as FILE.py:FUNCTION."
     )
 
 
@@ -72,7 +72,7 @@ class Judge:
     function: RewardFunction
     name: str  # as in reward.function
     weight: float = 1.0
-    setting: str = "reward.function"  # that names it
+    setting: str = "reward.function"  # the setting that names it
 
     @property
     def short_name(self) -> str:
@@ -86,7 +86,7 @@ class Judge:
 
 
 class RewardScorer:
-    """ports.Scorer over reward functions: decodes drawn tokens, calls, checks, adds up."""
+    """ports.Scorer over reward functions: decodes generated tokens, calls, checks, adds up."""
 
     def __init__(
         self,
@@ -102,20 +102,20 @@ class RewardScorer:
         max_steps: int = 0,
         marks: Mapping[int, str] | None = None,
     ) -> None:
-        """Make a scorer of these functions, which must have distinct short names.
+        """Create a scorer of these functions, which must have distinct short names.
 
         Args:
             judges: The functions with their weights.
-            decode: Turns drawn tokens into text without special tokens.
-            timeout_s: Longest time for one call, seconds.
-            threads: Most threads for functions that are not async.
-            processes: Most processes for functions of the user's that are not async; 0: threads.
+            decode: Converts generated tokens to text without special tokens.
+            timeout_s: Timeout of one call, seconds.
+            threads: Maximum threads for functions that are not async.
+            processes: Maximum processes for user functions that are not async; 0: threads.
             taken: Names of parts that other scorers provide.
             alone: Nothing else rewards an answer to which no function applies.
-            asks: Columns that may hold a record's question; the first that is there does.
+            asks: Columns that may hold a record's question; the first one that exists does.
             max_steps: Updates of the whole run.
-            marks: Text of the special tokens that are marks of thinking, by id; the built-in
-                functions see them, though `decode` leaves them out.
+            marks: Text of the special tokens that are thinking marks, by id; the built-in
+                functions see them, although `decode` leaves them out.
 
         Raises ConfigError if a function cannot be called, or no process could load it.
         """
@@ -126,7 +126,7 @@ class RewardScorer:
         self._marks = dict(marks or {})
         self._taken, self._alone, self._asks, self._max_steps = taken, alone, asks, max_steps
         self.version: Callable[[], int] = lambda: 0  # replaced when a run begins
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, FunctionSource] = {}
         if processes:
             self._processes = RewardProcesses(processes)
             self._askers = Threads(processes, replaced=False)  # a process ends its calls itself
@@ -143,17 +143,17 @@ class RewardScorer:
             arguments.check(prompts, judge.where)
 
     def close(self) -> None:
-        """End the processes, if there are any; they start again when they are needed."""
+        """End the processes, if any; they restart when they are needed."""
         if self._sources:
             self._processes.close()
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-        """Score each episode by all tokens that the policy drew in it; the built-in functions look
-        at its last turn alone, which has the answer: tool calls stand before it.
+        """Score each episode by all tokens that the policy generated in it. Built-in functions use
+        only its last turn, which has the answer; tool calls come before it.
 
         Raises RolloutError, naming function and prompt, if a function fails, returns something
-        other than a reward, or takes longer than timeout_s for a call, and if no function applies
-        to an answer that nothing else rewards.
+        other than a reward, or times out, and if no function applies to an answer that nothing else
+        rewards.
         """
         texts = tuple(self._decode(e.token_ids[e.drawn]) for e in episodes)
         whole = RewardCall(
@@ -194,7 +194,7 @@ class RewardScorer:
         whole: RewardCall,
         logged: Sequence[dict[str, list[float]]],
     ) -> list[Score | None]:
-        """Return one function's Score of each episode; None where it does not apply."""
+        """Return one function's Score of each episode; None if it does not apply."""
         if judge.function in REWARDS.values():
             graded = tuple(_graded_text(e, self._decode, self._marks) for e in whole.episodes)
             whole = replace(whole, texts=graded)
@@ -229,11 +229,14 @@ class RewardScorer:
                 lock = f" {LOCKED}" if late.overdue_s > LOCKED_S and not self._sources else ""
                 raise RolloutTimeout(
                     f"took more than {self._timeout_s:g} s for {what}.{lock} Make it quicker or "
-                    "raise reward.timeout_s; an async function must await whatever it waits for."
+                    "raise reward.timeout_s; an async function must await everything that it waits "
+                    "for."
                 ) from None
 
-    async def _in_process(self, source: Source, call: RewardCall, log: Log) -> list[Score | None]:
-        """Return what a process says; it keeps the time itself."""
+    async def _in_process(
+        self, source: FunctionSource, call: RewardCall, log: Log
+    ) -> list[Score | None]:
+        """Return a process's result; the process enforces the timeout."""
         ask = functools.partial(self._processes.ask, source, call, self._timeout_s)
         outcome: CallOutcome = await self._askers.run(ask, 2 * LOAD_S + self._timeout_s)
         if isinstance(outcome.error, TooLate):
@@ -246,8 +249,8 @@ class RewardScorer:
 
 LOCKED_S = 1.0
 LOCKED = (
-    "It kept Python's lock meanwhile, so that the whole run stood still, as a regular expression "
-    "does that backtracks: set reward.processes."
+    "It held Python's lock meanwhile, which stopped the whole run, as a backtracking regular "
+    "expression does: set reward.processes."
 )
 
 
@@ -266,7 +269,7 @@ def _each(call: RewardCall) -> list[RewardCall]:
 
 
 def _log_to(logged: Sequence[dict[str, list[float]]]) -> Log:
-    """Return what adds a metric's value to these answers' values."""
+    """Return a function that adds a metric's value to these answers' values."""
 
     def log(name: str, value: float) -> None:
         for values in logged:
@@ -282,11 +285,11 @@ def _means(logged: dict[str, list[float]]) -> dict[str, float]:
 def _graded_text(
     episode: Episode, decode: Callable[[IntArray], str], marks: Mapping[int, str]
 ) -> str:
-    """Return the text of the policy's last turn, after the mark of thinking with which the prompt
-    ends, if it does. marks: as in RewardScorer."""
+    """Return the text of the policy's last turn, after the thinking mark at the end of the prompt,
+    if any. marks: as in RewardScorer."""
 
     def text_of(token_ids: IntArray) -> str:
-        """The text from the last of the marks on: the answer is not before it."""
+        """The text from the last mark on, since the answer cannot be before it."""
         last = next(iter(np.flatnonzero(np.isin(token_ids, [*marks]))[::-1]), None)
         if last is None:
             return decode(token_ids)
@@ -332,14 +335,14 @@ def make_scorer(
     max_steps: int = 0,
     marks: Mapping[int, str] | None = None,
 ) -> RewardScorer:
-    """Make the configured scorer.
+    """Create the configured scorer.
 
     Args:
         section: names the functions.
-        decode: turns drawn tokens into text without special tokens.
-        prompts: samples, for whose columns the functions may ask.
+        decode: converts generated tokens to text without special tokens.
+        prompts: samples, whose columns the functions may ask for.
         of_task: a task's functions; reward.function adds to them if it is set.
-        alone: as in RewardScorer, and so are asks, max_steps and marks.
+        alone: as in RewardScorer, as are asks, max_steps and marks.
 
     Raises ConfigError if a function is unknown or cannot be called.
     """
@@ -372,5 +375,5 @@ def make_scorer(
 
 
 def _name_of(function: RewardFunction) -> str:
-    """Return a function's own name, that of its class if it has none."""
+    """Return a function's own name, or its class's name if it has none."""
     return str(getattr(function, "__name__", type(function).__name__))

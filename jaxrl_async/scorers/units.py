@@ -1,4 +1,4 @@
-r"""Read the unit that ends an answer: 12\text{ cm}, 5 minutes, $5, 3 m/s^2. Needs no JAX."""
+r"""Parse the unit that ends an answer: 12\text{ cm}, 5 minutes, $5, 3 m/s^2. Needs no JAX."""
 
 import re
 from collections import Counter
@@ -34,27 +34,27 @@ UNITS: Mapping[str, str] = {
 SPEEDS = {"mph": {"mi": 1, "h": -1}, "kph": {"km": 1, "h": -1}}
 MONEY = frozenset({"usd", "eur", "gbp", "yen", "yuan", "won", "rupee", "ruble", "baht", *DOLLARS})
 MARK = "\x1f"
-"""Stands where LaTeX's text begins."""
+"""Marks where LaTeX's text begins."""
 SIGN = f"[{CURRENCIES}]"
 QUANTITY = re.compile(
     rf"(?P<whole>{MARK}|(?<![\w.,^/*+-])(?P<money>-?{SIGN})?[ ]?-?[0-9][0-9.,]*(?:/[0-9]+)?"
     r"(?:[ ]*(?:\\times|\\cdot|×|x|\*)[ ]*10\^-?[0-9]+)?)|(?<![\w^])(?<!\^-)[0-9]"
 )
-"""A number with its sign of money, or LaTeX's text; not `whole`: a number within a formula."""
+"""A number with its money sign, or LaTeX's text; not `whole`: a number within a formula."""
 WORD = rf"°[CF]?|[%Ω¢{CURRENCIES}]|[A-Za-zμ]+|[{OTHERS}]+"
 FACTOR = re.compile(
     rf"[ ]*(?P<by>/|\bper\b|·|\*|\\cdot)?[ ]*(?P<power>square|sq\.?|cubic)?[ ]*(?P<word>{WORD})"
     r"(?:\^?(?P<exponent>-?[0-9])(?![0-9])|(?P<square>²|[ ]squared)|(?P<cube>³|[ ]cubed))?"
 )
 RATE = re.compile(r"^[ ]*(?:/|(?:per|an?)\b)")
-"""What leads in what money is paid for: $42 an hour."""
+"""Words before the unit that a price is for: $42 an hour."""
 SYMBOL = re.compile(r"[ ]+(?!in\b)[A-Za-zμΩ]{1,2}(?=[ ]*(?:$|[.,;)]|\^|[·/*]))")
-"""A unit's sign behind another one: N m."""
+"""A unit's symbol after another one: N m."""
 DEGREES = re.compile(
     rf"(?:°|\bdeg(?:ree)?s?\b\.?)[ {MARK}~\\]*([CF])(?:elsius|ahrenheit)?(?![A-Za-z])",
     re.IGNORECASE,
 )
-"""Degrees of temperature, in signs and words."""
+"""Degrees of temperature, as symbols and words."""
 SHORT = {
     r"kilowatt[ -]hours?": "kWh",
     r"\bper ?cent\b": "%",
@@ -62,14 +62,14 @@ SHORT = {
     r"\b([ap])\.m\b\.?": r"\1m",
     r"\bin(?=\.?\s*$|\^|[²³])": "inch",
 }
-"""Names of several words, or with full stops in them."""
+"""Names with several words or full stops."""
 SPACES = re.compile(r"\\[,;:! ]|\\q?quad|~|[\u00a0\u2005-\u2009\u202f]")
 
 
 def unit_of(text: str) -> Counter[str]:
-    """Return the exponents of the units that end an answer; empty: it ends in none that is known.
+    """Return the exponents of the units that end an answer; empty without a known unit.
 
-    text: the line that holds the answer; its signs '$' are money, not the borders of formulas.
+    text: the line with the answer; its '$' signs are money, not the delimiters of formulas.
     """
     text = text[-MAX_ANSWER:]
     text = SPACES.sub(" ", plain_signs(text).replace("\\$", "$").replace("\\%", "%"))
@@ -89,9 +89,9 @@ def unit_of(text: str) -> Counter[str]:
 
 
 def differ(text: str, other: str) -> bool:
-    """Return whether two answers end in units, and these differ.
+    """Return whether two answers end in units that differ.
 
-    Money may leave out what it is paid for ($42 for $42 per hour), a degree its scale.
+    Money may leave out what it pays for ($42 for $42 per hour), a degree its scale.
     """
     ours, theirs = unit_of(text), unit_of(other)
     if not ours or not theirs or ours == theirs:
@@ -123,7 +123,7 @@ def _units_at(text: str, start: int, found: Counter[str]) -> Counter[str]:
 
 
 def _named(word: str) -> str | None:
-    """Return the unit of that name; None: none is known."""
+    """Return the unit of that name; None if it is unknown."""
     for name in (word, word.lower() if len(word) > 2 else word):
         for known in (name, name.removesuffix("s") if len(name) > 3 else name):
             if known in UNITS:

@@ -1,7 +1,7 @@
-r"""Read an answer as one number, in the ways people write it. Needs no JAX.
+r"""Parse an answer as one number, in the ways that people write it. Needs no JAX.
 
 18   $18   1,018   1\,018   １８   18元   18kg        a number
-1/2   10-5   x^2   2x   5 million   5万               part of something larger: none
+1/2   10-5   x^2   2x   5 million   5万               part of something larger: not a number
 """
 
 import re
@@ -11,7 +11,7 @@ from decimal import Decimal
 from jaxrl_async.scorers.answers import OTHERS, TEXT, WORD, Answer
 
 DOLLARS = {"CA": "\ue001", "AU": "\ue002", "NZ": "\ue003", "HK": "\ue004"}
-"""Countries before their dollars, and the sign of these dollars within this package: CA$18."""
+"""Countries before their dollars, and this package's internal sign for these dollars: CA$18."""
 CURRENCIES = "$€£¥₹₩₽฿" + "".join(DOLLARS.values())
 NUMBER = re.compile(
     rf"(?P<sign>-)?[{CURRENCIES}]?(?P<after>-)?"
@@ -22,23 +22,23 @@ NUMBER = re.compile(
 FLOAT = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[+-][0-9]+)?")
 """A number as Python writes a float."""
 MOST_EXPONENT = 400
-"""Largest exponent that a float has, about."""
+"""Approximate maximum exponent of a float."""
 SIGNS = {"٫": ".", "٬": ",", "⁄": "/", "∕": "/", "\u3000": " ", "，": "，"} | dict.fromkeys(
     "−–—‒", "-"
 )
-"""Signs of other scripts, as ASCII's; a full-width comma separates clauses and stays."""
+"""Signs of other scripts as ASCII; a full-width comma separates clauses and is kept."""
 COUNTRY = re.compile(r"\b(US|CA|AU|NZ|HK)\\?\$(?=\s?-?[0-9])")
 MINUS = re.compile(
     r"(?:\bnegative|(?:^|(?<=[=:(\n])|(?<=[=:(\n] )|(?<=\bis )|(?<=\bbe )|(?<=\bget )"
     r"|(?<=\bgives )|(?<=\bequals ))minus)\s+(?=\\?\$?[0-9])",
     re.IGNORECASE,
 )
-"""A sign as a word; `7 minus 3` is no number."""
+"""A sign as a word; `7 minus 3` is not a number."""
 GROUPS = re.compile(
     r"(?<![0-9.,])[0-9]{1,3}"
     r"(?:(?:\\[,;:! ]|\{,\}|,\\!|\\thinspace |[~'’\u00a0\u2005-\u2009\u202f])[0-9]{3})+(?![0-9])"
 )
-"""Thousands as LaTeX and printers set them apart."""
+"""Thousands as LaTeX and typesetters separate them."""
 LETTER, ALPHA = rf"[^\W_{OTHERS}]", rf"[^\W\d_{OTHERS}]"
 OR = r"(?: \bor\b | 或者? | または | 또는 | или | หรือ )"
 JOINS = r"""and | & | vs\.? | versus | bis | oder | und | ou | et | e | o | u | y
@@ -47,7 +47,7 @@ JOINS = r"""and | & | vs\.? | versus | bis | oder | und | ou | et | e | o | u | 
     | 和 | 与 | 與 | 及 | 到 | 至 | から | と | 에서 | 와 | 과 | и | до | ถึง | และ"""
 """Words between the numbers of a list, a range, a share or a sum."""
 ROUNDED = re.compile(r"\bround\w*\s+(?:\w+\s+)?\$?[0-9][0-9.,]*\s+(?:\w+\s+)?to\s+$", re.IGNORECASE)
-"""What precedes a rounded number, which is no range."""
+"""Text before a rounded number, which is not a range."""
 KINDS = (
     "d|days?|h|hrs?|hours?|m|mins?|minutes?|s|secs?|seconds?|weeks?|months?|yrs?|years?",
     "mi|miles?|yds?|yards?|ft|feet|foot|in|inch(?:es)?|k?m|cm|(?:kilo|centi)?met(?:er|re)s?",
@@ -60,7 +60,7 @@ PARTS = re.compile(
 )
 """One quantity in two units: 5 hours and 30 minutes."""
 LISTED = re.compile(r"[0-9$%}]\s*(?:[,;|&，；、]|\\(?:mid|q?quad|\\))\s*(?:\$?[A-Za-z]\s*=\s*)?$")
-"""What precedes the last number of a list that is an answer."""
+"""Text before the last number of a list that is an answer."""
 UNIT = rf"""(?: [kcm]m | kg | mg | [mcd]l | lbs? | oz | ft | yds? | mi | mph | km?/h | [kmgt]b
     | kwh? | ms | secs? | mins? | hrs? | seconds? | minutes? | hours? | days? | weeks? | months?
     | years? | usd | eur | gbp | cents? | dollars? | euros? | percent )
@@ -71,7 +71,7 @@ POWER = re.compile(
     r"((?:[kcdmn]?m|in|ft|yds?|mi|units?|s|sec|hr?|inches|feet|met(?:er|re)s?)[ ]?\}?)"
     r"[ ]?(?:\^[ ]?(?:\{[ ]?-?[0-9][ ]?\}|-?[0-9](?![0-9]))|[²³])"
 )
-"""A unit with its exponent: cm^2; one letter right behind a number may be a variable: 5m^2."""
+"""A unit with its exponent: cm^2; one letter directly after a number may be a variable: 5m^2."""
 LARGER_BEFORE = re.compile(
     rf"""(?: {LETTER} | _ | [.,^√±<>≤≥≠\\/*×÷] | !=         # glued: x2, 1.2, 1,2, 2^3, >5
         | [0-9] [，、]                                        # 1，2
@@ -100,7 +100,7 @@ LARGER_BEFORE = re.compile(
         )$""",
     re.VERBOSE | re.IGNORECASE,
 )
-"""What precedes a number that is part of something larger."""
+"""Text before a number that is part of something larger."""
 LARGER_AFTER = re.compile(
     rf"""(?: (?!{UNIT}) {LETTER} | _ | [\^({{\[√] | [,.:，、][0-9]  # glued: 3x, 2(5), not 18kg
         | [ ]* [)}}\]] [ ]* [*^×÷/+-] [ ]* [0-9(\\] | [ ]* \) [0-9({{\[]      # (5) * 3, (5)(3)
@@ -115,17 +115,17 @@ LARGER_AFTER = re.compile(
         )""",
     re.VERBOSE | re.IGNORECASE,
 )
-"""What follows such a number."""
+"""Text after such a number."""
 WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{")
 """LaTeX that wraps an answer without changing it."""
 ESCAPED_DOLLAR = re.compile(r"(?<![0-9])\\\$|\\\$(?![0-9])")
-"""Money, not the border of a formula; kept if the numbers on its two sides would become one."""
+"""Money, not the delimiter of a formula; kept if the numbers on both sides would become one."""
 NEIGHBOURS = 200
-"""Characters looked at on each side of a number."""
+"""Number of characters inspected on each side of a number."""
 
 
 def number_of(answer: Answer | None) -> Decimal | None:
-    """Return an answer's number: the first after '####', else the last.
+    """Return an answer's number: the first one after '####', or else the last.
 
     None if there is no answer or no number, or if the number is part of something larger.
     """
@@ -161,8 +161,8 @@ def plain_signs(text: str) -> str:
 
 
 def plain_float(text: str) -> str:
-    """Return a number as a float is written as people write it: 5.0 as 5, 1e-05 as 0.00001; all
-    other text as it is."""
+    """Return a float's text the way people write it: 5.0 as 5, 1e-05 as 0.00001. All other text is
+    unchanged."""
     whole = text.strip()
     if not FLOAT.fullmatch(whole) or not {".", "e"} & set(whole):
         return text

@@ -5,8 +5,8 @@
     tool       4033
     assistant  4033
 
-The numbers are too large to be multiplied in one's head: the policy must call the tool, and then
-say what it said.
+The numbers are too large for mental multiplication: the policy must call the tool, and then
+repeat its result.
 """
 
 import ast
@@ -23,9 +23,9 @@ from jaxrl_async.types import CORRECT, Message
 
 SIGNS = ("+", "-", "*")
 STREAM_SIZE = 1_000_000
-"""Questions to train on; the held-out ones follow behind them."""
+"""Number of questions to train on; the held-out ones come after them."""
 MOST_CHARACTERS = 200
-"""Longest expression."""
+"""Maximum length of an expression."""
 OPERATIONS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -72,7 +72,7 @@ def _value(node: ast.expr) -> int | float:
 
 
 class Calculator(Environment):
-    """One question: rewarded 1 for the right answer after a call of the tool."""
+    """One question: rewarded 1 for the correct answer after a call of the tool."""
 
     tools = (calculate,)
 
@@ -85,7 +85,7 @@ class Calculator(Environment):
         return str(record["question"])
 
     async def step(self, message: Message) -> Step | Said:
-        """Run the tool's calls; judge an answer without any."""
+        """Run the tool's calls; judge a message without calls as the answer."""
         if message.get("tool_calls") or message.get("tool_call_errors"):
             self._calls += bool(message.get("tool_calls"))
             return await self.run_tools(message)
@@ -93,7 +93,7 @@ class Calculator(Environment):
         return Step(parts={CORRECT: float(right)})
 
     def state(self) -> Any:
-        """Return what is known of the episode."""
+        """Return the state of the episode."""
         return {"answer": self._answer, "calls": self._calls}
 
     def restore(self, state: Any) -> None:
@@ -102,17 +102,17 @@ class Calculator(Environment):
 
 
 class Questions(Sequence[TaskRecord]):
-    """Questions by index, each with a worked conversation."""
+    """Questions by index, each with a demonstration."""
 
     def __init__(self, first: int, size: int, numbers: int, digits: int, worked: float) -> None:
-        """Make them.
+        """Create the questions.
 
         Args:
             first: number of the first one.
-            size: how many.
-            numbers: in each question.
-            digits: most digits of a number.
-            worked: share whose conversation calls the tool; the others guess an answer.
+            size: number of questions.
+            numbers: numbers in each question.
+            digits: maximum digits of a number.
+            worked: share whose demonstration calls the tool; the others guess an answer.
         """
         self._first, self._size = first, size
         self._numbers, self._digits, self._worked = numbers, digits, worked
@@ -121,7 +121,7 @@ class Questions(Sequence[TaskRecord]):
         return self._size
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a question with its answer and its worked conversation."""
+        """Return a question with its answer and its demonstration."""
         random = np.random.default_rng([range(self._size)[index] + self._first, self._digits])
         numbers = random.integers(10 ** (self._digits - 1), 10**self._digits, self._numbers)
         signs = random.choice(SIGNS, self._numbers - 1)
@@ -162,8 +162,8 @@ def calculator(
     Args:
         numbers: numbers in each question.
         digits: digits of each number.
-        eval_size: held-out questions.
-        worked_share: share of the warm start's conversations that call the tool; the others guess.
+        eval_size: number of held-out questions.
+        worked_share: share of the warm start's demonstrations that call the tool; the others guess.
     """
     return Task(
         records=Questions(0, STREAM_SIZE, numbers, digits, worked_share),

@@ -7,7 +7,7 @@
     user       lower
     ...
 
-The fewer guesses, the higher the reward; the best policy halves the range with each guess.
+Fewer guesses give a higher reward; the best policy halves the range with each guess.
 """
 
 from collections.abc import Sequence
@@ -21,20 +21,20 @@ from jaxrl_async.tasks.task import Environment, Step, Task
 from jaxrl_async.types import CORRECT, Message
 
 WORKED_GAMES = 4096
-"""Different records of the warm start."""
+"""Number of different records of the warm start."""
 HELD_OUT_TIMES = 8
-"""Held-out games with each number."""
+"""Number of held-out games with each number."""
 HIGHER, LOWER, NO_NUMBER = "higher", "lower", "a number"
 
 
 class GuessNumber(Environment):
-    """One game: rewarded by how few of its guesses were needed, 0 if the number was not found."""
+    """One game: fewer guesses give a higher reward, 0 if the number was not found."""
 
     def __init__(self, guesses: int) -> None:
         self._guesses, self._made, self._number = guesses, 0, 0
 
     def reset(self, record: TaskRecord) -> Said:
-        """Say between which numbers it is."""
+        """Return the range of the number."""
         self._number = int(record["number"])
         return str(record["question"])
 
@@ -51,7 +51,7 @@ class GuessNumber(Environment):
         return hint(guess, self._number)
 
     def state(self) -> Any:
-        """Return the game as it stands."""
+        """Return the state of the game."""
         return {"made": self._made, "number": self._number}
 
     def restore(self, state: Any) -> None:
@@ -60,24 +60,24 @@ class GuessNumber(Environment):
 
 
 def hint(guess: int | None, number: int) -> str:
-    """Say where the number is, seen from a wrong guess."""
+    """Return the direction of the number from a wrong guess."""
     if guess is None:
         return NO_NUMBER
     return HIGHER if number > guess else LOWER
 
 
 class NumberGames(Sequence[TaskRecord]):
-    """Games by index: every number in turn, each with a worked game."""
+    """Games by index: all numbers cyclically, each game with a demonstration."""
 
     def __init__(self, size: int, highest: int, guesses: int, careful: float) -> None:
-        """Make them.
+        """Create the games.
 
         Args:
-            size: how many games.
-            highest: the largest number.
-            guesses: most in each game.
-            careful: share of the worked games that guess among what is still possible, at random;
-                the others guess anything.
+            size: number of games.
+            highest: the maximum number.
+            guesses: maximum number of guesses in each game.
+            careful: share of demonstrations that guess at random among the remaining numbers; the
+                others guess any number.
         """
         self._size, self._highest, self._guesses = size, highest, guesses
         self._careful = careful
@@ -86,7 +86,7 @@ class NumberGames(Sequence[TaskRecord]):
         return self._size
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a game: its number and a worked conversation."""
+        """Return a game: its number and a demonstration."""
         index = range(self._size)[index]
         number, random = index % self._highest + 1, np.random.default_rng([index, self._highest])
         is_careful, low, high = random.random() < self._careful, 1, self._highest
@@ -113,9 +113,9 @@ def guess_number(
 
     Args:
         highest: the largest number, from 1.
-        guesses: most guesses in a game.
-        worked_share: share of the warm start's games that guess among what is still possible; the
-            others guess anything.
+        guesses: maximum number of guesses in a game.
+        worked_share: share of the warm start's games that guess among the remaining numbers; the
+            others guess any number.
     """
 
     def environment() -> GuessNumber:

@@ -1,14 +1,15 @@
-"""The setting `task` to a Task.
+"""Resolve the setting `task` to a Task.
 
 FILE.py:NAME           a Task, a function that returns one, or an Environment or Game class
 calculator             a built-in, by name
 reasoning_gym:NAME     a generated task of the library reasoning-gym (extra [reasoning_gym])
 verifiers:NAME         an environment of the library verifiers (extra [verifiers])
 openenv:URL            an environment server of OpenEnv (extra [openenv])
-python:NAME            what a Python program handed to jaxrl_async.train
+python                 an object that a Python program passed to jaxrl_async.train
 """
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -19,36 +20,37 @@ from pydantic import ValidationError
 from jaxrl_async.config.schema import Choice, arguments_of, name_of
 from jaxrl_async.config.userfile import is_own, load_attribute
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.tasks.calculator import calculator
 from jaxrl_async.tasks.game import Game
-from jaxrl_async.tasks.guess_number import guess_number
-from jaxrl_async.tasks.handed_over import PREFIX, task_handed_over
-from jaxrl_async.tasks.nim import nim
-from jaxrl_async.tasks.openenv_task import openenv_task
-from jaxrl_async.tasks.proposer_solver import proposer_solver
-from jaxrl_async.tasks.reasoning import reasoning_task
 from jaxrl_async.tasks.task import Environment, Task
-from jaxrl_async.tasks.verifiers_task import verifiers_task
 
-TASKS: dict[str, Callable[..., Task]] = {
-    "calculator": calculator,
-    "guess_number": guess_number,
-    "nim": nim,
-    "proposer_solver": proposer_solver,
+TASKS = {
+    "calculator": "tasks.calculator:calculator",
+    "guess_number": "tasks.guess_number:guess_number",
+    "nim": "games.nim:nim",
+    "proposer_solver": "games.proposer_solver:proposer_solver",
 }
-"""Built-in tasks by name."""
-LIBRARIES: dict[str, Callable[..., Task]] = {
-    "reasoning_gym": reasoning_task,
-    "verifiers": verifiers_task,
-    "openenv": openenv_task,
+"""Factories of built-in tasks by name; each is imported when it is used."""
+HANDED_OVER = "python"
+"""Value of the setting for a task that is passed as an object to `jaxrl_async.train`."""
+LIBRARIES = {
+    "reasoning_gym": "tasks.reasoning:reasoning_task",
+    "verifiers": "tasks.verifiers_task:verifiers_task",
+    "openenv": "tasks.openenv_task:openenv_task",
 }
-"""Makers of LIBRARY:NAME, called with NAME and the setting's arguments."""
+"""Factories of LIBRARY:NAME, called with NAME and the setting's arguments."""
+
+
+def maker(where: str) -> Callable[..., Task]:
+    """Return a function of TASKS or LIBRARIES."""
+    module, _, name = where.partition(":")
+    made: Callable[..., Task] = getattr(importlib.import_module(f"jaxrl_async.{module}"), name)
+    return made
 
 
 def check_task_name(choice: Choice) -> None:
     """Raise ConfigError if the setting names no task; a library need not be installed here."""
     library, colon, _ = name_of(choice).partition(":")
-    if not (colon and library in (PREFIX, *LIBRARIES)):
+    if library != HANDED_OVER and not (colon and library in LIBRARIES):
         load_task(choice)
 
 
@@ -57,14 +59,18 @@ def load_task(choice: Choice) -> Task:
     name, arguments = name_of(choice), arguments_of(choice)
     where = f"task = {name!r}"
     library, colon, of_library = name.partition(":")
-    if colon and library == PREFIX:
-        return task_handed_over(of_library)
+    if library == HANDED_OVER:
+        raise ConfigError(
+            "the task was an object of the Python program that started this run. Call "
+            "jaxrl_async.train(..., resume=True) there again, or write the task to a file and set "
+            "task=FILE.py:NAME."
+        )
     if colon and library in LIBRARIES:
-        return _made(functools.partial(LIBRARIES[library], of_library), arguments, where)
+        return _made(functools.partial(maker(LIBRARIES[library]), of_library), arguments, where)
     if is_own(name):
         return _own(name, arguments, where)
     if name in TASKS:
-        return _made(TASKS[name], arguments, where)
+        return _made(maker(TASKS[name]), arguments, where)
     near = get_close_matches(name, TASKS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(
@@ -100,7 +106,7 @@ def _check_arguments(make: Callable[..., Any], arguments: dict[str, Any], where:
 
 
 def _made(make: Callable[..., Task], arguments: dict[str, Any], where: str) -> Task:
-    """Call a function that returns a Task; whatever goes wrong is a ConfigError."""
+    """Call a function that returns a Task; any failure becomes a ConfigError."""
     _check_arguments(make, arguments, where)
     try:
         task = make(**arguments)

@@ -1,10 +1,10 @@
-"""One episode at an environment server of OpenEnv: its WebSocket protocol, checked.
+"""One episode on an OpenEnv environment server: its WebSocket protocol, with checks.
 
     {"type": "reset", "data": {...}}  ─>  {"type": "observation", "data": {observation, reward..}}
     {"type": "step", "data": ACTION}  ─>  the same, or {"type": "error", "data": {code, message}}
     {"type": "close"}
 
-A connection has an environment of its own in the server, and both end together.
+Each connection has a separate environment in the server, and both end together.
 """
 
 import asyncio
@@ -23,24 +23,24 @@ from urllib.parse import urlsplit, urlunsplit
 from jaxrl_async.errors import Away, ConfigError, MissingExtraError, RolloutError
 
 MAX_BYTES = 16 * 2**20
-"""Longest message of a server."""
+"""Maximum size of a server's message."""
 FULL = "CAPACITY_REACHED"
-"""Code of a server that can hold no further environment now."""
+"""Error code of a server that currently has no room for another environment."""
 INVALID = "VALIDATION_ERROR"
-"""Code of an action that the environment does not know."""
+"""Error code for an action that the environment does not know."""
 FIRST_WAIT_S = 0.2
-"""First wait before a full server is asked again, seconds; each is twice the last."""
+"""First wait before the retry with a full server, seconds; each is twice the last."""
 LONGEST_WAIT_S = 5.0
-"""Longest of them."""
+"""Maximum of these waits, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlace:
-    """Where an environment server is, and how long it may take."""
+    """The address of an environment server, and its timeouts."""
 
     url: str  # http://HOST:PORT or https://...
-    reply_s: float = 60.0  # longest time for one reply, seconds
-    patience_s: float = 120.0  # longest time until a full or absent server lets an episode begin
+    reply_s: float = 60.0  # timeout of one reply, seconds
+    patience_s: float = 120.0  # timeout until a full or absent server lets an episode begin
 
     @property
     def socket_url(self) -> str:
@@ -52,7 +52,7 @@ class ServerPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What a server answers to a reset or a step."""
+    """A server's answer to a reset or a step."""
 
     observation: Mapping[str, Any]
     reward: float | None
@@ -64,15 +64,15 @@ class RefusedAction(RolloutError):
 
 
 class _ServerFull(Away):
-    """The server can hold no further environment now."""
+    """The server currently has no room for another environment."""
 
 
 def checked_url(url: str) -> str:
-    """Return a server's address. Raises ConfigError for anything else."""
+    """Validate and return a server's address. Raises ConfigError."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
         raise ConfigError(
-            f"task = 'openenv:{url}': {url!r} is no address of a server. Write it as "
+            f"task = 'openenv:{url}': {url!r} is not a server's address. Write it as "
             "openenv:http://HOST:PORT."
         )
     return url.rstrip("/")
@@ -89,7 +89,7 @@ def websocket_module() -> ModuleType:
 
 
 def action_schema(place: ServerPlace) -> Mapping[str, Any]:
-    """Ask a server which actions its environment knows, as a JSON schema. Raises RolloutError."""
+    """Fetch the JSON schema of an environment's actions from its server. Raises RolloutError."""
     address = f"{place.url}/schema"
     try:
         with urllib.request.urlopen(address, timeout=place.reply_s) as reply:
@@ -99,8 +99,8 @@ def action_schema(place: ServerPlace) -> Mapping[str, Any]:
             raise TypeError("no object")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RolloutError(
-            f"the environment server does not say at {address} which actions it takes ({error}). "
-            "Is it running, and of OpenEnv?"
+            f"the environment server does not return its actions at {address} ({error}). "
+            "Is it running, and an OpenEnv server?"
         ) from error
     return action
 
@@ -115,9 +115,10 @@ class EnvConnection:
     async def begin(
         cls, place: ServerPlace, data: Mapping[str, Any]
     ) -> tuple["EnvConnection", Observed]:
-        """Connect, and reset the environment; ask a full or absent server again for a while.
+        """Connect, and reset the environment; retry for a limited time if the server is full or
+        absent.
 
-        data: arguments of the reset. Raises RolloutError; Away where the server is.
+        data: arguments of the reset. Raises RolloutError; Away if the server is unavailable.
         """
         loop, wait_s = asyncio.get_running_loop(), FIRST_WAIT_S
         end = loop.time() + place.patience_s
@@ -128,7 +129,7 @@ class EnvConnection:
                 if loop.time() + wait_s > end:
                     raise Away(
                         f"the environment server {place.url} let no episode begin within "
-                        f"{place.patience_s:g} s: {error}. Start more servers, or have it hold "
+                        f"{place.patience_s:g} s: {error}. Start more servers, or let it hold "
                         "more environments (max_concurrent_envs)."
                     ) from error
             await asyncio.sleep(wait_s)
@@ -145,7 +146,7 @@ class EnvConnection:
             )
         except OSError:
             raise
-        except Exception as error:  # of websockets: a proxy's word, say
+        except Exception as error:  # from websockets: for example a proxy's answer
             raise _ServerFull(f"{place.url}: {error}") from error
         connection = cls(place, socket)
         try:
@@ -155,11 +156,12 @@ class EnvConnection:
             raise
 
     async def step(self, action: Mapping[str, Any]) -> Observed:
-        """Take one action. Raises RefusedAction, RolloutError; Away where the server is."""
+        """Take one action. Raises RefusedAction, RolloutError; Away if the server is
+        unavailable."""
         return await self._ask("step", action)
 
     async def close(self) -> None:
-        """End the environment. Never raises but when cancelled."""
+        """End the environment. Raises only if cancelled."""
         with contextlib.suppress(Exception):
             async with asyncio.timeout(2.0):
                 await self._socket.send(json.dumps({"type": "close"}))
@@ -170,19 +172,19 @@ class EnvConnection:
         sent = json.dumps({"type": kind, "data": dict(data)})
         try:
             async with asyncio.timeout(limit_s):
-                with contextlib.suppress(Exception):  # a full server closes; why, it says before
+                with contextlib.suppress(Exception):  # a full server sends why, and closes
                     await self._socket.send(sent)
                 text = await self._socket.recv()
         except TimeoutError:
             raise Away(f"{url}: no reply to {kind} within {limit_s:g} s.") from None
-        except Exception as error:  # of websockets: the connection has ended
+        except Exception as error:  # from websockets: the connection has ended
             failed = _ServerFull if kind == "reset" else Away
             raise failed(f"{url}: the connection ended at {kind}: {error}") from error
         return read_observed(text, f"{url}: reply to {kind}")
 
 
 def read_observed(text: str | bytes, where: str) -> Observed:
-    """Return what a server's message says. Raises RolloutError, RefusedAction.
+    """Parse a server's message. Raises RolloutError, RefusedAction.
 
     Args:
         text: the message.
@@ -191,10 +193,10 @@ def read_observed(text: str | bytes, where: str) -> Observed:
     try:
         message = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RolloutError(f"{where}: it is no JSON: {error}") from None
+        raise RolloutError(f"{where}: not JSON: {error}") from None
     data = message.get("data") if isinstance(message, dict) else None
     if not isinstance(data, dict):
-        raise RolloutError(f"{where}: it is no message of OpenEnv: {text[:200]!r}")
+        raise RolloutError(f"{where}: not an OpenEnv message: {text[:200]!r}")
     if message.get("type") == "error":
         said = f"{data.get('code', 'error')}: {data.get('message', '')}"[:500]
         kinds = {FULL: _ServerFull, INVALID: RefusedAction}

@@ -1,9 +1,9 @@
-"""Environment servers of OpenEnv as tasks: openenv:URL.
+"""OpenEnv environment servers as tasks: openenv:URL.
 
     record ──reset──> observation ──as text──> the policy's message ──as action──> step ──> ...
 
-How an observation becomes messages and a message an action is decided by the schemas that the
-server gives, or by two functions of the user's.
+The server's schemas, or two functions of the user, define how an observation becomes messages, and
+a message an action.
 """
 
 import asyncio
@@ -29,16 +29,16 @@ from jaxrl_async.tasks.task import Environment, Step, Task
 from jaxrl_async.types import Message
 
 TEXTS = ("prompt", "message", "text", "content", "output", "result")
-"""Fields of an observation that are shown alone, the first that holds a text."""
+"""Fields of an observation; only the first one that holds a text is shown."""
 FENCED = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
-"""An action between marks in a message."""
+"""An action in a fenced block of a message."""
 CUT = "\n[... cut]"
-"""Ends an observation that was too long."""
+"""The end of an observation that was too long."""
 
 ToMessages = Callable[[Mapping[str, Any]], Said]
-"""An observation to what the policy is told."""
+"""Converts an observation to messages for the policy."""
 ToAction = Callable[[Message], Mapping[str, Any]]
-"""The policy's message to an action; ValueError tells the policy what was wrong with it."""
+"""Converts the policy's message to an action; the policy gets the text of a ValueError."""
 
 
 def openenv_task(
@@ -56,13 +56,13 @@ def openenv_task(
 
     Args:
         url: of the server, http://HOST:PORT.
-        size: how many records to train on; record i resets the environment with the seed i.
-        eval_size: how many to evaluate on, with seeds of their own.
-        observe: an observation to messages; a function, or FILE.py:NAME.
-        act: a message to an action; a function, or FILE.py:NAME.
-        max_chars: longest observation that is shown, characters; the rest is cut, and it says so.
-        reply_s: longest time for one reply of the server, seconds.
-        patience_s: longest time until a full server lets an episode begin, seconds.
+        size: number of training records; record i resets the environment with the seed i.
+        eval_size: number of evaluation records, with separate seeds.
+        observe: converts an observation to messages; a function, or FILE.py:NAME.
+        act: converts a message to an action; a function, or FILE.py:NAME.
+        max_chars: maximum length of a shown observation, characters; the rest is cut, with a note.
+        reply_s: timeout of one reply of the server, seconds.
+        patience_s: timeout until a full server lets an episode begin, seconds.
 
     Raises ConfigError and MissingExtraError.
     """
@@ -90,7 +90,7 @@ def _function(given: Any, name: str) -> Any:
 
 
 class EnvSpeech:
-    """What is said between a policy and one kind of environment. Any thread."""
+    """Converts messages between a policy and one kind of environment. Any thread."""
 
     def __init__(
         self,
@@ -100,23 +100,23 @@ class EnvSpeech:
         act: ToAction | None = None,
         chars: int = 8192,
     ) -> None:
-        """Begin without any knowledge of the server; see `openenv_task` for the arguments."""
+        """Start without the server's schemas; see `openenv_task` for the arguments."""
         self._place, self._observe, self._act, self._chars = place, observe, act, chars
         self._schema: Mapping[str, Any] | None = None
 
     async def learn(self) -> None:
-        """Ask the server for its actions, once. Raises RolloutError."""
+        """Fetch the server's actions, once. Raises RolloutError."""
         if self._act is None and self._schema is None:
             self._schema = await asyncio.to_thread(action_schema, self._place)
 
     def messages(self, observation: Mapping[str, Any]) -> Said:
-        """Return what the policy is told of an observation."""
+        """Return the messages to the policy for an observation."""
         if self._observe is not None:
             return self._observe(observation)
         return observation_text(observation, self._chars)
 
     def action(self, message: Message) -> Mapping[str, Any]:
-        """Return the action of a message. Raises ValueError, for the policy to read."""
+        """Return the action of a message. Raises ValueError with a text for the policy."""
         if self._act is not None:
             return self._act(message)
         assert self._schema is not None, "learn() comes first"
@@ -124,9 +124,9 @@ class EnvSpeech:
 
 
 def observation_text(observation: Mapping[str, Any], chars: int) -> str:
-    """Return an observation as a text: the first of TEXTS that it has, else all of it as JSON.
+    """Return an observation as a text: the first of TEXTS that it has, or else all of it as JSON.
 
-    chars: at most so many; the rest is cut.
+    chars: maximum length; the rest is cut.
     """
     texts = [observation[name] for name in TEXTS if isinstance(observation.get(name), str)]
     text = next((t for t in texts if t), None)
@@ -136,8 +136,8 @@ def observation_text(observation: Mapping[str, Any], chars: int) -> str:
 
 
 def text_field(schema: Mapping[str, Any]) -> str | None:
-    """Return the field of an action that takes the policy's text as it is: its only field beside
-    metadata, or the only one that must be given, if that is a text; None: there is none."""
+    """Return the field of an action that takes the policy's text unchanged: its only field except
+    metadata, or its only required field, if that is a text; None if there is no such field."""
     fields = {k: v for k, v in schema.get("properties", {}).items() if k != "metadata"}
     needed = [k for k in schema.get("required", ()) if k in fields]
     names = list(fields) if len(fields) == 1 else needed
@@ -147,8 +147,8 @@ def text_field(schema: Mapping[str, Any]) -> str | None:
 
 
 def message_action(text: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the action that a text asks for: the text itself where an action is one text, else
-    the JSON object in it. Raises ValueError."""
+    """Return the action in a text: the text itself if an action is a single text, or else the JSON
+    object in it. Raises ValueError."""
     field = text_field(schema)
     if field is not None:
         return {field: text}
@@ -164,27 +164,27 @@ def message_action(text: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class OpenEnvEnvironment(Environment):
-    """One episode at an environment server."""
+    """One episode on an environment server."""
 
     def __init__(self, place: ServerPlace, speech: EnvSpeech) -> None:
-        """Connect to nothing yet."""
+        """Do not connect yet."""
         self._place, self._speech = place, speech
         self._connection: EnvConnection | None = None
 
     async def reset(self, record: TaskRecord) -> Said:
-        """See Environment. The record's column `reset`, else its `seed`, are the reset's
-        arguments."""
+        """See Environment. The record's column `reset`, or else its `seed`, holds the arguments of
+        the reset."""
         await self._speech.learn()
         arguments = record.get("reset") or {k: record[k] for k in ("seed",) if k in record}
         self._connection, first = await EnvConnection.begin(self._place, arguments)
         if first.done:
-            raise RolloutError(f"{self._place.url}: the episode is over when it is reset.")
+            raise RolloutError(f"{self._place.url}: the episode is already over after the reset.")
         said = self._speech.messages(first.observation)
         before: Sequence[Message] = record.get("messages") or ()
         return [*before, *_as_messages(said)] if before else said
 
     async def step(self, message: Message) -> Step | Said:
-        """See Environment. What is no action is not taken: the policy is told."""
+        """See Environment. The policy gets an error for a message that is not an action."""
         assert self._connection is not None, "reset comes first"
         try:
             reply: Observed = await self._connection.step(self._speech.action(message))

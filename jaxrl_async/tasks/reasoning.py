@@ -2,7 +2,7 @@
 
 task: {reasoning_gym:spell_backward: {max_word_len: 4, examples: 1}}
 
-The arguments are the dataset's own, but for `eval_size` and `examples`.
+The arguments are the dataset's own, except for `eval_size` and `examples`.
 """
 
 import importlib
@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 
 LIBRARY = "reasoning_gym"
 TRAINING_SIZE = 100_000
-"""Questions to train on, unless the arguments have a size."""
+"""Number of training questions, unless the arguments have a size."""
 SHOWN = 256
-"""Questions from which the words of the task's own tokenizer are taken."""
+"""Number of questions from which the words of the task's own tokenizer are taken."""
 
 
 class ReasoningQuestions(Sequence[TaskRecord]):
@@ -33,10 +33,10 @@ class ReasoningQuestions(Sequence[TaskRecord]):
         """Read nothing yet.
 
         Args:
-            dataset: of reasoning-gym.
+            dataset: a reasoning-gym dataset.
             first: index of the first question in the dataset.
-            size: how many.
-            examples: messages that precede each question; with some, records hold messages.
+            size: number of questions.
+            examples: messages before each question; if given, records hold messages.
         """
         self._dataset, self._first, self._size = dataset, first, size
         self._examples = tuple(examples)
@@ -64,13 +64,13 @@ class ReasoningScore:
         self.__name__ = "reasoning_gym"
 
     def __call__(self, completion: str, index: int) -> dict[str, float]:
-        """Score an answer: what it has between <answer> and </answer>, else all of it; 0 where the
-        dataset cannot read it."""
+        """Score an answer: its text between <answer> and </answer>, or else all of it; 0 if the
+        dataset cannot parse it."""
         answer = self._extract(completion)
         answer = completion.strip() if answer is None else answer
         try:
             score = float(self._dataset.score_answer(answer, self._dataset[index]))
-        except Exception as error:  # some raise on what is no number
+        except Exception as error:  # some raise for text that is not a number
             log.debug("%.80r scores 0: %s: %s", answer, type(error).__name__, error)
             score = 0.0
         return {CORRECT: min(max(score, 0.0), 1.0)}
@@ -80,11 +80,11 @@ def reasoning_task(name: str, *, eval_size: int = 128, examples: int = 0, **argu
     """Return the task of this name.
 
     Args:
-        name: of a dataset of reasoning-gym.
-        eval_size: held-out questions, generated behind those of the training.
-        examples: questions with their answers that precede each question as a conversation, the
-            same ones each time, generated behind the held-out ones. A small model without any
-            answers in sentences. They need a chat format.
+        name: of a reasoning-gym dataset.
+        eval_size: number of held-out questions, generated after the training ones.
+        examples: number of questions with answers before each question, as a conversation; the
+            same ones each time, generated after the held-out ones. Without examples a small
+            model answers in sentences. They need a chat format.
         arguments: of the dataset; `size` is the number of training questions.
 
     Raises ConfigError for an unknown name or argument, MissingExtraError without the library.
@@ -121,8 +121,8 @@ def _as_conversation(questions: Sequence[TaskRecord]) -> list[Message]:
 
 
 def words_of(questions: Sequence[TaskRecord]) -> tuple[str, ...]:
-    """Return the characters of some questions and answers, and the beginning that all questions
-    have in common as one word."""
+    """Return the characters of some questions and answers, and the common prefix of all questions
+    as one word."""
     asked = [str(record["question"]) for record in questions]
     common = _common_beginning(min(asked), max(asked))
     texts = [text[len(common) :] for text in asked] + [str(r["answer"]) for r in questions]
@@ -131,7 +131,7 @@ def words_of(questions: Sequence[TaskRecord]) -> tuple[str, ...]:
 
 
 def _common_beginning(first: str, last: str) -> str:
-    """Return what two texts begin with; "" if they are the same."""
+    """Return the common prefix of two texts; "" if they are equal."""
     differing = (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
     return first[: next(differing, 0)]
 

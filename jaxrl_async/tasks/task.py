@@ -1,8 +1,8 @@
-"""What a user brings: a task, and the environment that plays its episodes in messages.
+"""The interface of tasks: a task, and the environment that plays its episodes in messages.
 
     record ──reset──> messages ──> the policy's message ──step──> Step ──> ... ──> score
 
-An environment may be sync (it runs in a thread) or async (it is awaited); rollout/chat_env.py plays
+An environment may be sync (it runs in a thread) or async (it is awaited). rollout/chat_env.py plays
 it in tokens.
 """
 
@@ -18,22 +18,23 @@ from jaxrl_async.types import Message
 Records = Sequence[TaskRecord] | Callable[[str], Sequence[TaskRecord]]
 """Records, or a function of the split ("train" or "eval") that returns them."""
 Tool = Callable[..., Any]
-"""A Python function with type hints and a docstring; it may be async. What it raises is told to the
-policy as text. It is called again, twice and within 20 s, only where its service did not take the
-call: after a refused connection, HTTP 429 or 503, or a `ConnectionError` that it raises itself;
-never after a time-out or a connection that broke, as it may have acted by then."""
+"""A Python function with type hints and a docstring; it may be async. The policy gets its
+exceptions as text. A call is retried, twice and within 20 s, only if its service did not accept it:
+after a refused connection, HTTP 429 or 503, or a `ConnectionError` that it raises itself. It is
+never retried after a timeout or a broken connection, since it may have taken effect."""
 QUESTIONS = ("prompt", "question")
-"""Columns that hold the question, the first that is there, where a record has no messages."""
+"""Columns that may hold the question of a record without messages; the first one that exists
+does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """An environment's answer to one turn of the policy."""
 
-    messages: Said = None  # nothing: the episode is over
-    reward: float | None = None  # for the turn that it answers; None: the sum of its parts
+    messages: Said = None  # None: the episode is over
+    reward: float | None = None  # for the turn that this answers; None: the sum of its parts
     parts: Mapping[str, float] = field(default_factory=dict)  # named components
-    done: bool = False  # True: the episode is over, whatever the messages
+    done: bool = False  # True: the episode is over, even with messages
 
 
 class RunsTools(Protocol):
@@ -41,23 +42,23 @@ class RunsTools(Protocol):
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """What may be called, as OpenAI's function tools."""
+        """The tools that may be called, as OpenAI's function tools."""
         ...
 
     async def __call__(self, message: Message) -> list[Message]:
-        """Return one message of the role tool for each call, in order, and the user's words on
-        calls that could not be read."""
+        """Return one message of the role tool for each call, in order, and a message of the user
+        about calls that could not be parsed."""
         ...
 
 
 class Environment:
-    """One episode of a task: made afresh for each episode, used once.
+    """One episode of a task: created for each episode, used once.
 
-    Override what the task needs, each as `def` or `async def`. Methods that are not async run in a
-    thread. In addition an environment may have
+    Override the methods that the task needs, each as `def` or `async def`. Methods that are not
+    async run in a thread. An environment may also have
 
         def state(self) -> Any             plain values, lists, mappings with text keys, arrays
-        def restore(self, state) -> None   in place of reset, in a resumed run
+        def restore(self, state) -> None   instead of reset, in a resumed run
 
     without which an unfinished episode of a resumed run starts over.
     """
@@ -70,30 +71,30 @@ class Environment:
     """Set before `reset`: runs the tool calls of a message; for async methods."""
 
     def reset(self, record: TaskRecord) -> Said | Awaitable[Said]:
-        """Begin the episode: return the conversation so far. By default the record's `messages`,
-        else its `prompt` or `question` as the user's message."""
+        """Begin the episode: return the conversation so far. The default is the record's
+        `messages`, or else its `prompt` or `question` as the user's message."""
         if messages := conversation_of(record):
             return messages
         return next((str(record[name]) for name in QUESTIONS if name in record), None)
 
     def step(self, message: Message) -> Step | Said | Awaitable[Step | Said]:
-        """Answer the policy's message; None or no messages: the episode is over. By default run its
-        tool calls, and end where there is none, or no tool."""
+        """Answer the policy's message; None or no messages: the episode is over. By default, run
+        its tool calls, and end if it has none, or there are no tools."""
         called = message.get("tool_calls") or message.get("tool_call_errors")
         return self.run_tools(message) if called and self.run_tools.schemas else None
 
     def score(self) -> float | Mapping[str, float] | Awaitable[Any]:
-        """Return what the whole episode earned beside its steps' rewards: a number, or named parts
-        that are added up. Also asked where a limit cut the episode off."""
+        """Return what the whole episode earned in addition to its steps' rewards: a number, or
+        named parts that are added up. Also called if a limit cut the episode off."""
         return 0.0
 
     def close(self) -> Awaitable[None] | None:
-        """Give back what the environment holds. Called once, whatever became of the episode."""
+        """Release the environment's resources. Called once, however the episode ended."""
         return None
 
 
 def conversation_of(record: TaskRecord) -> list[Message]:
-    """Return a record's messages, be they in `messages` or in place of its question; []: none."""
+    """Return a record's messages, from `messages` or instead of its question; []: no messages."""
     columns = [as_messages(record.get(name)) for name in ("messages", *QUESTIONS)]
     if columns[0]:
         return list(columns[0])
@@ -102,42 +103,42 @@ def conversation_of(record: TaskRecord) -> list[Message]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Data, environment and reward together, or any of them."""
+    """Data, environment and reward together, or any of these."""
 
-    records: Records | None = None  # to train on; None: those of the configuration's data
+    records: Records | None = None  # to train on; None: the configuration's data
     # to evaluate on; None: records("eval"), or the last tenth of the records, at most 64
     held_out: Records | None = None
-    environment: Callable[[], Environment] | None = None  # a class or a function that makes one
-    game: Callable[[], Game] | None = None  # of several seats, in place of an environment
-    # plays an episode by itself, through an endpoint: an async function, or a command as a list
+    environment: Callable[[], Environment] | None = None  # a class or a function that creates one
+    game: Callable[[], Game] | None = None  # for several seats, instead of an environment
+    # plays a whole episode through an endpoint: an async function, or a command as a list
     program: Callable[..., Awaitable[Any]] | Sequence[str] | None = None
-    # as reward.function's, or several that are added up; added to what the environment gives
+    # as in reward.function, or several, which are added up; added to the environment's rewards
     reward: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None
-    tools: Sequence[Tool] = ()  # beside the environment's own
-    system_prompt: str | None = None  # put before conversations that have none
-    # Each text is one token of a tokenizer that is made for the task where neither data.tokenizer
-    # nor model.path names one: for tiny models that learn the task from nothing
+    tools: Sequence[Tool] = ()  # in addition to the environment's own
+    system_prompt: str | None = None  # put before conversations without one
+    # Each text is one token of a tokenizer that is created for the task if neither data.tokenizer
+    # nor model.path names one: for tiny models that learn the task from scratch
     words: Sequence[str] = ()
 
     @property
     def plays(self) -> bool:
-        """Whether episodes are conversations: with records, an environment, a program or tools of
-        its own."""
+        """Whether episodes are conversations: the task has records, an environment, a program or
+        tools."""
         given = (self.records, self.environment, self.game, self.program, self.system_prompt)
         return bool(self.tools) or any(one is not None for one in given)
 
     @property
     def judges(self) -> bool:
-        """Whether its environment, game or program gives rewards."""
+        """Whether the task has an environment, game or program, which gives rewards."""
         return any(one is not None for one in (self.environment, self.game, self.program))
 
     @property
     def rewards(self) -> tuple[Callable[..., Any], ...]:
-        """Its reward functions."""
+        """The task's reward functions."""
         if self.reward is None:
             return ()
         return (self.reward,) if callable(self.reward) else tuple(self.reward)
 
 
 NO_TASK = Task()
-"""What a run without the setting `task` has: records and rewards are the configuration's."""
+"""The task of a run without the setting `task`: the configuration has records and rewards."""

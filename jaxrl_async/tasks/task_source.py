@@ -1,7 +1,7 @@
-"""A task's records as prompts, and its worked conversations as examples to imitate.
+"""A task's records as prompts, and its demonstrations as examples to imitate.
 
 record ──> data.records.Record      no tokens: the environment writes the opening
-worked conversation ──ChatFormat──> token ids, with a mask of the policy's own turns
+demonstration ──ChatFormat──> token ids, with a mask of the policy's own turns
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,15 +18,15 @@ from jaxrl_async.data.chat_formats.chat_messages import (
 )
 from jaxrl_async.data.records import Record, RecordSource, Split, field_text, reference_of
 from jaxrl_async.errors import ConfigError, DataError, TextTooLong
-from jaxrl_async.ports import ChatFormat
+from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.tasks.record import TaskRecord
 from jaxrl_async.tasks.task import QUESTIONS, Records, Task, conversation_of
 from jaxrl_async.types import BoolArray, IntArray, Message
 
 HELD_OUT_MOST = 64
-"""Most held-out records that are taken from a task's own."""
+"""Maximum number of records that are held out from a task's own."""
 HELD_OUT_SHARE = 10
-"""One record of so many is held out where a task names none."""
+"""One in this many records is held out if a task names no held-out records."""
 NO_TOKENS: IntArray = np.zeros(0, np.int32)
 
 
@@ -35,19 +35,20 @@ class TaskSource:
     """Records of one split of a task."""
 
     records: Sequence[TaskRecord]
-    teaches: "Teaches | None" = None  # makes worked conversations; None: they are not needed
+    teaches: "Teaches | None" = None  # encodes demonstrations; None: they are not needed
 
     def __len__(self) -> int:
         return len(self.records)
 
     @property
     def in_memory(self) -> bool:
-        """Whether reading all records costs little."""
+        """Whether reading all records is cheap."""
         records = self.records.records if isinstance(self.records, _Part) else self.records
         return self.teaches is None and isinstance(records, list | tuple)
 
     def __getitem__(self, index: int) -> Record:
-        """Return a record without tokens. Raises DataError for what no checkpoint can hold."""
+        """Return a record without tokens. Raises DataError for values that a checkpoint cannot
+        hold."""
         record = _record_at(self.records, index)
         messages, reply = opening_of(record, f"record {index} of the task")
         value = record.get("answer")
@@ -71,10 +72,10 @@ class TaskData:
 
     task: Task
     chat: ChatFormat
-    tools: Sequence[Mapping[str, Any]]  # of its environment, as OpenAI's function tools
+    tools: Sequence[Mapping[str, Any]]  # its environment's tools, as OpenAI's function tools
 
     def source(self, split: Split, *, taught: bool = False) -> RecordSource:
-        """Return the records of one split. taught: with worked conversations."""
+        """Return the records of one split. taught: with demonstrations."""
         task = self.task
         asks = task.environment is None and task.game is None and not self.tools
         teaches = Teaches(self.chat, self.tools, task.system_prompt, asks) if taught else None
@@ -93,14 +94,14 @@ def task_records(task: Task, split: Split) -> Sequence[TaskRecord]:
         return records
     held_out = min(HELD_OUT_MOST, max(len(records) // HELD_OUT_SHARE, 1))
     if len(records) < 2:
-        raise DataError("the task has one record: none is left to evaluate on. Give held_out.")
+        raise DataError("the task has one record, so none is left to evaluate on. Give held_out.")
     first = len(records) - held_out
     return _Part(records, first, held_out) if split == "eval" else _Part(records, 0, first)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part(Sequence[TaskRecord]):
-    """Some records of others."""
+    """A contiguous part of other records."""
 
     records: Sequence[TaskRecord]
     first: int
@@ -133,7 +134,7 @@ def _record_at(records: Sequence[TaskRecord], index: int) -> dict[str, Any]:
     except Exception as error:  # the user's own sequence
         raise DataError(
             f"record {index} of the task's {len(records)} cannot be read: "
-            f"{type(error).__name__}: {error}. Let the records give every index."
+            f"{type(error).__name__}: {error}. Let the records support every index."
         ) from error
     if not isinstance(record, Mapping):
         raise DataError(
@@ -150,8 +151,8 @@ def _record_at(records: Sequence[TaskRecord], index: int) -> dict[str, Any]:
 
 
 def opening_of(record: TaskRecord, where: str) -> tuple[list[Message], Message | None]:
-    """Return a record's messages up to the policy's turn, [] if it has none, and the assistant's
-    answer to them if they end with it.
+    """Return a record's messages up to the policy's turn, [] if it has no messages, and the
+    assistant's answer if the messages end with it.
 
     where: names the record in errors. Raises DataError.
     """
@@ -160,14 +161,14 @@ def opening_of(record: TaskRecord, where: str) -> tuple[list[Message], Message |
     if not good or (len(messages) == 1 and messages[0]["role"] == "assistant"):
         raise DataError(
             f"{where}: its messages are {str(messages)[:80]}. Give a list of objects such as "
-            '{"role": "user", "content": "What is 1 + 2?"}, something before the answer.'
+            '{"role": "user", "content": "What is 1 + 2?"}, with a message before the answer.'
         )
     is_answered = bool(messages) and messages[-1]["role"] == "assistant"
     return (messages[:-1], messages[-1]) if is_answered else (messages, None)
 
 
 def question_of(record: TaskRecord) -> str:
-    """Return a record's question for people: its column, or the last message of its user."""
+    """Return a record's question for display: its column, or the user's last message."""
     found = next((field_text(record[name]) for name in QUESTIONS if name in record), None)
     if found is not None:
         return found
@@ -177,16 +178,16 @@ def question_of(record: TaskRecord) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Teaches:
-    """Makes a record's worked conversation an example to imitate."""
+    """Encodes a record's demonstration as an example to imitate."""
 
     chat: ChatFormat
     tools: Sequence[Mapping[str, Any]]
     system_prompt: str | None
-    from_records: bool = False  # the records' own tools are shown
+    from_records: bool = False  # show the records' own tools
 
     def __call__(self, record: TaskRecord) -> tuple[IntArray, BoolArray]:
-        """Return token_ids [length] and mask [length], True for the policy's turns; of a
-        conversation that is too long to be encoded, more tokens than fit. Raises DataError."""
+        """Return token_ids [length] and mask [length], True for the policy's turns. For a
+        conversation that is too long to encode, return more tokens than fit. Raises DataError."""
         messages = with_system_prompt(worked_messages(record), self.system_prompt)
         tools = record_tools(record) if self.from_records else self.tools
         try:
@@ -196,8 +197,8 @@ class Teaches:
 
 
 def worked_messages(record: TaskRecord) -> list[Message]:
-    """Return a record's conversation as it should go: its column `worked`, or its question with its
-    answer. Raises DataError."""
+    """Return a record's demonstration: its column `worked`, or its question with its answer. Raises
+    DataError."""
     if record.get("worked"):
         return list(as_messages(record["worked"]))
     answer = field_text(record.get("answer"))
@@ -219,7 +220,7 @@ def worked_tokens(
     chat: ChatFormat, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
 ) -> tuple[IntArray, BoolArray]:
     """Return a conversation as one sequence: token_ids [length] int32, and mask [length], True for
-    what the policy should draw in its turns, end tokens included.
+    the tokens that the policy should generate in its turns, including end tokens.
 
     Raises DataError if the format rewrites earlier turns, or writes a turn without an end token.
     """
@@ -234,8 +235,8 @@ def worked_tokens(
         begins = np.array_equal(before[: len(token_ids)], token_ids)
         if not begins or not np.array_equal(after[: len(before)], before) or not len(ends):
             raise DataError(
-                "the chat format rewrites earlier turns of a worked conversation, which is to be "
-                "one sequence. Leave thinking out of it, or give one with a single turn."
+                "the chat format rewrites earlier turns of a demonstration, which must be one "
+                "sequence. Leave thinking out of it, or give one with a single turn."
             )
         drawn = turn[: ends[0] + 1]
         more = np.zeros(len(before) - len(token_ids), bool)

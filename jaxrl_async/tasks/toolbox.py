@@ -2,10 +2,11 @@
 
     assistant's message ──tool_calls──> arguments, checked ──> function ──> message of the role tool
 
-Whatever goes wrong with a call is told to the policy as text and counted: an unknown tool, wrong
-arguments, an exception, a time-out. A tool whose service did not take the call (a refused
-connection, 429, 503) is called again, TRIES times and for PATIENCE_S at most: the policy may have
-chosen the address. After a time-out or a connection that broke it is not: it may have acted.
+Every failure of a call is reported to the policy as text and counted: an unknown tool, wrong
+arguments, an exception, a timeout. If a tool's service did not accept the call (a refused
+connection, 429, 503), it is retried at most TRIES times and for PATIENCE_S, since the policy may
+have chosen the address. A call is not retried after a timeout or a broken connection, since it may
+have taken effect.
 """
 
 import functools
@@ -28,28 +29,28 @@ from jaxrl_async.tasks.usercode import CallOutcome, Threads, TooLate, run_async,
 from jaxrl_async.types import Message
 
 MOST_CALLS = 32
-"""Tool calls of one message that are run; the others are told that they were not."""
+"""Maximum tool calls of one message that are run; the others get an error."""
 TOO_MANY = f"error: not called: one message may have {MOST_CALLS} calls"
 TRIES = 2
-"""Times that a tool is called again whose service did not take the call."""
+"""Number of retries of a call that a tool's service did not accept."""
 PATIENCE_S = 20.0
-"""Longest time for that, from the first call's end on, seconds."""
+"""Maximum time for these retries, from the end of the first call, seconds."""
 ERROR_CHARS = 300
-"""Longest text about what went wrong with a call, characters."""
+"""Maximum length of an error text about a call, characters."""
 log = logging.getLogger(__name__)
 
 MAIN_THREAD = "signal only works in main thread"
-"""In the error of a tool that guards itself by SIGALRM, as TRL's examples do."""
+"""Text in the error of a tool that sets a timeout with SIGALRM, as TRL's examples do."""
 BLOCK = re.compile(
     r"^\s*(?:Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?):\s*$", re.M
 )
-"""Where a block of a docstring begins."""
+"""Start of a block of a docstring."""
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolLimits:
-    """What one call of a tool may take."""
+    """Limits of one call of a tool."""
 
     timeout_s: float = 30.0
     result_chars: int = 8192  # longer results are cut
@@ -76,14 +77,14 @@ class Toolbox:
         count: Callable[[str], None] = lambda name: None,
         outages: Outages | None = None,
     ) -> None:
-        """Make it.
+        """Create the toolbox.
 
         Args:
             tools: functions with distinct names.
-            threads: where those run that are not async.
+            threads: run the functions that are not async.
             limits: of each call.
             count: called with the name of each fault (metrics/fault_counts.py).
-            outages: the run's; None: of its own.
+            outages: the run's; None: a separate one.
 
         Raises ConfigError for a function that cannot be a tool.
         """
@@ -96,14 +97,14 @@ class Toolbox:
 
     @property
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """What may be called, as OpenAI's function tools."""
+        """The tools that may be called, as OpenAI's function tools."""
         return tuple(tool.schema for tool in self._tools.values())
 
     async def __call__(self, message: Message) -> list[Message]:
-        """Run the message's tool calls side by side; return one message of the role tool each.
+        """Run the message's tool calls concurrently; return one message of the role tool for each.
 
-        What is wrong with calls that could not be read (`tool_call_errors`) is told by the user,
-        who needs no call to answer.
+        Errors about calls that could not be parsed (`tool_call_errors`) are in a message of the
+        user, who can answer without a call.
         """
         calls = list(message.get("tool_calls") or ())
         texts = await side_by_side(
@@ -140,7 +141,7 @@ class Toolbox:
         return self._cut(outcome.value)
 
     async def _waited_for(self, name: str, work: functools.partial[Any]) -> CallOutcome:
-        """Call a tool, a few times again if its service did not take the call."""
+        """Call a tool, with a few retries if its service did not accept the call."""
 
         outcome = CallOutcome()
 
@@ -184,7 +185,7 @@ class Toolbox:
 
 
 def name_of_tool(tool: Tool) -> str:
-    """Return the name by which the policy calls a tool."""
+    """Return the name with which the policy calls a tool."""
     return str(getattr(tool, "__name__", type(tool).__name__))
 
 
@@ -217,7 +218,7 @@ def _bound_function(
         told: dict[str, Any] = (
             {"description": texts[parameter.name]} if parameter.name in texts else {}
         )
-        described = Field(default, alias=parameter.name, **told)  # else that of Annotated
+        described = Field(default, alias=parameter.name, **told)  # else from Annotated
         fields[f"argument_{number}"] = (hints[parameter.name], described)
     try:
         model: type[BaseModel] = create_model(
@@ -243,8 +244,8 @@ def _bound(tool: Tool) -> _Bound:
 
 
 def _described(doc: str) -> tuple[str, dict[str, str]]:
-    """Return a docstring's paragraphs before its first block (`Args:`, `Returns:`), and the texts
-    of its block `Args:` by parameter."""
+    """Return a docstring's paragraphs before its first block (`Args:`, `Returns:`), and the
+    descriptions in its block `Args:` by parameter."""
     about = "\n\n".join(" ".join(p.split()) for p in re.split(r"\n\s*\n", BLOCK.split(doc)[0]))
     texts: dict[str, str] = {}
     block = re.search(r"^\s*(?:Args|Arguments|Parameters):\s*\n((?:[ \t]+.*\n?|\n)*)", doc, re.M)
@@ -259,7 +260,7 @@ def _described(doc: str) -> tuple[str, dict[str, str]]:
 
 
 def _untitled(schema: Any) -> Any:
-    """Return a JSON schema without the titles that pydantic makes of names."""
+    """Return a JSON schema without the titles that pydantic derives from names."""
     if isinstance(schema, list):
         return [_untitled(item) for item in schema]
     if not isinstance(schema, dict):
@@ -272,7 +273,7 @@ def _untitled(schema: Any) -> Any:
 
 
 def _asked(call: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return name and arguments of a tool call, "" for what is not there."""
+    """Return name and arguments of a tool call; "" and {} if they are missing."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return "", {}
@@ -311,7 +312,7 @@ def _as_json(result: Any) -> str:
 
 
 def _sayable(text: str) -> str:
-    """Return a text without halves of surrogate pairs, which no tokenizer encodes."""
+    """Return a text without unpaired surrogates, which no tokenizer encodes."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -325,8 +326,8 @@ def _shown_error(error: BaseException) -> str:
 @functools.cache
 def _warn_of_signals(name: str) -> None:
     log.warning(
-        "the tool %s sets a signal (SIGALRM, as a time limit), which works in the main thread "
-        "alone, and tools run in others: each call fails. Leave it out: env.tool_timeout_s limits "
+        "the tool %s sets a signal (SIGALRM, as a time limit), which works only in the main "
+        "thread, and tools run in others: each call fails. Remove it: env.tool_timeout_s limits "
         "each call.",
         name,
     )
@@ -343,17 +344,17 @@ def _told(call: Any, text: str) -> Message:
 
 
 def tools_of(owner: object, tools: Sequence[Tool | str], more: Sequence[Tool]) -> list[Tool]:
-    """Return an environment's tools, texts resolved to its methods, and more of its task's.
+    """Return an environment's tools, with texts resolved to its methods, and its task's tools.
 
-    Raises RolloutError for a text that names no method.
+    Raises RolloutError for a text that does not name a method.
     """
     found: list[Tool] = []
     for tool in tools:
         method = getattr(owner, tool, None) if isinstance(tool, str) else tool
         if not callable(method):
             raise RolloutError(
-                f"{type(owner).__name__}.tools names {tool!r}, which is no method of it. Correct "
-                "the name."
+                f"{type(owner).__name__}.tools names {tool!r}, which is not a method of it. "
+                "Correct the name."
             )
         found.append(method)
     return [*found, *more]

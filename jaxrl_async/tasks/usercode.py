@@ -30,19 +30,20 @@ HERE = Path(__file__).resolve().parent.parent
 CALLERS = ("usercode.py", "results.py", "reward_call.py", "reward_process.py", "rewards.py")
 """Files of this package that tracebacks do not show."""
 SHOWN_FRAMES = 12
-"""Most calls of a traceback that are shown."""
+"""Maximum number of calls of a traceback that are shown."""
 MAX_STUCK = 64
-"""Most threads stuck in calls that never returned: a thread cannot be stopped."""
+"""Maximum number of threads stuck in calls that never return: a thread cannot be stopped."""
 LOOP_THREADS = 32
-"""Most threads of an event loop's asyncio.to_thread, as many as asyncio has on large machines."""
+"""Maximum threads of an event loop's asyncio.to_thread, as many as asyncio has on large
+machines."""
 LEFT_S = 5.0
-"""When an async call that was cancelled counts as left behind, seconds."""
+"""Time after which a cancelled async call counts as abandoned, seconds."""
 REAP_S = 5.0
-"""Longest wait at a loop's end for tasks that were cancelled, seconds."""
+"""Maximum wait at a loop's end for cancelled tasks, seconds."""
 
 CANCEL_AGAIN_S = 5.0
-"""Time after which a task that has not ended is cancelled again, seconds: what ends in order, as a
-program that is killed, has this long."""
+"""Time after which a task that has not ended is cancelled again, seconds. An orderly end, such as
+of a killed program, has this long."""
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +51,15 @@ log = logging.getLogger(__name__)
 class TooLate(Exception):
     """A call took longer than its timeout."""
 
-    overdue_s = 0.0  # how much longer: more than a moment, if it kept Python's lock
+    overdue_s = 0.0  # delay beyond the timeout: long if the call held Python's lock
 
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
     """The value or exception of a call.
 
-    The exception travels as a value, because futures and tasks treat StopIteration, SystemExit and
+    The exception is passed as a value, because futures and tasks treat StopIteration, SystemExit
+    and
     KeyboardInterrupt specially.
     """
 
@@ -65,8 +67,8 @@ class CallOutcome:
     error: BaseException | None = None
 
     def get(self) -> Any:
-        """Return the value, or raise RolloutError from the function's exception of any kind."""
-        if isinstance(self.error, RolloutError):  # a built-in's own
+        """Return the value, or raise RolloutError from any exception of the function."""
+        if isinstance(self.error, RolloutError):  # raised by a built-in function
             raise self.error
         if self.error is not None:
             raise RolloutError(told(self.error)) from self.error
@@ -74,8 +76,8 @@ class CallOutcome:
 
 
 def told(error: BaseException) -> str:
-    """Say what a user's function raised, where, and by which calls: the first line names file and
-    line, the traceback follows."""
+    """Describe an exception of a user's function: the first line has type, text, file and line; the
+    traceback follows."""
     kind, words = type(error).__name__, _words(error)
     frames = _frames_of_user(error)
     if not frames:
@@ -91,14 +93,15 @@ def told(error: BaseException) -> str:
 
 
 def _frames_of_user(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the calls that led to an exception, from the first that is not this package's on."""
+    """Return the calls that led to an exception, starting with the first outside of this
+    package."""
     frames = list(traceback.extract_tb(error.__traceback__))
     first = next((i for i, f in enumerate(frames) if not _is_ours(f.filename)), len(frames))
     return frames[first:]
 
 
 def _is_ours(file: str) -> bool:
-    """Return whether a file is one through which this package calls users' functions."""
+    """Return whether this package calls users' functions in a file."""
     path = Path(file)
     return path.parent.parent == HERE and path.name in CALLERS
 
@@ -114,32 +117,32 @@ def _words(error: BaseException) -> str:
 class _Call:
     work: Callable[[], Any]
     settle: Callable[[CallOutcome], None]
-    begun_s: float | None = None  # time.monotonic() when a thread began it
+    begun_s: float | None = None  # time.monotonic() at its start in a thread
     over: bool = False  # it has an outcome, or its caller gave it up
 
 
 class Threads:
     """At most `most` daemon threads that make calls, for any thread and any event loop.
 
-    A call that timed out keeps its thread until it returns, and another thread replaces it; at most
-    MAX_STUCK threads are kept so. Threads without work end.
+    A call that timed out keeps its thread until it returns, and another thread replaces it, for at
+    most MAX_STUCK threads. Idle threads end.
     """
 
     def __init__(self, most: int, *, replaced: bool = True) -> None:
-        """replaced: False for calls that end by themselves. The thread of one that is given up
-        makes the next call when it has ended, and no other thread replaces it."""
+        """replaced: False for calls that end on their own. The thread of an abandoned call makes
+        the next call when it has ended, and no other thread replaces it."""
         self._most, self._lock, self._replaced = most, threading.Lock(), replaced
         self._waiting: deque[_Call] = deque()
         self._serving = 0
         self.stuck: set[_Call] = set()
 
     async def run(self, work: Callable[[], Any], timeout_s: float) -> CallOutcome:
-        """Run `work` on a thread; raise TooLate `timeout_s` seconds after the thread began it."""
+        """Run `work` on a thread; raise TooLate `timeout_s` seconds after its start."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[CallOutcome] = loop.create_future()
 
         def settle(outcome: CallOutcome) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended: no caller waits
+            with contextlib.suppress(RuntimeError):  # the loop has ended, so no caller waits
                 loop.call_soon_threadsafe(_give, done, outcome)
 
         call = _Call(work, settle)
@@ -158,7 +161,7 @@ class Threads:
         return done.result()
 
     def submit(self, work: Callable[[], T]) -> "ThreadFuture[T]":
-        """Run `work` on a thread; cancelling the future gives the call up, also while it runs."""
+        """Run `work` on a thread; cancelling the future abandons the call, even while it runs."""
         future: _Submitted[T] = _Submitted(self._give_up)
         self._queue(future.call_of(work))
         return future
@@ -167,8 +170,9 @@ class Threads:
         with self._lock:
             if len(self.stuck) >= MAX_STUCK:
                 raise RolloutError(
-                    f"is not called: {len(self.stuck)} earlier calls have not returned, and no "
-                    "further call is made. Give whatever the function waits for a timeout."
+                    f"is not called: {len(self.stuck)} earlier calls have not returned, so no "
+                    "further calls are made. Set a timeout in everything that the function waits "
+                    "for."
                 )
             self._waiting.append(call)
             self._hire()
@@ -189,7 +193,7 @@ class Threads:
                 call.begun_s = time.monotonic()
             outcome = _outcome(call.work)
             with self._lock:
-                if call.over and self._replaced:  # given up
+                if call.over and self._replaced:  # abandoned
                     self.stuck.discard(call)
                     return
                 given_up, call.over = call.over, True
@@ -198,7 +202,7 @@ class Threads:
             del call, outcome  # an idle thread must not keep arrays alive
 
     def _give_up(self, call: _Call) -> None:
-        """Abandon a call whose caller no longer waits; does nothing if the call is over."""
+        """Abandon a call whose caller no longer waits; do nothing if the call is over."""
         with self._lock:
             if call.over:
                 return
@@ -214,7 +218,7 @@ class Threads:
 
 
 class _Submitted(ThreadFuture[T]):
-    """What a call will give; never RUNNING, so that it can be cancelled at any time."""
+    """The future of a call; never RUNNING, so it can be cancelled at any time."""
 
     def __init__(self, give_up: Callable[[_Call], None]) -> None:
         super().__init__()
@@ -226,12 +230,12 @@ class _Submitted(ThreadFuture[T]):
         return self._call
 
     def cancel(self) -> bool:
-        """Give the call up."""
+        """Abandon the call."""
         self._give_up(self._call)
         return super().cancel()
 
     def _settle(self, outcome: CallOutcome) -> None:
-        with contextlib.suppress(InvalidStateError):  # it was cancelled just now
+        with contextlib.suppress(InvalidStateError):  # it was just cancelled
             if outcome.error is not None:
                 self.set_exception(outcome.error)
             else:
@@ -259,22 +263,22 @@ async def run_async(
 ) -> CallOutcome:
     """Run a user's coroutine on the loop for user code; raise TooLate after `timeout_s` seconds.
 
-    All user coroutines of the process share that loop, so that a session or semaphore kept in a
-    user's file works for training, evaluation and the next run. No other loop waits for one that
-    swallows its cancellation: it is left behind, which is logged.
+    All user coroutines of the process share that loop, so a session or semaphore in a user's file
+    works for training, evaluation and the next run. Callers do not wait for a coroutine that
+    swallows its cancellation: it is abandoned, which is logged.
 
     Args:
-        work: begins it.
-        timeout_s: longest time for it, seconds; None: no limit.
-        reap_s: how long its end is waited for once it was cancelled, seconds.
-        name: what it is, for the log.
+        work: starts it.
+        timeout_s: timeout, seconds; None: no limit.
+        reap_s: maximum wait for its end after a cancellation, seconds.
+        name: its name in the log.
     """
     call = _AsyncCall(work, name)
     try:
         async with time_limit(timeout_s):
-            call.start()  # in here: what runs there knows its limits
+            call.start()  # inside, so the coroutine knows its time limits
             return await asyncio.wrap_future(call.outcome)
-    except TimeoutError:  # only the timeout raises it: the function's own is in the outcome
+    except TimeoutError:  # only from the timeout; the function's own is in the outcome
         raise TooLate from None
     finally:
         if not call.outcome.done():
@@ -288,16 +292,16 @@ class _AsyncCall:
 
     def __init__(self, work: Callable[[], Awaitable[Any]], name: str) -> None:
         self.outcome: ThreadFuture[CallOutcome] = ThreadFuture()
-        self.outcome.set_running_or_notify_cancel()  # who waits no longer does not end it
+        self.outcome.set_running_or_notify_cancel()  # a caller that stops waiting does not end it
         self._work, self._name = work, name
         self._task: asyncio.Task[CallOutcome] | None = None
 
     def start(self) -> None:
-        """Begin it, in the context of the caller."""
+        """Start it, in the context of the caller."""
         _own_loop().call_soon_threadsafe(self._begin)
 
     def cancel(self) -> None:
-        """Cancel it; say so later if it has not ended by then."""
+        """Cancel it; log a warning later if it has not ended by then."""
         _own_loop().call_soon_threadsafe(self._cancel)
 
     def _begin(self) -> None:
@@ -306,7 +310,7 @@ class _AsyncCall:
         self._task.add_done_callback(self._end)
 
     def _end(self, task: "asyncio.Task[CallOutcome]") -> None:
-        """Take what it gave, also where it was cancelled before it had begun."""
+        """Store its outcome, even if it was cancelled before it started."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         self.outcome.set_result(task.result() if error is None else CallOutcome(error=error))
         _unpin(self)
@@ -319,23 +323,23 @@ class _AsyncCall:
     def _tell_if_left(self) -> None:
         if not self.outcome.done():
             log.warning(
-                "%s does not end %g s after it was cancelled, and is left behind: let it raise "
-                "CancelledError again where it catches BaseException.",
+                "%s does not end %g s after it was cancelled, and is abandoned: raise "
+                "CancelledError again in code that catches BaseException.",
                 self._name,
                 LEFT_S,
             )
 
 
 _pin, _unpin = ctypes.pythonapi.Py_IncRef, ctypes.pythonapi.Py_DecRef
-"""Keep an object from being collected, also while the interpreter exits, and give it free. A
-coroutine that is collected is asked to end once more, on whichever thread does that; one that
-swallows everything would keep that thread for ever."""
+"""Keep an object from being collected, also while the interpreter exits, and release it. A
+collected coroutine is asked to end once more, on the thread of the collection; a coroutine that
+swallows everything would block that thread forever."""
 for _call in (_pin, _unpin):
     _call.argtypes, _call.restype = [ctypes.py_object], None
 
 
 def start_async(work: Callable[[], Coroutine[None, None, T]]) -> "ThreadFuture[T]":
-    """Begin a coroutine on the loop for user code; return its future, for any other thread."""
+    """Start a coroutine on the loop for user code; return its future, for any other thread."""
     return asyncio.run_coroutine_threadsafe(work(), _own_loop())
 
 
@@ -357,13 +361,13 @@ def _own_loop() -> asyncio.AbstractEventLoop:
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """What asyncio.to_thread uses on a loop for code of others: a few threads with a queue, for
-    which nothing waits, neither the end of the loop nor that of the process. A call that is
-    cancelled while it runs keeps its thread, and another one takes its place."""
+    """Threads for asyncio.to_thread on a loop for user code: a few threads with a queue. Neither
+    the end of the loop nor that of the process waits for them. A call that is cancelled while it
+    runs keeps its thread, and another one replaces it."""
 
     def __init__(self, most: int = LOOP_THREADS) -> None:
-        """most: threads at once, without those of calls that were cancelled."""
-        super().__init__(1)  # it starts no thread of its own
+        """most: maximum number of threads, without the threads of cancelled calls."""
+        super().__init__(1)  # it starts no threads itself
         self._calls = Threads(most)
 
     def submit(self, function: Callable[..., T], /, *args: Any, **named: Any) -> "ThreadFuture[T]":
@@ -372,8 +376,8 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 def run_loop(work: Coroutine[None, None, T], *, reap_s: float = REAP_S) -> T:
-    """Run a coroutine to its end on an event loop of its own, as asyncio.run does, but leave behind
-    what does not end within reap_s seconds once it was cancelled, and wait for no thread."""
+    """Run a coroutine to its end on a separate event loop, as asyncio.run does, but abandon tasks
+    that do not end within reap_s seconds after their cancellation, and wait for no thread."""
     loop = asyncio.new_event_loop()
     loop.set_default_executor(DaemonThreads())
     try:
@@ -386,7 +390,7 @@ def run_loop(work: Coroutine[None, None, T], *, reap_s: float = REAP_S) -> T:
         if left:
             _, left = loop.run_until_complete(asyncio.wait(left, timeout=reap_s))
         for task in left:
-            log.warning("%r does not end when it is cancelled, and is left behind", task)
+            log.warning("%r does not end when it is cancelled, and is abandoned", task)
             _pin(task)
         loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), reap_s))
         asyncio.set_event_loop(None)
@@ -396,7 +400,7 @@ def run_loop(work: Coroutine[None, None, T], *, reap_s: float = REAP_S) -> T:
 async def side_by_side(work: Iterable[Coroutine[None, None, T]]) -> list[T]:
     """Return all results in order, or raise the first exception and cancel the others.
 
-    Not by asyncio.TaskGroup: that of Python 3.11 loses a cancellation which arrives while one of
+    asyncio.TaskGroup is not used: in Python 3.11 it loses a cancellation that arrives while one of
     its tasks fails.
     """
     tasks = [asyncio.ensure_future(one) for one in work]
@@ -421,8 +425,8 @@ async def side_by_side(work: Iterable[Coroutine[None, None, T]]) -> list[T]:
 
 
 async def end_tasks(tasks: Iterable["asyncio.Task[Any]"], again_s: float = CANCEL_AGAIN_S) -> None:
-    """Cancel tasks until each of them has ended, again every `again_s` seconds: one may have taken
-    its cancellation for something else.
+    """Cancel tasks until each of them has ended, again every `again_s` seconds, since a task may
+    have mistaken its cancellation for something else.
 
     Raises CancelledError at the end if this call is cancelled meanwhile.
     """

@@ -1,12 +1,13 @@
-"""Environments of the library verifiers (its version 1), played unchanged through the endpoint.
+"""Environments of the library verifiers (version 1), played unchanged through the endpoint.
 
     VerifiersPlayer.play ──task──> Env.run_episode ──> harness ──chat──> its interception server
            ^                                                                     │
            └────── rewards and metrics of the traces           EvalClient ──> the run's endpoint
 
-Its EvalClient is used, which relays what a harness says in the harness's own protocol: the endpoint
-makes the tokens, so the environment needs no tokenizer, and each call's tokens are the session's.
-Its TrainClient would make them a second time, by a renderer that has to be the run's.
+The library's EvalClient is used, which relays a harness's calls in the harness's own protocol. The
+endpoint generates the tokens, so the environment needs no tokenizer, and each call's tokens are the
+session's. Its TrainClient would encode them a second time, with a renderer that must match the
+run's.
 
 task: {verifiers:NAME: {taskset: {...}, agent: {...}}}      the arguments are the environment's own
 """
@@ -40,34 +41,34 @@ from jaxrl_async.types import Score
 log = logging.getLogger(__name__)
 
 ENDLESS_SIZE = 10_000
-"""Tasks that are taken of a taskset without an end, unless the arguments have a size."""
+"""Number of tasks from an endless taskset, unless the arguments have a size."""
 SHOWN_TASKS = 256
-"""Tasks from which the words of the task's own tokenizer are taken."""
+"""Number of tasks from which the words of the task's own tokenizer are taken."""
 SERVED_MOST = 256
-"""Episodes for which one set of services is used: they keep a client for each."""
+"""Episodes per set of services, which keep a client for each episode."""
 LONGEST_S = 7 * 24 * 3600.0
-"""Limit of an episode, seconds; a session's own (env.program_timeout_s) ends it before."""
+"""Timeout of an episode, seconds; the session's own (env.program_timeout_s) ends it earlier."""
 KEY_HEADER = "x-session-key"
-"""Header that names the session, whatever key the client sends besides."""
+"""Header that names the session, regardless of the key that the client also sends."""
 NO_KEY = "JAXRL_NO_API_KEY"
-"""Environment variable that is not set: the header has the key."""
+"""Environment variable that is not set, since the header has the key."""
 MARK = "verifiers_task"
-"""Column of a record that says which task of which taskset it is: [split, index]."""
+"""Column of a record that identifies its task: [split, index]."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Services:
-    """What one environment needs while episodes are played: tools, servers, clients."""
+    """Services of one environment while episodes are played: tools, servers, clients."""
 
     env: Any
     begun: int = 0  # episodes so far
-    inside: int = 0  # episodes that are played now
+    inside: int = 0  # episodes that are currently played
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     failed: BaseException | None = None
 
     async def serve(self) -> None:
-        """Open, wait until no episode needs them, close: one task does both ends."""
+        """Open, wait until no episode needs them, close; the same task opens and closes."""
         try:
             async with self.env.serving():
                 self.ready.set()
@@ -81,7 +82,7 @@ class _Services:
 
 
 class EnvironmentServices:
-    """Opens an environment's services with the first episode and closes them behind the last.
+    """Opens an environment's services with the first episode and closes them after the last.
 
     They are renewed after SERVED_MOST episodes. For one event loop.
     """
@@ -94,7 +95,7 @@ class EnvironmentServices:
 
     @contextlib.asynccontextmanager
     async def entered(self) -> AsyncIterator[Any]:
-        """Give an environment whose services are open. Raises RolloutError if they cannot be."""
+        """Yield an environment with open services. Raises RolloutError if they cannot be opened."""
         services = self._current
         if services is None or services.begun >= SERVED_MOST:
             services = self._current = _Services(env=self._make())
@@ -123,7 +124,7 @@ class EnvironmentServices:
 
 
 class PlayedSession(Protocol):
-    """What is read of a session (rollout.agent_programs.AgentSession)."""
+    """The part of a session that is used here (endpoint.agent_programs.AgentSession)."""
 
     @property
     def base_url(self) -> str: ...
@@ -141,7 +142,7 @@ class VerifiersPlayer:
     def __init__(
         self, tasks: Mapping[str, Sequence[Any]], make: Callable[[], Any], clients: Any
     ) -> None:
-        """Take an environment.
+        """Create a player of an environment.
 
         Args:
             tasks: its tasks by split.
@@ -152,7 +153,7 @@ class VerifiersPlayer:
         self.services = EnvironmentServices(make)
 
     async def play(self, session: PlayedSession) -> Score | tuple[SeatScore, ...]:
-        """Play the record's task once (rollout.agent_programs.Program). Raises RolloutError."""
+        """Play the record's task once (endpoint.agent_programs.Program). Raises RolloutError."""
         try:
             outcome = await run_async(lambda: self._episode(session), LONGEST_S)
         except TooLate:
@@ -172,8 +173,8 @@ class VerifiersPlayer:
         def begun(trace: Any) -> None:
             if not trace.agent.trainable and trace.agent.config.client == client:
                 raise RolloutError(
-                    f"{trace.agent.name!r} is not to be trained, and would be played by the "
-                    f"policy. Give it an endpoint of its own: {trace.agent.name}: {{model: ..., "
+                    f"{trace.agent.name!r} is not trained, and the policy would play it. "
+                    f"Give it a separate endpoint: {trace.agent.name}: {{model: ..., "
                     "client: {base_url: ..., api_key_var: ...}}."
                 )
 
@@ -184,13 +185,12 @@ class VerifiersPlayer:
 
 
 def score_of_traces(episode: Any) -> Score | tuple[SeatScore, ...]:
-    """Return what a played episode earned: the score of the trace that is trained or, of several,
-    each one's own, by the trace's id.
+    """Return the score of a played episode: the score of the trained trace or, with several, each
+    trace's own score, by the trace's id.
 
-    Parts are a trace's rewards (before their weights) and metrics; of a seat they are named
-    SEAT.PART where several seats play. Those of seats that are not trained, means over their
-    traces, are parts of every one that is. Raises RolloutError for an episode that failed,
-    Away where a connection broke.
+    Parts are a trace's rewards (before their weights) and metrics; if several seats play, they are
+    named SEAT.PART. Parts of untrained seats, averaged over their traces, are added to every
+    trained trace. Raises RolloutError for a failed episode, Away if a connection broke.
     """
     if not episode.ok:
         errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
@@ -199,7 +199,7 @@ def score_of_traces(episode: Any) -> Score | tuple[SeatScore, ...]:
         raise (Away if says_away(said) else RolloutError)(said)
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if not trained:
-        raise RolloutError("no seat of the environment is to be trained")
+        raise RolloutError("no seat of the environment is trained")
     several = len({trace.agent.name for trace in episode.traces}) > 1
     others: dict[str, list[float]] = {}
     for trace in episode.traces:
@@ -226,8 +226,8 @@ def _parts_of(trace: Any, several: bool) -> dict[str, float]:
 
 
 def numbers_of(trace: Any) -> dict[str, float]:
-    """Return a trace's rewards, before their weights, and its metrics; a metric that is named like
-    a reward as metric.NAME."""
+    """Return a trace's rewards, before their weights, and its metrics. A metric with the name of a
+    reward becomes metric.NAME."""
     rewards = {name: float(r.score) for name, r in trace.rewards.items() if r is not None}
     metrics = {name: float(m) for name, m in trace.metrics.items() if m is not None}
     return rewards | {
@@ -250,13 +250,13 @@ def verifiers_task(
 
     Args:
         name: of the taskset: a module that exports it.
-        size: most tasks that are taken; without it all, or ENDLESS_SIZE of one without an end.
+        size: maximum number of tasks; default: all, or ENDLESS_SIZE of an endless taskset.
         eval_taskset: settings of the taskset that differ for held-out tasks, such as its split;
             without them the last tasks are held out.
         arguments: of the environment, as in its own configuration: `id` (of an environment that is
             not the taskset's own), `taskset`, and each seat (`agent`).
 
-    Raises ConfigError for what cannot be loaded, MissingExtraError without the library.
+    Raises ConfigError if loading fails, MissingExtraError without the library.
     """
     loaders, clients = _module(".utils.loaders"), _module(".clients")
     if size is not None and not (isinstance(size, int) and size > 0):
@@ -268,14 +268,14 @@ def verifiers_task(
             taskset = {**arguments.get("taskset", {}), **eval_taskset}
             held_out = environment_config(loaders, name, {**arguments, "taskset": taskset})
             tasks["eval"] = _tasks(loaders, held_out.taskset, size)
-        loaders.load_environment(config)  # what fails, fails now
+        loaders.load_environment(config)  # fail early
     except ConfigError:
         raise
     except Exception as error:
         if (module := module_of_version_0(name)) is not None:
             raise ConfigError(
                 f"{name!r} is an environment of verifiers' version 0 ({module} has "
-                "load_environment), and tasksets of version 1 alone are played here: take a "
+                "load_environment), but only tasksets of version 1 are supported: use a "
                 "release of it for verifiers 1, or train on its records with its reward functions "
                 "(reward.function=FILE.py:FUNCTION)."
             ) from error
@@ -295,7 +295,7 @@ def verifiers_task(
 
 
 def environment_config(loaders: Any, name: str, arguments: Mapping[str, Any]) -> Any:
-    """Return an environment's configuration. A seat without a runtime gets a process of this
+    """Return an environment's configuration. A seat without a runtime runs as a process of this
     machine if its harness runs nothing that the policy writes; otherwise raises ConfigError."""
     given = {**arguments, "taskset": {**arguments.get("taskset", {}), "id": name}}
     kind = loaders.env_config_type(name, given.get("id", ""))
@@ -314,17 +314,17 @@ def environment_config(loaders: Any, name: str, arguments: Mapping[str, Any]) ->
     for seat in unplaced:
         if loaders.harness_class(harnesses[seat].id).EXECUTES_CODE:
             raise ConfigError(
-                f"{seat!r} is played by the harness {harnesses[seat].id!r}, which runs what the "
-                f"policy writes. Say where: {seat}: {{runtime: {{type: docker}}}} (or subprocess: "
-                f"this machine, unprotected), or take one that runs nothing: {seat}: {{harness: "
+                f"{seat!r} is played by the harness {harnesses[seat].id!r}, which runs the "
+                f"policy's code. Say where: {seat}: {{runtime: {{type: docker}}}} (or subprocess: "
+                f"this machine, unprotected), or use one that runs nothing: {seat}: {{harness: "
                 "{id: null}} (null in quotes)."
             )
     return config
 
 
 def check_containers(config: Any, tasks: Sequence[Any]) -> None:
-    """Raise ConfigError where a harness or a task needs a container, and its seat's runtime is
-    none, or one of Docker's on a machine without it: every episode would fail."""
+    """Raise ConfigError if a harness or a task needs a container, and its seat's runtime is not
+    one, or is Docker on a machine without it: every episode would fail."""
     loaders, harnesses = _module(".utils.loaders"), config.agent_harnesses()
     kinds = {seat: getattr(config, seat).runtime.type for seat in harnesses}
     for seat, harness in harnesses.items():
@@ -332,13 +332,13 @@ def check_containers(config: Any, tasks: Sequence[Any]) -> None:
         if needs and kinds[seat] == "subprocess":
             raise ConfigError(
                 f"{seat!r} is played by the harness {harness.id!r}, which needs a container. Say "
-                f"which: {seat}: {{runtime: {{type: docker}}}}, or take a harness that needs none: "
+                f"which: {seat}: {{runtime: {{type: docker}}}}, or use a harness that needs none: "
                 f'{seat}: {{harness: {{id: "null"}}}}.'
             )
         if kinds[seat] == "docker" and shutil.which("docker") is None:
             raise ConfigError(
-                f"{seat!r} runs in Docker, and there is no docker on this machine. Install it, or "
-                f"take another runtime: {seat}: {{runtime: {{type: ...}}}}."
+                f"{seat!r} runs in Docker, which is not installed on this machine. Install it, or "
+                f"use another runtime: {seat}: {{runtime: {{type: ...}}}}."
             )
     needing = [t for t in tasks if type(t).NEEDS_CONTAINER or t.data.image]
     if needing and set(kinds.values()) == {"subprocess"}:
@@ -350,10 +350,10 @@ def check_containers(config: Any, tasks: Sequence[Any]) -> None:
 
 
 def module_of_version_0(name: str) -> str | None:
-    """Return the module of an installed environment of verifiers' version 0: one that defines
-    load_environment. None: it is none. Imports nothing of it.
+    """Return the module of an installed environment of verifiers' version 0, which defines
+    load_environment; None if there is no such module. Imports nothing of it.
 
-    name: of a module, of an installed distribution, or owner/name of the environments' hub.
+    name: of a module, of an installed distribution, or owner/name on the environments' hub.
     """
     plain = name.rsplit("/", 1)[-1].split("@", 1)[0]
     modules = [plain.replace("-", "_"), plain.replace("-", "_").lower()]
@@ -370,11 +370,11 @@ OF_VERSION_0 = re.compile(
     r"^(?:[ \t]*(?:async )?def load_environment\(|load_environment\s*(?::[^=\n]+)?=(?!=))",
     re.MULTILINE,
 )
-"""Defines load_environment: a function, or an assignment, such as of a partial."""
+"""Matches a definition of load_environment: a function, or an assignment, such as of a partial."""
 
 
 def _defines(module: str, code: re.Pattern[str]) -> bool:
-    """Return whether a file of a module has such a line."""
+    """Return whether a file of a module has a matching line."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         found = importlib.util.find_spec(module)
         if found is None or found.origin is None or not found.origin.endswith(".py"):
@@ -386,7 +386,7 @@ def _defines(module: str, code: re.Pattern[str]) -> bool:
 
 
 def records_of(tasks: Sequence[Any], split: str) -> list[TaskRecord]:
-    """Return tasks as records: their columns, the question, and which task it is."""
+    """Return tasks as records: their columns, the question, and the task's identity."""
     return [
         {
             **task.data.model_dump(
@@ -409,7 +409,8 @@ def _tasks(loaders: Any, config: Any, size: int | None) -> list[Any]:
 
 
 def _characters(tasks: Sequence[Any]) -> tuple[str, ...]:
-    """Return the characters of some tasks' texts, and those that environments write besides."""
+    """Return the characters of some tasks' texts, and the printable ones that environments also
+    write."""
     texts = [str(value) for task in tasks for value in dict(task.data).values()]
     return tuple(sorted({*PRINTABLE, *itertools.chain.from_iterable(texts)}))
 

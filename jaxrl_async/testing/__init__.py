@@ -1,0 +1,1 @@
+"""Test doubles: scripted clocks, samplers and faults."""

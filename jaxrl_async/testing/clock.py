@@ -1,4 +1,4 @@
-"""A clock whose time passes only when a test advances it."""
+"""A clock that advances only when a test advances it."""
 
 import heapq
 from asyncio import Future, get_running_loop
@@ -7,7 +7,7 @@ from asyncio import Future, get_running_loop
 class VirtualClock:
     """A ports.Clock. Each reading adds `tick_s`; `advance` adds more and wakes sleepers.
 
-    For one thread: an asyncio test advances the clock on the loop on which its sleepers run.
+    For one thread: an asyncio test advances the clock on the same loop as its sleepers.
     """
 
     def __init__(self, *, start_s: float = 0.0, tick_s: float = 0.0) -> None:
@@ -22,7 +22,8 @@ class VirtualClock:
         return now_s
 
     def advance(self, seconds: float) -> None:
-        """Let time pass: sleepers wake in order of their wake-up time, ties in order of sleep()."""
+        """Advance the time: sleepers wake in order of their wake-up time, ties in order of
+        sleep()."""
         assert seconds >= 0, "time does not run backwards"
         self.now_s += seconds
         while self._sleepers and self._sleepers[0][0] <= self.now_s:
@@ -32,7 +33,7 @@ class VirtualClock:
 
     @property
     def sleeping(self) -> bool:
-        """Whether a sleeper waits for the clock."""
+        """True if a sleeper waits for the clock."""
         return any(not sleeper.done() for _, _, sleeper in self._sleepers)
 
     async def sleep(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Replay a script behind the ports of ports.py, without a model, a device or a thread."""
+"""Scripted implementations of the interfaces in ports, without a model, a device or a thread."""
 
 import asyncio
 import threading
@@ -27,13 +27,13 @@ LOGPROB = -1.0
 
 
 def make_prompt(prompt_id: int = 0, *, token_ids: Sequence[int] = (1, 2), text: str = "") -> Prompt:
-    """Make a prompt whose position in the stream is its id."""
+    """Return a prompt whose position in the stream is its id."""
     ids = np.array(token_ids, np.int32)
     return Prompt(prompt_id=prompt_id, position=prompt_id, token_ids=ids, text=text, reference="")
 
 
 def make_episode(versions: Sequence[int], *, prompt_tokens: int = 2) -> Episode:
-    """Make an episode of one turn that drew a token by each of these versions."""
+    """Return an episode of one turn with one generated token per given version."""
     length = prompt_tokens + len(versions)
     drawn = np.arange(length) >= prompt_tokens
     return Episode(
@@ -46,7 +46,7 @@ def make_episode(versions: Sequence[int], *, prompt_tokens: int = 2) -> Episode:
 
 
 def make_group(ticket: Ticket, *versions: Sequence[int]) -> EpisodeGroup:
-    """Make a finished group with one episode for each sequence of versions and rewards 0, 1, 2, ...
+    """Return a finished group with one episode per sequence of versions, and rewards 0, 1, 2, ...
 
     Without versions, it has one episode of one token of the ticket's version.
     """
@@ -59,9 +59,9 @@ def make_group(ticket: Ticket, *versions: Sequence[int]) -> EpisodeGroup:
 class ScriptedGenerate:
     """A ports.Generate that answers each request with the tokens scripted for its id.
 
-    The answer comes on the next iteration of the event loop, or with hold=True when finish() is
+    The answer is set on the next iteration of the event loop, or with hold=True when finish() is
     called. A scripted exception is raised from the future. `version` is the version of all tokens
-    and may be set between requests. `requests` records the requests, one tuple for each call.
+    and may be set between requests. `requests` records the requests, one tuple per call.
     """
 
     seed: int | None = None  # it continues no Partial
@@ -78,7 +78,7 @@ class ScriptedGenerate:
         self._held: dict[str, tuple[Request, Future[Completion]]] = {}
 
     def progress(self) -> tuple[Partial, ...]:
-        """Implement ports.Generate: a script is not drawn bit by bit."""
+        """Implement ports.Generate: scripted answers have no partial progress."""
         return ()
 
     def submit_many(self, requests: Sequence[Request | Partial]) -> list[Future[Completion]]:
@@ -103,7 +103,7 @@ class ScriptedGenerate:
         """Answer one request now."""
         request, future = self._held.pop(request_id)
         answer = self._script[request_id]
-        if future.done():  # cancelled meanwhile
+        if future.done():  # cancelled in the meantime
             return
         if isinstance(answer, BaseException):
             future.set_exception(answer)
@@ -112,12 +112,13 @@ class ScriptedGenerate:
 
     @property
     def waiting(self) -> tuple[str, ...]:
-        """Ids of unanswered requests, in the order in which they came."""
+        """Ids of unanswered requests, in order of arrival."""
         return tuple(self._held)
 
 
 def make_completion(request: Request, token_ids: Sequence[int], *, version: int = 0) -> Completion:
-    """Make a completion of these tokens, cut at max_new_tokens; EOS if it ends in a stop token."""
+    """Return a completion of these tokens, cut at max_new_tokens; EOS if it ends in a stop
+    token."""
     ids = np.array(token_ids[: request.max_new_tokens], np.int32)
     stopped = len(ids) > 0 and int(ids[-1]) in request.stop_token_ids
     return Completion(
@@ -130,9 +131,9 @@ def make_completion(request: Request, token_ids: Sequence[int], *, version: int 
 
 
 class ScriptedScorer:
-    """A ports.Scorer that returns the rewards scripted for a prompt's id, or 0 if there are none.
+    """A ports.Scorer that returns the rewards scripted for a prompt's id, or 0 without a script.
 
-    A scripted exception is raised. `scored` records prompt ids in the order of the calls.
+    A scripted exception is raised. `scored` records prompt ids in call order.
     """
 
     def __init__(self, script: Mapping[int, Sequence[float] | BaseException]) -> None:
@@ -150,7 +151,7 @@ class ScriptedScorer:
 
 
 class ScriptedWeights:
-    """A ports.WeightSource that gives one update of the script per `step()`.
+    """A ports.WeightSource that provides one update of the script per `step()`.
 
     `lived` records the versions that the sampler reported as live.
     """
@@ -184,5 +185,5 @@ class ScriptedWeights:
         """Implement ports.WeightSource: no caller waits here."""
 
     def rejoin(self) -> "ScriptedWeights":
-        """Implement ports.WeightSource: the next sampler continues in the script."""
+        """Implement ports.WeightSource: the next sampler continues the script."""
         return self

@@ -1,4 +1,4 @@
-"""Run Pallas TPU kernels without a TPU, for their numbers, not their speed."""
+"""Run Pallas TPU kernels without a TPU, to check their results, not their speed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

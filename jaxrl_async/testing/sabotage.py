@@ -1,4 +1,4 @@
-"""Inject faults into a run: each function breaks one part, once or a few times, while it runs.
+"""Fault injection: each function breaks one part of a run, once or a few times, while it runs.
 
 For tests and for benchmarks/faults.py.
 
@@ -24,10 +24,10 @@ from jaxrl_async.run.assemble import Parts
 from jaxrl_async.types import Episode, Prompt, Score
 
 Fault = Callable[[Parts], None]
-"""Breaks a part of an assembled run before it starts."""
+"""Modifies a part of an assembled run before it starts, to inject a fault."""
 
 LONG_S = 3600.0
-"""How long an injected hang lasts, seconds."""
+"""Duration of an injected hang, seconds."""
 
 
 @contextmanager
@@ -56,7 +56,7 @@ class Hits:
         self._lock = threading.Lock()
 
     def strikes(self) -> bool:
-        """Return whether the fault strikes this call."""
+        """Return True if the fault strikes this call."""
         with self._lock:
             self._calls += 1
             hit = self._after < self._calls and len(self.at) < self._times
@@ -84,7 +84,7 @@ def sampler_raises(hits: Hits, error: Exception, *, index: int = 0) -> Fault:
 
 
 def sampler_hangs(hits: Hits, *, index: int = 0, notice_s: float = 0.5) -> Fault:
-    """Let a sampler's thread hang in a block.
+    """Make a sampler's thread hang in a block.
 
     Until that sampler is replaced, any sampler without a block for `notice_s` seconds counts as
     hanging.
@@ -95,7 +95,7 @@ def sampler_hangs(hits: Hits, *, index: int = 0, notice_s: float = 0.5) -> Fault
             fleet = parts.sampler.fleet
             limits = fleet.limits
             fleet.limits = replace(limits, hang_s=notice_s)
-            while fleet.seats[index].at_work:
+            while fleet.slots[index].at_work:
                 time.sleep(0.01)
             fleet.limits = limits
             threading.Event().wait(LONG_S)
@@ -108,7 +108,7 @@ def sampler_hangs(hits: Hits, *, index: int = 0, notice_s: float = 0.5) -> Fault
 def _at_block(hits: Hits, index: int, strike: Callable[[], None]) -> Fault:
     def fault(parts: Parts) -> None:
         sampler: Any = parts.sampler.samplers[index]
-        engine = sampler.engine  # its successors have it too
+        engine = sampler.engine  # its successors also use it
         generate = engine.generate
 
         def broken(*args: Any, **settings: Any) -> Any:
@@ -122,7 +122,7 @@ def _at_block(hits: Hits, index: int, strike: Callable[[], None]) -> Fault:
 
 
 def completions_are_nan(hits: Hits) -> Fault:
-    """Log-probs that are NaN, from any replica and its successors."""
+    """Return NaN log-probs, from any replica and its successors."""
 
     def spoil(answer: Any) -> None:
         if not answer.cancelled() and answer.exception() is None and hits.strikes():
@@ -152,7 +152,7 @@ def completions_are_nan(hits: Hits) -> Fault:
 
 
 def scorer_raises(hits: Hits) -> Fault:
-    """Let the scorer raise."""
+    """Make the scorer raise."""
 
     async def strike(score: Callable[[], Any]) -> Any:
         raise RuntimeError("injected: the scorer fails")
@@ -161,7 +161,7 @@ def scorer_raises(hits: Hits) -> Fault:
 
 
 def scorer_hangs(hits: Hits) -> Fault:
-    """Let the scorer hang."""
+    """Make the scorer hang."""
 
     async def strike(score: Callable[[], Any]) -> Any:
         await asyncio.sleep(LONG_S)
@@ -244,8 +244,8 @@ def transfer_tears(hits: Hits) -> Fault:
 
 
 def transfer_scrambles(hits: Hits) -> Fault:
-    """Turn round the first axis of every array of a copy of weights to the last sampler: layers
-    get others' weights, and tokens others' embeddings."""
+    """Flip the first axis of every array of a copy of weights to the last sampler: layers get other
+    layers' weights, and tokens other tokens' embeddings."""
 
     def strike(move: Callable[[], Any]) -> Any:
         moved = move()
@@ -264,24 +264,24 @@ def _move(hits: Hits, strike: Callable[[Callable[[], Any]], Any]) -> Fault:
 
 
 def out_of_memory(hits: Hits) -> Fault:
-    """Let a pass of the trainer's update run out of memory."""
+    """Make a pass of the trainer's update run out of memory."""
 
     def fault(parts: Parts) -> None:
         step: Any = parts.trainer.learner._step
-        accumulate = step.accumulate
+        accumulate = step.programs.accumulate
 
         def broken(*args: Any) -> Any:
             if hits.strikes():
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
             return accumulate(*args)
 
-        step.accumulate = broken
+        step.programs.accumulate = broken
 
     return fault
 
 
 def trainer_stalls(hits: Hits, *, bark_s: float = 1.0) -> Fault:
-    """Let an update hang; from then on the watchdog waits `bark_s` seconds."""
+    """Make an update hang; from then on the watchdog waits `bark_s` seconds."""
 
     def fault(parts: Parts) -> None:
         learner: Any = parts.trainer.learner
@@ -299,7 +299,7 @@ def trainer_stalls(hits: Hits, *, bark_s: float = 1.0) -> Fault:
 
 
 def update_lasts(hits: Hits, seconds: float) -> Fault:
-    """Have an update be for so long inside a program of XLA, which nothing interrupts."""
+    """Make an update spend this time inside an XLA program, which cannot be interrupted."""
 
     def spin(turns: Any) -> Any:
         return jax.lax.fori_loop(0, turns, lambda _, x: jnp.sin(x), jnp.ones((1 << 14,)))

@@ -1,4 +1,4 @@
-"""Replace a replica in tests of the router: it answers, dies and hangs when the test says so."""
+"""A scripted replica for tests of the router: it answers, dies and hangs when the test says so."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -6,7 +6,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from jaxrl_async.errors import Closed, Disconnected, RolloutError
-from jaxrl_async.ports import Departure
+from jaxrl_async.ports.generate import Departure
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.testing.fakes import make_completion
 from jaxrl_async.types import Completion, Partial, Request
@@ -16,13 +16,13 @@ class ScriptedReplica:
     """A ports.Replica without a thread: it hangs until the test calls answer(), die() or leave().
 
     Attributes:
-        name: Its name; its successor's has one more prime.
+        name: Its name; a successor's name has one more prime.
         held: The unanswered requests, oldest first, and their futures.
         blocks: Decoded blocks in its statistics; answer() adds one.
-        abandoned: Whether it was abandoned.
-        starts: How often it was started.
+        abandoned: True once it was abandoned.
+        starts: Number of starts.
         partials: The result of progress().
-        replaceable: False: as if in a process of its own.
+        replaceable: False: as if in a separate process.
         departure: Set by leave().
     """
 
@@ -55,7 +55,7 @@ class ScriptedReplica:
         """Implement ports.Replica: it has no thread to wait on."""
 
     def checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
-        """Implement ports.Replica: it serves all."""
+        """Implement ports.Replica: it serves all requests."""
         return list(requests)
 
     def start_many(self, requests: Sequence[Request | Partial]) -> list[Future[Completion]]:
@@ -73,7 +73,7 @@ class ScriptedReplica:
         return self.partials
 
     def save(self, request_id: str, *, stop: bool = False, with_kv: bool = True) -> Partial:
-        """Implement ports.Replica: of `partials`."""
+        """Implement ports.Replica, from `partials`."""
         for partial in self.partials:
             if partial.request.request_id == request_id:
                 return partial
@@ -99,7 +99,7 @@ class ScriptedReplica:
         return tuple(_request(given).request_id for given, _ in self.held)
 
     def answer(self, *, nan: bool = False) -> None:
-        """Complete the oldest request. nan: with a log-prob that is not finite."""
+        """Complete the oldest request. nan: with a non-finite log-prob."""
         given, future = self.held.pop(0)
         self.blocks += 1
         completion = make_completion(_request(given), [1, 2])
@@ -109,7 +109,7 @@ class ScriptedReplica:
             future.set_result(completion)
 
     def answer_all(self) -> list[str]:
-        """Complete all requests, also those that come meanwhile; return their ids in order."""
+        """Complete all requests, including new ones; return their ids in order."""
         answered = []
         while self.held:
             answered.append(self.held_ids[0])
@@ -117,13 +117,13 @@ class ScriptedReplica:
         return answered
 
     def die(self, error: BaseException | None = None) -> None:
-        """End as a replica's thread does: set `error` and `blamed`, then fail the futures."""
+        """End like a replica's thread: set `error` and `blamed`, then fail the futures."""
         self.blamed = frozenset(self.held_ids)
         self.error = error or ValueError("broken")
         self._fail(self.error)
 
     def leave(self, partials: Sequence[Partial] = ()) -> None:
-        """Hand back these requests, and end."""
+        """Hand back these requests and end."""
         drawn = {p.request.request_id: p for p in partials}
         held = [(_request(given).request_id, future) for given, future in self.held]
         self.departure = Departure(

@@ -1,10 +1,10 @@
-"""Step a run's moving parts one by one, without threads, devices or time.
+"""Step a run's components one by one, without threads, devices or time.
 
     SteppedLoop     an event loop: run_ready() runs what is ready; calls to other threads wait
     MemorySampler   decodes a block at a time from weights that may change between two blocks
     Transfer        weights in transfer to a sampler, which arrive when the test says so
 
-The test decides the order of events, so that it can play any interleaving, and play it again.
+The test decides the order of events, so it can run, and rerun, any interleaving.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.ports import WeightSource
+from jaxrl_async.ports.weights import WeightSource
 from jaxrl_async.testing.fakes import LOGPROB
 from jaxrl_async.types import Completion, Partial, Request, StopReason
 
 
 class SteppedLoop(asyncio.AbstractEventLoop):
-    """Just enough of an event loop for tasks, futures and asyncio.to_thread.
+    """A minimal event loop for tasks, futures and asyncio.to_thread.
 
     A call to another thread waits in `calls` until call() makes it, so the test decides when it
     may block. `errors` records uncaught exceptions.
@@ -47,7 +47,7 @@ class SteppedLoop(asyncio.AbstractEventLoop):
             asyncio._set_running_loop(None)
 
     def call(self) -> None:
-        """Make the oldest call to another thread, and run whatever it makes ready."""
+        """Make the oldest call to another thread, and run everything that becomes ready."""
         function, future = self.calls.popleft()
         try:
             result = function()
@@ -88,7 +88,7 @@ class SteppedLoop(asyncio.AbstractEventLoop):
         *args: Any,
         context: contextvars.Context | None = None,
     ) -> TimerHandle:
-        """See asyncio; no time passes, so that it is never called."""
+        """See asyncio; time never passes, so it is never called."""
         return TimerHandle(delay, callback, args, self, context)
 
     def _timer_handle_cancelled(self, handle: TimerHandle) -> None:
@@ -136,7 +136,7 @@ class Transfer:
     nbytes: int = 4
 
     def is_ready(self) -> bool:
-        """Return whether the array has arrived, as jax.Array does."""
+        """Return True if the array has arrived, like jax.Array."""
         return self.ready
 
 
@@ -144,14 +144,15 @@ class Transfer:
 class _Running:
     request: Request
     future: Future[Completion]
-    length: int  # tokens to draw
+    length: int  # tokens to generate
     versions: list[int] = field(default_factory=list)
 
 
 class MemorySampler:
-    """A ports.Generate that draws `block` tokens for each of `places` requests per round().
+    """A ports.Generate that generates `block` tokens for each of `places` requests per round().
 
-    A token's version is that of the weights its round began with. Running requests can be saved.
+    A token's version is the version of the weights at the start of its round. Running requests can
+    be saved.
     """
 
     seed = 0
@@ -165,7 +166,7 @@ class MemorySampler:
         block: int = 2,
         places: int = 4,
     ) -> None:
-        """Make a sampler; `length` returns how many tokens a request draws."""
+        """Create a sampler; `length` returns the number of tokens of a request."""
         self._weights, self._length, self.version = weights, length, version
         self._block, self.places = block, places
         self.waiting: deque[_Running] = deque()
@@ -177,7 +178,7 @@ class MemorySampler:
         futures: list[Future[Completion]] = [loop.create_future() for _ in requests]
         for given, future in zip(requests, futures, strict=True):
             if isinstance(given, Partial):
-                assert given.seed == self.seed, "saved by a sampler of another seed"
+                assert given.seed == self.seed, "saved by a sampler with a different seed"
                 request, drawn = given.request, given.versions.tolist()
             else:
                 request, drawn = given, []
@@ -224,7 +225,7 @@ class MemorySampler:
 
 
 def _completion(one: _Running) -> Completion:
-    """Make a completion; it ends with the first stop token if the request has one."""
+    """Return a completion; it ends with the first stop token if the request has one."""
     stops, n = one.request.stop_token_ids, one.length
     token_ids = np.arange(100, 100 + n, dtype=np.int32)
     token_ids[-1:] = stops[:1] or token_ids[-1:]

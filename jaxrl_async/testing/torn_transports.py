@@ -1,4 +1,4 @@
-"""A transport of weights within one process, which a test can tear, stop and look into."""
+"""A weight transport within one process, which a test can corrupt, stop and inspect."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,13 @@ from jaxrl_async.model.spec import Params
 
 
 class MemoryOffering:
-    """A weights.remote.seams.Offering: a dict of host copies."""
+    """A remote.weights.protocols.Offering: a dict of host copies."""
 
     def __init__(self, address: str = "trainer:1") -> None:
         self._address = address
         self.offered: dict[int, Params] = {}
-        self.most_offered = 0  # versions at once
-        self.failures = 0  # offers to come that raise
+        self.most_offered = 0  # versions at the same time
+        self.failures = 0  # number of next offers that raise
         self.closed = False
         self.lock = threading.Lock()
 
@@ -41,7 +41,7 @@ class MemoryOffering:
         return {"version": version}
 
     def compares(self, params: Params) -> bool:
-        """See Offering: this one compares nothing."""
+        """See Offering: never compares."""
         return False
 
     def withdraw(self, version: int) -> None:
@@ -57,7 +57,7 @@ class MemoryOffering:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFetched:
-    """A weights.remote.seams.Fetched."""
+    """A remote.weights.protocols.Fetched."""
 
     params: Params
     num_bytes: int
@@ -67,15 +67,15 @@ class MemoryFetched:
 
 
 class MemoryFetching:
-    """A weights.remote.seams.Fetching from the other side, or from others like it."""
+    """A remote.weights.protocols.Fetching from a MemoryOffering or other MemoryFetchings."""
 
     def __init__(self, peers: dict[str, Any], address: str = "") -> None:
-        """Fetch from `peers` (address -> MemoryOffering or MemoryFetching), and be one of them."""
+        """Fetch from `peers` (address -> MemoryOffering or MemoryFetching), and join them."""
         self._peers, self._address = peers, address
         self.offered: dict[int, Params] = {}
-        self.torn = 0  # transfers to come that lose a part
-        self.broken = 0  # transfers to come that raise
-        self.go = threading.Event()  # clear it to stop transfers half way
+        self.torn = 0  # number of next transfers that are corrupted
+        self.broken = 0  # number of next transfers that raise
+        self.go = threading.Event()  # clear it to pause transfers
         self.go.set()
         self.fetched: list[tuple[int, str]] = []  # (version, source)
         self.sources: list[tuple[str, ...]] = []  # of each fetch

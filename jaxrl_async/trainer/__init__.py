@@ -1,0 +1,1 @@
+"""The trainer: groups of episodes become an update of the weights."""

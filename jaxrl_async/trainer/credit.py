@@ -1,6 +1,6 @@
 """Credit: a step's rewards and the results of its forward passes become advantages.
 
-rewards ──less the KL──> estimator ──> advantages ──plus the teacher's──> rows
+rewards ──minus the KL──> estimator ──> advantages ──plus the teacher's──> rows
 values of a critic ────────^   └────> returns, for the critic
 """
 
@@ -33,7 +33,7 @@ class PassResults(NamedTuple):
 
     @property
     def num_passes(self) -> int:
-        """How many passes count in the report's FLOPs: last values come with the values."""
+        """The passes in the report's FLOPs. One pass gives values and last values."""
         counted = (self.proximal, self.reference, self.teacher, self.values)
         return sum(result is not None for result in counted)
 
@@ -43,17 +43,17 @@ class Credit:
     """Turns a step's rewards into advantages of its tokens."""
 
     algorithm: schema.AlgorithmSection
-    teacher: schema.TeacherSection
+    teacher: schema.TeacherSection | None
     advantage: AdvantageFn
-    level: str | None  # that the advantage declares
+    level: str | None  # as the advantage declares it
     kl: KLFn  # of algorithm.kl
-    columns: frozenset[str]  # as pass_columns
-    teacher_vocab: int | None = None  # tokens that the teacher knows; None: all
+    columns: frozenset[str]  # as pass_columns returns them
+    teacher_vocab: int | None = None  # size of the teacher's vocabulary; None: the policy's
 
     def __call__(
         self, step: PackedStep, results: PassResults, kl_coefficient: float
     ) -> tuple[PackedStep, dict[str, float]]:
-        """Return the step with advantages and the columns that losses and critic need; a report.
+        """Return the step with advantages and the columns of losses and critic; and a report.
 
         Args:
             step: packed and shaped, with advantages of 0.
@@ -61,11 +61,12 @@ class Credit:
             kl_coefficient: weight of the KL that is subtracted from the rewards.
         """
         data, report = self.rewarded(step, results, kl_coefficient)
-        least, trunk = self.algorithm.least_compared, self.algorithm.pivots.trunk
-        learnt = compared_with_peers(data, self.advantage, trunk=trunk, least=least)
+        least, pivots = self.algorithm.least_compared, self.algorithm.pivots
+        trunk = "group" if pivots is None else pivots.trunk
+        estimated = compared_with_peers(data, self.advantage, trunk=trunk, least=least)
         if data.compared is not None:
             report["shaping/too_few_compared"] = float(num_too_few(data, least))
-        advantages = step.to_rows(learnt.advantages)
+        advantages = step.to_rows(estimated.advantages)
         if results.teacher is not None:
             advantages, gap = self.advised(step.batch, advantages, results.teacher)
             report["policy/teacher_gap"] = gap
@@ -79,14 +80,14 @@ class Credit:
             rank = covariance_rank(results.proximal, advantages, step.batch.mask)
             columns["covariance_rank"] = rank
         critic: Columns = {}
-        if results.values is not None and learnt.returns is not None:
-            critic = {"values": results.values, "returns": step.to_rows(learnt.returns)}
+        if results.values is not None and estimated.returns is not None:
+            critic = {"values": results.values, "returns": step.to_rows(estimated.returns)}
         return step.with_rows(advantages, columns, critic), report
 
     def rewarded(
         self, step: PackedStep, results: PassResults, kl_coefficient: float
     ) -> tuple[StepData, dict[str, float]]:
-        """Return the data with the critic's values, the KL subtracted; and a report."""
+        """Return the data with the critic's values and the KL subtracted; and a report."""
         data = step.data
         if results.values is not None and results.last_values is not None:
             last = _last_of_each(step.to_groups(results.last_values))
@@ -101,7 +102,7 @@ class Credit:
     def divergence(
         self, batch: PackedBatch, proximal: FloatArray, reference: FloatArray
     ) -> FloatArray:
-        """Return algorithm.kl's estimate at each token, for weights at the start of the step."""
+        """Return algorithm.kl's estimate at each token, for the weights before the step."""
         x = token_inputs(
             {
                 "policy_logprobs": proximal,
@@ -115,12 +116,13 @@ class Credit:
     def advised(
         self, batch: PackedBatch, advantages: FloatArray, teacher: FloatArray
     ) -> tuple[FloatArray, float]:
-        """Mix the teacher's advantages in, as distill.teacher_advantages; [rows, length].
+        """Add the teacher's advantages, as distill.teacher_advantages; [rows, length].
 
-        Returns them with the mean of log behavior - log teacher over the learnt tokens.
+        Also return the mean of log behavior - log teacher over the trained tokens.
         """
+        assert self.teacher is not None, "its pass was run"
         behavior = batch.behavior_logprobs
-        known = batch.mask & np.isfinite(behavior - teacher)  # a foreign sampler may give none
+        known = batch.mask & np.isfinite(behavior - teacher)  # an external sampler may give none
         if self.teacher_vocab is not None:
             known &= batch.token_ids < self.teacher_vocab
         gap = -np.asarray(teacher_advantages(behavior, teacher, known))
@@ -134,8 +136,8 @@ def less_penalty(
 ) -> tuple[StepData, dict[str, float]]:
     """Subtract a penalty per token from the rewards; also report the mean of the sequences' sums.
 
-    For an estimator that declares its level, the tokens' rewards are reduced. Any other may look
-    only at the sequences' rewards: then these are.
+    The tokens' rewards are reduced if the estimator declares its level. Another estimator may read
+    only the sequences' rewards, so these are reduced.
     """
     sums = [np.array([p.sum(dtype=np.float64) for p in of_group]) for of_group in penalties]
     flat = np.concatenate(sums)
@@ -154,9 +156,9 @@ def less_penalty(
 def covariance_rank(
     logprobs: FloatArray, advantages: FloatArray, mask: NDArray[np.bool_]
 ) -> FloatArray:
-    """Rank the learnt tokens by covariance, as losses.TokenInputs.covariance_rank: 0 the largest.
+    """Rank the trained tokens by covariance, as losses.TokenInputs.covariance_rank; 0: largest.
 
-    (log policy - mean) (A - mean) over the learnt tokens of the step: Cui et al. 2025
+    (log policy - mean) (A - mean) over the trained tokens of the step: Cui et al. 2025
     (arXiv:2505.22617), eq. 10. Ties keep the order of the tokens. 1 outside the mask.
     """
     rank = np.ones(mask.shape, np.float32)
@@ -171,7 +173,7 @@ def covariance_rank(
 
 
 def _last_of_each(values: ByGroup) -> tuple[NDArray[np.float64], ...]:
-    """Return each episode's last number; per group [episodes], 0 for an episode without tokens."""
+    """Return each episode's last value; per group [episodes], 0 for an episode without tokens."""
     return tuple(
         np.array([v[-1] if len(v) else 0.0 for v in of_group], np.float64) for of_group in values
     )

@@ -1,4 +1,4 @@
-"""The critic: a decoder with a value head that learns the returns, beside the policy's own update.
+"""The critic: a decoder with a value head that learns the returns, in a separate update.
 
 values(params, batch) ──> advantages and returns, by the caller ──> step.update(state, data)
 """
@@ -21,7 +21,7 @@ from jaxrl_async.types import FloatArray, PackedBatch
 
 
 class ValuePass:
-    """A critic's compiled values of a packed batch. Owned by the trainer's thread."""
+    """The compiled values of a packed batch. Owned by the trainer's thread."""
 
     def __init__(
         self, spec: ModelSpec, decoder: DecoderSettings, settings: LearningSettings
@@ -33,10 +33,11 @@ class ValuePass:
     def __call__(
         self, params: Params, batch: PackedBatch, device_lock: AnyDeviceLock = NO_DEVICE_LOCK
     ) -> tuple[FloatArray, FloatArray]:
-        """Return the value of the state before each token, 0 where a segment starts; and, at each
-        segment's last token, of the state after it, 0 elsewhere.
+        """Return the values of the states before and after tokens.
 
-        [rows, length] float32 each, in the batch's own order.
+        [rows, length] float32 each, in the batch's order. The first: of the state before each
+        token, 0 where a segment starts. The second: of the state after each segment's last token, 0
+        elsewhere.
         """
         parts = []
         for micro in micro_batches(batch, self._sizes):

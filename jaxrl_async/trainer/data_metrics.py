@@ -1,4 +1,4 @@
-"""Metrics of one step's groups: about the policy and the data. Pure, host side.
+"""Metrics of the policy and the data in one step's groups. Pure, host side.
 
 Names as in metrics.metric.METRICS.
 """
@@ -26,14 +26,15 @@ def group_measures(
     version: int,
     kl: Sequence[Sequence[FloatArray]] | None = None,
 ) -> dict[str, float]:
-    """Report rewards, lengths and staleness of a step's groups. Rewards and lengths are those of
-    members, not of continuations from their pivots: these begin where somebody chose.
+    """Report rewards, lengths and staleness of a step's groups.
+
+    Continuations from pivots do not count in rewards and lengths: their starts were selected.
 
     Args:
         groups: the groups trained on.
         version: the policy version that learns.
-        kl: the divergence from the policy that drew each token, per group and episode [length].
-            None: not known.
+        kl: the divergence from the policy that sampled each token, per group and episode [length].
+            None: unknown.
     """
     lags = _lags_of(groups, version)
     members = [without_forks(g) for g in groups]
@@ -62,7 +63,7 @@ def group_measures(
 
 
 def _length_counts(lengths: IntArray) -> dict[str, float]:
-    """Count lengths by the power of two that they reach; an empty answer is counted under 0."""
+    """Count lengths by the next power of two; empty answers are counted under 0."""
     reached = np.where(lengths > 0, 2 ** np.ceil(np.log2(np.maximum(lengths, 1))), 0)
     bins, counts = np.unique(reached.astype(np.int64), return_counts=True)
     pairs = zip(bins.tolist(), counts.tolist(), strict=True)
@@ -70,10 +71,10 @@ def _length_counts(lengths: IntArray) -> dict[str, float]:
 
 
 def _part_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
-    """Report the mean of each named part of the reward, and of what functions logged.
+    """Report the mean of each named part of the reward, and of the values that functions logged.
 
-    A part that an answer lacks is 0, unless a function said that it does not apply to the answer,
-    or it is a part of other seats of the game.
+    A missing part counts as 0, unless a function declared that it does not apply to the answer, or
+    only other seats of the game have it.
     """
     scores = [s for g in groups for s in g.scores]
     seats = [e.seat for g in groups for e in g.episodes]
@@ -108,22 +109,21 @@ def _seat_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
 
 
 def _mask_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
-    """Report how many tokens each token was drawn from, if not from the whole vocabulary; nothing
-    without sampling masks."""
+    """Report the mean number of tokens in a sampling mask; {} without masks."""
     masks = [e.kept for g in groups for e in g.episodes if e.kept is not None]
     drawn = sum(int(np.count_nonzero(np.diff(m.starts))) for m in masks)
     return {"rollout/kept_mean": sum(len(m.ids) for m in masks) / drawn} if drawn else {}
 
 
 def _lags_of(groups: Sequence[EpisodeGroup], version: int) -> IntArray:
-    """Return the trainer's version minus the token's, of all drawn tokens in their order."""
+    """Return the trainer's version minus the token's, for all sampled tokens in order."""
     episodes = [e for g in groups for e in g.episodes]
     drawn = np.concatenate([e.drawn for e in episodes])
     return version - np.concatenate([e.versions for e in episodes])[drawn]
 
 
 def _lag_measures(groups: Sequence[EpisodeGroup], version: int, lags: IntArray) -> dict[str, float]:
-    """Report drawn tokens by lag, as _lags_of: mean, max and counts."""
+    """Report the lags of sampled tokens (_lags_of): mean, max and counts."""
     if not len(lags):
         return {"staleness/mean": 0.0, "staleness/max": 0.0}
     counts = {
@@ -162,12 +162,12 @@ def drop_measures(
 ) -> dict[str, float]:
     """Report the groups that were dropped in this step.
 
-    By reason, as a share of all (`trained` ones included), their tokens, and the mean length of the
-    answers of finished ones, which shows a bias.
+    Reports counts by reason, the share of all groups (`trained` ones included), and the wasted
+    tokens. The mean length of the finished groups' answers shows a bias.
 
     Args:
         dropped: finished groups.
-        cancelled: groups that had become too old while they were drawn.
+        cancelled: groups that became too old during their generation.
         trained: number of groups trained on.
     """
     dropped = list(dropped)

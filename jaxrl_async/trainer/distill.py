@@ -1,16 +1,16 @@
-"""Distillation: per-token losses between a student's logits and what is known of a teacher.
+"""Distillation: per-token losses between a student's logits and a teacher's log-probs.
 
-    known of the teacher             function            exact
+    known about the teacher          function            exact
     ───────────────────────────────  ──────────────────  ───────────────────────────────────────
     its logits, [tokens, vocab]      distill_logits      yes
     its k likeliest, [tokens, k]     distill_top         of those k and of the others as one
     log-prob of the token, [tokens]  distill_token       of the token and of the others as one
-    the same, for tokens the student teacher_advantages  an estimate: one sample of the reverse KL
-    drew itself
+    the same, for tokens that the    teacher_advantages  an estimate: one sample of the reverse KL
+    student sampled
 
-Rows are independent tokens, so that all but the last can be given to model.logprobs.over_chunks;
-`distill_rows` does that for a packed batch. Lumping outcomes together never raises a divergence, so
-each is a lower bound of the one above it.
+Rows are independent tokens: model.logprobs.over_chunks can run all but the last function in chunks,
+as `distill_rows` does for a packed batch. Merging outcomes never raises a divergence, so each is a
+lower bound of the one above it.
 """
 
 from typing import NamedTuple
@@ -41,7 +41,7 @@ from jaxrl_async.model.logprobs import after, over_chunks, placed
 from jaxrl_async.model.spec import ModelSpec, Params
 
 MIN_REST = 1e-7
-"""Least mass that is left to a teacher's other tokens: what float32 can tell from 0 in 1 - sum."""
+"""Minimum mass of a teacher's other tokens: the smallest that float32 resolves in 1 - sum."""
 
 
 def distill_logits(
@@ -67,8 +67,8 @@ def distill_top(
 ) -> Array:
     """Return the divergence over the teacher's k likeliest tokens and the rest; [tokens] nats.
 
-    student_logits [tokens, vocab]; teacher_ids [tokens, k], different ones; teacher_logprobs
-    [tokens, k] of its whole distribution.
+    student_logits [tokens, vocab]; teacher_ids [tokens, k], distinct; teacher_logprobs [tokens, k],
+    of its whole distribution.
     """
     student = jax.nn.log_softmax(student_logits.astype(jnp.float32), axis=-1)
     return divergence_of(kind, beta)(*_outcomes(student, teacher_ids, teacher_logprobs))
@@ -82,20 +82,20 @@ def distill_token(
     kind: Kind,
     beta: float = 0.5,
 ) -> Array:
-    """Return `distill_top` of one known token: token_ids, teacher_logprobs [tokens]."""
+    """Return `distill_top` for one known token: token_ids, teacher_logprobs [tokens]."""
     ids, logprobs = token_ids[:, None], teacher_logprobs[:, None]
     return distill_top(student_logits, ids, logprobs, kind=kind, beta=beta)
 
 
 def _outcomes(student: Array, ids: Array, teacher_logprobs: Array) -> tuple[Array, Array]:
-    """Return both over the same outcomes: the ids, and all others as one if there are others."""
+    """Return both over the same outcomes: the ids and, if other tokens exist, these as one."""
     others = ids.shape[-1] < student.shape[-1]
     both = lumped(student, ids), with_rest(teacher_logprobs)
     return both if others else (both[0][:, :-1], both[1][:, :-1])
 
 
 def with_rest(logprobs: Array) -> Array:
-    """Append the mass that is left, at least MIN_REST: [tokens, k] -> [tokens, k + 1]."""
+    """Append the remaining mass, at least MIN_REST: [tokens, k] -> [tokens, k + 1]."""
     logprobs = jax.lax.stop_gradient(logprobs.astype(jnp.float32))
     rest = jnp.log(jnp.maximum(-jnp.expm1(logsumexp(logprobs, axis=-1)), MIN_REST))
     return jnp.concatenate([logprobs, rest[:, None]], axis=-1)
@@ -108,21 +108,21 @@ def teacher_advantages(
     *,
     coefficient: float = 1.0,
 ) -> Array:
-    """Return A_t = -coefficient (log p_S - log p_T) of the drawn token; 0 outside the mask.
+    """Return A_t = -coefficient (log p_S - log p_T) of the sampled token; 0 outside the mask.
 
     On-policy distillation (Lu and Thinking Machines 2025, "On-Policy Distillation"): a policy
-    gradient with these advantages goes down the per-token reverse KL, whose one-sample estimate
-    log p_S - log p_T is. The student is the distribution that drew the token. No gradient flows
-    through the result.
+    gradient with these advantages descends the per-token reverse KL. Its one-sample estimate is
+    log p_S - log p_T, where p_S is the distribution that the token was sampled from. No gradient
+    flows through the result.
     """
     gap = jnp.where(mask, jnp.subtract(student_logprobs, teacher_logprobs), 0.0)
     return jax.lax.stop_gradient(-coefficient * gap)
 
 
 class TeacherTop(NamedTuple):
-    """A teacher's k likeliest tokens at each place, as model.divergence.top_logprobs gives them."""
+    """A teacher's k likeliest tokens at each position, as model.divergence.top_logprobs returns."""
 
-    ids: Array  # [B, T, k] int32, different ones
+    ids: Array  # [B, T, k] int32, distinct
     logprobs: Array  # [B, T, k] float32, of the teacher's whole distribution
 
 
@@ -136,7 +136,7 @@ def distill_rows(
 ) -> TokenDivergence:
     """Return `distill_top` of a packed batch, in chunks of tokens; [B, T] each, nats.
 
-    Log-probs and entropy are the student's, and so are tokens.expert_ids. 0 where a segment starts
+    Log-probs, entropy and tokens.expert_ids are the student's. Values are 0 where a segment starts
     and in padding.
     """
     layout = settings.layout

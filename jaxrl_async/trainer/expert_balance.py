@@ -1,4 +1,4 @@
-"""What an update does about the load of a mixture's experts (model.balance), beside its loss."""
+"""Balance of a mixture's experts in an update (model.balance): a loss and a bias update."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.model.spec import ModelSpec, Params
 
 CORRECTION = "correction"
-"""The weight of a layer that the bias update moves."""
+"""Name of the layer weight that the bias update moves."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertBalance:
-    """The load-balance loss and the bias update of one model; nothing where they are off."""
+    """The load-balance loss and the bias update of one model; no-ops if they are off."""
 
     spec: ModelSpec
     section: BalanceSection
@@ -41,7 +41,7 @@ class ExpertBalance:
     ) -> tuple[Array, Totals]:
         """Add a micro-batch's share of the balance loss; inside jit.
 
-        counted: the whole update's load, its odds not read; None: the micro-batch is all of it.
+        counted: the whole update's load, odds not read; None: the micro-batch is the whole update.
         """
         load = totals.load
         if load is None or not self.section.loss:
@@ -55,8 +55,10 @@ class ExpertBalance:
         return loss + share, totals._replace(sums=sums)
 
     def moved(self, params: Params, chosen: Array | None) -> Params:
-        """Return float32 weights with each router's correction moved by bias_rate towards an even
-        load; inside jit. chosen: counts of the whole update; None: nothing moves."""
+        """Move each router's correction by bias_rate towards an even load; inside jit.
+
+        params: float32. chosen: counts of the whole update; None: nothing moves.
+        """
         if chosen is None:
             return params
         steps = self.section.bias_rate * correction_step(chosen)
@@ -70,7 +72,7 @@ class ExpertBalance:
 
 
 def expert_balance(spec: ModelSpec, section: BalanceSection) -> ExpertBalance:
-    """Return what model.balance asks for. Raises ConfigError if the model cannot be balanced so."""
+    """Return the configured balance. Raise ConfigError if the model cannot be balanced so."""
     if section == BalanceSection():
         return ExpertBalance(spec, section)
     if not spec.experts:
@@ -80,8 +82,8 @@ def expert_balance(spec: ModelSpec, section: BalanceSection) -> ExpertBalance:
         )
     if spec.own is not None:
         raise ConfigError(
-            "model.balance reads the routers of built-in layers, and model.decoder has layers of "
-            "its own. Leave model.balance out."
+            "model.balance reads the routers of built-in layers, and model.decoder defines other "
+            "layers. Leave model.balance out."
         )
     if section.bias_rate and not spec.router.corrected:
         raise ConfigError(
@@ -93,6 +95,6 @@ def expert_balance(spec: ModelSpec, section: BalanceSection) -> ExpertBalance:
 
 
 def load_report(totals: Sequence[Totals], section: BalanceSection) -> dict[str, float]:
-    """Report the load of all micro-batches, on the host; nothing for a model without experts."""
+    """Report the load of all micro-batches, on the host; {} for a model without experts."""
     loads = [t.load for t in totals if t.load is not None]
     return load_measures(summed_load(loads), each_layer=section.each_layer) if loads else {}

@@ -1,4 +1,4 @@
-"""How much an update computes: model FLOPs, and how full its rows are."""
+"""Model FLOPs of an update, and the padding in its rows."""
 
 from typing import Any
 
@@ -13,15 +13,15 @@ from jaxrl_async.types import PackedBatch
 def num_matmul_params(spec: ModelSpec) -> int:
     """Count the weights in each token's matrix products.
 
-    An embedding that is only looked up does not count; of the experts, only those do that a token
-    is routed to.
+    An embedding that is only looked up does not count. Only the experts that a token is routed to
+    count.
     """
     total = _weights_of_token(weight_table(spec), spec)
     return total if spec.tied else total - spec.vocab * spec.width
 
 
 def _weights_of_token(table: dict[str, Any], spec: ModelSpec) -> int:
-    """Count the weights of a table, of the experts those that one token is routed to."""
+    """Count the weights of a table; among experts only the chosen ones of one token."""
     leaves = jax.tree.leaves(table, is_leaf=lambda w: isinstance(w, Weight))
     total = sum(int(np.prod(w.shape)) for w in leaves)
     of_experts = sum(int(np.prod(w.shape)) for w in leaves if "expert" in w.axes)
@@ -33,11 +33,13 @@ def _weights_of_token(table: dict[str, Any], spec: ModelSpec) -> int:
 def train_flops(
     spec: ModelSpec, batch: PackedBatch, *, reference: bool, lora: Lora | None = None
 ) -> float:
-    """Return the model FLOPs of one update (learning_flops), and of a reference's forward pass if
-    there is one. Padding, rematerialisation and the head for tokens that are not learnt do not
-    count.
+    """Return the model FLOPs of one update (learning_flops).
 
-    lora: what is trained; None: all weights.
+    Padding, rematerialisation and the head for tokens outside the loss do not count.
+
+    Args:
+        reference: add a forward pass of the reference.
+        lora: the trained adapter; None: all weights are trained.
     """
     learnt = np.count_nonzero(batch.mask | batch.supervised)
     unread = np.count_nonzero(batch.segment_ids) - learnt
@@ -49,12 +51,12 @@ def train_flops(
 def learning_flops(
     spec: ModelSpec, tokens: float, squares: float, lora: Lora | None = None
 ) -> float:
-    """Return the FLOPs of a forward and a backward pass, given what flops_of_lengths is given.
+    """Return the FLOPs of a forward and a backward pass; arguments as flops_of_lengths.
 
-    All weights: 3 times the forward pass. An adapter: 3 times for it and for attention, and 2 times
-    for the frozen weights, of which no gradient is taken, in 8 or 4 bits, too: for one matrix of N
-    x N and rank R, 2 N^2 + 6 N R in place of 3 N^2 (products of numbers). Schulman et al. 2025,
-    "LoRA Without Regret", on its compute.
+    All weights: 3 times the forward pass. An adapter: 3 times for the adapter and attention, 2
+    times for the frozen weights (in 8 or 4 bits, too), since they need no gradient. One matrix of
+    N x N with rank R takes 2 N^2 + 6 N R products in place of 3 N^2. Schulman et al. 2025, "LoRA
+    Without Regret", on its compute.
     """
     forward = flops_of_lengths(spec, tokens, squares)
     if lora is None:
@@ -67,14 +69,14 @@ def learning_flops(
 def forward_flops(spec: ModelSpec, batch: PackedBatch) -> float:
     """Return the model FLOPs of one forward pass; a backward pass has twice as many.
 
-    What contexts share counts once: a context of n tokens that skips s of them has the weights'
-    products of n - s tokens and attention of n^2 - s^2. Layers with a window attend within it.
+    Shared prefixes count once: a context of n tokens that skips s of them has the weights' products
+    of n - s tokens and attention of n^2 - s^2. Layers with a window attend within it.
     """
     return flops_of_lengths(spec, *_lengths(spec, batch))
 
 
 def _lengths(spec: ModelSpec, batch: PackedBatch) -> tuple[float, float]:
-    """Return what flops_of_lengths is given, of a batch."""
+    """Return the arguments of flops_of_lengths for a batch: tokens, squares."""
     places = batch.positions[batch.segment_ids > 0].astype(np.float64)
     windows = [kind.window or np.inf for kind in spec.kinds if not kind.is_linear]
     squares = {w: float((2 * np.minimum(places, w - 1) + 1).sum()) for w in set(windows)}
@@ -82,7 +84,7 @@ def _lengths(spec: ModelSpec, batch: PackedBatch) -> tuple[float, float]:
 
 
 def attended_length(spec: ModelSpec, length: float) -> float:
-    """Return the length of the context that, without windows, would cost as much attention a token:
+    """Return the context length with the same attention FLOPs per token if no layer had a window:
     the mean over the layers."""
     attending = (kind for kind in spec.kinds if not kind.is_linear)
     windows = (min(kind.window or length, length) for kind in attending)
@@ -90,14 +92,17 @@ def attended_length(spec: ModelSpec, length: float) -> float:
 
 
 def flops_of_lengths(spec: ModelSpec, tokens: float, squares: float) -> float:
-    """Return the FLOPs of a forward pass, given the sum of the segments' lengths and the sum of
-    their squares (with windows: the mean over layers of what it would be without them; 0 for a
-    layer with a gated delta net).
+    """Return the FLOPs of a forward pass.
 
     2 per weight and token, and the two products of causal attention, length^2 * heads * (width of a
     key + width of a value) per layer and segment. Chowdhery et al. 2022 (PaLM, arXiv:2204.02311),
     appendix B, with attention's causal half. A gated delta net reads its state [K, V] of each head
     twice and writes it once a token: 6 K V.
+
+    Args:
+        tokens: sum of the segments' lengths.
+        squares: sum of the segments' squared lengths, as a mean over layers. A layer with a window
+            counts only the pairs within it, a layer with a gated delta net none.
     """
     attention = spec.layers * spec.heads * (spec.head_dim + spec.value_dim) * squares
     return (2 * num_matmul_params(spec) + _delta_flops(spec)) * tokens + attention
@@ -114,8 +119,11 @@ def _delta_flops(spec: ModelSpec) -> float:
 def packing_measures(
     batch: PackedBatch, rows: int, passes: int, *, shares_prefixes: bool = False
 ) -> dict[str, float]:
-    """Report how full the rows are, with those that only fill the last micro-batch; and, if
-    prefixes are shared, how much of the contexts need not be computed for it."""
+    """Report rows, micro-batches and the share of tokens in the rows that are not padding.
+
+    With shared prefixes also the share of the contexts' tokens that need no computation. `rows`
+    includes the padding rows of the last micro-batch.
+    """
     laid = np.count_nonzero(batch.segment_ids)
     measures = {
         "train/rows": float(rows),

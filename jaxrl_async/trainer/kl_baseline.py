@@ -1,4 +1,4 @@
-"""kto's baseline: how far the policy is from its reference on answers to other prompts."""
+"""KTO's baseline: the KL from the reference, estimated on answers to other prompts."""
 
 from typing import Any
 
@@ -12,7 +12,8 @@ from jaxrl_async.mesh import NO_DEVICE_LOCK, AnyDeviceLock, batch_sharding, put
 from jaxrl_async.model.spec import Params
 from jaxrl_async.trainer.objectives.preference_objective import PreferenceData, PreferenceObjective
 from jaxrl_async.trainer.pack_pairs import micro_batches_of
-from jaxrl_async.trainer.update import Frozen, Update, is_queue_full
+from jaxrl_async.trainer.update import Update, is_queue_full
+from jaxrl_async.trainer.update_programs import Frozen
 
 
 class BaselinePass:
@@ -32,7 +33,7 @@ class BaselinePass:
         data: PreferenceData,
         device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
     ) -> PreferenceData:
-        """Return the data with the baseline of its mismatched pairs beside the reference."""
+        """Return the data with the baseline of its mismatched pairs against the reference."""
         if data.mismatched is None or frozen.reference is None:
             return data
         total: Any = jnp.float32(0)

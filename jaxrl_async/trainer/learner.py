@@ -12,28 +12,18 @@ Everything that changes from step to step is in `Learner.tree` (arrays) and `Lea
 """
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_async.algorithms.advantages import advantage, step_data
 from jaxrl_async.algorithms.aggregate import token_mean
 from jaxrl_async.algorithms.answer_pairs import keep_paired
 from jaxrl_async.algorithms.columns import Columns
-from jaxrl_async.algorithms.kl import next_coefficient
-from jaxrl_async.algorithms.objective import (
-    Coefficients,
-    active_entropy_coefficient,
-    mean_report,
-    next_entropy_coefficient,
-    pass_columns,
-)
+from jaxrl_async.algorithms.objective import mean_report, pass_columns
 from jaxrl_async.algorithms.process_age import within_age
 from jaxrl_async.algorithms.shaping import ShapingFn, bounded, compare_unmasked, shape, shaping
 from jaxrl_async.config import schema
@@ -41,42 +31,41 @@ from jaxrl_async.config.pairs_section import PairsSection
 from jaxrl_async.config.schema import Choice, name_of
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.lent import lending
-from jaxrl_async.mesh import DEVICE, HOST, NO_DEVICE_LOCK, AnyDeviceLock, in_memory
+from jaxrl_async.mesh import NO_DEVICE_LOCK, AnyDeviceLock
 from jaxrl_async.model.lora import joined
 from jaxrl_async.model.spec import Params
 from jaxrl_async.trainer.credit import Credit, PassResults
 from jaxrl_async.trainer.critic import Critic
 from jaxrl_async.trainer.flops import forward_flops
+from jaxrl_async.trainer.frozen_models import FrozenModels
 from jaxrl_async.trainer.logprob_pass import LogprobPass, ProbePass
 from jaxrl_async.trainer.objectives.critic_objective import CriticData
 from jaxrl_async.trainer.objectives.policy_objective import PolicyData, PolicyObjective
-from jaxrl_async.trainer.optimizer import rounded_tree
 from jaxrl_async.trainer.pack import Pair
 from jaxrl_async.trainer.pair_credit import PairCredit
-from jaxrl_async.trainer.sight import TokenSight, shown_episodes, sights_of
+from jaxrl_async.trainer.steered_coefficients import SteeredCoefficients
 from jaxrl_async.trainer.step_data import PackedStep, StepRows, deal, pack_step
 from jaxrl_async.trainer.token_columns import NO_SAMPLER_COLUMNS, SamplerColumns
-from jaxrl_async.trainer.update import Frozen, TrainState, Update
+from jaxrl_async.trainer.token_view import TokenSight, shown_episodes, sights_of
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import Frozen, TrainState
 from jaxrl_async.types import EpisodeGroup, FloatArray, IntArray, PackedBatch
 
 log = logging.getLogger(__name__)
 
-EMA_SEED = 1
-"""Seed of the random bits that round a moving reference in bfloat16."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Companions:
-    """What learns or advises beside the policy; None: absent."""
+    """Models and data that a step uses in addition to the policy; None: absent."""
 
     own_pass: LogprobPass | None = None  # of the policy's and the reference's architecture
-    base: Params | None = None  # frozen weights that an adapter changes; None: all are trained
+    base: Params | None = None  # frozen weights below an adapter; None: all weights are trained
     reference: Params | None = None  # at the start of the run; whole weights or an adapter
     teacher: Params | None = None  # at the start of the run
     teacher_pass: LogprobPass | None = None
     critic: Critic | None = None
     critic_state: TrainState | None = None
-    pairs: Iterator[Pair] | None = None  # worked answers to mix in
+    pairs: Iterator[Pair] | None = None  # demonstrations to mix in
 
 
 NO_COMPANIONS = Companions()
@@ -86,29 +75,29 @@ T = TypeVar("T")
 
 
 def _lent(function: Callable[..., T], choice: Choice) -> Callable[..., T]:
-    """Return a host-side function of the step's data; one of the user's cannot change the data."""
+    """Return a host-side function of the step's data; a user's function cannot change the data."""
     return lending(function) if is_own(name_of(choice)) else function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
-    """How a learner learns, beside the objective of its update."""
+    """Settings of a learner that its update's objective does not have."""
 
     algorithm: schema.AlgorithmSection
     row_length: int
-    teacher: schema.TeacherSection = field(default_factory=schema.TeacherSection)
+    teacher: schema.TeacherSection | None = None
     reference: schema.ReferenceSection = field(default_factory=schema.ReferenceSection)
-    pairs: PairsSection = field(default_factory=PairsSection)  # learnt in place of advantages
-    offload_reference: bool = False  # to the host's memory; its pass then precedes the updates
-    process_max_age: int | None = None  # versions up to which process rewards count; None: any
-    critic_warmup: int = 0  # steps in which only the critic learns
+    pairs: PairsSection | None = None  # trained in place of advantages
+    offload_reference: bool = False  # to host memory; its pass then precedes the updates
+    process_max_age: int | None = None  # max age of process rewards, versions; None: any
+    critic_warmup: int = 0  # first steps, which train only the critic
     sampler_columns: SamplerColumns = NO_SAMPLER_COLUMNS
-    seed: int = 0  # of the mini-batches, and of pairs
-    sights_every: int = 0  # versions between two of which `sights` are kept; 0: none are
+    seed: int = 0  # of the mini-batches and of pairs
+    sights_every: int = 0  # interval at which `sights` are kept, versions; 0: never
 
 
 class Learner:
-    """Owns the policy's train state and its companions'. Used by the trainer's thread alone."""
+    """Owns the train states of the policy and the critic. Used only by the trainer's thread."""
 
     def __init__(
         self,
@@ -117,7 +106,7 @@ class Learner:
         settings: LearnerSettings,
         companions: Companions = NO_COMPANIONS,
     ) -> None:
-        """state: of what is trained; with an adapter, companions.base is what it changes."""
+        """state: of the trained weights; for an adapter, companions.base holds the frozen ones."""
         self._step, self.state, self._settings, self._companions = step, state, settings, companions
         self._base = companions.base
         self._algorithm, self._teacher = settings.algorithm, settings.teacher
@@ -127,27 +116,33 @@ class Learner:
             for choice in self._algorithm.shaping
         )
         self._pairs_taken = 0
-        self.sights: list[TokenSight] = []  # of the last step, if they are kept
-        self.reference, self.teacher = self._stored(companions.reference), companions.teacher
+        self.sights: list[TokenSight] = []  # of the last step, if it keeps them
+        self.frozen = FrozenModels(
+            companions.reference,
+            companions.teacher,
+            moves=settings.reference,
+            teaches=settings.teacher,
+            offload_reference=settings.offload_reference,
+        )
         self.critic_state = companions.critic_state
-        self.coefficients: Coefficients = self._objective.recipe.coefficients
+        self.coefficients = SteeredCoefficients(
+            self._algorithm, self._objective.recipe.coefficients
+        )
         self.credit = self._make_credit()
-        if settings.pairs.loss is not None:
+        if settings.pairs is not None:
             paired = partial(keep_paired, how=settings.pairs.choose, seed=settings.seed)
             self._shapings = (*self._shapings, paired)
-        self._most_missing = 0  # mini-batches that a step could not make
-        self._entropy = float(self._algorithm.entropy_coefficient)  # while entropy is too low
-        self._follow = jax.jit(_moved_average, donate_argnums=(0,), static_argnums=(3,))
+        self._most_missing = 0  # maximum number of updates that a step lacked
 
     def _make_credit(self) -> Credit | PairCredit:
-        """Make what turns scores into advantages. Raises ConfigError."""
+        """Make the conversion of scores to advantages. Raises ConfigError."""
         settings, companions = self._settings, self._companions
         columns = pass_columns(
             self._algorithm,
             refers=companions.reference is not None,
             offloads=settings.offload_reference,
         )
-        if settings.pairs.loss is not None:
+        if settings.pairs is not None:
             weights = self._objective.weights
             return PairCredit.of(settings.pairs, columns, settings.seed, weights)
         teacher_pass = companions.teacher_pass
@@ -162,48 +157,33 @@ class Learner:
             teacher_vocab=None if teacher_pass is None else teacher_pass.spec.vocab,
         )
 
-    # ---- what a checkpoint holds
+    # ---- state in a checkpoint
 
     def tree(self) -> dict[str, Any]:
         """Return all arrays that change from step to step."""
-        held = {
-            "train": self.state,
-            "reference": self.reference,
-            "critic": self.critic_state,
-            "teacher": self.teacher if self._teacher.source == "self" else None,
-        }
+        held = {"train": self.state, "critic": self.critic_state, **self.frozen.tree()}
         return {name: part for name, part in held.items() if part is not None}
 
     def numbers(self) -> dict[str, float]:
         """Return all numbers that change from step to step."""
-        return {
-            **{name: float(value) for name, value in self.coefficients._asdict().items()},
-            "steered_entropy": self._entropy,
-            "pairs_taken": float(self._pairs_taken),
-        }
+        return {**self.coefficients.numbers(), "pairs_taken": float(self._pairs_taken)}
 
     def restore(self, tree: Mapping[str, Any], numbers: Mapping[str, float]) -> None:
-        """Continue from what `tree` and `numbers` returned."""
+        """Continue from `tree` and `numbers` of a checkpoint."""
         self.state = tree["train"]
-        self.reference = tree.get("reference", self.reference)
         self.critic_state = tree.get("critic", self.critic_state)
-        self.teacher = tree.get("teacher", self.teacher)
-        algorithm, kl, entropy = self._algorithm, *self.coefficients
-        if algorithm.kl_target is not None:
-            kl = numbers["kl"]
-        if algorithm.entropy_target is not None:
-            entropy, self._entropy = numbers["entropy"], numbers["steered_entropy"]
-        self.coefficients = Coefficients(kl=kl, entropy=entropy)
+        self.frozen.restore(tree)
+        self.coefficients.restore(numbers)
         while self._companions.pairs is not None and self._pairs_taken < numbers["pairs_taken"]:
             self._next_pair(self._companions.pairs)
 
     @property
     def params(self) -> Params:
-        """The policy's trained weights, all or an adapter; the next `learn` donates them."""
+        """The policy's trained weights, all or an adapter's; the next `learn` donates them."""
         return self.state.params
 
     def whole(self, part: Params) -> Params:
-        """Return the parameters for a pass of an adapter, or of whole weights as they are."""
+        """Return the parameters of a pass: whole weights, or an adapter joined to the base."""
         return joined(self._step.settings.lora, self._base, part)
 
     def probe(self, token_ids: IntArray) -> Any:
@@ -218,9 +198,9 @@ class Learner:
         version: int,
         device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
     ) -> dict[str, float]:
-        """Learn from the groups, drawn for the step that makes version + 1; return the report.
+        """Train on the groups, in the step that makes version + 1; return the report.
 
-        Its keys are explained in metrics.metric.METRICS.
+        metrics.metric.METRICS describes its keys.
         """
         groups, of_process = within_age(groups, version, self._settings.process_max_age)
         shaped = shape(step_data(groups), self._shapings)
@@ -234,7 +214,7 @@ class Learner:
             share_prefixes=bool(self._step.settings.trainer.share_prefixes),
         )
         results = self.run_passes(step.batch, device_lock)
-        step, credit_report = self.credit(step, results, self.coefficients.kl)
+        step, credit_report = self.credit(step, results, self.coefficients.current.kl)
         self.sights = self._look(step, groups, results, version, device_lock)
         report = self._update(step, version, device_lock)
         self._report_pairs(report, credit_report)
@@ -252,10 +232,10 @@ class Learner:
         version: int,
         device_lock: AnyDeviceLock,
     ) -> list[TokenSight]:
-        """Return what the step makes of its first tokens, if it is to be shown.
+        """Return the values of the step's first tokens, if the step is to be shown.
 
-        One more pass over these few sequences, unless their log-probs are there: its program is
-        compiled once, and `train/flops` does not count it.
+        Their log-probs need one more pass over these few sequences, unless they are known. Its
+        program is compiled once, and `train/flops` does not count it.
         """
         every, own = self._settings.sights_every, self._companions.own_pass
         if own is None or not every or (version + 1) % every:
@@ -267,7 +247,7 @@ class Learner:
         return sights_of(step, shown_episodes(groups), results.proximal, logprobs_of)
 
     def _report_pairs(self, report: dict[str, float], of_pairs: dict[str, float]) -> None:
-        """Put the loss of the pairs, if they are learnt, where that of their tokens was."""
+        """Replace the token loss in the report by the pairs' loss, if pairs are trained."""
         loss = of_pairs.pop("train/policy_loss", None)
         if loss is not None:
             weight = self._objective.recipe.policy
@@ -275,14 +255,14 @@ class Learner:
             report["train/policy_loss"] = loss
 
     def _next_pairs(self) -> list[Pair]:
-        """Take the step's worked answers, if some are mixed in."""
+        """Take the step's demonstrations, if any are mixed in."""
         pairs = self._companions.pairs
         if pairs is None:
             return []
         return [self._next_pair(pairs) for _ in range(self._algorithm.supervised_batch)]
 
     def _next_pair(self, pairs: Iterator[Pair]) -> Pair:
-        """Take one worked answer and count it."""
+        """Take one demonstration and count it."""
         self._pairs_taken += 1
         return next(pairs)
 
@@ -296,31 +276,40 @@ class Learner:
             proximal = has.own_pass.logprobs(own, batch, device_lock, replays=True)
             results = results._replace(proximal=proximal)
         if has.own_pass is not None and "reference_logprobs" in columns:
-            reference = has.own_pass.logprobs(self.whole(self._fetched()), batch, device_lock)
+            reference = has.own_pass.logprobs(
+                self.whole(self.frozen.loaded_reference()), batch, device_lock
+            )
             results = results._replace(reference=reference)
-        advises = self._teacher.source != "none" and self._teacher.form == "advantage"
-        if has.teacher_pass is not None and advises:
+        section = self._teacher
+        if has.teacher_pass is not None and section is not None and section.form == "advantage":
             teacher = has.teacher_pass.logprobs(self._whole_teacher, batch, device_lock)
             results = results._replace(teacher=teacher)
         if has.critic is not None and self.critic_state is not None:
             values, last = has.critic.values(self.critic_state.params, batch, device_lock)
             results = results._replace(values=values, last_values=last)
-        if has.teacher_pass is not None and self._teacher.form == "loss" and self._teacher.top_k:
+        if has.teacher_pass is not None and self._top_k_of is not None:
             top_k = self._run_top_k(has.teacher_pass, batch, device_lock)
             results = results._replace(top_k=top_k)
         return results
 
     @property
+    def _top_k_of(self) -> str | None:
+        """Model whose likeliest tokens the loss compares; None: it compares none."""
+        section = self._teacher
+        compares = section is not None and section.form == "loss" and section.top_k
+        return section.top_k_of if section is not None and compares else None
+
+    @property
     def _whole_teacher(self) -> Params:
-        """The teacher's parameters for a pass; an older self is an adapter."""
-        return self.whole(self.teacher)
+        """The teacher's parameters for a pass; an adapter is joined to the base."""
+        return self.whole(self.frozen.teacher)
 
     def _run_top_k(
         self, teacher_pass: LogprobPass, batch: PackedBatch, device_lock: AnyDeviceLock
     ) -> Columns:
-        """Return the teacher's log-probs of its own likeliest tokens, or of the student's."""
+        """Return the teacher's log-probs of its k likeliest tokens, or of the student's."""
         own_pass = self._companions.own_pass
-        if self._teacher.top_of == "student" and own_pass is not None:
+        if self._top_k_of == "student" and own_pass is not None:
             ids, _ = own_pass.top(self.whole(self.params), batch, device_lock)
             logprobs = teacher_pass.logprobs_at(self._whole_teacher, batch, ids, device_lock)
         else:
@@ -330,22 +319,22 @@ class Learner:
     def _update(
         self, step: PackedStep, version: int, device_lock: AnyDeviceLock
     ) -> dict[str, float]:
-        """Learn every mini-batch of every epoch: the policy, then the critic; return the report.
+        """Train the policy, then the critic, on each mini-batch of each epoch; return the report.
 
-        While the critic warms up, the policy is measured instead.
+        While the critic warms up, the policy is only measured.
         """
         policy_reports, critic_reports = [], []
         warming = self._companions.critic is not None and version < self._settings.critic_warmup
-        frozen = self._frozen(step)
-        algorithm = self._algorithm
-        missing = 0
+        frozen = self._frozen_of(step)
+        algorithm, missing = self._algorithm, 0
+        first = 0 if self._companions.critic is None else self._settings.critic_warmup
         for epoch in range(algorithm.epochs):
             made, parts = self.mini_batches(step, (self._settings.seed, version, epoch))
             missing += algorithm.minibatches - made
             for index, part in enumerate(parts):
                 done = epoch * algorithm.minibatches + index * algorithm.minibatches / made
                 if not warming:
-                    at = self._updates_in(version - self._first_step) + done
+                    at = self._updates_in(version - first) + done
                     data = self._policy_data(part, version)
                     self.state, report = self._step.update(
                         self.state, data, frozen, device_lock=device_lock, at=at
@@ -370,22 +359,23 @@ class Learner:
         }
 
     def _policy_data(self, rows: StepRows, version: int) -> PolicyData:
-        return PolicyData(rows.batch, rows.columns, version, self.coefficients)
+        return PolicyData(rows.batch, rows.columns, version, self.coefficients.current)
 
-    def _frozen(self, step: PackedStep) -> Frozen:
-        """Return the weights that all of a step's updates of the policy read."""
-        whole_teacher = self._teacher.form == "loss" and not self._teacher.top_k
+    def _frozen_of(self, step: PackedStep) -> Frozen:
+        """Return the frozen weights of the step's policy updates."""
+        section = self._teacher
+        whole_teacher = section is not None and section.form == "loss" and not section.top_k
         looked_up = "reference_logprobs" in step.rows.columns
         return Frozen(
-            reference=None if looked_up else self.reference,
-            teacher=self.teacher if whole_teacher else None,
+            reference=None if looked_up else self.frozen.reference,
+            teacher=self.frozen.teacher if whole_teacher else None,
             base=self._base,
         )
 
     def _update_critic(
         self, part: StepRows, at: float, device_lock: AnyDeviceLock
     ) -> dict[str, float]:
-        """Learn one mini-batch's returns."""
+        """Train the critic on one mini-batch's returns."""
         critic = self._companions.critic
         assert critic is not None and self.critic_state is not None
         values, returns = part.critic["values"], part.critic["returns"]
@@ -395,22 +385,19 @@ class Learner:
         )
         return report
 
-    @property
-    def _first_step(self) -> int:
-        """The step in which the policy's learning rate schedule begins."""
-        return self._settings.critic_warmup if self._companions.critic is not None else 0
-
     def _updates_in(self, steps: int) -> int:
-        """Return how many updates the configuration asks for in so many steps; the learning rate
-        follows them, whatever number was really made."""
+        """Return the configured number of updates in these steps.
+
+        The learning rate follows it, even if steps make fewer updates.
+        """
         return steps * self._algorithm.epochs * self._algorithm.minibatches
 
     def mini_batches(self, step: PackedStep, seed: Sequence[int]) -> tuple[int, Iterator[StepRows]]:
-        """Return the number of one epoch's mini-batches, and each when it is asked for.
+        """Return the number of one epoch's mini-batches, and a lazy iterator over them.
 
-        Each holds some of the step's sequences in rows of its own. A token weighs what it does in
-        the whole step, times the number of mini-batches: the mean of their gradients is the step's,
-        whatever mini-batch a sequence is in.
+        Each packs some of the step's sequences into separate rows. A token's weight is that in the
+        whole step times the number of mini-batches: the mean of their gradients is the gradient of
+        the step, for any assignment of sequences.
         """
         number = self._algorithm.minibatches
         if number == 1:
@@ -425,7 +412,7 @@ class Learner:
         return times, (rows.at(step.index.places_of(part)) for part in dealt)
 
     def _warn_of_missing(self, missing: int) -> None:
-        """Warn once about every number of missing updates that is larger than those before."""
+        """Warn each time that a step lacks more updates than any step before."""
         if missing > self._most_missing:
             self._most_missing = missing
             log.warning(
@@ -436,93 +423,22 @@ class Learner:
                 self._algorithm.minibatches,
             )
 
-    # ---- what follows the policy
-
-    def _steer(self, report: Mapping[str, float]) -> None:
-        """Move the coefficients towards their targets, if the step measured the quantities."""
-        algorithm = self._algorithm
-        divergence = _finite(report, "policy/kl_reference")
-        if algorithm.kl_target is not None and divergence is not None:
-            kl = next_coefficient(
-                self.coefficients.kl,
-                divergence,
-                target=algorithm.kl_target,
-                horizon=algorithm.kl_horizon,
-            )
-            self.coefficients = self.coefficients._replace(kl=kl)
-        entropy = _finite(report, "policy/entropy")
-        if algorithm.entropy_target is not None and entropy is not None:
-            target = algorithm.entropy_target
-            self._entropy = next_entropy_coefficient(
-                self._entropy, entropy, target=target, step=algorithm.entropy_step
-            )
-            active = active_entropy_coefficient(self._entropy, entropy, target=target)
-            self.coefficients = self.coefficients._replace(entropy=active)
-
     def _steer_and_follow(self, report: dict[str, float], version: int) -> None:
         """Report and adapt the coefficients; update reference and teacher from the policy."""
-        moves = self._settings.reference
-        if self.reference is not None:
-            report["policy/kl_coefficient"] = float(self.coefficients.kl)
+        if self.frozen.reference is not None:
+            report["policy/kl_coefficient"] = float(self.coefficients.current.kl)
         if self._objective.recipe.has_entropy:
-            report["policy/entropy_coefficient"] = float(self.coefficients.entropy)
+            report["policy/entropy_coefficient"] = float(self.coefficients.current.entropy)
         if not report.get("critic/warming"):
-            self._steer(report)
-        if self.reference is not None and moves.ema:
-            followed = self._follow(self._fetched(), self.params, np.int32(version), moves.ema)
-            self.reference = self._stored(followed)
-        if self.reference is not None and _is_due(version, moves.refresh_every):
-            self.reference = self._stored(copied(self.params))
-        if self._teacher.source == "self" and _is_due(version, self._teacher.refresh_every):
-            self.teacher = copied(self.params)
-
-    def _stored(self, reference: Params | None) -> Params | None:
-        """Return the reference in the memory that holds it between two uses."""
-        return in_memory(HOST, reference) if self._settings.offload_reference else reference
-
-    def _fetched(self) -> Params:
-        """Return the reference in the memory of the devices."""
-        offloads = self._settings.offload_reference
-        return in_memory(DEVICE, self.reference) if offloads else self.reference
+            self.coefficients.steer(report)
+        self.frozen.follow(self.params, version)
 
 
 COUNTS = ("train/tokens", "train/sequences", "supervised/tokens", "critic/tokens")
-"""What an epoch learns: all of the step's, each once."""
+"""Counts of an epoch, which trains on every token of the step once."""
 
 
 def counted_once(report: Mapping[str, float], epochs: int) -> dict[str, float]:
-    """Return the report of updates that saw each token in every epoch, with what was learnt counted
-    once, not once an epoch."""
+    """Return a report over several epochs with its COUNTS divided by them: each token counts
+    once."""
     return {key: x / epochs if key in COUNTS else x for key, x in report.items()}
-
-
-def _finite(report: Mapping[str, float], key: str) -> float | None:
-    """Return a report's number if there is a finite one."""
-    value = report.get(key)
-    return value if value is not None and math.isfinite(value) else None
-
-
-def copied(params: Params) -> Params:
-    """Return a copy on the same devices that no step donates."""
-    return jax.tree.map(jnp.copy, params)
-
-
-def _moved_average(reference: Params, params: Params, version: Any, ema: float) -> Params:
-    """Return ema * reference + (1 - ema) * params.
-
-    In bfloat16 most of such a step would be lost to rounding: there it is rounded at random, so
-    that the mean is right.
-    """
-
-    def mixed(old: Any, new: Any) -> Any:
-        return ema * old.astype(jnp.float32) + (1 - ema) * new.astype(jnp.float32)
-
-    mean = jax.tree.map(mixed, reference, params)
-    if (dtype := jax.tree.leaves(reference)[0].dtype) == jnp.float32:
-        return mean
-    return rounded_tree(jax.random.fold_in(jax.random.key(EMA_SEED), version), mean, dtype)
-
-
-def _is_due(version: int, every: int) -> bool:
-    """Return whether the step that makes version + 1 ends a period."""
-    return every > 0 and (version + 1) % every == 0

@@ -1,4 +1,4 @@
-"""The settings shared by everything that learns on one slice, made once."""
+"""The settings that all updates on one slice share."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,17 +17,17 @@ from jaxrl_async.trainer.micro_sizes import MicroSizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningSettings:
-    """The slice, its rules, and how a decoder is computed and learns there."""
+    """The slice, its sharding rules, and how decoders run and learn there."""
 
     mesh: Mesh
     row_length: int  # tokens of a packed row
     trainer: schema.TrainerSection = field(default_factory=schema.TrainerSection)
     rules: Rules = field(default_factory=lambda: TRAINER_RULES)
-    dtype: Any = jnp.float32  # that activations are computed in
-    param_dtype: Any = jnp.float32  # that weights are kept in
-    remat: str = "none"  # what the backward pass computes again
+    dtype: Any = jnp.float32  # of activations
+    param_dtype: Any = jnp.float32  # of weights
+    remat: str = "none"  # activations that the backward pass recomputes
     attention: str = "auto"  # a name of model.attention
-    lora: Lora | None = None  # what is trained of a policy; None: all weights
+    lora: Lora | None = None  # the trained adapter; None: all weights are trained
     balance: BalanceSection = field(default_factory=BalanceSection)  # of a mixture's experts
 
     @property
@@ -38,8 +38,8 @@ class LearningSettings:
     def micro_sizes(self, rows_are_independent: bool = True) -> MicroSizes:
         """Return the sizes of micro-batches.
 
-        Rows that belong together have one size alone, of two rows at least: both answers of a pair
-        may be as long as a row.
+        Dependent rows have a single size of at least two rows: each answer of a pair may fill a
+        row.
         """
         together = 1 if rows_are_independent else 2
         tokens = max(self.trainer.micro_batch_tokens, together * self.row_length)
@@ -47,14 +47,14 @@ class LearningSettings:
         return MicroSizes.up_to(most, self.num_row_shards if rows_are_independent else most)
 
     def table(self, spec: ModelSpec) -> dict[str, Any]:
-        """Return what is trained of a policy, as declared."""
+        """Return the declared weights of a policy that are trained."""
         return trained_table(spec, self.lora)
 
     def decoder(self, spec: ModelSpec, temperature: float = 1.0) -> DecoderSettings:
-        """Return how a program on the slice runs this decoder.
+        """Return the settings of this decoder on the slice.
 
-        temperature: the sampler's; 0 counts as 1. Raises ConfigError where the attention cannot run
-        on the mesh.
+        temperature: the sampler's; 0 counts as 1. Raises ConfigError if the attention cannot run on
+        the mesh.
         """
         return settings_on(
             self.mesh,
@@ -71,5 +71,5 @@ class LearningSettings:
 
 
 def rows_per_micro_batch(micro_batch_tokens: int, row_length: int, num_row_shards: int) -> int:
-    """Return the rows within the token budget, as many on each device, and one at least."""
+    """Return the rows within the token budget: the same number on each device, at least one."""
     return max(1, micro_batch_tokens // row_length // num_row_shards) * num_row_shards

@@ -1,6 +1,6 @@
-"""Forward passes over a packed batch before its update: what another model says of its tokens.
+"""Forward passes over a packed batch before its update: log-probs of its tokens.
 
-Used with the policy's own weights (the proximal log-probs), the reference's and a teacher's.
+They run with the policy's weights (the proximal log-probs), the reference's or a teacher's.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from jaxrl_async.types import FloatArray, IntArray, PackedBatch
 
 
 class LogprobPass:
-    """Compiled log-probs of one kind of model on one mesh. Owned by the trainer's thread."""
+    """Compiled log-probs of one architecture on one mesh. Owned by the trainer's thread."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class LogprobPass:
 
         Args:
             temperature: the sampler's; 0 counts as 1.
-            top_k: how many tokens `top` gives.
-            top_vocab: `top` gives ids below it alone; None: any.
+            top_k: number of tokens that `top` returns.
+            top_vocab: `top` returns only ids below it; None: any.
         """
         self.spec, self._sizes = spec, settings.micro_sizes()
         self._top_k, self._top_vocab = top_k, top_vocab
@@ -63,15 +63,15 @@ class LogprobPass:
         """Return each token's log-prob, [rows, length] float32; 0 where a segment starts and in
         padding.
 
-        replays: send tokens through the batch's experts, if it has any. For the policy's own
-        weights, which the update compares with; any other model chooses for itself.
+        replays: route tokens to the batch's experts, if it has any. For the policy's weights, since
+        the update does the same; any other model uses its own router.
         """
         if not replays:
             batch = for_other_models(batch)
         return self._over(self._logprobs, params, batch, device_lock)[0]
 
     def lower(self, params: Params, tokens: TokenRows) -> Any:
-        """Lower what `logprobs` compiles for a micro-batch; the arguments are shapes alone."""
+        """Lower the program of `logprobs` for a micro-batch; the arguments are shapes."""
         return self._logprobs.lower(params, tokens)
 
     def top(
@@ -80,7 +80,7 @@ class LogprobPass:
         batch: PackedBatch,
         device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
     ) -> tuple[IntArray, FloatArray]:
-        """Return the top_k likeliest tokens at each place and their log-probs, [rows, length, k]
+        """Return the top_k likeliest tokens at each position and their log-probs, [rows, length, k]
         each."""
         ids, logprobs = self._over(self._top, params, for_other_models(batch), device_lock)
         return ids, logprobs
@@ -92,7 +92,7 @@ class LogprobPass:
         ids: IntArray,
         device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
     ) -> FloatArray:
-        """Return the log-probs of ids [rows, length, k], each at its place."""
+        """Return the log-probs of ids [rows, length, k], each at its position."""
         return self._over(self._at, params, for_other_models(batch), device_lock, ids)[0]
 
     def _over(
@@ -132,7 +132,7 @@ class LogprobPass:
 
 
 class ProbePass:
-    """The trainer's compiled log-probs of one sequence, which a sampler compares its own with."""
+    """The trainer's compiled log-probs of one sequence, for comparison with a sampler's."""
 
     def __init__(self, spec: ModelSpec, settings: LearningSettings) -> None:
         self._spec, self._copies = spec, settings.num_row_shards
@@ -141,7 +141,7 @@ class ProbePass:
         self._probe = jax.jit(self._probe_logprobs, out_shardings=replicated)
 
     def __call__(self, params: Params, token_ids: IntArray) -> Array:
-        """Return untempered log-probs of token_ids[1:], given what precedes each.
+        """Return untempered log-probs of token_ids[1:], each given the tokens before it.
 
         [n - 1] float32 on the mesh. Does not wait; compiles for each new n.
         """

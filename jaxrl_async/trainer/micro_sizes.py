@@ -1,23 +1,22 @@
-"""How the rows of an update are divided into micro-batches: few sizes are compiled, little of them
-is padding.
+"""Sizes of an update's micro-batches: few sizes are compiled, and little padding is computed.
 
-    sizes  32, 8, 2        28 rows  ->  8 8 8 2 2        30 rows  ->  32        70 rows  ->  32 32 8
+sizes  32, 8, 2        28 rows  ->  8 8 8 2 2        30 rows  ->  32        70 rows  ->  32 32 8
 """
 
 from dataclasses import dataclass
 from itertools import product
 
 STEP = 4
-"""Each size is this part of the next larger one."""
+"""Quotient of two consecutive sizes."""
 MAX_SIZES = 3
-"""Sizes of micro-batches, each a program of its own."""
+"""Maximum number of sizes. Each is compiled separately."""
 MOST_EMPTY = 0.1
-"""Share of the computed rows that may be padding if that takes fewer micro-batches."""
+"""Maximum share of padding rows that is accepted to compute fewer micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroSizes:
-    """The numbers of rows that micro-batches of one program may have, the largest first."""
+    """The possible numbers of rows of a micro-batch, the largest first."""
 
     sizes: tuple[int, ...]
 
@@ -39,10 +38,11 @@ class MicroSizes:
         return self.sizes[0]
 
     def cover(self, rows: int) -> tuple[int, ...]:
-        """Return the micro-batches that hold so many rows, the largest first; at least one.
+        """Return the sizes of micro-batches that hold these rows, the largest first; at least one.
 
-        Of those with at most MOST_EMPTY of the computed rows empty the fewest, else those with the
-        fewest empty rows. A function of its arguments alone: a resumed run divides as before.
+        The fewest micro-batches with a share of at most MOST_EMPTY padding rows; if none has, those
+        with the fewest padding rows. Depends only on the arguments: a resumed run divides rows as
+        before.
 
         >>> MicroSizes((32, 8, 2)).cover(28), MicroSizes((32, 8, 2)).cover(30)
         ((8, 8, 8, 2, 2), (32,))

@@ -15,9 +15,9 @@ def make_schedule(
 ) -> optax.Schedule:
     """Return the learning rate at update 0, 1, ...: a linear warm-up to the peak, then the decay.
 
-    Update n of the warm-up (from 1) has n / warmup_steps of the peak, so that no update is wasted
-    on rate 0; linear and cosine would reach 0 one update after the last. total_steps: updates that
-    the configuration asks for; a place may be fractional if fewer are made.
+    Update n of the warm-up (from 1) has n / warmup_steps of the peak: no update has rate 0. Linear
+    and cosine decay would reach 0 one update after the last. total_steps: the configured number of
+    updates; the index of an update is fractional if fewer are made.
     """
     warmup, decay_steps = section.warmup_steps, max(total_steps - section.warmup_steps, 1)
 
@@ -40,8 +40,8 @@ def _decay(name: str, progress: Array) -> Array:
 def make_optimizer(section: schema.TrainerSection, *, decayed: Any) -> optax.GradientTransformation:
     """Chain clip_by_global_norm and AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) of rate 1.
 
-    The caller multiplies by the learning rate, which may follow something other than the number of
-    updates. decayed: tree of bool like the parameters, True where weight decay applies.
+    The caller multiplies by the learning rate, which need not depend on the number of updates.
+    decayed: tree of bool like the parameters, True where weight decay applies.
     """
     return optax.chain(
         optax.clip_by_global_norm(section.max_grad_norm),
@@ -67,10 +67,10 @@ def optimizer_bytes(section: schema.TrainerSection, param_dtype: Any) -> int:
 
 
 def stochastically_rounded(key: Array, values: Array, dtype: Any) -> Array:
-    """Round float32 to a neighbour in bfloat16, the nearer one more likely: right in the mean.
+    """Round float32 stochastically to a neighbour in bfloat16; the expected value is exact.
 
-    Gupta et al. 2015 (arXiv:1502.02551), sec. 3. Random bits are added below the last bit that
-    bfloat16 has, and then cut off. Values that are not finite stay as they are.
+    Gupta et al. 2015 (arXiv:1502.02551), sec. 3. Random bits are added below bfloat16's last bit,
+    and then cut off. Non-finite values are unchanged.
     """
     assert jnp.dtype(dtype) == jnp.bfloat16, "float32 has exactly 16 bits more"
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
@@ -80,7 +80,7 @@ def stochastically_rounded(key: Array, values: Array, dtype: Any) -> Array:
 
 
 def rounded_tree(key: Array, tree: Any, dtype: Any) -> Any:
-    """Round all leaves by `stochastically_rounded`, each with random bits of its own."""
+    """Round all leaves by `stochastically_rounded`, each with different random bits."""
     leaves, structure = jax.tree.flatten(tree)
     keys = [jax.random.fold_in(key, index) for index in range(len(leaves))]
     rounded = [stochastically_rounded(k, x, dtype) for k, x in zip(keys, leaves, strict=True)]

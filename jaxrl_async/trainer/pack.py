@@ -1,11 +1,12 @@
-"""Token sequences into fixed rows, and rows into micro-batches: NumPy, pure, deterministic.
+"""Pack token sequences into fixed rows, and split rows into micro-batches: NumPy, pure,
+deterministic.
 
 sequences  AAAAA BBB CCCC DD        rows of 8   AAAAABBB
                                                 CCCCDD..      '.' is padding, segment 0
 
 A sequence of several contexts (types.Episode.starts) is packed context by context: each is a
-segment with positions from 0, in whichever row has room. Contexts of a group may share what they
-begin with (prefix_plan): then a segment has positions from where it leaves it.
+segment with positions from 0, in any row with room. Contexts of a group may share their prefix
+(prefix_plan): then a segment's positions begin after the shared tokens.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ from jaxrl_async.types import (
     PackedBatch,
 )
 
-Pair = tuple[IntArray, BoolArray]  # token_ids [length], mask [length] of learnt tokens
+Pair = tuple[IntArray, BoolArray]  # token_ids [length], mask [length] of trained tokens
 
 PACKED = [c for c in COLUMNS.values() if c.source is Source.PACK]
 """The columns of PackedBatch."""
@@ -46,24 +47,24 @@ PACKED = [c for c in COLUMNS.values() if c.source is Source.PACK]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSequence:
-    """One sequence to learn from; the first token of each of its contexts is never learnt, since
+    """One sequence to train on. The first token of each of its contexts is never trained, since
     nothing predicts it."""
 
     token_ids: IntArray  # [length] int32
-    mask: BoolArray  # [length] True where the token is learnt
+    mask: BoolArray  # [length] True where the token is trained
     behavior_logprobs: FloatArray  # [length] float32
     versions: IntArray  # [length] int32
     advantages: FloatArray  # [length] float32
-    group: int | None = None  # index of its group in the step; None: a group of its own
-    supervised: bool = False  # a worked answer: its mask is learnt by likelihood
-    drawn: BoolArray | None = None  # [length] tokens that `kept` describes; None: the mask
-    kept: KeptTokens | None = None  # of the drawn tokens
+    group: int | None = None  # index of its group in the step; None: a separate group
+    supervised: bool = False  # a demonstration: its mask is trained by likelihood
+    drawn: BoolArray | None = None  # [length] the tokens with masks in `kept`; None: the mask
+    kept: KeptTokens | None = None  # sampling masks
     expert_ids: IntArray | None = None  # [length, layers, k] as in Episode
-    starts: tuple[int, ...] = (0,)  # where each context begins, as in Episode
+    starts: tuple[int, ...] = (0,)  # first index of each context, as in Episode
 
     @property
     def contexts(self) -> list[slice]:
-        """Where each context lies."""
+        """The tokens of each context."""
         ends = (*self.starts[1:], len(self.token_ids))
         return [slice(start, end) for start, end in zip(self.starts, ends, strict=True)]
 
@@ -77,15 +78,15 @@ def pack(
 ) -> PackedBatch:
     """Place whole contexts in as few rows as first-fit-decreasing finds; deterministic.
 
-    sequence_ids are indices into `sequences`; so are group_ids where a sequence names no group.
-    Raise DataError where a context is longer than a row or learns its first token, and where a
-    sequence's sampling masks or expert ids do not fit.
+    sequence_ids are indices into `sequences`; so are group_ids if a sequence names no group. Raise
+    DataError if a context is longer than a row or trains its first token, or if a sequence's
+    sampling masks or expert ids do not fit.
 
     Args:
-        sequences: what is packed.
+        sequences: in any order.
         row_length: tokens in a row.
-        sampler_columns: what is packed of the sampler's choices.
-        share_prefixes: lay what contexts of a group begin with once for several of them.
+        sampler_columns: the sampler's choices to pack.
+        share_prefixes: pack a common prefix of a group's contexts once for several of them.
     """
     lengths: list[int] = []
     for index, sequence in enumerate(sequences):
@@ -129,9 +130,9 @@ def pack_groups(
         groups: the episodes.
         advantages: an array [length] per group and episode. None: 0 everywhere.
         row_length: tokens in a row.
-        masks: the tokens that are learnt, an array [length] per group and episode. None: all that
-            the policy drew.
-        pairs: worked answers, packed after the episodes.
+        masks: the trained tokens, an array [length] per group and episode. None: all tokens that
+            the policy sampled.
+        pairs: demonstrations, packed after the episodes.
         sampler_columns: as in `pack`.
         share_prefixes: as in `pack`.
     """
@@ -162,15 +163,15 @@ def pack_groups(
 def pack_pairs(
     pairs: Sequence[Pair], row_length: int, images: ImageStore | None = None
 ) -> PackedBatch:
-    """Pack (token_ids, mask) pairs for supervised training alone: no policy drew them.
+    """Pack (token_ids, mask) pairs for supervised training: no policy sampled them.
 
-    images: that token ids name; None: they name none.
+    images: referenced by token ids; None: no images.
     """
     return pack([_of_pair(pair) for pair in pairs], row_length, SamplerColumns(images=images))
 
 
 def _of_pair(pair: Pair) -> TrainSequence:
-    """Return a worked answer as a sequence that no policy drew."""
+    """Return a demonstration as a sequence that no policy sampled."""
     token_ids, mask = pair
     return TrainSequence(
         token_ids=token_ids,
@@ -188,7 +189,7 @@ def fits(group: EpisodeGroup, row_length: int) -> bool:
 
 
 def micro_batches(batch: PackedBatch, sizes: MicroSizes) -> list[PackedBatch]:
-    """Split into batches of these sizes, the last filled with padding; at least one."""
+    """Split into batches of these sizes, the last one padded; at least one."""
     columns = {
         c.name: split(getattr(batch, c.name), sizes, c.fill)
         for c in PACKED
@@ -201,7 +202,7 @@ def micro_batches(batch: PackedBatch, sizes: MicroSizes) -> list[PackedBatch]:
 
 
 def split(array: Any, sizes: MicroSizes, fill: Any) -> list[Any]:
-    """Return parts of these sizes along axis 0, the last filled up with `fill`; at least one."""
+    """Return parts of these sizes along axis 0, the last one padded with `fill`; at least one."""
     cover = sizes.cover(len(array))
     missing = sum(cover) - len(array)
     if isinstance(array, SparseBits):
@@ -212,8 +213,8 @@ def split(array: Any, sizes: MicroSizes, fill: Any) -> list[Any]:
 
 
 def _checked_lengths(index: int, sequence: TrainSequence, row_length: int) -> list[int]:
-    """Return the lengths of a sequence's contexts. Raise DataError where one does not fit a row or
-    learns its first token."""
+    """Return the lengths of a sequence's contexts. Raise DataError if one does not fit a row or
+    trains its first token."""
     bounds, length = [*sequence.starts, len(sequence.token_ids)], len(sequence.token_ids)
     lengths = [end - start for start, end in pairwise(bounds)]
     if bounds[0] != 0 or (length and min(lengths) < 1):
@@ -228,23 +229,22 @@ def _checked_lengths(index: int, sequence: TrainSequence, row_length: int) -> li
         )
     if length and any(sequence.mask[start] for start in sequence.starts):
         raise DataError(
-            f"sequence {index} of the step learns its first token, or that of a later context, "
-            "which nothing predicts. Start every context with at least one prompt token."
+            f"sequence {index} of the step trains the first token of a context, which nothing "
+            "predicts. Start every context with at least one prompt token."
         )
     return lengths
 
 
 class _Laid(NamedTuple):
-    """Where the tokens of all sequences, one behind the other, lie in the rows; [laid] each, by
-    token."""
+    """The positions in the rows of the concatenated sequences' tokens; [laid] each, by token."""
 
-    tokens: NDArray[np.int64]  # which of all tokens is laid
+    tokens: NDArray[np.int64]  # index among all tokens
     there: NDArray[np.int64]  # flat index in the rows
     columns: dict[str, NDArray[np.int64]]  # positions, segment_ids
 
 
 def _keys(sequences: Sequence[TrainSequence], columns: SamplerColumns) -> list[PrefixKey]:
-    """Return what decides which prefix each context can share."""
+    """Return the keys that decide which prefix each context can share."""
     keys = []
     for index, s in enumerate(sequences):
         group = -1 - index if s.group is None else s.group
@@ -257,8 +257,7 @@ def _keys(sequences: Sequence[TrainSequence], columns: SamplerColumns) -> list[P
 
 
 def _laid(rows: Sequence[Sequence[LaidContext]], lengths: Sequence[int], row_length: int) -> _Laid:
-    """Return where the tokens of all contexts lie, given the contexts of each row and their
-    lengths."""
+    """Return the positions of all contexts' tokens, given each row's contexts and their lengths."""
     starts, segments, skips = [0] * len(lengths), [0] * len(lengths), [0] * len(lengths)
     for row, members in enumerate(rows):
         start = row * row_length
@@ -279,23 +278,25 @@ def _laid(rows: Sequence[Sequence[LaidContext]], lengths: Sequence[int], row_len
 
 
 def _columns(sequences: Sequence[TrainSequence]) -> dict[str, NDArray[Any]]:
-    """Return the values of the columns but where tokens lie, of all sequences one behind the other;
-    what is not learnt is cleared."""
+    """Return the columns of the concatenated sequences, without positions and segments.
+
+    Log-probs, versions and advantages of tokens outside the mask are cleared.
+    """
     lengths = [len(s.token_ids) for s in sequences]
     ends = np.cumsum(lengths)
     groups = [i if s.group is None else s.group for i, s in enumerate(sequences)]
     mask = np.concatenate([s.mask for s in sequences])
     supervised = np.repeat([s.supervised for s in sequences], lengths)
 
-    def learnt(values: Sequence[NDArray[Any]], otherwise: float) -> NDArray[Any]:
+    def masked(values: Sequence[NDArray[Any]], otherwise: float) -> NDArray[Any]:
         return np.where(mask, np.concatenate(values), otherwise)
 
     return {
         "token_ids": np.concatenate([s.token_ids for s in sequences]),
         "mask": mask & ~supervised,
-        "behavior_logprobs": learnt([s.behavior_logprobs for s in sequences], 0.0),
-        "versions": learnt([s.versions for s in sequences], NOT_DRAWN),
-        "advantages": learnt([s.advantages for s in sequences], 0.0),
+        "behavior_logprobs": masked([s.behavior_logprobs for s in sequences], 0.0),
+        "versions": masked([s.versions for s in sequences], NOT_DRAWN),
+        "advantages": masked([s.advantages for s in sequences], 0.0),
         "sequence_ids": np.repeat(np.arange(len(sequences)), lengths),
         "group_ids": np.repeat(groups, lengths),
         "supervised": mask & supervised,
@@ -310,7 +311,7 @@ def _write_choices(
     laid: _Laid,
     masks: Sequence[KeptTokens],
 ) -> None:
-    """Write the sampler's columns, sequence by sequence: a token may have thousands of numbers."""
+    """Write the sampler's columns, sequence by sequence: a token may have thousands of values."""
     if wanted == NO_SAMPLER_COLUMNS:
         return
     ends = np.cumsum([len(s.token_ids) for s in sequences])
@@ -341,7 +342,7 @@ def _drawn(sequence: TrainSequence) -> BoolArray:
 
 
 def _layout(columns: SamplerColumns) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Return the shape behind [rows, length] and the dtype of each of the sampler's columns."""
+    """Return the shape after [rows, length] and the dtype of each of the sampler's columns."""
     layout: dict[str, tuple[tuple[int, ...], Any]] = {}
     if columns.mask_vocab is not None:
         layout["kept"] = (), np.int64  # as SparseBits.index
@@ -359,7 +360,7 @@ def _sampler_columns(
 ) -> dict[str, NDArray[Any]]:
     """Return one sequence's part of the sampler's columns. Raise DataError if it does not fit.
 
-    before: masks of the sequences before it.
+    before: number of masks of the sequences before it.
     """
     columns: dict[str, NDArray[Any]] = {}
     drawn = _drawn(sequence)

@@ -1,4 +1,4 @@
-"""Preference pairs into fixed rows such that every micro-batch holds whole pairs: NumPy, pure.
+"""Pack preference pairs into fixed rows; every micro-batch holds whole pairs: NumPy, pure.
 
 pairs a: AAAA aa, b: BBB bbb     rows of 8, 1 a micro-batch   AAAAaa..  BBBbbb..
                                  rows of 4, 2 a micro-batch   AAAA      BBB.
@@ -18,10 +18,10 @@ from jaxrl_async.types import BoolArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceBatch:
-    """Prompts with their answers side by side in rows, a prompt once for each of its answers.
+    """Packed prompts with their answers; the prompt is repeated for each of its answers.
 
-    `mask[t]` says that token t is of an answer. A pair's place counts the pairs of its micro-batch,
-    so that sums over answers have the same shape in each.
+    `mask[t]` is True for tokens of answers. A pair's place is its index in its micro-batch, which
+    gives sums over answers the same shape in all micro-batches.
     """
 
     token_ids: IntArray  # [rows, length] int32
@@ -36,7 +36,7 @@ class PreferenceBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are learnt."""
+        """The trained tokens."""
         return int(self.mask.sum())
 
 
@@ -45,7 +45,7 @@ COLUMNS = tuple(f.name for f in fields(PreferenceBatch) if not f.name.startswith
 
 @dataclass(slots=True)
 class _MicroBatch:
-    """Rows that pairs are being placed in."""
+    """Rows that are being filled with pairs."""
 
     room: list[int]  # tokens free in each row
     pairs: list[tuple[int, list[int]]]  # index of the pair, rows of its answers
@@ -55,7 +55,7 @@ def pack_preference(pairs: Sequence[PreferencePair], row_length: int, rows: int)
     """Place whole pairs in micro-batches of `rows` rows each; deterministic.
 
     Longest pair first, into the first micro-batch with room for both of its segments. Raises
-    DataError where a pair fits no micro-batch.
+    DataError if a pair fits no micro-batch.
     """
     micros: list[_MicroBatch] = []
     for index in sorted(range(len(pairs)), key=lambda i: (-sum(_lengths(pairs[i])), i)):
@@ -110,7 +110,7 @@ def _place(
 
 
 def _rows_for(lengths: list[int], room: list[int]) -> list[int] | None:
-    """Choose the first row with room for each segment, longest first; None if one finds none."""
+    """Choose the first row with room for each segment, longest first; None if one does not fit."""
     free, chosen = list(room), [0] * len(lengths)
     for member in sorted(range(len(lengths)), key=lambda m: -lengths[m]):
         row = next((r for r, f in enumerate(free) if f >= lengths[member]), None)

@@ -1,11 +1,11 @@
-"""Credit by pairs: which of a prompt's answers is the better one becomes advantages.
+"""Credit by pairs: a prompt's better and worse answers give advantages.
 
     log-probs of policy and reference ──sum──> answers ──PairWeights──> d loss / d log policy
                                                                            │
-    advantage of each learnt token = - that of its answer / its weight <───┘
+    advantage of each trained token = - slope of its answer / its weight <─┘
 
-With these the loss gpg, -advantage * log policy without a ratio, has the gradient of the loss of
-pairs.
+With these advantages the loss gpg, -advantage * log policy without a ratio, has the gradient of the
+pairs' loss.
 """
 
 from collections.abc import Callable
@@ -30,28 +30,28 @@ from jaxrl_async.trainer.step_data import PackedStep
 from jaxrl_async.types import FloatArray, PackedBatch
 
 TOKEN_LOSS = "gpg"
-"""The token loss whose gradient is that of the pairs."""
+"""The token loss with the same gradient as the pairs' loss."""
 
 
-def as_learnt(algorithm: AlgorithmSection, pairs: PairsSection) -> AlgorithmSection:
-    """Return the algorithm with the token loss that its update takes."""
-    if pairs.loss is None:
+def as_learnt(algorithm: AlgorithmSection, pairs: PairsSection | None) -> AlgorithmSection:
+    """Return the algorithm with the token loss of its update."""
+    if pairs is None:
         return algorithm
     return algorithm.model_copy(
         update={"loss": TOKEN_LOSS, "correction": None, "anchor": "behavior"}
     )
 
 
-def pair_columns(pairs: PairsSection) -> frozenset[str]:
-    """Return the columns of passes that pairs need before the update; none without pairs."""
-    if pairs.loss is None:
+def pair_columns(pairs: PairsSection | None) -> frozenset[str]:
+    """Return the columns of passes that pairs need before the update; empty without pairs."""
+    if pairs is None:
         return frozenset()
     return frozenset({"proximal_logprobs", *(["reference_logprobs"] if pairs.refers else [])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairCredit:
-    """Turns a step's pairs into advantages of its tokens; in the place of credit.Credit."""
+    """Turns a step's pairs into advantages of its tokens. Replaces credit.Credit."""
 
     pair_weights: PairWeights
     refers: bool  # whether the loss compares with the reference
@@ -71,12 +71,12 @@ class PairCredit:
         """Return the credit of the configured pairs. Raises ConfigError.
 
         Args:
-            pairs: which pairs, and their loss.
+            pairs: the choice of pairs, and their loss.
             columns: made by passes for the other terms of the loss.
             seed: of choose=best_random.
             token_weights: as PolicyObjective.weights.
         """
-        assert pairs.loss is not None, "pairs are learnt"
+        assert pairs.loss is not None, "pairs are trained"
         loss = pairs_loss(pairs.loss)
         return cls(
             pair_weights=PairWeights(loss),
@@ -90,11 +90,12 @@ class PairCredit:
     def __call__(
         self, step: PackedStep, results: PassResults, kl_coefficient: float
     ) -> tuple[PackedStep, dict[str, float]]:
-        """Return the step with advantages and the columns that the losses need; a report, with the
-        loss of the pairs as train/policy_loss.
+        """Return the step with advantages and the losses' columns; and a report.
+
+        The report has the pairs' loss as train/policy_loss.
 
         Args:
-            step: packed, of answers in pairs alone (answer_pairs.keep_paired).
+            step: packed, only with answers in pairs (answer_pairs.keep_paired).
             results: of the passes over it.
             kl_coefficient: not read: the KL is a term of the loss.
         """
@@ -125,17 +126,17 @@ class PairCredit:
 def sums_of_answers(
     values: NDArray[np.floating], batch: PackedBatch, num_answers: int
 ) -> NDArray[np.float64]:
-    """Sum values [rows, length] over each answer's learnt tokens, wherever its contexts lie."""
+    """Sum values [rows, length] over the trained tokens of each answer, in all its contexts."""
     mask = batch.mask
     sums = np.bincount(batch.sequence_ids[mask], values[mask], minlength=num_answers)
-    return sums.astype(np.float64)  # of nothing at all it counts in integers
+    return sums.astype(np.float64)  # bincount of an empty array returns integers
 
 
 def _advantages(
     batch: PackedBatch, slopes: NDArray[np.float64], weights: NDArray[np.float32]
 ) -> FloatArray:
-    """Return -slope of a token's answer / its weight, [rows, length]; 0 where nothing is learnt."""
-    learnt = batch.mask & (weights != 0)
+    """Return -slope of a token's answer / its weight, [rows, length]; 0 for untrained tokens."""
+    trained = batch.mask & (weights != 0)
     advantages = np.zeros(batch.mask.shape, np.float32)
-    advantages[learnt] = -slopes[batch.sequence_ids[learnt]] / weights[learnt]
+    advantages[trained] = -slopes[batch.sequence_ids[trained]] / weights[trained]
     return advantages

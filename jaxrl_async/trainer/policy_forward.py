@@ -1,4 +1,4 @@
-"""One pass over the policy inside its update, and what it is compared with there."""
+"""The forward pass of the policy in its update, with its reference and teacher."""
 
 from dataclasses import dataclass
 
@@ -20,30 +20,30 @@ from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.lora import Lora, joined
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.trainer.distill import TeacherTop, distill_rows
-from jaxrl_async.trainer.update import Frozen
+from jaxrl_async.trainer.update_programs import Frozen
 
 IN_LOSS = tuple(name for name in DeviceBatch._fields if COLUMNS[name].in_loss)
-"""Columns of a micro-batch that a loss may look at as they are."""
+"""Columns of a micro-batch that a loss may read unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyForward:
-    """How the policy runs on a micro-batch, beside a reference and a teacher; inside jit."""
+    """Runs the policy on a micro-batch, with a reference and a teacher; inside jit."""
 
     spec: ModelSpec
     decoder: DecoderSettings  # its temperature is the sampler's
     teacher_spec: ModelSpec
     teacher_divergence: Divergence
-    whole_kl: bool  # whether the reference is compared over the whole vocabulary
+    whole_kl: bool  # whether the KL to the reference is over the whole vocabulary
     has_entropy: bool  # whether the entropy carries a gradient
-    lora: Lora | None = None  # what is trained; None: all weights
+    lora: Lora | None = None  # the trained adapter; None: all weights are trained
 
     def __call__(
         self, trainable: Params, frozen: Frozen, micro: DeviceBatch
     ) -> tuple[TokenInputs, TokenDivergence]:
-        """Return what a loss may look at, and the pass that it is from.
+        """Return the inputs of a loss, and the policy's pass that they are from.
 
-        The policy runs once; divergences that need whole distributions come from the same pass.
+        The policy runs once: its pass also computes the divergences of whole distributions.
         """
         frozen = self.whole(frozen)
         policy = (self.spec, joined(self.lora, frozen.base, trainable, frozen.noise))
@@ -76,7 +76,7 @@ class PolicyForward:
         return micro.mask | (micro.supervised_weights > 0)
 
     def whole(self, frozen: Frozen) -> Frozen:
-        """Return the frozen weights with adapters of reference and teacher beside the base."""
+        """Return the frozen weights; adapters of reference and teacher are joined to the base."""
         if frozen.base is None:
             return frozen
         others = (frozen.reference, frozen.teacher)
@@ -91,11 +91,11 @@ class PolicyForward:
         return TokenInputs(policy_logprobs=passed.logprobs, entropy=entropy, **columns)
 
     def _compared(self, x: TokenInputs, frozen: Frozen, micro: DeviceBatch) -> TokenInputs:
-        """Add the reference's log-probs, if they are to be taken here."""
+        """Add the reference's log-probs, unless they are known or not needed."""
         known = micro.reference_logprobs is not None
         if known or frozen.reference is None or self.whole_kl:
             return x
         tokens = TokenRows.of(micro._asdict(), self._learnt(micro))
-        tokens = tokens._replace(expert_ids=None)  # it chooses for itself
+        tokens = tokens._replace(expert_ids=None)  # it uses its own router
         reference = token_logprobs(self.spec, frozen.reference, tokens, self.decoder)
         return x._replace(reference_logprobs=jax.lax.stop_gradient(reference.logprobs))

@@ -1,16 +1,15 @@
-"""Which contexts lie in which row, and what of them lies there once for several: NumPy, pure.
+"""Assign contexts to rows, with common prefixes stored once for several contexts: NumPy, pure.
 
 Contexts of one group that begin with the same tokens (answers to one prompt, branches of an
-episode, rewritten history) can be laid as a tree. The first lies whole. Each later one is a
-segment of its own too, without the tokens that it shares but for the last of them: so every token
-that is learnt has the one before it to its left, and nothing but attention and positions knows.
+episode, rewritten history) can be packed as a tree. The first one is packed whole. Each later one
+is a separate segment that keeps only the last of its shared tokens. So the predecessor of every
+trained token is to its left, and only attention and positions depend on the tree.
 
     contexts    PPPPaaa  PPPPbb  PPPPccc        row         PPPPaaa Pbb Pccc
     skipped     0        3       3              positions   0123456 345 3456
 
-In a row, a segment that begins at position s > 0 goes on from the first s tokens of the context
-that lies before it. A token is shared by contexts that do not learn it; the one that learns it
-lays it.
+In a row, a segment that begins at position s > 0 continues the first s tokens of the context before
+it. Contexts share only tokens that they do not train; the context that trains a token packs it.
 """
 
 import heapq
@@ -23,52 +22,52 @@ from numpy.typing import NDArray
 
 
 class PrefixKey(NamedTuple):
-    """What decides which prefix a context can share."""
+    """The key that decides which prefix a context can share."""
 
-    tokens: NDArray[np.int32]  # [length, width]: all that must be the same of each token
-    group: int  # of its own kind alone
-    first_learnt: int  # place of its first learnt token; its length if it learns none
+    tokens: NDArray[np.int32]  # [length, width]: the values of each token that must be equal
+    group: int  # contexts of different groups share nothing
+    first_learnt: int  # index of its first trained token; its length if it trains none
 
 
 class LaidContext(NamedTuple):
     """A context in a row."""
 
     context: int
-    skipped: int  # of its first tokens, those that lie in the contexts before it in the row
+    skipped: int  # number of its first tokens that contexts before it in the row hold
 
 
 def prefix_key(
     token_ids: NDArray[np.int32],
-    learnt: NDArray[np.bool_],
+    trained: NDArray[np.bool_],
     group: int,
     expert_ids: NDArray[np.signedinteger] | None = None,
 ) -> PrefixKey:
-    """Return the key of a context; tokens that go through other experts are not the same.
+    """Return the key of a context; tokens routed to different experts differ.
 
     Args:
         token_ids: [length].
-        learnt: [length] the tokens that this context learns.
+        trained: [length] True where this context trains the token.
         group: contexts of different groups share nothing.
-        expert_ids: [length, layers, k] where tokens go through given experts.
+        expert_ids: [length, layers, k] if the routing is given.
     """
     columns = token_ids[:, None].astype(np.int32)
     if expert_ids is not None:
         of_token = expert_ids.reshape(len(token_ids), -1).astype(np.int32)
         columns = np.concatenate([columns, of_token], axis=1)
-    first = int(np.argmax(learnt)) if learnt.any() else len(token_ids)
+    first = int(np.argmax(trained)) if trained.any() else len(token_ids)
     return PrefixKey(np.ascontiguousarray(columns), group, first)
 
 
 def plan_rows(
     lengths: Sequence[int], row_length: int, keys: Sequence[PrefixKey] | None = None
 ) -> list[list[LaidContext]]:
-    """Return the contexts of each row in their order there; deterministic.
+    """Return the ordered contexts of each row; deterministic.
 
-    Prefixes are shared only if fewer rows come out of it: in whole trees, or in trees that are
-    divided where a row is full, whichever takes fewer rows.
+    Prefixes are shared only if that takes fewer rows: in whole trees, or in trees that are divided
+    at the end of a row, whichever takes fewer.
 
     Args:
-        lengths: of the contexts, each at most a row.
+        lengths: of the contexts, each at most row_length.
         row_length: tokens in a row.
         keys: of the contexts; None: nothing is shared.
     """
@@ -89,10 +88,10 @@ def plan_rows(
 def _filled_rows(
     groups: Sequence["_Compared"], lengths: Sequence[int], row_length: int
 ) -> list[list[LaidContext]]:
-    """Place the contexts of one group after the other: a tree in the row with most room, as far as
-    it goes, and the others in rows of their own."""
+    """Place group after group: a group's first tree fills the row with most room, and its other
+    trees begin new rows."""
     rows: list[list[LaidContext]] = []
-    filled: list[tuple[int, int]] = []  # a heap of (tokens laid, row)
+    filled: list[tuple[int, int]] = []  # a heap of (tokens in the row, row)
     for group in groups:
         laid, row = filled[0] if filled else (row_length, -1)
         first, *others = prefix_trees(group, row_length, first_room=row_length - laid)
@@ -109,7 +108,7 @@ def _filled_rows(
 
 
 def _laid_tokens(tree: Sequence[LaidContext], lengths: Sequence[int]) -> int:
-    """Return how many tokens a tree takes of a row."""
+    """Return the number of tokens of a tree in its row."""
     return sum(lengths[laid.context] - laid.skipped for laid in tree)
 
 
@@ -124,7 +123,7 @@ def _in_rows(
 def first_fit_decreasing(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     """Return the indices in each row: longest first, each into the first row with room.
 
-    Of two of the same length the first comes first.
+    Equal lengths keep their order.
     """
     rows: list[list[int]] = []
     room = _Room(len(lengths), row_length)
@@ -137,15 +136,17 @@ def first_fit_decreasing(lengths: Sequence[int], row_length: int) -> list[list[i
 
 
 class _Room:
-    """What is free in each row, as a tree of which every node has the most that is free below it:
-    the first row with room is found in as many steps as the tree is deep."""
+    """The free tokens of each row, in a tree: a node holds the maximum of its subtree.
+
+    The first row with room is found in as many steps as the tree is deep.
+    """
 
     def __init__(self, rows: int, row_length: int) -> None:
         self._width = 1 << max(rows - 1, 0).bit_length()
         self._most = [row_length] * (2 * self._width)  # node i has 2 i and 2 i + 1; rows are last
 
     def take(self, length: int) -> int:
-        """Take this much, at most a row, of the first row that has it; return its number."""
+        """Take this many tokens, at most a row, in the first row with room; return its index."""
         most, node = self._most, 1
         while node < self._width:
             node *= 2
@@ -160,8 +161,10 @@ class _Room:
 
 
 class _Compared(NamedTuple):
-    """The contexts of one group, those that learn early first: the others may then share what they
-    learn."""
+    """The contexts of one group, sorted by their first trained token.
+
+    Later contexts may share the tokens that earlier ones train.
+    """
 
     order: list[int]  # their indices
     keys: list[PrefixKey]  # in this order
@@ -178,9 +181,10 @@ def prefix_trees(
     group: _Compared, row_length: int, *, first_room: int = 0
 ) -> list[list[LaidContext]]:
     """Return the contexts of one group as trees of at most a row, each in the order of its row.
-    Each context joins the tree with room in which it shares most, or begins one.
 
-    first_room: most tokens of the first tree, if its first context has no more; else a row.
+    Each context joins the tree with room in which it shares most tokens, or begins a tree.
+
+    first_room: maximum tokens of the first tree, if the first context fits; otherwise a row.
     """
     fits = len(group.keys[0].tokens) <= first_room
     forest = _Forest(row_length, first_room if fits else row_length)
@@ -192,10 +196,10 @@ def prefix_trees(
 
 
 class _Forest:
-    """Trees of contexts that are being placed, by the order in which they come."""
+    """Trees of contexts, built in the order in which contexts are added."""
 
     def __init__(self, row_length: int, first_room: int) -> None:
-        """first_room: most tokens of the first tree; the others have a row."""
+        """first_room: maximum tokens of the first tree; the others have a row."""
         self._row_length = row_length
         self._tree_of: list[int] = []  # by context
         self._skipped: list[int] = []
@@ -205,11 +209,11 @@ class _Forest:
         self._roots: list[int] = []
 
     def add(self, length: int, shared: NDArray[np.int64]) -> None:
-        """Add a context of this length; shared: with each of those before it, how many of its
-        tokens need not be laid.
+        """Add a context of this length, below the context with which it shares most tokens.
 
-        Of those with which it shares as many it leaves the one that came first: the one that laid
-        the tokens.
+        Of several such contexts the first is the parent: it holds the tokens.
+
+        shared: [contexts so far] number of tokens that are shared with each of them.
         """
         index, parent, skipped = len(self._tree_of), -1, 0
         if index:
@@ -230,8 +234,8 @@ class _Forest:
         self._branches.append([])
 
     def trees(self) -> list[list[tuple[int, int]]]:
-        """Return (context, skipped) of each tree: behind a context all that leave it, those that
-        leave it late first."""
+        """Return (context, skipped) of each tree, depth first; of a context's children those that
+        share most come first."""
         return [self._walked(root) for root in self._roots]
 
     def _walked(self, root: int) -> list[tuple[int, int]]:
@@ -244,11 +248,11 @@ class _Forest:
 
 
 def common_lengths(tokens: Sequence[NDArray[np.int32]]) -> NDArray[np.int64]:
-    """Return [n, n]: how many first rows each two of the arrays [length, width] have in common; 0
-    on the diagonal.
+    """Return [n, n]: the number of equal first rows of each two arrays [length, width]; 0 on the
+    diagonal.
 
-    In the order of their bytes, what two have in common is the least that two neighbours between
-    them have.
+    In the order of their bytes, the common length of two arrays is the minimum over the neighbours
+    between them.
     """
     order = sorted(range(len(tokens)), key=lambda i: tokens[i].tobytes())
     neighbours = np.array([_common(tokens[a], tokens[b]) for a, b in pairwise(order)], np.int64)

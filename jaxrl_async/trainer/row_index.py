@@ -1,7 +1,7 @@
-"""Where the tokens of each sequence of a packed batch lie, and batches of some of its sequences.
+"""Index of each sequence's tokens in a packed batch, and batches of some of its sequences.
 
-A sequence is an episode: of several contexts, which are packed one by one, it has the tokens in the
-episode's own order. A token that several contexts share lies in one of them, its own.
+A sequence is an episode, with its tokens in the episode's order even if its contexts are packed
+separately. A token that several contexts share is packed in one of them, which owns it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,20 +24,20 @@ class RowContext(NamedTuple):
     sequence: int
     offset: int  # of its first token in its sequence
     places: NDArray[np.int64]  # flat index in the rows of each of its tokens
-    shared: int  # of its first tokens, those that lie in other contexts
-    key: PrefixKey | None  # where prefixes are shared
+    shared: int  # number of its first tokens that other contexts own
+    key: PrefixKey | None  # if prefixes are shared
 
     @property
     def own(self) -> BoolArray:
-        """Which of its tokens are its own."""
+        """True for the tokens that it owns."""
         return np.arange(len(self.places)) >= self.shared
 
 
 class RowPlaces(NamedTuple):
-    """Rows made of tokens of other rows; [rows, length] each."""
+    """Rows composed of tokens of other rows; [rows, length] each."""
 
     places: NDArray[np.int64]  # flat indices in the other rows; -1 is padding
-    own: BoolArray  # the context that a token is laid for is its own; False: it is not learnt there
+    own: BoolArray  # True where the context owns the token; False: it is not trained there
     sequence_ids: IntArray  # -1 is padding
     segment_ids: IntArray  # 0 is padding
     offsets: IntArray  # 0 is padding
@@ -57,10 +57,10 @@ class RowPlaces(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowIndex:
-    """The places of each sequence's tokens in the rows of a batch, wherever its contexts lie."""
+    """The places of each sequence's tokens in the rows of a batch, over all its contexts."""
 
-    sequences: tuple[NDArray[np.int64], ...]  # per sequence its tokens' flat indices, in order
-    own: tuple[BoolArray, ...]  # per sequence which of its tokens no other sequence or context lays
+    sequences: tuple[NDArray[np.int64], ...]  # per sequence: its tokens' flat indices, in order
+    own: tuple[BoolArray, ...]  # per sequence: True for tokens that no other context owns
     contexts: tuple[tuple[RowContext, ...], ...]  # per sequence
     shape: tuple[int, ...]  # rows, length
 
@@ -89,9 +89,9 @@ class RowIndex:
         return [flat[places] for places in self.sequences]
 
     def to_rows(self, values: Sequence[FloatArray]) -> FloatArray:
-        """Return arrays [length] of the first sequences as [rows, length] float32, elsewhere 0.
+        """Return arrays [length] of the first sequences as [rows, length] float32; 0 elsewhere.
 
-        A token that several share has the value of the one that lays it.
+        A shared token has the value of the sequence that owns it.
         """
         rows = np.zeros(self.shape, np.float32)
         if len(values):
@@ -101,7 +101,7 @@ class RowIndex:
         return rows
 
     def places_of(self, sequences: NDArray[np.int64]) -> RowPlaces:
-        """Return some sequences packed into rows of their own."""
+        """Return some sequences packed into separate rows."""
         contexts = list(chain.from_iterable(self.contexts[s] for s in sequences))
         keys = [c.key for c in contexts if c.key is not None]  # of all or of none
         lengths = [len(c.places) for c in contexts]
@@ -123,15 +123,15 @@ class RowIndex:
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
-    """Return the parts one behind the other."""
+    """Return the concatenated parts."""
     return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype), *parts])
 
 
 def _contexts(batch: PackedBatch, share_prefixes: bool) -> Iterator[RowContext]:
-    """Yield the contexts of a batch row by row, as they lie.
+    """Yield the contexts of a batch in the order of its rows.
 
-    One that begins at position s > 0 has the first s tokens of the one before it; the token that it
-    lays first is the last that it shares.
+    A context that begins at position s > 0 has the first s tokens of the context before it. Its
+    first packed token is the last shared one.
     """
     segments, positions = batch.segment_ids, batch.positions.ravel()
     changes = np.diff(segments, axis=1, prepend=0, append=0) != 0
@@ -151,7 +151,7 @@ def _contexts(batch: PackedBatch, share_prefixes: bool) -> Iterator[RowContext]:
 
 
 def _key(batch: PackedBatch, places: NDArray[np.int64], shared: int) -> PrefixKey:
-    """Return what decides which prefix a context of the batch can share."""
+    """Return the key that decides which prefix a context of the batch can share."""
     experts = batch.expert_ids
     learnt = (batch.mask | batch.supervised).ravel()[places]
     learnt[:shared] = False
@@ -164,8 +164,10 @@ def _key(batch: PackedBatch, places: NDArray[np.int64], shared: int) -> PrefixKe
 
 
 def moved(values: Any, to: RowPlaces, fill: Any = 0, *, of_context: bool = False) -> Any:
-    """Return the values [rows, length, ...] in other rows; `fill` in padding and, if they are not
-    also of_context, where another context shares a token."""
+    """Return the values [rows, length, ...] in other rows.
+
+    `fill` in padding and, unless of_context, for tokens that another context owns.
+    """
     if isinstance(values, SparseBits):
         return replace(values, index=moved(values.index, to, NO_MASK, of_context=of_context))
     taken = values.reshape(-1, *values.shape[2:])[to.places]
@@ -174,7 +176,7 @@ def moved(values: Any, to: RowPlaces, fill: Any = 0, *, of_context: bool = False
 
 
 def repacked(batch: PackedBatch, to: RowPlaces) -> PackedBatch:
-    """Return the batch of some of its sequences alone, which keep sequence_ids and group_ids."""
+    """Return the batch of some of its sequences, which keep sequence_ids and group_ids."""
     columns: dict[str, Any] = {
         c.name: moved(getattr(batch, c.name), to, c.fill, of_context=c.of_context)
         for c in COLUMNS.values()

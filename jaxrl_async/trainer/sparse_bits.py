@@ -1,7 +1,7 @@
-"""The sampling masks of packed rows, expanded where they are put on devices. NumPy, pure.
+"""The sampling masks of packed rows, expanded when they are put on devices. NumPy, pure.
 
-Of a vocabulary of 151,936 a mask is 19 kB of bits and often a few token ids: a step of 512 answers
-of 2048 tokens would be 20 GB at once, and a micro-batch alone is held as bits.
+For a vocabulary of 151,936 a mask is 19 kB of bits, but often only a few token ids. As bits a step
+of 512 answers of 2048 tokens would be 20 GB, so only one micro-batch is expanded at a time.
 """
 
 from collections.abc import Sequence
@@ -19,32 +19,32 @@ NO_MASK = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseBits:
-    """PackedBatch.kept as an array that is made by np.asarray: [rows, length, ceil(vocab / 8)]."""
+    """PackedBatch.kept, expanded by np.asarray: [rows, length, ceil(vocab / 8)] uint8."""
 
-    masks: KeptTokens  # of all drawn tokens of the step
-    index: NDArray[np.int64]  # [rows, length] the token's place in them; NO_MASK: all bits are set
+    masks: KeptTokens  # of all sampled tokens of the step
+    index: NDArray[np.int64]  # [rows, length] index of the token's mask; NO_MASK: all bits are set
     vocab: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The array's."""
+        """The shape of the expanded array."""
         return (*self.index.shape, -(-self.vocab // 8))
 
     @property
     def dtype(self) -> np.dtype[np.uint8]:
-        """The array's."""
+        """The dtype of the expanded array."""
         return np.dtype(np.uint8)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array, once it is made."""
+        """Bytes of the expanded array."""
         return int(np.prod(self.shape, dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.index)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[np.uint8]:
-        """Make the array."""
+        """Expand the masks to bits."""
         places = self.index.ravel()
         kept, starts = self.masks, self.masks.starts
         counts = np.where(places < 0, 0, starts[places + 1] - starts[places])
@@ -62,7 +62,7 @@ class SparseBits:
 
 
 def joined_masks(masks: Sequence[KeptTokens]) -> KeptTokens:
-    """Return the masks of several sequences one behind the other."""
+    """Return the concatenated masks of several sequences."""
     ends = np.cumsum([0, *(len(m.ids) for m in masks)])
     starts = [m.starts[:-1] + begin for m, begin in zip(masks, ends, strict=False)]
     return KeptTokens(

@@ -1,4 +1,4 @@
-"""One step in both views: its sequences, and the rows that they are packed into.
+"""One step in two views: its sequences, and the rows that they are packed into.
 
     sequences   AAAAA BBB CCCC DD      rewards, values, advantages: an array per episode
                   │ to_rows   ^
@@ -6,9 +6,9 @@
     rows        AAAAABBB               what programs see: [rows, length]
                 CCCCDD..
 
-The step is packed once. One index maps each sequence to its tokens in the rows, and everything
-computed about the step joins the rows as a column. A sequence is an episode: of several contexts,
-which are packed one by one, it has the tokens in the episode's own order.
+The step is packed once. An index maps each sequence to its tokens in the rows, and all values that
+are computed for the step become columns of the rows. A sequence is an episode, with its tokens in
+the episode's order even if its contexts are packed separately.
 """
 
 from collections.abc import Sequence
@@ -35,10 +35,10 @@ class StepRows(NamedTuple):
 
     batch: PackedBatch
     columns: Columns  # the policy's, of COLUMNS
-    critic: Columns  # values, returns and, in a part of a step, weights; empty: no critic learns
+    critic: Columns  # values, returns and, in a part of a step, weights; empty: no critic
 
     def at(self, to: RowPlaces) -> "StepRows":
-        """Return the rows made of these tokens."""
+        """Return the rows composed of these tokens."""
         columns = {n: moved(c, to, COLUMNS[n].fill) for n, c in self.columns.items()}
         critic = {name: moved(column, to) for name, column in self.critic.items()}
         return StepRows(repacked(self.batch, to), columns, critic)
@@ -46,7 +46,7 @@ class StepRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """One step: its data by sequence, its rows, and the index between."""
+    """One step: its data by sequence, its rows, and the index between them."""
 
     data: StepData
     rows: StepRows
@@ -59,11 +59,11 @@ class PackedStep:
 
     def to_groups(self, values: NDArray[Any]) -> ByGroup:
         """Return [rows, length] values as an array [length] for each episode of each group."""
-        rest = iter(self.index.to_sequences(values))  # worked answers come last
+        rest = iter(self.index.to_sequences(values))  # demonstrations come last
         return tuple(tuple(next(rest) for _ in g.episodes) for g in self.data.groups)
 
     def own_to_groups(self, values: NDArray[Any]) -> ByGroup:
-        """Return the same with 0 for a token that another context lays, and may learn."""
+        """Return the same with 0 for tokens that another context owns, and may train."""
         own = iter(self.index.own)
         return tuple(
             tuple(np.where(next(own), v, np.zeros((), v.dtype)) for v in of_group)
@@ -92,10 +92,10 @@ def pack_step(
     """Pack a shaped step, with advantages of 0. Raise DataError as `pack` does.
 
     Args:
-        shaped: the step's data, and which of its tokens are learnt.
+        shaped: the step's data, and masks of the trained tokens.
         row_length: tokens in a row.
-        pairs: worked answers, packed after the episodes.
-        sampler_columns: what is packed of the sampler's choices.
+        pairs: demonstrations, packed after the episodes.
+        sampler_columns: the sampler's choices to pack.
         share_prefixes: as in `pack`, also in parts of the step.
     """
     batch = pack_groups(
@@ -112,17 +112,17 @@ def pack_step(
 
 
 def deal(batch: PackedBatch, parts: int, seed: Sequence[int]) -> list[NDArray[np.int64]]:
-    """Deal the sequences that are learnt into random parts of equal numbers, give or take one.
+    """Deal the trained sequences into random parts of equal numbers, give or take one.
 
-    A part takes one of the `parts` longest answers, one of the next, and so on: tokens balance, and
-    a sequence is as likely in one part as in another, whatever its length. (verl deals equal
-    numbers in the step's order, TRL after a shuffle.) Worked answers are dealt alike, apart. There
-    are fewer parts where there are fewer sequences. A sequence that learns nothing is in no part,
-    unless all of them learn nothing.
+    A part takes one of the `parts` longest answers, one of the next, and so on. This balances
+    tokens, and every part is equally likely for a sequence of any length. (verl deals equal numbers
+    in the step's order, TRL after a shuffle.) Demonstrations are dealt separately in the same way.
+    With fewer sequences than parts there are fewer parts. Sequences without trained tokens are in
+    no part, unless no sequence has any.
 
     Args:
         batch: the whole step.
-        parts: how many are wanted.
+        parts: the wanted number.
         seed: numbers that key the shuffle.
 
     Returns:
@@ -145,8 +145,10 @@ def deal(batch: PackedBatch, parts: int, seed: Sequence[int]) -> list[NDArray[np
 def _dealt(
     lengths: NDArray[np.int64], parts: int, rng: np.random.Generator
 ) -> list[NDArray[np.int64]]:
-    """Deal the indices of lengths above 0. What is left over is drawn by lot, so that no length is
-    in the larger parts more often."""
+    """Deal the indices of lengths above 0.
+
+    The remainder is chosen at random: no length is more likely to be in the larger parts.
+    """
     there = rng.permutation(np.flatnonzero(lengths))
     left, even = np.split(there, [len(there) % parts])
     even = even[np.argsort(-lengths[even], kind="stable")]

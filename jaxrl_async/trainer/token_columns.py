@@ -1,4 +1,4 @@
-"""The sampler's choices as arrays beside the packed tokens: masks and expert ids. NumPy, pure."""
+"""The sampler's choices as columns of packed tokens: masks and expert ids. NumPy, pure."""
 
 from typing import Any, NamedTuple
 
@@ -19,11 +19,11 @@ class Routing(NamedTuple):
 
 
 class SamplerColumns(NamedTuple):
-    """What is packed of the sampler's choices beside the tokens."""
+    """The sampler's choices that are packed with the tokens."""
 
-    mask_vocab: int | None = None  # size of the vocabulary of sampling masks; None: none are packed
-    routing: Routing | None = None  # of expert ids; None: none are packed
-    images: ImageStore | None = None  # that token ids name; None: they name none
+    mask_vocab: int | None = None  # vocabulary size of sampling masks; None: masks are not packed
+    routing: Routing | None = None  # of expert ids; None: these are not packed
+    images: ImageStore | None = None  # referenced by token ids; None: no images
 
 
 NO_SAMPLER_COLUMNS = SamplerColumns()
@@ -33,12 +33,12 @@ NO_MASKS = KeptTokens(ids=np.zeros(0, np.int32), starts=np.zeros(1, np.int32))
 def sequence_masks(
     kept: KeptTokens | None, token_ids: IntArray, drawn: BoolArray, vocab: int
 ) -> KeptTokens:
-    """Return the masks of a sequence's drawn tokens.
+    """Return the masks of a sequence's sampled tokens.
 
-    Raise DataError if the masks are missing, do not fit, or exclude a token that was drawn.
+    Raise DataError if the masks are missing, do not fit, or exclude a sampled token.
 
     Args:
-        kept: the masks of the drawn tokens, in order.
+        kept: the masks of the sampled tokens, in order.
         token_ids: [length].
         drawn: [length].
         vocab: size of the vocabulary.
@@ -49,8 +49,8 @@ def sequence_masks(
     if kept is None or len(kept.starts) - 1 != len(places):
         masked = "no tokens" if kept is None else f"{len(kept.starts) - 1} tokens"
         raise DataError(
-            f"an episode with {len(places)} drawn tokens has sampling masks for {masked}. "
-            "algorithm.keep_sampling_mask needs a sampler that gives Completion.kept for every "
+            f"an episode with {len(places)} sampled tokens has sampling masks for {masked}. "
+            "algorithm.keep_sampling_mask needs a sampler that returns Completion.kept for every "
             "token; set it to false for any other."
         )
     if len(kept.ids) and not 0 <= kept.ids.min() <= kept.ids.max() < vocab:
@@ -63,7 +63,7 @@ def sequence_masks(
     if (np.diff(keys) <= 0).any():
         raise DataError(
             "a sampling mask holds token ids out of order or twice. The sampler's KeptTokens.ids "
-            "must ascend for each drawn token; correct the sampler."
+            "must ascend for each sampled token; correct the sampler."
         )
     wanted = np.arange(len(places)) * vocab + token_ids[places]
     found = np.append(keys, -1)[np.searchsorted(keys, wanted)]
@@ -71,9 +71,9 @@ def sequence_masks(
     if len(excluded):
         place = places[excluded[0]]
         raise DataError(
-            f"token {token_ids[place]} at index {place} of an episode was drawn, "
+            f"token {token_ids[place]} at index {place} of an episode was sampled, "
             "but its sampling mask excludes it. The sampler's Completion.kept must contain every "
-            "drawn token; correct the sampler or set algorithm.keep_sampling_mask=false."
+            "sampled token; correct the sampler or set algorithm.keep_sampling_mask=false."
         )
     return kept
 
@@ -81,7 +81,7 @@ def sequence_masks(
 def sequence_experts(expert_ids: IntArray | None, length: int, routing: Routing) -> IntArray:
     """Return a sequence's expert ids [length, layers, k], as in PackedBatch.expert_ids.
 
-    They are UNKNOWN_EXPERT for a sequence without any (nothing drawn, or a worked answer). Raise
+    They are UNKNOWN_EXPERT for a sequence without any (nothing sampled, or a demonstration). Raise
     DataError if they do not fit.
     """
     shape = (length, routing.layers, routing.chosen)

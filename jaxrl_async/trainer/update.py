@@ -1,176 +1,57 @@
-"""The one update, whatever is learnt: gradients summed over micro-batches, then one optimizer step.
+"""The one update, of any objective: gradients summed over micro-batches, then one optimizer step.
 
     host      objective: micro_batches(data), context(data)
-    device    accumulate(trainable, sum, micro, context, frozen) -> sum, totals    each micro-batch
-              apply(state, sum, frozen, probe) -> state                            once
+    device    accumulate ──> sums, totals    each micro-batch     (update_programs.py)
+              apply ──> state, report        once
 
-Gradients are summed by each part of the mesh's axis data for itself, over all micro-batches, and
-over the parts in `apply` alone (where can_sum_apart): between slices they cross the network once.
-
-`accumulate` is compiled once for each size of micro-batches (micro_sizes.py), `apply` once; `apply`
-alone donates the state, and starts once every gradient is there. It keeps the state as it was if
-the gradient is not finite, or if the weights that it makes have grown beyond all measure or say
-what is not finite of the probe (the data's first tokens): such weights are neither published nor
-saved. If memory runs out before that, or
-would on a CPU, the update starts again with half the rows in its largest micro-batch, and keeps
+`accumulate` is compiled once for each size of micro-batches (micro_sizes.py), `apply` once. `apply`
+alone donates the state, and starts once every gradient is complete. If memory runs out before that,
+or would on a CPU, the update starts again with half the rows in its largest micro-batch, and keeps
 that size.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, Generic
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxrl_async.algorithms.expert_load import ExpertLoad
-from jaxrl_async.algorithms.objective import Totals, merged_parts, summarize
+from jaxrl_async.algorithms.objective import Totals, summarize
 from jaxrl_async.errors import ConfigError, TrainingError, is_out_of_memory
 from jaxrl_async.host import host_memory
-from jaxrl_async.mesh import (
-    HOST,
-    NO_DEVICE_LOCK,
-    AnyDeviceLock,
-    batch_sharding,
-    by_slice,
-    in_memory,
-    put,
-    shapes_on,
-    shardings,
-    spans_processes,
-)
-from jaxrl_async.model.decoder import TokenRows
+from jaxrl_async.mesh import NO_DEVICE_LOCK, AnyDeviceLock, spans_processes
 from jaxrl_async.model.dropout import Noise
-from jaxrl_async.model.spec import ModelSpec, Params, Weight
-from jaxrl_async.trainer.expert_balance import expert_balance, load_report
+from jaxrl_async.model.spec import Params
+from jaxrl_async.trainer.expert_balance import load_report
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.micro_sizes import MicroSizes
-from jaxrl_async.trainer.optimizer import (
-    make_optimizer,
-    make_schedule,
-    needs_masters,
-    rounded_tree,
-    state_shardings,
+from jaxrl_async.trainer.update_programs import (
+    NOTHING_FROZEN,
+    Frozen,
+    GradSum,
+    ObjectiveT,
+    Passes,
+    TrainState,
+    UpdatePrograms,
+    probe_ids,
 )
 
 log = logging.getLogger(__name__)
 
-
-ROUNDING_SEED = 0
-"""Seed of trainer.rounding=stochastic; the number of the update is folded in."""
 MAX_QUEUED = 4
-"""Most programs queued on forced-host devices: their collectives can deadlock behind more."""
-
-
-PROBE_LENGTH = 16
-"""Tokens of the data that the weights are tried on before they replace those from before."""
-MOST_GROWTH = 1000.0
-"""By how much one update may multiply the global norm of the weights, plus 1; where weights are
-this much larger, squares overflow, and norms may hide it: they make zeros of what is infinite."""
+"""Maximum programs queued on forced-host devices: with more, their collectives can deadlock."""
 MOST_OF_FREE = 0.9
 """Share of the free memory of a CPU's machine that an update's program may take."""
-
-
-class TrainState(NamedTuple):
-    """All that an update changes. `update` donates the state that it is given."""
-
-    params: Params  # what is learnt: the trainable weights
-    opt_state: Any
-    step: Array  # [] int32, updates made; skipped ones do not count
-
-
-class Frozen(NamedTuple):
-    """Weights on the same mesh that a loss reads and that take no gradient; None: not read."""
-
-    reference: Params | None = None
-    teacher: Params | None = None
-    base: Params | None = None  # what an adapter changes; None: all weights are trained
-    noise: Noise | None = None  # of the adapter's dropout, in a gradient alone; None: none
-    load: ExpertLoad | None = None  # of all micro-batches, without odds; None: there is only one
-
-
-NOTHING_FROZEN = Frozen()
-
-
-class WithMasters(NamedTuple):
-    """An optimizer's state if the weights are kept in another type than they learn in."""
-
-    optimizer: Any
-    masters: Params  # float32; the weights are these, rounded to the nearest
-
-
-class GradSum(NamedTuple):
-    """Gradients and loss so far, over micro-batches."""
-
-    grads: Params  # float32; if the mesh divides data, [parts, ...], one sum for each part
-    loss: Array  # [] float32
-    chosen: Array | None = None  # [L, E] int32, of ExpertLoad; None: no correction moves
-
-
-class Passes(NamedTuple):
-    """What an update ran over."""
-
-    rows: int  # of all micro-batches, with those that only fill the last one
-    number: int  # forward and backward passes
-
-
-class Objective(Protocol):
-    """What an update minimises: a frozen record without state or thread.
-
-    Each has data of its own, which becomes micro-batches (trees of host arrays [rows, length, ...])
-    and a context (a tree of numbers or arrays, the same for all micro-batches).
-    """
-
-    @property
-    def spec(self) -> ModelSpec:
-        """The decoder that learns."""
-
-    @property
-    def table(self) -> Any:
-        """The weights that are learnt, as declared: shapes, placement, and what decays."""
-
-    @property
-    def prefix(self) -> str:
-        """The first part of the names under which an update's numbers are reported."""
-
-    @property
-    def rows_are_independent(self) -> bool:
-        """Whether a row can be learnt without the others of its micro-batch."""
-
-    def micro_batches(self, data: Any, sizes: MicroSizes) -> Sequence[Any]:
-        """Split the data into micro-batches of these sizes; on the host."""
-
-    def context(self, data: Any) -> Any:
-        """Return what all micro-batches of the data have in common."""
-
-    def loss(
-        self, trainable: Params, frozen: Frozen, micro: Any, context: Any
-    ) -> tuple[Array, Totals]:
-        """Return a micro-batch's share of the loss and of the report; inside jit.
-
-        The gradient is taken of `trainable` alone.
-        """
-
-    def measures(self, trainable: Params, frozen: Frozen, micro: Any, context: Any) -> Totals:
-        """Return a micro-batch's share of what is reported without learning; inside jit."""
-
-    def probe(self, trainable: Params, frozen: Frozen, tokens: TokenRows) -> Array:
-        """Return what the weights say of tokens: log-probs, values or scores; inside jit."""
-
-    def report(self, data: Any, frozen: Frozen, passes: Passes) -> dict[str, float]:
-        """Return what the host reports of an update on the data, beside the loss's totals."""
-
-
-ObjectiveT = TypeVar("ObjectiveT", bound=Objective)
+APPLIED = ("grad_norm", "learning_rate", "param_norm", "skipped", "blown_up")
+"""The reported results of `apply`."""
 
 
 class Update(Generic[ObjectiveT]):
-    """The compiled update of one objective. Owned by the trainer's thread."""
+    """The update of one objective. Owned by the trainer's thread."""
 
     def __init__(
         self,
@@ -180,83 +61,23 @@ class Update(Generic[ObjectiveT]):
         learning_rate: float,
         total_steps: int,
     ) -> None:
-        """Prepare it; learning_rate is its peak, and total_steps its schedule's length in
-        updates."""
+        """Prepare it. learning_rate: its peak; total_steps: the schedule's length in updates."""
         self.objective, self.settings = objective, settings
-        trainer, mesh, table = settings.trainer, settings.mesh, objective.table
+        self.programs = UpdatePrograms(
+            objective, settings, learning_rate=learning_rate, total_steps=total_steps
+        )
         self.sizes = settings.micro_sizes(objective.rows_are_independent)
-        self._fitting: set[int] = set()  # rows of micro-batches whose program fits in memory
-        apart = objective.rows_are_independent and can_sum_apart(mesh, objective.spec)
-        self._parts = mesh.shape["data"] if apart else 1
-        if mesh.shape["data"] > 1 and not apart:
-            log.info("each micro-batch sums its gradients over mesh.trainer.data, not each update")
-        self._balance = expert_balance(objective.spec, settings.balance)
-        self._schedule = make_schedule(
-            trainer, learning_rate=learning_rate, total_steps=total_steps
-        )
-        self._optimizer = make_optimizer(trainer, decayed=decayed(table))
-        self._masters = needs_masters(trainer, settings.param_dtype)
-        narrow = jnp.dtype(settings.param_dtype) != jnp.float32
         self._drops = settings.lora is not None and settings.lora.dropout > 0
-        self._stochastic = narrow and trainer.rounding == "stochastic"
-        self.replicated: Any = NamedSharding(mesh, PartitionSpec())
-        self.batch_sharding = batch_sharding(mesh, settings.rules)
-        self._compile(table, shardings(table, mesh, settings.rules), "optimizer" in trainer.offload)
+        self._fitting: set[int] = set()  # rows of micro-batches whose program fits in memory
 
-    def _compile(self, table: Any, of_params: Any, offloads: bool) -> None:
-        """Declare the jitted programs; XLA compiles each at its first call.
-
-        offloads: AdamW's moments and the masters lie in the host's memory, and are on the device in
-        `apply` only.
-        """
-        shapes = jax.tree.map(
-            lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32),
-            table,
-            is_leaf=lambda w: isinstance(w, Weight),
-        )
-        lying = in_memory(HOST, of_params) if offloads else of_params
-        opt, in_use = (self._opt_shardings(shapes, of_moments) for of_moments in (lying, of_params))
-        self._opt_in_use = in_use if offloads else None
-        self.state_shardings = TrainState(of_params, opt, self.replicated)
-        sums = self._sum_shardings = GradSum(
-            self._of_each_part(of_params),
-            self.replicated,
-            self.replicated if self.settings.balance.bias_rate else None,
-        )
-        self._copy = jax.jit(self._copy_params, out_shardings=of_params)
-        self._init_opt = jax.jit(self._fresh_opt, out_shardings=opt)
-        self._zeros = jax.jit(lambda: self._zeros_of(shapes), out_shardings=sums)
-        options = dict(self.settings.trainer.compiler_options) or None
-        jit = partial(jax.jit, compiler_options=options)
-        self.accumulate = jit(
-            self._accumulate_one, donate_argnums=(1,), out_shardings=(sums, self.replicated)
-        )
-        self._lower = self.accumulate.lower
-        self.apply = jit(
-            self._apply_sum,
-            donate_argnums=(0,),
-            out_shardings=(self.state_shardings, self.replicated),
-        )
-        self._measure = jax.jit(self._measure_one, out_shardings=self.replicated)
-        self._count = jax.jit(self._count_one, out_shardings=self.replicated)
-
-    def _of_each_part(self, of_params: Any) -> Any:
-        """Return the shardings of gradients that each part of the axis data sums for itself."""
-        if self._parts == 1:
-            return of_params
-        return jax.tree.map(
-            lambda s: NamedSharding(s.mesh, PartitionSpec("data", *s.spec)), of_params
-        )
-
-    def _opt_shardings(self, shapes: Any, of_moments: Any) -> Any:
-        of_optimizer = state_shardings(self._optimizer, shapes, of_moments, self.replicated)
-        return WithMasters(of_optimizer, of_moments) if self._masters else of_optimizer
+    @property
+    def micro_rows(self) -> int:
+        """Rows of the largest micro-batch."""
+        return self.sizes.most
 
     def init(self, params: Params) -> TrainState:
-        """Make a fresh state around a copy of params (any placement); the caller's stay valid."""
-        given = jax.device_put(params, self.state_shardings.params)
-        step = jax.device_put(jnp.zeros((), jnp.int32), self.replicated)
-        return TrainState(self._copy(given), self._init_opt(given), step)
+        """See UpdatePrograms.init."""
+        return self.programs.init(params)
 
     def update(
         self,
@@ -269,16 +90,16 @@ class Update(Generic[ObjectiveT]):
     ) -> tuple[TrainState, dict[str, float]]:
         """Make one optimizer step on the objective's data; the state is donated.
 
-        A non-finite loss or gradient leaves the state as it was, and PREFIX/skipped is 1; so do new
-        weights that blow up (`_apply_sum`), and PREFIX/blown_up is 1, too. The report's keys are
-        explained in metrics.metric.METRICS.
+        A non-finite loss or gradient keeps the old state and sets PREFIX/skipped to 1. New weights
+        that blow up (`UpdatePrograms._apply_sum`) do so, too, and set PREFIX/blown_up to 1.
+        metrics.metric.METRICS describes the report's keys.
 
         Args:
-            device_lock: held for each program until it has run, if a sampler shares the devices.
-            at: index in the learning rate's schedule, in updates; None: as many as were made.
+            device_lock: held during each program, if a sampler shares the devices.
+            at: index in the learning rate's schedule, in updates; None: the updates so far.
 
         Raises:
-            TrainingError: memory runs out with one row on each device; the state is as it was.
+            TrainingError: memory runs out with one row on each device; the state is unchanged.
             ConfigError: the compiler does not know one of trainer.compiler_options.
         """
         context = self.objective.context(data)
@@ -304,13 +125,13 @@ class Update(Generic[ObjectiveT]):
         with device_lock:
             place = None if at is None else np.float32(at)
             probed = NOTHING_FROZEN._replace(base=frozen.base)
-            state, applied = self.apply(state, sums, probed, probe_ids(micros[0]), place)
+            state, applied = self.programs.apply(state, sums, probed, probe_ids(micros[0]), place)
             host_totals, host_applied = jax.device_get((totals, applied))
         if host_applied["blown_up"]:
             log.warning(
-                "an update is skipped: with a learning rate of %.3g its weights (norm %.3g) would "
-                "be beyond all measure, or give numbers that are not finite. Lower "
-                "algorithm.learning_rate (of a warm start: warm_start.learning_rate).",
+                "an update is skipped: with a learning rate of %.3g its weights (norm %.3g) are "
+                "far too large or give non-finite numbers. Lower algorithm.learning_rate (of a "
+                "warm start: warm_start.learning_rate).",
                 host_applied["learning_rate"],
                 host_applied["made_norm"],
             )
@@ -337,18 +158,20 @@ class Update(Generic[ObjectiveT]):
         frozen: Frozen,
         device_lock: AnyDeviceLock,
     ) -> tuple[GradSum, list[Totals]]:
-        """Sum the gradients of all micro-batches, and wait for them: what follows cannot fail."""
+        """Sum the gradients of all micro-batches and wait for them; `apply` then cannot fail."""
         totals: list[Totals] = []
-        if self.settings.balance.loss and (len(micros) > 1 or self._parts > 1):
+        if self.settings.balance.loss and (len(micros) > 1 or self.programs.parts > 1):
             load = self._counted(state.params, micros, context, frozen, device_lock)
             frozen = frozen._replace(load=load)
         with device_lock:
-            sums = self._zeros()
+            sums = self.programs.zeros()
         for index, micro in enumerate(micros):
             if self._drops:
                 frozen = frozen._replace(noise=Noise(state.step, np.int32(index)))
             with device_lock:
-                sums, total = self.accumulate(state.params, sums, self._put(micro), context, frozen)
+                sums, total = self.programs.accumulate(
+                    state.params, sums, self.programs.put(micro), context, frozen
+                )
                 if device_lock is not NO_DEVICE_LOCK or is_queue_full(self.settings.mesh, index):
                     jax.block_until_ready(sums)
             totals.append(total)
@@ -363,36 +186,33 @@ class Update(Generic[ObjectiveT]):
         frozen: Frozen,
         device_lock: AnyDeviceLock,
     ) -> ExpertLoad:
-        """Count the tokens of each expert over all micro-batches, by a forward pass over each."""
+        """Count each expert's tokens over all micro-batches, with a forward pass over each."""
         load = None
         for index, micro in enumerate(micros):
             with device_lock:
-                one = self._count(params, self._put(micro), context, frozen)
+                one = self.programs.count(params, self.programs.put(micro), context, frozen)
                 load = one if load is None else jax.tree.map(jnp.add, load, one)
                 if device_lock is not NO_DEVICE_LOCK or is_queue_full(self.settings.mesh, index):
                     jax.block_until_ready(load)
         assert load is not None
         return load
 
-    @property
-    def micro_rows(self) -> int:
-        """Rows of the largest micro-batch."""
-        return self.sizes.most
-
     def _check_memory(
         self, params: Params, micros: Sequence[Any], context: Any, frozen: Frozen
     ) -> None:
-        """Raise MemoryError if the machine has not the memory of a micro-batch's program.
+        """Raise MemoryError if the machine lacks the memory of a micro-batch's program.
 
-        On a CPU alone: it has no error of its own for that, the process is killed. The programs are
-        compiled here, and once.
+        Only on CPUs, where the process would be killed without an error. The programs are compiled
+        here, once.
         """
         new = {num_rows(m): m for m in micros if num_rows(m) not in self._fitting}
         free = free_memory(self.settings.mesh) if new else None
         if free is None:
             return
         for rows, micro in new.items():
-            lowered = self._lowered_gradient(params, self._put(micro), context, frozen)
+            lowered = self.programs.lower_gradient(
+                params, self.programs.put(micro), context, frozen
+            )
             analysis = lowered.compile().memory_analysis()
             needed = 0 if analysis is None else analysis.temp_size_in_bytes
             if needed > free:
@@ -404,12 +224,12 @@ class Update(Generic[ObjectiveT]):
 
     @property
     def _can_halve(self) -> bool:
-        """Whether micro-batches may have fewer rows."""
+        """True if micro-batches may have fewer rows."""
         independent = self.objective.rows_are_independent
         return independent and self.sizes.most > self.settings.num_row_shards
 
     def _halve(self, error: str) -> None:
-        """Take at most half the rows from now on. Raises TrainingError if they cannot be halved."""
+        """Halve the maximum rows of a micro-batch. Raises TrainingError if that is impossible."""
         multiple, rows = self.settings.num_row_shards, self.sizes.most
         if not self._can_halve:
             independent = self.objective.rows_are_independent
@@ -437,186 +257,28 @@ class Update(Generic[ObjectiveT]):
         *,
         device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
     ) -> dict[str, float]:
-        """Report the objective's measures of the data without learning."""
+        """Report the objective's measures of the data without an update."""
         micros, context = self._micros(data), self.objective.context(data)
         with device_lock:
-            totals = [self._measure(params, self._put(m), context, frozen) for m in micros]
+            totals = [
+                self.programs.measure(params, frozen, self.programs.put(m), context) for m in micros
+            ]
             host_totals = jax.device_get(totals)
         return summarize(host_totals) | load_report(host_totals, self.settings.balance)
 
-    def lower(
-        self, params: Params, micro: Any, context: Any, frozen: Frozen = NOTHING_FROZEN
-    ) -> dict[str, Any]:
-        """Lower what `update` compiles, a micro-batch's gradient and the optimizer's update.
-
-        The arguments are shapes alone (jax.ShapeDtypeStruct with shardings); nothing runs.
-        """
-        state = jax.eval_shape(lambda p: TrainState(p, self._init_opt(p), jnp.int32(0)), params)
-        state = shapes_on(state, self.state_shardings)
-        return {
-            "gradient": self._lowered_gradient(state.params, micro, context, frozen),
-            "update": self.apply.lower(
-                state,
-                self._shapes_of_sums(),
-                NOTHING_FROZEN._replace(base=frozen.base),
-                probe_ids(micro),
-            ),
-        }
-
-    def _lowered_gradient(self, params: Params, micro: Any, context: Any, frozen: Frozen) -> Any:
-        """Lower a micro-batch's gradient; the arguments are arrays or shapes."""
-        return self._lower(params, self._shapes_of_sums(), micro, context, frozen)
-
-    def _shapes_of_sums(self) -> Any:
-        return shapes_on(jax.eval_shape(self._zeros), self._sum_shardings)
-
-    def _put(self, micro: Any) -> Any:
-        return put(micro, self.batch_sharding)
-
-    # ---- inside jit
-
-    def _zeros_of(self, shapes: Any) -> GradSum:
-        parts = () if self._parts == 1 else (self._parts,)
-        zeros = jax.tree.map(lambda s: jnp.zeros((*parts, *s.shape), s.dtype), shapes)
-        return GradSum(zeros, jnp.float32(0), self._balance.counts())
-
-    def _copy_params(self, params: Params) -> Params:
-        return jax.tree.map(lambda p: jnp.array(p, self.settings.param_dtype, copy=True), params)
-
-    def _accumulate_one(
-        self, trainable: Params, sums: GradSum, micro: Any, context: Any, frozen: Frozen
-    ) -> tuple[GradSum, Totals]:
-        """Add one micro-batch's gradient and loss."""
-        gradient = jax.value_and_grad(self._balanced_loss, has_aux=True)
-        if self._parts == 1:
-            (loss, totals), grads = gradient(trainable, frozen, micro, context)
-        else:
-            run = by_slice(
-                lambda *given: gradient(*self._of_part(given)),
-                self.settings.mesh,
-                (None, None, "data", None),
-            )
-            (loss, totals), grads = run(trainable, frozen, micro, context)
-            loss, totals = loss.sum(), merged_parts(totals)
-        grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums.grads, grads)
-        chosen = sums.chosen
-        if chosen is not None and totals.load is not None:
-            chosen = chosen + totals.load.chosen
-        return GradSum(grads, sums.loss + loss, chosen), totals
-
-    def _of_part(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of the loss with the dropout of one part of the axis data."""
-        trainable, frozen, micro, context = given
-        if frozen.noise is not None:
-            number = frozen.noise.micro * self._parts + jax.lax.axis_index("data")
-            frozen = frozen._replace(noise=frozen.noise._replace(micro=number))
-        return trainable, frozen, micro, context
-
-    def _balanced_loss(
-        self, trainable: Params, frozen: Frozen, micro: Any, context: Any
-    ) -> tuple[Array, Totals]:
-        """Return the objective's loss with the experts' balance loss, if there is one."""
-        loss, totals = self.objective.loss(trainable, frozen, micro, context)
-        return self._balance.added(loss, totals, frozen.load)
-
-    def _count_one(
-        self, trainable: Params, micro: Any, context: Any, frozen: Frozen
-    ) -> ExpertLoad | None:
-        load = self.objective.loss(trainable, frozen, micro, context)[1].load
-        return None if load is None else load._replace(odds=None)
-
-    def _measure_one(self, trainable: Params, micro: Any, context: Any, frozen: Frozen) -> Totals:
-        return self.objective.measures(trainable, frozen, micro, context)
-
-    def _apply_sum(
-        self,
-        state: TrainState,
-        sums: GradSum,
-        frozen: Frozen,
-        ids: Array,
-        at: Array | None = None,
-    ) -> tuple[TrainState, dict[str, Array]]:
-        """Make the optimizer's step if loss and gradient are finite, and the new weights are no
-        more than MOST_GROWTH times as large and say what is finite; else keep the state.
-
-        ids: [n] int32, what the weights are tried on.
-        """
-        if self._parts > 1:
-            sums = sums._replace(grads=jax.tree.map(lambda g: g.sum(axis=0), sums.grads))
-        grad_norm = optax.tree.norm(sums.grads)
-        finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)
-        if self._opt_in_use is not None:
-            state = state._replace(opt_state=jax.device_put(state.opt_state, self._opt_in_use))
-        rate = jnp.float32(self._schedule(state.step if at is None else at))
-        moved = self._moved(state, sums, rate)
-        before, made = (optax.tree.norm(_float32(s.params)) for s in (state, moved))
-        said = self.objective.probe(moved.params, frozen, self._probe_rows(ids))
-        sound = jnp.isfinite(said).all() & (made <= MOST_GROWTH * (before + 1))
-        taken = finite & sound
-        kept = jax.tree.map(lambda new, old: jnp.where(taken, new, old), moved, state)
-        return kept, {
-            "grad_norm": grad_norm,
-            "learning_rate": rate,
-            "param_norm": jnp.where(taken, made, before),
-            "skipped": 1 - taken.astype(jnp.int32),
-            "blown_up": (finite & ~sound).astype(jnp.int32),
-            "made_norm": made,
-        }
-
-    def _probe_rows(self, ids: Array) -> TokenRows:
-        """Return one sequence of these tokens for each device that rows are divided over."""
-        rows = jnp.tile(ids, (self.settings.num_row_shards, 1))
-        positions = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=jnp.int32), rows.shape)
-        return TokenRows(rows, positions, jnp.ones_like(rows))
-
-    def _fresh_opt(self, params: Params) -> Any:
-        """Make the optimizer's state for weights of any type; masters are copies not rounded."""
-        masters = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
-        fresh = self._optimizer.init(masters)
-        return WithMasters(fresh, masters) if self._masters else fresh
-
-    def _moved(self, state: TrainState, sums: GradSum, rate: Array) -> TrainState:
-        """Move the masters by one optimizer step, or the weights if there are no masters; and the
-        routers' corrections."""
-        opt_state, before = state.opt_state, _float32(state.params)
-        if self._masters:
-            opt_state, before = state.opt_state
-        updates, opt_state = self._optimizer.update(sums.grads, opt_state, before)
-        after = jax.tree.map(lambda p, update: p + rate * update, before, updates)
-        after = self._balance.moved(after, sums.chosen)
-        params = self._rounded(after, state.step)
-        opt_state = WithMasters(opt_state, after) if self._masters else opt_state
-        return TrainState(params, opt_state, state.step + 1)
-
-    def _rounded(self, params: Params, step: Array) -> Params:
-        """Round float32 weights to the type that they are kept in, as trainer.rounding says."""
-        dtype = self.settings.param_dtype
-        if self._stochastic:
-            key = jax.random.fold_in(jax.random.key(ROUNDING_SEED), step)
-            return rounded_tree(key, params, dtype)
-        return jax.tree.map(lambda p: p.astype(dtype), params)
-
-
-def can_sum_apart(mesh: Mesh, spec: ModelSpec) -> bool:
-    """Return whether each part of the axis data may sum gradients for itself.
-
-    XLA's partitioner aborts for some programs with one axis divided by hand and others by XLA
-    (spmd_partitioner_util.cc, ExpandDeviceGroups; jaxlib 0.10.2, experts over expert and tensor),
-    so these are the meshes that were tried.
-    """
-    others = {axis for axis, size in mesh.shape.items() if size > 1} - {"data"}
-    return others <= ({"expert"} if spec.experts else {"fsdp", "tensor"})
-
 
 def is_queue_full(mesh: Mesh, index: int) -> bool:
-    """Return whether to wait after program `index` of a loop, before more are queued."""
+    """Return whether to wait after program `index` of a loop before queueing another."""
     bounded = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
     return bounded and index % MAX_QUEUED == MAX_QUEUED - 1
 
 
 def free_memory(mesh: Mesh) -> int | None:
-    """Return the bytes that a program may take on each device of a mesh of CPU devices; None: the
-    devices say so themselves, or nothing does, or several processes would have to agree."""
+    """Return the bytes that a program may use on each device of a mesh of CPUs.
+
+    None: unknown, or other devices, which raise errors themselves, or a mesh of several processes,
+    which would have to agree.
+    """
     if mesh.devices.flat[0].platform != "cpu" or spans_processes(mesh):
         return None
     try:
@@ -625,28 +287,6 @@ def free_memory(mesh: Mesh) -> int | None:
         return None
 
 
-APPLIED = ("grad_norm", "learning_rate", "param_norm", "skipped", "blown_up")
-"""What `apply` reports."""
-
-
-def probe_ids(micro: Any) -> Any:
-    """Return the first tokens of a micro-batch, [n] int32, or their shape."""
-    ids = micro["token_ids"] if isinstance(micro, Mapping) else micro.token_ids
-    length = min(PROBE_LENGTH, ids.shape[1])
-    if isinstance(ids, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((length,), ids.dtype)
-    return ids[0, :length]
-
-
 def num_rows(micro: Any) -> int:
     """Return the rows of a micro-batch."""
     return len(jax.tree.leaves(micro)[0])
-
-
-def _float32(params: Params) -> Params:
-    return jax.tree.map(lambda p: p.astype(jnp.float32), params)
-
-
-def decayed(table: Any) -> Any:
-    """Return a tree of bool: where weight decay applies, as each weight declares."""
-    return jax.tree.map(lambda w: w.is_decayed, table, is_leaf=lambda w: isinstance(w, Weight))

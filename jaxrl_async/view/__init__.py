@@ -1,0 +1,1 @@
+"""Wing: the dashboard of runs, and the report."""

@@ -1,7 +1,7 @@
-"""Show runs on a page that follows them: python -m jaxrl_async.view RUN...
+"""Show runs on a page that updates as they run: python -m jaxrl_async.view RUN...
 
-RUN is a run's folder, a folder that holds some, or the address of its copy, which is read once. The
-page is served to this machine alone, unless --host says otherwise; it needs no network.
+RUN is a run's folder, a folder that contains runs, or the address of a copy, which is read once.
+The page is served to this machine only, unless --host is set; it needs no network.
 """
 
 import argparse
@@ -12,11 +12,11 @@ from pathlib import Path
 from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.errors import ConfigError, JaxrlError
 from jaxrl_async.metrics.recorder import METRICS_FILE, WARM_START
-from jaxrl_async.view.server import ViewServer
+from jaxrl_async.view.page_server import ViewServer
 from jaxrl_async.view.watched import WatchedRun
 
 MAX_RUNS = 64
-"""Most runs on one page."""
+"""Maximum number of runs on one page."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "runs", nargs="+", metavar="RUN", help="folder of a run, or of runs, or its address"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=0, help="port to listen on (0: any free one)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (0: any free port)")
     args = parser.parse_args(argv)
     try:
         server = made_server(
@@ -61,8 +61,9 @@ def made_server(folders: Sequence[Path], host: str, port: int) -> ViewServer:
 
 
 def watched_runs(folders: Sequence[Path]) -> list[WatchedRun]:
-    """Return the runs of some folders, each under a name of its own. A folder in which a run is yet
-    to begin counts as one. Raises ConfigError for what is no folder, and for too many."""
+    """Return the runs of some folders, each with a unique name. A folder in which a run is about to
+    begin counts as one. Raises ConfigError if a path is not a folder, or there are too many
+    runs."""
     found: list[Path] = []
     for folder in folders:
         if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""JSON that any browser reads, of the lines of a run's files. Pure."""
+"""Encode lines of a run's files as JSON that any browser reads. Pure."""
 
 import json
 from collections.abc import Mapping
@@ -7,8 +7,8 @@ from typing import Any
 
 
 def plain_json(value: Any) -> str:
-    """Return a value as JSON: numbers that are not finite become null, halves of surrogate pairs
-    question marks."""
+    """Return a value as JSON. Non-finite numbers become null, unpaired surrogates become question
+    marks."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:

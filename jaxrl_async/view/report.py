@@ -1,7 +1,7 @@
 """Write a run's page as one file that needs no server: python -m jaxrl_async.view.report RUN...
 
-The file is the page that `jaxrl-async view` serves: scripts and style stand in it, and the run's
-data as JSON, which the page reads where it would ask the server (page/source.js).
+The file is the page that `jaxrl-async view` serves, with scripts and style included. The run's data
+are included as JSON, which the page reads instead of asking the server (page/source.js).
 """
 
 import base64
@@ -16,8 +16,8 @@ from typing import Any
 
 from jaxrl_async.errors import DataError
 from jaxrl_async.metrics.recorder import METRICS_FILE
-from jaxrl_async.view.answers import LAST_STEP, extents, identity, layout, summary
 from jaxrl_async.view.plain_json import plain_json
+from jaxrl_async.view.queries import LAST_STEP, extents, identity, layout, summary
 from jaxrl_async.view.watched import SampleFilter, WatchedRun
 
 MODULES = (
@@ -29,24 +29,24 @@ MODULES = (
     "spans.js",
     "page.js",
 )
-"""The page's modules, each after those that it imports."""
+"""The page's modules, each after the modules that it imports."""
 ALL_POINTS = 24_000
-"""Points of all curves together; a curve has LEAST_POINTS or more, and MOST_POINTS at most."""
+"""Total points of all curves; each curve has LEAST_POINTS to MOST_POINTS."""
 LEAST_POINTS, MOST_POINTS = 60, 600
 TOKEN_BYTES = 250_000
-"""The newest samples keep what is known of each token while their JSON is not longer together."""
+"""Maximum JSON size up to which the newest samples keep their data per token."""
 SAMPLE_BYTES = 350_000
-"""Samples are left out, the oldest first, where their JSON would be longer together."""
+"""Maximum JSON size of all samples; the oldest ones beyond it are left out."""
 MAX_SAMPLES = 1000
 ALL_SPANS, SPAN_COLUMNS, LAST_STEPS = 4000, 200, 3
-"""Spans of all lanes together and of a lane's depth, at most about, and how many steps at the end
-are kept closer up."""
+"""Approximate maximum number of spans of all lanes together and per depth of a lane, and the number
+of final steps that are kept in more detail."""
 
 
 def write_report(run_dir: Path) -> Path:
     """Write run_dir/report.html from what the run has written so far; return its path.
 
-    Missing files are left out. Raises DataError if run_dir is not a folder.
+    Missing files are skipped. Raises DataError if run_dir is not a folder.
     """
     if not run_dir.is_dir():
         raise DataError(
@@ -59,7 +59,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def embedded(run: WatchedRun) -> dict[str, Any]:
-    """Return what the page knows of a run: the answers to its questions, curves and samples."""
+    """Return the page's data about a run: the answers to its queries, curves and samples."""
     run.look()
     runs, query = {run.name: run}, {"run": [run.name]}
     keys = run.measured()
@@ -87,7 +87,7 @@ def embedded(run: WatchedRun) -> dict[str, Any]:
 
 
 def embedded_spans(run: WatchedRun) -> dict[str, Any]:
-    """Return the spans of the whole run, and those of its last steps closer up."""
+    """Return the spans of the whole run, and of its last steps in more detail."""
     spans = run.spans()
     rows = sum(int(lane.depths.max(initial=0)) + 1 for lane in spans.lanes)
     columns = min(max(ALL_SPANS // max(rows, 1), 1), SPAN_COLUMNS)
@@ -100,15 +100,15 @@ def embedded_spans(run: WatchedRun) -> dict[str, Any]:
 
 
 def rounded(values: Sequence[float]) -> list[float]:
-    """Return values of six digits, as short as JSON has them."""
+    """Return values rounded to six digits, which are short in JSON."""
     return [float(f"{value:.6g}") for value in values]
 
 
 def within(samples: Sequence[Any], token_bytes: int, all_bytes: int) -> tuple[list[Any], int]:
-    """Return the samples that have room, the first ones first, and of how many of them what is
-    known of each token is left out.
+    """Return the samples that fit, the first ones first, and the number of samples whose data per
+    token are left out.
 
-    token_bytes: the samples' JSON up to which tokens are kept. all_bytes: its greatest length.
+    token_bytes: JSON size up to which tokens are kept. all_bytes: maximum JSON size.
     """
     kept: list[Any] = []
     used = tokens_left_out = 0
@@ -126,7 +126,7 @@ def within(samples: Sequence[Any], token_bytes: int, all_bytes: int) -> tuple[li
 
 
 def as_json(value: Any) -> str:
-    """Encode as JSON that stays text wherever it stands in a page: it holds no `<`, `>` or `&`."""
+    """Encode as JSON that is safe anywhere in a page: it contains no `<`, `>` or `&`."""
     text = plain_json(value)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -134,8 +134,8 @@ def as_json(value: Any) -> str:
 
 
 def page(data: Any) -> str:
-    """Return the page with its scripts, its style and some data in it. It may run and load nothing
-    else: its policy names the hashes of its own scripts."""
+    """Return the page with its scripts, its style and its data. Its policy allows only these
+    scripts, by their hashes, and no other loads."""
     library, style = _file("uplot.js"), _file("uplot.css") + "\n" + _file("page.css")
     script = "\n".join(_without_imports(_file(name)) for name in MODULES)
     policy = (
@@ -154,7 +154,7 @@ def page(data: Any) -> str:
 
 
 def _without_imports(module: str) -> str:
-    """Return a module's text as a part of one script that holds all of them."""
+    """Return a module's text in a form for a single script with all modules."""
     return re.sub(r'^import .* from "\./\w+\.js";\n|^export ', "", module, flags=re.MULTILINE)
 
 

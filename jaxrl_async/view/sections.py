@@ -1,4 +1,4 @@
-"""What the page of a run draws: its charts, by section."""
+"""The charts of a run's page, by section."""
 
 from dataclasses import dataclass
 
@@ -192,7 +192,7 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
 )
 
 WARM = "warm_start/"
-"""What the keys of the warm start's own metrics begin with, here alone."""
+"""Prefix of the keys of the warm start's own metrics, used only here."""
 WARM_CHARTS = (
     Chart("Loss", "nats", ((f"{WARM}train/loss", "per answer token"),)),
     Chart("Gradient norm", "norm", ((f"{WARM}train/grad_norm", "before clipping"),), True),

@@ -1,4 +1,4 @@
-"""Say what a run achieved in a few numbers: tiles, learnt tokens by age,
+"""Summarize a run in a few numbers: tiles, trained tokens by age,
 lengths, groups dropped, faults."""
 
 from typing import Any
@@ -12,14 +12,14 @@ MEDIANS = (
     ("trainer/idle_share", "trainer idle", True),
     ("staleness/mean", "staleness", False),
 )
-"""Key, label and whether it is a percentage, of the tiles that show a median of the steps."""
+"""Key, label, and whether it is a percentage, of the tiles that show a median of the steps."""
 AGE_COLUMNS = ("reward", "length", "kl")
-"""Measured of the tokens of each age: `staleness/lag_<n>_...`."""
+"""Measurements by token age: `staleness/lag_<n>_...`."""
 TOKENS = "staleness/tokens_lag_"
 LENGTHS = "rollout/lengths_to_"
 DROPPED = "staleness/dropped_"
 NOT_COUNTED = ("length_mean", "share")
-"""What follows DROPPED but does not count groups."""
+"""Suffixes after DROPPED of metrics that do not count groups."""
 
 
 def tiles(run: WatchedRun) -> list[dict[str, str]]:
@@ -51,7 +51,7 @@ def _tile(label: str, value: str, note: str = "") -> dict[str, str]:
 
 
 def _evaluations(run: WatchedRun) -> list[dict[str, float]]:
-    """Return a line for each evaluation, as metrics.jsonl has it."""
+    """Return the line of each evaluation, as in metrics.jsonl."""
     lines: dict[int, dict[str, float]] = {}
     for key in ("eval/accuracy", "eval/reward"):
         for step, value in run.points(key):
@@ -60,8 +60,8 @@ def _evaluations(run: WatchedRun) -> list[dict[str, float]]:
 
 
 def ages(run: WatchedRun) -> list[dict[str, Any]]:
-    """Return the learnt tokens of each age in versions, and what was measured of their episodes:
-    averaged over the tokens of all steps."""
+    """Return the trained tokens by age in versions, with measurements of their episodes, averaged
+    over the tokens of all steps."""
     counts = _numbered(run, TOKENS)
     return [
         {"age": age, "tokens": counts[age]} | {n: age_mean(run, age, n) for n in AGE_COLUMNS}
@@ -83,30 +83,30 @@ def age_mean(run: WatchedRun, age: int, name: str) -> float | None:
 
 
 def lengths(run: WatchedRun) -> dict[str, float]:
-    """Return the number of learnt episodes by how many tokens were drawn in them: 9 to 16, ..."""
+    """Return the number of trained episodes by number of generated tokens: 9 to 16, ..."""
     counts = _numbered(run, LENGTHS)
     return {_words_of(most): counts[most] for most in sorted(counts)}
 
 
 def _numbered(run: WatchedRun, prefix: str) -> dict[int, float]:
-    """Return the totals, above 0, of the metrics that are called so and a number of few digits."""
+    """Return the totals above 0 of the metrics named by this prefix and a short number."""
     found = ((k.removeprefix(prefix), v) for k, v in run.totals(prefix).items())
     return {int(n): v for n, v in found if v > 0 and n.isascii() and n.isdigit() and len(n) < 10}
 
 
 def _words_of(most: int) -> str:
-    """Say which lengths reach this power of two and no lower one."""
+    """Describe the lengths up to this power of two and above the one below it."""
     return str(most) if most <= 2 else f"{most // 2 + 1} to {most}"
 
 
 def dropped(run: WatchedRun) -> dict[str, Any]:
-    """Return the number of dropped groups by reason, and of the tokens drawn for them."""
+    """Return the number of dropped groups by reason, and of the tokens generated for them."""
     sums = {key.removeprefix(DROPPED): value for key, value in run.totals(DROPPED).items()}
     reasons = {k: v for k, v in sums.items() if k not in NOT_COUNTED and v > 0}
     return {"groups": reasons, "tokens": sum(v for _, v in run.points("staleness/wasted_tokens"))}
 
 
 def faults(run: WatchedRun) -> dict[str, float]:
-    """Return what went wrong, and how often."""
+    """Return the faults of a run, with their counts."""
     sums = {key.removeprefix("faults/"): value for key, value in run.totals("faults/").items()}
     return {kind: count for kind, count in sums.items() if count > 0}

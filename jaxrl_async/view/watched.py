@@ -1,8 +1,8 @@
 """Read a run's folder while the run writes it: metrics by column, samples by number.
 
-Files are read on from where the last look ended. A line that is not whole yet is read next time;
-the last step's line may be written anew (an evaluation adds to it), and a resumed run takes lines
-out: then the file is another one, and is read from its beginning.
+Each read continues where the last one ended. An incomplete line is read next time. The last step's
+line may be rewritten (an evaluation adds to it), and a resumed run removes lines: the file is then
+a new one, and is read from its beginning.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from typing import Any
 
 from jaxrl_async.metrics.recorder import METRICS_FILE, SAMPLES_FILE, WARM_START
 from jaxrl_async.types import StopReason
+from jaxrl_async.view.lanes import RunSpans, read_spans, trace_files
 from jaxrl_async.view.sections import WARM
-from jaxrl_async.view.spans import RunSpans, read_spans, trace_files
 
 MAX_LINE = 2**24
-"""Longest line that is read, bytes; longer ones are left out."""
+"""Maximum size of a line, bytes; longer lines are skipped."""
 MAX_DEPTH = 32
-"""Deepest nesting of a line that is read."""
+"""Maximum nesting of a line."""
 Points = tuple[list[int], list[float]]
 """[points] steps, ascending, and [points] values."""
 
@@ -36,14 +36,14 @@ class GrowingFile:
     """A file of lines that another process appends to."""
 
     path: Path
-    at: int = 0  # where the next line begins
-    last_at: int = 0  # where the last whole line began
+    at: int = 0  # offset of the next line
+    last_at: int = 0  # offset of the last complete line
     known: tuple[int, int] = (0, 0)  # device and inode
-    stamp: tuple[int, int] = (0, 0)  # size and time of its last change, at the last look
+    stamp: tuple[int, int] = (0, 0)  # size and modification time at the last read
 
     def news(self) -> tuple[bool, list[tuple[int, bytes]]]:
-        """Return whether all that was read before is void, and the new whole lines with the place
-        at which each begins."""
+        """Return whether all data read before are void, and the new complete lines with their
+        offsets."""
         try:
             with self.path.open("rb") as file:
                 return self._read(file)
@@ -63,7 +63,7 @@ class GrowingFile:
         lines, place = [], self.at
         for raw in iter(lambda: file.readline(MAX_LINE), b""):
             size, is_whole = len(raw), raw.endswith(b"\n")
-            if not is_whole and size == MAX_LINE:  # left out, once its end is written
+            if not is_whole and size == MAX_LINE:  # skipped, once its end is written
                 rest, is_whole = _rest_of_line(file)
                 size, raw = size + rest, b""
             if not is_whole:
@@ -78,7 +78,7 @@ class GrowingFile:
 
 
 def _rest_of_line(file: Any) -> tuple[int, bool]:
-    """Return how many more bytes a long line has, and whether its end is written."""
+    """Return the remaining bytes of a long line, and whether its end is written."""
     size = 0
     for raw in iter(lambda: file.readline(MAX_LINE), b""):
         size += len(raw)
@@ -88,14 +88,14 @@ def _rest_of_line(file: Any) -> tuple[int, bool]:
 
 
 @dataclass(slots=True)
-class Column:
+class MetricColumn:
     """One metric of a run: its steps, ascending, and its values."""
 
     steps: array = field(default_factory=lambda: array("q"))
     values: array = field(default_factory=lambda: array("d"))
 
     def put(self, step: int, value: float) -> None:
-        """Write the value of a step: the last one, a new one, or, rarely, an earlier one."""
+        """Write the value of a step: the last one, a new one or, rarely, an earlier one."""
         if not self.steps or step > self.steps[-1]:
             self.steps.append(step)
             self.values.append(value)
@@ -108,8 +108,8 @@ class Column:
             self.values.insert(place, value)
 
     def between(self, first: int, last: int, most: int) -> Points:
-        """Return at most about `most` points of these steps; of longer stretches the least and the
-        largest value each, so that no spike is lost."""
+        """Return about `most` points of these steps at most. Longer stretches keep the minimum and
+        the maximum of each part, so no spike is lost."""
         begin, end = bisect_left(self.steps, first), bisect_right(self.steps, last)
         count = end - begin
         if count <= most:
@@ -127,14 +127,14 @@ class Column:
 
 @dataclass(slots=True)
 class WatchedMetrics:
-    """A file of metrics by column. prefix: what the columns' names begin with, before the keys."""
+    """A file of metrics by column. prefix: prefix of the columns' names, before the keys."""
 
     file: GrowingFile
     prefix: str = ""
-    columns: dict[str, Column] = field(default_factory=dict)
+    columns: dict[str, MetricColumn] = field(default_factory=dict)
 
     def read(self) -> None:
-        """Read on. A metric that was never finite has an empty column."""
+        """Read new lines. A metric that was never finite has an empty column."""
         void, lines = self.file.news()
         if void:
             self.columns.clear()
@@ -144,16 +144,16 @@ class WatchedMetrics:
             if not is_step(step):
                 continue
             for key, value in line.items():
-                column = self.columns.setdefault(self.prefix + key, Column())
+                column = self.columns.setdefault(self.prefix + key, MetricColumn())
                 number = finite_number(value)
                 if number is not None:
                     column.put(step, number)
-        self.file.at = self.file.last_at  # the last line may be written anew
+        self.file.at = self.file.last_at  # the last line may be rewritten
 
 
 @dataclass(frozen=True, slots=True)
 class SampleFilter:
-    """Which samples are wanted; None: any."""
+    """Selects samples; None: any value."""
 
     text: str = ""
     first_step: int | None = None
@@ -163,7 +163,7 @@ class SampleFilter:
     stop: str = ""
 
     def takes(self, sample: "Sample") -> bool:
-        """Return whether a sample is wanted, but for its text."""
+        """Return whether a sample matches, apart from its text."""
         return (
             (self.first_step is None or sample.step >= self.first_step)
             and (self.last_step is None or sample.step <= self.last_step)
@@ -175,7 +175,7 @@ class SampleFilter:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Where a sample is, and what it is chosen by."""
+    """The location of a sample in its file, and the values that select it."""
 
     at: int
     size: int
@@ -188,7 +188,7 @@ class WatchedRun:
     """One run's folder. Usable from any thread."""
 
     def __init__(self, root: Path, name: str) -> None:
-        """Look at nothing yet. name: what the page calls it, unlike any other."""
+        """Read nothing yet. name: its unique name on the page."""
         self.root, self.name = root, name
         self._lock = threading.Lock()
         self._metrics = WatchedMetrics(GrowingFile(root / METRICS_FILE))
@@ -198,7 +198,7 @@ class WatchedRun:
         self._spans, self._traces = RunSpans(), ""
 
     def look(self) -> str:
-        """Read on; return a word that differs if anything has changed."""
+        """Read new data; return a text that differs if anything has changed."""
         with self._lock:
             self._metrics.read()
             self._warm.read()
@@ -207,7 +207,7 @@ class WatchedRun:
             stamps = "-".join(str(number) for file in files for number in file.stamp)
             return f"{stamps}-{stamp_of(trace_files(self.root))}"
 
-    def _columns(self) -> dict[str, Column]:
+    def _columns(self) -> dict[str, MetricColumn]:
         return {**self._metrics.columns, **self._warm.columns}
 
     def _read_samples(self) -> None:
@@ -216,14 +216,14 @@ class WatchedRun:
             self._samples.clear()
         self._samples += [Sample(place, len(raw), *chosen_by(raw)) for place, raw in lines]
 
-    # ---- what is shown
+    # ---- data for the page
 
     def state(self) -> str:
         """Return "running" while a process holds the run's lock, else "finished" or "stopped"."""
         return "running" if _is_locked(self.root / "lock") else self.outcome()
 
     def outcome(self) -> str:
-        """Return "finished" if the run has written what it makes, else "stopped"."""
+        """Return "finished" if the run has written its results, else "stopped"."""
         done = (self.root / "policy", self.root / "reward_model")
         return "finished" if any(path.is_dir() for path in done) else "stopped"
 
@@ -242,16 +242,17 @@ class WatchedRun:
     def points(self, key: str) -> list[tuple[int, float]]:
         """Return all (step, value) of a metric."""
         with self._lock:
-            column = self._columns().get(key, Column())
+            column = self._columns().get(key, MetricColumn())
             return list(zip(column.steps, column.values, strict=True))
 
     def totals(self, prefix: str) -> dict[str, float]:
-        """Return the sums over all steps of the metrics that begin so."""
+        """Return the sums over all steps of the metrics with this prefix."""
         with self._lock:
             return {k: sum(c.values) for k, c in self._columns().items() if k.startswith(prefix)}
 
     def extents(self) -> dict[str, tuple[float, ...]]:
-        """Return each metric's first, last, least and largest value; () if it was never finite."""
+        """Return each metric's first, last, minimum and maximum value; () if it was never
+        finite."""
         with self._lock:
             return {
                 key: (c.values[0], c.values[-1], min(c.values), max(c.values)) if c.steps else ()
@@ -259,7 +260,8 @@ class WatchedRun:
             }
 
     def spans(self) -> RunSpans:
-        """Return the spans that the run has written; read again when their files change."""
+        """Return the spans that the run has written; they are read again when their files
+        change."""
         with self._lock:
             stamp = stamp_of(trace_files(self.root))
             if stamp != self._traces:
@@ -267,14 +269,14 @@ class WatchedRun:
             return self._spans
 
     def steps(self) -> int:
-        """Return the number of the newest step, 0 if there is none."""
+        """Return the number of the newest step, 0 if there are no steps."""
         with self._lock:
             return max((c.steps[-1] for c in self._metrics.columns.values() if c.steps), default=0)
 
     def samples(self, wanted: SampleFilter, skip: int, most: int) -> tuple[int, list[Any]]:
-        """Return how many samples are wanted, and some of them, the newest steps first.
+        """Return the number of matching samples, and some of them, newest steps first.
 
-        skip, most: the first ones that are left out, and the number that is returned.
+        skip, most: the number of samples to skip, and to return.
         """
         with self._lock:
             chosen = [sample for sample in self._samples if wanted.takes(sample)]
@@ -289,7 +291,7 @@ class WatchedRun:
             return 0, []
 
     def identity(self) -> dict[str, str]:
-        """Return what made the run: versions and devices, and its configuration."""
+        """Return the run's versions, devices and configuration."""
         facts: dict[str, str] = {}
         try:
             with (self.root / "schedule.jsonl").open("rb") as file:
@@ -305,12 +307,12 @@ class WatchedRun:
 
 
 def _is_locked(path: Path) -> bool:
-    """Return whether a process holds a lock on a file. The lock is not tried: a run that begins
-    just then would find it taken."""
+    """Return whether a process holds a lock on a file. The lock is not tried, since a run that
+    starts at that moment would find it taken."""
     try:
         status = path.stat()
         locks = Path("/proc/locks").read_text("ascii").splitlines()
-    except OSError:  # no such file, or no Linux
+    except OSError:  # no such file, or not Linux
         return False
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     return any(device in line.split() for line in locks)
@@ -321,14 +323,14 @@ _CHOSEN_BY = re.compile(
     % "|".join(StopReason).encode(),
     re.DOTALL,
 )
-"""What a line of samples.jsonl is chosen by, where its writer puts it. No text holds such a key: a
-quotation mark within one follows a backslash; and no part of a reward is called so with such a
-value."""
+"""The values that select a line of samples.jsonl, in the place where its writer puts them. No text
+matches such a key, since a quotation mark in a text follows a backslash. No part of a reward has
+such a name and value either."""
 
 
 def chosen_by(raw: bytes) -> tuple[int, float, str]:
-    """Return step, reward and stop of a line of samples; without reading all of it as JSON, which
-    would take most of a minute for 100,000 long ones."""
+    """Return step, reward and stop of a line of samples, without parsing all of it as JSON, which
+    would take most of a minute for 100,000 long lines."""
     if found := _CHOSEN_BY.match(raw):
         return int(found[1]), float(found[2]), found[3].decode()
     line = _object(raw)
@@ -342,9 +344,9 @@ def _line_of(file: Any, sample: Sample) -> bytes:
 
 
 def _with_text(file: Any, samples: list[Sample], text: str) -> Iterator[Sample]:
-    """Yield the samples whose prompt, completion or reference holds a text, in any case."""
+    """Yield the samples whose prompt, completion or reference contains a text, ignoring case."""
     sought = text.lower()
-    plain = sought.isascii() and json.dumps(sought) == f'"{sought}"'  # as it stands in the file
+    plain = sought.isascii() and json.dumps(sought) == f'"{sought}"'  # as it is in the file
     for sample in samples:
         raw = _line_of(file, sample)
         if plain and sought.encode() not in raw.lower():
@@ -356,7 +358,7 @@ def _with_text(file: Any, samples: list[Sample], text: str) -> Iterator[Sample]:
 
 
 def _object(raw: bytes) -> dict[str, Any]:
-    """Return a line's object; {} for a damaged or foreign line."""
+    """Return a line's object; {} for a damaged or unrelated line."""
     try:
         value = json.loads(raw)
         is_deep = raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_deep(value, MAX_DEPTH)
@@ -378,18 +380,18 @@ def is_step(value: Any) -> bool:
 
 
 def finite_number(value: Any) -> float | None:
-    """Return a value of a line as a finite number; None: it is none."""
+    """Return a value of a line as a finite number; None if it is not one."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         number = float(value)
-    except OverflowError:  # a whole number of hundreds of digits
+    except OverflowError:  # an integer with hundreds of digits
         return None
     return number if isfinite(number) else None
 
 
 def stamp_of(files: list[Path]) -> str:
-    """Return a word that differs if any of the files has changed."""
+    """Return a text that differs if any of the files has changed."""
     words = []
     for path in files:
         with contextlib.suppress(OSError):

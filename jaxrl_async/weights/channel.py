@@ -1,20 +1,21 @@
-"""How weights reach the samplers: the trainer's thread publishes, each sampler's thread polls.
+"""The weight channel: the trainer's thread publishes weights, each sampler's thread polls for them.
 
-publish(v, params) ──Link──> staged (copying) ──poll: every array sound──> taken ──live(v)──┐
+publish(v, params) ──Link──> staged (copying) ──poll: all arrays valid───> taken ──live(v)──┐
       ^                        ^  │               │                                         │
-      │                        └──┘ torn: again   │                                         │
+      │                        └──┘ torn: retry   │                                         │
       └────────── may publish v + 1 <─────────────┘       on_live(lowest of all samplers) <─┘
 
-An update is staged for all samplers or for none. A sampler takes it whole, and only once every
-array is there and has the checksum of its source; until then the sampler draws from the weights
-that it has. A sampler holds at most two sets of weights, and the trainer's side holds one more
-until they are taken.
+An update is staged for all samplers or for none. A sampler takes the whole update, and only when
+every array has arrived with the checksum of its source; until then it generates with its current
+weights. A sampler holds at most two sets of weights. The trainer's side holds one more set until it
+is taken.
 
-A sampler that is taken out leaves: no publish waits for it, and the newest weights are kept for the
-replacement that rejoins in its place.
+A removed sampler leaves the channel: no publish waits for it, and the newest weights are kept for
+the replacement that rejoins in its place.
 
-Samplers in processes of their own come and go (`admit`): an outbox keeps the newest weights where
-they can fetch them. No publish waits for one of these; the live version does, once it has entered.
+Samplers in separate processes join and leave at any time (elsewhere.py); the newest weights are
+kept available for them to fetch. No publish waits for these samplers. The live version waits for
+them once they have entered.
 """
 
 import logging
@@ -28,60 +29,59 @@ import jax
 
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.model.spec import Params
-from jaxrl_async.ports import Clock, Session
+from jaxrl_async.ports.run import Clock
 from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.delivery import Delivery, send
+from jaxrl_async.weights.elsewhere import NO_REMOTE, RemoteSamplers
 from jaxrl_async.weights.exchange import ChannelStats, Exchange, Standing
 from jaxrl_async.weights.link import Link
 from jaxrl_async.weights.manifest import Manifest, compare, manifest_of
-from jaxrl_async.weights.remote.end import RemoteEnd
-from jaxrl_async.weights.remote.outbox import WeightOutbox
-from jaxrl_async.wire.messages import Hello
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
-"""How often a wait for live weights asks whether it is given up, seconds."""
+"""Interval at which a wait for live weights checks whether it is given up, seconds."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _End(Standing):
-    """One local sampler's place at the channel. Changed under the channel's lock."""
+    """The channel's state of one local sampler. Changed under the channel's lock."""
 
     link: Link
     staged: Delivery | None = None
-    taken: Delivery | None = None  # polled, but not live yet
-    holder: int = 0  # number of the subscription that holds it; older ones are ignored
+    taken: Delivery | None = None  # polled, not live yet
+    holder: int = 0  # number of the current subscription; older ones are ignored
     wake: threading.Event = field(default_factory=threading.Event)  # a placeholder before `attach`
 
     @property
     def pending(self) -> bool:
-        """Whether a sampler has yet to take its update."""
+        """True if the sampler still has to take its update."""
         return self.staged is not None and self.counts
 
 
 class Subscription:
-    """One sampler's end of the channel, a ports.WeightSource: used by its thread alone."""
+    """One sampler's end of the channel, a ports.WeightSource; used only by the sampler's thread."""
 
     def __init__(self, exchange: Exchange, end: _End) -> None:
         self._exchange, self._end, self._number = exchange, end, end.holder
 
     @property
     def holds(self) -> bool:
-        """Whether this end is still the sampler's; False once the sampler has left."""
+        """True if this end is still the sampler's; False once the sampler has left."""
         return self._number == self._end.holder
 
     @property
     def under_way(self) -> VersionedParams | None:
-        """The update that is staged for this sampler, complete or not; None if there is none."""
+        """The update staged for this sampler, complete or not; None if no update is staged."""
         staged = self._end.staged
         return staged.update if staged is not None and self.holds else None
 
     def poll(self, *, wait: bool = False) -> VersionedParams | None:
-        """Take the staged update once every array of it is there and sound; return None before.
+        """Take the staged update once all its arrays have arrived and are verified; return None
+        before.
 
-        wait: finish the copy first. Never a mix of versions: an update is staged and taken whole.
-        Raises WeightsError if it arrived torn twice.
+        wait: wait for the copy. Versions are never mixed: an update is staged and taken as a whole.
+        Raises WeightsError if it arrived corrupted twice.
         """
         end, delivery = self._end, self._end.staged
         if delivery is None or not self.holds:
@@ -99,10 +99,10 @@ class Subscription:
             return self.poll(wait=wait) if wait else None
         if self._take(delivery):
             return delivery.sound
-        return self.poll(wait=wait)  # a newer one was staged while this sampler joined
+        return self.poll(wait=wait)  # a newer update was staged while this sampler joined
 
     def live(self, version: int) -> None:
-        """Report that every new token of this sampler comes from this version."""
+        """Report that this sampler generates every new token with this version."""
         with self._exchange.changed:
             if not self.holds:
                 return
@@ -120,8 +120,8 @@ class Subscription:
                 wake.set()
 
     def leave(self) -> None:
-        """Stop drawing here: no publish waits for this sampler, and the live version is the lowest
-        of the others. Callable from any thread; idempotent."""
+        """Leave the channel: no publish waits for this sampler, and the live version becomes the
+        lowest of the others. Thread-safe and idempotent."""
         with self._exchange.changed:
             if not self.holds:
                 return
@@ -134,22 +134,22 @@ class Subscription:
         self._exchange.tell()
 
     def rejoin(self) -> "Subscription":
-        """Return the end for the replacement of this sampler, which has left.
+        """Return a new end for the replacement of this sampler, which has left.
 
-        Its first poll gives the newest weights, or None if this sampler drew from them already.
-        Raises Closed.
+        Its first poll returns the newest weights, or None if this sampler already used them. Raises
+        Closed.
         """
         with self._exchange.changed:
             self._exchange.raise_if_closed()
             end = self._end
             assert not end.counts and end.holder == self._number + 1, (
-                "it left, and nobody came since"
+                "it left, and no replacement has rejoined"
             )
             end.counts, end.wake = True, threading.Event()
             return Subscription(self._exchange, end)
 
     def _take(self, delivery: Delivery) -> bool:
-        """Mark a sound update as taken, unless another has been staged meanwhile."""
+        """Mark a verified update as taken, unless another has been staged in the meantime."""
         exchange, end = self._exchange, self._end
         with exchange.changed:
             if end.staged is not delivery or not self.holds:
@@ -161,42 +161,42 @@ class Subscription:
             return True
 
     def _restage(self, old: Delivery, new: Delivery) -> Delivery:
-        """Put the next state of the staged update in its place, and return it."""
+        """Replace the staged update by its next state, and return this."""
         with self._exchange.changed:
             if self.holds and self._end.staged is old:
                 self._end.staged = new
         return new
 
     def _repeat(self, delivery: Delivery, error: Exception) -> None:
-        """Send a torn update once more, from the source that the trainer's side still holds.
+        """Resend a corrupted update from the source that the trainer's side still holds.
 
-        Raises WeightsError if that was the second try.
+        Raises WeightsError if this was the second attempt.
         """
         self._exchange.count("torn_transfers")
         version = delivery.update.version
         if delivery.repeated:
             raise WeightsError(
-                f"version {version} did not arrive sound, twice, and was not used: {error}. Look "
-                "at the devices and what connects them; the run can be resumed."
+                f"version {version} arrived corrupted twice and was not used: {error}. Check the "
+                "devices and their interconnect; the run can be resumed."
             ) from error
-        log.warning("version %d did not arrive sound; once more: %s", version, error)
+        log.warning("version %d arrived corrupted; retrying: %s", version, error)
         self._exchange.count("transfer_retries")
         self._restage(delivery, delivery.repeat(self._end.link))
-        self._end.wake.set()  # a sampler that has nothing else to do waits for it
+        self._end.wake.set()  # an idle sampler waits for it
 
 
 class WeightChannel:
-    """One trainer, any number of samplers; at most one update is under way to each.
+    """One trainer and any number of samplers, with at most one update in transfer to each.
 
-    Each local sampler takes one `subscribe()` as its ports.WeightSource; `admit` takes in a sampler
-    in a process of its own, whose source is a weights.remote.source.RemoteSource.
+    Each local sampler uses one `subscribe()` as its ports.WeightSource. Samplers in separate
+    processes enter the `exchange` themselves.
     """
 
     def __init__(
         self,
         links: Sequence[Link] = (),
         *,
-        outbox: WeightOutbox | None = None,
+        remote: RemoteSamplers = NO_REMOTE,
         on_live: Callable[[int], None] = lambda version: None,
         expected: Manifest | None = None,
         version: int = 0,
@@ -204,24 +204,24 @@ class WeightChannel:
         count: Callable[[str], None] = lambda name: None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """Make one end per link.
+        """Create one end per link.
 
         Args:
             links: The transfer to each local sampler.
-            outbox: Of samplers in processes of their own; the channel closes it. None: there are
-                none, and `admit` refuses them.
-            on_live: Called with each version that has become live in every sampler, in rising
-                order, outside the lock, on the thread of a sampler.
-            expected: What the trainer publishes. None: what it publishes first.
-            version: What the samplers were built with; it is live from the start.
-            checksum: Compare what arrives with what was sent, on links that cross devices.
+            remote: Serves samplers in separate processes; the channel closes it.
+            on_live: Called with each version that has become live in every sampler, in ascending
+                order, without the lock, on a sampler's thread.
+            expected: Manifest of the published weights. None: taken from the first publish.
+            version: The samplers' initial version; it is live from the start.
+            checksum: Compare the checksums of received and sent weights, on links that cross
+                devices.
             count: Called with the name of each fault (metrics.fault_counts).
-            clock: Seconds, monotone.
+            clock: Monotonic, seconds.
         """
         self.links = tuple(links)
-        self._outbox, self._expected, self._checksum = outbox, expected, checksum
+        self._remote, self._expected, self._checksum = remote, expected, checksum
         self._ends = tuple(_End(link=link, live_version=version) for link in self.links)
-        self._exchange = Exchange(
+        self.exchange = Exchange(
             standings=list(self._ends),
             live_version=version,
             on_live=on_live,
@@ -234,28 +234,27 @@ class WeightChannel:
     # ---- the trainer
 
     def begin(self, params: Params, probe_logprobs: Any = None, base: Params | None = None) -> None:
-        """Let samplers in processes of their own fetch the weights that the run begins with.
+        """Let samplers in separate processes fetch the run's initial weights.
 
-        base: what they change if they are an adapter, as it is sent; it must stay as it is.
+        base: frozen base of an adapter, in the sent form; it must not change.
         """
-        assert self._outbox is not None, "without remote samplers there is nothing to begin"
         if base is not None:
-            self._outbox.begin(base)
+            self._remote.begin(base)
         self._expected = self._expected or manifest_of(params)
-        self._outbox.publish(
+        self._remote.publish(
             VersionedParams(version=self._published, params=params, probe_logprobs=probe_logprobs)
         )
 
     def publish(self, version: int, params: Params, probe_logprobs: Any = None) -> None:
-        """Start the copies and return; wait only while a local sampler has yet to take the last
+        """Start the copies and return; wait only while a local sampler still has to take the last
         update.
 
-        params may be donated right after. Raises Closed, and WeightsError if the manifest differs
-        or the copies could not be started twice: then no sampler gets any of it. If trainer and
-        sampler share a device lock, call wait_taken() first, without the lock: a sampler that waits
-        for the lock does not poll.
+        params may be donated immediately afterwards. Raises Closed, and WeightsError if the
+        manifest differs or starting the copies failed twice; no sampler then gets any part of the
+        update. If trainer and sampler share a device lock, call wait_taken() first, without the
+        lock: a sampler that waits for the lock does not poll.
         """
-        exchange = self._exchange
+        exchange = self.exchange
         start = exchange.clock()
         assert version > self._published, f"version {version} after {self._published}"
         manifest = manifest_of(params)
@@ -268,9 +267,8 @@ class WeightChannel:
         with exchange.changed:
             exchange.raise_if_closed()
             exchange.published_at[version] = start
-            self._published = version  # before any remote sampler can draw from it
-        if self._outbox is not None:
-            self._outbox.publish(update)
+            self._published = version  # before any remote sampler can use it
+        self._remote.publish(update)
         with exchange.changed:
             for end, delivery in zip(self._ends, deliveries, strict=True):
                 end.staged = delivery
@@ -285,7 +283,7 @@ class WeightChannel:
 
     def wait_taken(self) -> None:
         """Block until every sampler has taken the last update. Raises Closed."""
-        exchange = self._exchange
+        exchange = self.exchange
         with exchange.changed:
             exchange.changed.wait_for(lambda: exchange.closed or exchange.all_taken)
             exchange.raise_if_closed()
@@ -293,27 +291,25 @@ class WeightChannel:
     def wait_live(
         self, version: int, timeout_s: float, given_up: Callable[[], bool] = lambda: False
     ) -> None:
-        """Block until all samplers draw from `version`, or the wait is given up.
+        """Block until all samplers use `version`, or the wait is given up.
 
         Args:
-            version: Published before.
-            timeout_s: Longest wait, seconds. Where samplers come and go, it is counted from the
-                last moment without any, plus the time of the tries that a transfer has; a time
-                without any is bounded by remote.wait_s.
-            given_up: Asked again and again, under the channel's lock; True ends the wait.
+            version: A version that has been published.
+            timeout_s: Maximum wait, seconds. If samplers join and leave, it starts at the last
+                moment without samplers, and is extended by the maximum time of a transfer with its
+                retries. Time without samplers is bounded by remote.wait_s.
+            given_up: Called repeatedly under the channel's lock; True ends the wait.
 
         Raises Closed, and WeightsError after the timeout.
         """
-        exchange, outbox = self._exchange, self._outbox
+        exchange, remote = self.exchange, self._remote
         alone, since = False, time.monotonic()
         with exchange.changed:
             while exchange.live_version < version and not given_up():
                 exchange.raise_if_closed()
-                if alone != (outbox is not None and exchange.deserted):
+                if alone != (remote.may_come and exchange.deserted):
                     alone, since = not alone, time.monotonic()
-                limit_s = timeout_s + (outbox.patience_s if outbox is not None else 0.0)
-                if alone and outbox is not None:
-                    limit_s = outbox.section.wait_s
+                limit_s = remote.wait_s if alone else timeout_s + remote.patience_s
                 left_s = since + limit_s - time.monotonic()
                 if left_s <= 0:
                     raise _not_live(version, exchange.live_version, limit_s, alone=alone)
@@ -322,63 +318,52 @@ class WeightChannel:
     # ---- any thread
 
     def subscribe(self) -> Subscription:
-        """Return the next sampler's end. Raises WeightsError once there are no more links."""
-        exchange = self._exchange
+        """Return the next sampler's end. Raises WeightsError if there are no more links."""
+        exchange = self.exchange
         with exchange.changed:
             if self._subscribed == len(self._ends):
                 raise WeightsError(
-                    f"the weight channel was made for {len(self._ends)} samplers, and all have "
-                    "subscribed. Make it with one link for each sampler."
+                    f"the weight channel was created for {len(self._ends)} samplers, and all have "
+                    "subscribed. Create it with one link per sampler."
                 )
             self._subscribed += 1
             return Subscription(exchange, self._ends[self._subscribed - 1])
 
-    def admit(self, session: Session, hello: Hello) -> RemoteEnd:
-        """Take in a sampler that has joined over a session: it is offered the newest weights.
-
-        It counts from the moment it draws from weights as new as the live ones
-        (RemoteEnd.on_entered); send it requests only then. Raises Closed.
-        """
-        assert self._outbox is not None, "this run has no samplers in processes of their own"
-        return RemoteEnd(session, hello, self._exchange, self._outbox)
-
     @property
     def live_version(self) -> int:
-        """The version that every sampler draws from, or a newer one."""
-        return self._exchange.live_version
+        """The live version: every sampler uses it, or a newer one."""
+        return self.exchange.live_version
 
     @property
     def published_version(self) -> int:
-        """The newest version that was sent to the samplers."""
+        """The newest version sent to the samplers."""
         return self._published
 
     def stats(self) -> ChannelStats:
-        """Return a consistent reading."""
-        stats = self._exchange.stats
-        return stats if self._outbox is None else replace(stats, remote=self._outbox.traffic())
+        """Return a consistent snapshot."""
+        return replace(self.exchange.stats, remote=self._remote.traffic())
 
     def close(self) -> None:
         """Wake every waiter with Closed. Idempotent."""
-        with self._exchange.changed:
-            self._exchange.closed = True
-            self._exchange.changed.notify_all()
+        with self.exchange.changed:
+            self.exchange.closed = True
+            self.exchange.changed.notify_all()
         self._wake_all()
-        if self._outbox is not None:
-            self._outbox.close()
+        self._remote.close()
 
     def _send(self, update: VersionedParams) -> list[Delivery]:
-        """Start the copies to every sampler, in two tries. Raises WeightsError after the second."""
+        """Start the copies to every sampler, with one retry. Raises WeightsError if that fails."""
         try:
             return [send(link, update, checksum=self._checksum) for link in self.links]
         except Exception as error:
-            self._exchange.count("transfer_retries")
-            log.warning("version %d could not be sent; once more: %s", update.version, error)
+            self.exchange.count("transfer_retries")
+            log.warning("version %d could not be sent; retrying: %s", update.version, error)
         try:
             return [send(link, update, checksum=self._checksum) for link in self.links]
         except Exception as error:
             raise WeightsError(
                 f"version {update.version} could not be sent to the samplers, twice: {error}. They "
-                f"still have version {self._published}, and no part of this one. Look at the "
+                f"still have version {self._published}, and no part of this one. Check the "
                 "memory of their devices."
             ) from error
 
@@ -387,19 +372,19 @@ class WeightChannel:
             end.wake.set()
 
     def _num_bytes(self, deliveries: Sequence[Delivery]) -> int:
-        """Return the size of what one sampler gets."""
+        """Return the number of bytes sent to one sampler."""
         if not deliveries:
-            return self._outbox.manifest.num_bytes if self._outbox is not None else 0
+            return self._remote.num_bytes
         return sum(leaf.nbytes for leaf in jax.tree.leaves(deliveries[0].update.params))
 
 
 def _not_live(version: int, live_version: int, waited_s: float, *, alone: bool) -> WeightsError:
     if alone:
         return WeightsError(
-            f"version {version} is live nowhere: no sampler has joined within {waited_s:g} s "
+            f"version {version} is not live in any sampler: none has joined within {waited_s:g} s "
             "(remote.wait_s). Start samplers, and resume the run."
         )
     return WeightsError(
-        f"version {version} was not live in the sampler after {waited_s:.0f} s (it draws from "
-        f"{live_version}). Look at the sampler's thread: it may hang or still compile."
+        f"version {version} was not live in the sampler after {waited_s:.0f} s (it uses "
+        f"{live_version}). Check the sampler's thread: it may hang or still be compiling."
     )

@@ -1,10 +1,11 @@
-"""Checksums of weights on their devices: 4 bytes for each array, whatever its sharding.
+"""Checksums of weights on their devices: 4 bytes per array, independent of its sharding.
 
     sum over all elements of bits * (2 * place + 1), modulo 2^32
 
-`place` is the element's index in the whole, flattened array, so that shards add up to the same
-number on any mesh, and a block that was moved does not. The factor is odd: no single element can
-change unseen. Each shard is summed on its own device, without collectives, so any thread may ask.
+`place` is the element's index in the whole, flattened array. Shards therefore add up to the same
+number on any mesh, and a misplaced block changes the sum. The factor is odd, so a change of a
+single element is always detected. Each shard is summed on its own device, without collectives, so
+any thread may compute checksums.
 """
 
 import math
@@ -23,13 +24,13 @@ Checksum = NDArray[np.uint32]
 
 
 class PartSums:
-    """Checksums of parts of arrays, being computed, each on the device of its part."""
+    """Checksums of parts of arrays, computed asynchronously, each on the device of its part."""
 
     def __init__(self, parts: Sequence[tuple[Array, Sequence[int], tuple[int, ...]]]) -> None:
-        """Begin; do not wait.
+        """Start the computation; do not wait.
 
         parts: each on one device, with the index of its first element in the whole array, and the
-            whole array's shape.
+        whole array's shape.
         """
         by_device: dict[Any, list[int]] = {}
         for number, (data, _, _) in enumerate(parts):
@@ -53,7 +54,7 @@ class PartSums:
 
 
 class Sums:
-    """Checksums of a tree, being computed: the constructor does not wait for them."""
+    """Checksums of a tree, computed asynchronously: the constructor does not wait for them."""
 
     def __init__(self, params: Any) -> None:
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
@@ -93,7 +94,7 @@ def _pairs(numbers: Sequence[int], sums: Array) -> Iterator[tuple[int, Any]]:
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the distance between neighbours along each axis, in elements, modulo 2^32."""
+    """Return the stride of each axis, in elements, modulo 2^32."""
     return tuple(math.prod(shape[axis + 1 :]) % 2**32 for axis in range(len(shape)))
 
 
@@ -105,8 +106,8 @@ def _sums_of(shards: Any, offsets: Any, strides: tuple[tuple[int, ...], ...]) ->
 
 def _sum_of(x: Array, offset: Array, strides: tuple[int, ...]) -> Array:
     bits, steps = _bits(x), np.asarray(strides, np.uint32)
-    place = jnp.sum(offset * steps, dtype=jnp.uint32)  # the first element's
-    if strides == _strides(x.shape):  # a contiguous piece: places count up (quick on a CPU)
+    place = jnp.sum(offset * steps, dtype=jnp.uint32)  # of the first element
+    if strides == _strides(x.shape):  # a contiguous piece: places count up (fast on a CPU)
         bits = bits.reshape(-1)
         place += jax.lax.iota(jnp.uint32, bits.size)
     else:

@@ -1,8 +1,8 @@
-"""One update on its way to one sampler: immutable, each step returns the next state.
+"""The transfer of one update to one sampler. Immutable: each step returns the next state.
 
-send ──every array there──> arrived ──finish──> finished ──checksums agree──> sound
-  ^                                                              │
-  └───────────────────────── repeat, once ──────────────── torn ─┘
+send ──all arrays there──> arrived ──finish──> finished ──checksums agree──> valid
+  ^                                                                │
+  └───────────────────────── repeat, once ────────────── corrupted ┘
 """
 
 from dataclasses import dataclass, replace
@@ -19,23 +19,23 @@ from jaxrl_async.weights.manifest import manifest_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """One update on its way to one sampler."""
+    """The transfer of one update to one sampler."""
 
     update: VersionedParams  # params: on the sampler's devices once they have arrived
-    held: Params  # the source of `move`, on the trainer's devices, kept for a second try
+    held: Params  # the source of `move`, on the trainer's devices, kept for a retry
     sums: Sums | None  # checksums of `held`; None: arrays are not compared
-    finished: bool = False  # whether the link's `finish` was applied
-    repeated: bool = False  # whether this is the second try
+    finished: bool = False  # the link's `finish` was applied
+    repeated: bool = False  # this is the retry
 
     def arrived(self, *, wait: bool = False) -> bool:
-        """Return whether every array is there, the trainer's log-probs on the probe included.
+        """Return True if all arrays have arrived, including the trainer's log-probs on the probe.
 
-        wait: block until all are.
+        wait: block until all have arrived.
         """
         leaves = jax.tree.leaves((self.update.params, self.update.probe_logprobs))
         if wait:
             jax.block_until_ready(leaves)
-        # NumPy arrays have no is_ready: they are there
+        # NumPy arrays have no is_ready: they are always ready
         return all(leaf.is_ready() for leaf in leaves if hasattr(leaf, "is_ready"))
 
     def finish(self, link: Link) -> "Delivery":
@@ -54,7 +54,7 @@ class Delivery:
             names = [name for name, _, _ in manifest_of(self.update.params).entries]
             wrong = [n for n, a, b in zip(names, sent, received, strict=True) if a != b]
             raise WeightsError(
-                f"{len(wrong)} of {len(names)} arrays differ from what was sent, first {wrong[0]!r}"
+                f"{len(wrong)} of {len(names)} arrays differ from the sent ones, first {wrong[0]!r}"
             )
 
     def repeat(self, link: Link) -> "Delivery":
@@ -64,16 +64,16 @@ class Delivery:
 
     @property
     def sound(self) -> VersionedParams:
-        """The update, once `check` has passed."""
+        """The update, after `check` has passed."""
         return replace(self.update, compared=self.update.compared or self.sums is not None)
 
     def released(self) -> "Delivery":
-        """Let go of the source: the update has arrived sound."""
+        """Release the source: the update has been verified."""
         return replace(self, update=self.sound, held=None, sums=None)
 
 
 def send(link: Link, update: VersionedParams, *, checksum: bool) -> Delivery:
-    """Start the copies of an update, whose params are the trainer's, to one sampler."""
+    """Start the copies of an update with the trainer's params to one sampler."""
     moved = link.move(update.params) if link.is_cast(update.params) else None
     held = link.cast(update.params)
     return Delivery(

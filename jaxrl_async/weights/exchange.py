@@ -1,10 +1,10 @@
-"""Which version of the weights is live in which sampler: what the channel's threads share.
+"""The live version of the weights in each sampler: state shared by the channel's threads.
 
-    live version = the lowest of all samplers that count, and it never falls
+    live version = the lowest version of all samplers that count; it never decreases
 
-A sampler on the trainer's side of a wire counts from the moment it enters, with a version that is
-not older than the live one. It leaves whenever it likes. So no sampler that counts ever draws from
-anything older than the live version, whatever joins and leaves: the buffer's gate builds on that.
+A remote sampler counts from the moment it enters, with a version that is not older than the live
+one. It may leave at any time. So no counting sampler ever generates with a version older than the
+live one, whichever samplers join and leave. The buffer's gate relies on this.
 """
 
 import threading
@@ -15,42 +15,42 @@ from dataclasses import dataclass, field, replace
 from jaxrl_async.errors import Closed
 from jaxrl_async.metrics.spans import add_span
 from jaxrl_async.metrics.trace_file import TRACE_CLOCK
-from jaxrl_async.ports import Clock
-from jaxrl_async.weights.remote.traffic import Traffic
+from jaxrl_async.ports.run import Clock
+from jaxrl_async.weights.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelStats:
-    """The last transfer's times and size; `published` and `remote` count all."""
+    """Times and size of the last transfer; `published` and `remote` count all transfers."""
 
     published: int = 0  # updates since the start
     transfer_bytes: int = 0  # moved to one sampler
-    publish_s: float = 0.0  # the trainer's time in publish, waiting included, seconds
-    wait_s: float = 0.0  # of that, until the update before was taken, seconds
+    publish_s: float = 0.0  # the trainer's time in publish, including waits, seconds
+    wait_s: float = 0.0  # part of it until the previous update was taken, seconds
     transfer_s: float = 0.0  # from publish to complete, in the last sampler so far, seconds
     live_s: float = 0.0  # from publish to live in every sampler, seconds
-    remote: Traffic = field(default_factory=Traffic)  # to samplers in processes of their own
+    remote: Traffic = field(default_factory=Traffic)  # to samplers in separate processes
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Standing:
-    """One sampler's part in the live version. Changed under the exchange's lock."""
+    """One sampler's contribution to the live version. Changed under the exchange's lock."""
 
-    live_version: int  # it draws from this version
-    counts: bool = True  # whether the live version waits for it
+    live_version: int  # the version that it uses
+    counts: bool = True  # the live version waits for it
 
     @property
     def pending(self) -> bool:
-        """Whether the next publish waits until the sampler has taken its update."""
+        """True if the next publish must wait until the sampler has taken its update."""
         return False
 
 
 @dataclass(slots=True, kw_only=True)
 class Exchange:
-    """What the trainer's and the samplers' threads share; `changed` guards it."""
+    """State shared by the trainer's and the samplers' threads; guarded by `changed`."""
 
     standings: list[Standing]
-    live_version: int  # every sampler that counts draws from it, or from something newer
+    live_version: int  # all counting samplers use it, or a newer version
     on_live: Callable[[int], None]
     count: Callable[[str], None]
     clock: Clock
@@ -58,42 +58,42 @@ class Exchange:
     stats: ChannelStats = field(default_factory=ChannelStats)
     closed: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
-    untold: deque[int] = field(default_factory=deque)  # live versions that on_live was not given
+    untold: deque[int] = field(default_factory=deque)  # live versions not yet passed to on_live
     telling: bool = False  # a thread is calling on_live
-    last_late: Standing | None = None  # held the live version back when it was last looked for
+    last_late: Standing | None = None  # last sampler found to hold the live version back
 
     @property
     def all_taken(self) -> bool:
-        """Whether no sampler has yet to take its update."""
+        """True if every sampler has taken its update."""
         return not any(standing.pending for standing in self.standings)
 
     @property
     def deserted(self) -> bool:
-        """Whether no sampler counts."""
+        """True if no sampler counts."""
         return not any(standing.counts for standing in self.standings)
 
     def seconds_since_publish(self, version: int) -> float:
-        """Return the age of a version that is not live everywhere; 0 for any other."""
+        """Return the age of a version that is not yet live in all samplers; 0 for any other."""
         now = self.clock()
         return now - self.published_at.get(version, now)
 
     def arrived(self, version: int) -> None:
-        """Take note that a remote sampler has every byte of a version: the last so far."""
+        """Record that a remote sampler has received a version completely."""
         with self.changed:
             self.note_transfer(version)
 
     def note_transfer(self, version: int) -> None:
-        """Take note that the last sampler so far has all of a version. Under the lock."""
+        """Record that one more sampler has received a version completely. Needs the lock."""
         since_s, now = self.seconds_since_publish(version), TRACE_CLOCK()
         self.stats = replace(self.stats, transfer_s=since_s)
         add_span("transfer", now - since_s, now, "weights: transfer", version=version)
 
     def raise_live(self) -> None:
-        """Move `live_version` up to the lowest of all that count. Under the lock; call `tell`
-        after it, without."""
+        """Raise `live_version` to the lowest version of all counting samplers. Needs the lock; call
+        `tell` afterwards, without it."""
         if self._holds_back(self.last_late):
             return
-        # the last sampler to come is likely the last to sample from it: few looks at all samplers
+        # the last sampler to join is likely the last to swap, so few searches scan all samplers
         self.last_late = next(filter(self._holds_back, reversed(self.standings)), None)
         if self.last_late is not None:
             return
@@ -109,14 +109,14 @@ class Exchange:
         self.changed.notify_all()
 
     def _holds_back(self, standing: Standing | None) -> bool:
-        """Return whether the live version cannot rise because of this sampler."""
+        """Return True if this sampler holds the live version back."""
         return (
             standing is not None and standing.counts and standing.live_version <= self.live_version
         )
 
     def tell(self) -> None:
-        """Call on_live with each version that has become live, in rising order, outside the lock:
-        on one thread at a time, which does it for the others, too."""
+        """Call on_live with each version that has become live, in ascending order, without the
+        lock. One thread at a time does this, also for the others."""
         while True:
             with self.changed:
                 if self.telling or not self.untold:
@@ -129,8 +129,8 @@ class Exchange:
                     self.telling = False
 
     def enter(self, standing: Standing, version: int) -> bool:
-        """Count a sampler that draws from this version from now on; False if that is older than
-        the live one: then nothing has changed. Under the lock."""
+        """Start to count a sampler that uses this version. Return False, without a change, if the
+        version is older than the live one. Needs the lock."""
         if version < self.live_version:
             return False
         standing.live_version, standing.counts = version, True
@@ -139,7 +139,7 @@ class Exchange:
         return True
 
     def remove(self, standing: Standing) -> None:
-        """Wait for a sampler no more, and forget it. Under the lock; idempotent."""
+        """Stop waiting for a sampler, and remove it. Needs the lock; idempotent."""
         standing.counts = False
         if standing in self.standings:
             self.standings.remove(standing)
@@ -147,6 +147,6 @@ class Exchange:
         self.changed.notify_all()
 
     def raise_if_closed(self) -> None:
-        """Raise Closed once the channel is closed."""
+        """Raise Closed if the channel is closed."""
         if self.closed:
             raise Closed("the weight channel is closed: the run is stopping")

@@ -1,10 +1,10 @@
-"""Reshard between this process's CPU devices: each byte is copied once, in the host's memory.
+"""Reshard between CPU devices of this process: each byte is copied once, in host memory.
 
-    source's shards, read where they are ──cut and put together──> host memory ──> target's shards
+    source's shards, read in place ──cut and assembled──> host memory ──> target's shards
 
-A CPU device's memory is the host's. XLA's collectives between such devices copy through buffers of
-their own and cost four times this copy's CPU time. JAX keeps aligned host memory as an
-array's own, so that nothing is copied a second time, and devices with the same shard share it.
+The memory of a CPU device is host memory. XLA's collectives between such devices copy through extra
+buffers and cost four times the CPU time of this copy. JAX uses aligned host memory directly as an
+array's memory, so nothing is copied twice, and devices with the same shard share it.
 """
 
 from typing import Any, NamedTuple
@@ -13,17 +13,16 @@ import jax
 import numpy as np
 
 from jaxrl_async.model.spec import Params
-from jaxrl_async.weights.remote.assembly import raw_dtype
-from jaxrl_async.weights.remote.boxes import Box, box_of, boxes_here, inside, intersection
-from jaxrl_async.weights.remote.buffers import BufferPool
+from jaxrl_async.weights.boxes import Box, box_of, boxes_here, inside, intersection
+from jaxrl_async.weights.buffers import BufferPool, raw_dtype
 
 Index = tuple[Any, ...]
 
 
 class HostReshard:
-    """From the shardings of the first tree that is given to those of a target. Thread safe.
+    """Reshards from the shardings of the first given tree to a target's. Thread-safe.
 
-    The memory of a set of weights that nobody holds any more is kept for the next one.
+    The memory of a released set of weights is kept for the next one.
     """
 
     def __init__(self, target: Any) -> None:
@@ -33,10 +32,10 @@ class HostReshard:
         self._plans: list[list[_Shard]] | None = None
 
     def __call__(self, params: Params) -> Params:
-        """Return the arrays in the target's shards; wait until params are computed.
+        """Return the arrays in the target's shards; wait for params to be computed.
 
-        params: in the same shapes and shardings at every call, and never donated before this
-        returns. What is returned shares no memory with them.
+        params: with the same shapes and shardings on every call, and not donated before this
+        returns. The result shares no memory with them.
         """
         leaves, structure = jax.tree.flatten(params)
         if self._plans is None:
@@ -56,7 +55,7 @@ class HostReshard:
         return jax.tree.unflatten(structure, arrays)
 
     def _put_together(self, leaf: jax.Array, shard: "_Shard") -> np.ndarray:
-        """Copy a shard's parts side by side."""
+        """Copy a shard's parts into one array."""
         whole = self._pool.take(shard.shape, leaf.dtype)
         raw = raw_dtype(str(leaf.dtype))
         for part in shard.parts:
@@ -66,9 +65,9 @@ class HostReshard:
 
 
 class _Part(NamedTuple):
-    """What one of the source's shards has of a target's."""
+    """The part of a target shard that one source shard has."""
 
-    place: int  # of the source's shard among those of this process
+    place: int  # index of the source's shard in this process
     of: Index  # within the source's shard
     into: Index  # within the target's
 
@@ -82,7 +81,7 @@ class _Shard(NamedTuple):
 
 
 def _planned(leaf: jax.Array, target: Any) -> list[_Shard]:
-    """Plan the shards of one array; of copies in the source, the first is read."""
+    """Plan the shards of one array. If the source has several copies, the first is read."""
     source: dict[Box, int] = {}
     for place, shard in enumerate(leaf.addressable_shards):
         source.setdefault(box_of(shard.index, leaf.shape), place)

@@ -1,12 +1,12 @@
-"""The transfer of weights to one sampler, in the three steps that the weight channel times.
+"""The transfer of weights to one sampler, in the three steps that the weight channel schedules.
 
     params ──cast──> private copy ──move──> on the sampler's devices ──finish──> in its shardings
           trainer's thread         any thread, repeatable         sampler's thread
 
-Weights that need no cast are moved at once, and the private copy is for a second try alone.
+Weights that need no cast are moved directly; the private copy is then used only for a retry.
 
-weights.local.Push is the product's link. Two threads must not dispatch collective programs to the
-same devices at once: hence `cast` runs on the trainer's thread and `finish` on the sampler's.
+weights.local.Push is the link used in runs. Two threads must not dispatch collective programs to
+the same devices concurrently, so `cast` runs on the trainer's thread and `finish` on the sampler's.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from jaxrl_async.model.spec import Params
 
 
 class Link(Protocol):
-    """What the channel uses of a transfer; `cast` and `move` never wait for the devices."""
+    """The channel's interface of a transfer; `cast` and `move` never wait for the devices."""
 
     @property
     def crosses(self) -> bool:
-        """Whether `move` copies from device to device, so that a copy may arrive torn."""
+        """True if `move` copies from device to device, so a copy may arrive corrupted."""
         ...
 
     def cast(self, params: Params) -> Params:
@@ -29,21 +29,21 @@ class Link(Protocol):
         ...
 
     def is_cast(self, params: Params) -> bool:
-        """Return whether these weights are what `cast` would copy, so that `move` may take them."""
+        """Return True if `cast` would only copy these weights, so `move` may take them directly."""
         ...
 
     def move(self, cast: Params) -> Params:
-        """Copy what `cast` returned to the sampler's devices. Runs no program."""
+        """Copy the result of `cast` to the sampler's devices. Runs no program."""
         ...
 
     def finish(self, moved: Params) -> Params:
-        """Return what `move` returned, which has arrived, in the sampler's shardings."""
+        """Return the arrived result of `move` in the sampler's shardings."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionLink:
-    """A link made of one function that moves the weights: no private copy, no checksum."""
+    """A link with one function that moves the weights, without a private copy or checksums."""
 
     function: Callable[[Params], Params]
 

@@ -1,20 +1,21 @@
-"""Weights from the trainer's mesh to the sampler's in one process, device to device, in two steps.
+"""Transfer weights from the trainer's to the sampler's mesh in one process, from device to device,
+in two steps.
 
     trainer's sharding ──A: jitted cast and reshard──> same-index shards ──B: device_put──> sampler
 
-The reshard runs inside the larger of the two slices, so that B only moves whole shards between
-devices; if the sampler's slice is the larger one, it runs after B. A plain device_put between
-different shardings would go through the host and wait for the step that makes the weights. CPU
-devices of one process have no links, and the host's memory is theirs (`reshards_on_host`): A then
-makes a private copy as the shards are, B is left out, and `finish` puts the sampler's shards
-together in host memory (weights.host_reshard) once the copy is there.
+The reshard runs inside the larger of the two slices, so B only moves whole shards between devices;
+if the sampler's slice is the larger one, it runs after B. A plain device_put between different
+shardings would go through the host and wait for the step that computes the weights. CPU devices of
+one process have no links, and their memory is host memory (`reshards_on_host`). A then makes a
+private copy in the source's shards, B is skipped, and `finish` assembles the sampler's shards in
+host memory (weights.host_reshard) when the copy is complete.
 
-A colocated sampler needs A alone: each device then has its shard. Weights that A would only copy
-are moved as they are: a program that they are donated to waits until they have been read. Where the
+A colocated sampler needs only A, after which each device has its shard. Weights that A would only
+copy are moved directly: a program that they are donated to waits until they have been read. If the
 trainer's slice spans processes, A makes one copy in each of them, in the sampler's shards.
 
-Two threads must not dispatch collective programs to the same devices at once. Hence `cast`
-dispatches to the trainer's devices, on the trainer's thread, and `finish` to the sampler's devices,
+Two threads must not dispatch collective programs to the same devices concurrently. So `cast`
+dispatches to the trainer's devices on the trainer's thread, and `finish` to the sampler's devices
 on the sampler's thread, in the channel's poll. Calling the push runs all steps, for a sampler that
 does not run yet.
 """
@@ -39,10 +40,10 @@ Shardings = Any
 class Push:
     """A weights.link.Link: the compiled transfer of one tree of weights.
 
-    On the trainer's thread it never blocks on compute and never uses the host.
+    On the trainer's thread it never blocks on computation and never uses the host.
 
     Attributes:
-        crosses: Whether weights move to other devices; False for a colocated sampler.
+        crosses: True if weights move to other devices; False for a colocated sampler.
     """
 
     def __init__(
@@ -57,16 +58,16 @@ class Push:
         """Plan the transfer.
 
         Args:
-            source: The trainer's shardings of what is sent.
-            target: The sampler's.
-            dtype: Of floating-point weights in the sampler. None: as they are.
-            convert: Replaces the cast: makes what is sent from the weights, all new arrays, inside
+            source: The trainer's shardings of the sent weights.
+            target: The sampler's shardings.
+            dtype: Of floating-point weights in the sampler. None: unchanged.
+            convert: Replaces the cast: computes the sent arrays, all new, from the weights inside
                 the same compiled program.
-            on_host: Whether shards that differ are put together in host memory. None: where
+            on_host: True to assemble shards in host memory if the shardings differ. None: as
                 `reshards_on_host`.
 
-        Raises MeshError if the larger slice is no multiple of the smaller one, or if they share
-        some devices but not all that the trainer has in this process.
+        Raises MeshError if the larger slice is not a multiple of the smaller one, or if they share
+        some, but not all, of the trainer's devices in this process.
         """
         self._conversion = Conversion(dtype=dtype, convert=convert)
         copied = self._conversion.copied
@@ -75,10 +76,10 @@ class Push:
         here = {d for d in trainer if d.process_index == jax.process_index()}
         self.crosses = set(sampler) not in (set(trainer), here)
         grows = len(sampler) > len(trainer)
-        self._across: Shardings | None = None  # of what `move` returns; None: what it was given
-        self._plan: _Plan | None = None  # of `move`, made when it is first asked
-        self._shards: Shardings = target  # of what `cast` returns
-        self._reshard: Any = None  # what `finish` does
+        self._across: Shardings | None = None  # of the result of `move`; None: unchanged
+        self._plan: _Plan | None = None  # of `move`, created on first use
+        self._shards: Shardings = target  # of the result of `cast`
+        self._reshard: Any = None  # applied by `finish`
         if self.crosses:
             _check(trainer, sampler)
         if grows:
@@ -96,25 +97,25 @@ class Push:
         self._cast = jax.jit(copied, out_shardings=self._shards)
 
     def __call__(self, params: Params) -> Params:
-        """Send the weights to the sampler's mesh; return before they are there, unless they are
-        put together in host memory."""
+        """Send the weights to the sampler's mesh; return before they arrive, unless they are
+        assembled in host memory."""
         return self.finish(self.move(params if self.is_cast(params) else self.cast(params)))
 
     def is_cast(self, params: Params) -> bool:
-        """Return whether each device has the shards that `move` takes of it to another one, in the
-        sampler's dtypes: then nothing but a copy is left for `cast`."""
+        """Return True if each device already has the shards that `move` reads from it, in the
+        sampler's dtypes, so `cast` would only copy."""
         return self.crosses and not self._on_host and self._is_copy(params)
 
     def cast(self, params: Params) -> Params:
         """Make a private copy on the trainer's devices, in the sampler's dtypes and in shards that
-        `move` need not cut. params may be donated right after."""
+        `move` need not cut. params may be donated immediately afterwards."""
         if self._on_host and self._is_copy(params):
-            # between a CPU's devices, quicker than a program's copy, and dispatched at once
+            # between CPU devices, faster than a program's copy, and one dispatch
             return jax.device_put(params, self._shards, may_alias=False)
         return self._cast(params)
 
     def _is_copy(self, params: Params) -> bool:
-        """Return whether `cast` would change neither type nor shards."""
+        """Return True if `cast` would change neither dtypes nor shards."""
         if not self._conversion.keeps(params):
             return False
         pairs = zip(jax.tree.leaves(params), jax.tree.leaves(self._shards), strict=True)
@@ -124,8 +125,9 @@ class Push:
         )
 
     def lower(self, params: Params) -> dict[str, Any]:
-        """Lower the programs of a push without running any: `cast`, and `reshard` if the sampler's
-        slice is the larger one and it is a program. params: jax.ShapeDtypeStructs with shardings.
+        """Lower the programs of a push without running them: `cast`, and `reshard` if the sampler's
+        slice is the larger one and the reshard is a program. params: jax.ShapeDtypeStructs with
+        shardings.
         """
         cast = self._cast.lower(params)
         if self._reshard is None or self._on_host:
@@ -134,7 +136,7 @@ class Push:
         return {"cast": cast, "reshard": self._reshard.lower(moved)}
 
     def move(self, cast: Params) -> Params:
-        """Copy the shards to the sampler's devices. No program runs, so any thread may do it, and
+        """Copy the shards to the sampler's devices. No program runs, so any thread may call and
         repeat it."""
         if self._across is None:
             return cast
@@ -143,29 +145,30 @@ class Push:
         return _move(cast, self._across, self._plan)
 
     def finish(self, moved: Params) -> Params:
-        """Reshard, if that was left to the sampler's side: in a program on its devices, or in host
-        memory. The latter waits until the private copy is made."""
+        """Reshard, if the sampler's side must do it, in a program on its devices or in host memory.
+        The latter waits for the private copy."""
         return moved if self._reshard is None else self._reshard(moved)
 
 
 def reshards_on_host(devices: Sequence[jax.Device]) -> bool:
-    """Return whether the host's memory is the quicker way from shards to other shards: between CPU
-    devices of this process (docs/benchmarks.md, "Weights from mesh to mesh").
+    """Return True if resharding in host memory is faster: between CPU devices of this process
+    (docs/benchmarks.md, "Weights from mesh to mesh").
 
-    Accelerators have links for collectives, and a process reads its own devices' shards alone.
+    Accelerators have links for collectives, and a process can read only its own devices' shards.
     """
     return all(d.platform == "cpu" and d.process_index == jax.process_index() for d in devices)
 
 
 class _Plan(NamedTuple):
-    """Which shards go where: made once, since it takes longer than the transfer's dispatch."""
+    """The destination of each shard. Computed once, since it takes longer than the transfer's
+    dispatch."""
 
-    shards: tuple[tuple[int, ...], ...]  # of each array, the place among its addressable shards
-    devices: tuple[jax.Device, ...]  # where they go, of all arrays one after the other
+    shards: tuple[tuple[int, ...], ...]  # of each array, indices among its addressable shards
+    devices: tuple[jax.Device, ...]  # their destinations, of all arrays in order
 
 
 def _plan_of(params: Params, target: Shardings) -> _Plan:
-    """Plan to copy same-index shards to the target's devices; those that are there already stay."""
+    """Plan the copies of same-index shards to the target's devices; shards already there stay."""
     shards, devices = list[tuple[int, ...]](), list[jax.Device]()
     for leaf, goal in zip(jax.tree.leaves(params), jax.tree.leaves(target), strict=True):
         by_index: dict[Any, dict[jax.Device, int]] = {}
@@ -196,7 +199,7 @@ def _move(params: Params, target: Shardings, plan: _Plan) -> Params:
 
 
 def _arranged(devices: Sequence[jax.Device], copies: int, like: Mesh) -> Mesh:
-    """Lay `copies` meshes of the shape of `like` over these devices."""
+    """Return a mesh of `copies` times the shape of `like` on these devices."""
     shape = (copies, *like.devices.shape)
     return Mesh(np.array(devices).reshape(shape), ("copies", *like.axis_names))
 
@@ -207,7 +210,7 @@ def _on(mesh: Mesh, shardings: Shardings) -> Shardings:
 
 
 def _same(one: Shardings, other: Shardings) -> bool:
-    """Return whether both lay the same shards on the same devices."""
+    """Return True if both place the same shards on the same devices."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return all(a.is_equivalent_to(b, max(len(a.spec), len(b.spec))) for a, b in pairs)
 
@@ -231,7 +234,7 @@ def _check(trainer: Sequence[jax.Device], sampler: Sequence[jax.Device]) -> None
     fewer, more = sorted((len(trainer), len(sampler)))
     if more % fewer:
         raise MeshError(
-            f"weights cannot go from {len(trainer)} trainer devices to {len(sampler)} sampler "
+            f"weights cannot move from {len(trainer)} trainer devices to {len(sampler)} sampler "
             "devices: the larger slice must be a multiple of the smaller one. Change mesh.trainer "
             "or mesh.sampler."
         )

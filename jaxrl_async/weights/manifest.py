@@ -1,4 +1,4 @@
-"""The manifest of a set of weights: compared before any byte moves."""
+"""The manifest of a set of weights, compared before any transfer."""
 
 import hashlib
 import math
@@ -40,14 +40,14 @@ def manifest_of(params: Any) -> Manifest:
 
 
 def compare(published: Manifest, expected: Manifest) -> None:
-    """Raise WeightsError, which names the first array that differs."""
+    """Raise WeightsError with the name of the first array that differs, if any."""
     if published == expected:
         return
     sent, wanted = ({n: (s, d) for n, s, d in m.entries} for m in (published, expected))
     for name in sorted(sent.keys() | wanted.keys()):
         if sent.get(name) != wanted.get(name):
             raise WeightsError(
-                f"weights {name!r}: published {_described(sent.get(name))}, the sampler expects "
+                f"weights {name!r}: published {_described(sent.get(name))}; the sampler expects "
                 f"{_described(wanted.get(name))}. Trainer and sampler were built from different "
                 "models: use one model section for both."
             )

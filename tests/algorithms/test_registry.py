@@ -215,5 +215,5 @@ def test_a_users_function_declares_its_own_facts_or_has_those_assumed(figures, t
 
 def test_what_the_configuration_knows_must_be_what_is_declared(figures):
     figures.check_known({"triangle"}, lambda facts: facts.corners > 0)
-    with pytest.raises(TypeError, match=r"otherwise of \['dot', 'triangle'\]"):
+    with pytest.raises(TypeError, match=r"disagree on \['dot', 'triangle'\]"):
         figures.check_known({"dot"}, lambda facts: facts.corners > 0)

@@ -1,6 +1,7 @@
 """The arguments of jaxrl_async.train as a configuration and a task."""
 
 import importlib
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,13 @@ def right(completion: str, answer: str) -> float:
 def settled(tmp_path: Path, config: Any = None, /, **given: Any) -> tuple[Config, Task | None]:
     """Return the configuration and the task of a call."""
     settings = given.pop("settings", {})
-    with configured(Brought(**given), config, {"dir": str(tmp_path), **settings}) as resolved:
-        return resolved, None if resolved.task is None else load_task(resolved.task)
+    resolved, task = configured(Brought(**given), config, {"dir": str(tmp_path), **settings})
+    if task is None and resolved.task is not None:
+        task = load_task(resolved.task)
+    return resolved, task
 
 
-def test_records_and_functions_become_a_task_that_lasts_as_long_as_the_call(tmp_path) -> None:
+def test_records_and_functions_become_a_task_that_no_configuration_can_name(tmp_path) -> None:
     config, task = settled(tmp_path, data=RECORDS, reward=right)
     assert task is not None and task.rewards == (right,) and list(task.records or ()) == RECORDS
     assert config.run.overwrite and config.task is not None
@@ -105,7 +108,7 @@ class Asks(Environment):
         ({"data": RECORDS, "on_step": lambda: None}, "on_step is called with the update's number"),
         (
             {"data": RECORDS, "model": "m", "max_new_tokens": 500},
-            "cannot be drawn in sampler.max_l",
+            "does not fit into sampler.max_l",
         ),
     ],
 )
@@ -190,6 +193,24 @@ def test_settings_change_a_file_a_mapping_or_a_config_and_leave_the_rest(tmp_pat
         config, _ = settled(tmp_path, base, settings={"steps": 6})
         assert (config.run.steps, config.run.seed, config.sampler.slots) == (6, 3, 4)
     assert sections == {"run": {"steps": 5, "seed": 3}, "sampler": {"slots": 4}}, "left as it was"
+
+
+def test_former_names_of_settings_are_read_with_a_warning_and_change_a_config(
+    tmp_path, caplog
+) -> None:
+    ways: list[dict[str, Any]] = [
+        {"beside": True, "least_members": 3},
+        {"eval": {"beside": True}, "algorithm": {"least_members": 3}},
+    ]
+    for base, settings in itertools.product((None, Config(), {"eval": {"every": 7}}), ways):
+        caplog.clear()
+        config, _ = settled(tmp_path, base, settings=settings)
+        assert config.eval.asynchronous and config.algorithm.min_members == 3
+        assert "train: eval.beside is now written eval.asynchronous=true" in caplog.text
+        check_given(Brought(model="m", data="f"), base, settings)
+    before = {"eval": {"beside": True}}
+    config, _ = settled(tmp_path, before, settings={"asynchronous": False})
+    assert not config.eval.asynchronous and before == {"eval": {"beside": True}}
 
 
 def test_a_section_goes_where_its_objects_go(tmp_path) -> None:

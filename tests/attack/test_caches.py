@@ -17,8 +17,8 @@ import pytest
 from other_users import NOBODY, as_root, one_who_is_nobody
 
 from jaxrl_async import private_folder as folders
-from jaxrl_async.model.cpu import library
-from jaxrl_async.model.cpu.compiler import NotBuiltError, compiler_here
+from jaxrl_async.cpu import kernel_library
+from jaxrl_async.cpu.compiler import NotBuiltError, compiler_here
 from jaxrl_async.private_folder import (
     NotPrivateError,
     check_own_file,
@@ -68,9 +68,9 @@ def small_kernels(base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(base / "cache"))
     source = base / "kernels.cc"
     source.write_text(SOURCE)
-    monkeypatch.setattr(library, "__file__", str(base / "library.py"))
-    kernels = library.Kernels(files=("kernels.cc",), names=library.SAMPLING.names)
-    monkeypatch.setattr(library, "SAMPLING", kernels)
+    monkeypatch.setattr(kernel_library, "__file__", str(base / "library.py"))
+    kernels = kernel_library.CpuKernels(files=("kernels.cc",), names=kernel_library.SAMPLING.names)
+    monkeypatch.setattr(kernel_library, "SAMPLING", kernels)
     return base / "cache" / "jaxrl_async" / "kernels"
 
 
@@ -110,8 +110,8 @@ def no_compile_cache() -> Iterator[None]:
 
 def loaded() -> int:
     """Load the library as a new process does, build it if need be, and call it."""
-    library._loaded.cache_clear()
-    return int(library._loaded(library.SAMPLING).jaxrl_async_product())
+    kernel_library._loaded.cache_clear()
+    return int(kernel_library._loaded(kernel_library.SAMPLING).jaxrl_async_product())
 
 
 def the_file(folder: Path) -> Path:
@@ -149,13 +149,13 @@ def test_a_cut_kernel_is_built_again(
     file = the_file(caches)
     os.truncate(file, size if size >= 0 else file.stat().st_size - 1)
     assert loaded() == 42
-    assert "are built again: it is damaged" in caplog.text
+    assert "are rebuilt: it is damaged" in caplog.text
 
 
 def test_a_library_that_is_loaded_does_not_see_what_becomes_of_its_file(caches: Path) -> None:
     assert loaded() == 42
-    library._loaded.cache_clear()
-    kernels = library._loaded(library.SAMPLING)
+    kernel_library._loaded.cache_clear()
+    kernels = kernel_library._loaded(kernel_library.SAMPLING)
     os.truncate(the_file(caches), 0)
     assert kernels.jaxrl_async_product() == kernels.jaxrl_async_rotate() + 42
 
@@ -194,7 +194,7 @@ def test_another_users_library_is_not_loaded_though_its_sum_is_right(
     content, mark = planted(tmp_path)
     assert loaded() == 42
     file = the_file(caches)
-    write_whole(Path(f"{file}.sha256"), library._sum(content))
+    write_whole(Path(f"{file}.sha256"), kernel_library._sum(content))
     write_whole(file, content)
     os.chown(file, NOBODY, NOBODY)
     assert loaded() == 42 and not mark.exists()
@@ -208,7 +208,7 @@ def test_another_users_folder_is_not_used(
     assert loaded() == 42
     file = the_file(caches)
     file.write_bytes(content)
-    Path(f"{file}.sha256").write_bytes(library._sum(content))
+    Path(f"{file}.sha256").write_bytes(kernel_library._sum(content))
     for one in (caches, file, Path(f"{file}.sha256")):
         os.chown(one, NOBODY, NOBODY)
     caches.chmod(0o777)
@@ -227,24 +227,24 @@ def test_a_kernel_that_lacks_a_function_is_built_again_and_then_given_up(
     assert loaded() == 42
     file = the_file(caches)
     content, _ = planted(tmp_path)  # a library without kernels, whose sum is right
-    write_whole(Path(f"{file}.sha256"), library._sum(content))
+    write_whole(Path(f"{file}.sha256"), kernel_library._sum(content))
     write_whole(file, content)
     assert loaded() == 42
     (tmp_path / "kernels.cc").write_text("int nothing;")
-    with pytest.raises(NotBuiltError, match="made what cannot be used: it has no product, rotate"):
+    with pytest.raises(NotBuiltError, match="cannot be used: it lacks product, rotate"):
         loaded()
 
 
 def test_processes_that_build_at_once_all_get_a_sound_library(caches: Path) -> None:
     compiler, found, errors = compiler_here(), [], []
     path = made_private(caches) / "all.so"
-    source = Path(library.__file__).with_name("kernels.cc")
+    source = Path(kernel_library.__file__).with_name("kernels.cc")
 
     def build() -> None:
         try:
             for _ in range(3):
-                library._compile(compiler, source, path)
-            found.append(library._sound(path))
+                kernel_library._compile(compiler, source, path)
+            found.append(kernel_library._sound(path))
         except BaseException as error:
             errors.append(error)
 
@@ -383,10 +383,10 @@ def test_kernels_that_root_keeps_for_all_are_used(
 
     def build(compiler: str, source: Path, path: Path) -> None:
         built.append(path)
-        write_whole(library._sum_of(path), library._sum(content))
+        write_whole(kernel_library._sum_of(path), kernel_library._sum(content))
         write_whole(path, content)
 
-    monkeypatch.setattr(library, "_compile", build)
+    monkeypatch.setattr(kernel_library, "_compile", build)
     with one_who_is_nobody():
         assert loaded() == 42
         assert loaded() == 42

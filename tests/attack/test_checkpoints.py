@@ -22,10 +22,11 @@ from jaxrl_async import audit as audit_module
 from jaxrl_async.audit import audit_run
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.errors import CheckpointError, EarlierSaveError, FolderLost
+from jaxrl_async.mirror.copy_pass import FolderMirror
+from jaxrl_async.mirror.remote_copy import open_place
 from jaxrl_async.run.checkpoint import seal, store
+from jaxrl_async.run.checkpoint import storage as place
 from jaxrl_async.run.checkpoint.store import Checkpoints
-from jaxrl_async.run.copies.mirror import FolderMirror
-from jaxrl_async.run.copies.place import open_place
 from jaxrl_async.run.folder import Paths, claimed
 
 SIZE = 1000
@@ -130,13 +131,13 @@ def test_a_name_is_given_once_the_sums_are_there_and_all_is_synced(tmp_path, mon
 
 def test_an_old_one_is_removed_only_after_the_new_one_was_read_back(tmp_path, monkeypatch):
     folder = made(tmp_path / "c", 1)
-    real = store.give_name
+    real = place.give_name
 
     def torn(unnamed: Path, target: Path) -> None:
         real(unnamed, target)
         flip(target)
 
-    monkeypatch.setattr(store, "give_name", torn)
+    monkeypatch.setattr(place, "give_name", torn)
     with Checkpoints(folder, 1) as checkpoints:
         checkpoints.save(2, state=state_of(2), loop={"version": 2})
         with pytest.raises(CheckpointError, match="its checksum differs"):
@@ -193,14 +194,14 @@ def test_what_is_no_checkpoint_does_not_keep_a_step_from_being_saved(tmp_path, k
 def test_a_disk_that_is_full_at_the_sums_leaves_the_one_before_and_says_so(
     tmp_path, monkeypatch, capfd
 ):
-    folder, real = made(tmp_path / "c", 1), store.seal
+    folder, real = made(tmp_path / "c", 1), place.seal
 
     def full(unnamed: Path) -> None:
         if unnamed.name.startswith("2."):
             raise OSError(errno.ENOSPC, "No space left on device", str(unnamed / seal.CHECKSUMS))
         real(unnamed)
 
-    monkeypatch.setattr(store, "seal", full)
+    monkeypatch.setattr(place, "seal", full)
     with Checkpoints(folder, 1) as checkpoints:
         checkpoints.save(2, state=state_of(2), loop={"version": 2})
         with pytest.raises(EarlierSaveError, match="Check whether the disk is full"):
@@ -436,7 +437,7 @@ def test_a_passing_failure_stops_and_sets_nothing_aside(tmp_path, monkeypatch, e
             raise error
         real(*args, **kwargs)
 
-    owner, name = (store, "check_files") if where == "check_files" else (store.v1, LOAD)
+    owner, name = (place, "check_files") if where == "check_files" else (store.v1, LOAD)
     real = getattr(owner, name)
     with monkeypatch.context() as patch, Checkpoints(folder) as checkpoints:
         patch.setattr(owner, name, fails)

@@ -70,7 +70,7 @@ def test_the_console_says_once_that_it_cannot_be_written(error, live, caplog):
         tried = stream.tried
         console.summary(["the end", "really"])
     assert seen == list(range(1, 10))  # whoever follows the run still does
-    assert caplog.text.count("the console cannot be written any more") == 1
+    assert caplog.text.count("the console can no longer be written") == 1
     assert "the run continues" in caplog.text and stream.tried <= tried
 
 
@@ -196,7 +196,7 @@ def test_a_reader_that_leaves_ends_no_run(tmp_path):
     assert process.wait(60) == 0
     process.stderr.close()
     assert (tmp_path / "made").read_text() == "1000 "
-    assert errors.count("stdout cannot be written any more") == 1
+    assert errors.count("stdout can no longer be written") == 1
     assert "Traceback" not in errors and "Exception ignored" not in errors
     assert "INFO:root:made 1000" in errors
 
@@ -210,7 +210,7 @@ def test_a_full_disk_for_the_log_ends_no_run(tmp_path, both):
         errors.seek(0)
         told = errors.read()
     assert (tmp_path / "made").read_text() == "300 "
-    assert told.count("stdout cannot be written any more") == (not both)
+    assert told.count("stdout can no longer be written") == (not both)
     assert "Logging error" not in told and "Exception ignored" not in told
 
 
@@ -325,7 +325,7 @@ def test_a_resumed_run_moves_foreign_lines_aside_and_names_them(tmp_path, caplog
     assert metrics == [{"step": n, "train/loss": 2.0**-n} for n in (1, 2, 3)]
     aside = (tmp_path / "metrics.superseded.jsonl").read_bytes()
     assert all(line in aside for line in FOREIGN) and b'{"step": 3}' in aside
-    assert f"{len(FOREIGN)} lines are none of a run's (line 2, 3, 4, 5, 6 and" in caplog.text
+    assert f"{len(FOREIGN)} lines were not written by a run (line 2, 3, 4, 5, 6 and" in caplog.text
 
 
 def test_foreign_lines_of_a_ledger_count_for_none_of_its_own(tmp_path, caplog):
@@ -352,7 +352,7 @@ def test_an_audit_skips_foreign_lines_and_names_them(tmp_path, capsys):
     )
     assert audit.main([str(tmp_path)]) == 0
     told = capsys.readouterr().out
-    assert "metrics.jsonl: line 2, 3, 4, 5, 6 and 9 more is torn, or none of a run's" in told
+    assert "metrics.jsonl: line 2, 3, 4, 5, 6 and 9 more is torn, or not written by a run" in told
     assert "ledger.jsonl: line 1, 2, 3, 4, 5 and 9 more" in told
     assert "clean: every group has one fate" in told
     # what looks like the ledger's, and has no facts, is a problem with its line
@@ -376,4 +376,4 @@ def test_answers_of_evaluations_are_shown_without_foreign_lines(tmp_path, caplog
     file.write_bytes(b"\n".join(lines) + b"\n")
     shown = "\n".join(before_and_after(file))
     assert "step 0     reward 0.0   3" in shown and "step 4     reward 0.0   2" in shown
-    assert "line 2 is no answer of an evaluation" in caplog.text
+    assert "line 2 is not an answer of an evaluation" in caplog.text

@@ -216,7 +216,7 @@ def test_what_is_slow_is_no_stall(tmp_path, readings):
 def test_a_stall_after_an_outage_is_found_and_the_outage_does_not_count(tmp_path):
     still = [replace(DRAWING, away=True)] * 100 + [DRAWING] * 19
     watched(tmp_path, still)
-    with pytest.raises(StalledError, match="the sampler"):
+    with pytest.raises(StalledError, match="stuck part: sampler"):
         watched(tmp_path, [*still, DRAWING, DRAWING, DRAWING])
 
 
@@ -232,7 +232,7 @@ def test_the_caller_is_named_once_each_limit_and_never_blamed(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         watched(tmp_path, [replace(DRAWING, with_caller=True)] * 45)
     told = [r.getMessage() for r in caplog.records]
-    assert len(told) == 2 and all("in the caller's hands for" in line for line in told)
+    assert len(told) == 2 and all("in the caller's code for" in line for line in told)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_a_run_without_a_signal_ends_and_says_what_it_saw(tmp_path, capsys):
     config["algorithm"] = {**SMALL_JOB["algorithm"], "dynamic_sampling": True}
     with pytest.raises(TrainingError, match="steps' worth"):
         jr.train(reward=lambda completion: 1.0, config=config)
-    assert "they teach nothing" in capsys.readouterr().out
+    assert "they have no training signal" in capsys.readouterr().out
 
 
 @pytest.mark.slow

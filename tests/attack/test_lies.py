@@ -9,8 +9,9 @@ from remotes import until
 
 from jaxrl_async.errors import Disconnected, RolloutError
 from jaxrl_async.metrics.fault_counts import FaultCounts
-from jaxrl_async.sampler.remote.answer_checks import checked_completion, checked_drawn
-from jaxrl_async.sampler.remote.replica import RemoteReplica
+from jaxrl_async.remote.sampler.answer_checks import checked_completion, checked_drawn
+from jaxrl_async.remote.sampler.remote_replica import RemoteReplica
+from jaxrl_async.remote.wire.messages import Answers, Start
 from jaxrl_async.sampler.request_checks import RequestCheck, Room
 from jaxrl_async.testing.session_pair import session_pair
 from jaxrl_async.types import (
@@ -21,7 +22,6 @@ from jaxrl_async.types import (
     SamplingParams,
     StopReason,
 )
-from jaxrl_async.wire.messages import Answers, Start
 
 NEWEST = 50
 ROOM = Room(max_length=64, max_new_tokens=32, vocab=100, seed=0)
@@ -100,7 +100,7 @@ def test_a_version_older_than_the_samplers_own_is_refused() -> None:
     assert answered(oldest=NEWEST) is not None
     versions = np.array([48, 49, 50, 50], np.int32)
     assert answered(versions=versions, oldest=48) is not None
-    with pytest.raises(RolloutError, match=r"of version 48, and the sampler drew from version 49"):
+    with pytest.raises(RolloutError, match=r"has version 48, but the sampler used version 49"):
         answered(versions=versions, oldest=49)
     with pytest.raises(RolloutError, match="lie between 0 and 50"):
         answered(versions=np.full(4, 51, np.int32))
@@ -109,11 +109,11 @@ def test_a_version_older_than_the_samplers_own_is_refused() -> None:
 def test_what_another_sampler_drew_keeps_its_versions_and_nobody_changes_it() -> None:
     versions = np.array([40, 41, 50, 50], np.int32)
     assert answered(BEGUN, versions=versions, oldest=50) is not None
-    with pytest.raises(RolloutError, match="of version 49"):
+    with pytest.raises(RolloutError, match="has version 49"):
         answered(BEGUN, versions=np.array([40, 41, 49, 50], np.int32), oldest=50)
-    with pytest.raises(RolloutError, match="versions do not begin with those that were given"):
+    with pytest.raises(RolloutError, match="versions do not begin with the given ones"):
         answered(BEGUN, versions=np.array([41, 41, 50, 50], np.int32), oldest=50)
-    with pytest.raises(RolloutError, match="token_ids do not begin with those that were given"):
+    with pytest.raises(RolloutError, match="token_ids do not begin with the given ones"):
         answered(BEGUN, versions=versions, token_ids=np.array([1, 3, 3, 4], np.int32))
 
 
@@ -122,7 +122,7 @@ def test_a_token_that_its_mask_leaves_out_is_refused() -> None:
     full = row(-1, -1, -1, -1)
     for mask in (kept((1, 2), (2,), (0, 3), (4,)), kept((), (2,), (), ())):
         assert answered(masked, kept=mask, full_logprobs=full) is not None
-    with pytest.raises(RolloutError, match="token 2 is not among those that kept says"):
+    with pytest.raises(RolloutError, match="token 2 is not among the tokens in kept"):
         answered(masked, kept=kept((1, 2), (2,), (2, 4), (4,)), full_logprobs=full)
     with pytest.raises(RolloutError, match="kept has ids outside the vocabulary"):
         answered(masked, kept=kept((1, 2), (2,), (3, 100), (4,)), full_logprobs=full)
@@ -168,7 +168,7 @@ def test_a_lie_in_a_session_is_counted_and_its_request_fails_over() -> None:
     (second,) = replica.start_many([ASKED])
     until(lambda: len(got) == 2)
     answer(1, 7, 8, 8, 8)
-    with pytest.raises(Disconnected, match=r"cannot be true.*of version 7.*drew from version 8"):
+    with pytest.raises(Disconnected, match=r"is invalid.*has version 7.*used version 8"):
         second.result(10)
     assert faults.read()["refused_answers"] == 1
     replica.close()

@@ -30,10 +30,10 @@ from jaxrl_async.data.record_files import Bad, BadRecord
 from jaxrl_async.data.records import RecordReader
 from jaxrl_async.data.text_bounds import LEAST_LOOSE, chars_per_token
 from jaxrl_async.data.tokenizer import BARE, PIECE, Tokenizer, chat_tokenizer
-from jaxrl_async.endpoint.desk import EndpointLimits
-from jaxrl_async.endpoint.fields import parsed_json
+from jaxrl_async.endpoint.body_fields import parsed_json
+from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.json_shape import MAX_DEPTH, MAX_PARTS, check_shape
-from jaxrl_async.endpoint.refusal import CallRefused
+from jaxrl_async.endpoint.service import EndpointLimits
 from jaxrl_async.errors import DataError, TextTooLong
 from jaxrl_async.host import give_back_memory
 from jaxrl_async.rollout.chat_env import ChatEnvs, ChatLimits
@@ -461,7 +461,7 @@ def test_calls_whose_client_has_left_are_not_tokenized(rig, monkeypatch):
 
 
 def test_what_long_bodies_hold_is_bounded(rig, monkeypatch):
-    monkeypatch.setattr("jaxrl_async.endpoint.desk.MOST_HELD", 2**18)
+    monkeypatch.setattr("jaxrl_async.endpoint.service.MOST_HELD", 2**18)
     long = {"prompt": "x" * 2**18}
     answer = rig.http.post("/v1/completions", json=long)
     assert answer.status_code == 429 and "try again" in answer.text

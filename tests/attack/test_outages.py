@@ -33,7 +33,7 @@ from jaxrl_async.errors import (
 )
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.outages import ALONE_S, CALL_S, FIRST_S, Outages, spoken, time_limit
-from jaxrl_async.ports import Reply
+from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.rollout.evaluate import EvalEffort, evaluate
 from jaxrl_async.scorers.guard import GuardedScorer, try_once
 from jaxrl_async.tasks.toolbox import Toolbox, ToolLimits
@@ -735,7 +735,9 @@ def test_before_the_first_success_a_bug_ends_the_run_without_a_wait():
     outages = QuickOutages()
     gate = OneAtATime(*[1] * 20, clock=outages.clock)
     loop = make_loop(gate, scorer=PositionScorer(broken=range(99)), clock=outages.clock)
-    with pytest.raises(RolloutError, match="8 groups failed in a row, each begun after the one"):
+    with pytest.raises(
+        RolloutError, match="8 groups failed in a row, each started after the previous"
+    ):
         asyncio.run(loop.run())
     assert outages.clock.now_s < 60 and len(gate.failed) == 7
 

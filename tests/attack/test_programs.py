@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 from played_programs import played, programs
 
+from jaxrl_async.endpoint.agent_programs import AgentSession, ProgramCommand
 from jaxrl_async.errors import RolloutError, RolloutTimeout
-from jaxrl_async.rollout.agent_programs import AgentSession, Command
 from jaxrl_async.rollout.command_groups import COMMANDS
 from jaxrl_async.scorers.reward_call import RewardCall
-from jaxrl_async.scorers.reward_process import RewardProcesses, Source
+from jaxrl_async.scorers.reward_process import FunctionSource, RewardProcesses
 from jaxrl_async.shown_environment import hide_secrets, without_secrets
 from jaxrl_async.tasks import usercode
 from jaxrl_async.testing.fakes import make_episode, make_prompt
@@ -72,10 +72,10 @@ async def test_a_command_that_exits_has_ended_whatever_it_left(tmp_path: Path, c
     script = f"{CHILDREN[child]}\nuntil test -s PIDS; do sleep 0.01; done; exit CODE"
     script = script.replace("PIDS", str(pids))
     async with asyncio.timeout(HANG_S):
-        await Command(["sh", "-c", script.replace("CODE", "0")])(SESSION)
+        await ProgramCommand(["sh", "-c", script.replace("CODE", "0")])(SESSION)
         assert not left_of(pids)
         with pytest.raises(RolloutError, match="exit code 7"):
-            await Command(["sh", "-c", script.replace("CODE", "7")])(SESSION)
+            await ProgramCommand(["sh", "-c", script.replace("CODE", "7")])(SESSION)
     assert not left_of(pids) and not COMMANDS.running
 
 
@@ -144,7 +144,7 @@ def leaves(completion, pids):
 
 def test_what_a_reward_in_a_process_has_started_ends_with_it(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD, encoding="utf-8")
-    source = Source(module="user_reward", file=str(tmp_path / "reward.py"), name="leaves")
+    source = FunctionSource(module="user_reward", file=str(tmp_path / "reward.py"), name="leaves")
     pids = tmp_path / "pids"
     prompt = make_prompt(1)
     object.__setattr__(prompt, "columns", {"pids": str(pids)})
@@ -190,7 +190,7 @@ ENDLESS = (swallows, waits_in_a_thread, cleans_up_for_ever, makes_one_that_swall
 def test_a_program_that_does_not_end_fails_its_member_and_holds_up_nothing(
     program, monkeypatch, caplog
 ) -> None:
-    monkeypatch.setattr("jaxrl_async.rollout.agent_programs.REAP_S", 0.1)
+    monkeypatch.setattr("jaxrl_async.endpoint.agent_programs.REAP_S", 0.1)
     monkeypatch.setattr(usercode, "LEFT_S", 0.05)
     counts: dict[str, int] = {}
     with pytest.raises(RolloutTimeout, match=r"more than 0\.2 s"):
@@ -233,7 +233,7 @@ import sys
 sys.path[:0] = {paths}
 import test_programs
 from played_programs import played, programs
-from jaxrl_async.rollout import agent_programs
+from jaxrl_async.endpoint import agent_programs
 from jaxrl_async.errors import RolloutTimeout
 agent_programs.REAP_S = 0.1
 try:
@@ -280,7 +280,7 @@ def test_a_loop_ends_though_a_task_on_it_swallows_its_cancellation(caplog) -> No
         return 5
 
     assert usercode.run_loop(work(), reap_s=0.1) == 5
-    assert "deaf" in caplog.text and "left behind" in caplog.text
+    assert "deaf" in caplog.text and "is abandoned" in caplog.text
 
 
 # ---- what programs see
@@ -300,7 +300,7 @@ async def test_a_command_sees_the_variables_that_it_needs_and_no_others(
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     seen = tmp_path / "seen"
-    command = Command(["sh", "-c", f"env | cut -d= -f1 > {seen}"], {"JUDGE"}, ["DOCKER_*"])
+    command = ProgramCommand(["sh", "-c", f"env | cut -d= -f1 > {seen}"], {"JUDGE"}, ["DOCKER_*"])
     await command(SESSION)
     told = ("JAXRL_", "OPENAI_", "ANTHROPIC_")
     names = {name for name in seen.read_text().split() if not name.startswith(told)}
@@ -334,7 +334,7 @@ def test_which_variables_are_taken_for_secrets(monkeypatch, name, value, is_hidd
 
 LOOKS = """
 import asyncio, os, sys
-from jaxrl_async.rollout.agent_programs import AgentSession, Command
+from jaxrl_async.endpoint.agent_programs import AgentSession, ProgramCommand
 from jaxrl_async.shown_environment import hide_secrets
 hidden = hide_secrets(("NAMED",))
 assert os.environ["HF_TOKEN"] == "sesame-1" and os.environ["NAMED"] == "sesame-3"
@@ -348,7 +348,7 @@ done
 exit 0
 '''.replace("{stop}", str(os.getpid()))
 told = AgentSession(base_url="http://a/v1", api_key="k", model="m", record={}, prompt="")
-asyncio.run(Command(["sh", "-c", script])(told))
+asyncio.run(ProgramCommand(["sh", "-c", script])(told))
 print(*sorted(hidden))
 """
 
@@ -394,7 +394,7 @@ async def test_a_command_can_neither_signal_nor_trace_what_is_not_its_own(tmp_pa
             f"kill {other.pid} && exit 3; kill $PPID && exit 4; kill {os.getpid()} && exit 5;"
             f"head -c 1 /proc/{other.pid}/mem >/dev/null 2>&1; sleep 600 & kill $!"
         )
-        await Command(["sh", "-c", script])(SESSION)
+        await ProgramCommand(["sh", "-c", script])(SESSION)
         assert other.poll() is None
     finally:
         other.kill()

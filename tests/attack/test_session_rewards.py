@@ -15,8 +15,8 @@ from chat_tokenizers import CHATML, byte_tokenizer
 from endpoint_rig import Rig, Speaker, closed, serve
 from played_programs import LIMITS, Policy
 
+from jaxrl_async.endpoint.sessions import SessionLimits, SessionPlace, Sessions
 from jaxrl_async.errors import RolloutError
-from jaxrl_async.rollout.sessions import SessionLimits, SessionPlace, Sessions
 from jaxrl_async.testing.fakes import make_prompt
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -66,7 +66,7 @@ def test_the_reward_key_is_told_once(rig, held):
     told = post(rig, "reward_key", held.key, {})
     assert told.json() == {"reward_key": held.reward_key} and held.reward_key != held.key
     again = post(rig, "reward_key", held.key, {})
-    assert again.status_code == 400 and "told before" in again.json()["error"]["message"]
+    assert again.status_code == 400 and "returned before" in again.json()["error"]["message"]
 
 
 def test_the_reward_key_is_not_told_once_the_policy_has_been_asked():

@@ -32,7 +32,8 @@ from jaxrl_async.trainer.objectives.reward_objective import reward_update
 from jaxrl_async.trainer.objectives.supervised_objective import supervised_update
 from jaxrl_async.trainer.pack import pack_pairs
 from jaxrl_async.trainer.pack_pairs import pack_preference
-from jaxrl_async.trainer.update import Frozen, Update
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import Frozen
 
 ROOT = Path(__file__).parents[2]
 ROW = 16

@@ -26,30 +26,30 @@ from tiny import SPEC
 
 from jaxrl_async import private_folder as folders
 from jaxrl_async import sample
-from jaxrl_async.endpoint.desk import EndpointLimits
+from jaxrl_async.endpoint.service import EndpointLimits
 from jaxrl_async.errors import ConfigError, Disconnected, JoinRefused, printable, shown
 from jaxrl_async.metrics.json_logs import logs_as
 from jaxrl_async.model.own_code import OwnCode
 from jaxrl_async.private_folder import made_private
-from jaxrl_async.run.builders import remote_samplers
-from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.weights.remote.peer_guard import Guard
-from jaxrl_async.weights.remote.piece_protocol import GREETING, Line, PieceRequest
-from jaxrl_async.weights.remote.piece_server import PieceServer
-from jaxrl_async.wire import handshake
-from jaxrl_async.wire.address import (
+from jaxrl_async.remote.run import remote_samplers
+from jaxrl_async.remote.weights.peer_authentication import Guard
+from jaxrl_async.remote.weights.piece_protocol import GREETING, Line, PieceRequest
+from jaxrl_async.remote.weights.piece_server import PieceServer
+from jaxrl_async.remote.wire import handshake
+from jaxrl_async.remote.wire.address import (
     Address,
     known_to_this_user,
     locate_trainer,
     write_join_file,
 )
-from jaxrl_async.wire.dial import dial
-from jaxrl_async.wire.frames import FRAME_BYTES, FrameInbox, Outbox
-from jaxrl_async.wire.grpc_link import OPTIONS, PATH, grpc
-from jaxrl_async.wire.hub import Hub
-from jaxrl_async.wire.messages import PROTOCOL, Hello, Welcome
-from jaxrl_async.wire.session import WireLimits
-from jaxrl_async.wire.strangers import Strangers, site_of
+from jaxrl_async.remote.wire.client import dial
+from jaxrl_async.remote.wire.frames import FRAME_BYTES, FrameInbox, Outbox
+from jaxrl_async.remote.wire.grpc_link import OPTIONS, PATH, grpc
+from jaxrl_async.remote.wire.listener import Hub
+from jaxrl_async.remote.wire.messages import PROTOCOL, Hello, Welcome
+from jaxrl_async.remote.wire.session import WireLimits
+from jaxrl_async.remote.wire.strangers import Strangers, site_of
+from jaxrl_async.run.lockstep import Lockstep
 
 SECRET = b"0123456789abcdef" * 2
 LIMITS = WireLimits()
@@ -133,7 +133,7 @@ def test_a_trainer_that_proves_nothing_has_no_file_executed(
 def test_a_proved_secret_lets_a_file_be_executed(
     tmp_path: Path, secret: bytes, executed: bool
 ) -> None:
-    from jaxrl_async.run.remote.sampler_parts import check_code
+    from jaxrl_async.remote.run.sampler_parts import check_code
 
     welcome, mark, _ = of_a_stranger(tmp_path)
     if executed:
@@ -146,7 +146,7 @@ def test_a_proved_secret_lets_a_file_be_executed(
 
 def test_a_file_that_its_user_has_named_is_executed(tmp_path: Path) -> None:
     from jaxrl_async.model.own_code import load_code
-    from jaxrl_async.run.remote.sampler_parts import check_code
+    from jaxrl_async.remote.run.sampler_parts import check_code
 
     welcome, mark, file = of_a_stranger(tmp_path)
     load_code(f"{file}:Layer", "--decoder")
@@ -296,7 +296,7 @@ def test_two_processes_of_which_one_has_a_secret_both_end(
         for name in ("trainer", "trainer-1"):
             assert run.code(name) != 0
         said = "".join(run.said(name) for name in ("trainer", "trainer-1"))
-        assert f"is set in processes [{int(knows != 'trainer')}], and has to have" in said
+        assert f"is set in processes [{int(knows != 'trainer')}]; set it to the same value" in said
 
 
 def test_a_prepared_draft_is_not_written_to(tmp_path: Path) -> None:
@@ -484,7 +484,7 @@ def test_what_a_stranger_says_is_one_clean_line(caplog: pytest.LogCaptureFixture
     frame = handshake.OPEN + greeting + FORGED.encode()[: handshake.PACKAGE_BYTES]
     with a_hub(SECRET) as hub, grpc.insecure_channel(str(hub.address), options=OPTIONS) as channel:
         list(channel.stream_stream(PATH)(iter([frame])))
-    (told,) = [r.getMessage() for r in caplog.records if "was not let in" in r.getMessage()]
+    (told,) = [r.getMessage() for r in caplog.records if "was refused" in r.getMessage()]
     assert "all is well" in told and told.isprintable()
 
 

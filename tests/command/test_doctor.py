@@ -228,8 +228,8 @@ def test_doctor_says_how_much_of_a_gpu_jax_takes(monkeypatch):
     ("name", "text", "level", "said"),
     [
         ("XLA_CLIENT_MEM_FRACTION", "0.5", "ok", r"JAX takes 50% .*\(XLA_CLIENT_MEM_FRACTION,"),
-        ("XLA_PYTHON_CLIENT_PREALLOCATE", "false", "ok", "JAX takes 75% of each GPU as it is need"),
-        ("XLA_PYTHON_CLIENT_ALLOCATOR", "platform", "ok", "as it is needed, without a limit of it"),
+        ("XLA_PYTHON_CLIENT_PREALLOCATE", "false", "ok", "JAX takes 75% of each GPU on demand"),
+        ("XLA_PYTHON_CLIENT_ALLOCATOR", "platform", "ok", "on demand, without its own limit"),
         ("XLA_PYTHON_CLIENT_MEM_FRACTION", "2", "warning", "=2 is not a share of a card's memory"),
     ],
 )

@@ -135,7 +135,7 @@ def test_what_is_to_be_private_does_not_go_where_everybody_sees_it(run, hub, tmp
     state["public"] = True  # was made so before: to make it again changes nothing
     words = (run, tmp_path / "out", "--upload", "ada/adder")
     done = export(*words, "--private", endpoint=endpoint)
-    assert done.returncode == 2 and "--private: ada/adder is there already" in done.stderr
+    assert done.returncode == 2 and "--private: ada/adder already exists" in done.stderr
     assert "files" not in state and not (tmp_path / "out").exists()
     assert export(*words, endpoint=endpoint).returncode == 0 and "README.md" in state["files"]
 
@@ -144,7 +144,7 @@ def test_a_name_without_an_owner_is_refused(run, tmp_path):
     done = export(run, tmp_path / "out", "--upload", "adder", endpoint="http://127.0.0.1:1")
     assert done.returncode == 2 and "give OWNER/NAME" in done.stderr
     done = export(run, tmp_path / "out", "--private", endpoint="http://127.0.0.1:1")
-    assert done.returncode == 2 and "--private is of an upload" in done.stderr
+    assert done.returncode == 2 and "--private is for an upload" in done.stderr
     done = export(run, tmp_path / "out", "--upload", "", endpoint="http://127.0.0.1:1")
     assert done.returncode == 2 and "give OWNER/NAME" in done.stderr
 
@@ -182,7 +182,7 @@ def test_a_card_names_base_and_records_of_the_hub(run):
 
 def test_a_card_has_no_address_and_no_password(run):
     words = [
-        *("mesh.samplers_in=elsewhere", "sampler.engine=vllm", "model.path=Qwen/Qwen3-0.6B"),
+        *("mesh.samplers_in=external", "sampler.engine=vllm", "model.path=Qwen/Qwen3-0.6B"),
         "sampler.engine_urls=[http://ada:secret@10.0.0.3:8000]",
         "metrics.mlflow={experiment: e, tracking_uri: 'http://ada:secret@10.0.0.4:5000'}",
         "metrics.prometheus=10.0.0.5:9000",

@@ -1,11 +1,16 @@
 """Settings that earlier runs and versions have written, beside those of now."""
 
+import itertools
+
 import pytest
 import yaml
 
 from jaxrl_async.config.changes import changes
-from jaxrl_async.config.load import dump, flattened, load
+from jaxrl_async.config.former import NAMES, OFF, VALUES
+from jaxrl_async.config.load import dump, flattened, load, setting_names
 from jaxrl_async.config.recipes import recipe_file
+from jaxrl_async.config.schema import Config
+from jaxrl_async.config.several import runs_of
 
 
 @pytest.fixture
@@ -42,3 +47,138 @@ def test_what_an_older_version_wrote_otherwise_is_no_change(older):
         ("gone", 1, None),
         ("sampler.engine", "native", "ours"),  # `now` is of this version
     ]
+
+
+def test_each_former_name_stands_for_a_setting_of_now():
+    known = set(setting_names())
+    assert known >= {*NAMES.values(), *VALUES} and not known & NAMES.keys()
+    assert known >= {f"{section}.{key}" for section, (key, _) in OFF.items()}
+
+
+def test_a_former_name_is_read_with_a_warning_that_shows_the_new_form(write, caplog):
+    file = write("eval:\n  beside: true\nmesh: {samplers_in: elsewhere}\n")
+    config = load(file, ["remote.least=3", "algorithm={least_members: 2}"])
+    assert config.eval.asynchronous and config.mesh.samplers_in == "external"
+    assert config.remote.min_samplers == 3 and config.algorithm.min_members == 2
+    assert f"{file}, line 2: eval.beside is now written eval.asynchronous=true" in caplog.text
+    assert "line 3: mesh.samplers_in is now written mesh.samplers_in=external" in caplog.text
+    assert "command line: remote.least is now called remote.min_samplers" in caplog.text
+    assert "algorithm.least_members is now written algorithm.min_members=2" in caplog.text
+
+
+def test_the_current_name_counts_where_both_are_given_and_values_are_checked(
+    write, refusal, caplog
+):
+    both = write("eval: {beside: true, asynchronous: false}")
+    assert not load(both).eval.asynchronous
+    assert "eval.beside is not read: it is now written eval.asynchronous, which is" in caplog.text
+    told = refusal(write("run: {name: x}\neval:\n  every: 3\n  beside: 3\n"))
+    assert "line 4: eval.asynchronous = 3 is not allowed" in told
+
+
+def test_the_later_place_counts_however_it_names_a_setting(write, tmp_path):
+    def file(shared, own):
+        runs = f"runs: {{a: {{eval: {{{own}: false}}}}, b: {{}}}}\n"
+        return write(f"model: {{lora: {{rank: 4}}}}\neval: {{{shared}: true}}\n{runs}")
+
+    assert load(write("eval: {asynchronous: true}"), ["eval={beside: false}"]) == Config()
+    assert load(write("eval: {beside: true}"), ["eval={asynchronous: false}"]) == Config()
+    for shared, own in itertools.product(("beside", "asynchronous"), repeat=2):
+        several = load(file(shared, own))
+        assert several.runs == {"a": {"eval": {"asynchronous": False}}, "b": {}}
+        assert several.eval.asynchronous
+    apart = tmp_path / "own.yaml"
+    apart.write_text("eval: {beside: false}")
+    text = f"model: {{lora: {{rank: 4}}}}\neval: {{asynchronous: true}}\nruns: {{a: {apart}}}"
+    assert load(write(text)).runs == {"a": {"eval": {"asynchronous": False}}}
+    text = "model: {lora: {rank: 4}}\neval: {asynchronous: true}\nruns: {a: {}}"
+    own = load(write(text), ["runs.a.eval={beside: false}"]).runs
+    assert own == {"a": {"eval": {"asynchronous": False}}}
+
+
+def test_a_run_turns_on_what_is_turned_off_beside_runs(write, caplog):
+    shared = "model: {lora: {rank: 4}}\nteacher: {source: none, refresh_every: 3}\n"
+    several = load(write(shared + "runs: {a: {teacher: {source: self}}, b: {}}\n"))
+    assert several.teacher is None and several.runs["b"] == {}
+    own = runs_of(several)["a"].teacher
+    assert own is not None and (own.source, own.refresh_every) == ("self", 3)
+    assert caplog.text.count("teacher.source=none is now written teacher=null") == 1
+    assert load(write(dump(several))) == several
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [f"{section}.{key}" for section, (key, off) in OFF.items() if off is None],
+)
+@pytest.mark.parametrize("null", ["null", "~"])
+def test_null_on_a_command_line_turns_a_section_off_and_is_no_name(write, switch, null):
+    assert load(write(""), [f"{switch}={null}"]) == Config()
+
+
+def test_false_is_not_the_number_that_turned_a_section_off(write, refusal):
+    assert "model.lora.rank = false is not allowed" in refusal(
+        write("model: {lora: {rank: false}}")
+    )
+    assert load(write("model: {lora: {rank: 0.0}}")) == Config()
+
+
+@pytest.mark.parametrize(
+    ("section", "before"),
+    [
+        ("model.lora", {"rank": 0, "alpha": 32.0}),
+        ("pairs", {"loss": None, "choose": "best_worst"}),
+        ("teacher", {"source": "none", "kind": "reverse"}),
+        ("reward.judge", {"model": None, "weight": 1.0}),
+        ("reward.process", {"function": None}),
+        ("algorithm.pivots", {"continuations": 0, "members": 1}),
+        ("metrics.wandb", {"project": None, "entity": None}),
+        ("metrics.mlflow", {"experiment": None}),
+        ("metrics.trackio", {"project": None}),
+    ],
+)
+def test_a_section_that_was_turned_off_is_null_now(write, caplog, section, before):
+    tree = before
+    for name in reversed(section.split(".")):
+        tree = {name: tree}
+    assert load(write(yaml.safe_dump(tree))) == Config()
+    assert f"is now written {section}=null" in caplog.text
+
+
+def test_a_command_line_still_turns_a_section_off_and_on(write):
+    file = write("model: {lora: {rank: 4}}\nteacher: {source: none, path: x}\n")
+    assert load(file, ["model.lora.rank=0"]).model.lora is None
+    assert load(file, ["model.lora=null"]).model.lora is None
+    assert load(file).teacher is None
+    config = load(file, ["teacher.source=path"])
+    assert config.teacher is not None and config.teacher.path == "x"
+    assert load(write(dump(config))) == config
+
+
+def test_a_run_of_before_without_a_section_has_not_changed():
+    before = flattened({"teacher": {"source": "none"}, "model": {"lora": {"rank": 0, "alpha": 32}}})
+    now = {"teacher": None, "model.lora": None}
+    assert list(changes(before, now)) == []
+
+
+def test_a_section_that_is_added_or_removed_differs_by_what_it_sets():
+    on = {"teacher.source": "self", "teacher.top_k": 0, "teacher.refresh_every": 3}
+    off = {"teacher": None}
+    assert list(changes(off, on)) == [
+        ("teacher.refresh_every", 10, 3),
+        ("teacher.source", None, "self"),
+    ]
+    assert list(changes(on, off)) == [("teacher.source", "self", None)]
+    of_older = {"teacher.source": "self", "teacher.refresh_every": 3}  # without top_k
+    assert list(changes(of_older, on)) == []
+
+
+def test_a_file_of_an_older_run_is_no_page_of_warnings(write, caplog):
+    tree = yaml.safe_load(dump(Config()))
+    for was, now in NAMES.items():
+        section, _, key = was.partition(".")
+        if tree[section] is not None:
+            tree[section][key] = tree[section].pop(now.partition(".")[2])
+    assert load(write(yaml.safe_dump(tree))) == Config()
+    first, more = caplog.messages
+    assert "algorithm.least_members is now written algorithm.min_members=null" in first
+    assert more == "and 5 more; --print-config prints how all are written now"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from jaxrl_async.config.load import _all_paths, dump, help_text, load
 from jaxrl_async.config.schema import Config
+from jaxrl_async.config.several import is_optional, section_of
 from jaxrl_async.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -191,8 +192,10 @@ def test_help_explains_every_field():
 
     def check(section, path):
         for name, field in section.model_fields.items():
-            inner = field.annotation
-            if isinstance(inner, type) and hasattr(inner, "model_fields"):
+            inner = section_of(field)
+            if inner is not None:
+                null = " = null:" if is_optional(field) else ""
+                assert f"{'.'.join([*path, name])}{null}" in text
                 check(inner, [*path, name])
             else:
                 assert f"{'.'.join([*path, name])} = " in text

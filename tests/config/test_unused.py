@@ -34,8 +34,6 @@ UNREAD = [
     (["critic.learning_rate=1e-4"], "algorithm.advantage=gae"),
     (["critic.clip=null"], "algorithm.advantage=gae"),
     (["reference.refresh_every=3"], "algorithm.kl_coefficient above 0"),
-    (["teacher.kind=js"], "teacher.source"),
-    (["teacher.coefficient=2"], "teacher.source"),
     (["teacher.source=self", "teacher.kind=forward"], "teacher.form=loss"),
     (["teacher.source=self", "teacher.top_k=4"], "teacher.form=loss"),
     (
@@ -45,8 +43,8 @@ UNREAD = [
     (["staleness.overcommit=2"], "staleness.when_too_old=drop"),
     (["staleness.ess_target=0.5"], "staleness.adapt=ess"),
     (["data.curriculum_pool=8"], "data.curriculum"),
-    (["reward.processes=2"], "a reward function of your own"),
-    (["remote.data_port=7078"], "mesh.samplers_in=processes or elsewhere"),
+    (["reward.processes=2"], "your own reward function"),
+    (["remote.data_port=7078"], "mesh.samplers_in=processes or external"),
     (["data.jsonl.path=x"], "data.source=jsonl"),
     (["warm_start.path=x"], "warm_start.steps above 0"),
     (["data.jsonl.prompt_field=x"], "data.source=jsonl or warm_start.path"),
@@ -55,15 +53,12 @@ UNREAD = [
     (["reward.model_weight=0.5"], "reward.model"),
     (["sft.batch_size=4"], "another run.job"),
     (["preference.loss=ipo"], "another run.job"),
-    (["pairs.choose=all"], "pairs.loss"),
-    (["pairs.loss=dpo", "algorithm.loss=cispo"], "pairs.loss=null"),
-    (["pairs.loss=dpo", "algorithm.advantage=rloo"], "pairs.loss=null"),
-    (["pairs.loss=dpo", "algorithm.correction=tis"], "pairs.loss=null"),
-    (["pairs.loss=dpo", "algorithm.aggregate=sequence_mean"], "pairs.loss=null, or a KL"),
+    (["pairs.loss=dpo", "algorithm.loss=cispo"], "pairs=null"),
+    (["pairs.loss=dpo", "algorithm.advantage=rloo"], "pairs=null"),
+    (["pairs.loss=dpo", "algorithm.correction=tis"], "pairs=null"),
+    (["pairs.loss=dpo", "algorithm.aggregate=sequence_mean"], "pairs=null, or a KL"),
     (["pairs.loss=simpo", "reference.ema=0.5"], "algorithm.kl_coefficient above 0 or a pairs"),
     (["run.job=sft", "pairs.loss=dpo"], "another run.job"),
-    (["metrics.wandb.entity=x"], "metrics.wandb.project"),
-    (["metrics.mlflow.tracking_uri=x"], "metrics.mlflow.experiment"),
 ]
 
 
@@ -73,7 +68,7 @@ def test_what_nothing_reads_is_refused_with_what_would_make_it_read(
 ):
     message = refusal(write(""), *overrides)
     key = overrides[-1].partition("=")[0]
-    assert f"{key} (" in message and f"is read by nothing without {wanted}" in message
+    assert f"{key} (" in message and f"has no effect without {wanted}" in message
     assert f"leave {key} out" in message
 
 
@@ -87,8 +82,8 @@ TURNED_OFF = [
     ),
     (
         "self_distill",
-        ["teacher.source=none"],
-        ["teacher.form (loss)", "teacher.kind (js)", "teacher.coefficient (0.05)"],
+        ["teacher=null"],
+        [],
     ),
     ("addition", ["teacher.source=self", "teacher.form=loss", "teacher.rewards=0"], []),
     (
@@ -137,8 +132,29 @@ def test_what_a_feature_would_read_that_is_turned_off_is_told_and_not_refused(
     assert load(write(dump(config))) == config
 
 
+@pytest.mark.parametrize(
+    ("setting", "section", "key"),
+    [
+        ("teacher.kind=js", "teacher", "source"),
+        ("pairs.choose=all", "pairs", "loss"),
+        ("model.lora.alpha=16", "model.lora", "rank"),
+        ("reward.judge.weight=0.5", "reward.judge", "model"),
+        ("reward.process.weight=0.5", "reward.process", "function"),
+        ("metrics.wandb.entity=x", "metrics.wandb", "project"),
+        ("metrics.mlflow.tracking_uri=x", "metrics.mlflow", "experiment"),
+        ("algorithm.pivots.where=mark", "algorithm.pivots", "continuations"),
+    ],
+)
+def test_a_section_without_what_it_needs_is_refused_with_both_ways_out(
+    write, refusal, setting, section, key
+):
+    message = refusal(write(""), setting)
+    assert f"{section} is given without {key}. Set {section}.{key} (" in message
+    assert message.endswith(f"or {section}=null.")
+
+
 def test_a_default_that_is_written_down_is_refused_nowhere(write):
-    load(write(""), ["algorithm.kl=k3", "critic.clip=0.2", "teacher.kind=reverse"])
+    load(write(""), ["algorithm.kl=k3", "critic.clip=0.2"])
 
 
 READ = [
@@ -170,7 +186,7 @@ READ = [
     ["algorithm.shaping=[{overlong_filter: {max_tokens: 47}}]"],
     ["metrics.wandb.project=x", "metrics.wandb.mode=offline"],
     ["metrics.mlflow.experiment=x", "metrics.mlflow.tracking_uri=x"],
-    ["mesh.samplers_in=elsewhere", "remote.transfer=tcp", "remote.data_port=7078"],
+    ["mesh.samplers_in=external", "remote.transfer=tcp", "remote.data_port=7078"],
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from jaxrl_async.config.load import load
 from jaxrl_async.data import addresses
 from jaxrl_async.data.addresses import cache_root, copied_here, is_address
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.run.start import check_paths, with_hub_folders
+from jaxrl_async.run.start_checks import check_paths, with_hub_folders
 
 
 @pytest.fixture(autouse=True)
@@ -98,9 +98,9 @@ def test_what_a_killed_copy_has_left_is_removed_and_one_under_way_is_not(bucket,
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("memory://bucket/nothing", "there is nothing"),
+        ("memory://bucket/nothing", "found nothing"),
         ("memory://bucket/data", "none of .*safetensors"),
-        ("nowhere://b/x", "a kind that fsspec knows"),
+        ("nowhere://b/x", "a scheme that fsspec supports"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_what_to_do(bucket, address, said):
@@ -112,7 +112,7 @@ def test_a_name_that_leads_out_of_the_copy_is_refused(bucket, cache, monkeypatch
     names = {"/bucket/data/../../x.jsonl": {"size": 2}}
     with monkeypatch.context() as patch:
         patch.setattr(type(bucket), "find", lambda *args, **more: names)
-        with pytest.raises(ConfigError, match=r"'\.\./\.\./x\.jsonl' leads out of the folder"):
+        with pytest.raises(ConfigError, match=r"'\.\./\.\./x\.jsonl' is outside the folder"):
             copied_here("memory://bucket/data", "data.jsonl.path", "dataset")
     assert not cache.exists()
 

@@ -134,7 +134,7 @@ def test_tools_that_nothing_shows_are_refused(tmp_path):
     data = section().model_copy(update={"chat_format": str(template)})
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps({"messages": ASKED, "answer": "3", "tools": [TOOL]}))
-    with pytest.raises(DataError, match="the chat format leaves them out"):
+    with pytest.raises(DataError, match="the chat format omits them"):
         read_records(path, data, TOKENIZER)
 
 
@@ -159,7 +159,7 @@ def test_messages_as_json_text_are_messages(tmp_path):
     right = TOKENIZER.decode_all(read(tmp_path, [{"messages": ASKED, "answer": "3"}])[0].token_ids)
     assert [TOKENIZER.decode_all(r.token_ids) for r in records] == [right, right]
     assert conversation_of({"messages": text}) == ASKED
-    with pytest.raises(DataError, match="not JSON of a conversation"):
+    with pytest.raises(DataError, match="not a conversation in JSON"):
         read(tmp_path, [{"messages": "1+2?", "answer": "3"}])
     (asked,) = read(tmp_path, [{"question": "[1, 2]", "answer": "3"}])
     assert asked.text == "[1, 2]" == as_messages("[1, 2]")
@@ -180,7 +180,7 @@ def test_a_conversation_of_ultrafeedbacks_layout_is_a_pair(tmp_path):
         (pair,) = pairs(prompt)
         assert np.array_equal(pair.prompt_ids, right.prompt_ids)
         assert TOKENIZER.decode(pair.chosen_ids) == "3"
-    with pytest.raises(DataError, match="`prompt` is not what"):
+    with pytest.raises(DataError, match="does not begin with `prompt`"):
         pairs("2+2?")
 
 
@@ -199,8 +199,8 @@ def test_labels_may_be_numbers(tmp_path, labels):
     [
         ({"prompt": "a", "completion": "b", "label": 2}, "the label is '2'"),
         ({"prompt": "a", "completion": "b", "label": "yes"}, "the label is 'yes'"),
-        ({"prompt": "a", "chosen": "b"}, "'rejected' is looked for"),
-        ({"chosen": "a", "rejected": "b"}, "'prompt' is looked for"),
+        ({"prompt": "a", "chosen": "b"}, "expected 'rejected'"),
+        ({"chosen": "a", "rejected": "b"}, "expected 'prompt'"),
     ],
 )
 def test_a_pair_that_lacks_something_says_what(tmp_path, record, said):
@@ -292,7 +292,7 @@ def test_a_packed_file_is_read(tmp_path, pack):
     [
         ('{"question": "a"}'.encode("utf-16"), "UTF-16"),
         (b"PK\x03\x04abc", "a zip archive"),
-        (b"\x28\xb5\x2f\xfdabc", "packed by zstd"),
+        (b"\x28\xb5\x2f\xfdabc", "compressed with zstd"),
     ],
 )
 def test_a_file_of_another_kind_is_refused_by_its_kind(tmp_path, content, said):
@@ -339,7 +339,7 @@ def test_columns_of_bytes_are_left_out_and_named_once(tmp_path, caplog):
     records = read(tmp_path, table, "d.parquet")
     assert [set(r.columns) for r in records] == [{"question", "answer"}] * 2
     for name in ("image", "nested", "took"):
-        assert sum(f"the column {name!r} is left out" in m for m in caplog.messages) == 1
+        assert sum(f"the column {name!r} is dropped" in m for m in caplog.messages) == 1
 
 
 def test_a_column_of_bytes_is_left_out_of_all_records(tmp_path):
@@ -403,7 +403,7 @@ def test_a_short_max_length_is_not_refused_for_a_setting_that_was_not_written():
 
 def test_a_prompt_that_is_too_long_says_how_long_it_is(tmp_path):
     with pytest.raises(
-        DataError, match=r"10 tokens, and 4 are allowed.*raise data.max_prompt"
+        DataError, match=r"10 tokens, but only 4 are allowed.*raise data.max_prompt"
     ) as e:
         read(tmp_path, [{"question": "a" * 10, "answer": "1"}], tokenizer=BARE, max_prompt_tokens=4)
     assert "answer_field" not in str(e.value), "names what mends it alone"
@@ -469,7 +469,7 @@ def test_the_tools_of_a_tasks_record_are_shown_where_no_environment_plays(tmp_pa
         opened({**columns, "tools": ["hammer"]})
     template = tmp_path / "bare.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}<eos>{% endfor %}<assistant>")
-    with pytest.raises(RolloutError, match="leaves out the tools"):
+    with pytest.raises(RolloutError, match="does not show the tools"):
         opened(columns, str(template))
 
     class Own(Environment):

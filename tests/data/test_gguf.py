@@ -31,7 +31,7 @@ from jaxrl_async.errors import (  # noqa: E402
 )
 from jaxrl_async.model.hf import weight_files  # noqa: E402
 from jaxrl_async.model.policy import Policy  # noqa: E402
-from jaxrl_async.run.start import check_paths, with_hub_folders  # noqa: E402
+from jaxrl_async.run.start_checks import check_paths, with_hub_folders  # noqa: E402
 
 TALK = [
     {"role": "user", "content": "hello  there 12"},
@@ -98,7 +98,7 @@ def test_a_file_that_has_changed_gets_another_folder_and_the_old_one_is_refused(
     Policy.from_pretrained(old)
     own.write_bytes(file.read_bytes() + b"\0")
     assert folder_here(str(own), "model.path") != old
-    with pytest.raises(CheckpointError, match=r"is not the file any more.+Put that file back"):
+    with pytest.raises(CheckpointError, match=r"has changed since.+Restore the original file"):
         Policy.from_pretrained(old)
     own.unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -157,7 +157,7 @@ def test_a_file_that_is_torn_or_in_parts_or_of_other_types_is_refused(tmp_path, 
     writer.add_tensor("blk.0.ffn_up.weight", np.zeros((2, 18), np.uint8), raw_dtype=kind)
     ended(writer)
     with pytest.raises(
-        CheckpointError, match=r"ffn_up\.weight is in IQ4_NL.+only F32.+Take another"
+        CheckpointError, match=r"ffn_up\.weight has the unsupported type IQ4_NL.+F32.+Use another"
     ):
         Policy.from_pretrained(tmp_path / "iq.gguf")
     writer = gguf.GGUFWriter(tmp_path / "part.gguf", "llama")
@@ -233,7 +233,7 @@ def test_a_tokenizer_that_is_not_known_is_left_out_and_said(tmp_path, caplog):
         tmp_path / "m.gguf", tiny_llama(), tokenizer=lambda w: byte_level(w, "viking")
     )
     folder = folder_here(str(path), "model.path")
-    assert "split as in 'viking'" in caplog.text and "Set data.tokenizer" in caplog.text
+    assert "pre-tokenizer is 'viking'" in caplog.text and "Set data.tokenizer" in caplog.text
     with pytest.raises(DataError, match=r"no tokenizer\.json here\. Point data\.tokenizer"):
         load_tokenizer(folder)
     assert Policy.from_pretrained(folder).tokenizer is None

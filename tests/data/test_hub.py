@@ -19,7 +19,7 @@ from jaxrl_async.data.hub import hub_name_of, hub_records, is_hub_name, model_fo
 from jaxrl_async.data.record_files import rows_of_file
 from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.run.start import check_paths, with_hub_folders
+from jaxrl_async.run.start_checks import check_paths, with_hub_folders
 
 SMALL = (
     "run.steps=1",
@@ -159,7 +159,7 @@ def test_without_a_network_the_command_to_download_is_told(cache):
         ("ConnectError", "cannot be reached (ConnectError: no route)"),
         ("ConnectTimeout", "cannot be reached (ConnectTimeout: no route)"),
         ("GatedRepoError", "hf auth login"),
-        ("RepositoryNotFoundError", "the hub has none of this name"),
+        ("RepositoryNotFoundError", "it does not exist on the hub"),
     ],
 )
 def test_what_the_hub_answers_is_told_with_what_to_do(cache, monkeypatch, kind, told):

@@ -208,7 +208,7 @@ def said(text):
         ({"chosen": [ASKED, said("3")], "rejected": [AGAIN, said("4")]}, "different messages"),
         (
             {"prompt": [AGAIN], "chosen": [ASKED, said("3")], "rejected": [ASKED, said("4")]},
-            "not one",
+            "not a single",
         ),
         (
             {"prompt": [ASKED], "chosen": [ASKED], "rejected": "4"},
@@ -304,7 +304,7 @@ def test_a_value_that_checkpoints_cannot_hold_is_left_out(tmp_path, arrow, caplo
     importlib_parquet().write_table(arrow.Table.from_pylist(rows), tmp_path / "d.parquet")
     found = read_records(tmp_path / "d.parquet", section(max_bad_share=0.5), TOKENIZER)
     assert [set(record.columns) - {"image"} for record in found] == [{"question", "answer"}] * 4
-    assert "the column 'image' is left out: it holds a bytes" in caplog.text
+    assert "the column 'image' is dropped: it holds a bytes" in caplog.text
 
 
 def test_without_pyarrow_a_table_says_what_to_install(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from jaxrl_async.data.chat_formats.plain_format import PlainFormat
 from jaxrl_async.data.tokenizer import character_tokenizer
 from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.run.builders.playing import make_play
+from jaxrl_async.run.optional_parts import NoOpponents, NoServing
 from jaxrl_async.tasks.task import Task
 
 ASKED = {"role": "user", "content": "1+2="}
@@ -34,7 +35,7 @@ def test_a_question_is_its_text_and_an_answer_ends_with_the_end_token():
     ],
 )
 def test_another_conversation_is_refused_with_what_to_set(messages, tools, said):
-    with pytest.raises(DataError, match=rf"not one question but {said}.*data\.chat_format"):
+    with pytest.raises(DataError, match=rf"not a single question but {said}.*data\.chat_format"):
         PlainFormat(character_tokenizer("123+=")).opening(messages, tools)
 
 
@@ -46,7 +47,9 @@ def test_a_tasks_questions_need_no_chat_template_and_a_system_prompt_does(tmp_pa
         records = tuple({"question": q, "answer": "3"} for q in ("1+2=", "2+1="))
         task = Task(records=records, reward=lambda completion: 1.0, **parts)
         config = load(str(tmp_path / "empty.yaml"), ["data.max_prompt_tokens=8"])
-        return make_play(config, task, tokenizer, lambda name, number: None, serving=None)
+        return make_play(
+            config, task, tokenizer, lambda name, number: None, NoServing(), NoOpponents()
+        )
 
     play = played()
     assert play.stop_token_ids == tokenizer.eos_ids and play.own is not None

@@ -57,7 +57,7 @@ def test_an_empty_answer_is_still_an_end_token(tmp_path):
 def test_a_template_surrounds_the_prompt(tmp_path):
     (pair,) = read(tmp_path, pair_of("ab", "c", "d"), template="q: {prompt} a:")
     assert text(pair.prompt_ids) == "q: ab a:"
-    with pytest.raises(ConfigError, match=r"must hold \{prompt\}"):
+    with pytest.raises(ConfigError, match=r"must contain \{prompt\}"):
         read(tmp_path, pair_of("ab", "c", "d"), template="{question}")
 
 
@@ -108,7 +108,7 @@ def test_one_prompt_has_no_other_prompts_answers():
 
 def test_pairs_whose_answers_are_the_same_are_told(tmp_path, caplog):
     read(tmp_path, pair_of("a", "b", "b"), pair_of("a", "b", "c"))
-    assert "in 1 of 2 pairs both answers are the same" in caplog.text
+    assert "in 1 of 2 pairs both answers are equal" in caplog.text
 
 
 def test_an_answers_tokens_are_those_of_the_text_that_it_ends(tmp_path):

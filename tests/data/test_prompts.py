@@ -121,7 +121,7 @@ def test_the_place_before_an_earlier_draw_is_where_that_draw_was_made():
 
 
 def test_too_few_records_for_the_processes_are_refused():
-    with pytest.raises(DataError, match="cannot be shared"):
+    with pytest.raises(DataError, match="cannot be sharded"):
         PromptStream(records(2), 0, process_index=2, process_count=3)
 
 
@@ -170,7 +170,7 @@ BAD = [
     ({"question": "", "answer": "1"}, "the prompt has no tokens"),
     (
         {"question": "q" * 65, "answer": "1"},
-        "the prompt is too long: 65 tokens, and 64 are allowed",
+        "the prompt is too long: 65 tokens, but only 64 are allowed",
     ),
 ]
 
@@ -214,7 +214,7 @@ def test_empty_missing_and_too_small_files_are_refused(tmp_path):
     ("name", "content", "said"),
     [
         ("t.csv", "question,answer\nq,a\n", r"pandas\.read_csv"),
-        ("t.json", '[{"question": "q", "answer": "a"}]', "one object a line"),
+        ("t.json", '[{"question": "q", "answer": "a"}]', "one object per line"),
     ],
 )
 def test_a_table_and_a_list_are_refused_with_what_reads_them(tmp_path, name, content, said):
@@ -342,7 +342,7 @@ def test_copies_of_a_record_are_kept_and_told(tmp_path, caplog):
     lines = [json.dumps({"question": q, "answer": "b"}) for q in "abaac"]
     path.write_text("\n".join(lines))
     assert len(read_records(path, section(), TOKENIZER)) == 5
-    assert "2 of 5 records are copies of earlier ones" in caplog.text
+    assert "2 of 5 records are duplicates of earlier ones" in caplog.text
 
 
 @pytest.mark.parametrize("name", [".", "none", "pipe", "a" * 300, "a\0b"])

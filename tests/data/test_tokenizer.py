@@ -314,7 +314,7 @@ def test_an_answer_that_no_tokens_make_the_joined_text_of_is_counted_and_told(ca
     tokenizer.hf.backend_tokenizer.normalizer = normalizers.NFC()  # joins the e and its accent
     assert len(tokenizer.encode_answer("e", "\u0301e")) == 3
     assert tokenizer.num_inexact == 1
-    assert "1 answers so far have no tokens that make prompt and answer" in caplog.text
+    assert "1 answers so far have no tokens that reproduce the joined text" in caplog.text
 
 
 # ---- hostile files

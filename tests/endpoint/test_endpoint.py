@@ -18,14 +18,13 @@ import pytest
 from chat_tokenizers import CHATML, QWEN3, byte_tokenizer
 from endpoint_rig import KEY, SECTION, Rig, Speaker, closed, serve, tiny_policy
 
-from jaxrl_async.endpoint.desk import EndpointLimits
-from jaxrl_async.endpoint.wish import Terms
+from jaxrl_async.endpoint.sampling_request import CallerLimits
+from jaxrl_async.endpoint.service import EndpointLimits
+from jaxrl_async.endpoint.sessions import SessionLimits, SessionPlace
 from jaxrl_async.interop.vllm_messages import drawn_in_reply, request_body
-from jaxrl_async.rollout.episode import EpisodeLimits
-from jaxrl_async.rollout.sessions import SessionLimits, SessionPlace
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.testing.fakes import make_prompt
-from jaxrl_async.types import Completion, Request, SamplingParams
+from jaxrl_async.types import Completion, EpisodeLimits, Request, SamplingParams
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -38,9 +37,9 @@ def rig() -> Iterator[Rig]:
         closed(rig)
 
 
-def long_terms(tokenizer) -> Terms:
+def long_terms(tokenizer) -> CallerLimits:
     """Terms of answers of any length."""
-    return Terms(
+    return CallerLimits(
         sampling=SamplingParams(),
         stop_token_ids=tokenizer.eos_ids,
         max_new_tokens=10**7,

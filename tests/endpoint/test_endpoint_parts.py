@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.data.chat import chat_format
+from jaxrl_async.endpoint.body_fields import BodyFields, parsed_json
 from jaxrl_async.endpoint.call_messages import read_messages
 from jaxrl_async.endpoint.chat_deltas import ChatDeltas
 from jaxrl_async.endpoint.conversations import MAX_REMEMBERED, Conversations
-from jaxrl_async.endpoint.desk import Desk, EndpointLimits
-from jaxrl_async.endpoint.drawing import Answer
-from jaxrl_async.endpoint.fields import BodyFields, parsed_json
+from jaxrl_async.endpoint.generation import GeneratedAnswer
 from jaxrl_async.endpoint.http_answers import chat_answer
-from jaxrl_async.endpoint.refusal import CallRefused
+from jaxrl_async.endpoint.http_errors import CallRefused
+from jaxrl_async.endpoint.service import EndpointLimits, EndpointService
 from jaxrl_async.endpoint.text_flow import TextFlow
 from jaxrl_async.types import Completion, StopReason
 
@@ -83,7 +83,7 @@ def test_a_chat_answer_in_parts_is_the_answer(data, pieces, has_tools):
         request_id="r", token_ids=ids, logprobs=np.zeros(len(ids), np.float32),
         versions=np.zeros(len(ids), np.int32), stop=StopReason.LENGTH,
     )  # fmt: skip
-    answer = Answer(completion=done, text=TOKENIZER.decode(ids), stop=None)
+    answer = GeneratedAnswer(completion=done, text=TOKENIZER.decode(ids), stop=None)
     said = chat_answer(answer, CHAT.message(ids, tools), reads_tools=True)
     found += deltas.end(said)
     assert "".join(d.content for d in found) == said.content
@@ -198,7 +198,7 @@ def test_a_guests_conversation_is_forgotten_once_it_has_idled():
     now = [0.0]
     tokenizer = byte_tokenizer(QWEN3)
     served, limits = served_by(Speaker(tokenizer, []), tokenizer), EndpointLimits(guest_idle_s=10)
-    desk = Desk(served, limits, guest_keys=(KEY,), clock=lambda: now[0])
+    desk = EndpointService(served, limits, guest_keys=(KEY,), clock=lambda: now[0])
     first = desk.caller(KEY, "talk").conversations
     now[0] = 10.0
     assert desk.caller(KEY, "talk").conversations is first

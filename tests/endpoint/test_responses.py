@@ -10,13 +10,12 @@ import pytest
 from chat_tokenizers import CHATML, QWEN3, byte_tokenizer
 from endpoint_rig import SECTION, Rig, Speaker, closed, serve, tiny_policy
 
-from jaxrl_async.endpoint.desk import EndpointLimits
-from jaxrl_async.endpoint.wish import Terms
-from jaxrl_async.rollout.episode import EpisodeLimits
-from jaxrl_async.rollout.sessions import SessionLimits, SessionPlace
+from jaxrl_async.endpoint.sampling_request import CallerLimits
+from jaxrl_async.endpoint.service import EndpointLimits
+from jaxrl_async.endpoint.sessions import SessionLimits, SessionPlace
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.testing.fakes import make_prompt
-from jaxrl_async.types import Request, SamplingParams
+from jaxrl_async.types import EpisodeLimits, Request, SamplingParams
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 TOOLS = [
@@ -33,7 +32,7 @@ WANTS_TOOL, SAYS = f"<think>\nlet me see\n</think>\n\nI add. {CALL}", "It is 3."
 @pytest.fixture
 def talking() -> Iterator[Rig]:
     tokenizer = byte_tokenizer(QWEN3)
-    terms = Terms(
+    terms = CallerLimits(
         sampling=SamplingParams(),
         stop_token_ids=tokenizer.eos_ids,
         max_new_tokens=4096,
@@ -146,7 +145,7 @@ def test_a_guest_continues_by_id_alone(talking: Rig):
 
 def test_unnamed_responses_do_not_crowd_out_a_named_conversation():
     tokenizer = byte_tokenizer(QWEN3)
-    terms = Terms(
+    terms = CallerLimits(
         sampling=SamplingParams(),
         stop_token_ids=tokenizer.eos_ids,
         max_new_tokens=4096,

@@ -19,14 +19,14 @@ from runs import CONFIGS, config_of, many_digits, metrics_of
 
 from jaxrl_async.config.judge_section import JudgeSection
 from jaxrl_async.config.load import load
-from jaxrl_async.endpoint.wish import Terms
+from jaxrl_async.endpoint.sampling_request import CallerLimits
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.judge.judge import JudgeService
+from jaxrl_async.judge.judge_prompt import JudgedTask, about_answers, rubric_of
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.ports import FixedWeights
+from jaxrl_async.ports.weights import FixedWeights
 from jaxrl_async.run import loop
 from jaxrl_async.sampler.sampler import Sampler
-from jaxrl_async.scorers.judge import JudgeDesk
-from jaxrl_async.scorers.judge_prompt import JudgedTask, about_answers, rubric_of
 from jaxrl_async.types import Request, SamplingParams, VersionedParams
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -77,7 +77,7 @@ def test_a_swap_in_mid_answer_is_seen_in_its_versions_alone():
 
 def test_a_judge_may_be_our_own_endpoint():
     tokenizer = byte_tokenizer(CHATML)
-    terms = Terms(
+    terms = CallerLimits(
         sampling=SamplingParams(),
         stop_token_ids=tokenizer.eos_ids,
         max_new_tokens=96,
@@ -87,9 +87,9 @@ def test_a_judge_may_be_our_own_endpoint():
     rig = serve(Speaker(tokenizer, ["Eight of ten", "I think\n8"]), tokenizer, terms=terms)
     faults: list[str] = []
     judge = JudgeSection(model="m", base_url=f"{rig.endpoint.address}/v1", max_tokens=32)
-    desk = JudgeDesk(judge, key=KEY, count=faults.append)
+    desk = JudgeService(judge, key=KEY, count=faults.append)
     asked = about_answers(
-        rubric_of(JudgeSection(rubric="Good?")),
+        rubric_of(JudgeSection(model="m", rubric="Good?")),
         JudgedTask(text="2+2"),
         ["4"],
         (0, 10),

@@ -93,7 +93,7 @@ def test_the_command_serves_adapters_beside_their_base(tmp_path: Path) -> None:
             assert of_base == drawn(policy, prompt)
             for name in ("a", "b"):
                 assert answer(name)[1] == drawn(adapters[name], prompt) != of_base
-            with pytest.raises(openai.NotFoundError, match="there are: base, a, b"):
+            with pytest.raises(openai.NotFoundError, match="available models: base, a, b"):
                 answer("c")
             assert change("", lora_name="c", lora_path="c").status_code == 200
             assert answer("c")[1] == drawn(adapters["c"], prompt)

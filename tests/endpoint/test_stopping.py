@@ -8,12 +8,11 @@ import pytest
 from chat_tokenizers import CHATML, byte_tokenizer
 from endpoint_rig import Speaker, closed, serve
 
-from jaxrl_async.endpoint import desk
+from jaxrl_async.endpoint import service
+from jaxrl_async.endpoint.sessions import SessionLimits, SessionPlace
 from jaxrl_async.errors import Closed
-from jaxrl_async.rollout.episode import EpisodeLimits
-from jaxrl_async.rollout.sessions import SessionLimits, SessionPlace
 from jaxrl_async.testing.fakes import make_prompt
-from jaxrl_async.types import SamplingParams
+from jaxrl_async.types import EpisodeLimits, SamplingParams
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -23,7 +22,7 @@ def test_calls_under_way_and_later_ones_are_told_to_come_back(
     retries: int, monkeypatch: pytest.MonkeyPatch
 ):
     """An official client comes back as often as it is set to, and ends by itself."""
-    monkeypatch.setattr(desk, "STOPPED_S", 1.0)
+    monkeypatch.setattr(service, "STOPPED_S", 1.0)
     tokenizer = byte_tokenizer(CHATML)
     rig = serve(Speaker(tokenizer, ["a long answer " * 40], step=1), tokenizer)
     limits = EpisodeLimits(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxrl_async.rollout.trace import Trace
+from jaxrl_async.rollout.call_log import Trace
 from jaxrl_async.types import Completion, KeptTokens, StopReason
 
 

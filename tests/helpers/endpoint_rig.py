@@ -13,12 +13,12 @@ from chat_tokenizers import CHATML, byte_tokenizer
 from jaxrl_async.config import schema
 from jaxrl_async.data.chat import chat_format
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.endpoint.desk import Desk, EndpointLimits, Served
 from jaxrl_async.endpoint.http_server import Endpoint
-from jaxrl_async.endpoint.wish import Terms
+from jaxrl_async.endpoint.sampling_request import CallerLimits
+from jaxrl_async.endpoint.service import EndpointLimits, EndpointService, Served
+from jaxrl_async.endpoint.sessions import Sessions
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.rollout.sessions import Sessions
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Completion, Partial, Request, SamplingParams, StopReason
 
@@ -32,7 +32,7 @@ class Rig:
     """A server and what is behind it."""
 
     endpoint: Endpoint
-    desk: Desk
+    desk: EndpointService
     sampler: Sampler
     tokenizer: Tokenizer
     sessions: Sessions
@@ -51,7 +51,7 @@ class Rig:
 
 def served_by(generate, tokenizer: Tokenizer, **changes) -> Served:
     chat = chat_format(tokenizer, None)
-    terms = Terms(
+    terms = CallerLimits(
         sampling=SamplingParams(),
         stop_token_ids=tokenizer.eos_ids,
         max_new_tokens=SECTION.max_new_tokens,
@@ -64,7 +64,7 @@ def served_by(generate, tokenizer: Tokenizer, **changes) -> Served:
 def serve(generate, tokenizer, limits=None, **changes) -> Rig:
     """Start a server; its rig's `endpoint` is to be closed."""
     sessions = Sessions()
-    desk = Desk(
+    desk = EndpointService(
         served_by(generate, tokenizer, **changes),
         limits or EndpointLimits(),
         sessions=sessions,

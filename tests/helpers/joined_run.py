@@ -71,7 +71,7 @@ class JoinedRun:
         self._start(
             name,
             *("jaxrl_async.train", str(ROOT / "configs" / "addition.yaml"), *TINY),
-            *(f"run.dir={self.folder}", "run.name=run", "mesh.samplers_in=elsewhere"),
+            *(f"run.dir={self.folder}", "run.name=run", "mesh.samplers_in=external"),
             f"reward.function={self.folder / 'reward.py'}:slow_digits",
             *(*self.settings, *more),
         )

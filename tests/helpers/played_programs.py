@@ -6,19 +6,13 @@ import threading
 
 import numpy as np
 
-from jaxrl_async.rollout.agent_programs import AgentPrograms, AgentSession, ProgramEndpoint
+from jaxrl_async.endpoint.agent_programs import AgentPrograms, AgentSession, ProgramEndpoint
+from jaxrl_async.endpoint.sessions import SessionLimits, Sessions
 from jaxrl_async.rollout.env import GuardedEnvs
-from jaxrl_async.rollout.episode import (
-    EpisodeLimits,
-    PlayAgain,
-    SavedEpisode,
-    begin_groups,
-    play_group,
-)
-from jaxrl_async.rollout.sessions import SessionLimits, Sessions
+from jaxrl_async.rollout.episode import PlayAgain, SavedEpisode, begin_groups, play_group
 from jaxrl_async.scorers.results import score_of
 from jaxrl_async.testing.fakes import make_completion, make_prompt
-from jaxrl_async.types import SamplingParams
+from jaxrl_async.types import EpisodeLimits, SamplingParams
 
 LIMITS = EpisodeLimits(
     sampling=SamplingParams(temperature=0.7), stop_token_ids=(0,), max_new_tokens=4, max_length=12

@@ -10,14 +10,15 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.metrics.fault_counts import FaultCounts
+from jaxrl_async.remote.weights.outbox import WeightOutbox
+from jaxrl_async.remote.weights.receiver import WeightReceiver
+from jaxrl_async.remote.weights.remote_link import RemoteEnd
+from jaxrl_async.remote.weights.source import RemoteSource
+from jaxrl_async.remote.wire.messages import Hello
 from jaxrl_async.testing.session_pair import session_pair
 from jaxrl_async.testing.torn_transports import MemoryFetching, MemoryOffering
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.conversion import Conversion, PrivateCopy
-from jaxrl_async.weights.remote.outbox import WeightOutbox
-from jaxrl_async.weights.remote.receiver import WeightReceiver
-from jaxrl_async.weights.remote.source import RemoteSource
-from jaxrl_async.wire.messages import Hello
 
 WAIT_S = 30.0
 
@@ -48,7 +49,7 @@ class TrainerSide:
             count=self.faults.add,
         )
         self.channel = WeightChannel(
-            links, outbox=self.outbox, on_live=on_live or self.live.append, version=version
+            links, remote=self.outbox, on_live=on_live or self.live.append, version=version
         )
         self.samplers = []
         self.channel.begin(weights(version))
@@ -82,7 +83,8 @@ class SamplerSide:
         self.receiver = WeightReceiver(self.pair.sampler, self.fetching, layout_hash=layout)
         self.source = RemoteSource(self.receiver)
         self.entered = threading.Event()
-        self.end = side.channel.admit(self.pair.trainer, Hello(name=name, data_address=address))
+        hello = Hello(name=name, data_address=address)
+        self.end = RemoteEnd(self.pair.trainer, hello, side.channel.exchange, side.outbox)
         self.end.on_entered(self.entered.set)
         self.drawn = []  # versions, as they were swapped to
 

@@ -7,9 +7,16 @@ import threading
 import numpy as np
 
 from jaxrl_async.errors import Closed, RolloutError
-from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
-from jaxrl_async.types import Completion, Prompt, SamplingParams, Score, StopReason, Ticket
+from jaxrl_async.types import (
+    Completion,
+    EpisodeLimits,
+    Prompt,
+    SamplingParams,
+    Score,
+    StopReason,
+    Ticket,
+)
 
 
 def prompts():

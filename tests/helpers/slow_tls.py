@@ -4,7 +4,7 @@ import socket
 import ssl
 import time
 
-from jaxrl_async.wire.tls import TlsFiles
+from jaxrl_async.remote.wire.tls import TlsFiles
 
 
 def client_hello(files: TlsFiles) -> bytes:

@@ -185,7 +185,7 @@ def main() -> None:
     """Read a tree's arguments, then offers; print address, then what came."""
     from jaxrl_async.config.remote_section import RemoteSection
     from jaxrl_async.errors import WeightsError
-    from jaxrl_async.weights.remote.transports import make_fetching
+    from jaxrl_async.remote.weights.transport_choice import make_fetching
 
     section = RemoteSection(**json.loads(sys.argv[1]))
     tree = host_tree(rows=json.loads(sys.stdin.readline()))

@@ -8,11 +8,11 @@ import threading
 
 import numpy as np
 
+from jaxrl_async.remote.wire.client import dial
+from jaxrl_async.remote.wire.messages import Answers, Hello, Live, Start
+from jaxrl_async.remote.wire.secret import read_secret
+from jaxrl_async.remote.wire.session import WireLimits
 from jaxrl_async.types import Completion, StopReason
-from jaxrl_async.wire.dial import dial
-from jaxrl_async.wire.messages import Answers, Hello, Live, Start
-from jaxrl_async.wire.secret import read_secret
-from jaxrl_async.wire.session import WireLimits
 
 
 def completion(tokens: int) -> Completion:

@@ -15,7 +15,8 @@ from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.interop.foreign import ForeignSampler
 from jaxrl_async.interop.jetstream import engine_api
 from jaxrl_async.metrics.fault_counts import FaultCounts
-from jaxrl_async.ports import FixedWeights, Replica
+from jaxrl_async.ports.generate import Replica
+from jaxrl_async.ports.weights import FixedWeights
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.sampler.router.supervise import RestartLimits
 from jaxrl_async.types import Partial, Request, StopReason, VersionedParams

@@ -13,11 +13,11 @@ from jaxrl_async.config.schema import ArchitectureSection
 from jaxrl_async.errors import ConfigError, RolloutError
 from jaxrl_async.interop.foreign import ForeignSampler
 from jaxrl_async.interop.jetstream import make_engine
+from jaxrl_async.interop.jetstream_samplers import engine_seed
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.run.builders.jetstream_samplers import engine_seed
 from jaxrl_async.run.loop import train
 from jaxrl_async.types import Request, SamplingParams
 
@@ -141,7 +141,7 @@ def test_an_answer_that_the_engine_ends_is_an_answer() -> None:
         (["sampler.engine_class=/nowhere/engine.py:Engine"], "there is no file"),
         ([f"sampler.engine_class={NAIVE}:api"], "has no subclass of jetstream"),
         ([f"sampler.engine_class={NAIVE}:DeafEngine"], "has no method take_params"),
-        (["sampler.max_length=24", "data.max_prompt_tokens=20"], "the engine takes 16 at most"),
+        (["sampler.max_length=24", "data.max_prompt_tokens=20"], "the engine accepts at most 16"),
     ],
 )
 def test_an_engine_that_cannot_serve_the_run_is_refused(
@@ -165,7 +165,7 @@ def test_an_engine_that_cannot_serve_the_run_is_refused(
         ("model.lora={rank: 4, alpha: 8}", "lora"),
         ("weights.dtype=int8", "a format of our sampler"),
         ("sampler.slots=null", "sampler.slots=null"),
-        ("sampler.prefix_cache=false", "sampler.prefix_cache (False) is read by nothing"),
+        ("sampler.prefix_cache=false", "sampler.prefix_cache (False) has no effect"),
         ("sampler.engine_urls=[http://a]", "exactly with sampler.engine=vllm"),
         ("sampler.engine=native", None),
     ],
@@ -173,7 +173,7 @@ def test_an_engine_that_cannot_serve_the_run_is_refused(
 def test_what_the_interface_has_no_words_for_is_refused_by_name(setting: str, says: str) -> None:
     if says is None:
         load({}, [*TINY, setting])
-        with pytest.raises(ConfigError, match=r"sampler\.engine_class .* is read by nothing"):
+        with pytest.raises(ConfigError, match=r"sampler\.engine_class .* has no effect"):
             load({}, [*TINY, setting, "sampler.engine_class=a.py:B"])
         return
     with pytest.raises(ConfigError) as found:

@@ -301,7 +301,7 @@ def test_stop_token_ids_end_an_answer_beside_the_tokenizers_own(drive) -> None:
 @pytest.mark.parametrize(
     ("params", "says"),
     [
-        ({"n": 4}, "n is 4, which is not served: send the request as often"),
+        ({"n": 4}, "n is 4, which is not served: send the request several times"),
         ({"best_of": 2}, "best_of is 2"),
         ({"presence_penalty": 0.5}, "presence_penalty is 0.5, which is not served"),
         ({"frequency_penalty": -0.1}, "frequency_penalty is -0.1"),
@@ -309,13 +309,13 @@ def test_stop_token_ids_end_an_answer_beside_the_tokenizers_own(drive) -> None:
         ({"min_tokens": 2}, "min_tokens is 2"),
         ({"logit_bias": {3: 1.0}}, "logit_bias"),
         ({"allowed_token_ids": [1]}, "allowed_token_ids"),
-        ({"stop": ["\n"]}, "give the tokens' ids as stop_token_ids"),
-        ({"stop_sequences": "x"}, "give the tokens' ids as stop_token_ids"),
+        ({"stop": ["\n"]}, "pass the tokens' ids as stop_token_ids"),
+        ({"stop_sequences": "x"}, "pass the tokens' ids as stop_token_ids"),
         ({"prompt_logprobs": 0}, "prompt_logprobs is 0"),
         ({"logprobs": 5}, "logprobs is 5"),
         ({"return_logits": True}, "return_logits is True"),
         ({"beam_size": 4}, "beam_size is 4"),
-        ({"temprature": 0.5}, "temprature is 0.5, and this sampler has no such parameter"),
+        ({"temprature": 0.5}, "temprature is 0.5, but this sampler has no such parameter"),
         ({"max_tokens": 2.5}, "max_new_tokens must be a whole number"),
         ({"max_tokens": 0}, "max_new_tokens must be a whole number from 1"),
         ({"temperature": "hot"}, "sampling.temperature must be a finite number"),
@@ -323,9 +323,9 @@ def test_stop_token_ids_end_an_answer_beside_the_tokenizers_own(drive) -> None:
         ({"min_p": 1.0}, "sampling.min_p must be at least 0 and below 1"),
         ({"seed": "x"}, "seed must be a whole number"),
         ({"routed_experts_prompt_start": 3}, "from 0 to 2, the prompt's length"),
-        (NewerParams(contrast=0.7), "contrast is 0.7, and this sampler has no such"),
+        (NewerParams(contrast=0.7), "contrast is 0.7, but this sampler has no such"),
         (NewerParams(contrast=np.array([0.5, 0.7])), "contrast is array([0.5, 0.7])"),
-        (SimpleNamespace(max_tokens=3, typical_p=0.5), "typical_p is 0.5, and this sampler has"),
+        (SimpleNamespace(max_tokens=3, typical_p=0.5), "typical_p is 0.5, but this sampler has"),
         ("hot", "'hot', neither a record of sampling parameters nor a mapping"),
     ],
 )
@@ -351,8 +351,11 @@ def test_fields_of_a_request_that_nobody_knows_are_refused() -> None:
     plain = Tuned(prompt=[1, 2], metadata={"episode": 3})
     assert checked(plain).token_ids.tolist() == [1, 2]
     for given, says in (
-        ({"prompt": [1, 2], "lora_request": "mine"}, "lora_request is 'mine', and this sampler"),
-        (replace(plain, adapter="mine"), "adapter is 'mine', and this sampler"),
+        (
+            {"prompt": [1, 2], "lora_request": "mine"},
+            "lora_request is 'mine', but requests to this sampler",
+        ),
+        (replace(plain, adapter="mine"), "adapter is 'mine', but requests to this sampler"),
     ):
         with pytest.raises(RolloutError) as refused:
             checked(given)

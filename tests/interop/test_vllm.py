@@ -21,7 +21,8 @@ from jaxrl_async.interop.vllm_client import ServerGone
 from jaxrl_async.interop.vllm_messages import BadReply, Drawn, drawn_in_reply
 from jaxrl_async.interop.weight_folder import WeightFolder
 from jaxrl_async.metrics.fault_counts import FaultCounts
-from jaxrl_async.ports import FIXED_WEIGHTS, Replica
+from jaxrl_async.ports.generate import Replica
+from jaxrl_async.ports.weights import FIXED_WEIGHTS
 from jaxrl_async.sampler.probe import Probe
 from jaxrl_async.sampler.request_checks import Room
 from jaxrl_async.sampler.router.router import Router
@@ -136,8 +137,8 @@ def test_what_is_asked_for_reaches_the_server(server, make):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"extras": True}, "gives no extras"),
-        ({"adapter": "math"}, "draws with its one model"),
+        ({"extras": True}, "returns no extras"),
+        ({"adapter": "math"}, "uses a single model"),
         ({"sampling": SamplingParams(temperature=0.001)}, "at least 0.01 for vLLM"),
         ({"token_ids": np.array([24])}, "from 0 to 23"),
         ({"max_new_tokens": 49}, "sampler.max_new_tokens"),
@@ -153,7 +154,7 @@ def test_saved_requests_are_refused(make):
     saved = Partial(
         request=request(), token_ids=nothing, logprobs=nothing, versions=nothing, seed=0
     )
-    with pytest.raises(RolloutError, match="random numbers of its own"):
+    with pytest.raises(RolloutError, match="uses its own random numbers"):
         sampler.start_many([saved])
     with pytest.raises(RolloutError, match="cannot be saved"):
         sampler.save("r0")
@@ -263,10 +264,10 @@ def test_log_probs_that_are_not_the_trainers_end_the_run(server, make, params, c
 
 
 BAD_ANSWERS = [
-    ("short", "4 tokens and 3 log-probs"),
+    ("short", "4 tokens, but 3 log-probs"),
     ("garbage", "not JSON"),
     ("early", "ends after 3 of 4 tokens"),
-    ("more", "5 tokens, and 4 were asked for"),
+    ("more", "5 tokens, but 4 were requested"),
     ("null", "not a number"),
     ("other token", "of token 4, not of 3"),
     ("foreign", "labelled 'default', which this run did not load"),
@@ -321,7 +322,7 @@ def test_a_request_that_a_healthy_server_refuses_fails_alone(server, make, statu
 def test_an_error_of_a_server_that_is_not_well_is_the_servers(server, make):
     server.faults, server.healthy = ["500"], False
     sampler = make()
-    with pytest.raises(ServerGone, match=r"answers 500.*start it again"):
+    with pytest.raises(ServerGone, match=r"answers 500.*restart it"):
         results(sampler, [request()])
     assert sampler.blamed == {"r0"} and isinstance(sampler.error, ServerGone)
     sampler.abandon()
@@ -343,7 +344,7 @@ def test_a_log_prob_that_is_no_number_is_drawn_again(server, make):
 def test_a_server_that_is_silent_is_given_up_in_time(server, make):
     server.faults = ["slow"]
     sampler = make(timeout_s=0.3)
-    with pytest.raises(ServerGone, match=r"no whole answer in 0.3 s.*curl http"):
+    with pytest.raises(ServerGone, match=r"no complete answer in 0.3 s.*curl http"):
         results(sampler, [request()])
 
 
@@ -374,7 +375,7 @@ def test_a_server_that_began_anew_in_secret_draws_nothing_that_counts(server, ma
         server.label = "default"  # as after a restart, behind a service's address
         (completion,) = router.generate([request(1)])
         assert completion.versions.tolist() == [0] * 4
-    assert "Give each run servers of its own" in caplog.text and server.loaded == ["0", "0"]
+    assert "Give each run its own servers" in caplog.text and server.loaded == ["0", "0"]
 
 
 def test_a_server_that_aborts_for_ever_is_at_fault(server, make):

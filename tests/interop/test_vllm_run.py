@@ -134,7 +134,7 @@ def test_a_run_learns_from_what_vllm_draws(address: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("model.architecture.vocab=48", "a vocabulary of 24, and the policy's has 48"),
+        ("model.architecture.vocab=48", "a vocabulary of 24, but the policy's has 48"),
         ("model.architecture.mlp=96", "differs from the policy (mlp 128, not 96)"),
         ("model.architecture.tied=true", "tie_word_embeddings=false"),
         ("model.dtype=bfloat16", "--dtype bfloat16"),

@@ -124,9 +124,9 @@ def test_what_the_compiler_refuses_is_refused_with_what_to_do():
     told = answers([case("v6e:4x4", "half"), case("v5e:4x4", "host0")])
     for error, hosts in zip(told, (4, 1), strict=True):
         assert re.search(
-            rf"refuses a sum over the \d TPU .* of mesh.trainer, on {hosts} host", error
+            rf"rejects a sum over the \d TPU .* of mesh.trainer, on {hosts} host", error
         )
-        for remedy in ("mesh.samplers_in=elsewhere", "python -m jaxrl_async.sample"):
+        for remedy in ("mesh.samplers_in=external", "python -m jaxrl_async.sample"):
             assert remedy in error
 
 

@@ -149,7 +149,7 @@ def test_a_run_loses_a_sampler_gets_a_second_and_gives_it_back(
         run.until(lambda: len(run.living()) >= 2, "steps")
         (first,) = run.pids("jaxrl_async.sample")
         os.kill(first, signal.SIGKILL)
-        run.until(lambda: run.says(r"sampler 0: ended with code 137; again in"), "restart")
+        run.until(lambda: run.says(r"sampler 0: ended with code 137; restarts in"), "restart")
         run.until(lambda: run.says(r"samplers: 1 -> 2 \(the trainer waits"), "second sampler")
         run.until(lambda: run.living()[-1] == 2, "join of the second")
         assert first not in run.pids("jaxrl_async.sample")

@@ -386,7 +386,7 @@ def test_a_role_takes_all_chips_of_its_slice(on_host):
     done = on_host("--trainer", "8483", "a.yaml", "run.name=b", chips=4, hosts=4)
     assert done.stdout.splitlines() == [
         *("-m", "jaxrl_async.train", "a.yaml", "mesh.trainer.fsdp=16"),
-        *("mesh.samplers_in=elsewhere", "remote.listen=0.0.0.0:8483", "run.name=b"),
+        *("mesh.samplers_in=external", "remote.listen=0.0.0.0:8483", "run.name=b"),
     ]
     done = on_host("--sampler", "10.0.0.5:8483", chips=8, hosts=1)
     assert done.stdout.splitlines() == [

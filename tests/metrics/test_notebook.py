@@ -117,7 +117,7 @@ def test_it_is_drawn_while_the_run_goes_on_and_once_at_the_end(tmp_path):
     with redrawn(tmp_path, show, every_s=0.01):
         assert drawn.wait(60)
         (tmp_path / METRICS_FILE).write_text(json.dumps(line(1)) + "\n")
-    assert "no step has been made yet" in shown[0] and "no step has" not in shown[-1]
+    assert "no step has finished yet" in shown[0] and "no step has" not in shown[-1]
 
 
 def test_the_last_picture_is_drawn_where_the_run_fails_too(tmp_path):

@@ -19,7 +19,7 @@ from jaxrl_async.metrics.tracker_kinds import check_trackers
 from jaxrl_async.metrics.trackers import TrackedRun, TrackedWriter, TrackerThread, remembered
 from jaxrl_async.run.folder import Paths, check_links
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.outlets import make_recorder
+from jaxrl_async.run.reporting import make_recorder
 
 
 class Service:

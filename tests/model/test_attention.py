@@ -405,19 +405,19 @@ def test_auto_takes_the_platforms_kernel_where_it_can_run(device, dtype, head_di
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "head_dim", "message"),
     [
-        ("splash", CPU, jnp.float32, 64, "needs a TPU, and the trainer runs on cpu. Set it to"),
-        ("splash", H100, jnp.float32, 64, "needs a TPU, and the trainer runs on gpu"),
-        ("cudnn", CPU, jnp.bfloat16, 64, "needs an NVIDIA GPU, and the trainer runs on cpu"),
-        ("cudnn", AMD, jnp.bfloat16, 64, "needs an NVIDIA GPU, and the trainer runs on gpu"),
+        ("splash", CPU, jnp.float32, 64, "needs a TPU, but the trainer runs on cpu. Set it to"),
+        ("splash", H100, jnp.float32, 64, "needs a TPU, but the trainer runs on gpu"),
+        ("cudnn", CPU, jnp.bfloat16, 64, "needs an NVIDIA GPU, but the trainer runs on cpu"),
+        ("cudnn", AMD, jnp.bfloat16, 64, "needs an NVIDIA GPU, but the trainer runs on gpu"),
         ("cudnn", H100, jnp.float32, 64, "model.dtype is float32. Set model.dtype=bfloat16 or"),
-        ("cudnn", A100, jnp.bfloat16, 128, "of compute capability 9.0, and the trainer's has 8.0"),
-        ("cudnn", H100, jnp.bfloat16, 264, "at most 256 on compute capability 9.0, and"),
-        ("cudnn", H100, jnp.bfloat16, 264, "the model's are 264 wide. Set model.attention=flash"),
-        ("cudnn", B200, jnp.bfloat16, 256, "at most 128 on compute capability 10.0, and the mod"),
-        ("cudnn", RTX_5090, jnp.bfloat16, 192, "at most 128 on compute capability 12.0, and"),
+        ("cudnn", A100, jnp.bfloat16, 128, "of compute capability 9.0, but the trainer's has 8.0"),
+        ("cudnn", H100, jnp.bfloat16, 264, "at most 256 on compute capability 9.0, but"),
+        ("cudnn", H100, jnp.bfloat16, 264, "the model's is 264. Set model.attention=flash"),
+        ("cudnn", B200, jnp.bfloat16, 256, "at most 128 on compute capability 10.0, but the mod"),
+        ("cudnn", RTX_5090, jnp.bfloat16, 192, "at most 128 on compute capability 12.0, but"),
         ("cudnn", H100, jnp.bfloat16, 36, "Set model.attention=flash"),
-        ("flash", CPU, jnp.float32, 64, "needs an NVIDIA GPU, and the trainer runs on cpu"),
-        ("flash", T4, jnp.float32, 64, "of compute capability 8.0, and the trainer's has 7.5"),
+        ("flash", CPU, jnp.float32, 64, "needs an NVIDIA GPU, but the trainer runs on cpu"),
+        ("flash", T4, jnp.float32, 64, "of compute capability 8.0, but the trainer's has 7.5"),
     ],
 )
 def test_a_kernel_that_cannot_run_says_why_and_what_to_do(name, device, dtype, head_dim, message):
@@ -447,7 +447,7 @@ def test_cards_whose_packed_rows_need_a_newer_cudnn_take_our_kernels(
     assert chosen is SEQUENCE_ATTENTION[name]
     if name == "flash":
         said = str(obstacle("cudnn", card, jnp.bfloat16, 128))
-        assert re.search(r"needs cuDNN 9\.1\d\.\d on .* and 9\.1\d\.0 is installed", said)
+        assert re.search(r"needs cuDNN 9\.1\d\.\d on .* but 9\.1\d\.0 is installed", said)
 
 
 def test_the_config_names_every_attention():

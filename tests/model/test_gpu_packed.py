@@ -17,8 +17,8 @@ from jaxrl_async.model import gpu_packed
 from jaxrl_async.model.decoder import _remat
 from jaxrl_async.model.gpu_packed import (
     CUDNN,
-    Kernels,
     Offsets,
+    PackedKernels,
     by_cudnn,
     cudnn,
     cudnn_attention,
@@ -80,7 +80,7 @@ def seen_by(offsets: Offsets, T: int, window: int) -> Any:
     return seen[:, None]
 
 
-def in_place_of_cudnn(calls: list[tuple[str, int]]) -> Kernels:
+def in_place_of_cudnn(calls: list[tuple[str, int]]) -> PackedKernels:
     """What cuDNN computes: each segment by itself, causal from its own first token, nothing else;
     and the gradients from the output and the sums that it returned, by their formulas.
 
@@ -117,7 +117,7 @@ def in_place_of_cudnn(calls: list[tuple[str, int]]) -> Kernels:
         dq, dk = jnp.einsum("bhts,bshk->bthk", slope, k), jnp.einsum("bhts,bthk->bshk", slope, q)
         return dq, dk, jnp.einsum("bhts,bthk->bshk", shares, grad)
 
-    return Kernels(lambda *x: forward(*x, name="attend")[0], forward, backward)
+    return PackedKernels(lambda *x: forward(*x, name="attend")[0], forward, backward)
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["by offsets", "of more segments"])
@@ -220,7 +220,7 @@ def test_arrays_too_large_for_its_offsets_go_to_the_other_kernels(monkeypatch):
     q, k, v, _ = arrays(8)
     segments = np.ones((2, 8), np.int32)
     wanted = attention64(q, k, v, packed_mask(segments), np.ones_like(q)).out
-    none: Any = Kernels(None, None, None)  # type: ignore[arg-type]
+    none: Any = PackedKernels(None, None, None)  # type: ignore[arg-type]
     with interpreted_kernels():
         out = cudnn(*map(jnp.asarray, (q, k, v, segments)), PLAIN, kernels=none)
     np.testing.assert_allclose(out, wanted, atol=5e-6)

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model.card import has_triton
-from jaxrl_async.model.gpu_pages import attend_pages, column_parts, plan_of, tiles
+from jaxrl_async.model.gpu_pages import attend_pages, column_parts, tiles
 from jaxrl_async.model.kernels import PLAIN, Scoring
+from jaxrl_async.model.query_blocks import plan_of
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.setup import kv_plan, uses_ragged
 
@@ -265,7 +266,7 @@ def test_gpus_since_ampere_decode_on_the_pages_whatever_the_model() -> None:
     plain = a_model("qwen3", 256)
     section = schema.SamplerSection(**LARGE)
     for spec in (gemma, oss, latent, plain):
-        assert uses_ragged("auto", new, spec) and not uses_ragged("auto", old, spec)
+        assert uses_ragged(section, new, spec) and not uses_ragged(section, old, spec)
         plan = kv_plan(spec, section, "float32", mesh=new)
         sides, heads, width = spec.cached_shape
         assert plan.page_bytes == 16 * sides * heads * width * 4 * plan.layout.arrays
@@ -273,8 +274,8 @@ def test_gpus_since_ampere_decode_on_the_pages_whatever_the_model() -> None:
     copies = kv_plan(plain, section, "float32", mesh=old).copy_bytes
     assert copies == 8 * 2 * (128 + 4) * (2 * 2 * 256) * 4
     with pytest.raises(ConfigError, match=r"8\.0 or newer.*gpu 7\.5.*attention=gathered"):
-        uses_ragged("ragged", old, plain)
-    assert not uses_ragged("gathered", new, plain)
+        uses_ragged(section.model_copy(update={"attention": "ragged"}), old, plain)
+    assert not uses_ragged(section.model_copy(update={"attention": "gathered"}), new, plain)
 
 
 def test_of_layers_with_a_window_its_pages_alone_are_copied() -> None:

@@ -1,6 +1,8 @@
 """Latent attention: what trainer and sampler compute of it is the same, and little is cached."""
 
 import dataclasses
+from contextlib import closing
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -127,9 +129,41 @@ def test_a_config_is_read_as_it_was_written_and_kimis_as_deepseeks() -> None:
     ):
         with pytest.raises(CheckpointError, match=words):
             spec_from_hf({**config, **wrong}, "config.json")
-    ragged = SECTION.model_copy(update={"attention": "ragged"})
-    with pytest.raises(ConfigError, match=r"attention=ragged: .* Set sampler.attention=gathered"):
-        Sampler((SPEC, tiny_params(SPEC)), section=ragged)
+
+
+def test_on_a_tpu_pages_are_read_in_place_and_count_whole_registers() -> None:
+    """A token is 30 numbers, and as many as fill registers of 128 in each layer's pages."""
+    chip = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]), size=1)
+    section = SECTION.model_copy(update={"page_tokens": 16})
+    plan = kv_plan(SPEC, section, jnp.bfloat16, mesh=chip)
+    assert plan.page_bytes == SPEC.layers * 16 * 128 * 2 and not plan.copy_bytes
+    layout = layout_of(SPEC.kinds)
+    pages = jax.eval_shape(lambda: cache.init_pages(SPEC, layout, 5, 16, jnp.bfloat16, ragged=True))
+    assert [x.shape for x in pages.k] == [(5, 16, 128)] * SPEC.layers and not pages.v
+    for tokens in (4, 12, 20, 1032, 4096):
+        other = section.model_copy(update={"page_tokens": tokens})
+        said = rf"page_tokens={tokens}: .* multiple of 8 up to 1024, or .*gathered"
+        with pytest.raises(ConfigError, match=said):
+            kv_plan(SPEC, other, jnp.bfloat16, mesh=chip)
+        gathered = other.model_copy(update={"attention": "gathered"})
+        assert kv_plan(SPEC, gathered, jnp.bfloat16, mesh=chip).copy_bytes > 0
+    for tokens in (8, 24, 1024):
+        fits = section.model_copy(update={"page_tokens": tokens})
+        assert not kv_plan(SPEC, fits, jnp.bfloat16, mesh=chip).copy_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_pages_of_both_forms_give_the_same_tokens() -> None:
+    """The plain one of the kernel's references, and gathering."""
+    drawn = []
+    for attention in ("ragged", "gathered"):
+        section = SECTION.model_copy(update={"attention": attention})
+        with closing(Sampler((SPEC, tiny_params(SPEC)), section=section)) as sampler:
+            assert sampler.engine.spec.prefills_in_pages == (attention == "ragged")
+            done = sampler.generate([wish(i) for i in range(4)])
+            drawn.append([c.token_ids.tolist() for c in done])
+    assert drawn[0] == drawn[1]
 
 
 def wish(number: int, adapter: str = "", **more) -> Request:

@@ -20,7 +20,7 @@ from jaxrl_async.model.own_code import check_unchanged, load_code
 from jaxrl_async.model.own_spec import check_numbers, own_spec
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, weight_table
-from jaxrl_async.run.remote.sampler_parts import sent_spec
+from jaxrl_async.remote.run.sampler_parts import sent_spec
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Request
 
@@ -148,7 +148,7 @@ def test_an_adapter_and_a_saved_directory_compute_what_the_merged_weights_do(tmp
     policy.save_pretrained(tmp_path / "whole")
     assert (tmp_path / "whole" / "parallel.py").read_bytes() == FILE.read_bytes()
     monkeypatch.setattr(own_code, "_loaded", {})
-    with pytest.raises(CheckpointError, match=r"never run unasked.*parallel.py:ParallelLayer"):
+    with pytest.raises(CheckpointError, match=r"without permission.*parallel.py:ParallelLayer"):
         Policy.from_pretrained(tmp_path / "whole")
     named = f"{tmp_path}/whole/parallel.py:ParallelLayer"
     again = Policy.from_pretrained(tmp_path / "whole", decoder=named)
@@ -186,11 +186,11 @@ def test_equal_texts_are_one_class_and_others_are_refused(tmp_path):
             'Weight(shape=(spec.width, spec.mlp), axes=("embed",), init="normal", fan_in=32)',
             r"weights: 'up' has 2 dimensions \[32, 48\] and 1 axes .*Name an axis",
         ),
-        ('weight(spec, "embed", "mlp")', 'weight(spec, "embed", "wide")', "'wide' is none of"),
-        ('"gate": weight', '"times": weight', "'times' is a name with another meaning"),
+        ('weight(spec, "embed", "mlp")', 'weight(spec, "embed", "wide")', "'wide' is not one of"),
+        ('"gate": weight', '"times": weight', "'times' is a reserved name"),
         ("turned(k, angles), v", "turned(k, angles), v[:, :1]", r"qkv returned .*must return"),
         ("    def qkv(", "    def other(", "lacks qkv. Define weights, qkv, finish"),
-        ("(OwnLayer)", "", "is no OwnLayer"),
+        ("(OwnLayer)", "", "is not an OwnLayer"),
         ('"gate"))', '"gaet"))', "finish fails: AttributeError"),
     ],
     ids=["axis", "unknown axis", "name", "shape", "method", "base", "typo"],

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from jaxrl_async.config import schema
 from jaxrl_async.config.lora_section import LoraSection
+from jaxrl_async.cpu.kernel_library import SAMPLING, kernels_are_there
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, shardings
-from jaxrl_async.model.cpu.library import SAMPLING, kernels_are_there
 from jaxrl_async.model.decoder import init_table
 from jaxrl_async.model.frozen_base import BaseForm, base_table, quantized_base, sent_base
 from jaxrl_async.model.lora import adapter_table, joined, lora_of

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from builders import mesh_of
 
+from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model import cache, kernels
 from jaxrl_async.model.attention import (
@@ -159,7 +160,7 @@ def test_kernels_without_sinks_say_so() -> None:
     assert obstacle("cudnn", h100, jnp.bfloat16, 64) is None
     chip = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]))
     narrow, wide = (SimpleNamespace(sinks=True, latent=None, head_dim=n) for n in (64, 128))
-    assert uses_ragged("auto", chip, narrow) and not uses_ragged("auto", chip, wide)
-    assert uses_ragged("auto", chip, SimpleNamespace(sinks=False, latent=None, head_dim=128))
-    assert uses_ragged("auto", chip, SimpleNamespace(sinks=False, latent=None, head_dim=256))
-    assert not uses_ragged("auto", chip, SimpleNamespace(sinks=False, latent=1, head_dim=128))
+    auto = schema.SamplerSection()
+    assert uses_ragged(auto, chip, narrow) and not uses_ragged(auto, chip, wide)
+    assert uses_ragged(auto, chip, SimpleNamespace(sinks=False, latent=None, head_dim=128))
+    assert uses_ragged(auto, chip, SimpleNamespace(sinks=False, latent=None, head_dim=256))

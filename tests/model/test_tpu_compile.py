@@ -132,10 +132,37 @@ def test_latent_attention_is_splash_in_the_trainer(programs, kind):
     assert programs[f"step of deepseek_v3{kind}"]["kernels"] > 2 * 4
 
 
-def test_a_sampler_with_latent_attention_gathers_its_pages(programs):
-    """They hold 384 + 96 bfloat16 numbers a token in each of 3 layers."""
-    assert programs["sampler block of deepseek_v3"]["pages_bytes"] == 256 * 32 * 3 * (384 + 96) * 2
-    assert "kernels" in programs["sampler prefill of deepseek_v3"]
+LATENT_DECODE = ("", " on v6e", " on tensor", " in float32", " of small heads", " of small pages")
+
+
+@pytest.mark.parametrize("kind", LATENT_DECODE)
+def test_latent_attention_decodes_on_its_pages_and_copies_none(programs, kind):
+    """Beside the pages, as large on the chip as their numbers, there are 9 MiB of queries."""
+    found = programs[f"latent decode{kind}"]
+    assert found["kernels"] == 1
+    assert found["temp_bytes"] < 2**21
+    assert 0 <= found["argument_bytes"] - found["pages_bytes"] < 10 * 2**20
+
+
+@pytest.mark.parametrize(
+    "kind", ["", " on v6e", " in float32", " of small heads", " of large pages"]
+)
+def test_prompts_of_latent_attention_are_computed_on_its_pages(programs, kind):
+    """What is temporary are queries and results, which are padded: no scores, no pages."""
+    found = programs[f"latent chunks{kind}"]
+    queries = found["argument_bytes"] - found["pages_bytes"]
+    assert found["kernels"] == 1
+    assert found["temp_bytes"] < 2.5 * queries
+
+
+def test_a_sampler_with_latent_attention_reads_its_pages_in_place(programs):
+    """They hold 384 + 96 numbers a token, padded to 512, in each of 3 layers; two layers have
+    experts, of three products each."""
+    block, prefill = (programs[f"sampler {n} of deepseek_v3"] for n in ("block", "prefill"))
+    assert block["pages_bytes"] == 256 * 32 * 3 * 512 * 2
+    assert block["kernels"] == prefill["kernels"] >= 3 + 2 * 3
+    assert block["temp_bytes"] < block["pages_bytes"] / 2
+    assert prefill["alias_bytes"] >= prefill["pages_bytes"]
 
 
 def test_gated_delta_nets_compile_for_both_sides(programs):

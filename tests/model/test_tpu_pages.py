@@ -1,10 +1,13 @@
 """Our own TPU kernel for decoding on pages, interpreted, beside float64."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tpu_interpreter import LATE, no_races
 
 from jaxrl_async.model import tpu_pages
 from jaxrl_async.model.kernels import PLAIN, Scoring
@@ -62,8 +65,9 @@ def in_float64(
         for name in CASES
     ],
 )
+@pytest.mark.parametrize("interpret", [True, LATE], ids=["", "late copies"])
 def test_each_query_attends_to_what_its_row_sees(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, interpret: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, rng = CASES[name], np.random.default_rng(0)
     width = -(-case.K // 128) * 128
@@ -74,14 +78,17 @@ def test_each_query_attends_to_what_its_row_sees(
     sinks = rng.normal(size=case.H).astype(np.float32)
     if case.in_parts:
         monkeypatch.setattr(tpu_pages, "BUFFER_BYTES", 2 * pages[0].nbytes)
-    got = attend_wide_pages(
-        jnp.asarray(q),
-        jnp.asarray(pages),
-        jnp.asarray(LENGTHS),
-        jnp.asarray(tables),
-        case.scoring,
-        jnp.asarray(sinks) if case.sinks else None,
-        interpret=True,
-    )
+    with nullcontext() if interpret is True else no_races():
+        got = np.asarray(
+            attend_wide_pages(
+                jnp.asarray(q),
+                jnp.asarray(pages),
+                jnp.asarray(LENGTHS),
+                jnp.asarray(tables),
+                case.scoring,
+                jnp.asarray(sinks) if case.sinks else None,
+                interpret=interpret,
+            )
+        )
     wanted = in_float64(case, q, pages, tables, sinks)
-    np.testing.assert_allclose(np.asarray(got), wanted, atol=4e-6)
+    np.testing.assert_allclose(got, wanted, atol=4e-6)

@@ -25,8 +25,8 @@ from jaxrl_async.model.attention import (
 from jaxrl_async.model.cache import recent_pages
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
 from jaxrl_async.model.families.family import never
+from jaxrl_async.model.families.family_registry import FAMILIES
 from jaxrl_async.model.families.parts import LayerKind, repeating, runs_of
-from jaxrl_async.model.families.registry import FAMILIES
 from jaxrl_async.model.gpu_packed import cudnn
 from jaxrl_async.model.hf_config import spec_from_hf
 from jaxrl_async.model.kernels import Scoring

@@ -27,6 +27,7 @@ from jaxrl_async.model.attention import reference, sequence_attention, tree_spla
 from jaxrl_async.model.frozen_base import BaseForm, base_shapes, base_table
 from jaxrl_async.model.grouped import grouped_product
 from jaxrl_async.model.kernels import Scoring
+from jaxrl_async.model.latent_pages import attend_latent_pages
 from jaxrl_async.model.lora import adapter_table, lora_of
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.model.tpu_pages import attend_wide_pages
@@ -37,9 +38,9 @@ from jaxrl_async.sampler.batch.prefill import (
     make_chunk,
     prefill_sizes,
 )
-from jaxrl_async.sampler.device.arguments import DecodeArgs
 from jaxrl_async.sampler.device.engine import Engine, weight_shardings
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.program_arguments import DecodeArgs
 from jaxrl_async.sampler.device.sampling import Controls, Mix, sample
 from jaxrl_async.sampler.device.sampling_kernel import drawn_by_kernel
 from jaxrl_async.trainer.learning_settings import LearningSettings
@@ -48,13 +49,13 @@ from jaxrl_async.trainer.objectives.policy_objective import (
     PolicyObjective,
     policy_update,
 )
-from jaxrl_async.trainer.update import (
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import (
     NOTHING_FROZEN,
     PROBE_LENGTH,
     Frozen,
     GradSum,
     TrainState,
-    Update,
 )
 
 ROW = 512
@@ -81,6 +82,7 @@ def compiled(function: Any, *arguments: Any) -> dict[str, Any]:
         "kernels": program.as_text().count('custom_call_target="tpu_custom_call"'),
         "temp_bytes": memory.temp_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,
+        "argument_bytes": memory.argument_size_in_bytes,
     }
 
 
@@ -211,7 +213,7 @@ def gradient_of(step: Update[PolicyObjective], params: Any, frozen: Frozen) -> d
     """Compile the gradient of one micro-batch, in half of the time: its kernels are what counts."""
     mesh = step.settings.mesh
     scalar = partial(array, mesh, ())
-    spec = step.batch_sharding.spec
+    spec = step.programs.batch_sharding.spec
     batch = DeviceBatch(
         **{
             name: array(mesh, (step.micro_rows, ROW), jnp.dtype(COLUMNS[name].dtype), *spec)
@@ -221,7 +223,7 @@ def gradient_of(step: Update[PolicyObjective], params: Any, frozen: Frozen) -> d
     )
     jax.config.update("jax_exec_time_optimization_effort", -1.0)
     found = compiled(
-        step.accumulate,
+        step.programs.accumulate,
         params,
         GradSum(params, scalar(jnp.float32)),
         batch,
@@ -236,8 +238,8 @@ def optimizer_step(*offload: str) -> dict[str, Any]:
     """AdamW's step on all chips, and what it holds beside its temporaries."""
     mesh = mesh_of(fsdp=16)
     step, params = policy_step(mesh, offload=offload)
-    of_state = step.state_shardings
-    moments = jax.eval_shape(step._optimizer.init, params)
+    of_state = step.programs.state_shardings
+    moments = jax.eval_shape(step.programs._optimizer.init, params)
     placed = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), moments, of_state.opt_state
     )
@@ -245,7 +247,9 @@ def optimizer_step(*offload: str) -> dict[str, Any]:
     state = TrainState(params, placed, scalar(jnp.int32))
     sums = GradSum(params, scalar(jnp.float32))
     tried = array(mesh, (PROBE_LENGTH,), jnp.int32)
-    memory = step.apply.lower(state, sums, NOTHING_FROZEN, tried).compile().memory_analysis()
+    memory = (
+        step.programs.apply.lower(state, sums, NOTHING_FROZEN, tried).compile().memory_analysis()
+    )
     return {
         "moment_bytes": 2 * sum(x.size * 4 for x in jax.tree.leaves(params)) // mesh.size,
         "device_bytes": memory.argument_size_in_bytes,
@@ -320,6 +324,33 @@ def wide(
     )
 
 
+def latent(
+    *,
+    tokens: int = 64,
+    H: int = 128,
+    K: int = 576,
+    rank: int = 512,
+    page: int = 32,
+    dtype: Any = jnp.bfloat16,
+    kind: str = "v5e:4x4",
+    tensor: int = 1,
+) -> dict[str, Any]:
+    """Latent attention of 64 sequences of up to 2,048 tokens."""
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=kind)
+    mesh = make_mesh(schema.AxesSection(tensor=tensor), topology.devices[:tensor])
+    ints = partial(array, mesh, dtype=jnp.int32)
+    pages = (4096, page, -(-K // 128) * 128)
+    return compiled(
+        partial(attend_latent_pages, rank=rank, mesh=mesh),
+        array(mesh, (tokens, H, K), dtype, None, "tensor"),
+        array(mesh, pages, dtype),
+        ints((64,)),
+        ints((64, 2048 // page)),
+        ints((65,)),
+        ints((1,)),
+    ) | {"pages_bytes": int(np.prod(pages)) * jnp.dtype(dtype).itemsize}
+
+
 def draw(rows: int, vocab: int, mix: Mix, *, by_kernel: bool = True) -> dict[str, Any]:
     """Drawing a token for each row, in one pass of the kernel or by XLA's programs."""
     mesh = mesh_of()
@@ -361,7 +392,7 @@ def sampler_program(
     spec = ModelSpec.from_architecture(sizes, 1024)
     engine_spec = EngineSpec(
         model=spec, slots=slots, reserve=8, max_length=max_length, pages=256, page_tokens=32,
-        block=16, mesh=mesh, dtype=jnp.bfloat16, ragged=not spec.latent,
+        block=16, mesh=mesh, dtype=jnp.bfloat16, ragged=True,
     )  # fmt: skip
     engine = Engine(engine_spec)
 
@@ -548,6 +579,17 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "wide on tensor": partial(wide, H=32, N=8, tensor=4),
     "wide float32": partial(wide, H=16, N=8, dtype=jnp.float32),
     "wide sinks in a window": partial(wide, H=64, N=8, K=64, window=128, sinks=True),
+    "latent decode": latent,
+    "latent decode on v6e": partial(latent, kind="v6e:2x2"),
+    "latent decode on tensor": partial(latent, tensor=4),
+    "latent decode in float32": partial(latent, H=16, dtype=jnp.float32),
+    "latent decode of small heads": partial(latent, H=4, K=24, rank=16),
+    "latent decode of small pages": partial(latent, H=16, page=8),
+    "latent chunks": partial(latent, tokens=2048),
+    "latent chunks on v6e": partial(latent, tokens=2048, kind="v6e:2x2"),
+    "latent chunks in float32": partial(latent, tokens=512, page=128, dtype=jnp.float32),
+    "latent chunks of large pages": partial(latent, tokens=2048, page=1024, dtype=jnp.float32),
+    "latent chunks of small heads": partial(latent, tokens=512, H=4, K=24, rank=16),
     "ragged large pages": partial(ragged, tokens=64, H=16, N=16, page=256, dtype=jnp.bfloat16),
 }
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jaxrl_async.model.families.defaults import DEFAULTS
-from jaxrl_async.model.families.registry import ALSO, FAMILIES, WRAPPED
+from jaxrl_async.model.families.family_registry import ALSO, FAMILIES, WRAPPED
 from jaxrl_async.model.hf_config import spec_from_hf
 
 transformers = pytest.importorskip("transformers", reason="parity needs transformers")

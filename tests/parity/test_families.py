@@ -25,7 +25,7 @@ from jaxrl_async.model.decoder import (
     settings_on,
 )
 from jaxrl_async.model.families.family import never
-from jaxrl_async.model.families.registry import FAMILIES
+from jaxrl_async.model.families.family_registry import FAMILIES
 from jaxrl_async.model.heads import save_head, sequence_scores, token_values, with_head
 from jaxrl_async.model.logprobs import logits_of, token_logprobs
 from jaxrl_async.model.lora import lora_of
@@ -595,7 +595,7 @@ def test_tensors_that_predict_further_tokens_are_left_out(checkpoint, tmp_path: 
     save_file({**load_file(file), **more}, file)
     with caplog.at_level("INFO"):
         policy = Policy.from_pretrained(tmp_path)
-    assert "2 tensors predict further tokens" in caplog.text
+    assert "2 tensors for multi-token prediction" in caplog.text
     np.testing.assert_allclose(ours(policy, tokens()), theirs(model, tokens()), atol=1e-4, rtol=0)
 
 

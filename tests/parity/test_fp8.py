@@ -92,7 +92,7 @@ def test_a_directory_in_fp8_is_read_as_its_numbers(tmp_path: Path, family: str) 
         load_params(tmp_path / "packed", spec)
     del packed[name + "_scale_inv"]
     save_file(packed, tmp_path / "packed/model.safetensors")
-    with pytest.raises(CheckpointError, match=r"quantised or no weights .* is F8_E4M3"):
+    with pytest.raises(CheckpointError, match=r"quantised or not weights .* is F8_E4M3"):
         load_params(tmp_path / "packed", spec)
 
 

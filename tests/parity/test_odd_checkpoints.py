@@ -137,7 +137,7 @@ def test_two_models_in_a_folder_are_refused_by_name(tmp_path):
     made(tmp_path / "new", seed=1)
     made(tmp_path / "old", shards=True)
     (tmp_path / "new" / SINGLE).rename(tmp_path / "old" / SINGLE)
-    with pytest.raises(CheckpointError, match=rf"two models are here: {SINGLE}, and model-00001"):
+    with pytest.raises(CheckpointError, match=rf"contains two models: {SINGLE}, and model-00001"):
         Policy.from_pretrained(tmp_path / "old")
     for shard in (tmp_path / "old").glob("model-*.safetensors"):
         shard.unlink()
@@ -203,7 +203,7 @@ def test_an_untied_model_without_a_head_is_tied_and_says_so(tmp_path, caplog):
     made(tmp_path, tie_word_embeddings=True)
     say(tmp_path, tie_word_embeddings=False)
     policy = Policy.from_pretrained(tmp_path)
-    assert policy.spec.tied and "the embedding is the head, too" in caplog.text
+    assert policy.spec.tied and "the embedding is also used as the head" in caplog.text
     say(tmp_path, tie_word_embeddings=True)
     np.testing.assert_allclose(logits(policy), their_logits(tmp_path), atol=1e-5)
 
@@ -223,7 +223,7 @@ def test_a_value_head_beside_a_policy_is_left_out_and_says_so(tmp_path, caplog):
     made(tmp_path)
     changed(tmp_path, lambda tensors: tensors.update({"v_head.summary.weight": torch.ones(1, 16)}))
     same(tmp_path)
-    assert "v_head.* are a value head, and are left out" in caplog.text
+    assert "v_head.* are a value head, and are ignored" in caplog.text
 
 
 def test_an_adapter_that_is_a_pickle_is_converted_as_an_adapter(tmp_path):
@@ -242,7 +242,7 @@ def test_no_model_is_saved_into_an_adapters_folder(tmp_path):
     policy = Policy.from_pretrained(tmp_path)
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="holds an adapter"):
+    with pytest.raises(CheckpointError, match="contains an adapter"):
         policy.save_pretrained(tmp_path / "adapter")
     assert [f.name for f in (tmp_path / "adapter").iterdir()] == ["adapter_config.json"]
 
@@ -328,14 +328,14 @@ def test_files_of_a_killed_save_are_explained_and_replaced(tmp_path):
     (killed / ".writing").mkdir(parents=True)
     (killed / ".writing" / "model-00001-of-00003.safetensors").write_bytes(b"part")
     (killed / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
-    with pytest.raises(CheckpointError, match=r"was interrupted.*Save or copy it again"):
+    with pytest.raises(CheckpointError, match=r"was interrupted.*copy the whole model again"):
         Policy.from_pretrained(killed)
     policy.save_pretrained(killed)
     assert not (killed / ".writing").exists()
     same(killed)
     made(tmp_path / "shards", shards=True)
     (tmp_path / "shards" / INDEX).unlink()
-    with pytest.raises(CheckpointError, match=rf"no {re.escape(INDEX)}\. Save or copy"):
+    with pytest.raises(CheckpointError, match=rf"lack their {re.escape(INDEX)}\. Save or copy"):
         Policy.from_pretrained(tmp_path / "shards")
 
 
@@ -363,7 +363,7 @@ def test_an_index_of_files_that_are_gone_is_named_once(tmp_path, caplog):
     made(tmp_path / "one")
     (tmp_path / "one" / SINGLE).rename(tmp_path / SINGLE)
     Policy.from_pretrained(tmp_path)
-    assert caplog.text.count("names files that are not here") == 1
+    assert caplog.text.count(f"the files in {INDEX} do not exist") == 1
 
 
 @pytest.mark.parametrize(

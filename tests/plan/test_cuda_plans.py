@@ -76,8 +76,8 @@ def test_a_name_is_hosts_of_cards(name, topology, cards):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("h100-12", "a host has 8 cards at most.* h100-1 to h100-8, or h100-16"),
-        ("h100:1x16", "a host has 8 cards at most"),
+        ("h100-12", "a host has at most 8 cards.* h100-1 to h100-8, or h100-16"),
+        ("h100:1x16", "a host has at most 8 cards"),
         ("h100:2x2x2", "has 3 sides, and h100 slices have 2: give h100-8"),
         ("h100-many", "neither a number of cards nor a shape such as 2x8"),
         ("h300-8", "generations are v4, .*, h100, h200, a100, b200, l4"),
@@ -260,7 +260,7 @@ def test_a_plugin_of_another_version_is_refused(monkeypatch):
 def test_tpus_and_cards_are_not_planned_together(tmp_path):
     done = plan(tmp_path, TINY, "--topology", "v5e-4", "--sampler-topology", "h100-4")
     assert done.returncode == 2
-    assert "a plan is of TPUs or of NVIDIA cards" in done.stderr, done.stderr
+    assert "a plan is for TPUs or for NVIDIA cards" in done.stderr, done.stderr
 
 
 # ---- the compiler
@@ -299,7 +299,7 @@ def test_all_programs_of_a_run_on_one_card_are_compiled_and_kept(tmp_path):
     assert decode["temp_bytes"] < 2**25 and gradient["temp_bytes"] < 2**28
     assert "memory of a card, GiB" in done.stdout and "of 75.15" in done.stdout
     assert "JAX takes 0.75 of a card, which is enough here" in done.stdout
-    assert "arithmetic" in done.stdout and "XLA_PYTHON" not in done.stderr
+    assert "times: computed from" in done.stdout and "XLA_PYTHON" not in done.stderr
 
     full = plan(tmp_path, TINY, "--topology", "h100-1", XLA_PYTHON_CLIENT_MEM_FRACTION="0.0005")
     assert full.returncode == 1 and "DOES NOT FIT" in full.stdout, full.stderr
@@ -330,7 +330,7 @@ def test_a_host_of_cards_is_divided_and_each_side_compiled_for_its_own(tmp_path)
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_two_hosts_of_cards_sum_gradients_over_the_network(tmp_path):
-    mesh = "mesh: {trainer: {data: 2, fsdp: 4}, samplers_in: elsewhere}"
+    mesh = "mesh: {trainer: {data: 2, fsdp: 4}, samplers_in: external}"
     hosts = TINY.replace("mesh: {colocated: true}", mesh)
     done = plan(tmp_path, hosts, "--topology", "h100:2x4", "--sampler-topology", "h100-1")
     assert done.returncode == 0, done.stderr

@@ -62,7 +62,7 @@ def mesh(samplers_in, fsdp, tensor, samplers):
 
 
 CASES = {
-    "apart": {"mesh": mesh("elsewhere", 16, 8, 2), "topology": "v5e-16", "samplers": "v6e-16"},
+    "apart": {"mesh": mesh("external", 16, 8, 2), "topology": "v5e-16", "samplers": "v6e-16"},
     "host": {"mesh": mesh("processes", 4, 2, 2), "topology": "v6e-8"},
     "threads": {"mesh": mesh("threads", 4, 1, 3), "topology": "v5e-8"},
     "hosts": {"mesh": mesh("threads", 8, 2, 4), "topology": "v5p-16"},
@@ -108,8 +108,8 @@ def test_threads_on_several_hosts_take_a_part_of_each_where_the_compiler_can(pla
     hosts = places["hosts"]
     assert hosts["hosts"] == [4, 1] and hosts["chips"] == [8, 2, 4]
     refused = places["refused"]
-    assert "the compiler refuses a sum over the 8 TPU v5 lite devices of mesh.trainer" in refused
-    assert "mesh.samplers_in=elsewhere" in refused and "--topology" in refused
+    assert "the compiler rejects a sum over the 8 TPU v5 lite devices of mesh.trainer" in refused
+    assert "mesh.samplers_in=external" in refused and "--topology" in refused
 
 
 @compiler
@@ -118,7 +118,7 @@ def test_threads_on_several_hosts_take_a_part_of_each_where_the_compiler_can(pla
     [
         ("too many", "mesh needs 9 devices"),
         ("two hosts", "divides the chips of one host, and v5e-16 .v5e:4x4. has 4 hosts"),
-        ("both", "--sampler-topology is for samplers on slices of their own"),
+        ("both", "--sampler-topology is for samplers on separate slices"),
     ],
 )
 def test_what_no_host_or_slice_is_is_refused(places, case, said):
@@ -150,7 +150,7 @@ def test_a_shipped_plan_has_the_roles_of_its_command(file):
         assert parse_slice(topology).num_devices == taken
         return
     topology, samplers = (words[words.index(w) + 1] for w in ("--topology", "--sampler-topology"))
-    assert section.samplers_in == "elsewhere"
+    assert section.samplers_in == "external"
     assert parse_slice(topology).num_devices == section.trainer.num_devices
     chip, chips = parse_chips(samplers)
     assert chips * chip.devices == section.samplers * section.sampler.num_devices
@@ -219,7 +219,7 @@ def test_a_split_that_no_axis_can_take_is_refused():
     from jaxrl_async.plan.launch_files import split_config
 
     config = load(ROOT / "configs/addition.yaml", ["mesh.trainer.tensor=4"])
-    with pytest.raises(ConfigError, match=r"neither fsdp .1. nor data .1. can be divided so"):
+    with pytest.raises(ConfigError, match=r"neither fsdp .1. nor data .1. divides evenly"):
         split_config(config, trainer_chips=2, now=4, samplers=1)
 
 
@@ -238,7 +238,7 @@ from jaxrl_async.plan.pace import pace_of
 from jaxrl_async.plan.places import make_places
 
 config = Config.model_validate({"mesh": {
-    "samplers_in": "elsewhere", "trainer": {"data": 2, "fsdp": 4}, "sampler": {"tensor": 4}}})
+    "samplers_in": "external", "trainer": {"data": 2, "fsdp": 4}, "sampler": {"tensor": 4}}})
 mesh = make_places(config, replace(parse_slice("v5e-4"), count=2), parse_chips("v5e-4"))
 mesh = mesh.slices.trainer
 
@@ -297,7 +297,7 @@ if not apart:
     update.can_sum_apart = lambda mesh, spec: False
 architecture = {"layers": 2, "width": 256, "heads": 8, "kv_heads": 4, "head_dim": 128, "mlp": 512}
 config = Config.model_validate({
-    "mesh": {"samplers_in": "elsewhere", "trainer": {"data": 2, **axes}, "sampler": {"tensor": 4}},
+    "mesh": {"samplers_in": "external", "trainer": {"data": 2, **axes}, "sampler": {"tensor": 4}},
     "model": {"dtype": "bfloat16", "remat": "layer",
               "architecture": {**architecture, "vocab": 1024, **shape}},
     "trainer": {"row_length": 256, "micro_batch_tokens": 2048},

@@ -20,7 +20,7 @@ model:
   architecture: {layers: 2, width: 128, heads: 2, kv_heads: 2, head_dim: 128, mlp: 256, vocab: 1024}
   dtype: bfloat16
   remat: layer
-mesh: {samplers_in: elsewhere, trainer: {fsdp: 4}, sampler: {tensor: 1}, samplers: 4}
+mesh: {samplers_in: external, trainer: {fsdp: 4}, sampler: {tensor: 1}, samplers: 4}
 data: {max_prompt_tokens: 64}
 sampler: {slots: 8, max_length: 256, max_new_tokens: 192, block: 4, prefill_chunk: 128}
 algorithm: {groups_per_step: 4, group_size: 2}
@@ -116,7 +116,7 @@ def test_another_program_is_not_taken_from_the_cache_and_what_does_not_fit_is_sa
     assert "compiling decode" in done.stderr and "compiling gradient" not in done.stderr
     assert "DOES NOT FIT" in done.stdout and "a sampler chip lacks" in done.stdout
     assert "sampler.kv_memory_mib=" in done.stdout and "mesh.sampler.tensor=2" in done.stdout
-    assert "no times of the run: the compiler refused" in done.stdout
+    assert "no times of the run: the compiler rejected" in done.stdout
     assert "MFU" not in done.stdout and "splits" not in done.stdout
     found = json.loads((tmp_path / "plan.json").read_text())
     assert not {"learning", "decode", "simulated", "splits"} & set(found)
@@ -128,7 +128,7 @@ def test_weights_too_large_for_a_sampler_do_not_fit_and_that_is_kept(tmp_path, c
     large = ("model.architecture.width=2048", "model.architecture.mlp=1000000")
     done = plan(tmp_path, cache, *large)
     assert done.returncode == 1, done.stderr
-    assert re.search(r"prepare +refused by the compiler: it needs 45", done.stdout)
+    assert re.search(r"prepare +rejected by the compiler: it needs 45", done.stdout)
     assert "a sampler chip lacks" in done.stdout and "mesh.sampler.tensor=2" in done.stdout
     assert compiles(plan(tmp_path, cache, *large)) == []
 

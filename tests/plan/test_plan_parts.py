@@ -46,9 +46,9 @@ def test_a_name_is_a_topology(name, topology):
         ("v5e", "GENERATION-CHIPS"),
         ("v5e-eight", "neither a number of chips nor a shape"),
         ("v5e-0", "neither a number"),
-        ("v5e-48", "the next below is v5e-32"),
-        ("v5e-512", "256 at most"),
-        ("v5e-2", "no slice of 2 chips.* v5e-1 or v5e-4"),
+        ("v5e-48", "the next lower one is v5e-32"),
+        ("v5e-512", "at most 256"),
+        ("v5e-2", "slices of 2 chips do not exist.* v5e-1 or v5e-4"),
         ("v5p:4x4", "has 2 sides, and v5p slices have 3: give v5p-16"),
         ("v5e:2x2x2", "has 3 sides, and v5e slices have 2: give v5e-8"),
     ],
@@ -120,8 +120,8 @@ def test_many_lengths_become_few_with_the_same_mean(tmp_path):
     ("text", "said"),
     [
         ("{", "not JSON"),
-        ("[]", "no length with a weight above 0"),
-        ('"7"', "no length with a weight above 0"),
+        ("[]", "no length has a weight above 0"),
+        ('"7"', "no length has a weight above 0"),
         ('{"-3": 1}', "not a length and a weight"),
         ('{"3": "many"}', "not a length and a weight"),
         ("[1, null]", "not a length and a weight"),
@@ -384,6 +384,7 @@ def test_the_experts_products_take_their_bytes_or_their_flops():
         (("draw_truncated", "ragged-dot-none"), False),
         (("draw_token", "ragged_paged_attention_kernel"), True),
         (("draw_token", "decode_on_pages"), True),
+        (("draw_token", "latent_on_pages"), True),
         (("attend_pages",), True),
     ],
 )
@@ -398,6 +399,57 @@ def test_the_cache_is_read_by_attentions_kernel_and_not_by_the_one_that_draws(ke
     took = timing(done, parse_slice("v5e-4"), cache_bytes=819e6)
     assert took.kernels_s == (pytest.approx(1e-3 / 0.8) if read else 0)
     assert took.roofline_s == (pytest.approx(1e-3) if read else 0)
+
+
+@pytest.mark.parametrize(("flops", "seconds"), [(1e9, 1e-3 / 0.8), (0.197e12, 1e-3 / 0.5)])
+def test_kernels_on_the_pages_read_or_compute_whichever_takes_longer(flops, seconds):
+    """1 ms at HBM's bandwidth of a v5e, and nothing or 1 ms at its peak."""
+    from jaxrl_async.plan.compiled import Compiled
+    from jaxrl_async.plan.cost import Cost, Kernel
+    from jaxrl_async.plan.plan import DecodeLoad
+    from jaxrl_async.plan.timing import timing
+
+    found = Kernel(name="latent_on_pages", times=1, flops=0)
+    done = Compiled(name="decode", side="sampler", fits=True, cost=Cost(kernels=(found,)))
+    kernel = Kernel(name="on_pages", times=1, flops=flops / 16, width=640)
+    load = DecodeLoad(rows=1, context=100.0, read_bytes=819e6 / 16, kernel=kernel)
+    took = timing(done, parse_slice("v5e-4"), *load.of_block(16))
+    assert took.kernels_s == pytest.approx(seconds)
+    assert took.peak_s == pytest.approx(flops / 197e12)
+    assert took.roofline_s == pytest.approx(1e-3)
+
+
+def test_a_decode_steps_load_is_that_of_its_rows_at_the_mean_context():
+    """8 rows of 100 tokens, of a prompt and half of an answer, in two layers."""
+    from types import SimpleNamespace
+
+    import jax
+    import jax.numpy as jnp
+
+    from jaxrl_async.config.schema import ArchitectureSection
+    from jaxrl_async.model.kv_layout import layout_of
+    from jaxrl_async.model.spec import ModelSpec
+    from jaxrl_async.plan.cost import Kernel
+    from jaxrl_async.plan.plan import load_of
+    from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
+
+    config = Config(data={"max_prompt_tokens": 100}, sampler={"max_length": 400})
+    spec = ModelSpec.from_architecture(ArchitectureSection(family="deepseek_v3", layers=2), 100)
+    kv = MemoryPlan(
+        slots=8, reserve=0, pages=999, page_tokens=32, page_bytes=1,
+        layout=layout_of(spec.kinds), block=16,
+    )  # fmt: skip
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    pages = [jax.ShapeDtypeStruct((999, 32, 640), jnp.bfloat16, sharding=one)] * 2
+    pair = Kernel(name="on_pages", times=2, flops=1000.0, width=640)
+    held = SimpleNamespace(kv=kv, state=SimpleNamespace(kv=pages), pair_kernel=pair)
+    load = load_of(config, spec, held, Histogram.constant(100))
+    assert (load.rows, load.context) == (8, 50 + 100 / 2)
+    assert load.read_bytes == pytest.approx(8 * 100 * 2 * 640 * 2)
+    assert load.kernel.flops == pytest.approx(8 * 100 * 1000)
+    assert load.kernel.width == 640
+    held.pair_kernel = None
+    assert load_of(config, spec, held, Histogram.constant(100)).kernel is None
 
 
 @pytest.mark.parametrize(
@@ -461,21 +513,23 @@ def test_what_a_prefill_makes_lies_beside_the_pages_that_it_writes_to():
     assert found.moment == "prefill" and found.total_bytes == 20 + 20 + 40 + 1 + 5
 
 
-def test_a_step_takes_as_long_in_the_simulation_as_it_was_estimated():
-    """What the pages' reading takes is a part of both."""
+@pytest.mark.parametrize(("flops", "seconds"), [(0.0, 1e-3 / 0.8), (0.394e12, 2e-3 / 0.5)])
+def test_a_step_takes_as_long_in_the_simulation_as_it_was_estimated(flops, seconds):
+    """What the pages' kernels take, to read or to compute, is a part of both."""
     from types import SimpleNamespace
 
+    from jaxrl_async.plan.cost import Kernel
     from jaxrl_async.plan.plan import Decode, DecodeLoad, pipeline_of
-    from jaxrl_async.plan.timing import RAGGED_SHARE
 
     places = SimpleNamespace(sampler=parse_slice("v5e-8"), num_samplers=4)
-    load = DecodeLoad(rows=10, context=100.0, read_bytes=819e6)  # 1 ms at HBM's bandwidth
+    kernel = Kernel(name="on_pages", times=1, flops=flops, width=640)
+    load = DecodeLoad(rows=10, context=100.0, read_bytes=819e6, kernel=kernel)
     decode = Decode(load=load, step_s=5e-3, account={}, prefill_token_s=1e-6, tokens_per_s=1e3)
     learning = SimpleNamespace(step_s=1.0, tokens=1000.0)
     lengths = Histogram.constant(50)
     found = pipeline_of(Config(), places, learning, decode, 0.1, lengths).samplers
     context_s = found.context_token_s * load.rows * load.context
-    assert context_s == pytest.approx(1e-3 / RAGGED_SHARE)
+    assert context_s == pytest.approx(seconds)
     assert found.step_s[0] + context_s == pytest.approx(decode.step_s)
 
 

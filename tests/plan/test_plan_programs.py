@@ -6,12 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from builders import tiny_spec
 from jax.sharding import AbstractMesh
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import SAMPLER_RULES, Slices, make_mesh, shardings
 from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.families.parts import Latent
 from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.plan import programs as lowering
@@ -208,6 +210,34 @@ def test_a_prefill_on_the_pages_computes_each_query_with_the_tokens_up_to_its_ow
     assert lowering.prefill_kernel(config, replace(engine, ragged=False), 300) is None
 
 
+@pytest.mark.parametrize(("platform", "columns"), [("tpu", 128 + 128), ("gpu", 30 + 30)])
+def test_a_prefill_of_latent_attention_counts_the_columns_of_its_one_head(platform, columns):
+    """A rank of 24 and 6 numbers that turn, for each of 4 heads, in 2 layers."""
+    spec = tiny_spec(64, family="deepseek_v3", layers=2, experts=4, kv_heads=4, head_dim=12)
+    config = config_of()
+    place = {"ragged": True, f"on_{platform}": True, "draws_by_kernel": False}
+    engine = EngineSpec(model=spec, slots=2, max_length=160, pages=10, **place)
+    kernel = lowering.prefill_kernel(config, engine, 300)
+    seen = 3 * sum(position + 1 for position in range(100))
+    assert kernel.flops == pytest.approx(2 * seen * spec.heads * columns * 2)
+    assert kernel.width == columns // 2
+
+
+def test_on_a_tpu_a_token_in_the_pages_costs_kimi_k2_640_and_512_columns_in_each_head():
+    """64 heads on two devices, 61 layers: 576 numbers a token and their 512 of values, padded."""
+    latent = Latent(rank=512, query_rank=1536, rotated=64, value=128)
+    spec = replace(
+        tiny_spec(64, family="deepseek_v3", layers=61, experts=4), heads=64, kv_heads=64,
+        head_dim=192, latent=latent,
+    )  # fmt: skip
+    place = {"on_tpu": True, "draws_by_kernel": False, "mesh": AbstractMesh((2,), ("tensor",))}
+    engine = EngineSpec(model=spec, slots=2, max_length=160, pages=10, ragged=True, **place)
+    kernel = lowering.pair_kernel(engine)
+    assert kernel.flops == 2 * 61 * 32 * (640 + 512)
+    assert (kernel.times, kernel.width) == (61, 640)
+    assert lowering.pair_kernel(replace(engine, ragged=False)) is None
+
+
 def test_a_plan_has_the_prefill_that_a_tpus_sampler_compiles():
     config = config_of(sampler={"attention": "ragged", "prefill_chunk": 300})
     found, held = lowered(config, lowering.spec_of(config), places_on_cpu(config))
@@ -263,7 +293,7 @@ def test_a_sampler_that_is_no_slice_is_refused_with_what_was_asked(
     generation, trainer, sampler, said
 ):
     section = schema.MeshSection(
-        samplers_in="elsewhere",
+        samplers_in="external",
         trainer=schema.AxesSection(**trainer),
         sampler=schema.AxesSection(**sampler),
     )

@@ -373,7 +373,7 @@ def test_samplers_that_join_make_a_run_quicker():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"tree": None, "turnover": Turnover()}, "samplers in threads do not come and go"),
+        ({"tree": None, "turnover": Turnover()}, "samplers in threads do not join or leave"),
         ({"tree": replace(TREE, fanout=0)}, "fanout .0. at least 1"),
         ({"tree": replace(TREE, sampler_bytes_per_s=0.0)}, "must be above 0"),
         ({"turnover": Turnover(handed_back_share=1.5)}, "is a share, from 0 to 1"),

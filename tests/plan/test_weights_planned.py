@@ -69,7 +69,7 @@ def places(*, trainer, sampler, samplers, chip="v5p-8"):
 
 
 def config(**remote):
-    return Config(mesh={"samplers_in": "elsewhere"}, remote=remote)
+    return Config(mesh={"samplers_in": "external"}, remote=remote)
 
 
 def test_weights_go_at_the_rate_that_was_measured_and_the_network_is_the_bound():
@@ -134,8 +134,8 @@ def test_a_step_between_slices_is_its_micro_batches_and_its_updates():
     ("words", "said"),
     [
         (["--num-slices", "0"], "give 1 or more"),
-        (["--num-slices", "2", "--write", "x"], "leave --write out"),
-        (["--num-slices", "2"], "Set mesh.samplers_in=elsewhere"),
+        (["--num-slices", "2", "--write", "x"], "leave out --write"),
+        (["--num-slices", "2"], "Set mesh.samplers_in=external"),
     ],
 )
 def test_several_slices_that_cannot_be_planned_are_refused(tmp_path, capsys, words, said):

@@ -13,22 +13,24 @@ from word_chat import Speaks, WordChat
 
 from jaxrl_async.errors import RolloutError, RolloutTimeout
 from jaxrl_async.metrics.fault_counts import FaultCounts
-from jaxrl_async.ports import Concludes, Opens, SavesState
+from jaxrl_async.ports.rollout import Concludes, Opens
+from jaxrl_async.ports.run import SavesState
+from jaxrl_async.rollout.call_log import Trace
 from jaxrl_async.rollout.chat_env import ChatEnvs, ChatLimits
 from jaxrl_async.rollout.env import GuardedEnvs
-from jaxrl_async.rollout.episode import (
-    EpisodeLimits,
-    SavedEpisode,
-    begin_groups,
-    play_group,
-    saved_episode,
-)
-from jaxrl_async.rollout.trace import Trace
+from jaxrl_async.rollout.episode import SavedEpisode, begin_groups, play_group, saved_episode
 from jaxrl_async.tasks.task import Environment, Step, Task
 from jaxrl_async.tasks.toolbox import ToolLimits
 from jaxrl_async.testing.fakes import make_completion
 from jaxrl_async.trainer.pack import pack_groups
-from jaxrl_async.types import EpisodeGroup, Prompt, SamplingParams, StopReason, Ticket
+from jaxrl_async.types import (
+    EpisodeGroup,
+    EpisodeLimits,
+    Prompt,
+    SamplingParams,
+    StopReason,
+    Ticket,
+)
 
 WORDS = (
     "one",
@@ -392,12 +394,12 @@ def broken(method, given):
     ("method", "given", "words"),
     [
         ("reset", None, "reset gave no message"),
-        ("reset", 5, "reset gave 5. It must give a text"),
+        ("reset", 5, "reset gave 5. It must return a text"),
         ("step", [{"content": "x"}], "step gave .* a message with a role"),
         ("step", KeyError("x"), "the environment's step raised KeyError: 'x'"),
         ("step", Step(reward=float("nan")), "step gave nan. It must be a finite number"),
         ("step", Step(parts={"a": "b"}), "finite number, or a mapping"),
-        ("step", Step(parts={"a b": 1.0, "a_b": 1.0}), "two have one name"),
+        ("step", Step(parts={"a b": 1.0, "a_b": 1.0}), "two of which have the same name"),
         ("score", "much", "score gave 'much'"),
     ],
 )

@@ -7,7 +7,8 @@ import pytest
 
 from jaxrl_async.errors import RolloutError, RolloutTimeout
 from jaxrl_async.metrics.fault_counts import FaultCounts
-from jaxrl_async.ports import Reply, SavesState
+from jaxrl_async.ports.rollout import Reply
+from jaxrl_async.ports.run import SavesState
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn, snapshot
 from jaxrl_async.testing.fakes import make_prompt
 
@@ -129,7 +130,7 @@ def test_a_state_that_no_checkpoint_can_hold_fails_when_it_is_asked_for():
     circle: list = []
     circle.append(circle)
     for strange in (object(), {1: 2}, np.array([object()]), circle):
-        with pytest.raises(RolloutError, match="something that no checkpoint can hold"):
+        with pytest.raises(RolloutError, match="a value that cannot be saved in a checkpoint"):
             snapshot(Grows(strange))
     guarded = GuardedEnvs(lambda p: Grows(), timeout_s=1.0, vocab_size=9)(make_prompt(3))
     with pytest.raises(RolloutError, match=r"its restore\(\) raised ValueError: cannot"):

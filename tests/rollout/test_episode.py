@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_async.errors import RolloutError
-from jaxrl_async.ports import Reply
+from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.rollout.env import SingleTurn
 from jaxrl_async.rollout.episode import (
-    EpisodeLimits,
     SavedEpisode,
     Turn,
     assemble_episode,
@@ -22,6 +21,7 @@ from jaxrl_async.rollout.episode import (
 from jaxrl_async.types import (
     NOT_DRAWN,
     Completion,
+    EpisodeLimits,
     KeptTokens,
     Prompt,
     SamplingParams,

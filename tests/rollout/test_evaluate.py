@@ -9,12 +9,11 @@ import pytest
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
-from jaxrl_async.rollout.episode import EpisodeLimits
 from jaxrl_async.rollout.evaluate import EvalEffort, evaluate
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.outlets import Evaluation
+from jaxrl_async.run.reporting import Evaluation
 from jaxrl_async.scorers.guard import GuardedScorer
-from jaxrl_async.types import Completion, Prompt, SamplingParams, Score, StopReason
+from jaxrl_async.types import Completion, EpisodeLimits, Prompt, SamplingParams, Score, StopReason
 
 
 def prompt(i):
@@ -154,7 +153,7 @@ def test_a_record_whose_scoring_fails_costs_that_record_alone(caplog):
     result, _ = run([prompt(i) for i in range(4)], picky, effort=EvalEffort(count=counted.append))
     assert result.num_prompts == 3 and result.mean_reward == pytest.approx((3 + 3 + 0.25) / 3)
     assert counted == ["eval_left_out"]
-    assert "held-out prompt 1 is left out of this evaluation: no right answer" in caplog.text
+    assert "skipping held-out prompt 1 in this evaluation: no right answer" in caplog.text
     with pytest.raises(RolloutError, match="no right answer"):
         run([prompt(1), prompt(1), prompt(0)], picky)
 

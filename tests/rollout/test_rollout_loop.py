@@ -13,13 +13,13 @@ from outage_clock import QuickOutages
 from rollout_rig import EchoGenerate, PositionScorer, ScriptedGate, make_loop, prompts
 
 from jaxrl_async.codec import dumps, loads
+from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramEndpoint
+from jaxrl_async.endpoint.sessions import SessionLimits, Sessions
 from jaxrl_async.errors import Closed, EndpointMisset, RolloutError
-from jaxrl_async.ports import Reply
-from jaxrl_async.rollout.agent_programs import AgentPrograms, ProgramEndpoint
+from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.rollout.episode import SavedEpisode
 from jaxrl_async.rollout.rollout_loop import SAVED_KINDS
-from jaxrl_async.rollout.sessions import SessionLimits, Sessions
 from jaxrl_async.scorers.guard import GuardedScorer
 from jaxrl_async.types import (
     Completion,
@@ -493,7 +493,7 @@ def test_groups_that_programs_play_hold_their_tickets_and_begin_anew_in_a_resume
     assert (
         sorted(g.ticket.group for g in gate.put_groups) == [0, 1] and resumed.stats().restarts == 2
     )
-    assert "2 groups with open sessions or games begin anew" in caplog.text
+    assert "2 groups with open sessions or games start over" in caplog.text
     assert loop.stats().restarts == 0
 
 

@@ -14,11 +14,15 @@ from safetensors.numpy import load_file, save_file
 
 import jaxrl_async.run.loop as loop
 import jaxrl_async.run.offline as offline
+from jaxrl_async.config.load import load
+from jaxrl_async.config.recipes import recipe_names
 from jaxrl_async.config.schema import ArchitectureSection
+from jaxrl_async.config.several import runs_of
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.run.start_checks import check_names
 from jaxrl_async.train_command import main
 from jaxrl_async.trainer.update import Update
 
@@ -267,10 +271,10 @@ def only_an_index(folder):
         (tensors(lambda w: w.update(x=np.zeros(2))), "not part of this model (x)"),
         (tensors(lambda w: w.update({NORM: np.zeros(8)})), "is [8], not [16]"),
         (tensors(lambda w: w.update({NORM: np.zeros(16, np.int8)})), "quantised"),
-        (lambda folder: (folder / WEIGHTS).unlink(), "no model.safetensors here"),
+        (lambda folder: (folder / WEIGHTS).unlink(), "no model.safetensors found"),
         (only_a_pickle, "pytorch_model.bin may be a pickle"),
-        (cut, "not a whole safetensors file"),
-        (tensors(lambda w: w.update({NORM: np.full(16, np.nan)})), "holds NaN"),
+        (cut, "not a complete safetensors file"),
+        (tensors(lambda w: w.update({NORM: np.full(16, np.nan)})), "contains NaN"),
         (written(WEIGHTS, b""), "ends within its header"),
         (written(WEIGHTS, b"\xff" * 100), "ends within its header"),
         (written(WEIGHTS, struct.pack("<Q", 2) + b"{}"), "tensors missing"),
@@ -300,7 +304,7 @@ def only_an_index(folder):
         (written("config.json", b"{"), "is not JSON"),
         (written("config.json", b"[" * 100_000), "is not JSON"),
         (written("config.json", b"\xff\xfe"), "is not JSON"),
-        (written("config.json", b"[]"), "must hold a JSON object"),
+        (written("config.json", b"[]"), "must contain a JSON object"),
         (lambda folder: (folder / "config.json").unlink(), "config.json: not found"),
     ],
 )
@@ -401,7 +405,7 @@ GOOD = {"question": "1+2=", "answer": "3"}
         (
             json.dumps(dict.fromkeys(("question", "prompt", "chosen", "rejected"), "1+2=" * 99)
                        | {"answer": "3"}).encode(),
-            "line 1: the prompt is too long: 396 tokens, and ",
+            "line 1: the prompt is too long: 396 tokens, but ",
         ),
     ],
 )  # fmt: skip
@@ -514,6 +518,7 @@ def test_a_run_whose_folder_leads_elsewhere_is_not_resumed(tmp_path, capsys):
         ("algorithm.correction=trunctate", "did you mean 'truncate'"),
         ("algorithm.aggregate={constant: {divisor: -48}}", "divisor"),
         ("reward.function=exat", "did you mean 'exact'"),
+        ("algorithm.shaping=[{missing_eoss: {penalty: 0.5}}]", "did you mean 'missing_eos'"),
     ],
 )
 def test_a_wrong_name_or_argument_is_refused_where_the_configuration_is_only_printed(
@@ -523,9 +528,23 @@ def test_a_wrong_name_or_argument_is_refused_where_the_configuration_is_only_pri
     check_refusal(capsys, code, 2, told)
 
 
-def test_a_function_of_a_file_that_is_not_here_is_left_to_the_machine_that_trains(tmp_path, capsys):
-    code = command(tmp_path, "reward.function=/there/mine.py:good", "--print-config")
+@pytest.mark.parametrize(
+    "override",
+    ["reward.function=/there/mine.py:good", "algorithm.shaping=[{/there/mine.py:good: {by: 1}}]"],
+)
+def test_a_function_of_a_file_that_is_not_here_is_left_to_the_machine_that_trains(
+    tmp_path, capsys, override
+):
+    code = command(tmp_path, override, "--print-config")
     assert code == 0 and "/there/mine.py:good" in capsys.readouterr().out
+
+
+def test_the_names_in_each_recipe_are_known():
+    for name in recipe_names():
+        needed = ["data.jsonl.path=records.jsonl"] * (name == "gsm8k")
+        config = load(f"recipe:{name}", needed)
+        for one in runs_of(config).values() if config.runs else (config,):
+            check_names(one)
 
 
 # ---- samplers in processes of their own
@@ -539,7 +558,7 @@ def test_a_run_that_nobody_could_join_is_refused_before_its_warm_start(
         port = taken.getsockname()[1]
         for setting, told in (
             (f"remote.listen=127.0.0.1:{port}", "(Address already in use). Choose another port"),
-            (f"remote.data_port={port}", f"remote.data_port={port}: nothing can listen"),
+            (f"remote.data_port={port}", f"remote.data_port={port}: cannot listen"),
             ("remote.listen=0.0.0.0:0", "set the environment variable JAXRL_ASYNC_SECRET"),
             (
                 "remote={tls_certificate: none.pem, tls_key: none.pem, tls_authority: none.pem}",
@@ -547,7 +566,7 @@ def test_a_run_that_nobody_could_join_is_refused_before_its_warm_start(
             ),
         ):
             code = command(
-                tmp_path, SCRATCH, "run.name=alone", "mesh.samplers_in=elsewhere", setting
+                tmp_path, SCRATCH, "run.name=alone", "mesh.samplers_in=external", setting
             )
             check_refusal(capsys, code, 2, "config error: ", told)
     assert not (tmp_path / "runs").exists()

@@ -49,7 +49,7 @@ def test_threads_and_sampler_end_whatever_a_close_before_raises(failing):
     names = ("schedule", "watchdog", "notices", "buffer", "channel", "sampler")
     parts = SimpleNamespace(**{name: Part(name, closed, failing) for name in names})
     parts.rollouts = SimpleNamespace(run=parts.buffer.play)
-    parts.trainer = SimpleNamespace(run=lambda: None, longest_update_s=0.0, doing="")
+    parts.trainer = SimpleNamespace(run=lambda: None, longest_update_s=0.0)
     parts.plays, parts.label = True, ""
     parts.sampling = SimpleNamespace(
         processes=None,

@@ -19,8 +19,8 @@ from jaxrl_async.mesh import make_slices
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.ports import Reply
-from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
+from jaxrl_async.ports.rollout import Reply
+from jaxrl_async.rollout.episode import SavedEpisode, begin_groups, play_group
 from jaxrl_async.run.builders.learning import keeps_masks
 from jaxrl_async.run.loop import train
 from jaxrl_async.sampler.sampler import Sampler
@@ -32,10 +32,12 @@ from jaxrl_async.trainer.objectives.policy_objective import (
 )
 from jaxrl_async.trainer.pack import pack_groups
 from jaxrl_async.trainer.token_columns import SamplerColumns
-from jaxrl_async.trainer.update import Frozen, Update
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import Frozen
 from jaxrl_async.types import (
     Completion,
     EpisodeGroup,
+    EpisodeLimits,
     PackedBatch,
     Prompt,
     SamplingParams,
@@ -150,7 +152,7 @@ def update(
     step: Update[PolicyObjective], params: Any, batch: PackedBatch
 ) -> tuple[dict[str, float], Any]:
     """Report and new weights of one update, with a KL to the weights that it starts from."""
-    reference = jax.device_put(params, step.state_shardings.params)
+    reference = jax.device_put(params, step.programs.state_shardings.params)
     state, stats = step.update(step.init(params), PolicyData(batch), Frozen(reference))
     return stats, jax.tree.map(np.array, state.params)
 
@@ -185,7 +187,7 @@ def test_an_update_on_fresh_tokens_has_ratio_one_on_any_mesh_in_any_order(params
         ({"temperature": 0.7}, None, False, None),
         ({"top_k": 5}, False, False, "the ratio is biased"),
         ({"top_p": 0.9}, False, False, "Set algorithm.keep_sampling_mask=null"),
-        ({}, True, False, "algorithm.keep_sampling_mask does nothing here"),
+        ({}, True, False, "algorithm.keep_sampling_mask has no effect"),
         ({}, False, False, None),
     ],
 )

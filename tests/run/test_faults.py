@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from jaxrl_async.data.addition import held_out
 from jaxrl_async.errors import RolloutError, StalledError, WeightsError
-from jaxrl_async.ports import Reply
+from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.run import threads
 from jaxrl_async.testing import sabotage as faults
 from jaxrl_async.testing.sabotage import Hits, injected
@@ -141,7 +141,7 @@ def test_at_max_staleness_0_a_lost_sampler_changes_no_token_and_no_weight(tmp_pa
 @pytest.mark.parametrize(
     ("broken", "error", "words"),
     [
-        (faults.transfer_tears(Hits(times=2)), WeightsError, "did not arrive sound, twice"),
+        (faults.transfer_tears(Hits(times=2)), WeightsError, "arrived corrupted twice"),
         (faults.sampler_dies(Hits(after=8, times=99)), RolloutError, "no sampler is left"),
         (faults.scorer_raises(Hits(times=10**6)), RolloutError, "groups failed in a row"),
         pytest.param(

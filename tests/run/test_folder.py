@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_async.config.load import load
+from jaxrl_async.config.rules import check_rules
 from jaxrl_async.config.schema import Config, DistributedSection, RunSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.run.folder import Paths, claimed, is_inside, look, settled, write_config
@@ -66,12 +67,6 @@ def test_resuming_leaves_everything_where_it_is(tmp_path):
 def test_there_must_be_something_to_resume(tmp_path):
     with pytest.raises(ConfigError, match="no run to resume"):
         prepare(run(tmp_path, resume=True))
-
-
-def test_resume_and_overwrite_exclude_each_other(tmp_path):
-    old_run(tmp_path)
-    with pytest.raises(ConfigError, match="exclude each other"):
-        prepare(run(tmp_path, resume=True, overwrite=True))
 
 
 def test_a_file_in_the_way_is_named(tmp_path):
@@ -247,9 +242,10 @@ def test_a_run_that_is_started_again_and_again_starts_once_and_then_continues(tm
     assert settled(run(tmp_path).run) == run(tmp_path).run
 
 
-def test_continuing_or_starting_excludes_replacing(tmp_path):
-    with pytest.raises(ConfigError, match=r"run\.resume_or_start and run\.overwrite"):
-        settled(run(tmp_path, resume_or_start=True, overwrite=True).run)
+@pytest.mark.parametrize("name", ["resume", "resume_or_start"])
+def test_what_continues_a_run_excludes_replacing_before_anything_is_looked_at(tmp_path, name):
+    with pytest.raises(ConfigError, match=rf"run\.{name} and run\.overwrite exclude each other"):
+        check_rules(run(tmp_path, overwrite=True, **{name: True}))
 
 
 def test_the_configuration_kept_is_that_of_all_processes(tmp_path):

@@ -77,7 +77,7 @@ def test_at_staleness_0_a_resumed_run_with_pivots_is_the_same_bit_for_bit(tmp_pa
 @pytest.mark.parametrize(
     "settings, says",
     [
-        (["algorithm.pivots.trunk=fork"], "algorithm.pivots.continuations above 0"),
+        (["algorithm.pivots.trunk=fork"], "algorithm.pivots is given without continuations"),
         ([PIVOTS, "algorithm.advantage=reinforce_pp"], "compares the answers of a group"),
         ([PIVOTS, "algorithm.shaping=[{downsample: {keep: 4}}]"], "downsample"),
         ([PIVOTS, "algorithm.pivots.mark=x"], "where=mark"),

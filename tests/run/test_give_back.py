@@ -26,7 +26,8 @@ from jaxrl_async.run.checkpoint.rollout_state import (
 from jaxrl_async.run.lockstep import SharedSource
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.testing.fakes import make_group, make_prompt
-from jaxrl_async.trainer.trainer import Outlets, Trainer, TrainerSettings
+from jaxrl_async.trainer.outlets import Outlets
+from jaxrl_async.trainer.trainer import Trainer, TrainerSettings
 from jaxrl_async.types import Drop
 
 PER_STEP = 2
@@ -119,8 +120,7 @@ def trained(folder, fails_at, tears, was=None, version=0, total=4):
         publisher=Publisher(buffer),
         outlets=Outlets(
             evaluate=dict,
-            report=lambda *_: None,
-            begin_report=lambda *_: lambda more: None,
+            report=lambda *_: lambda more: None,
             save=save,
             should_stop=lambda: False,
         ),

@@ -182,7 +182,9 @@ def test_a_thread_whose_join_is_interrupted_is_left_behind(monkeypatch) -> None:
 
     monkeypatch.setattr(left_threads, "_left", {})
     over = threading.Event()
-    parts = SimpleNamespace(trainer=SimpleNamespace(longest_update_s=1.0, doing="learning"))
+    parts = SimpleNamespace(
+        trainer=SimpleNamespace(longest_update_s=1.0, clock=SimpleNamespace(doing="learning"))
+    )
     trainer, other = (Interrupted(target=over.wait, daemon=True) for _ in range(2))
     for thread, join in (
         (trainer, lambda t: threads._join_trainer(t, parts)),

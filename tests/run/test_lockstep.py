@@ -447,7 +447,7 @@ def test_each_meeting_of_the_processes_is_one_of_its_own():
     for _ in range(3):
         meet()
     assert len({name for name, _ in met}) == 3 and all(ms > 0 for _, ms in met)
-    with pytest.raises(MeshError, match=r"did not come .* DEADLINE_EXCEEDED: a barrier\. Look"):
+    with pytest.raises(MeshError, match=r"did not arrive .* DEADLINE_EXCEEDED: a barrier\. Check"):
         HostMeeting(Meetings(None))()
 
 

@@ -129,9 +129,7 @@ PAIRS = """{"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("job", ["sft", "preference", "reward_model"])
 def test_the_other_jobs_train_an_adapter(tmp_path: Path, job: str) -> None:
-    first = rl(
-        tmp_path, "run.name=first", "run.steps=1", "model.lora.rank=0", "model.lora.alpha=32"
-    )
+    first = rl(tmp_path, "run.name=first", "run.steps=1", "model.lora=null")
     train(first)
     data: tuple[str, ...] = ("data.addition={digits: 1, eval_size: 8}",)
     if job != "sft":
@@ -194,16 +192,12 @@ def test_a_resumed_adapter_is_scaled_as_it_was_trained(tmp_path: Path) -> None:
     ("overrides", "words"),
     [
         (("model.path=/nowhere",), "run.job=sft with the adapter first"),
-        (("model.lora.rank=0",), "alpha"),
-        (("model.lora.targets=[q_proj, no_proj]",), "no_proj.* is no matrix"),
+        (("model.lora.targets=[q_proj, no_proj]",), "no_proj.* is not a matrix"),
     ],
 )
 def test_what_an_adapter_cannot_go_with_is_refused(
-    tmp_path: Path, overrides: tuple, words: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, overrides: tuple, words: str
 ) -> None:
-    if words == "alpha":
-        rl(tmp_path, *overrides)
-        return
     with pytest.raises(ConfigError, match=words):
         train(rl(tmp_path, *overrides))
 

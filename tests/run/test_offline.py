@@ -225,7 +225,7 @@ def test_a_checkpoint_of_another_job_is_refused(runs: Path) -> None:
 def test_impossible_settings_are_refused(runs: Path) -> None:
     with pytest.raises(ConfigError, match=r"warm_start.steps=0"):
         config_of(runs, "run.job=sft", "warm_start.steps=5")
-    with pytest.raises(ConfigError, match=r"reward.function=none leaves no reward"):
+    with pytest.raises(ConfigError, match=r"reward.function=none leaves the run without a reward"):
         config_of(runs, "reward.function=none")
     with pytest.raises(ConfigError, match=r"data.addition.digits = 5 makes examples of up to"):
         run(runs, "run.job=sft", "data.addition.digits=5", "run.name=digits")

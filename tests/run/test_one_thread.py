@@ -25,7 +25,7 @@ from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.ports import Intake
+from jaxrl_async.ports.run import Intake
 from jaxrl_async.run.builders.learning import make_step
 from jaxrl_async.run.loop import train
 from jaxrl_async.sampler.sampler import Sampler

@@ -168,7 +168,7 @@ model:
   architecture: {layers: 1, width: 128, heads: 1, kv_heads: 1, head_dim: 128, mlp: 128, vocab: 256}
   dtype: bfloat16
   lora: {rank: 4, base: int8}
-mesh: {samplers_in: elsewhere, trainer: {fsdp: 4}, sampler: {tensor: 1}, samplers: 4}
+mesh: {samplers_in: external, trainer: {fsdp: 4}, sampler: {tensor: 1}, samplers: 4}
 data: {max_prompt_tokens: 64}
 sampler: {slots: 8, max_length: 256, max_new_tokens: 192, block: 4, prefill_chunk: 128}
 algorithm: {groups_per_step: 4, group_size: 2}
@@ -196,9 +196,9 @@ def test_what_cannot_be_is_refused_before_the_run(runs: Path, monkeypatch) -> No
     (runs / "reads.py").write_text(text)
     common = (*OFFLINE, "sft.batch_size=8", "run.name=refused", "model.lora={rank: 2, base: nf4}")
     reads = config_of("sft", runs, *common, SHAPE, f"model.decoder={runs}/reads.py:ParallelLayer")
-    with pytest.raises(ConfigError, match=r"reads the matrix up by weight\(\)"):
+    with pytest.raises(ConfigError, match=r"reads the matrix up with weight\(\)"):
         train(reads)
     monkeypatch.setattr(own_code, "_loaded", {})
-    with pytest.raises(CheckpointError, match="never run unasked"):
+    with pytest.raises(CheckpointError, match="never run without permission"):
         train(config_of("sft", runs, *common, of(runs)))
     assert not (runs / "refused" / "policy").exists()

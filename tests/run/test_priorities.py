@@ -10,7 +10,7 @@ from jaxrl_async.config.load import load
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.metric import comparable
 from jaxrl_async.run.loop import train
-from jaxrl_async.sampler.batch.waiting import WaitingQueue
+from jaxrl_async.sampler.batch.admission import WaitingQueue
 
 TINY = (
     "model.architecture={layers: 1, width: 16, heads: 2, kv_heads: 1, head_dim: 8, mlp: 32}",

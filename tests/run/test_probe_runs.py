@@ -102,7 +102,7 @@ FORMS = {
 SAMPLERS = {
     "one": (),
     "two": ("mesh.samplers=2",),
-    "processes": ("mesh.samplers=2", "mesh.samplers_in=processes", "remote.least=2"),
+    "processes": ("mesh.samplers=2", "mesh.samplers_in=processes", "remote.min_samplers=2"),
     "colocated": ("mesh.colocated=true",),
     "meshes": ("mesh={trainer: {fsdp: 2}, sampler: {tensor: 2}}",),
 }

@@ -17,7 +17,7 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.profiles import SUFFIXES, sampler_process, traces_of, write_trace
 from jaxrl_async.profiling import ProcessTrace, ProfileError, StepTraces
 from jaxrl_async.run.loop import train
-from jaxrl_async.view.server import ViewServer
+from jaxrl_async.view.page_server import ViewServer
 from jaxrl_async.view.watched import WatchedRun
 
 TINY = [

@@ -9,15 +9,15 @@ import pytest
 from heard_compiles import compiles_of_samplers
 
 from jaxrl_async.config.load import load
+from jaxrl_async.cpu.kernel_library import SAMPLING, kernels_are_there
 from jaxrl_async.metrics.metric import comparable
 from jaxrl_async.metrics.recorder import read_lines
-from jaxrl_async.model.cpu.library import SAMPLING, kernels_are_there
 from jaxrl_async.run import assemble
 from jaxrl_async.run.builders import rehearsal
 from jaxrl_async.run.builders.rehearsal import Rehearsal, rehearsed
 from jaxrl_async.run.builders.samplers import asked_mixes
 from jaxrl_async.run.loop import train
-from jaxrl_async.sampler.compiling import CompilingAhead
+from jaxrl_async.sampler.compile_ahead import CompilingAhead
 from jaxrl_async.sampler.device import engine
 from jaxrl_async.sampler.device.engine import Programs
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
@@ -157,7 +157,7 @@ def test_episodes_that_an_environment_opens_are_rehearsed(tmp_path, monkeypatch,
     words += ["trainer={row_length: 160, micro_batch_tokens: 640}", "task=guess_number"]
     words += ["sampler={slots: 6, max_length: 160, max_new_tokens: 8}"]
     train(load({"run": {"dir": str(tmp_path)}}, words))
-    assert "programs of a sampler were compiled beside the warm start" in caplog.text
+    assert "programs of a sampler were compiled during the warm start" in caplog.text
     assert "could not be compiled ahead" not in caplog.text
 
 

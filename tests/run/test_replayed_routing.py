@@ -18,8 +18,8 @@ from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.quantize import quantize
 from jaxrl_async.model.spec import ModelSpec, weight_table
-from jaxrl_async.ports import Reply
-from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
+from jaxrl_async.ports.rollout import Reply
+from jaxrl_async.rollout.episode import SavedEpisode, begin_groups, play_group
 from jaxrl_async.run.builders.learning import routing_of
 from jaxrl_async.run.loop import train
 from jaxrl_async.sampler.sampler import Sampler
@@ -33,10 +33,12 @@ from jaxrl_async.trainer.objectives.policy_objective import (
 )
 from jaxrl_async.trainer.pack import pack_groups
 from jaxrl_async.trainer.token_columns import SamplerColumns
-from jaxrl_async.trainer.update import Frozen, Update
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import Frozen
 from jaxrl_async.types import (
     Completion,
     EpisodeGroup,
+    EpisodeLimits,
     PackedBatch,
     Prompt,
     SamplingParams,
@@ -147,7 +149,7 @@ def step_on(**axes: int) -> Update[PolicyObjective]:
 def measured(
     step: Update[PolicyObjective], params: Any, batch: PackedBatch, reference: Any = None
 ) -> dict[str, float]:
-    there = jax.device_put(params, step.state_shardings.params)
+    there = jax.device_put(params, step.programs.state_shardings.params)
     return step.measure(there, PolicyData(batch), Frozen(reference))
 
 
@@ -185,7 +187,7 @@ def test_the_proximal_pass_replays_and_a_reference_chooses_for_itself():
     assert np.abs(free - replayed).max() > 0.3
     without = own.logprobs(trainer, replace(batch, expert_ids=None), replays=True)[batch.mask]
     np.testing.assert_array_equal(free, without)
-    there = jax.device_put(trainer, step.state_shardings.params)
+    there = jax.device_put(trainer, step.programs.state_shardings.params)
     stats = measured(step, trainer, batch, reference=there)
     gap = np.exp(free - replayed) - 1 - (free - replayed)  # k3
     assert stats["policy/kl_reference"] == pytest.approx(gap.mean(), rel=1e-3)

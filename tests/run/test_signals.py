@@ -22,7 +22,7 @@ def test_the_first_signal_asks_for_a_stop_and_is_the_reason(number, capfd):
         os.kill(os.getpid(), number)
         assert stop.wait(5.0) and stop
         assert stop.reason == number.name
-    assert "once more ends at once" in capfd.readouterr().err
+    assert "a second signal ends the process immediately" in capfd.readouterr().err
 
 
 def test_the_second_signal_ends_the_process(capfd):
@@ -146,11 +146,11 @@ def test_ctrl_c_before_a_run_has_begun_ends_in_one_line(tmp_path):
     file.write_text(f"run: {{dir: '{tmp_path / 'runs'}'}}\n")
     program = (
         "import os, runpy, signal, sys\n"
-        "import jaxrl_async.launch.distributed as distributed\n"
+        "import jaxrl_async.run.distributed as distributed\n"
         "distributed.join_processes = lambda c: os.kill(os.getpid(), signal.SIGINT) or c\n"
         f"sys.argv = ['train', {str(file)!r}]\n"
         "runpy.run_module('jaxrl_async.train', run_name='__main__')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 130 and not (tmp_path / "runs").exists()
-    assert done.stderr == "\nSIGINT: nothing was begun; ending\n"
+    assert done.stderr == "\nSIGINT: nothing was started; ending\n"

@@ -40,7 +40,7 @@ def test_an_evaluation_beside_the_updates_measures_the_version_that_it_is_told_f
     tmp_path: Path, age: int
 ) -> None:
     alone = ("sampler.slots=1", "sampler.reserve=0")  # equal to the last bit
-    beside = game(tmp_path, *alone, f"staleness.max_staleness={age}", "eval.beside=true")
+    beside = game(tmp_path, *alone, f"staleness.max_staleness={age}", "eval.asynchronous=true")
     train(beside)
     assert not audit_run(tmp_path / beside.run.name).problems
     lines = metrics_of(beside)
@@ -202,8 +202,8 @@ def test_a_task_of_the_users_file_runs_with_stale_weights_and_resumes(tmp_path: 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["data.source=jsonl", "data.jsonl.path={bad}"], "data.source .jsonl. is read by nothing"),
-        (["data.addition.digits=3"], r"data.addition.digits \(3\) is read by nothing"),
+        (["data.source=jsonl", "data.jsonl.path={bad}"], "data.source .jsonl. has no effect"),
+        (["data.addition.digits=3"], r"data.addition.digits \(3\) has no effect"),
         (["task=addition", "env={}"], "task = 'addition' is unknown"),
         (["task={bad}:task"], "tried on the first held-out record: the environment's reset raised"),
     ],

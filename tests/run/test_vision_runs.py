@@ -128,7 +128,9 @@ def test_a_run_does_not_go_on_with_other_pictures(tmp_path: Path) -> None:
     file = tmp_path / "squares.jsonl"
     lines = file.read_text().splitlines()
     file.write_text("\n".join(lines[::-1]) + "\n")
-    with pytest.raises(CheckpointError, match=r"1: its answers name images .* in another order"):
+    with pytest.raises(
+        CheckpointError, match=r"1: its answers refer to images .* in another order"
+    ):
         train(config_of("grpo", tmp_path, *more, "run.steps=2", "run.resume=true"))
     file.write_text("\n".join(lines) + "\n")
     train(config_of("grpo", tmp_path, *more, "run.steps=2", "run.resume=true"))
@@ -173,7 +175,7 @@ REFUSED = {
 @pytest.mark.parametrize(("setting", "named"), REFUSED.items())
 def test_what_does_not_go_with_images_is_refused(tmp_path: Path, setting: str, named: str) -> None:
     config = config_of("grpo", tmp_path, *overrides(tmp_path, setting))
-    with pytest.raises(ConfigError, match=f"have images, which do not go with .*{named}"):
+    with pytest.raises(ConfigError, match=f"have images, which do not work with .*{named}"):
         train(config)
 
 

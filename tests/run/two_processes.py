@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 import time
+import types
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -79,19 +81,24 @@ def alone(folder: Path, *overrides: str) -> None:
     train(load(file, rest))
 
 
-def start(folder: Path, *overrides: str) -> list[subprocess.Popen]:
-    """The same in two processes, on CPU devices of their own."""
+def start(
+    folder: Path,
+    *overrides: str,
+    own: tuple[str, str] | None = None,
+    more_env: Mapping[str, str] = types.MappingProxyType({}),
+) -> list[subprocess.Popen]:
+    """The same in two processes, on CPU devices of their own. own: an override of each."""
     meeting = f"distributed={{coordinator: 'localhost:{free_port()}', num_processes: 2}}"
     return [
         subprocess.Popen(
             [
                 *(sys.executable, "-m", "jaxrl_async.train", *words(folder, *overrides)),
-                *(meeting, f"distributed.process_id={i}"),
+                *(meeting, f"distributed.process_id={i}", *(own[i : i + 1] if own else ())),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=ENV,
+            env={**ENV, **more_env},
         )
         for i in range(2)
     ]

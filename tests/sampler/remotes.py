@@ -6,8 +6,8 @@ import time
 from tiny import PARAMS, SECTION, SPEC
 
 from jaxrl_async.metrics.fault_counts import FaultCounts
-from jaxrl_async.sampler.remote.replica import RemoteReplica
-from jaxrl_async.sampler.remote.server import ReplicaServer
+from jaxrl_async.remote.sampler.remote_replica import RemoteReplica
+from jaxrl_async.remote.sampler.request_server import ReplicaServer
 from jaxrl_async.sampler.request_checks import RequestCheck
 from jaxrl_async.sampler.router.router import Elastic, Router
 from jaxrl_async.sampler.sampler import Sampler

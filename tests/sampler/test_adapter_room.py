@@ -37,7 +37,7 @@ def test_places_take_their_part_of_the_memory_that_is_given() -> None:
     assert mib * 2**20 - with_places.page_bytes < taken <= mib * 2**20
     assert with_places.pages < kv_plan(SPEC, section, "float32").pages
     wide = AdapterRoom(places=64, rank=64)
-    with pytest.raises(ConfigError, match=r"beside .* MiB of places for adapters.*AdapterRoom"):
+    with pytest.raises(ConfigError, match=r"next to .* MiB of places for adapters.*AdapterRoom"):
         kv_plan(SPEC, section, "float32", wide)
     usual, roomy = (roomy_section(SPEC, "float32", room) for room in (None, wide))
     assert kv_plan(SPEC, roomy, "float32", wide).pages == kv_plan(SPEC, usual, "float32").pages

@@ -22,7 +22,7 @@ from jaxrl_async.model.decoder import TokenRows, init_params, init_table
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.lora import Lora, adapter_table, joined, lora_of, merged
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.sampler.adapter_change import AdapterChange
+from jaxrl_async.sampler.adapter_sources import AdapterChange
 from jaxrl_async.sampler.adapters import AdapterChanges
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, PlacedAdapter
 from jaxrl_async.sampler.probe import Probe
@@ -234,14 +234,14 @@ def test_names_and_adapters_are_checked_where_they_come_in() -> None:
             sampler.generate([dataclasses.replace(wish(1), adapter=3)])
         with pytest.raises(ConfigError, match="all 1 places are taken, by a"):
             sampler.adapters.load("b", one)
-        with pytest.raises(ConfigError, match="rank 5, and the places here have 4"):
+        with pytest.raises(ConfigError, match="rank 5, but the maximum rank is 4"):
             sampler.adapters.load("b", adapter(SPEC, lora(SPEC, 5), 0))
         with pytest.raises(ConfigError, match="version 0 is not newer than version 0"):
             sampler.adapters.load("a", one, version=0)
         poisoned = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(np.nan), one[1])
         with pytest.raises(ConfigError, match="not finite"):
             sampler.adapters.load("a", (one[0], poisoned))
-        with pytest.raises(ConfigError, match="made for another model"):
+        with pytest.raises(ConfigError, match="belongs to another model"):
             bad = jax.tree.map(lambda x: x[:1], one[1])
             sampler.adapters.load("a", (one[0], bad))
         for scale in (np.inf, 1e300, np.nan):
@@ -266,7 +266,7 @@ def test_names_and_adapters_are_checked_where_they_come_in() -> None:
     settings = SamplerSettings(adapters=ROOM)
     with pytest.raises(ConfigError, match="base that never changes"):
         Sampler((SPEC, PARAMS), section=SECTION, settings=settings, weights=_changing())
-    with pytest.raises(ConfigError, match="takes a policy without one"):
+    with pytest.raises(ConfigError, match="takes a policy without an adapter"):
         Sampler((SPEC, joined(one[0], PARAMS, one[1])), section=SECTION, settings=settings)
 
 

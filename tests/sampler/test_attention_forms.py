@@ -18,15 +18,15 @@ from tiny import OTHER, PARAMS, SECTION, SPEC, Script, make_sampler, request
 from whole_rows import logprobs_of
 
 from jaxrl_async.config import schema
+from jaxrl_async.cpu.kernel_library import SAMPLING, kernels_are_there
 from jaxrl_async.mesh import make_slices
 from jaxrl_async.model import decoder, kernels
 from jaxrl_async.model.attention import ragged_paged_reference
-from jaxrl_async.model.cpu.library import SAMPLING, kernels_are_there
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.ports import FIXED_WEIGHTS
+from jaxrl_async.ports.weights import FIXED_WEIGHTS
 from jaxrl_async.sampler.batch import prefill, shapes
-from jaxrl_async.sampler.batch.ahead import compile_all
 from jaxrl_async.sampler.batch.decoding import context_widths
+from jaxrl_async.sampler.compile_ahead import compile_all
 from jaxrl_async.sampler.device import decode
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.sampling import Mix

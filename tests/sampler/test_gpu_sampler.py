@@ -1,5 +1,5 @@
-"""A whole sampler that decodes and prefills on the pages by the GPU's kernel, in Pallas'
-interpreter: it draws what the sampler of a CPU draws."""
+"""A whole sampler that decodes and prefills on the pages by the GPU's kernel, or the TPU's of
+latent attention, in Pallas' interpreter: it draws what the sampler of a CPU draws."""
 
 from dataclasses import replace
 from functools import partial
@@ -13,13 +13,15 @@ from tiny import Held
 from jaxrl_async.config import schema
 from jaxrl_async.model import gpu_pages
 from jaxrl_async.model.decoder import init_params
+from jaxrl_async.model.latent_pages import attend_latent_pages
 from jaxrl_async.model.spec import ModelSpec, Params
-from jaxrl_async.ports import FIXED_WEIGHTS
+from jaxrl_async.ports.weights import FIXED_WEIGHTS
 from jaxrl_async.sampler.batch import shapes
-from jaxrl_async.sampler.batch.ahead import compile_all
 from jaxrl_async.sampler.batch.decoding import context_widths
+from jaxrl_async.sampler.compile_ahead import compile_all
 from jaxrl_async.sampler.device import decode, prefilling
 from jaxrl_async.sampler.device.engine import Engine
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings, kv_plan
@@ -45,18 +47,24 @@ def model(family: str, **more: object) -> tuple[ModelSpec, Params]:
 
 @pytest.fixture
 def interpreted(monkeypatch):
+    def kernel(spec: EngineSpec) -> partial:
+        if spec.on_gpu:
+            return partial(gpu_pages.attend_pages, mesh=spec.mesh, interpret=True)
+        return partial(attend_latent_pages, rank=spec.model.latent.rank, interpret=True)
+
     for module in (decode, prefilling):
-        monkeypatch.setattr(
-            module,
-            "ragged_kernel",
-            lambda spec: partial(gpu_pages.attend_pages, mesh=spec.mesh, interpret=True),
-        )
+        monkeypatch.setattr(module, "ragged_kernel", kernel)
 
 
 def make_pair(
-    family: str, pages: int | None = None, settings: SamplerSettings | None = None, **wishes: object
+    family: str,
+    pages: int | None = None,
+    settings: SamplerSettings | None = None,
+    on: str = "gpu",
+    **wishes: object,
 ) -> tuple[Sampler, Sampler]:
-    """The same sampler twice: on a CPU, and by the kernel; pages: of each, if few."""
+    """The same sampler twice: on a CPU, and by the kernel of this platform; pages: of each, if
+    few."""
     of_model = ("window", "experts", "kv_heads", "layers")
     spec, params = model(family, **{n: wishes.pop(n) for n in of_model if n in wishes})
     section = SECTION.model_copy(update=wishes)
@@ -65,7 +73,8 @@ def make_pair(
         of_page = kv_plan(spec, section, settings.dtype).page_bytes / 2**20
         section = section.model_copy(update={"kv_memory_mib": (pages + 0.5) * of_page})
     plain = Sampler((spec, params), section=section, settings=settings)
-    engine = Engine(replace(plain.engine.spec, ragged=True, on_gpu=True, cpu_attention=False))
+    platform: dict = {"ragged": True, f"on_{on}": True}
+    engine = Engine(replace(plain.engine.spec, cpu_attention=False, **platform))
     setup = replace(plain.setup, engine=engine)
     return plain, Sampler.from_setup(setup, engine.prepare(params), 0, FIXED_WEIGHTS)
 
@@ -117,10 +126,14 @@ EXHAUSTIVE = [pytest.mark.slow, pytest.mark.exhaustive]
                 {"family": "gemma2", "window": 7, "page_tokens": 8},
                 {"family": "qwen3_next", "layers": 4, "experts": 4},
                 {"family": "deepseek_v3", "experts": 4, "kv_heads": 4, "pages": 18},
+                {"family": "deepseek_v3", "experts": 4, "kv_heads": 4, "pages": 18, "on": "tpu"},
             )
         ),
     ],
-    ids=lambda case: f"{case['family']}{'' if 'pages' in case else ' with room'}",
+    ids=lambda case: (
+        f"{case['family']}{'' if 'pages' in case else ' with room'}"
+        f"{' on a TPU' if 'on' in case else ''}"
+    ),
 )
 def test_it_draws_the_same_tokens(case, interpreted) -> None:
     plain, sampler = make_pair(**case)
@@ -154,25 +167,35 @@ def test_a_prompt_loses_no_token_of_a_window_where_a_round_takes_several_program
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"family": "qwen3"},
+        {"family": "gemma3_text", "window": 5},
+        {"family": "deepseek_v3", "experts": 4, "kv_heads": 4, "on": "tpu"},
+    ],
+    ids=lambda case: case["family"],
+)
 def test_no_traffic_needs_a_program_that_was_not_compiled_ahead(
-    family, interpreted, monkeypatch
+    case, interpreted, monkeypatch
 ) -> None:
-    """Two numbers of rows with one width of context and one sampling; a prefill of each size, also
-    where layers have a window, of 128 and 300 tokens, there of 256 as well; and one insert."""
+    """Two numbers of rows with one width of context, on a TPU two, and one sampling; a prefill of
+    each size, also where layers have a window, of 128 and 300 tokens, there of 256 as well; and one
+    insert."""
     monkeypatch.setattr(shapes, "TOGETHER", 8)
     mixes = (Mix(), Mix(greedy=True))
     plain, sampler = make_pair(
-        family, 200, SamplerSettings(mixes=mixes), slots=16, window=5, prefill_chunk=300
+        **case, pages=200, settings=SamplerSettings(mixes=mixes), slots=16, prefill_chunk=300
     )
     plain.close()
     engine, prepared = sampler.engine, sampler.loop.weights.prepared
-    assert context_widths(engine.spec) == (16,)
+    widths = context_widths(engine.spec)
+    assert widths == ((8, 16) if "on" in case else (16,))
     with compiles_of_samplers() as names:
         made = compile_all(engine, prepared, engine.init_decode_state(), 300, mixes, seed=0)
-        assert [name for name, _ in names].count("generate") == 2
+        assert [name for name, _ in names].count("generate") == 2 * len(widths)
         prefills = 3 if any(engine.spec.windows) else 2
-        assert made == len(names) == 2 + prefills + 1
+        assert made == len(names) == 2 * len(widths) + prefills + 1
         answers(sampler)
         assert len(names) == made
     sampler.close()
@@ -181,9 +204,17 @@ def test_no_traffic_needs_a_program_that_was_not_compiled_ahead(
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("saves", [0, 1])
-def test_kv_that_one_form_saved_the_other_restores(saves, interpreted) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"family": "gemma3_text", "window": 5, "layers": 6},
+        {"family": "deepseek_v3", "experts": 4, "kv_heads": 4, "on": "tpu"},
+    ],
+    ids=lambda case: case["family"],
+)
+def test_kv_that_one_form_saved_the_other_restores(case, saves, interpreted) -> None:
     wish = greedy(3, 9, max_new_tokens=24)
-    pair = make_pair("gemma3_text", window=5, layers=6, prefix_cache=False)
+    pair = make_pair(**case, prefix_cache=False)
     wanted = pair[0].generate([wish])[0].token_ids.tolist()
     first, second = pair[saves], pair[1 - saves]
     held = Held(first, 10)

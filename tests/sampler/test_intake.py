@@ -10,7 +10,8 @@ import pytest
 from tiny import PARAMS, Script, request
 
 from jaxrl_async.errors import Closed, RolloutError
-from jaxrl_async.ports import UNRECORDED, FixedWeights, Intake, NotYet
+from jaxrl_async.ports.run import UNRECORDED, Intake, NotYet
+from jaxrl_async.ports.weights import FixedWeights
 from jaxrl_async.sampler.batch.sequence import BatchStats
 from jaxrl_async.sampler.intake import Receiver
 from jaxrl_async.sampler.lifetime import Lifetime

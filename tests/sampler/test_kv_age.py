@@ -181,8 +181,8 @@ class Driven:
         """One round, after which the store holds KV of the version at hand alone."""
         self.sampler.loop.round(self.batch)
         self.batch.check_integrity()
-        if self.device is not None and self.batch.store.held:
-            held = self.batch.state.kv.k[0][list(self.batch.store.held), 0, 0]
+        if self.device is not None and self.batch.cache.prefixes.held:
+            held = self.batch.state.kv.k[0][list(self.batch.cache.prefixes.held), 0, 0]
             assert (held == self.batch.version).all(), "the store has KV of other weights"
 
     def finish(self) -> None:
@@ -198,7 +198,8 @@ class Driven:
             restarted=stats.restarted, drawn=stats.generated_tokens,
             hidden=stats.prefix_hidden_tokens,
         )  # fmt: skip
-        assert self.batch.pages.num_free + len(self.batch.store.held) == self.batch.pages.count
+        cache = self.batch.cache
+        assert cache.pages.num_free + len(cache.prefixes.held) == cache.pages.count
         for asked in self.asked:
             done = asked.done
             if done is None:

@@ -42,8 +42,8 @@ def test_ten_thousand_requests_leave_nothing_behind(resident_mib) -> None:
         not sampler.loop.batch.placed and not sampler.loop.batch.queue and not sampler.loop.finished
     )
     sampler.between_blocks(sampler.loop.batch.check_integrity)
-    held = len(sampler.loop.batch.store.held)
-    assert sampler.loop.batch.pages.num_free + held == sampler.loop.batch.pages.count
+    cache = sampler.loop.batch.cache
+    assert cache.pages.num_free + len(cache.prefixes.held) == cache.pages.count
     assert grown < 64, f"host memory grew by {grown:.0f} MiB"
     sampler.close()
     assert threading.active_count() <= threads

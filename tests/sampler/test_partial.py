@@ -265,7 +265,7 @@ def test_extras_survive_a_save(tmp_path) -> None:
 
 def test_what_is_wrong_is_said(tmp_path) -> None:
     sampler = make_sampler(seed=1)
-    with pytest.raises(RolloutError, match="'nobody' is not under way"):
+    with pytest.raises(RolloutError, match="'nobody' is not running"):
         sampler.save("nobody")
     empty = np.zeros(0, np.int32)
     partial = Partial(

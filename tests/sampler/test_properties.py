@@ -111,8 +111,8 @@ async def settle(sampler: Sampler) -> None:
     while sampler.loop.batch.placed or sampler.loop.batch.queue:
         await asyncio.sleep(0.005)
     sampler.between_blocks(sampler.loop.batch.check_integrity)
-    held = len(sampler.loop.batch.store.held)
-    assert sampler.loop.batch.pages.num_free + held == sampler.loop.batch.pages.count
+    cache = sampler.loop.batch.cache
+    assert cache.pages.num_free + len(cache.prefixes.held) == cache.pages.count
 
 
 def test_the_crowd_was_preempted_swapped_and_restarted(crowded) -> None:

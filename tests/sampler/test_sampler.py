@@ -19,14 +19,21 @@ from jaxrl_async.mesh import make_slices
 from jaxrl_async.model.decoder import DecoderSettings, init_params
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.rollout.env import SingleTurn
-from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
-from jaxrl_async.rollout.quota import Quota
-from jaxrl_async.sampler.batch.outcomes import ended
+from jaxrl_async.rollout.episode import SavedEpisode, begin_groups, play_group
+from jaxrl_async.rollout.quorum import Quota
+from jaxrl_async.sampler.batch.finish import ended
 from jaxrl_async.sampler.probe import Probe
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.testing.fakes import make_prompt
-from jaxrl_async.types import Completion, Request, SamplingParams, StopReason, VersionedParams
+from jaxrl_async.types import (
+    Completion,
+    EpisodeLimits,
+    Request,
+    SamplingParams,
+    StopReason,
+    VersionedParams,
+)
 
 SPEC = ModelSpec.from_architecture(
     schema.ArchitectureSection(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64), 48

@@ -8,7 +8,7 @@ import pytest
 from tiny import OTHER, PARAMS, SPEC, Script, make_sampler, request
 from whole_rows import logprobs_of
 
-from jaxrl_async.ports import FixedWeights
+from jaxrl_async.ports.weights import FixedWeights
 from jaxrl_async.types import SamplingParams, VersionedParams
 
 

@@ -82,7 +82,8 @@ def assert_whole(sampler: Sampler) -> None:
     """No page is held but by the store."""
     batch = sampler.loop.batch
     sampler.between_blocks(batch.check_integrity)
-    assert batch.pages.num_free + len(batch.store.held) == batch.pages.count
+    cache = batch.cache
+    assert cache.pages.num_free + len(cache.prefixes.held) == cache.pages.count
 
 
 def test_four_times_the_sequences_fit_where_five_of_six_layers_have_a_window() -> None:
@@ -120,13 +121,13 @@ def test_four_long_answers_have_room_where_one_had(settings) -> None:
     round_of = sampler.loop.round
 
     def counted(batch: object) -> bool:
-        there = batch.slots.tables[:, 1:] < batch.pages.count
+        there = batch.slots.tables[:, 1:] < batch.cache.pages.count
         held.append(int(there.sum(axis=2).max()))
         return round_of(batch)
 
     sampler.loop.round = counted
     done = sampler.generate(wishes)
-    assert sampler.loop.batch.pages.count == 150 and sampler.stats().preempted == 0
+    assert sampler.loop.batch.cache.pages.count == 150 and sampler.stats().preempted == 0
     assert max(held) == 4, "pages of a layer with a window"
     assert_whole(sampler)
     sampler.close()
@@ -138,7 +139,7 @@ def test_two_long_answers_fit_the_pages_of_their_windows() -> None:
     """Where all layers have a window: each has 22 pages of tokens, of which it needs four."""
     sampler, wishes = sampler_of(MISTRAL, 10), [wish(0), wish(1)]
     done = sampler.generate(wishes)
-    assert sampler.loop.batch.pages.count == 10 and sampler.stats().preempted == 0
+    assert sampler.loop.batch.cache.pages.count == 10 and sampler.stats().preempted == 0
     assert_whole(sampler)
     sampler.close()
     assert_as_trained(MISTRAL, wishes, done)

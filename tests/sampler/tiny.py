@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl_async.config import schema
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.ports import FixedWeights
+from jaxrl_async.ports.weights import FixedWeights
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Request, SamplingParams, VersionedParams
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from jaxrl_async.model.cache import NewKV, PagedKV
 from jaxrl_async.model.families.parts import LayerKind
-from jaxrl_async.sampler.device.arguments import Block, DecodeState, Prefix, SlotParams
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.program_arguments import Block, DecodeState, Prefix, SlotParams
 from jaxrl_async.sampler.device.sampling import Controls
-from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
+from jaxrl_async.types import MAX_STOP_TOKENS
 
 VOCAB = 11
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -30,6 +30,7 @@ class TwoLayers:
     vocab: int = VOCAB
     head_dim: int = 2
     delta: None = None
+    latent: None = None
     cached_shape: tuple[int, int, int] = (2, 1, 2)
 
 

@@ -29,15 +29,14 @@ from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Closed, RolloutError
-from jaxrl_async.ports import Reply
-from jaxrl_async.rollout.episode import EpisodeLimits
+from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.rollout.evaluate import evaluate
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
 from jaxrl_async.run.checkpoint.rollout_state import ROLLOUT_KINDS, RolloutsState, rollouts_state
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.testing.stepped import MemorySampler, SteppedLoop, Transfer
-from jaxrl_async.types import SamplingParams, Score
+from jaxrl_async.types import EpisodeLimits, SamplingParams, Score
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.link import FunctionLink
 
@@ -311,7 +310,7 @@ class World:
         return {"w": self.transfers[-1]}
 
     def finds_all_taken(self):
-        assert self.channel._exchange.all_taken, "every sampler has taken the last update"
+        assert self.channel.exchange.all_taken, "every sampler has taken the last update"
 
     # ---- the trainer, as in trainer/trainer.py, told where it waits
 

@@ -185,7 +185,7 @@ def test_another_vocabulary_is_refused_at_the_start(tmp_path, params):
     with pytest.raises(ConfigError, match=r"vocabulary of 24 tokens.*ids up to 29"):
         load(tmp_path, character_tokenizer("abcdefghijklmnopqrstuvwxyz"))
     character_tokenizer("#=+0123456789 ").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"reads other tokens than the policy: 13 differ.*'#'"):
+    with pytest.raises(ConfigError, match=r"uses other tokens than the policy: 13 differ.*'#'"):
         load(tmp_path)
 
 

@@ -264,7 +264,7 @@ def test_the_stacks_are_written_where_pythons_lock_is_kept(tmp_path, caplog):
     dog.stop()
     thread.join(30)
     assert "keeps_the_lock_in_a_function_of_this_name" in stacks.read_text()
-    assert "one of them kept Python's lock" in caplog.text
+    assert "one of them held Python's lock" in caplog.text
     calm = tmp_path / "calm.txt"
     dog = Watchdog(lambda: Reading(blocks=next(blocks)), limit_s=100, stacks=calm)
     thread = threading.Thread(target=dog.run)

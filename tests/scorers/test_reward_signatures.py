@@ -312,7 +312,7 @@ def test_log_metric_reports_a_mean_that_is_no_reward():
 
 
 def test_a_column_named_like_a_value_of_the_run_is_not_guessed():
-    with pytest.raises(ConfigError, match="'step', which the records have as a column"):
+    with pytest.raises(ConfigError, match="'step', which is a column of the records"):
         rewards(lambda completion, step: step, record(step=3), "a")
     assert rewards(lambda completion, **rest: rest["step"], record(step=3), "a") == [3]
 

@@ -179,7 +179,7 @@ def test_what_no_record_has_is_refused_before_anything_runs(user_file):
     assert make_scorer(RewardSection(function=f"{path}:f"), spell, records)
     with pytest.raises(RolloutError, match="asks for 'tests', and the record has no such column"):
         score(lambda completion, tests: 1, episode("a"))
-    with pytest.raises(ConfigError, match="'completion', which one answer has"):
+    with pytest.raises(ConfigError, match="'completion', which belongs to one answer"):
         scorer_of(lambda completion, completions: 1)
 
 
@@ -427,7 +427,7 @@ def test_a_trial_warns_of_a_right_answer_that_is_not_right_and_not_where_there_i
             "reward.function = mine",
         )
         assert found.parts == {"correct": 0}
-        assert ("own right answer, '2', a part `correct` of 0" in caplog.text) == warned
+        assert ("own correct answer, '2', a part `correct` of 0" in caplog.text) == warned
         assert bool(caplog.records) == warned
 
 

@@ -58,7 +58,7 @@ def test_a_file_gives_a_task_a_function_or_an_environment_class(mine):
     ("choice", "words"),
     [
         ("gues_number", "did you mean 'guess_number'"),
-        ("openenv:x", "no address of a server"),
+        ("openenv:x", "not a server's address"),
         ({"guess_number": {"highst": 3}}, "unexpected keyword argument 'highst'"),
         ({"guess_number": {"highest": 1}}, "highest: Input should be greater"),
         ("reasoning_gym:nothing", "no dataset 'nothing'"),
@@ -90,9 +90,9 @@ def test_the_setting_takes_arguments_from_the_command_line_like_any_choice(tmp_p
     assert config.task == {"guess_number": {"highest": 8, "guesses": 3}}
     empty = tmp_path / "empty.yaml"
     empty.write_text("", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"env.max_turns \(4\) is read by nothing without task"):
+    with pytest.raises(ConfigError, match=r"env.max_turns \(4\) has no effect without task"):
         load(empty, ["env.max_turns=4"])
-    with pytest.raises(ConfigError, match=r"task .* is read by nothing without run.job=rl or"):
+    with pytest.raises(ConfigError, match=r"task .* has no effect without run.job=rl or"):
         load(file, ["run.job=preference"])
     load(file, ["run.job=sft"])
 

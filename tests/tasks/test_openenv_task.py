@@ -55,9 +55,9 @@ def test_an_observation_is_its_text_or_json():
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("{", "no JSON"),
-        ("[]", "no message"),
-        ('{"type": "observation"}', "no message"),
+        ("{", "not JSON"),
+        ("[]", "not an OpenEnv message"),
+        ('{"type": "observation"}', "not an OpenEnv message"),
         ('{"type": "observation", "data": {"observation": 3}}', "must have an observation"),
         ('{"type": "observation", "data": {"observation": {}, "reward": "1"}}', "finite number"),
         ('{"type": "observation", "data": {"observation": {}, "reward": NaN}}', "finite number"),
@@ -72,7 +72,7 @@ def test_what_a_server_sends_is_checked(text: str, error: str):
 
 @pytest.mark.parametrize("url", ["x", "ftp://h", "http://", "http://h?a=1"])
 def test_an_address_that_is_none_is_refused(url: str):
-    with pytest.raises(ConfigError, match="no address of a server"):
+    with pytest.raises(ConfigError, match="not a server's address"):
         checked_url(url)
 
 
@@ -297,5 +297,5 @@ async def test_a_server_that_hangs_dies_or_refuses(server: str):
             await env.step(said(word))
         await env.close()
     gone = environment("http://127.0.0.1:9", patience_s=0.3, reply_s=0.5)
-    with pytest.raises(RolloutError, match="which actions it takes"):
+    with pytest.raises(RolloutError, match="does not return its actions"):
         await gone.reset({"seed": 0})

@@ -15,9 +15,9 @@ from word_chat import Speaks, WordChat
 
 from jaxrl_async.data.tokenizer import PRINTABLE
 from jaxrl_async.rollout.chat_env import ChatEnvs, ChatLimits
-from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
+from jaxrl_async.rollout.episode import SavedEpisode, begin_groups, play_group
 from jaxrl_async.tasks.named_tasks import load_task
-from jaxrl_async.types import Prompt, SamplingParams
+from jaxrl_async.types import EpisodeLimits, Prompt, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "benchmarks" / "peers"

@@ -11,16 +11,16 @@ import pytest
 from chat_tokenizers import CHATML, byte_tokenizer
 
 from jaxrl_async.config import schema
+from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramEndpoint
+from jaxrl_async.endpoint.sessions import SessionLimits
 from jaxrl_async.errors import ConfigError, MissingExtraError, RolloutError
-from jaxrl_async.rollout.agent_programs import AgentPrograms, ProgramEndpoint
-from jaxrl_async.rollout.episode import EpisodeLimits, SavedEpisode, begin_groups, play_group
-from jaxrl_async.rollout.sessions import SessionLimits
+from jaxrl_async.rollout.episode import SavedEpisode, begin_groups, play_group
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.scorers.results import score_of
 from jaxrl_async.tasks import verifiers_task as module
 from jaxrl_async.tasks.named_tasks import check_task_name, load_task
 from jaxrl_async.testing.fakes import make_prompt
-from jaxrl_async.types import SamplingParams
+from jaxrl_async.types import EpisodeLimits, SamplingParams
 
 pytest.importorskip("verifiers", reason="needs the extra [verifiers]")
 from endpoint_rig import closed, serve, tiny_policy
@@ -167,7 +167,7 @@ def words_of_failure(task, error):
 def test_a_seat_that_is_not_trained_must_not_be_played_by_the_policy():
     quiet = {"harness": {"id": "verifiers_reverse"}}
     seats = {"assistant": quiet, "user": quiet}
-    words_of_failure(load_task({NAME: {"id": "user-sim", **seats}}), "'user' is not to be trained")
+    words_of_failure(load_task({NAME: {"id": "user-sim", **seats}}), "'user' is not trained")
 
 
 def test_what_an_environment_raises_fails_its_group(monkeypatch):
@@ -233,7 +233,7 @@ def test_services_that_cannot_be_opened_say_why():
         ({NAME: {"taskset": {"words": 0}}}, "has no tasks"),
         ({NAME: {"agnt": {}}}, "agnt: Extra inputs"),
         ({NAME: {"size": 0}}, "size"),
-        ({NAME: {"agent": {"harness": {"id": "bash"}}}}, "which runs what the policy writes"),
+        ({NAME: {"agent": {"harness": {"id": "bash"}}}}, "which runs the policy's code"),
     ],
 )
 def test_what_cannot_be_is_refused(choice, words):
@@ -250,7 +250,7 @@ def test_a_harness_that_needs_a_container_is_refused_at_the_start(monkeypatch):
         load_task({NAME: contained})
     monkeypatch.setattr(module.shutil, "which", lambda name: None)
     docker = {"agent": {"harness": {"id": "verifiers_reverse"}, "runtime": {"type": "docker"}}}
-    with pytest.raises(ConfigError, match="no docker on this machine"):
+    with pytest.raises(ConfigError, match="not installed on this machine"):
         load_task({NAME: docker})
 
 

@@ -242,7 +242,7 @@ def test_what_cannot_be_packed_is_refused_and_what_fits_does():
         pack_groups([group], None, longest - 1)
     learns = episode.drawn.copy()
     learns[episode.starts[1]] = True
-    with pytest.raises(DataError, match="later context"):
+    with pytest.raises(DataError, match="first token of a context"):
         pack_groups([group], None, ROW, masks=[[learns]])
     for starts in ((1, 2), (0, 3, 3), (0, len(learns))):
         with pytest.raises(DataError, match="ascend"):

@@ -19,7 +19,8 @@ from jaxrl_async.model.heads import token_scores, with_head
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.trainer.credit import Credit, covariance_rank, less_penalty
 from jaxrl_async.trainer.critic import make_critic
-from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings, copied
+from jaxrl_async.trainer.frozen_models import copied
+from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.objectives.policy_objective import PolicyObjective, policy_update
@@ -114,7 +115,7 @@ def learner_of(
     **how: Any,
 ) -> Learner:
     section = schema.AlgorithmSection(**{"learning_rate": 1e-2, **(algorithm or {})})
-    of_teacher = schema.TeacherSection(**(teacher or {}))
+    of_teacher = None if teacher is None else schema.TeacherSection(**teacher)
     step = step_of(section, of_teacher)
     settings = LearnerSettings(
         algorithm=section,
@@ -391,11 +392,11 @@ def test_the_reference_follows_as_configured() -> None:
         after_one = copied(learner.params)
         if where is None:
             mixed = jax.tree.map(lambda a, b: 0.75 * a + 0.25 * b, PARAMS, after_one)
-            assert apart(learner.reference, mixed) < 1e-6
+            assert apart(learner.frozen.reference, mixed) < 1e-6
             continue
-        assert apart(learner.reference, PARAMS) == 0
+        assert apart(learner.frozen.reference, PARAMS) == 0
         moved(learner, version=1)
-        assert (apart(learner.reference, learner.params) == 0) == where
+        assert (apart(learner.frozen.reference, learner.params) == 0) == where
 
 
 def test_the_entropy_bonus_is_on_only_below_its_target() -> None:
@@ -433,11 +434,11 @@ def test_an_older_copy_of_itself_teaches_and_is_refreshed() -> None:
     assert moved(learner, told_by(PARAMS, GROUPS))["policy/teacher_gap"] == pytest.approx(
         0, abs=1e-5
     )
-    assert apart(learner.teacher, PARAMS) == 0
+    assert apart(learner.frozen.teacher, PARAMS) == 0
     moved(learner, version=1)
-    assert apart(learner.teacher, learner.params) == 0
+    assert apart(learner.frozen.teacher, learner.params) == 0
     moved(learner, version=2)
-    assert apart(learner.teacher, learner.params) > 0
+    assert apart(learner.frozen.teacher, learner.params) > 0
 
 
 CRITIC = make_critic(SPEC, SETTINGS, learning_rate=1e-2, total_steps=20)
@@ -615,7 +616,7 @@ def test_a_reference_in_the_hosts_memory_says_the_same(kl_in: str) -> None:
         )
         told.append([moved(learner), moved(learner, version=1)])
         weights.append(learner.params)
-        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(learner.reference)}
+        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(learner.frozen.reference)}
         assert kinds == {"pinned_host" if offload else "device"}
     assert apart(*weights) < 1e-6
     for before, after in zip(*told, strict=True):
@@ -685,7 +686,7 @@ def test_the_learning_rate_ends_with_the_run_where_fewer_updates_are_made(warmin
         of.update = told  # type: ignore[method-assign]
     reports = [moved(learner, GROUPS[:2], version=v) for v in range(3)]
     assert [r["train/missing_updates"] for r in reports] == [2, 2, 2]
-    assert step.accumulate._cache_size() <= 1, "one program for all mini-batches"
+    assert step.programs.accumulate._cache_size() <= 1, "one program for all mini-batches"
     assert [r["train/updates"] for r in reports] == [0] * warming + [6] * (3 - warming)
     for name, steps in (("train", 3 - warming), ("critic", 3)):
         made = 6 * steps

@@ -20,7 +20,8 @@ from jaxrl_async.trainer.objectives.policy_objective import PolicyData, policy_u
 from jaxrl_async.trainer.objectives.reward_objective import reward_update
 from jaxrl_async.trainer.pack import TrainSequence, pack
 from jaxrl_async.trainer.pack_pairs import pack_preference
-from jaxrl_async.trainer.update import MOST_OF_FREE, NOTHING_FROZEN
+from jaxrl_async.trainer.update import MOST_OF_FREE
+from jaxrl_async.trainer.update_programs import NOTHING_FROZEN
 
 VOCAB, ROW, ROWS = 24, 16, 6
 ARCHITECTURE = schema.ArchitectureSection(
@@ -63,7 +64,7 @@ PARAMS = init_params(SPEC, jax.random.key(0))
 @contextmanager
 def memory_for(step, rows, seen):
     """Programs of more rows than this run out of memory, as a device says it."""
-    real = step.accumulate
+    real = step.programs.accumulate
 
     def limited(params, sums, micro, *rest):
         seen.append(len(jax.tree.leaves(micro)[0]))
@@ -71,11 +72,11 @@ def memory_for(step, rows, seen):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
         return real(params, sums, micro, *rest)
 
-    step.accumulate = limited
+    step.programs.accumulate = limited
     try:
         yield
     finally:
-        step.accumulate = real
+        step.programs.accumulate = real
 
 
 def test_with_half_the_rows_the_update_is_the_same_and_stays_halved():
@@ -112,7 +113,7 @@ def test_another_error_of_the_device_is_not_taken_for_it():
     def broken(*args):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
-    step.accumulate = broken
+    step.programs.accumulate = broken
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         step.update(step.init(PARAMS), DATA)
 
@@ -147,12 +148,12 @@ def test_a_program_that_the_machine_has_no_memory_for_is_not_started(monkeypatch
     needed = []
 
     def lowered(rows):
-        shapes = expected_step._put(
+        shapes = expected_step.programs.put(
             expected_step.objective.micro_batches(DATA, MicroSizes((rows,)))[0]
         )
         context = expected_step.objective.context(DATA)
-        program = expected_step.accumulate.lower(
-            PARAMS, expected_step._zeros(), shapes, context, NOTHING_FROZEN
+        program = expected_step.programs.accumulate.lower(
+            PARAMS, expected_step.programs.zeros(), shapes, context, NOTHING_FROZEN
         )
         return program.compile().memory_analysis().temp_size_in_bytes
 

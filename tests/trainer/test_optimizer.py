@@ -5,12 +5,12 @@ import pytest
 
 from jaxrl_async.config import schema
 from jaxrl_async.config.lora_section import LoraSection
-from jaxrl_async.model.families.registry import FAMILIES
+from jaxrl_async.model.families.family_registry import FAMILIES
 from jaxrl_async.model.heads import head_table
 from jaxrl_async.model.lora import adapter_table, lora_of
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.trainer.optimizer import make_optimizer, make_schedule
-from jaxrl_async.trainer.update import decayed
+from jaxrl_async.trainer.update_programs import decayed
 
 
 def rates(steps: int, **settings) -> list[float]:

@@ -18,7 +18,8 @@ from jaxrl_async.mesh import make_slices
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings, copied
+from jaxrl_async.trainer.frozen_models import copied
+from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.micro_sizes import MicroSizes
@@ -26,7 +27,7 @@ from jaxrl_async.trainer.objectives.policy_objective import policy_update
 from jaxrl_async.trainer.objectives.preference_objective import PreferenceData, preference_update
 from jaxrl_async.trainer.pack_pairs import pack_preference
 from jaxrl_async.trainer.pair_credit import as_learnt
-from jaxrl_async.trainer.update import Frozen
+from jaxrl_async.trainer.update_programs import Frozen
 from jaxrl_async.types import Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 
 VOCAB, ROW, PROMPT = 24, 16, 2

@@ -23,7 +23,8 @@ from jaxrl_async.trainer.objectives.policy_objective import (
     policy_update,
 )
 from jaxrl_async.trainer.pack import TrainSequence, pack
-from jaxrl_async.trainer.update import NOTHING_FROZEN, Update, probe_ids
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import NOTHING_FROZEN, probe_ids
 
 VOCAB, ROW, ROWS = 16, 32, 8
 DENSE = ModelSpec.from_architecture(
@@ -104,10 +105,10 @@ def outcome(step: Update[PolicyObjective], params: Any) -> dict[str, Any]:
     micros = step.objective.micro_batches(data, step.sizes)
     context = step.objective.context(data)
     sums, _ = step._gradients(state, micros, context, NOTHING_FROZEN, NO_DEVICE_LOCK)
-    parts = step._parts > 1
+    parts = step.programs.parts > 1
     whole = jax.tree.map(lambda g: np.array(g).sum(axis=0) if parts else np.array(g), sums.grads)
     found = {"loss": np.array(sums.loss), "gradients": whole}
-    moved, _ = step.apply(state, sums, NOTHING_FROZEN, probe_ids(micros[0]))
+    moved, _ = step.programs.apply(state, sums, NOTHING_FROZEN, probe_ids(micros[0]))
     return found | {"weights": jax.tree.map(np.array, moved.params)}
 
 
@@ -172,9 +173,9 @@ def test_gradients_cross_the_axis_data_once_an_update():
     params = init_params(DENSE, jax.random.key(0))
     shares = jax.tree.map(lambda p: p.nbytes // 2, params)
     data = PolicyData(batch(), version=3)
-    micro = step._put(step.objective.micro_batches(data, step.sizes)[0])
-    shapes = shapes_on(params, step.state_shardings.params)
-    programs = step.lower(shapes, micro, step.objective.context(data))
+    micro = step.programs.put(step.objective.micro_batches(data, step.sizes)[0])
+    shapes = shapes_on(params, step.programs.state_shardings.params)
+    programs = step.programs.lower(shapes, micro, step.objective.context(data))
     over_data = {name: bytes_over_data(program, axes) for name, program in programs.items()}
     gradient = sum(jax.tree.leaves(shares))
     assert over_data["gradient"] < gradient / 4 < gradient / 2 < over_data["update"]

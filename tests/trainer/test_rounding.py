@@ -14,14 +14,15 @@ from jaxrl_async.mesh import make_slices
 from jaxrl_async.model.spec import ModelSpec, Weight
 from jaxrl_async.run.checkpoint.store import Checkpoints
 from jaxrl_async.trainer.critic import make_critic
-from jaxrl_async.trainer.learner import _moved_average
+from jaxrl_async.trainer.frozen_models import _moved_average
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.objectives.policy_objective import policy_update
 from jaxrl_async.trainer.objectives.preference_objective import preference_update
 from jaxrl_async.trainer.objectives.reward_objective import reward_update
 from jaxrl_async.trainer.objectives.supervised_objective import supervised_update
 from jaxrl_async.trainer.optimizer import optimizer_bytes, rounded_tree, stochastically_rounded
-from jaxrl_async.trainer.update import TrainState, Update, WithMasters
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import TrainState, WithMasters
 
 MESH = make_slices(schema.MeshSection(), jax.devices()).trainer
 SHAPE = (64, 64)
@@ -190,7 +191,7 @@ def test_every_kind_of_update_keeps_masters():
         preference_update(spec, settings, "dpo", learning_rate=RATE, total_steps=9),
         reward_update(spec, settings, learning_rate=RATE, total_steps=9),
     ]
-    assert all(isinstance(s.state_shardings.opt_state, WithMasters) for s in steps)
+    assert all(isinstance(s.programs.state_shardings.opt_state, WithMasters) for s in steps)
 
 
 def test_rounding_at_random_gives_one_of_both_neighbours_and_the_right_mean():

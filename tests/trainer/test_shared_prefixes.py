@@ -20,7 +20,8 @@ from jaxrl_async.model.heads import with_head
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.trainer.critic import make_critic
 from jaxrl_async.trainer.flops import forward_flops, num_matmul_params
-from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings, copied
+from jaxrl_async.trainer.frozen_models import copied
+from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.objectives.policy_objective import policy_update
@@ -277,7 +278,7 @@ def learnt(
     mesh = make_mesh(schema.AxesSection(**axes), devices)
     how = LearningSettings(mesh=mesh, trainer=trainer, row_length=ROW, remat="layer")
     section = schema.AlgorithmSection(**{"learning_rate": 1e-2, **algorithm})
-    of_teacher = schema.TeacherSection(**(teacher or {}))
+    of_teacher = None if teacher is None else schema.TeacherSection(**teacher)
     step = policy_update(spec, how, section, total_steps=20, teacher=of_teacher)
     params, other = (init_params(spec, jax.random.key(n)) for n in (0, 1))
     own = LogprobPass(spec, how, top_k=4)

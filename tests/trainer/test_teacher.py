@@ -192,7 +192,7 @@ def test_a_users_advantage_that_declares_that_it_needs_values_gets_a_critic(tmp_
     for name in ("critical", "plain"):
         section = schema.AlgorithmSection(advantage=f"{file}:{name}")
         config = config_of(path="x").model_copy(update={"algorithm": section})
-        config = config.model_copy(update={"teacher": schema.TeacherSection()})
+        config = config.model_copy(update={"teacher": None})
         learner = make_learner(config, policy_of(24, 0), SLICES, TOKENIZER)
         assert ("critic" in learner.tree()) == (name == "critical")
 
@@ -227,7 +227,7 @@ def test_the_learner_distils_at_the_students_likeliest_tokens(tmp_path, sizes):
     """Against the lumped divergence in float64 of the policy's own likeliest tokens."""
     policy, teacher = (policy_of(n, seed) for seed, n in enumerate(sizes))
     path = saved(tmp_path / "teacher", teacher, TOKENIZER)
-    config = config_of(path=path, form="loss", kind="reverse", top_k=5, top_of="student")
+    config = config_of(path=path, form="loss", kind="reverse", top_k=5, top_k_of="student")
     learner = make_learner(config, policy, SLICES, TOKENIZER)
     packed = batch()
     columns = learner.run_passes(packed).top_k

@@ -143,7 +143,7 @@ def test_without_the_switches_nothing_is_packed():
         b.kept is None and b.expert_ids is None for b in micro_batches(batch, MicroSizes((2,)))
     )
     assert "rollout/kept_mean" not in group_measures([group_of(plain)], 1)
-    with pytest.raises(DataError, match=r"1 drawn tokens has sampling masks for no tokens.*set it"):
+    with pytest.raises(DataError, match=r"1 sampled tokens has sampling masks for no.*set it"):
         packed(plain)
 
 
@@ -156,7 +156,7 @@ def test_the_mean_number_of_kept_tokens_is_reported():
 def test_masks_that_do_not_fit_are_refused():
     tokens, drawn = np.array([3, 4, 5], np.int32), np.array([False, True, True])
     mask = np.ones((2, VOCAB), bool)
-    with pytest.raises(DataError, match="2 drawn tokens has sampling masks for 1 tokens"):
+    with pytest.raises(DataError, match="2 sampled tokens has sampling masks for 1 tokens"):
         sequence_masks(kept_of(mask[:1]), tokens, drawn, VOCAB)
     with pytest.raises(DataError, match="ids from 0 to 28, but the vocabulary has 8"):
         sequence_masks(kept_of(mask), tokens, drawn, 8)
@@ -164,7 +164,7 @@ def test_masks_that_do_not_fit_are_refused():
     with pytest.raises(DataError, match="out of order or twice"):
         sequence_masks(twice, tokens, drawn, VOCAB)
     mask[1, 5] = False
-    with pytest.raises(DataError, match="token 5 at index 2 of an episode was drawn, but its"):
+    with pytest.raises(DataError, match="token 5 at index 2 of an episode was sampled, but its"):
         sequence_masks(kept_of(mask), tokens, drawn, VOCAB)
 
 

@@ -364,7 +364,7 @@ def test_conversations_are_shown_by_role_with_their_branches(page):
     assert roles == ["system", "user", "policy", "tool", "policy"]
     assert first.locator(".call").inner_text().startswith("<tool_call>")
     branch = first.locator(".context.branch")
-    assert "goes on from the first 1,234 tokens of context 1" in branch.inner_text()
+    assert "continues from the first 1,234 tokens of context 1" in branch.inner_text()
     assert branch.locator(".role").all_inner_texts() == ["user", "policy"]
     assert "begins as the group's first sample: 2 parts" in second.inner_text()
     assert second.locator(".context > .turn .role").all_inner_texts() == ["tool"]

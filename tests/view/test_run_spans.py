@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from jaxrl_async.metrics.span_recorder import RecordedSpan, SpanRecorder, ThreadSpans
 from jaxrl_async.metrics.spans import recorded_spans
 from jaxrl_async.metrics.trace_file import TraceFile
-from jaxrl_async.trainer.beside import EvaluationBeside
-from jaxrl_async.trainer.step_times import StepTimes
-from jaxrl_async.view.answers import ANSWERS
+from jaxrl_async.trainer.evaluation import EvaluationThread
+from jaxrl_async.trainer.step_clock import EVALUATION, GROUPS, LEARN, PUBLISH, TURN, StepClock
+from jaxrl_async.view.lanes import IDLE, RunSpans, read_spans, thinned
+from jaxrl_async.view.queries import ANSWERS
 from jaxrl_async.view.report import as_json, embedded_spans
-from jaxrl_async.view.spans import IDLE, RunSpans, read_spans, thinned
 from jaxrl_async.view.watched import WatchedRun
 
 Given = list[tuple[str, float, float, str]]  # name, start, end, lanes
@@ -61,12 +61,16 @@ def test_a_thread_is_a_lane_of_nested_spans_and_a_wait_within_one_is_not_busy(tm
 
 def test_evaluations_beside_the_trainer_are_one_lane_and_its_wait_for_one_is_not_busy(tmp_path):
     """Each has a thread of its own; a step without a wait has no span of it."""
-    waits = {"start": 0.0, "asked": 0.0, "drawn": 4.0, "in_turn": 4.0}
-    times = StepTimes(**waits, trained=6.0, evaluated=9.0, published=10.0, ended=10.0)
+    moments = iter((0.0, 0.0, 4.0, 4.0, 6.0, 9.0, 10.0))
+    clock = StepClock([EVALUATION], clock=lambda: next(moments))
     with recorded_spans(tmp_path / "trace.json", "trainer 0"):
         for version in (1, 2, 3):
-            EvaluationBeside(dict, lambda values: None, version).complete()
-        times.record(1, evaluates=False)
+            EvaluationThread(dict, lambda values: None, version).complete()
+        for phase in (GROUPS, TURN, LEARN, EVALUATION, PUBLISH):
+            clock.now("", phase)
+        measured = clock.end_step(1, waited_s=1.0)
+    assert measured["time/wait_eval_s"] == 3.0 and measured["time/train_s"] == 5.0
+    assert "time/wait_turn_s" not in measured and measured["time/step_s"] == 10.0
     spans = read_spans(tmp_path)
     assert len(lane_of(spans, "evaluation").starts) == 3 and len(spans.lanes) == 2
     (lane,) = [lane for lane in spans.lanes if lane.name != "evaluation"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.recorder import Recorder, encode
 from jaxrl_async.view.__main__ import made_server, watched_runs
-from jaxrl_async.view.server import FILES, ViewServer, is_loopback
+from jaxrl_async.view.page_server import FILES, ViewServer, is_loopback
 from jaxrl_async.view.watched import SampleFilter, WatchedRun, chosen_by
 
 

@@ -45,7 +45,7 @@ def test_a_version_is_live_once_the_last_sampler_says_so():
     assert first.poll().version == 1
     first.live(1)
     assert (live, channel.live_version) == ([], 0)
-    with pytest.raises(WeightsError, match="draws from 0"):
+    with pytest.raises(WeightsError, match="it uses 0"):
         channel.wait_live(1, 0)
     assert second.poll().version == 1
     second.live(1)
@@ -228,6 +228,6 @@ def test_who_replaces_a_sampler_gets_the_weights_that_it_had_taken_and_not_drawn
 def test_a_sampler_that_draws_from_older_weights_than_the_live_ones_does_not_enter():
     channel = WeightChannel([SAME], version=3)
     late, fresh = Standing(live_version=0, counts=False), Standing(live_version=0, counts=False)
-    with channel._exchange.changed:
-        assert not channel._exchange.enter(late, 2) and not late.counts
-        assert channel._exchange.enter(fresh, 3) and fresh.counts
+    with channel.exchange.changed:
+        assert not channel.exchange.enter(late, 2) and not late.counts
+        assert channel.exchange.enter(fresh, 3) and fresh.counts

@@ -14,7 +14,7 @@ from jaxrl_async.errors import WeightsError
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, make_slices, shardings
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.spec import Weight
-from jaxrl_async.ports import VersionedParams
+from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.checksum import Sums
 from jaxrl_async.weights.delivery import send
@@ -131,7 +131,7 @@ def test_a_copy_torn_twice_ends_the_run_and_is_never_given_out(monkeypatch):
     wake.clear()
     assert end.poll() is None, "the sampler continues with the weights that it has"
     assert wake.is_set(), "and polls again even if it has nothing to do"
-    with pytest.raises(WeightsError, match=r"did not arrive sound, twice.*first 'w'"):
+    with pytest.raises(WeightsError, match=r"arrived corrupted twice.*first 'w'"):
         end.poll(wait=True)
 
 

@@ -1,0 +1,1 @@
+"""Encoders of chat messages as token ids."""

@@ -1,7 +1,7 @@
-"""Chat messages as OpenAI's chat completions write them: checked where they enter, in one form.
+"""Chat messages in OpenAI's chat completions format: validated and normalized on entry.
 
 {"role": "system" | "developer" | "user" | "assistant" | "tool", "content": "..."}
-an assistant's may have "tool_calls" and "reasoning_content"; a tool's has "tool_call_id"
+an assistant message may have "tool_calls" and "reasoning_content"; a tool's has "tool_call_id"
 """
 
 import json
@@ -16,18 +16,19 @@ from jaxrl_async.types import Message
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OTHER_NAMES_OF_REASONING = ("reasoning", "thinking")
 OTHER_TOOLS_FIELD = "tool_defs"
-"""Column with tools where a record has none of the usual name."""
+"""Alternative column for tools, used if a record has no column of the usual name."""
 MAX_MESSAGES = 10_000
-"""Most messages of one conversation."""
+"""Maximum number of messages in one conversation."""
 
 
 def is_conversation(value: Any) -> bool:
-    """Return whether a field means to hold chat messages: a list of objects, or an empty one."""
+    """Return True if a field is meant to hold chat messages: a list of objects, or an empty
+    list."""
     return isinstance(value, list) and all(isinstance(v, Mapping) for v in value[:1])
 
 
 def as_messages(value: Any) -> Any:
-    """Return the chat messages that a field holds as JSON text; all else as it is."""
+    """Return the chat messages of a field with JSON text; return any other value unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:
@@ -39,10 +40,11 @@ def as_messages(value: Any) -> Any:
 
 
 def tools_in(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """Return the tools that a record's field holds, () for none: a list, or JSON text of one.
+    """Return the tools in a record's field, () for none: a list, or a list as JSON text.
 
-    A tool without its own `function` is one (name, description, parameters); keys without a value,
-    which tables fill in, are left out. Raises DataError for what is no list of function tools.
+    A tool without a `function` key is itself the function (name, description, parameters). Keys
+    without a value, which tables fill in, are dropped. Raises DataError if it is not a list of
+    function tools.
     """
     if isinstance(value, str):
         try:
@@ -60,8 +62,8 @@ def tools_in(value: Any) -> tuple[Mapping[str, Any], ...]:
 def record_tools(
     columns: Mapping[str, Any], field: str | None = "tools"
 ) -> tuple[Mapping[str, Any], ...]:
-    """Return the tools that a record brings in `field`, or without it in `tool_defs`; () where
-    field is None. Raises DataError that names the column."""
+    """Return the tools of a record, from `field` or else from `tool_defs`; () if field is None.
+    Raises DataError that names the column."""
     if field is None:
         return ()
     name = field if columns.get(field) is not None else OTHER_TOOLS_FIELD
@@ -72,8 +74,9 @@ def record_tools(
 
 
 def without_filled(value: Any) -> Any:
-    """Return chat messages of a table without the keys that have no value: the table fills in for
-    each message, and each call's arguments, what others have. All else is returned as it is."""
+    """Return chat messages of a table without the keys that have no value. Tables add to each
+    message, and to each call's arguments, all keys that others have. Any other value is returned
+    unchanged."""
     listed = value.tolist() if isinstance(value, np.ndarray) else value
     if not isinstance(listed, list) or not listed:
         return value
@@ -87,17 +90,17 @@ def _function_tool(tool: Any) -> Any:
 
 
 def _valued(value: Any) -> Any:
-    """Return a value without the keys of its objects that have none."""
+    """Return a value without the keys of its objects that have no value."""
     if isinstance(value, Mapping):
         return {key: _valued(inner) for key, inner in value.items() if inner is not None}
     return [_valued(inner) for inner in value] if isinstance(value, list | np.ndarray) else value
 
 
 def checked_messages(value: Any) -> tuple[Message, ...]:
-    """Return chat messages in one form, or raise DataError that names the message.
+    """Return normalized chat messages, or raise DataError that names the message.
 
-    Content is text (parts of text are joined), keys without a value are left out, and the arguments
-    of tool calls are JSON text of an object. What other keys hold is kept.
+    Content is text (text parts are joined), keys without a value are dropped, and the arguments of
+    tool calls are JSON text of an object. Other keys are kept.
     """
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
         raise DataError(
@@ -105,7 +108,7 @@ def checked_messages(value: Any) -> tuple[Message, ...]:
             '{"role": "user", "content": "What is 1 + 2?"}.'
         )
     if len(value) > MAX_MESSAGES:
-        raise DataError(f"{len(value):,} messages: at most {MAX_MESSAGES:,} make a conversation.")
+        raise DataError(f"{len(value):,} messages: a conversation has at most {MAX_MESSAGES:,}.")
     return tuple(_checked_message(message, f"message {i}") for i, message in enumerate(value))
 
 
@@ -136,7 +139,7 @@ def _checked_message(value: Any, where: str) -> Message:
 
 
 def _text_of(content: Any, where: str) -> str:
-    """Return a message's content as one text; other parts than text are refused."""
+    """Return a message's content as one text; parts other than text are refused."""
     if isinstance(content, str):
         return _checked_text(content, f"content of {where}")
     if not isinstance(content, Sequence) or isinstance(content, bytes):
@@ -146,8 +149,8 @@ def _text_of(content: Any, where: str) -> str:
         text = part.get("text") if isinstance(part, Mapping) else part
         if isinstance(part, Mapping) and part.get("type", "text") != "text":
             raise DataError(
-                f"content of {where} has a part of the type {_shown(part['type'])}, and text "
-                "alone is read here. Leave it out, or see docs/images.md for where images are read."
+                f"content of {where} has a part of the type {_shown(part['type'])}, but only "
+                "text is read here. Remove it, or see docs/images.md for where images are read."
             )
         parts.append(_checked_text(text, f"a part of the content of {where}"))
     return "".join(parts)
@@ -159,7 +162,7 @@ def _checked_text(value: Any, what: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise DataError(f"{what} holds half a surrogate pair. Give text in UTF-8.") from None
+        raise DataError(f"{what} contains half a surrogate pair. Give text in UTF-8.") from None
     return value
 
 
@@ -188,7 +191,7 @@ def _checked_call(value: Any, where: str) -> dict[str, Any]:
 
 
 def arguments_object(arguments: Any) -> Mapping[str, Any] | None:
-    """Return a tool call's arguments as an object; None if they are none."""
+    """Return a tool call's arguments as an object; None if they are not an object."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments, parse_constant=_refused_constant)
@@ -213,7 +216,7 @@ def json_text(value: Any) -> str:
 
 
 def checked_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """Return tools as OpenAI's function tools, or raise DataError that names the tool."""
+    """Return OpenAI's function tools, or raise DataError that names the tool."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise DataError(f"the tools are {_shown(value)}. Give a list of function tools.")
     for i, tool in enumerate(value):
@@ -228,7 +231,8 @@ def checked_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def with_objects(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages with tool calls' arguments as objects, as chat templates read them."""
+    """Return the messages with the arguments of tool calls as objects, the form for chat
+    templates."""
     return [{**message, **dict(_calls_with_objects(message))} for message in messages]
 
 
@@ -246,7 +250,7 @@ def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_system_prompt(messages: Sequence[Message], prompt: str | None) -> tuple[Message, ...]:
-    """Return the messages behind a system prompt, unless they begin with one of their own."""
+    """Return the messages after a system prompt, unless they already begin with one."""
     if prompt is None or messages[0]["role"] in ("system", "developer"):
         return tuple(messages)
     return ({"role": "system", "content": prompt}, *messages)

@@ -1,4 +1,4 @@
-"""A base model's questions as ports.ChatFormat: the text alone, where there is no chat template."""
+"""A ports.ChatFormat for base models without a chat template: the bare text of a question."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,11 +12,11 @@ from jaxrl_async.types import IntArray, Message
 
 
 class PlainFormat:
-    """One question as its bare text, and what the policy goes on with as the answer. Any thread may
-    use it."""
+    """Encodes one question as its bare text; the policy's continuation is the answer.
+    Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """tokenizer: has no chat template."""
+        """tokenizer: a tokenizer without a chat template."""
         self._tokenizer = tokenizer
 
     @property
@@ -29,30 +29,31 @@ class PlainFormat:
         return self._tokenizer.encode_prompt(_question(messages, tools))
 
     def message(self, token_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Message:
-        """Return what the policy drew as an assistant's text."""
+        """Return the generated tokens as an assistant's message."""
         return {"role": "assistant", "content": self._tokenizer.decode(np.asarray(token_ids))}
 
     def continuation(
         self, before: IntArray, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> IntArray | None:
-        """Return None: nobody speaks after the answer."""
+        """Return None: there are no further turns."""
         return None
 
     def answer(
         self, messages: Sequence[Message], reply: Message, tools: Sequence[Mapping[str, Any]] = ()
     ) -> IntArray:
-        """Return the tokens of an answer, end token included, [answer] int32. Raises DataError."""
+        """Return the tokens of an answer, including the end token, [answer] int32. Raises
+        DataError."""
         (checked,) = checked_messages([reply])
         return self._tokenizer.encode_answer(_question(messages, tools), checked["content"])
 
 
 def _question(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of a conversation that is one question. Raises DataError."""
+    """Return the text of a conversation with a single question. Raises DataError."""
     checked = checked_messages(messages)
     if len(checked) != 1 or checked[0]["role"] != "user" or tools:
         roles = ", ".join(m["role"] for m in checked) or "nothing"
         raise DataError(
-            "the tokenizer has no chat template, and this is not one question but "
+            "the tokenizer has no chat template, and this is not a single question but "
             f"{roles}{' with tools' if tools else ''}. "
             "Set data.chat_format to a FILE.jinja or to a renderer's name, such as qwen3, or "
             "data.tokenizer to the directory of a chat model."

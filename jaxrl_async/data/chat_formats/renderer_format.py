@@ -1,5 +1,6 @@
-"""A renderer of the package `renderers` (extra [chat]) as ports.ChatFormat: formats of known
-models, written by hand, that know where a template drops earlier thinking. The one door to it.
+"""A ports.ChatFormat over a renderer of the package `renderers` (extra [chat]). These are
+hand-written formats of known models, which handle templates that drop earlier thinking. Only this
+module uses the package.
 """
 
 import contextlib
@@ -34,11 +35,12 @@ log = logging.getLogger(__name__)
 
 PACKAGE = "renderers"
 VOCABULARY_FOLDER = "TIKTOKEN_ENCODINGS_BASE"
-"""Environment variable with the folder from which openai-harmony reads its vocabulary."""
+"""Environment variable for the folder from which openai-harmony reads its vocabulary."""
 WELL_FORMED = ("ok", "unknown_tool")
-"""Statuses of the package's tool calls that are calls: which tools exist, an environment knows."""
+"""Statuses of the package's tool calls that count as calls. Unknown tools are left to the
+environment."""
 MARK = "zqthought"
-"""A word that is looked for in what a format writes."""
+"""A marker word to search for in a format's output."""
 ASKED: Message = {"role": "user", "content": "1 + 2?"}
 TOOL: Mapping[str, Any] = {
     "type": "function",
@@ -56,10 +58,10 @@ TOOL: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class _Encoder:
-    """A tokenizer as the package wants one, with our lock."""
+    """Adapter of a tokenizer for the package, with our lock."""
 
     tokenizer: Tokenizer
-    name_or_path: str = ""  # never a name of the hub: nothing is looked up there
+    name_or_path: str = ""  # never a hub name, to avoid lookups there
 
     @property
     def unk_token_id(self) -> int | None:
@@ -75,7 +77,7 @@ class _Encoder:
         return str(self.tokenizer.hf.chat_template or "")
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        del add_special_tokens  # the renderers write all special tokens themselves
+        del add_special_tokens  # the renderers add all special tokens themselves
         return [int(i) for i in self.tokenizer.encode(text)]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -90,12 +92,12 @@ class _Encoder:
 
 
 def is_installed() -> bool:
-    """Return whether the package is there; it is not imported."""
+    """Return True if the package is installed, without importing it."""
     return importlib.util.find_spec(PACKAGE) is not None
 
 
 def renderer_names() -> tuple[str, ...]:
-    """Return what the package's renderers are called. Raises MissingExtraError."""
+    """Return the names of the package's renderers. Raises MissingExtraError."""
     (union, *_) = get_args(_package("configs").RendererConfig)
     names = [str(kind.model_fields["name"].default) for kind in get_args(union)]
     return tuple(sorted(n for n in names if n not in ("auto", "default", "custom")))
@@ -115,7 +117,7 @@ def _package(module: str) -> Any:
 def _make(
     tokenizer: Tokenizer, name: str, arguments: Mapping[str, Any], retention: str | None
 ) -> Any:
-    """Return a renderer of the package. Raises ConfigError for arguments that it does not take."""
+    """Return a renderer of the package. Raises ConfigError for unsupported arguments."""
     if name == "gpt-oss" and not os.environ.get(VOCABULARY_FOLDER):
         raise ConfigError(
             f"data.chat_format={name} needs openai-harmony's vocabulary, which it would download. "
@@ -136,7 +138,7 @@ def _make(
 
 
 class RendererFormat:
-    """A renderer of the package. Any thread may use it."""
+    """A renderer of the package. Thread-safe."""
 
     def __init__(
         self,
@@ -146,17 +148,17 @@ class RendererFormat:
         arguments: Mapping[str, Any] | None = None,
         keeps_thinking: bool = False,
     ) -> None:
-        """Make a renderer.
+        """Create a renderer.
 
         Args:
-            tokenizer: of a model of that family.
+            tokenizer: of a model of the renderer's family.
             name: one of renderer_names().
-            arguments: what the format reads besides, such as enable_thinking.
-            keeps_thinking: continue sequences also where the format would drop earlier thinking.
+            arguments: further arguments of the format, such as enable_thinking.
+            keeps_thinking: continue sequences even where the format would drop earlier thinking.
 
         Raises:
             MissingExtraError: the package is not installed.
-            ConfigError: the tokenizer lacks a token of the format, or it has no such argument.
+            ConfigError: the tokenizer lacks a token of the format, or an argument is unknown.
         """
         arguments = arguments or {}
         self.name, self._tokenizer = name, tokenizer
@@ -168,15 +170,15 @@ class RendererFormat:
         opened, closed = (self._ids([ASKED], (), opens_turn=opens) for opens in (True, False))
         self._opened = opened
         self._header = opened[len(closed) :] if opened[: len(closed)] == closed else []
-        # for contexts without thinking, from which nothing is dropped
+        # for contexts without thinking, where nothing is dropped
         self._keeping: Any = None
         answered = self._ids([ASKED, {"role": "assistant", "content": MARK}, ASKED], ())
         if answered[: len(opened)] == opened:
-            with contextlib.suppress(ConfigError):  # some cannot be told to keep thinking
+            with contextlib.suppress(ConfigError):  # some have no option to keep thinking
                 self._keeping = _make(tokenizer, name, arguments, "all")
 
     def _learn_reasoning(self) -> bool:
-        """Return whether the format has a place for reasoning."""
+        """Return True if the format has a field for reasoning."""
         thinking = {"role": "assistant", "content": "3", "reasoning_content": MARK}
         try:
             ids = self._ids([ASKED, thinking], (), opens_turn=False)
@@ -186,15 +188,15 @@ class RendererFormat:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The format's own ends of a turn, then the tokenizer's end tokens."""
+        """The format's own end-of-turn tokens, then the tokenizer's end tokens."""
         return self._stops
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
-        """Encode a conversation up to where the policy's turn begins; see ports.ChatFormat."""
+        """Encode a conversation up to the start of the policy's turn; see ports.ChatFormat."""
         return np.asarray(self._ids(checked_messages(messages), checked_tools(tools)), np.int32)
 
     def message(self, token_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Message:
-        """Read what the policy drew; see ports.ChatFormat and written_turn.assistant_message."""
+        """Parse a generated turn; see ports.ChatFormat and written_turn.assistant_message."""
         length = len(token_ids)
         while length and token_ids[length - 1] in self.stop_token_ids:
             length -= 1
@@ -221,9 +223,9 @@ class RendererFormat:
     def continuation(
         self, before: IntArray, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> IntArray | None:
-        """Return what to append for the next turn, or None; see ports.ChatFormat.
+        """Return the tokens to append for the next turn, or None; see ports.ChatFormat.
 
-        Earlier thinking is dropped only where there is some.
+        Earlier thinking is dropped only if there is any.
         """
         said, tools = checked_messages(messages), checked_tools(tools)
         ids = [int(i) for i in before]
@@ -245,9 +247,9 @@ class RendererFormat:
     def answer(
         self, messages: Sequence[Message], reply: Message, tools: Sequence[Mapping[str, Any]] = ()
     ) -> IntArray:
-        """Return the tokens that the policy should draw for a reply, end token included, [answer].
+        """Return the target tokens of a reply, including the end token, [answer].
 
-        Raises DataError if the format does not write it behind `opening`.
+        Raises DataError if the format does not write it after `opening`.
         """
         conversation, (said,) = checked_messages(messages), checked_messages([reply])
         shown = self._ids(conversation, tools)
@@ -256,13 +258,14 @@ class RendererFormat:
         last = whole[: ends[-1] + 1] if ends else [*whole, *self._end_behind(said)]
         if whole[: len(shown)] != shown or last == whole[: len(shown)]:
             raise DataError(
-                f"the chat format {self.name} writes this answer in another way than the policy's "
-                "turn begins. Give an answer with thinking where the format begins with it."
+                f"the chat format {self.name} does not write this answer as a continuation of the "
+                "policy's turn. Give an answer with thinking if the format begins with it."
             )
         return np.asarray(last[len(shown) :], np.int32)
 
     def _end_behind(self, said: Message) -> list[int]:
-        """Return the end token of a turn in a format in which the next speaker's mark ends it."""
+        """Return the end token of a turn, in a format in which the next speaker's marker ends
+        it."""
         calls = said.get("tool_calls", ())
         answers: list[Message] = [
             {
@@ -311,21 +314,21 @@ class RendererFormat:
         )
 
     def _text_of(self, call: Any, ids: list[int]) -> str:
-        """Return a tool call as it was written, with its marks where their place is known."""
+        """Return the text of a tool call, including its marks if their position is known."""
         if call.token_span is None:
             return str(call.raw)
         start, end = call.token_span
         return self._tokenizer.decode_all(ids[start:end])
 
     def _turn_starts(self, ids: list[int]) -> list[int]:
-        """Return where the policy's turns begin in a sequence."""
+        """Return the start positions of the policy's turns in a sequence."""
         header = self._header
         places = range(len(ids) - len(header) + 1) if header else ()
         return [i + len(header) for i in places if ids[i : i + len(header)] == header]
 
 
 def _is_call(call: Any) -> bool:
-    """Return whether a parsed tool call has a name and arguments that are an object."""
+    """Return True if a parsed tool call has a name and an object as arguments."""
     return call.status.value in WELL_FORMED and arguments_object(call.arguments or {}) is not None
 
 
@@ -335,9 +338,9 @@ def _reason(call: Any) -> str:
 
 
 def matches_template(tokenizer: Tokenizer, name: str) -> bool:
-    """Return whether a renderer writes what the tokenizer's own chat template writes.
+    """Return True if a renderer's output matches the tokenizer's own chat template.
 
-    They are compared on conversations that both can write, with the renderer's own arguments.
+    Both are compared on conversations that they can write, with the renderer's own arguments.
     """
     try:
         renderer = _make(tokenizer, name, {}, None)
@@ -363,7 +366,7 @@ def matches_template(tokenizer: Tokenizer, name: str) -> bool:
 
 
 def _conversations() -> list[tuple[list[Message], tuple[Mapping[str, Any], ...]]]:
-    """Return conversations in which formats differ: system prompts, tools, thinking, turns."""
+    """Return conversations that distinguish formats: system prompts, tools, thinking, turns."""
     system: Message = {"role": "system", "content": "Be brief."}
     call = {
         "id": "call00001",

@@ -1,13 +1,13 @@
-"""A tokenizer's own chat template as ports.ChatFormat.
+"""A ports.ChatFormat over the tokenizer's own chat template.
 
-    stand-in      u: -  a: Zqsaid        render the template around an assistant's turn that is
-    tail                       <end> t: 3 <end> a:      easy to find; what follows its end is
-    sequence    u: 1+2? a: [drawn]  + tail              appended to the tokens that were drawn
+    stand-in      u: -  a: Zqsaid        render the template around a recognizable assistant
+    tail                       <end> t: 3 <end> a:      turn; the text after its end is
+    sequence    u: 1+2? a: [sampled] + tail             appended to the sampled tokens
 
-A template is taken at its word only where it leaves what came before as it was: a stand-in
-conversation is rendered up to the policy's turn, and again with that turn and what others say
-behind it; the second text must begin with the first one and hold the turn's thinking. Where it does
-not, `continuation` returns None.
+A template is used to continue a sequence only if it does not rewrite earlier text. To check this, a
+stand-in conversation is rendered up to the policy's turn, and again with this turn and the
+following messages. The second text must begin with the first one and contain the turn's thinking;
+otherwise `continuation` returns None.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from jaxrl_async.types import IntArray, Message
 log = logging.getLogger(__name__)
 
 ASKED, SAID, THOUGHT_OF, CALLED_WITH = "zqasked", "zqsaid", "zqthought", "zqcalled"
-"""Words of the stand-in conversation: letters alone, so that no template changes them."""
+"""Words of the stand-in conversation; letters only, so no template changes them."""
 STAND_IN_NAME = "zqtool"
 STAND_IN_TOOL: Mapping[str, Any] = {
     "type": "function",
@@ -55,32 +55,32 @@ STAND_IN_TOOL: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """A kind of place between the policy's turn and the next one."""
+    """A type of boundary between the policy's turn and the next one."""
 
-    role: str  # user if one speaks behind it, else that of the first who does
-    thinks: bool  # whether the policy's turns of this context have thinking
+    role: str  # user if a user message follows, else the role of the first message
+    thinks: bool  # the policy's turns of this context have thinking
     has_tools: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Turns:
-    """How a template begins and ends the policy's turns."""
+    """A template's start and end of the policy's turns."""
 
-    header: str = ""  # what it writes where the policy's turn begins
-    opens_thinking: bool = False  # whether that opens the reasoning, too
-    lead: tuple[Message, ...] = ()  # of a stand-in conversation
-    ends: tuple[tuple[int, str], ...] = ()  # tokens that end a turn: id, text; its own one first
-    calls: Literal["marked", "bare", "none"] = "marked"  # how it writes tool calls
+    header: str = ""  # text at the start of the policy's turn
+    opens_thinking: bool = False  # the header also opens the reasoning
+    lead: tuple[Message, ...] = ()  # messages of a stand-in conversation
+    ends: tuple[tuple[int, str], ...] = ()  # end tokens: id, text; its own first
+    calls: Literal["marked", "bare", "none"] = "marked"  # its form of tool calls
 
 
 class TemplateFormat:
-    """The tokenizer's own chat template. Any thread may use it.
+    """The tokenizer's own chat template. Thread-safe.
 
     Tool calls are read as JSON between <tool_call> and </tool_call> (Hermes' form), or as a whole
-    turn in JSON where the template writes them so. What the template has no place for, reasoning
-    and tool calls of earlier turns, is written into their text in Hermes' form. White space that
-    the template would take from the edges of a turn stays as it was drawn. Text in messages that is
-    written like a special token becomes one, as with transformers' apply_chat_template.
+    turn in JSON if the template writes them like this. If the template has no field for reasoning
+    or tool calls of earlier turns, they are written into the text in Hermes' form. White space that
+    the template would strip from a turn is kept as sampled. Text in messages that is spelled like a
+    special token becomes one, as in transformers' apply_chat_template.
     """
 
     def __init__(
@@ -91,16 +91,16 @@ class TemplateFormat:
         arguments: Mapping[str, Any] | None = None,
         keeps_thinking: bool = False,
     ) -> None:
-        """Learn how the template begins and ends turns, and where it rewrites earlier ones.
+        """Detect how the template begins and ends turns, and where it rewrites earlier turns.
 
         Args:
-            tokenizer: encodes what the template writes.
-            template: in Jinja; None: the tokenizer's own.
-            arguments: what the template reads besides, such as enable_thinking.
-            keeps_thinking: continue sequences also where the template would rewrite them.
+            tokenizer: encodes the template's text.
+            template: Jinja text; None: the tokenizer's own.
+            arguments: further variables of the template, such as enable_thinking.
+            keeps_thinking: continue sequences even where the template would rewrite them.
 
         Raises:
-            DataError: the template cannot write one question.
+            DataError: the template cannot render a single question.
         """
         self._tokenizer, self._template = tokenizer, template
         self._arguments, self._keeps = dict(arguments or {}), keeps_thinking
@@ -124,19 +124,19 @@ class TemplateFormat:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The template's own end of a turn, and the tokenizer's end tokens."""
+        """The template's own end-of-turn token, and the tokenizer's end tokens."""
         return tuple(token_id for token_id, _ in self._turns.ends)
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
-        """Encode a conversation up to where the policy's turn begins; see ports.ChatFormat."""
+        """Encode a conversation up to the start of the policy's turn; see ports.ChatFormat."""
         text = self._text(checked_messages(messages), checked_tools(tools))
         if tools and not self._shows_tools:
-            self._shows_tools = True  # said once
+            self._shows_tools = True  # logged once
             log.warning("the chat template shows the policy no tools: describe them in the prompt")
         return self._tokenizer.encode(text)
 
     def message(self, token_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Message:
-        """Read what the policy drew; see ports.ChatFormat and written_turn.assistant_message."""
+        """Parse a generated turn; see ports.ChatFormat and written_turn.assistant_message."""
         length = len(token_ids)
         while length and token_ids[length - 1] in self.stop_token_ids:
             length -= 1
@@ -148,10 +148,10 @@ class TemplateFormat:
     def continuation(
         self, before: IntArray, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> IntArray | None:
-        """Return what to append for the next turn, or None; see ports.ChatFormat.
+        """Return the tokens to append for the next turn, or None; see ports.ChatFormat.
 
-        None also if a turn ended with another token than the template's own, or was cut within its
-        thinking, and if an assistant is among those who speak.
+        Also None if a turn ended with a token other than the template's own, if it was cut within
+        its thinking, or if one of the messages is an assistant's.
         """
         said, tools = checked_messages(messages), checked_tools(tools)
         thinks, is_open = self._thinking(before)
@@ -173,10 +173,10 @@ class TemplateFormat:
     def answer(
         self, messages: Sequence[Message], reply: Message, tools: Sequence[Mapping[str, Any]] = ()
     ) -> IntArray:
-        """Return the tokens that the policy should draw for a reply, end token included, [answer].
+        """Return the target tokens of a reply, including the end token, [answer].
 
-        Text alone stands as it is; thinking and tool calls as the template writes them. Raises
-        DataError if it does not write them behind `opening`.
+        Plain text is encoded unchanged; thinking and tool calls as the template writes them. Raises
+        DataError if it does not write them after `opening`.
         """
         (checked,) = checked_messages([reply])
         shown = self._text(checked_messages(messages), tools)
@@ -185,21 +185,21 @@ class TemplateFormat:
             whole = self._text([*checked_messages(messages), checked], tools, opens_turn=False)
             if not whole.startswith(shown):
                 raise DataError(
-                    "the chat template writes this answer in another way than the policy's turn "
-                    "begins. Give the answer without thinking and tool calls."
+                    "the chat template does not write this answer as a continuation of the "
+                    "policy's turn. Give the answer without thinking and tool calls."
                 )
             text = self._without_end(whole[len(shown) :])
         ids = self._tokenizer.encode_after(shown, text)
         return np.concatenate([ids, np.asarray(self._taught_end(), np.int32)]).astype(np.int32)
 
     def _taught_end(self) -> tuple[int, ...]:
-        """Return the end token to teach: the template's own if it ends answers everywhere."""
+        """Return the end token to train on: the template's own if it ends all answers."""
         eos_ids = self._tokenizer.eos_ids
         own = self.stop_token_ids[:1]
         return own if not eos_ids or own[0] in eos_ids else eos_ids[:1]
 
     def _without_end(self, turn: str) -> str:
-        """Cut a turn's text before its last end token."""
+        """Return a turn's text up to its last end token."""
         found = max((turn.rfind(text) for _, text in self._turns.ends), default=-1)
         return turn if found < 0 else turn[:found]
 
@@ -224,8 +224,8 @@ class TemplateFormat:
         )
 
     def _thinking(self, before: IntArray) -> tuple[bool, bool]:
-        """Return whether the policy's turns in a sequence think, and whether the last was cut
-        within its thinking."""
+        """Return whether the policy's turns in a sequence have thinking, and whether the last turn
+        was cut within its thinking."""
         text, header = self._tokenizer.decode_all(before), self._turns.header
         turns = text.split(header)[1:] if header and header in text else [text]
         turns = [self._up_to_end(turn) for turn in turns]
@@ -242,7 +242,7 @@ class TemplateFormat:
     # --- the stand-in conversation ---------------------------------------------------------------
 
     def _learn_reasoning(self) -> bool:
-        """Return whether the template writes the field of the reasoning somewhere."""
+        """Return True if the template writes the reasoning field in some case."""
         asked: Message = {"role": "user", "content": ASKED}
         turns = [
             [asked, _said(0, thinks=True)],
@@ -256,7 +256,7 @@ class TemplateFormat:
         return False
 
     def _learn_turns(self) -> _Turns:
-        """Render one question and one answer, and see what is around the answer."""
+        """Render one question and one answer, and detect the text around the answer."""
         asked: Message = {"role": "user", "content": ASKED}
         closed, opened = (self._text([asked], (), opens_turn=opens) for opens in (False, True))
         header = opened.removeprefix(closed) if opened.startswith(closed) else ""
@@ -279,7 +279,7 @@ class TemplateFormat:
         )
 
     def _learn_calls(self, lead: Sequence[Message]) -> Literal["marked", "bare", "none"]:
-        """Render a turn with a call, and see how it is written."""
+        """Render a turn with a tool call, and detect its form."""
         try:
             text = self._text([*lead, _said(1, thinks=False)], (STAND_IN_TOOL,), opens_turn=False)
         except DataError:
@@ -293,8 +293,8 @@ class TemplateFormat:
         if '"parameters"' in turn:
             return "bare"
         log.warning(
-            "the chat template writes tool calls in a form that is not read here; those of the "
-            "policy are read as JSON between %s and %s, unless data.chat_format is a renderer",
+            "the chat template writes tool calls in an unsupported form; the policy's calls are "
+            "read as JSON between %s and %s, unless data.chat_format is a renderer",
             CALL,
             CALLED,
         )
@@ -307,7 +307,7 @@ class TemplateFormat:
             return False
 
     def _learn_borders(self) -> frozenset[Border]:
-        """Return the borders at which the template rewrites one of several conversations."""
+        """Return the borders at which the template rewrites any of several conversations."""
         borders = [
             Border(role, thinks, has_tools)
             for role in ("user", "tool")
@@ -324,7 +324,7 @@ class TemplateFormat:
         return rewritten
 
     def _is_stable(self, border: Border) -> bool:
-        """Return whether the template keeps each conversation that it can write as it was."""
+        """Return True if the template does not rewrite any conversation that it can write."""
         tools = (STAND_IN_TOOL,) if border.has_tools else ()
         for lead in _leads(self._turns.lead, thinks=border.thinks):
             for said in _speakers(border.role):
@@ -350,13 +350,14 @@ class TemplateFormat:
         *,
         thinks: bool,
     ) -> str | None:
-        """Return the text from the end of the policy's turn on, behind a stand-in conversation.
+        """Return the text from the end of the policy's turn on, after a stand-in conversation.
 
-        None: the template changes what came before. Raises DataError if it cannot write it.
+        None: the template rewrites earlier text. Raises DataError if it cannot write the
+        conversation.
         """
         num_calls = _num_calls(said)
         if num_calls > 1 and not self._writes([*lead, _said(num_calls, thinks=thinks), *said]):
-            num_calls = 1  # of a template that writes one call a turn
+            num_calls = 1  # for a template that writes only one call per turn
         turn = _said(num_calls, thinks=thinks, answered=said)
         begun, whole = self._text(lead, tools), self._text([*lead, turn, *said], tools)
         mark = f"{CALLED_WITH}{num_calls - 1}z" if num_calls else SAID
@@ -370,7 +371,7 @@ class TemplateFormat:
 
 
 def _said(num_calls: int, *, thinks: bool, answered: Sequence[Message] = ()) -> dict[str, Any]:
-    """Return the stand-in for the policy's turn, with the calls that tools answer."""
+    """Return the stand-in for the policy's turn, with the calls that the tools answer."""
     message: dict[str, Any] = {"role": "assistant", "content": SAID}
     if thinks:
         message["reasoning_content"] = THOUGHT_OF
@@ -402,7 +403,7 @@ def _replies(count: int) -> list[Message]:
 
 
 def _speakers(role: str) -> Iterator[list[Message]]:
-    """Yield what others may say behind the policy's turn."""
+    """Yield possible messages after the policy's turn."""
     if role == "user":
         yield [{"role": "user", "content": ASKED}]
     else:
@@ -411,7 +412,7 @@ def _speakers(role: str) -> Iterator[list[Message]]:
 
 
 def _leads(lead: Sequence[Message], *, thinks: bool) -> Iterator[list[Message]]:
-    """Yield conversations up to the policy's turn: with and without a system prompt, with earlier
+    """Yield conversations before the policy's turn: with and without a system prompt, with earlier
     turns, with tool calls."""
     asked: Message = {"role": "user", "content": ASKED}
     yield list(lead)
@@ -428,7 +429,7 @@ def _described(border: Border) -> str:
 
 
 def _with_calls_in_content(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Write tool calls into the content, for templates that have no place for them."""
+    """Write tool calls into the content, for templates without a field for them."""
     rest = {k: v for k, v in message.items() if k != "tool_calls"}
     calls = [call["function"] for call in message.get("tool_calls", ())]
     written = [

@@ -1,4 +1,4 @@
-"""What a policy wrote, apart: reasoning, text and tool calls, in Hermes' form or as bare JSON.
+"""Parse a generated turn into reasoning, text and tool calls, in Hermes' form or as bare JSON.
 
 <think>
 reasoning
@@ -9,7 +9,7 @@ text
 {"name": "calculator", "arguments": {"expression": "1 + 2"}}
 </tool_call>
 
-{"name": "calculator", "parameters": {"expression": "1 + 2"}}      a whole turn, as Llama 3 calls
+{"name": "calculator", "parameters": {"expression": "1 + 2"}}      a whole turn, as in Llama 3
 """
 
 import hashlib
@@ -25,37 +25,37 @@ from jaxrl_async.types import IntArray
 THINK, THOUGHT = "<think>", "</think>"
 CALL, CALLED = "<tool_call>", "</tool_call>"
 BARE_CALL = re.compile(r'\s*\{\s*"name"\s*:')
-"""How a turn begins that is one call."""
+"""Start of a turn that is a single call."""
 MAX_CALLS = 64
-"""Most tool calls of one turn that are read; more are an error."""
+"""Maximum number of tool calls in one turn; more are an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallError:
-    """A tool call that is not well formed."""
+    """A malformed tool call."""
 
-    text: str  # as it was written, marks included; it also stays in the message's content
+    text: str  # as generated, including marks; it also stays in the message's content
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenTurn:
-    """A turn of the policy, apart."""
+    """A parsed turn of the policy."""
 
     content: str
     reasoning: str | None = None  # None: the turn has no thinking
     calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()  # name and arguments
-    call_ids: tuple[str | None, ...] = ()  # where the format writes ids; () or one a call
+    call_ids: tuple[str | None, ...] = ()  # if the format writes ids; () or one per call
     errors: tuple[CallError, ...] = ()
 
 
 def read_turn(text: str, *, is_thinking: bool, bare_calls: bool = False) -> WrittenTurn:
-    """Read a turn.
+    """Parse a turn.
 
     Args:
         text: without its end token.
-        is_thinking: the prompt has opened the reasoning already.
-        bare_calls: a call is a whole turn in JSON; otherwise calls stand between marks.
+        is_thinking: the prompt has already opened the reasoning.
+        bare_calls: a call is a whole turn in JSON; otherwise calls are between marks.
     """
     reasoning, rest = split_thinking(text, is_thinking=is_thinking)
     if bare_calls:
@@ -79,7 +79,7 @@ def read_turn(text: str, *, is_thinking: bool, bare_calls: bool = False) -> Writ
 
 
 def _read_bare(text: str, reasoning: str | None) -> WrittenTurn:
-    """Read a turn that is one call or text."""
+    """Parse a turn that is a single call or text."""
     call = _call(text) if BARE_CALL.match(text) else ""
     if not isinstance(call, str):
         return WrittenTurn(content="", reasoning=reasoning, calls=(call,))
@@ -88,9 +88,9 @@ def _read_bare(text: str, reasoning: str | None) -> WrittenTurn:
 
 
 def split_thinking(text: str, *, is_thinking: bool = False) -> tuple[str | None, str]:
-    """Return the reasoning, None if there is none, and what follows it.
+    """Return the reasoning, or None, and the text after it.
 
-    Thinking without its end mark reaches to the first tool call, or to the end.
+    Thinking without its end mark extends to the first tool call, or to the end.
     """
     begun = text.lstrip().startswith(THINK)
     if not begun and not is_thinking:
@@ -104,7 +104,7 @@ def split_thinking(text: str, *, is_thinking: bool = False) -> tuple[str | None,
 
 
 def _pieces(text: str) -> Iterator[str | CallError | tuple[str, Mapping[str, Any]]]:
-    """Yield text between tool calls, tool calls, and those that are not well formed."""
+    """Yield the text between tool calls, tool calls, and malformed tool calls."""
     for _ in range(MAX_CALLS):
         before, mark, inner = text.partition(CALL)
         yield before
@@ -123,7 +123,7 @@ def _pieces(text: str) -> Iterator[str | CallError | tuple[str, Mapping[str, Any
 
 
 def _call(body: str) -> tuple[str, Mapping[str, Any]] | str:
-    """Return a call's name and arguments, or what is wrong with it."""
+    """Return a call's name and arguments, or the problem."""
     try:
         call = json.loads(body)
     except RecursionError:
@@ -144,9 +144,9 @@ def _call(body: str) -> tuple[str, Mapping[str, Any]] | str:
 def assistant_message(turn: WrittenTurn, token_ids: IntArray) -> dict[str, Any]:
     """Return a turn as an assistant's message.
 
-    `tool_call_errors`, a list of {"text", "reason"}, names the calls that are not well formed.
-    Calls without an id of their own get one that depends on the turn's tokens and the call's place
-    alone: nine letters and digits, which every template takes.
+    `tool_call_errors`, a list of {"text", "reason"}, lists malformed calls. Calls without an id get
+    one that depends only on the turn's tokens and the call's position: nine letters and digits,
+    which every template accepts.
     """
     message: dict[str, Any] = {"role": "assistant", "content": turn.content}
     if turn.reasoning is not None:
@@ -172,7 +172,7 @@ def _call_id(token_ids: IntArray, place: int) -> str:
 
 
 def with_thinking_in_content(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the reasoning into the content, for templates that know no field for it."""
+    """Write the reasoning into the content, for templates without a field for it."""
     rest = {k: v for k, v in message.items() if k != "reasoning_content"}
     if reasoning := message.get("reasoning_content"):
         rest["content"] = f"{THINK}\n{reasoning}\n{THOUGHT}\n\n{message['content']}"

@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and R1, Kimi K2 and Moonlight: latent attention beside experts in groups."""
+"""DeepSeek-V2, V3 and R1, Kimi K2 and Moonlight: latent attention and grouped experts."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from jaxrl_async.model.families.ropes import yarn_magnitude
 
 
 def _latent(fields: ConfigFields) -> Latent:
-    """Return the sizes of latent attention; queries have a rank unless the file says null."""
+    """Return the sizes of latent attention; queries have no rank if the file says null."""
     said = "q_lora_rank" not in fields.values or fields.has("q_lora_rank")
     return Latent(
         rank=fields.whole("kv_lora_rank", 512),
@@ -32,7 +32,7 @@ def _written_latent(latent: Latent) -> dict[str, Any]:
 
 
 def _scales(fields: ConfigFields) -> Scales:
-    """Return the scale of scores: with YaRN's mscale_all_dim more than the root of the width."""
+    """Return the scale of scores: width ** -0.5, increased by YaRN's mscale_all_dim."""
     width = fields.whole("qk_nope_head_dim", 128) + fields.whole("qk_rope_head_dim", 64)
     rope = fields.part("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
     scaled = rope.said("rope_type", rope.said("type", "default")) != "default"
@@ -94,10 +94,10 @@ def _dense_v3(fields: ConfigFields, layer: int) -> bool:
 
 
 def _first_dense(fields: ConfigFields, default: int) -> int:
-    """Return how many layers come before those with experts."""
+    """Return the number of dense layers before the layers with experts."""
     first = fields.said("first_k_dense_replace", default)
     if type(first) is not int or first < 0:
-        raise fields.wrong("first_k_dense_replace", "a whole number from 0 on")
+        raise fields.wrong("first_k_dense_replace", "a whole number of at least 0")
     return first
 
 

@@ -1,7 +1,7 @@
-"""What transformers fills in for a key that a config.json leaves out.
+"""transformers' defaults for keys that a config.json omits.
 
-Published files leave out many keys: `text_config` of Gemma 3 4B lacks the heads and the vocabulary.
-The family's record has some defaults (a norm's epsilon, whether the head is tied, the window); the
+Published files omit many keys: `text_config` of Gemma 3 4B lacks the heads and the vocabulary. The
+family's record has some defaults (a norm's epsilon, whether the head is tied, the window); the
 others are here. tests/parity/test_defaults.py compares each entry with transformers' classes.
 """
 
@@ -18,9 +18,9 @@ SECOND_NAMES = {
     "deepseek_v2": "num_experts",
     "deepseek_v3": "num_local_experts",
 }
-"""Of families whose class in transformers takes the number of experts by a second name: that."""
+"""Second names in transformers for the number of experts, by family."""
 ROPES = ("rope_parameters", "rope_scaling")
-"""Names of the rotary positions; a file has one of them."""
+"""Keys of the rotary positions; a file has one of them."""
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -37,7 +37,7 @@ _SIZES = (
 
 
 def _of(*sizes: int | None, **more: Any) -> dict[str, Any]:
-    """Return a family's defaults: _SIZES in their order, without those that are None, and more."""
+    """Return a family's defaults: the values of _SIZES, in order and without None, and `more`."""
     said = dict(zip(_SIZES, sizes, strict=True))
     return {key: value for key, value in said.items() if value is not None} | more
 
@@ -140,19 +140,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         moe_intermediate_size=2048,
     ),
 }
-"""By the model_type of a family: its defaults by key of config.json."""
+"""Defaults by a family's model_type and the key of config.json."""
 
 
 def expert_keys(family: Family) -> tuple[str, ...]:
-    """Return the names by which a family's config.json says the number of experts; a file has one
-    of them."""
+    """Return the keys for the number of experts in a family's config.json; a file has one of
+    them."""
     second = SECOND_NAMES.get(family.model_type)
     return (family.experts_key,) if second is None else (family.experts_key, second)
 
 
 def with_defaults(family: Family, fields: ConfigFields) -> ConfigFields:
-    """Return the fields of a file with transformers' defaults for keys that it does not have; null
-    in the file stays. Of keys with several names, none is added where the file has another."""
+    """Return the fields of a file with transformers' defaults for missing keys; null in the file is
+    kept. For keys with several names, no default is added if the file has any of them."""
     said = dict(DEFAULTS[family.model_type])
     if any(name in fields.values for name in expert_keys(family)):
         said.pop(family.experts_key, None)

@@ -1,4 +1,4 @@
-"""One family of models as a record: all that tells it from the others, here and in files."""
+"""A record of a model family: its differences from other families, here and in files."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -59,13 +59,13 @@ HF_NAMES = {
     "delta_norm": "linear_attn.norm",
     "delta_out": "linear_attn.out_proj",
 }
-"""The modules of a layer in Hugging Face files, as most families name them."""
+"""The usual names of a layer's modules in Hugging Face files."""
 NORMS_AFTER = {
     "attn_out_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_out_norm": "post_feedforward_layernorm",
 }
-"""The names where norms stand (also) after attention and MLP."""
+"""The names for families with norms (also) after attention and MLP."""
 HEAD_CLASSES = ("TokenClassification", "SequenceClassification")
 
 
@@ -85,7 +85,7 @@ def all_but_every(nth: int) -> Callable[[ConfigFields, int], bool]:
 
 
 def no_scales(fields: ConfigFields) -> Scales:
-    """Return scales that change nothing."""
+    """Return the default scales, which change nothing."""
     return Scales()
 
 
@@ -131,83 +131,83 @@ def nothing_written(scales: Scales) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What tells a family from the others. Functions are asked about a config.json that does not
-    say it itself, and about model.architecture of a configuration, which is read alike."""
+    """The properties of a family. Functions compute values from a config.json that does not contain
+    them, or from model.architecture of a configuration, which is read in the same way."""
 
     model_type: str
     classes: str
-    """What transformers' class names begin with: Llama in LlamaForCausalLM."""
+    """Prefix of transformers' class names: Llama in LlamaForCausalLM."""
     head_classes: str = ""
-    """The same for models with a head, if it differs."""
+    """Prefix of the class names of models with a head, if different."""
     heads: tuple[str, ...] = HEAD_CLASSES
-    """Which heads transformers has for it: what stands after `For`."""
+    """The heads that transformers supports for it: the class name after `For`."""
     also: tuple[str, ...] = ()
-    """Other types of the same models, which are saved as this one."""
+    """Other model types with the same architecture, which are saved as this type."""
     text_of: tuple[str, ...] = ()
-    """Types of models with images whose text_config this is; only the text part is read."""
+    """Types of models with images that have this text_config; only the text part is read."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Modules that Hugging Face files name otherwise than HF_NAMES."""
+    """Names of modules in Hugging Face files that differ from HF_NAMES."""
     joins: bool = False
     """Files hold q, k and v in one matrix (qkv_proj), gate and up in another (gate_up_proj)."""
     activation: Activation = "silu"
     activation_key: str = "hidden_act"
     norms: NormPlaces = "before"
     norm_offset: bool = False  # norms multiply with 1 + weight
-    norm_eps: float = 1e-6  # like the next ones: where config.json does not say
+    norm_eps: float = 1e-6  # default for config.json, as for the next fields
     qk_norm: QkNorm = "none"
-    qk_norm_key: str = ""  # where config.json says whether there is one; "": there is
+    qk_norm_key: str = ""  # key in config.json of whether the norm exists; "": it does
     biases: Literal["none", "qkv", "qkv as said", "as said"] = "none"
-    """Of attention; as said: by attention_bias, and then of the output projection, too, unless it
-    is qkv as said."""
+    """Biases of attention. as said: by attention_bias, including the output projection; qkv as
+    said: without it."""
     tied: bool = False
     theta: float = 10_000.0
-    rotary_share: float = 1.0  # of a head's components that turn
+    rotary_share: float = 1.0  # share of a head's components that are rotated
     window_theta_key: str = ""
-    """Where config.json has the rotary base of layers with a window."""
+    """Key in config.json of the rotary base of layers with a window."""
     window_rope: Literal["same", "unscaled"] = "same"
-    """Rotary positions of layers with a window; unscaled: without the others' scaling."""
+    """Rotary positions of layers with a window; unscaled: without the other layers' scaling."""
     grows_queries: bool = False
-    """config.json always says how queries grow with the position (rope_parameters)."""
+    """Whether config.json always has the queries' growth with the position (rope_parameters)."""
     lists_layers: bool = False
-    """config.json may list layer_types, and each type's rotary positions if they differ."""
+    """Whether config.json may list layer_types, with rotary positions per type if they differ."""
     window: int = 0
-    """The sliding_window where config.json does not say; 0: none."""
+    """Default of sliding_window; 0: no window."""
     windowed: Callable[[ConfigFields, int], bool] = never
-    """Which layers have it, if there is one."""
+    """Whether a layer has the window."""
     rotated: Callable[[ConfigFields, int], bool] = always
-    """Which layers have rotary positions."""
+    """Whether a layer has rotary positions."""
     linear: Callable[[ConfigFields, int], bool] = never
-    """Which layers have a gated delta net in place of attention, where layer_types does not say."""
+    """Whether a layer has a gated delta net in place of attention, without layer_types."""
     delta: Callable[[ConfigFields], DeltaNet | None] = no_delta
-    """The sizes of these layers; None: there are none."""
+    """The sizes of gated delta nets; None: no such layers."""
     written_delta: Callable[[DeltaNet], dict[str, Any]] = no_delta_sizes
     attention_gated: bool = False
-    """What attention returns is multiplied with a sigmoid of x, beside whose matrix files have the
-    queries'."""
+    """Whether attention's output is multiplied by a sigmoid gate of x; files join the gate's and
+    the queries' matrix."""
     scales: Callable[[ConfigFields], Scales] = no_scales
     written_scales: Callable[[Scales], dict[str, Any]] = nothing_written
     latent: Callable[[ConfigFields], Latent | None] = no_latent
-    """How keys and values are made of one vector a token; None: each head has its own."""
+    """The sizes of latent attention; None: each head has its own keys and values."""
     written_latent: Callable[[Latent], dict[str, Any]] = no_sizes
-    routed: bool = False  # experts in every layer
-    experts_key: str = "num_experts"  # where config.json has their number
+    routed: bool = False  # whether layers have experts
+    experts_key: str = "num_experts"  # key in config.json of their number
     expert_width_key: str = "moe_intermediate_size"
     router: Callable[[ConfigFields], ExpertRouter] = usual_router
     written_mixture: Callable[[Mixture], dict[str, Any]] = nothing_said
     dense: Callable[[ConfigFields, int], bool] = never
-    """Which layers of a mixture have one MLP in place of experts."""
+    """Whether a layer of a mixture has one MLP in place of experts."""
     shared_width: Callable[[ConfigFields], int] = no_width
-    """Width of the expert that every token uses; 0: there is none."""
-    shared_gated: bool = False  # it is weighed by a sigmoid of its own
+    """Inner width of the shared expert; 0: no shared expert."""
+    shared_gated: bool = False  # the shared expert is weighed by a sigmoid gate
     expert_biases: bool = False
     stacks_experts: bool = False
-    """Files hold the experts of a layer in one tensor, [E, inputs, outputs], in which gate and up
-    take turns."""
-    sinks: bool = False  # each head has a logit that no token stands for
+    """Whether files hold the experts of a layer in one tensor, [E, inputs, outputs], with gate and
+    up interleaved."""
+    sinks: bool = False  # each head has an additional logit without a token
     fixed: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of config.json that must be these."""
+    """Required values of numbers in config.json."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Switches of config.json that must be off, and what they ask for."""
+    """Switches of config.json that must be off, and their meaning."""
 
     def module(self, weight: str) -> str:
         """Return the name of a layer's module in Hugging Face files."""

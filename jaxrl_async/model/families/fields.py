@@ -1,4 +1,4 @@
-"""A config.json's values, checked as they are read."""
+"""The values of a config.json, validated on access."""
 
 import json
 from collections.abc import Mapping
@@ -8,29 +8,29 @@ from typing import Any
 from jaxrl_async.errors import CheckpointError
 
 MAX_SIZE = 2**31 - 1
-"""Largest size or token id in a config.json."""
+"""Maximum size or token id in a config.json."""
 MAX_LAYERS = 10_000
 NO_IDS: tuple[Any, ...] = (None, -1, [-1], [])
-"""What stands in a config.json for a special token that there is not."""
+"""Values in a config.json for a missing special token."""
 MAX_NUMBER = 1e30
-"""Upper bound of the other numbers in a config.json."""
+"""Upper bound of other numbers in a config.json."""
 COPY_AGAIN = "Copy the file again, or correct it."
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFields:
-    """The values of one JSON object of a config.json; null counts as missing. What is wrong raises
-    CheckpointError with the file and the key."""
+    """The values of one JSON object of a config.json; null counts as missing. An invalid value
+    raises CheckpointError with the file and the key."""
 
     values: Mapping[str, Any]
     where: str  # the file
 
     def has(self, key: str) -> bool:
-        """Return whether the file says something about a key."""
+        """Return whether the file has a value for a key."""
         return self.values.get(key) is not None
 
     def said(self, key: str, default: Any = None) -> Any:
-        """Return a value as it stands there, unchecked."""
+        """Return a value without validation."""
         return self.values[key] if self.has(key) else default
 
     def whole(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
@@ -48,8 +48,7 @@ class ConfigFields:
         return float(value)
 
     def positive_or_none(self, key: str, default: float) -> float:
-        """Return a positive number; 0 where the file says null, the default where it says
-        nothing."""
+        """Return a positive number; 0 if the file says null, the default if the key is missing."""
         if key in self.values and self.values[key] is None:
             return 0.0
         return self.number(key, default) if default or self.has(key) else 0.0
@@ -59,7 +58,7 @@ class ConfigFields:
         return bool(self.said(key, default))
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """Return token ids: none, one or several. Old files say -1 for none, in lists too."""
+        """Return token ids: none, one or several. Old files use -1 for none, also in lists."""
         value = self.said(key)
         ids = [i for i in (value if isinstance(value, list) else [value]) if i not in NO_IDS]
         if any(type(i) is not int or not 0 <= i <= MAX_SIZE for i in ids):
@@ -77,14 +76,14 @@ class ConfigFields:
         return tuple(float(x) for x in value)
 
     def names(self, key: str, known: tuple[str, ...], count: int) -> tuple[str, ...]:
-        """Return a list of so many known words."""
+        """Return a list of `count` words, each one of `known`."""
         value = self.said(key)
         if not isinstance(value, list) or len(value) < count:
             raise self.wrong(key, f"a list of {count} of {', '.join(known)}")
         for word in value[:count]:
             if word not in known:
                 raise CheckpointError(
-                    f"{self.where}: {key} names {shown(word)}, which is not supported, only "
+                    f"{self.where}: {key} contains {shown(word)}, which is not supported, only "
                     f"{' and '.join(known)}."
                 )
         return tuple(value[:count])
@@ -97,13 +96,13 @@ class ConfigFields:
         return ConfigFields(value, self.where)
 
     def wrong(self, key: str, wanted: str) -> CheckpointError:
-        """Return the error of a value that must be something else."""
+        """Return the error for an invalid value."""
         known = key in self.values
         said = f"{key} = {shown(self.values[key])}" if known else f"{key} is missing; it"
         return CheckpointError(f"{self.where}: {said} must be {wanted}. {COPY_AGAIN}")
 
     def refuse(self, what: str) -> None:
-        """Raise CheckpointError for something that the decoder does not have."""
+        """Raise CheckpointError for an unsupported feature."""
         raise CheckpointError(f"{self.where}: {what}")
 
 

@@ -1,4 +1,4 @@
-"""GLM-4.5: a sigmoid router with a correction, shared experts, dense layers first."""
+"""GLM-4.5: a sigmoid router with a correction, shared experts, leading dense layers."""
 
 from typing import Any
 
@@ -31,12 +31,12 @@ def _is_dense(fields: ConfigFields, layer: int) -> bool:
 
 
 def shared_width(fields: ConfigFields) -> int:
-    """Return the width of all shared experts together."""
+    """Return the total width of the shared experts."""
     return fields.whole("n_shared_experts", 1) * fields.whole("moe_intermediate_size")
 
 
 def written_mixture(mixture: Mixture) -> dict[str, Any]:
-    """Return the entries of config.json for experts in groups, shared ones and dense layers."""
+    """Return the entries of config.json for grouped experts, shared experts and dense layers."""
     router = mixture.router
     return {
         "norm_topk_prob": router.sums_to_one,

@@ -1,4 +1,4 @@
-"""Which layers have a window, which rotary positions and which no attention, from a config.json."""
+"""The kinds of a model's layers from a config.json: windows, rotary positions, linear attention."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from jaxrl_async.model.families.parts import DENSE_STACK, LINEAR_STACK, LayerKin
 from jaxrl_async.model.families.ropes import FULL, WINDOWED, read_ropes, written_ropes
 
 LINEAR = "linear_attention"
-"""transformers' name of layers with a gated delta net."""
+"""transformers' name for layers with a gated delta net."""
 
 
 def read_pattern(family: Family, fields: ConfigFields, layers: int) -> tuple[LayerKind, ...]:

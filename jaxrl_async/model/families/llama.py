@@ -1,4 +1,4 @@
-"""Llama and the families that follow it closely."""
+"""Llama and similar families."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms after attention and MLP alone, queries and keys normalised as a whole."""
+"""OLMo 2 and 3: norms only after attention and MLP, queries and keys normalised over all heads."""
 
 from jaxrl_async.model.families.family import NORMS_AFTER, Family, all_but_every
 

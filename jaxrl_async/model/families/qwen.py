@@ -23,7 +23,7 @@ def _window_in_turns(fields: ConfigFields, layer: int) -> bool:
 SHARED_EXPERT = {
     f"shared_{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")
 }
-"""Where files have the expert that all tokens use."""
+"""The names of the shared expert in files."""
 
 
 def _router(fields: ConfigFields) -> ExpertRouter:
@@ -50,7 +50,7 @@ def _written(mixture: Mixture) -> dict[str, Any]:
 
 
 def written_with_shared(mixture: Mixture) -> dict[str, Any]:
-    """Return the entries of config.json for experts beside one that all tokens use."""
+    """Return the entries of config.json for experts with a shared expert."""
     return {**_written(mixture), "shared_expert_intermediate_size": mixture.shared_width}
 
 

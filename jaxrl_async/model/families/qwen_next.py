@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5 (text): gated delta nets beside gated attention in every fourth layer."""
+"""Qwen3-Next and Qwen3.5 (text): gated delta nets, with gated attention in every fourth layer."""
 
 from dataclasses import replace
 from typing import Any

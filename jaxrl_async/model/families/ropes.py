@@ -1,4 +1,4 @@
-"""Rotary positions in a config.json, in its old and its new form."""
+"""Rotary positions in a config.json, in the old and the new form."""
 
 import math
 from typing import Any
@@ -8,9 +8,9 @@ from jaxrl_async.model.families.fields import ConfigFields, shown
 from jaxrl_async.model.families.parts import Rope, RopeScaling
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
-"""transformers' names of layers without and with a window."""
+"""transformers' names for layers without and with a window."""
 LONGROPE = ("longrope", "su")
-"""Names of LongRoPE; Phi-3 also calls it yarn."""
+"""Names of LongRoPE; in Phi-3 it may also be called yarn."""
 
 
 def read_ropes(family: Family, fields: ConfigFields) -> tuple[Rope, Rope]:
@@ -30,8 +30,8 @@ def read_ropes(family: Family, fields: ConfigFields) -> tuple[Rope, Rope]:
 def _rope(
     family: Family, fields: ConfigFields, rope: ConfigFields, usual: float | None = None
 ) -> Rope:
-    """Return the positions of one type of layers. usual: their theta where the entry has none;
-    None: that of all layers."""
+    """Return the positions of one type of layer. usual: default theta if the entry has none; None:
+    the theta of all layers."""
     if rope.has("rope_theta") or usual is not None:
         theta = rope.number("rope_theta", usual)
     else:
@@ -93,7 +93,7 @@ def _yarn(fields: ConfigFields, rope: ConfigFields) -> RopeScaling:
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """Return what YaRN multiplies cos and sin with (arXiv:2309.00071, eq. 22)."""
+    """Return YaRN's factor of cos and sin (arXiv:2309.00071, eq. 22)."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -119,7 +119,7 @@ def _original(fields: ConfigFields, rope: ConfigFields) -> int:
 
 def written_ropes(family: Family, whole: Rope | None, windowed: Rope | None) -> dict[str, Any]:
     """Return the entries of config.json for the rotary positions of layers without and with a
-    window; None: there is no such layer."""
+    window; None: no such layer."""
     first = whole or windowed or Rope()
     rope = _written(family, first)
     config: dict[str, Any] = {"rope_theta": first.theta, "rope_parameters": rope}
@@ -138,7 +138,7 @@ def written_ropes(family: Family, whole: Rope | None, windowed: Rope | None) -> 
 
 
 def _says_share(family: Family, rope: Rope) -> bool:
-    """Return whether config.json must say which share of a head turns."""
+    """Return whether config.json must contain the rotated share of a head."""
     return rope.share != 1 or family.rotary_share != 1
 
 

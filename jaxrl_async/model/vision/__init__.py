@@ -1,0 +1,1 @@
+"""Models with image inputs."""

@@ -1,4 +1,4 @@
-"""A vision tower in a Hugging Face directory: read beside the text model, and written with it."""
+"""Reading and writing of a vision tower in a Hugging Face directory with its text model."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -19,18 +19,18 @@ log = logging.getLogger(__name__)
 WITH_TOWER = "gemma3"
 """The model_type whose tower is read."""
 PREPARATION = ("preprocessor_config.json", "processor_config.json")
-"""Files that say how images are prepared."""
+"""Files with the preprocessing settings of images."""
 TEXT_PREFIX = "language_model."
-"""What stands before the names of the text model's tensors in a file with a tower."""
+"""Prefix of the text model's tensors in a file with a tower."""
 OF_TEXT = ("architectures", "text_config", "dtype", "torch_dtype", "transformers_version")
-"""Fields of config.json that are written anew."""
+"""Fields of config.json that are not kept but written from the text model."""
 MAX_FILE_BYTES = 2**20
-"""Longest file of PREPARATION that is kept."""
+"""Maximum size of a file of PREPARATION."""
 
 
 def vision_spec(folder: Path) -> VisionSpec | None:
-    """Return the sizes of a directory's tower; None: its model has none, or not Gemma 3's. Raises
-    CheckpointError."""
+    """Return the sizes of a directory's tower. None without a tower, or for models other than
+    Gemma 3. Raises CheckpointError."""
     fields = ConfigFields(read_config(folder), str(folder / "config.json"))
     if fields.said("model_type") != WITH_TOWER or not fields.has("vision_config"):
         return None
@@ -60,22 +60,22 @@ def vision_spec(folder: Path) -> VisionSpec | None:
         )
     if spec.patches < round(spec.tokens**0.5):
         fields.refuse(
-            f"mm_tokens_per_image ({spec.tokens}) is more than the {spec.patches**2} patches of an "
+            f"mm_tokens_per_image ({spec.tokens}) exceeds the {spec.patches**2} patches of an "
             "image (vision_config.image_size, patch_size)."
         )
     return spec
 
 
 def read_tower(folder: Path) -> VisionTower | None:
-    """Read a directory's tower; None: its model has none, or not Gemma 3's, or its files hold the
-    text part alone. Raises CheckpointError, also where a tensor is missing or of the wrong shape.
-    """
+    """Read a directory's tower. None without a tower, for models other than Gemma 3, or if the
+    files contain only the text part. Raises CheckpointError, also for a missing tensor or a wrong
+    shape."""
     spec = vision_spec(folder)
     if spec is None:
         return None
     tensors = {_own_name(name): w for name, w in read_tensors(folder, _is_of_tower).items()}
     if not tensors:
-        log.warning("%s: config.json describes a vision tower, and the files have none", folder)
+        log.warning("%s: config.json describes a vision tower, but the files lack it", folder)
         return None
     wanted = _shapes(spec)
     wrong = [
@@ -86,8 +86,8 @@ def read_tower(folder: Path) -> VisionTower | None:
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise CheckpointError(
-            f"{folder}: its vision tower lacks {', '.join(wrong[:3])}{more}, or has them in "
-            "another shape. Copy the directory again."
+            f"{folder}: its vision tower lacks {', '.join(wrong[:3])}{more}, or their shapes "
+            "differ. Copy the directory again."
         )
     files = {n: _text(folder / n) for n in PREPARATION if (folder / n).is_file()}
     config = {k: v for k, v in read_config(folder).items() if k not in OF_TEXT}
@@ -95,7 +95,7 @@ def read_tower(folder: Path) -> VisionTower | None:
 
 
 def config_with_tower(tower: VisionTower, text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json of both, given that of the text model."""
+    """Return the config.json of tower and text model, given the text model's."""
     tokens = {key: value for key, value in text.items() if key.endswith("_token_id")}
     return {
         **tower.config,
@@ -109,8 +109,8 @@ def config_with_tower(tower: VisionTower, text: Mapping[str, Any]) -> dict[str, 
 def tensors_with_tower(
     tower: VisionTower, text: Iterator[tuple[str, NDArray[Any]]]
 ) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Yield (name, array) of the text model's tensors, under their names beside a tower, and of the
-    tower's, in the types that they were read in."""
+    """Yield (name, array) of the text model's tensors, with names for a model with a tower, and of
+    the tower's tensors, in their stored types."""
     for name, array in text:
         yield TEXT_PREFIX + name, array
     for name, array in tower.tensors.items():
@@ -118,7 +118,7 @@ def tensors_with_tower(
 
 
 def _own_name(name: str) -> str:
-    """Return a tensor's name as ENCODER and PROJECTOR begin it, however a file does."""
+    """Return a tensor's name with the prefix ENCODER or PROJECTOR, from its name in a file."""
     name = name.removeprefix("model.")
     if name.startswith("vision_tower.") and not name.startswith(ENCODER):
         return ENCODER + name.removeprefix("vision_tower.")
@@ -130,7 +130,7 @@ def _is_of_tower(name: str) -> bool:
 
 
 def _shapes(spec: VisionSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors that are read, by name."""
+    """Return the expected shapes of the tensors, by name."""
     d, patches = spec.width, spec.patches**2
     shapes: dict[str, tuple[int, ...]] = {
         f"{ENCODER}embeddings.patch_embedding.weight": (d, 3, spec.patch, spec.patch),
@@ -159,12 +159,12 @@ def _text(file: Path) -> str:
     with file.open(encoding="utf-8") as stream:
         text = stream.read(MAX_FILE_BYTES + 1)
     if len(text) > MAX_FILE_BYTES:
-        raise CheckpointError(f"{file}: longer than {MAX_FILE_BYTES:,} characters. Copy it again.")
+        raise CheckpointError(f"{file}: exceeds {MAX_FILE_BYTES:,} characters. Copy it again.")
     return text
 
 
 def write_preparation(tower: VisionTower, folder: Path) -> None:
-    """Write the files that say how images are prepared."""
+    """Write the files with the preprocessing settings of images."""
     with replacing(folder) as new:
         for name, text in tower.files.items():
             (new / name).write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a model with a tower needs to read images: how it writes them, and their embeddings."""
+"""Image inputs of a model with a tower: their form in prompts, and their embeddings."""
 
 import logging
 import tempfile
@@ -16,21 +16,22 @@ from jaxrl_async.model.vision.tower import VisionSpec, VisionTower
 log = logging.getLogger(__name__)
 
 MARKS = {"boi_token_index": 255_999, "image_token_index": 262_144, "eoi_token_index": 256_000}
-"""Fields of config.json that name the tokens around and of an image, with Gemma 3's own."""
+"""Fields of config.json with the tokens around and of an image, with Gemma 3's defaults."""
 
 
 def image_form(
     said: Mapping[str, Any], sizes: VisionSpec, spec: ModelSpec, tokenizer: Tokenizer
 ) -> ImageForm | None:
-    """Return how a model writes images; None, with a warning: its tokenizer has no tokens for them.
+    """Return the form of images in a model's prompts. None, with a warning, if its tokenizer has no
+    tokens for them.
 
     said: its config.json, with or without the text part.
     """
     ids = [said.get(key, usual) for key, usual in MARKS.items()]
     if not all(type(i) is int and 0 <= i < min(spec.vocab, tokenizer.vocab_size) for i in ids):
         log.warning(
-            "config.json: %s are %s, which are no tokens of the tokenizer: the model reads text "
-            "alone", ", ".join(MARKS), ids,
+            "config.json: %s are %s, which are not tokens of the tokenizer: the model reads only "
+            "text", ", ".join(MARKS), ids,
         )  # fmt: skip
         return None
     begin, soft, end = (tokenizer.token_text(i) for i in ids)
@@ -45,7 +46,7 @@ def image_form(
 
 
 def images_of(tower: VisionTower, spec: ModelSpec, tokenizer: Tokenizer) -> ImageStore | None:
-    """Return an empty store for images that a tower in memory embeds; None: see image_form."""
+    """Return an empty store of images embedded by a tower in memory; None: see image_form."""
     form = image_form(tower.config, tower.spec, spec, tokenizer)
     if form is None:
         return None
@@ -53,7 +54,7 @@ def images_of(tower: VisionTower, spec: ModelSpec, tokenizer: Tokenizer) -> Imag
     @cache
     def preparation() -> Callable[[Any], Pixels]:
         with tempfile.TemporaryDirectory(prefix="jaxrl-images-") as name:
-            write_preparation(tower, Path(name))  # transformers reads files alone
+            write_preparation(tower, Path(name))  # transformers reads only files
             return image_preparation(Path(name), tower.spec.image_size)
 
     return ImageStore(form=form, prepare=lambda image: preparation()(image), embed=tower.embeddings)

@@ -1,9 +1,9 @@
-"""Gemma 3's vision tower: images to the embeddings of their tokens. Pure functions; frozen.
+"""Gemma 3's vision tower: from images to token embeddings. Pure functions; frozen.
 
     pixels [n, 3, S, S] ──patches──> SigLIP's encoder ──pool, norm, project──> [n, tokens, width]
 
-SigLIP: Zhai et al. 2023 (arXiv:2303.15343). Computes what transformers' SiglipVisionModel and
-Gemma3MultiModalProjector do, in float32.
+SigLIP: Zhai et al. 2023 (arXiv:2303.15343). Equivalent to transformers' SiglipVisionModel and
+Gemma3MultiModalProjector, in float32.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ from jax import Array
 from numpy.typing import NDArray
 
 ENCODER, PROJECTOR = "vision_tower.vision_model.", "multi_modal_projector."
-"""What the names of the tower's tensors begin with."""
+"""Prefixes of the names of the tower's tensors."""
 IMAGES_AT_ONCE = 8
-"""Most images that one call of the compiled tower takes."""
+"""Maximum number of images per call of the compiled tower."""
 
 Tensors = Mapping[str, NDArray[Any]]
 
@@ -36,8 +36,8 @@ class VisionSpec:
     image_size: int  # pixels of a side
     patch: int  # pixels of a side
     norm_eps: float
-    tokens: int  # of an image, behind the projector
-    text_width: int  # of their embeddings
+    tokens: int  # per image, after the projector
+    text_width: int  # width of their embeddings
 
     @property
     def patches(self) -> int:
@@ -47,15 +47,15 @@ class VisionSpec:
 
 @dataclass(frozen=True)
 class VisionTower:
-    """A tower with its weights, as a directory holds them; nothing trains it."""
+    """A tower with its weights from a directory; it is not trained."""
 
     spec: VisionSpec
     tensors: Tensors  # by their names in files, ENCODER and PROJECTOR
     config: Mapping[str, Any]  # config.json without its text part
-    files: Mapping[str, str]  # beside it: how images are prepared, by name
+    files: Mapping[str, str]  # contents of the preprocessing files, by name
 
     def __repr__(self) -> str:
-        """Describe it in a line, without its weights."""
+        """Describe the tower in one line, without its weights."""
         return f"VisionTower({self.spec.layers} layers, {self.spec.tokens} tokens an image)"
 
     @cached_property
@@ -65,8 +65,8 @@ class VisionTower:
         return partial(jax.jit(partial(image_embeddings, self.spec)), weights)
 
     def embeddings(self, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the embeddings [n, tokens, text_width] of images [n, 3, S, S], on the host; the
-        tower stays on the default device."""
+        """Return the embeddings [n, tokens, text_width] of images [n, 3, S, S], on the host. The
+        tower runs on the default device."""
         parts = []
         for start in range(0, len(pixels), IMAGES_AT_ONCE):
             part = pixels[start : start + IMAGES_AT_ONCE]
@@ -78,7 +78,7 @@ class VisionTower:
 
 
 def image_embeddings(spec: VisionSpec, weights: Mapping[str, Array], pixels: Array) -> Array:
-    """Return [n, tokens, text_width] of pixels [n, 3, S, S]: unscaled, as the decoder takes them.
+    """Return embeddings [n, tokens, text_width] of pixels [n, 3, S, S], unscaled, for the decoder.
 
     weights: by their names in files, float32.
     """
@@ -91,12 +91,12 @@ def image_embeddings(spec: VisionSpec, weights: Mapping[str, Array], pixels: Arr
 
 
 def _under(weights: Mapping[str, Array], prefix: str) -> dict[str, Array]:
-    """Return the weights whose names begin so, without that beginning."""
+    """Return the weights whose names have a prefix, without the prefix."""
     return {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
 
 
 def _embedded_patches(spec: VisionSpec, w: Mapping[str, Array], pixels: Array) -> Array:
-    """Return [n, patches, width]: a patch is a row of its pixels, and has its own position."""
+    """Return [n, patches, width]: projected pixels of each patch plus its position embedding."""
     n, p, side = len(pixels), spec.patch, spec.patches
     used = pixels[:, :, : side * p, : side * p]
     rows = used.reshape(n, 3, side, p, side, p).transpose(0, 2, 4, 1, 3, 5)
@@ -106,7 +106,7 @@ def _embedded_patches(spec: VisionSpec, w: Mapping[str, Array], pixels: Array) -
 
 
 def _encoder_layer(spec: VisionSpec, w: Mapping[str, Array], x: Array) -> Array:
-    """Return x [n, patches, width] after attention of all patches to all, and an MLP."""
+    """Return x [n, patches, width] after bidirectional attention and an MLP."""
     n, t, d = x.shape
     y = _layer_norm(x, _under(w, "layer_norm1."), spec.norm_eps)
     q, k, v = (

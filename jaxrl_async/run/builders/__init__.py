@@ -1,0 +1,1 @@
+"""Builders: from the configuration to each part of a run."""

@@ -1,8 +1,8 @@
-"""Which frozen base a run's adapter changes: noted when the run begins, compared when it goes on.
+"""Identity of the frozen base of a run's adapter: recorded at the start, compared on resume.
 
-An adapter on another base computes something else, and nothing else would notice. What is compared
-are hashes of the whole files: bases may differ in a few rows alone. A file that is as it was by its
-place, size and time of change is not read again.
+An adapter on another base computes something else, and nothing else would notice. Hashes of the
+whole files are compared, since bases may differ in a few rows alone. A file whose path, size and
+modification time are unchanged is not read again.
 """
 
 import hashlib
@@ -25,15 +25,15 @@ from jaxrl_async.model.hf import weight_files
 log = logging.getLogger(__name__)
 
 READERS = 4
-"""Files that are read at once."""
+"""Number of files that are read at the same time."""
 
 
 def keep_seal(config: Config, base: Path) -> None:
-    """Note which base a new run's adapter changes. All processes call it; the first one writes.
+    """Record which base a new run's adapter changes. All processes call it; the first one writes.
 
-    base: the run's own, which a run without model.path has.
+    base: the run's folder for the base of a run without model.path.
     """
-    if not config.model.lora.rank or config.run.resume or jax.process_index() != 0:
+    if config.model.lora is None or config.run.resume or jax.process_index() != 0:
         return
     target = _file(base)
     written = target.with_suffix(".tmp")
@@ -44,9 +44,9 @@ def keep_seal(config: Config, base: Path) -> None:
 def check_seal(config: Config, base: Path) -> None:
     """Raise ConfigError if a resumed run's adapter would change another base than before.
 
-    base: the run's own, which a run without model.path has.
+    base: the run's folder for the base of a run without model.path.
     """
-    if not config.model.lora.rank or not config.run.resume:
+    if config.model.lora is None or not config.run.resume:
         return
     if config.model.path is None and not base.is_dir():
         raise ConfigError(
@@ -57,7 +57,7 @@ def check_seal(config: Config, base: Path) -> None:
         before = json.loads(_file(base).read_text(encoding="utf-8"))
         noted = {name: _Noted(**note) for name, note in before["weights"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("whether the adapter's base is the one from before is not known: %r", error)
+        log.warning("the adapter's base could not be compared with the one from before: %r", error)
         return
     if before.get("base") != _kept(config):
         raise ConfigError(
@@ -70,14 +70,14 @@ def check_seal(config: Config, base: Path) -> None:
     }:
         return
     raise ConfigError(
-        f"{_folder(config, base)}: its weights are not those that the run's adapter was trained "
-        "on. Put those back, point model.path at a copy of them, or start a new run."
+        f"{_folder(config, base)}: its weights are not the weights that the run's adapter was "
+        "trained on. Restore them, point model.path at a copy of them, or start a new run."
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Noted:
-    """What is known of one file of weights."""
+    """Identity of one file of weights."""
 
     path: str
     size: int  # bytes
@@ -86,13 +86,13 @@ class _Noted:
 
 
 def _seal(config: Config, base: Path) -> dict[str, Any]:
-    """Return the base's form, and what is known of each of its files."""
+    """Return the base's format, and the identity of each of its files."""
     noted = _noted(_folder(config, base), {})
     return {"base": _kept(config), "weights": {name: asdict(note) for name, note in noted.items()}}
 
 
 def _kept(config: Config) -> str:
-    """Return in which form the base is kept."""
+    """Return the format in which the base is kept."""
     form = form_of(config.model.lora)
     if form is None:
         return "full"
@@ -100,8 +100,8 @@ def _kept(config: Config) -> str:
 
 
 def _noted(folder: Path, before: Mapping[str, _Noted]) -> dict[str, _Noted]:
-    """Return what there is to know of each file of weights in a folder, by name; a file is read
-    unless it is as it was `before`."""
+    """Return the identity of each file of weights in a folder, by name; a file is read only if it
+    differs from `before`."""
 
     def note(file: Path) -> _Noted:
         place, facts = os.path.realpath(file), file.stat()

@@ -1,5 +1,6 @@
-"""What a run keeps on its devices, and whether they hold it. By arithmetic: nothing is compiled.
-Activations and the programs' temporaries are not included; `jaxrl-async plan` adds them."""
+"""The memory that a run needs on its devices, and checks that they have it. It is calculated, not
+measured. Activations and the programs' temporaries are not included; `jaxrl-async plan` adds them.
+"""
 
 import os
 
@@ -19,15 +20,15 @@ from jaxrl_async.sampler.setup import kv_plan
 from jaxrl_async.trainer.optimizer import optimizer_bytes
 
 SMALLER = (
-    "Lower sampler.slots or sampler.max_length, set sampler.kv_memory_mib to what is free, or "
-    "take more devices."
+    "Lower sampler.slots or sampler.max_length, set sampler.kv_memory_mib to the free memory, or "
+    "use more devices."
 )
 
 
 def trainer_bytes(config: Config, spec: ModelSpec) -> float:
-    """Return the bytes that the trainer keeps, all devices together: weights, their gradient, the
-    optimizer's state, the weights in transfer, and a reference. The kinds of plan.hbm, without
-    activations and programs."""
+    """Return the bytes that the trainer keeps on all its devices together: weights, their gradient,
+    the optimizer's state, the weights in transfer, and a reference. The kinds are as in
+    plan.hbm, without activations and programs."""
     dtype = jnp.dtype(config.model.param_dtype)
     lora, form = lora_of(spec, config.model.lora), form_of(config.model.lora)
     trained = _num_trained(config, spec)
@@ -43,26 +44,26 @@ def trainer_bytes(config: Config, spec: ModelSpec) -> float:
 
 
 def in_transfer_bytes(config: Config, spec: ModelSpec) -> float:
-    """Return the bytes of one version on its way to a sampler, or of an adapter: the copy that the
-    trainer makes of it. A colocated sampler gets that very copy."""
+    """Return the bytes of one version, or of an adapter, in transfer to a sampler: the trainer's
+    copy of it. A colocated sampler gets that same copy."""
     return float(_num_trained(config, spec) * _sent_itemsize(config))
 
 
 def both_bytes(config: Config, spec: ModelSpec, mesh: Mesh | None = None) -> float:
-    """Return the bytes that trainer and sampler keep on the same devices, all of one process
-    together; weights in transfer are there once. mesh: see sampler_bytes."""
+    """Return the bytes that trainer and sampler keep on the same devices of one process together;
+    weights in transfer count once. mesh: see sampler_bytes."""
     return _trainer_alone_bytes(config, spec) + sampler_bytes(config, spec, mesh)
 
 
 def _trainer_alone_bytes(config: Config, spec: ModelSpec) -> float:
-    """Return what a colocated trainer keeps in addition to the sampler on a process' devices."""
+    """Return the bytes that a colocated trainer keeps per process in addition to the sampler."""
     processes = config.mesh.trainer.num_devices // config.mesh.sampler.num_devices
     return (trainer_bytes(config, spec) - in_transfer_bytes(config, spec)) / processes
 
 
 def sampler_bytes(config: Config, spec: ModelSpec, mesh: Mesh | None = None) -> float:
-    """Return the bytes that a sampler keeps, all of its devices together: weights, the next weights
-    while they arrive, the KV cache, logits, and copies of pages where decoding works on those.
+    """Return the bytes that a sampler keeps on all its devices together: weights, the next weights
+    in transfer, the KV cache, logits, and copies of pages if decoding uses them.
 
     mesh: the sampler's; None: as on the first device of this process.
     """
@@ -92,12 +93,12 @@ def _decoding_bytes(plan: MemoryPlan, spec: ModelSpec) -> int:
     return plan.kv_bytes + plan.copy_bytes + logits
 
 
-# ---- whether it fits
+# ---- checks
 
 
 def check_memory(needed_bytes: float, mesh: Mesh, what: str, remedy: str) -> None:
-    """Raise ConfigError if the mesh certainly cannot hold so much: too large an array may end the
-    process instead of failing."""
+    """Raise ConfigError if the mesh certainly has less memory: an array that is too large may end
+    the process instead of failing."""
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -112,8 +113,8 @@ def check_memory(needed_bytes: float, mesh: Mesh, what: str, remedy: str) -> Non
 
 
 def check_devices_hold(config: Config, spec: ModelSpec, slices: Slices) -> None:
-    """Raise ConfigError if the devices certainly do not hold what a run keeps there; samplers in
-    separate processes check this there (check_sampler_fits)."""
+    """Raise ConfigError if the devices certainly have less memory than a run keeps there; samplers
+    in separate processes check theirs themselves (check_sampler_fits)."""
     if config.mesh.remote or config.sampler.engine != "native":
         return
     trainer = _trainer_alone_bytes(config, spec) if slices.colocated else 0.0
@@ -123,9 +124,9 @@ def check_devices_hold(config: Config, spec: ModelSpec, slices: Slices) -> None:
 def check_sampler_fits(
     config: Config, spec: ModelSpec, mesh: Mesh, trainer_bytes: float = 0.0
 ) -> None:
-    """Raise ConfigError if a sampler's devices certainly do not hold what it keeps, in
-    addition to what the trainer alone keeps there. Of a CPU, whose memory others use as well, only
-    the KV cache counts."""
+    """Raise ConfigError if a sampler's devices certainly have less memory than it keeps, in
+    addition to what the trainer alone keeps there. On a CPU, whose memory other programs use too,
+    only the KV cache counts."""
     opponents = resident_snapshots(config.seats)
     also = f", with {opponents} opponents (seats)" if opponents else ""
     if mesh.devices.flat[0].platform == "cpu":

@@ -1,4 +1,4 @@
-"""The devices of a run: asked of JAX, and locked where threads share them."""
+"""The devices of a run: requested from JAX, and locked if threads share them."""
 
 import gc
 import logging
@@ -28,23 +28,23 @@ from jaxrl_async.mesh import (
 )
 from jaxrl_async.run.builders.program_cache import own_or_spare, verify_compiled_programs
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.remote.pinning import chips_of_trainer
+from jaxrl_async.run.pinning import chips_of_trainer
 
 MAX_CPU_DEVICES = 256
-"""Most devices that a CPU is made to look like."""
+"""Maximum number of devices that a CPU emulates."""
 CACHE_FOLDER = ".jax_cache"
-"""JAX's persistent compilation cache, beside the runs."""
+"""JAX's persistent compilation cache, in the folder of the runs."""
 
 log = logging.getLogger(__name__)
 
 
 def claim_devices(config: Config) -> None:
-    """Ask JAX's CPU backend, before its first use, for as many devices as the mesh needs, or more:
-    a later job of this process may need them (LEAST_CPU_DEVICES).
+    """Ask JAX's CPU backend, before its first use, for at least as many devices as the mesh needs:
+    a later job of this process may need more (LEAST_CPU_DEVICES).
 
-    A CPU backend that was started with too few is started again if nothing lives on it. Without
-    effect if an accelerator is the default backend, if XLA_FLAGS gives a number, or if they would
-    be too many to emulate: make_slices reports that. Raises MeshError if arrays keep a backend that
+    A CPU backend that was started with too few is restarted if it holds no arrays. Without effect
+    if an accelerator is the default backend, if XLA_FLAGS gives a number, or if they would be too
+    many to emulate: make_slices reports that. Raises MeshError if arrays keep a backend that
     has too few.
     """
     skip_absent_accelerators()
@@ -62,10 +62,10 @@ def claim_devices(config: Config) -> None:
 
 
 def with_dtype(config: Config, before: Path) -> Config:
-    """Return the configuration with model.dtype chosen, if it is null: what the run had that is
-    resumed, else by the devices, which are claimed. Raises MeshError as claim_devices.
+    """Return the configuration with model.dtype chosen if it is null: the type of the resumed run,
+    else by the devices, which are claimed. Raises MeshError as claim_devices.
 
-    before: the run's configuration, if it is resumed.
+    before: the resumed run's configuration.
     """
     if config.model.dtype is not None:
         return config
@@ -85,8 +85,8 @@ def with_dtype(config: Config, before: Path) -> Config:
 
 
 def _restart_cpu(needed: int) -> None:
-    """Start JAX's CPU backend again with so many devices, if it has fewer. Raises MeshError if
-    arrays live on it."""
+    """Restart JAX's CPU backend with so many devices if it has fewer. Raises MeshError if arrays
+    are on it."""
     found = jax.local_devices()
     if found[0].platform != "cpu" or len(found) >= needed or jax.process_count() > 1:
         return
@@ -96,10 +96,10 @@ def _restart_cpu(needed: int) -> None:
             f"the mesh needs {needed} devices, and JAX was started before with {len(found)} on the "
             f"CPU, where {len(live)} arrays live, the largest of the shape "
             f"{max(live, key=lambda array: array.size).shape}. Put "
-            f"jax.config.update('jax_num_cpu_devices', {needed}) before whatever uses JAX first, "
+            f"jax.config.update('jax_num_cpu_devices', {needed}) before the first use of JAX, "
             "or set mesh.colocated=true: trainer and sampler then share one device."
         )
-    log.info("JAX's CPU backend is started again, with %d devices", needed)
+    log.info("JAX's CPU backend is restarted with %d devices", needed)
     clear_backends()
     ask_for_cpu_devices(needed)
 
@@ -117,12 +117,12 @@ def leave_devices_to_samplers(mesh: MeshSection) -> None:
 
 
 def keep_compiled_programs(folder: Path) -> None:
-    """Turn on JAX's persistent compilation cache, shared by all runs beside the folder;
+    """Turn on JAX's persistent compilation cache in this folder, which all runs share;
     JAX_COMPILATION_CACHE_DIR names another.
 
-    What is kept is found wherever the folder is moved or copied: XLA's own caches, which are off,
-    would make the folder's path a part of every program's key. Where no folder can be had the run
-    compiles all anew, which the log says.
+    Entries are found even if the folder is moved or copied: XLA's own caches, which are off, would
+    make the folder's path a part of every program's key. If no folder can be used, the run compiles
+    all programs again and logs that.
     """
     if "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES" not in os.environ:
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
@@ -131,7 +131,7 @@ def keep_compiled_programs(folder: Path) -> None:
         return
     try:
         kept = str(own_or_spare(folder.resolve()))
-    except (OSError, RuntimeError) as error:  # the last: a circle of links
+    except (OSError, RuntimeError) as error:  # RuntimeError: a circle of links
         log.warning(
             "compiled programs are not kept, and the next run compiles them again: %s. Set "
             "JAX_COMPILATION_CACHE_DIR to a folder that can be written to.", in_a_line(error),
@@ -142,7 +142,7 @@ def keep_compiled_programs(folder: Path) -> None:
 
 
 def compile_cache_folder() -> str:
-    """Return the folder of JAX's persistent compilation cache; "": there is none."""
+    """Return the folder of JAX's persistent compilation cache; "" if the cache is off."""
     folder: str | None = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     return folder or ""
 
@@ -152,7 +152,7 @@ Lock = AbstractContextManager[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Locks:
-    """Locks of threads that use the same devices; locks that nothing else takes cost nothing."""
+    """Locks of threads that use the same devices; a lock with one user costs nothing."""
 
     trainer: Lock  # updates and publishing
     sampler: Lock  # decode blocks
@@ -162,12 +162,13 @@ class Locks:
 def make_locks(
     reward: RewardSection, slices: Slices, lockstep: Lockstep, *, opponents: bool = False
 ) -> Locks:
-    """Return the locks for these slices: trainer and samplers share one if they are colocated,
-    trainer and reward model if both run collectives, and so do the sampler and the opponents (if
-    there are any) that share its devices.
+    """Return the locks for these slices. Trainer and samplers share one if they are colocated;
+    trainer and reward model if both run collectives; the sampler and the opponents, if any, if
+    they share its devices.
 
-    A process that holds one may wait for programs of the others, never for their locks: what holds
-    a lock beside the trainer's thread runs programs of this process alone, which end.
+    A process that holds one may wait for programs of the other processes, never for their locks. A
+    thread other than the trainer's that holds a lock runs programs of this process alone, which
+    end.
     """
     collective = reward.model is not None and slices.trainer.size > 1
     devices = DeviceLock() if slices.colocated or collective else NO_DEVICE_LOCK

@@ -1,5 +1,5 @@
-"""Weights that are read and never trained: reference and teacher, and whether their tokens are the
-policy's."""
+"""Weights that are read and never trained, of reference and teacher, and checks that their tokens
+are the policy's."""
 
 import logging
 from pathlib import Path
@@ -15,7 +15,7 @@ from jaxrl_async.model.hf import check_params, load_spec
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
 from jaxrl_async.run.builders.initial_policy import check_lengths, load_policy
-from jaxrl_async.trainer.learner import copied
+from jaxrl_async.trainer.frozen_models import copied
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def check_frozen(config: Config) -> None:
     ConfigError."""
     refers = config.run.job == "rl" and config.refers
     of_policies = [
-        config.teacher.path,
+        None if config.teacher is None else config.teacher.path,
         config.reference.path if refers else None,
         config.preference.reference,
     ]
@@ -33,14 +33,15 @@ def check_frozen(config: Config) -> None:
         if path is None:
             continue
         spec = load_spec(Path(path))
-        if path in of_policies:  # a critic's weights end in another head
+        if path in of_policies:  # a critic's weights have another head
             check_params(path, spec)
         check_lengths(config, spec, path)
 
 
 def check_advisers(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError if teacher or critic read other tokens than the policy does."""
-    paths = {"teacher.path": config.teacher.path, "critic.path": config.critic.path}
+    """Raise ConfigError if teacher or critic have other tokens than the policy."""
+    teacher = None if config.teacher is None else config.teacher.path
+    paths = {"teacher.path": teacher, "critic.path": config.critic.path}
     for setting, path in paths.items():
         if path is not None:
             vocab = load_spec(Path(path)).vocab
@@ -52,14 +53,14 @@ def check_shared_tokens(
 ) -> None:
     """Raise ConfigError if ids mean other tokens to the model in `path` than to the policy.
 
-    Vocabularies of one family may be padded to different sizes; only tokenizers can then tell.
+    Vocabularies of one family may be padded to different sizes; then only tokenizers can tell.
 
     Args:
         spec: of the policy.
         tokenizer: of the policy.
         path: the other model's directory.
-        vocab: its vocabulary.
-        setting: the configuration's key that names it.
+        vocab: size of its vocabulary.
+        setting: the setting that names it.
     """
     sizes = (
         f"{setting}={path} has a vocabulary of {vocab} tokens and the policy one of {spec.vocab}"
@@ -71,20 +72,20 @@ def check_shared_tokens(
             log.info("%s; the first %d, which both have, are compared", sizes, common)
     elif vocab != spec.vocab:
         raise ConfigError(
-            f"{sizes}, and without a tokenizer.json it is not known whether they mean the same "
-            "tokens. Put the model's tokenizer there, or choose one of the same family."
+            f"{sizes}, and without a tokenizer.json it is unknown whether their ids mean the same "
+            "tokens. Put the model's tokenizer there, or choose a model of the same family."
         )
     else:
         log.info(
-            "%s=%s has no tokenizer.json: its tokens are taken for the policy's", setting, path
+            "%s=%s has no tokenizer.json: its tokens are assumed to be the policy's", setting, path
         )
 
 
 def reference_params(
     config: Config, key: str, path: str | None, policy: Policy, slices: Slices
 ) -> Params:
-    """Load frozen weights of the policy's kind from `path`; None: copy what is trained of the
-    policy, which beside its base is an adapter alone.
+    """Load frozen weights of the policy's kind from `path`; None: copy the policy's trained
+    weights, which are only the adapter if it has one.
 
     key: the setting that names the directory. Raises CheckpointError, ConfigError.
     """
@@ -94,14 +95,14 @@ def reference_params(
     if not other.spec.is_like(policy.spec):
         raise ConfigError(
             f"{key}={path} is another kind of model than the policy: {other.spec} and "
-            f"{policy.spec}. A reference is an older policy, with the same config.json; null takes "
+            f"{policy.spec}. A reference is an older policy, with the same config.json; null uses "
             "the policy at the start. A model of another shape can be a teacher (teacher.path)."
         )
     return other.params
 
 
 def cut_vocabulary(spec: ModelSpec, params: Params, fewer: ModelSpec, mesh: Mesh) -> Params:
-    """Remove a model's last tokens, so that the others share all probability.
+    """Remove a model's last tokens: the others share all probability.
 
     fewer: the model's spec, with the smaller vocabulary.
     """

@@ -1,4 +1,4 @@
-"""The tokenizer and the policy that a run begins with, checked before and then loaded or made."""
+"""The tokenizer and the initial policy of a run: checked first, then loaded or made."""
 
 import functools
 import logging
@@ -44,12 +44,12 @@ from jaxrl_async.trainer.optimizer import optimizer_bytes
 log = logging.getLogger(__name__)
 
 ADAPTER_KEY = 1
-"""Folded into the run's seed for an adapter's first numbers."""
+"""Folded into the run's seed for an adapter's initial weights."""
 
 
 def make_tokenizer(data: DataSection, model: ModelSection, task: Task = NO_TASK) -> Tokenizer:
-    """Load the configured tokenizer, else the model's; a task may have words of its own, and the
-    embedded one has.
+    """Load the configured tokenizer, else the model's; else make one from the task's words or for
+    the built-in addition.
 
     Raises ConfigError.
     """
@@ -61,7 +61,7 @@ def make_tokenizer(data: DataSection, model: ModelSection, task: Task = NO_TASK)
     if task.records is not None:
         raise ConfigError(
             "the task needs a tokenizer: set data.tokenizer or model.path to a Hugging Face "
-            "directory, or give the task words of its own."
+            "directory, or give the task its own words."
         )
     if data.source != "addition":
         raise ConfigError(
@@ -72,24 +72,24 @@ def make_tokenizer(data: DataSection, model: ModelSection, task: Task = NO_TASK)
 
 
 def check_model(config: Config, tokenizer: Tokenizer, slices: Slices) -> ModelSpec:
-    """Return the policy's spec, from its directory or the configuration, once it fits the devices
-    and the tokenizer; no weight is read. Raises CheckpointError, ConfigError, DataError."""
+    """Return the policy's spec, from its directory or the configuration, after checks against the
+    devices and the tokenizer; no weight is read. Raises CheckpointError, ConfigError, DataError."""
     dtype, spec = jnp.dtype(config.model.param_dtype), spec_of_run(config, tokenizer)
     if config.model.path is not None:
         check_lengths(config, spec, config.model.path)
         check_params(config.model.path, spec)
     check_numbers(spec)
-    beside = 0 if "optimizer" in config.trainer.offload else optimizer_bytes(config.trainer, dtype)
+    moments = 0 if "optimizer" in config.trainer.offload else optimizer_bytes(config.trainer, dtype)
     lora, form = lora_of(spec, config.model.lora), form_of(config.model.lora)
     if form is not None:
         check_own_base(spec, base_shapes(spec, form, dtype))
-    trained = num_in(trained_table(spec, lora)) * (dtype.itemsize + beside)
+    trained = num_in(trained_table(spec, lora)) * (dtype.itemsize + moments)
     frozen = lora is not None and config.model.path is not None
-    warmed = num_weights(spec) * (dtype.itemsize + beside)  # all weights learn in a warm start
+    warmed = num_weights(spec) * (dtype.itemsize + moments)  # a warm start trains all weights
     check_memory(
         base_bytes(spec, form, dtype) + trained if frozen else warmed,
         slices.trainer,
-        "the frozen base" if frozen else "the policy with what its optimizer keeps",
+        "the frozen base" if frozen else "the policy with its optimizer's state",
         "Choose a smaller model, or give mesh.trainer more devices.",
     )
     check_experts(spec, slices.trainer, "mesh.trainer")
@@ -103,7 +103,7 @@ def check_model(config: Config, tokenizer: Tokenizer, slices: Slices) -> ModelSp
 
 def spec_of_run(config: Config, tokenizer: Tokenizer) -> ModelSpec:
     """Return the policy's spec, from its directory or the configuration. Raises CheckpointError and
-    ConfigError, also for a policy that cannot draw if it has to."""
+    ConfigError, also for a policy that has to sample and cannot."""
     shape, own = config.model.architecture, config.model.decoder
     if config.model.path is not None:
         spec = decoder_of(config.model.path, own)
@@ -115,7 +115,7 @@ def spec_of_run(config: Config, tokenizer: Tokenizer) -> ModelSpec:
 
 
 def decoder_of(path: str, own: str | None) -> ModelSpec:
-    """Return the decoder of a directory, whose layers may be the user's own class. Raises
+    """Return the decoder of a directory, whose layers may be of the user's own class. Raises
     CheckpointError and ConfigError, also if the class is not the directory's."""
     code = load_code(own) if own else None
     spec = load_spec(Path(path))
@@ -138,12 +138,12 @@ def make_policy(
 ) -> Policy:
     """Load the policy from model.path, or make one with random weights, on the trainer's slice.
 
-    base: where a run that is resumed has kept the weights that its adapter changes.
+    base: folder in which a resumed run has kept the weights that its adapter changes.
     """
     form = form_of(config.model.lora)
     check_seal(config, base)
     check_unchanged(spec.own, base.parent / "decoder", resumed=config.run.resume)
-    if config.model.lora.rank and config.run.resume and config.model.path is None:
+    if config.model.lora is not None and config.run.resume and config.model.path is None:
         return load_policy(config.model, str(base), slices, tokenizer, form)
     if config.model.path is not None:
         return load_policy(config.model, config.model.path, slices, tokenizer, form)
@@ -155,17 +155,17 @@ def make_policy(
 
 
 def with_adapter_of(config: Config, policy: Policy, slices: Slices, base: Path) -> Policy:
-    """Return the policy with a new adapter as model.lora says, if it does, on a base in the form
-    that it says.
+    """Return the policy with a new adapter on a base in the format of model.lora; unchanged if
+    model.lora is null.
 
-    base: a base that no directory of the user's holds is written there whole, for a resumed run.
+    base: folder to which a base that is in no directory of the user's is written for a resume.
     """
     return with_new_adapter(config, with_base_of(config, policy, slices, base), slices)
 
 
 def with_base_of(config: Config, policy: Policy, slices: Slices, base: Path) -> Policy:
-    """Return the policy with its weights in the form that model.lora says, as the base of adapters
-    if there are any; base: see with_adapter_of."""
+    """Return the policy with its weights in the format of model.lora, as the base of adapters, if
+    any; base: see with_adapter_of."""
     lora, form = lora_of(policy.spec, config.model.lora), form_of(config.model.lora)
     if lora is None:
         return policy
@@ -177,8 +177,8 @@ def with_base_of(config: Config, policy: Policy, slices: Slices, base: Path) -> 
 
 
 def with_new_adapter(config: Config, policy: Policy, slices: Slices) -> Policy:
-    """Return the policy with a new adapter as model.lora says, if it does. Its numbers follow from
-    the run's seed."""
+    """Return the policy with a new adapter of model.lora, if that is set. Its initial weights
+    depend on the run's seed."""
     lora = lora_of(policy.spec, config.model.lora)
     if lora is None:
         return policy
@@ -188,14 +188,14 @@ def with_new_adapter(config: Config, policy: Policy, slices: Slices) -> Policy:
 
 
 def _on_quantized_base(policy: Policy, form: BaseForm, slices: Slices) -> Policy:
-    """Return the policy with its weights in this form, and log what they take."""
+    """Return the policy with its weights in this format, and log their size."""
     if not is_quantized(policy.params):
         table = base_table(weight_table(policy.spec), form)
         where = shardings(table, slices.trainer, TRAINER_RULES)
         policy = policy.with_params(quantized_base(policy.spec, policy.params, form, where))
     dtype = policy.params["embed"].dtype
     log.info(
-        "the frozen base is kept in %s by trainer and samplers: %.1f MiB in place of %.1f",
+        "the frozen base is kept in %s by trainer and samplers: %.1f MiB instead of %.1f",
         form.kind,
         base_bytes(policy.spec, form, dtype) / 2**20,
         base_bytes(policy.spec, None, dtype) / 2**20,
@@ -210,7 +210,7 @@ def load_policy(
     tokenizer: Tokenizer | None = None,
     form: BaseForm | None = None,
 ) -> Policy:
-    """Load a policy's directory onto the trainer's slice, its matrices in this form. Raises
+    """Load a policy's directory onto the trainer's slice, its matrices in this format. Raises
     CheckpointError."""
     return Policy.from_pretrained(
         path,
@@ -223,7 +223,7 @@ def load_policy(
 
 
 def check_lengths(config: Config, spec: ModelSpec, where: str) -> None:
-    """Raise ConfigError if the job makes longer sequences than the model at `where` was made for:
+    """Raise ConfigError if the job makes longer sequences than the model at `where` supports:
     episodes up to sampler.max_length, examples up to a row."""
     check_positions(spec, config.sampler.max_length, "sampler.max_length", where)
     mixes = config.warm_start.steps or config.algorithm.supervised_coefficient

@@ -1,5 +1,5 @@
-"""All that a run needs and that is checked before its folder is claimed: what is wrong with it is
-reported before anything is made."""
+"""All inputs of a run, checked before its folder is claimed: errors are reported before anything is
+made."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from pathlib import Path
 from jaxrl_async.algorithms.answer_pairs import pairs_loss
 from jaxrl_async.algorithms.preflight import check_algorithm
 from jaxrl_async.config.schema import Config
+from jaxrl_async.config.seats_section import has_opponents
 from jaxrl_async.data.curriculum import Curriculum, make_stream
 from jaxrl_async.data.prompts import FittingPairs, PromptStream, eval_prompts
 from jaxrl_async.data.tokenizer import Tokenizer
@@ -17,15 +18,13 @@ from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.outages import Outages
 from jaxrl_async.rollout.env import GuardedEnvs
+from jaxrl_async.run import features
 from jaxrl_async.run.builders.device_memory import check_devices_hold
 from jaxrl_async.run.builders.devices import Locks, claim_devices, make_locks
-from jaxrl_async.run.builders.engines import check_engines
 from jaxrl_async.run.builders.frozen_weights import check_advisers, check_frozen
 from jaxrl_async.run.builders.initial_policy import check_model, make_tokenizer
-from jaxrl_async.run.builders.league import RunOpponents, check_alone, has_opponents
 from jaxrl_async.run.builders.learning import check_critic, check_routing, keeps_masks
-from jaxrl_async.run.builders.listening import check_listening
-from jaxrl_async.run.builders.playing import Play, find_task, make_play
+from jaxrl_async.run.builders.playing import Play, find_task, make_play, run_chat_format
 from jaxrl_async.run.builders.scoring import (
     Scorers,
     built_in_graders,
@@ -33,21 +32,22 @@ from jaxrl_async.run.builders.scoring import (
     make_scorers,
     note_process_rewards,
 )
-from jaxrl_async.run.builders.serving import RunServing, run_chat_format
 from jaxrl_async.run.builders.vision import check_images, image_store
 from jaxrl_async.run.checkpoint.inputs_digest import inputs_digest
 from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.optional_parts import SeatFillers, Serving
 from jaxrl_async.run.replay.recording import Recorded, read_schedule
 from jaxrl_async.run.warm_start import warm_pairs
 from jaxrl_async.scorers.references import check_answers, try_references
+from jaxrl_async.tasks.task import Task
 from jaxrl_async.types import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What a run begins with, checked."""
+    """Checked inputs of a run."""
 
-    recorded: Recorded | None  # the schedule to replay; None: none
+    recorded: Recorded | None  # the schedule to replay; None: no replay
     tokenizer: Tokenizer
     slices: Slices
     spec: ModelSpec  # of the policy
@@ -57,29 +57,35 @@ class Inputs:
     held_out: Sequence[Prompt]
     scorers: Scorers
     play: Play  # the task
-    serving: RunServing  # not open yet
-    opponents: RunOpponents  # who fills seats in the policy's place; not seated yet
+    serving: Serving  # not open yet
+    opponents: SeatFillers  # other players of a game; not started yet
     envs: GuardedEnvs  # its environments
     keep_mask: bool  # whether sampling masks go with the tokens
     prompts: PromptStream | Curriculum
-    digests: Mapping[str, str]  # of what judges and of the held-out records
+    digests: Mapping[str, str]  # of the graders and the held-out records
 
 
 def check_inputs(
-    config: Config, lockstep: Lockstep, locks: Locks | None = None
+    config: Config, lockstep: Lockstep, locks: Locks | None = None, task: Task | None = None
 ) -> tuple[Inputs, FittingPairs | None]:
-    """Read and check all that a run of rl begins with; no weight of the policy is read.
+    """Read and check all inputs of a run of rl; no weight of the policy is read.
 
-    The pairs are those of the warm start, which are not needed after it; None: no warm start.
-    locks: of the devices, if several runs share them. Raises JaxrlErrors that name the setting.
+    The pairs are the warm start's, which are not needed after it; None: no warm start. Raises
+    JaxrlErrors that name the setting.
+
+    Args:
+        config: the whole configuration.
+        lockstep: the processes of this run.
+        locks: of the devices, if several runs share them.
+        task: see find_task.
     """
-    check_listening(config, lockstep)
+    features.check_listening(config, lockstep)
     claim_devices(config)
     recorded = recorded_schedule(config)
     check_algorithm(config.algorithm, config.teacher)
-    if config.pairs.loss is not None:
+    if config.pairs is not None:
         pairs_loss(config.pairs.loss)
-    task, faults = find_task(config), FaultCounts()
+    task, faults = find_task(config, task), FaultCounts()
     outages = make_outages(config, faults)
     tokenizer = make_tokenizer(config.data, config.model, task)
     tokenizer.max_tokens = config.longest_text
@@ -87,13 +93,13 @@ def check_inputs(
     spec = check_model(config, tokenizer, slices)
     tokenizer.images = image_store(config, spec, tokenizer)
     check_frozen(config)
-    check_engines(config, spec)
+    features.check_engines(config, spec)
     if locks is None:
-        locks = make_locks(config.reward, slices, lockstep, opponents=has_opponents(config))
-    serving = RunServing(config.endpoint, needed=task.program is not None, count=faults.add)
-    check_alone(config, lockstep)
-    chat = run_chat_format(config, tokenizer) if config.seats else None
-    opponents = RunOpponents(config, chat, spec, faults, outages)
+        locks = make_locks(config.reward, slices, lockstep, opponents=has_opponents(config.seats))
+    serving = features.serving(config, task, faults.add)
+    opponents = features.opponents(
+        config, lockstep, lambda: run_chat_format(config, tokenizer), spec, faults, outages
+    )
     play = make_play(config, task, tokenizer, faults.add, serving, opponents, outages)
     graders = built_in_graders(config.reward, task)
     data, graded = config.limited_data, bool(graders)
@@ -140,7 +146,7 @@ def check_inputs(
 
 
 def make_outages(config: Config, faults: FaultCounts) -> Outages:
-    """Return what waits for the run's services that are away."""
+    """Return the tracker of outages of the run's services."""
     section = config.faults
     return Outages(
         longest_s=section.outage_s,
@@ -174,5 +180,5 @@ def check_shares(held_out: Sequence[Prompt], lockstep: Lockstep) -> None:
     if len(held_out) < lockstep.players:
         raise ConfigError(
             f"{len(held_out)} held-out problems are too few for {lockstep.players} processes, "
-            "which answer a part each. Raise data.addition.eval_size or data.jsonl.eval_size."
+            "which answer a share each. Raise data.addition.eval_size or data.jsonl.eval_size."
         )

@@ -1,4 +1,4 @@
-"""What learns: the update of the policy, and all that advises or learns beside it."""
+"""The update of the policy, and the models that advise it or train alongside it."""
 
 import functools
 import logging
@@ -45,20 +45,22 @@ from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.run.warm_start import nothing_meanwhile, warm_pairs, warm_start
 from jaxrl_async.trainer.critic import make_critic
-from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings, copied
+from jaxrl_async.trainer.frozen_models import copied
+from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.objectives.policy_objective import PolicyObjective, policy_update
 from jaxrl_async.trainer.objectives.supervised_objective import supervised_update
 from jaxrl_async.trainer.pair_credit import as_learnt
 from jaxrl_async.trainer.token_columns import Routing, SamplerColumns
-from jaxrl_async.trainer.update import TrainState, Update
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import TrainState
 from jaxrl_async.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
 MAX_LAGS = 32
-"""Lags whose divergence is reported one by one."""
+"""Maximum number of lags whose divergence is reported separately."""
 
 
 def make_step(
@@ -82,12 +84,12 @@ def make_step(
 
 
 def with_shared_prefixes(config: Config, policy: Policy, mesh: Mesh, *, images: bool) -> Config:
-    """Return the configuration with trainer.share_prefixes chosen, if it leaves that open.
+    """Return the configuration with trainer.share_prefixes chosen, if it is null.
 
-    Not where a model beside the policy may keep states that prefixes lack, nor where experts are
-    balanced: what is shared would count once in their load.
+    Prefixes are not shared if another model may keep states that prefixes lack, nor if experts are
+    balanced: shared tokens would count once in their load.
 
-    mesh: the trainer's. images: whether prompts have some.
+    mesh: the trainer's. images: whether prompts have images.
     """
     trainer = config.trainer
     if trainer.share_prefixes is not None:
@@ -105,9 +107,9 @@ def with_shared_prefixes(config: Config, policy: Policy, mesh: Mesh, *, images: 
 
 
 def learning(config: Config, slices: Slices, lora: Lora | None = None) -> LearningSettings:
-    """Return the settings shared by everything that learns on the trainer's slice.
+    """Return the settings shared by all models that train on the trainer's slice.
 
-    lora: what is trained of a policy; None: all weights.
+    lora: the policy's adapter; None: all weights are trained.
     """
     return LearningSettings(
         mesh=slices.trainer,
@@ -131,17 +133,18 @@ def make_learner(
     keep_mask: bool = False,
     own: OwnRecords | None = None,
 ) -> Learner:
-    """Make the policy's update with all that learns or advises beside it. Raises ConfigError.
+    """Make the policy's learner with the models that advise it or train alongside it. Raises
+    ConfigError.
 
     Args:
         config: the whole configuration.
-        policy: it learns.
+        policy: it is trained.
         slices: the trainer's is used.
-        tokenizer: encodes worked answers.
+        tokenizer: encodes demonstrations.
         keep_mask: whether sampling masks come with the tokens.
-        own: a task's records, for worked answers.
+        own: a task's records, for demonstrations.
     """
-    algorithm, teacher = config.algorithm, config.teacher
+    algorithm, teacher, process = config.algorithm, config.teacher, config.reward.process
     asked = algorithm.epochs * algorithm.minibatches  # updates in a step
     warming = config.critic.warmup_steps if needs_critic(algorithm.advantage) else 0
     learns = max(config.run.steps - warming, 1)
@@ -157,7 +160,13 @@ def make_learner(
     mixes = algorithm.supervised_coefficient > 0
     companions = Companions(
         base=base_of(policy),
-        own_pass=_pass(config, policy.spec, slices, teacher.top_k, teacher_spec.vocab),
+        own_pass=_pass(
+            config,
+            policy.spec,
+            slices,
+            0 if teacher is None else teacher.top_k,
+            teacher_spec.vocab,
+        ),
         reference=reference,
         pairs=warm_pairs(config, tokenizer, own) if mixes else None,
         **_teacher(config, policy, slices, state),
@@ -170,7 +179,7 @@ def make_learner(
         reference=config.reference,
         pairs=config.pairs,
         offload_reference="reference" in config.trainer.offload,
-        process_max_age=config.reward.process.max_age,
+        process_max_age=None if process is None else process.max_age,
         critic_warmup=config.critic.warmup_steps,
         sampler_columns=SamplerColumns(
             mask_vocab=policy.spec.vocab if keep_mask else None,
@@ -184,23 +193,23 @@ def make_learner(
 
 
 def _warn_of_anchor(algorithm: AlgorithmSection) -> None:
-    """Log what a proximal anchor leaves out without a correction."""
+    """Log that a proximal anchor without a correction ignores the samplers' staleness."""
     if algorithm.anchor == "proximal" and not weighs(correction_of(algorithm)):
         log.warning(
             "algorithm.anchor=proximal without a weighing correction: the difference between the "
-            "policy that drew a token and the one at the start of the step is left out. Set "
+            "policy that generated a token and the one at the start of the step is ignored. Set "
             "algorithm.correction, such as {truncate: {cap: 5.0}}."
         )
 
 
 def base_of(policy: Policy) -> Params | None:
-    """Return what the policy's adapter changes; None: all weights are trained."""
+    """Return the weights that the policy's adapter changes; None: all weights are trained."""
     return None if policy.lora is None else policy.params
 
 
 def _teacher_spec(config: Config, policy: Policy) -> ModelSpec:
     """Return the teacher's spec, with no more tokens than the policy has (see cut_vocabulary)."""
-    if config.teacher.path is None:
+    if config.teacher is None or config.teacher.path is None:
         return policy.spec
     spec = load_spec(Path(config.teacher.path))
     return replace(spec, vocab=min(spec.vocab, policy.spec.vocab))
@@ -224,7 +233,7 @@ def _pass(
 
 def _teacher(config: Config, policy: Policy, slices: Slices, state: TrainState) -> dict[str, Any]:
     section = config.teacher
-    if section.source == "none":
+    if section is None:
         return {}
     if section.source == "self":
         spec, params = policy.spec, copied(state.params)
@@ -235,8 +244,8 @@ def _teacher(config: Config, policy: Policy, slices: Slices, state: TrainState) 
         params = cut_vocabulary(other.spec, other.params, spec, slices.trainer)
     if section.top_k >= spec.vocab:
         raise ConfigError(
-            f"teacher.top_k ({section.top_k}) must be below the vocabulary ({spec.vocab}); 0 looks "
-            "at all tokens."
+            f"teacher.top_k ({section.top_k}) must be below the vocabulary ({spec.vocab}); 0 uses "
+            "all tokens."
         )
     return {"teacher": params, "teacher_pass": _pass(config, spec, slices, section.top_k)}
 
@@ -254,7 +263,7 @@ def _critic(config: Config, policy: Policy, slices: Slices, updates: int) -> dic
         spec, params = load_critic(section.path, where, jnp.dtype(config.model.param_dtype))
     critic = make_critic(
         spec,
-        replace(learning(config, slices), balance=BalanceSection()),  # it is the policy's
+        replace(learning(config, slices), balance=BalanceSection()),  # balance is the policy's
         learning_rate=section.learning_rate,
         total_steps=updates,
         clip=section.clip,
@@ -274,7 +283,7 @@ def warm_started(
     lockstep: Lockstep,
     meanwhile: Callable[[], None] = nothing_meanwhile,
 ) -> tuple[Policy, dict[str, float]]:
-    """Train the policy on worked answers for warm_start.steps updates; return it, and the metrics
+    """Train the policy on demonstrations for warm_start.steps updates; return it, and the metrics
     for the run's first line. Arguments as warm_start's."""
     step = supervised_update(
         policy.spec,
@@ -297,11 +306,11 @@ def warm_started(
     return policy.with_params(params), metrics
 
 
-# ---- log-probs of exactly the distribution that tokens were drawn from
+# ---- log-probs of exactly the distribution that tokens were sampled from
 
 
 def sampling_params(section: SamplerSection) -> SamplingParams:
-    """Return the distribution that tokens are drawn from."""
+    """Return the distribution that tokens are sampled from."""
     return SamplingParams(
         temperature=section.temperature,
         top_k=section.top_k,
@@ -311,18 +320,18 @@ def sampling_params(section: SamplerSection) -> SamplingParams:
 
 
 def keeps_masks(config: Config) -> bool:
-    """Return whether sampling masks go with the tokens; log it if they are missing or useless."""
+    """Return whether sampling masks come with the tokens; log if they are missing or useless."""
     s, wanted = config.sampler, config.algorithm.keep_sampling_mask
     if wanted and not s.truncates:
         log.info(
-            "algorithm.keep_sampling_mask does nothing here: sampler.top_k, top_p and min_p leave "
-            "the whole vocabulary to draw from"
+            "algorithm.keep_sampling_mask has no effect: sampler.top_k, top_p and min_p keep the "
+            "whole vocabulary"
         )
-    if s.truncates and not config.keeps_masks and config.pairs.loss is None:
+    if s.truncates and not config.keeps_masks and config.pairs is None:
         log.warning(
-            "sampler.top_k=%d, top_p=%g, min_p=%g cut the distribution that tokens are drawn from, "
-            "while the trainer takes log-probs over the whole vocabulary: the ratio is biased, see "
-            "mismatch/mean. Set algorithm.keep_sampling_mask=null.",
+            "sampler.top_k=%d, top_p=%g, min_p=%g truncate the distribution of sampled tokens, "
+            "while the trainer computes log-probs over the whole vocabulary: the ratio is biased, "
+            "see mismatch/mean. Set algorithm.keep_sampling_mask=null.",
             s.top_k,
             s.top_p,
             s.min_p,
@@ -333,7 +342,7 @@ def keeps_masks(config: Config) -> bool:
 def check_critic(critic: CriticSection, advantage: Choice, steps: int) -> None:
     """Raise ConfigError if the settings of a critic do not fit a user's own advantage.
 
-    The rules of the configuration check the others: they know what those need without their files.
+    The configuration's rules check the built-in ones: their needs are known without files.
     """
     if not is_own(name_of(advantage)):
         return
@@ -341,18 +350,18 @@ def check_critic(critic: CriticSection, advantage: Choice, steps: int) -> None:
     needed = needs_critic(advantage)
     if not needed and critic != CriticSection():
         raise ConfigError(
-            f"critic.* is read by nothing: {where} needs no critic. Leave it out, or declare the "
-            'need beside the function: @declare(level="token", needs=("values",)).'
+            f"critic.* has no effect: {where} needs no critic. Leave it out, or declare the "
+            'need at the function: @declare(level="token", needs=("values",)).'
         )
     if needed and critic.warmup_steps >= steps:
         raise ConfigError(
-            f"critic.warmup_steps ({critic.warmup_steps}) leaves the policy none of run.steps "
-            f"({steps}) to learn in. Lower it, or raise run.steps."
+            f"critic.warmup_steps ({critic.warmup_steps}) leaves none of run.steps ({steps}) to "
+            "train the policy. Lower it, or raise run.steps."
         )
 
 
 def check_routing(algorithm: AlgorithmSection, model: ModelSection, spec: ModelSpec) -> None:
-    """Raise ConfigError if the experts are to be kept of a model that has none."""
+    """Raise ConfigError if algorithm.keep_routing is set for a model without experts."""
     if algorithm.keep_routing and not spec.experts:
         raise ConfigError(
             f"algorithm.keep_routing=true needs a mixture of experts, but the {spec.family} model "

@@ -1,4 +1,4 @@
-"""What watches the parts: the rates of a step, and the watchdog."""
+"""Observers of the parts: the rates of a step, and the watchdog."""
 
 import functools
 import time
@@ -11,9 +11,9 @@ from jaxrl_async.config.schema import Config, MetricsSection
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.fault_counts import AwakeClock, backoff_s
 from jaxrl_async.run.builders.rollouts import RolloutSide
-from jaxrl_async.run.builders.serving import RunServing
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.optional_parts import Serving
 from jaxrl_async.run.rates import Counters, Observer, PivotCounts, Utilisation, measured_peak_flops
 from jaxrl_async.run.watchdog import Reading, Watchdog
 from jaxrl_async.trainer.trainer import Trainer
@@ -21,7 +21,7 @@ from jaxrl_async.types import Drop
 
 
 def make_observer(
-    section: MetricsSection, side: RolloutSide, lockstep: Lockstep, serving: RunServing
+    section: MetricsSection, side: RolloutSide, lockstep: Lockstep, serving: Serving
 ) -> Observer:
     """Make the observer, which turns the parts' counters into rates of a step."""
     router, rollouts, faults = side.sampling.router, side.rollouts, side.inputs.faults
@@ -44,8 +44,8 @@ def make_observer(
                 "lost_forks": played.lost_forks,
                 "restarted_groups": played.restarts,
             },
-            judge=scorers.judge_cost(),
-            process=scorers.process_tally(),
+            judge=scorers.judges.cost(),
+            process=scorers.judges.tally(),
             pivots=PivotCounts(
                 forks=played.forks,
                 tokens=played.fork_tokens,
@@ -84,7 +84,7 @@ def make_watchdog(
 
 @functools.cache
 def compiled_programs() -> Counter[str]:
-    """Return how many programs this process has compiled, by event, counted from now on."""
+    """Return the counter of programs compiled by this process from now on, by event."""
     counts = Counter[str]()
 
     def note(event: str, duration_secs: float, **facts: str | int) -> None:
@@ -96,13 +96,13 @@ def compiled_programs() -> Counter[str]:
 
 
 def within_limits(config: Config, score_s: float, env_s: float, program_s: float) -> bool:
-    """Return whether a call is under way that its own time limit has not ended yet.
+    """Return whether a call is running that is within its own time limit.
 
     Args:
         config: faults and env.
-        score_s: age of the oldest call of a scorer, repeats included, seconds; 0: none.
-        env_s: of the oldest reply of an environment.
-        program_s: of the oldest program.
+        score_s: age of the oldest call of a scorer, retries included, seconds; 0: no call.
+        env_s: age of the oldest reply of an environment, seconds; 0: none.
+        program_s: age of the oldest program, seconds; 0: none.
     """
     faults, tries = config.faults, config.faults.scorer_retries + 1
     waits_s = sum(backoff_s(faults.backoff_s, number) for number in range(tries))
@@ -114,8 +114,8 @@ def within_limits(config: Config, score_s: float, env_s: float, program_s: float
 
 
 def rejected(dropped: Mapping[str, int]) -> int:
-    """Return the groups that count against a run which accepts none. Those without a signal do not:
-    algorithm.max_resampled is their limit."""
+    """Return the number of groups that count against a run that accepts none. Groups without a
+    signal do not count: algorithm.max_resampled limits them."""
     return sum(groups for why, groups in dropped.items() if why != Drop.NO_SIGNAL.value)
 
 
@@ -126,7 +126,7 @@ def reading(
     console: Console,
     compiled: Mapping[str, int],
 ) -> Reading:
-    """Read where every part is now."""
+    """Read the current state of every part."""
     router, channel = side.sampling.router, side.sampling.channel
     of_samplers, of_rollouts = router.stats(), side.rollouts.stats()
     of_buffer, inputs = side.buffer.stats(), side.inputs
@@ -134,8 +134,8 @@ def reading(
     program_s = inputs.play.oldest_s()
     return Reading(
         version=trainer.version,
-        trainer=trainer.doing,
-        trainer_s=time.perf_counter() - trainer.since,
+        trainer=trainer.clock.doing,
+        trainer_s=time.perf_counter() - trainer.clock.since,
         blocks=of_samplers.blocks + of_samplers.prefill_tokens,
         requests=router.num_waiting,
         living=router.living,

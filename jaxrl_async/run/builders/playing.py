@@ -1,4 +1,4 @@
-"""The task of a run, as it is played: records, environments, and the format of their messages."""
+"""The task of a run: its records, environments, and the format of their messages."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxrl_async.config.schema import Config, SeatSection, name_of
+from jaxrl_async.config.schema import Config, name_of
 from jaxrl_async.config.unused import unread_with_records
 from jaxrl_async.data.chat import TeachableFormat, chat_format, has_chat_format
 from jaxrl_async.data.chat_formats.plain_format import PlainFormat
@@ -17,14 +17,11 @@ from jaxrl_async.data.prompts import eval_prompts
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError, RolloutError
 from jaxrl_async.outages import Outages
-from jaxrl_async.rollout.agent_programs import AgentPrograms, AgentSession, ProgramEndpoint
+from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.rollout.chat_env import ChatEnvs, ChatLimits
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
-from jaxrl_async.rollout.game_env import GameEnvs, SeatsOf, policy_everywhere, seats_checked
-from jaxrl_async.rollout.outsiders import OutsiderMembers
-from jaxrl_async.rollout.sessions import SessionLimits
-from jaxrl_async.run.builders.serving import RunServing
-from jaxrl_async.scorers.results import score_of
+from jaxrl_async.run import features
+from jaxrl_async.run.optional_parts import SeatFillers, Serving
 from jaxrl_async.tasks.named_tasks import load_task
 from jaxrl_async.tasks.task import NO_TASK, Task
 from jaxrl_async.tasks.task_source import TaskData
@@ -36,46 +33,46 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TRIED = 8
-"""Most held-out records that are tried where none has room for an answer."""
-KEY_SETTINGS = ("key_variable", "key_env")
-"""Endings of the names of settings that name an environment variable with a key."""
-VLLM_KEY = "VLLM_API_KEY"
+"""Maximum number of held-out records that are tried if none has room for an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Play:
-    """A run's task with what plays it."""
+    """A run's task with its environments."""
 
     task: Task
     make_env: MakeEnv
-    stop_token_ids: tuple[int, ...]  # that end a turn of the policy
+    stop_token_ids: tuple[int, ...]  # tokens that end a turn of the policy
     own: TaskData | None  # the task's records; None: the configuration's
     oldest_s: Callable[[], float] = lambda: 0.0  # age of the oldest running program, seconds
 
 
-def find_task(config: Config) -> Task:
-    """Return the configured task; NO_TASK if there is none. Raises ConfigError."""
+def find_task(config: Config, given: Task | None = None) -> Task:
+    """Return the task of a run; NO_TASK if it has none. Raises ConfigError.
+
+    given: the object of a Python program; None: the task that config.task names.
+    """
     if config.task is None:
         return _for_outsiders(config, NO_TASK)
-    task, name = load_task(config.task), name_of(config.task)
+    task, name = given or load_task(config.task), name_of(config.task)
     whole = task.program is not None or task.game is not None
     both = task.program is not None and task.game is not None
     if both or (whole and (task.environment is not None or task.tools)):
         raise ConfigError(
-            f"task = {name!r} has a program or a game, which plays whole episodes, and another "
-            "program, environment or tools beside it. Give it one of them."
+            f"task = {name!r} has a program or a game, which plays whole episodes, and also "
+            "another program, an environment or tools. Give it one of them."
         )
     if task.game is not None:
-        _check_game(config, name)
+        features.check_game(config, name)
     if task.records is not None:
         if unread := unread_with_records(config, name):
             raise ConfigError("\n".join(unread))
-        log.info("the records are those of the task %s", name)
-    if task.plays and (count := config.algorithm.pivots.continuations):
+        log.info("the records are the records of the task %s", name)
+    if task.plays and (pivots := config.algorithm.pivots) is not None:
         raise ConfigError(
-            f"algorithm.pivots.continuations ({count}) continue answers of one turn, and the "
-            f"environment or program of task = {name!r} cannot be taken back to an earlier token. "
-            "Set algorithm.pivots.continuations=0, or use a task of rewards alone, over data."
+            f"algorithm.pivots.continuations ({pivots.continuations}) continue answers of one "
+            f"turn, and the environment or program of task = {name!r} cannot be taken back to an "
+            "earlier token. Set algorithm.pivots=null, or use a task with only rewards, over data."
         )
     if not task.plays and not task.rewards:
         raise ConfigError(
@@ -84,48 +81,24 @@ def find_task(config: Config) -> Task:
     return _for_outsiders(config, task)
 
 
-def _check_game(config: Config, name: str) -> None:
-    """Raise ConfigError for what would compare the seats of a game with each other."""
-    if config.algorithm.pivots.continuations:
-        raise ConfigError(
-            f"task = {name!r} is a game, and algorithm.pivots continues answers of one turn. Set "
-            "algorithm.pivots.continuations=0."
-        )
-    if config.pairs.loss is not None:
-        raise ConfigError(
-            f"task = {name!r} is a game, and pairs.loss would pair answers of different seats. "
-            "Leave pairs.loss out: advantages compare each seat with its own kind."
-        )
-    if config.reward.judge.judges_answers and config.reward.judge.mode == "rank":
-        raise ConfigError(
-            f"task = {name!r} is a game, and reward.judge.mode=rank would rank different seats. "
-            "Set reward.judge.mode=score."
-        )
-
-
 def _for_outsiders(config: Config, task: Task) -> Task:
-    """Return the task as agents outside play it, if endpoint.outsiders says so. Raises
+    """Return the task as external agents play it, if endpoint.external_agents is set. Raises
     ConfigError."""
-    if not config.endpoint.outsiders:
+    if not config.endpoint.external_agents:
         return task
-    if count := config.algorithm.pivots.continuations:
+    if (pivots := config.algorithm.pivots) is not None:
         raise ConfigError(
-            f"algorithm.pivots.continuations ({count}) continue answers of one turn, and with "
-            "endpoint.outsiders agents play the episodes. Set one of them to 0 or false."
+            f"algorithm.pivots.continuations ({pivots.continuations}) continue answers of one "
+            "turn, and with endpoint.external_agents agents play the episodes. Set pivots=null or "
+            "external_agents=false."
         )
     players = (task.program, task.environment, task.game)
     if task.tools or any(one is not None for one in players):
         raise ConfigError(
-            "endpoint.outsiders: the task has a program, an environment, a game or tools, and "
-            "agents outside would play in their place. Leave one of them out."
+            "endpoint.external_agents: the task has a program, an environment, a game or tools, "
+            "and external agents would play instead of them. Remove one of the two."
         )
-    return replace(task, program=outsiders_play)
-
-
-async def outsiders_play(session: AgentSession) -> None:
-    """Stand for agents outside of the run as a task's program; OutsiderMembers play in its
-    place."""
-    raise RolloutError(f"{session.base_url}: agents outside play this task")
+    return replace(task, program=features.outsiders_play())
 
 
 def make_play(
@@ -133,26 +106,26 @@ def make_play(
     task: Task,
     tokenizer: Tokenizer,
     count: Callable[[str, int], None],
-    serving: RunServing,
-    seats_of: SeatsOf = policy_everywhere,
+    serving: Serving,
+    opponents: SeatFillers,
     outages: Outages | None = None,
 ) -> Play:
-    """Make what plays the task; its environment is tried on the first held-out record.
+    """Make the environments of the task; one is tried on the first held-out record.
 
     Args:
         config: env, faults and data.
-        task: a run without one has NO_TASK: its prompts are answered once.
+        task: NO_TASK for a run without a task: its prompts are answered once.
         tokenizer: the policy's.
         count: called with the name and number of faults.
-        serving: where a program finds the policy.
-        seats_of: who fills seats of a game in the policy's place.
-        outages: of what plays; None: of its own.
+        serving: the policy's endpoint for a program.
+        opponents: the other players of a game.
+        outages: tracker of outages of the environments; None: they make one.
 
     Raises ConfigError, also for an environment that cannot begin, and DataError.
     """
     if config.seats and task.game is None:
         raise ConfigError(
-            f"seats ({', '.join(config.seats)}) are those of a game, and task = "
+            f"seats ({', '.join(config.seats)}) are the players of a game, and task = "
             f"{name_of(config.task or '')!r} has none. Leave seats out, or give the task a game."
         )
     if not task.plays:
@@ -160,14 +133,11 @@ def make_play(
     task = _prompted(config, task)
     chat = _format_of(config, tokenizer, task)
     if task.program is not None:
-        programs = make_programs(config, task, serving, count)
-        outside = OutsiderMembers(
-            programs=programs, lobby=serving.lobby, tries=config.endpoint.outsider_tries
-        )
+        make_env, oldest_s = features.make_members(config, task, serving, count)
         return Play(
             task=task,
-            make_env=outside if config.endpoint.outsiders else programs,
-            oldest_s=programs.oldest_s,
+            make_env=make_env,
+            oldest_s=oldest_s,
             stop_token_ids=chat.stop_token_ids,
             own=None if task.records is None else TaskData(task=task, chat=chat, tools=()),
         )
@@ -177,8 +147,7 @@ def make_play(
     examples = eval_prompts(config.limited_data, tokenizer, own)
     example = examples[0]
     if task.game is not None:
-        games = GameEnvs(envs, task.game, seats_of)
-        _try_game(games, example, config)
+        games = features.make_games(envs, task.game, opponents, example, config)
         return Play(task=task, make_env=games, stop_token_ids=chat.stop_token_ids, own=own)
     tools = _tried(envs, examples[:TRIED], config.sampler.max_length)
     return Play(
@@ -190,16 +159,16 @@ def make_play(
 
 
 def imitated(config: Config, task: Task, tokenizer: Tokenizer) -> TaskData:
-    """Return the records of a task whose worked conversations run.job=sft learns.
+    """Return the records of a task whose demonstrations run.job=sft trains on.
 
-    The tools that its environment offers are written in each; it is begun once to name them.
+    Each is written with the tools of the task's environment, which is begun once to list them.
     Raises ConfigError, DataError.
     """
     if task.records is None:
         raise ConfigError(
-            f"task = {name_of(config.task or '')!r} has no records, and run.job=sft learns the "
-            "conversations of a task's records. Give it some, or leave task out to learn those "
-            "of data."
+            f"task = {name_of(config.task or '')!r} has no records, and run.job=sft trains on the "
+            "conversations of a task's records. Give it some, or leave task out to train on the "
+            "records of data."
         )
     task = _prompted(config, task)
     chat = _format_of(config, tokenizer, task)
@@ -211,12 +180,23 @@ def imitated(config: Config, task: Task, tokenizer: Tokenizer) -> TaskData:
 
 
 def _format_of(config: Config, tokenizer: Tokenizer, task: Task) -> TeachableFormat:
-    """Return what writes a task's messages: of questions to a base model the bare text."""
+    """Return the format of a task's messages: the bare text for questions to a base model."""
     parts = (task.environment, task.game, task.program, task.system_prompt)
     asks_alone = not task.tools and all(part is None for part in parts)
     if asks_alone and not has_chat_format(tokenizer, config.data.chat_format):
-        log.info("the tokenizer has no chat template: a question is its bare text")
+        log.info("the tokenizer has no chat template: questions are sent as bare text")
         return PlainFormat(tokenizer)
+    return _chat_format(config, tokenizer)
+
+
+def run_chat_format(config: Config, tokenizer: Tokenizer) -> ChatFormat | None:
+    """Return the chat format of a run; None: its tokenizer has none."""
+    if not has_chat_format(tokenizer, config.data.chat_format):
+        return None
+    return _chat_format(config, tokenizer)
+
+
+def _chat_format(config: Config, tokenizer: Tokenizer) -> TeachableFormat:
     return chat_format(
         tokenizer,
         None if config.model.path is None else Path(config.model.path),
@@ -232,60 +212,8 @@ def _prompted(config: Config, task: Task) -> Task:
     return task if prompt is None else replace(task, system_prompt=prompt)
 
 
-def make_programs(
-    config: Config,
-    task: Task,
-    serving: RunServing,
-    count: Callable[[str, int], None],
-) -> AgentPrograms:
-    """Make the members that a task's program plays. Raises ConfigError."""
-    section = config.env
-    assert task.program is not None, "it is a program's task"
-    bounds = SessionLimits(
-        max_calls=section.program_max_calls,
-        max_tokens=section.program_max_tokens,
-        idle_s=section.program_idle_s,
-        total_s=section.program_timeout_s,
-        max_reward=config.endpoint.max_reward,
-    )
-    if section.program_variables and callable(task.program):
-        raise ConfigError(
-            "env.program_variables: the task's program is a function, which runs in this process "
-            "and sees all variables. Leave it out."
-        )
-    endpoint = ProgramEndpoint(address=serving.address, model=config.endpoint.model)
-    try:
-        return AgentPrograms(
-            task.program,
-            serving.sessions,
-            endpoint,
-            bounds,
-            judge=score_of,
-            system_prompt=task.system_prompt,
-            secrets=key_variables(config.model_dump()),
-            shown=section.program_variables,
-            count=count,
-        )
-    except RolloutError as error:
-        raise ConfigError(f"task = {name_of(config.task or '')!r}: {error}") from error
-
-
-def key_variables(settings: Any) -> set[str]:
-    """Return the environment variables that settings (nested, as plain data) name for keys, and
-    that of a vLLM server: a task's commands do not see them."""
-    named = {VLLM_KEY}
-    if isinstance(settings, Mapping):
-        for name, value in settings.items():
-            if name.endswith(KEY_SETTINGS) and isinstance(value, str):
-                named.add(value)
-            named |= key_variables(value)
-    elif isinstance(settings, list | tuple):
-        named = named.union(*(key_variables(value) for value in settings))
-    return named
-
-
 def chat_limits(config: Config, tokenizer: Tokenizer) -> ChatLimits:
-    """Return what an episode may take."""
+    """Return the limits of an episode."""
     section = config.env
     return ChatLimits(
         max_turns=section.max_turns,
@@ -302,8 +230,8 @@ def chat_limits(config: Config, tokenizer: Tokenizer) -> ChatLimits:
 def _tried(
     envs: ChatEnvs, examples: Sequence[Prompt], max_length: float = math.inf
 ) -> Sequence[Mapping[str, Any]]:
-    """Begin an episode and end it; return the environment's tools. Where that leaves no room for an
-    answer the next is tried. Raises ConfigError, also if none of them has room."""
+    """Begin an episode and end it; return the environment's tools. If the prompt leaves no room for
+    an answer, try the next record. Raises ConfigError, also if no record has room."""
 
     async def begun(example: Prompt) -> tuple[int, Sequence[Mapping[str, Any]]]:
         env = envs(example)
@@ -314,51 +242,21 @@ def _tried(
 
     lengths = []
     for example in examples:
-        length, schemas = _at_once(begun(example))
+        length, schemas = at_once(begun(example))
         if length < max_length:
             return schemas
         lengths.append(length)
     raise ConfigError(
         f"held-out records ({len(lengths)} were tried) begin with {min(lengths)} tokens and more, "
-        f"which leaves no room for an answer in sampler.max_length={max_length}: nothing would be "
-        "learnt. Raise max_length, or shorten the records."
+        f"which leaves no room for an answer in sampler.max_length={max_length}: the run would "
+        "train on nothing. Raise max_length, or shorten the records."
     )
 
 
-def _try_game(games: GameEnvs, example: Prompt, config: Config) -> None:
-    """Begin a game and end it; all seats that are filled must be its own. Raises ConfigError."""
-
-    async def begun() -> None:
-        game, moves = await games.begun(example)
-        seats_checked(game)
-        if not moves.ask:
-            raise RolloutError("the game's reset asks no seat. Say who moves first.")
-        await games.chat.call(game.close)
-        strange = [seat for seat in config.seats if seat not in game.seats]
-        if strange:
-            raise RolloutError(
-                f"seats.{strange[0]} is no seat of the game, whose seats are "
-                f"{', '.join(game.seats)}. Correct the name."
-            )
-        filled = [seat for seat in game.seats if never_the_policys(config.seats.get(seat))]
-        if len(filled) == len(game.seats):
-            raise RolloutError(
-                f"seats ({', '.join(filled)}) leaves none of the game's to the policy. Leave one "
-                "out."
-            )
-
-    _at_once(begun())
-
-
-def never_the_policys(section: SeatSection | None) -> bool:
-    """Return whether others fill a seat in all training games."""
-    return section is not None and not any(one.policy for one in section.choices)
-
-
-def _at_once(trial: Coroutine[None, None, T]) -> T:
+def at_once(trial: Coroutine[None, None, T]) -> T:
     """Run a trial of a task to its end. Raises ConfigError."""
     try:
-        with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already runs an event loop
+        with ThreadPoolExecutor(1) as thread:  # a notebook's thread already runs an event loop
             return thread.submit(asyncio.run, trial).result()
     except RolloutError as error:
         raise ConfigError(f"task, tried on the first held-out record: {error}") from error

@@ -1,5 +1,5 @@
-"""JAX's persistent compilation cache, whose entries are machine code: an entry counts only if its
-sum is in a file, its mark, which this user or root wrote and other users cannot change.
+"""JAX's persistent compilation cache, whose entries are machine code: an entry is used only if its
+checksum is in a file, its mark, which this user or root wrote and other users cannot change.
 
     get(key) ──> entry ──sha256(key, entry)──> is there a mark of this sum? ──> the program
                    └── no: the entry is removed, and the program compiled again ──> put(key)
@@ -23,19 +23,19 @@ from jaxrl_async.private_folder import OTHERS_WRITE, NotPrivateError, private_fo
 log = logging.getLogger(__name__)
 
 MARK = ".sum"
-"""What the name of a mark ends with; it begins with the sum of an entry, which it also holds."""
+"""Suffix of a mark's file name, after the checksum of an entry, which is also its content."""
 ENTRY = "-cache"
-"""What JAX appends to an entry's key."""
+"""Suffix that JAX appends to an entry's key."""
 MARK_S = 5.0
-"""How much longer than an entry its mark is kept, seconds: it is written before the entry, and an
-entry that has lost its mark looks like another user's."""
+"""Additional time for which a mark is kept after its entry, seconds: it is written before the
+entry, and an entry without its mark looks like another user's."""
 MOST_BYTES = 8 << 30
-"""Most bytes of a folder outside of all runs' folders, which is not removed with a run."""
+"""Maximum bytes of a folder outside of all runs' folders, which is not removed with a run."""
 
 
 def own_or_spare(folder: Path) -> Path:
-    """Return the folder, made if need be, which others cannot change; if it is another user's or
-    cannot be made, one of this user's own, which the log says. Raises OSError if neither can be."""
+    """Return the folder, created if needed, which others cannot change. If it is another user's or
+    cannot be created, log that and return a private one. Raises OSError if neither can be used."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = folder.stat()
@@ -45,7 +45,7 @@ def own_or_spare(folder: Path) -> Path:
             )
     except OSError as error:
         spare = private_folder("programs")
-        log.warning("%s: %s keeps those of this run", in_a_line(error), spare)
+        log.warning("%s: the run keeps its programs in %s", in_a_line(error), spare)
         return spare
     if found.st_uid == os.geteuid() and found.st_mode & OTHERS_WRITE:
         _close(folder, stat.S_IMODE(found.st_mode))
@@ -53,7 +53,7 @@ def own_or_spare(folder: Path) -> Path:
 
 
 def keep_used(folder: Path, most_bytes: int = MOST_BYTES) -> None:
-    """Remove the least recently used programs until a folder has room for others."""
+    """Remove the least recently used programs until a folder is below its limit."""
     files = []
     for path in folder.iterdir():
         with contextlib.suppress(OSError):  # another process has removed it
@@ -69,7 +69,7 @@ def keep_used(folder: Path, most_bytes: int = MOST_BYTES) -> None:
             path.unlink()
             removed += 1
         except FileNotFoundError:
-            pass  # another process, which makes room at the same time, has removed it
+            pass  # another process has removed it at the same time
         except OSError:
             continue
         left -= size
@@ -78,8 +78,8 @@ def keep_used(folder: Path, most_bytes: int = MOST_BYTES) -> None:
 
 
 def _close(folder: Path, mode: int) -> None:
-    """Take away the others' right to write. A file system without modes refuses, or ignores it:
-    the marks count without it."""
+    """Remove the write permission of others. A file system without modes refuses or ignores that:
+    the marks protect the programs anyway."""
     with contextlib.suppress(OSError):
         folder.chmod(mode & ~OTHERS_WRITE)
     if (now := stat.S_IMODE(folder.stat().st_mode)) != mode:
@@ -91,7 +91,7 @@ def _close(folder: Path, mode: int) -> None:
 
 
 def verify_compiled_programs() -> None:
-    """Have JAX verify what it reads from its persistent compilation cache from now on."""
+    """Have JAX verify the entries of its persistent compilation cache from now on."""
     make: Any = compilation_cache.get_file_cache
     if getattr(make, "verifies", False):
         return
@@ -109,20 +109,20 @@ def verify_compiled_programs() -> None:
 class VerifiedPrograms(CacheInterface):
     """JAX's cache of compiled programs, with a mark for each entry that this module has written.
 
-    Two processes that write an entry at the same time each leave a mark: the entry that stays has
+    Two processes that write an entry at the same time each leave a mark: the remaining entry has
     its own.
     """
 
     def __init__(self, cache: Any, folder: str) -> None:
-        """Wrap JAX's cache, which is in this folder, or at this address of a bucket."""
+        """Wrap JAX's cache in this folder, or at this address of a bucket."""
         self._cache, self._path = cache, cache._path
         self._local = None if "://" in folder else Path(folder)
         self._again = 0
         self._owners, self._writable = {os.geteuid(), 0}, OTHERS_WRITE
         if self._local is not None:
             owner, mode = _of_new_files(self._local)
-            self._owners.add(owner)  # a network's file system may name one owner for all
-            self._writable &= ~mode  # and that of another system may keep no modes
+            self._owners.add(owner)  # a network file system may report one owner for all
+            self._writable &= ~mode  # and a file system without modes reports none
 
     def get(self, key: str) -> bytes | None:
         """Return an entry; None if it does not exist, or has no mark."""
@@ -139,7 +139,7 @@ class VerifiedPrograms(CacheInterface):
             why = "it is damaged, of an older version or another user's"
         except OSError as error:
             why = in_a_line(error)
-        self._again += 1  # after a new version it is all of them: one warning
+        self._again += 1  # a new version affects all entries: one warning
         level = logging.WARNING if self._again == 1 else logging.INFO
         log.log(level, "a kept program is compiled again, %s: %s", key[:60], why)
         try:
@@ -170,8 +170,8 @@ class VerifiedPrograms(CacheInterface):
                 os.utime(self._local / name, follow_symlinks=False)
 
     def _mark(self, digest: str) -> bytes:
-        """Return the content of a mark. Raises OSError: it is not there, or another user wrote it
-        or can change it."""
+        """Return the content of a mark. Raises OSError if it is missing, or if another user wrote
+        it or can change it."""
         if self._local is None:
             content: bytes = (self._path / f"{digest}{MARK}").read_bytes()
             return content
@@ -184,15 +184,15 @@ class VerifiedPrograms(CacheInterface):
 
 
 def _sum(key: str, value: bytes) -> str:
-    """Return the sum of an entry under its key, hexadecimal."""
+    """Return the checksum of an entry under its key, hexadecimal."""
     digest = hashlib.sha256(key.encode() + b"\0")
     digest.update(value)
     return digest.hexdigest()
 
 
 def _of_new_files(folder: Path) -> tuple[int, int]:
-    """Return the owner that a file has which is made there, and its mode; this user and 0600 where
-    none can be made."""
+    """Return the owner and the mode of a file made there; this user and 0600 if none can be
+    made."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".") as file:
             found = os.fstat(file.fileno())

@@ -1,10 +1,10 @@
-"""Compile what the samplers will need while the warm start trains: a rehearsal.
+"""Compile the samplers' programs while the warm start trains: a rehearsal.
 
     warm start   ██ compiles ████ update ████ update ████ update ████│ run
-    rehearsal                ██ compiles, draws with weights of 0 ███│
+    rehearsal                ██ compiles, samples with weights of 0 █│
 
-A sampler of the same shape draws answers to the held-out prompts, as an evaluation and the first
-step will. Nothing is kept of it but the compiled programs, which samplers of one shape share.
+A sampler of the same shape samples answers to the held-out prompts, as an evaluation and the first
+step will. Only the compiled programs are kept, which samplers of one shape share.
 """
 
 import logging
@@ -22,11 +22,11 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import Closed
 from jaxrl_async.model.lora import beside
 from jaxrl_async.model.spec import ModelSpec, Params
-from jaxrl_async.ports import FIXED_WEIGHTS
+from jaxrl_async.ports.weights import FIXED_WEIGHTS
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.builders.learning import sampling_params
 from jaxrl_async.run.builders.samplers import arrived, settings_here
-from jaxrl_async.sampler.compiling import compile_for
+from jaxrl_async.sampler.compile_ahead import compile_for
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import set_up
 from jaxrl_async.types import Prompt, Request, SamplingParams
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 
 class Rehearsal:
-    """Samplers that draw beside the warm start, one after another; a context manager, which ends
-    them. What goes wrong is logged, and shows again in the run itself."""
+    """Samplers that run during the warm start, one after another; a context manager that ends them.
+    Errors are logged; they would occur again in the run."""
 
     def __init__(self, config: Config, inputs: Inputs) -> None:
         """Make the rehearsal; start() begins it."""
@@ -59,8 +59,8 @@ class Rehearsal:
             self._thread.join()
 
     def start(self) -> None:
-        """Begin, unless it has begun, nothing is to be compiled ahead, or no sampler of ours has
-        devices of its own here."""
+        """Begin, unless it has begun, compile_ahead is off, the engine is external, or the samplers
+        share the trainer's devices."""
         config, slices = self._config, self._inputs.slices
         ours = config.sampler.engine == "native" and config.sampler.compile_ahead
         apart = ours and not slices.colocated
@@ -80,7 +80,7 @@ class Rehearsal:
                 self._sampler = None  # its weights and KV cache
 
     def _rehearse(self, mesh: Mesh) -> None:
-        """Draw as the sampler of this mesh will, then take new weights. Raises Closed if the
+        """Sample as the sampler of this mesh will, then take new weights. Raises Closed if the
         rehearsal is over."""
         config, spec = self._config, self._inputs.spec
         settings = replace(settings_here(config, self._inputs, mesh), name="rehearsal")
@@ -94,15 +94,15 @@ class Rehearsal:
             self._sampler = sampler
         for requests in self._acts():
             sampler.generate(requests)
-        sampler.close()  # with what it compiled beside its blocks, as that of the run will
+        sampler.close()  # with what it compiled during its blocks, as the run's sampler does
         compile_for(setup, prepared, setup.engine.state_shapes(), lambda: self._over)
         swapped = setup.engine.prepare(sent, prepared)
         if settings.probe_tokens is not None:
             setup.engine.probe(swapped, settings.probe_tokens)
-        log.info("the programs of a sampler were compiled beside the warm start")
+        log.info("the programs of a sampler were compiled during the warm start")
 
     def _acts(self) -> Iterator[list[Request]]:
-        """Yield the requests of an evaluation, if there are some, and of a step."""
+        """Yield the requests of an evaluation, if evaluations are on, and of a step."""
         config, inputs = self._config, self._inputs
         if config.eval.every:
             greedy = SamplingParams(temperature=config.eval.temperature)
@@ -114,8 +114,8 @@ class Rehearsal:
 
 
 def no_weights(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Params, Params]:
-    """Return weights of 0 as a version will bring them to a sampler, and as it begins with them: of
-    the same shapes and in the same places. Raises ConfigError."""
+    """Return weights of 0, first as a version brings them to a sampler, then as a sampler begins
+    with them: with the same shapes and shardings. Raises ConfigError."""
     sent, once = arrived(config, spec, mesh)
     shapes = (sent, {} if once is None else once)
     where = jax.tree.map(lambda x: x.sharding, shapes)
@@ -135,9 +135,9 @@ def rehearsed(
     *,
     extras: bool = False,
 ) -> list[Request]:
-    """Return requests for `members` answers to each prompt, of all lengths from one token to what
-    the settings allow: as those of a run, they end one after another. Where an environment will
-    open the episode, which nobody does here, tokens stand in for what it says: half of the room."""
+    """Return requests for `members` answers to each prompt, with lengths from one token to the
+    maximum: as in a run, they end one after another. If an environment would open the episode,
+    random tokens take the place of its messages: half of the room."""
     section = config.sampler
     said = max((section.max_length - section.max_new_tokens) // 2, 1)
     count = len(prompts) * members

@@ -1,4 +1,4 @@
-"""The side of a run that makes groups, from prompts to buffer, and what is recorded of them."""
+"""The part of a run that makes groups, from prompts to buffer, and its records."""
 
 import functools
 from collections.abc import Callable
@@ -16,25 +16,21 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.data.curriculum import Curriculum
 from jaxrl_async.data.prompts import PromptStream
 from jaxrl_async.model.spec import Params
-from jaxrl_async.ports import Gate, Generate
-from jaxrl_async.rollout.episode import EpisodeLimits
+from jaxrl_async.ports.generate import Generate
+from jaxrl_async.ports.rollout import Gate
 from jaxrl_async.rollout.pivots import PivotPlan
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
-from jaxrl_async.rollout.urgency import TurnPriority
+from jaxrl_async.run import features
 from jaxrl_async.run.builders.inputs import Inputs
-from jaxrl_async.run.builders.jetstream_samplers import make_jetstream_sampling
 from jaxrl_async.run.builders.learning import sampling_params
-from jaxrl_async.run.builders.remote_samplers import make_remote_sampling
 from jaxrl_async.run.builders.samplers import (
     GivingUp,
     Sampling,
-    make_foreign_sampling,
     make_sampling,
 )
 from jaxrl_async.run.checkpoint.rollout_state import StartingPoint, reopened
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Joined, Lockstep
-from jaxrl_async.run.outlets import MetricsWriter, make_recorder
 from jaxrl_async.run.replay.player import (
     OrderedPrompts,
     Replay,
@@ -42,17 +38,18 @@ from jaxrl_async.run.replay.player import (
     RunSchedule,
 )
 from jaxrl_async.run.replay.recording import Recorded, Recording, header_of
+from jaxrl_async.run.reporting import MetricsWriter, make_recorder
 from jaxrl_async.run.signals import Stop
-from jaxrl_async.types import EpisodeGroup, VersionedParams
+from jaxrl_async.types import EpisodeGroup, EpisodeLimits, TurnPriority, VersionedParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Records:
-    """What a run writes down: its numbers, what became of each group, and in which order."""
+    """Files of a run: its metrics, the fate of each group, and the schedule."""
 
     recorder: MetricsWriter
     ledger: Ledger  # the run's
-    buffer_ledger: Ledger  # this process's buffer's; of one process the same
+    buffer_ledger: Ledger  # of this process's buffer; with one process the same
     schedule: RunSchedule
     answers: Path  # file of answers to held-out prompts
 
@@ -71,15 +68,15 @@ def open_records(
     """Open the run's files.
 
     Args:
-        config: what is recorded.
-        paths: where.
+        config: the whole configuration.
+        paths: the run's paths.
         start: lines of later versions than this are moved aside.
-        recorded: a schedule to follow; None: this run makes its own.
+        recorded: a schedule to follow; None: this run records one.
         lockstep: the first process writes.
         closing: closes the files.
-        continued: whether the files of before are continued, as run.resume asked, even if there was
-            no checkpoint yet.
-        scheduled: whether the samplers are the run's alone, so that what they take in is written.
+        continued: whether existing files are continued, as run.resume asked, even if no checkpoint
+            existed.
+        scheduled: whether the samplers serve this run alone: only then is a schedule recorded.
     """
     resume_step = start.version if continued else None
     recorder = make_recorder(config, paths, lockstep, resume_step)
@@ -88,8 +85,8 @@ def open_records(
     if lockstep.writes:
         ledger = reopened(paths.ledger, start.whole, start.version, continued)
     closing.callback(ledger.close)
-    # Samplers in other processes, and external engines, do not write down what they take
-    # in: half a schedule is of no use.
+    # Samplers in other processes, and external engines, do not record which weights they take:
+    # half a schedule is of no use.
     whole = scheduled and not config.mesh.remote and config.sampler.engine == "native"
     file = lockstep.schedule_file(paths.schedule) if whole else None
     recording = Recording(file, header_of(config, start.version))
@@ -105,13 +102,13 @@ def open_records(
 SharedSampling = Callable[
     [Config, Inputs, VersionedParams, ReplayBuffer | ReplayedBuffer], Sampling
 ]
-"""Takes one of several runs in at the samplers that they share: its first weights, on the trainer's
-slice, and the gate that is told of live ones."""
+"""Adds one of several runs to the samplers that they share: with its first weights, on the
+trainer's slice, and the gate that is notified of live ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSide:
-    """All that makes groups, from the prompts to the draw of the trainer."""
+    """All parts that make groups, from the prompts to the trainer's source."""
 
     inputs: Inputs
     records: Records
@@ -120,7 +117,7 @@ class RolloutSide:
     joined: Joined  # the buffers of all processes, as the trainer uses them
     sampling: Sampling
     rollouts: RolloutLoop
-    gives_up: Callable[[], bool]  # whether to wait for the samplers' answers no more
+    gives_up: Callable[[], bool]  # whether to stop waiting for the samplers' answers
 
 
 def make_rollout_side(
@@ -138,16 +135,16 @@ def make_rollout_side(
     """Make buffer, samplers and rollouts.
 
     Args:
-        config: staleness, sampler, and so on.
+        config: the whole configuration.
         inputs: prompts, scorers, environments, and the devices.
-        records: where each of them writes.
+        records: the files of the parts.
         weights: the samplers' first, on the trainer's slice.
-        lockstep: the processes, each with a buffer of its own.
-        stop: ends waiting for the others' groups.
+        lockstep: the processes, each with its own buffer.
+        stop: ends waiting for the groups of other processes.
         folder: the run's.
-        closing: ends samplers in processes of their own and the judge, whatever happens.
-        base: what an adapter changes; None: all weights are trained.
-        shared: the samplers that several runs draw from; None: the run has its own.
+        closing: ends samplers in separate processes and the judge, in any case.
+        base: weights that an adapter changes; None: all weights are trained.
+        shared: samplers that several runs share; None: the run has its own.
     """
     schedule = records.schedule
     prompts = ordered(inputs.prompts, schedule)
@@ -159,12 +156,10 @@ def make_rollout_side(
     gate = schedule.gate(buffer, curriculum=isinstance(inputs.prompts, Curriculum))
     if shared is not None:
         sampling = shared(config, inputs, weights, gate)
-    elif config.sampler.engine == "jetstream":
-        sampling = make_jetstream_sampling(config, inputs, weights, gate)
-    elif config.sampler.engine == "vllm":  # its servers run elsewhere, too, but none joins
-        sampling = make_foreign_sampling(config, inputs, weights, gate)
+    elif config.sampler.engine != "native":  # vLLM servers are remote, too, but do not join
+        sampling = features.engine_sampling(config, inputs, weights, gate)
     elif config.mesh.remote:
-        sampling = make_remote_sampling(
+        sampling = features.remote_sampling(
             config, inputs, weights, buffer, lockstep, folder, closing, base
         )
     else:
@@ -193,7 +188,7 @@ def ordered(
 
 
 def buffer_settings(config: Config, processes: int) -> BufferSettings:
-    """Return the settings of the buffer in each of so many processes."""
+    """Return the settings of the buffer in each of `processes` processes."""
     algorithm, staleness, buffer = config.algorithm, config.staleness, config.buffer
     return BufferSettings(
         groups_per_step=algorithm.groups_per_step // processes,
@@ -204,19 +199,19 @@ def buffer_settings(config: Config, processes: int) -> BufferSettings:
         reuse=buffer.reuse,
         rank=RANKS[buffer.select],
         max_resampled=algorithm.max_resampled,
-        wants_pairs=config.pairs.loss is not None,
+        wants_pairs=config.pairs is not None,
         has_signal=worth_learning(config),
     )
 
 
 def worth_learning(config: Config) -> Callable[[EpisodeGroup], bool]:
-    """Return what says whether there is something to learn from a group."""
+    """Return a function that tells whether a group has a training signal."""
     algorithm, pairs = config.algorithm, config.pairs
     tests: list[Callable[[EpisodeGroup], bool]] = []
     if algorithm.dynamic_sampling:
         part, least = algorithm.signal_part, algorithm.signal_std
         tests.append(functools.partial(has_signal, part=part, least_std=least))
-    if pairs.loss is not None:
+    if pairs is not None:
         shapings = [shaping.resolve(choice) for choice in algorithm.shaping]
         how, seed = pairs.choose, config.run.seed
         tests.append(functools.partial(has_pair, shapings=shapings, how=how, seed=seed))
@@ -250,7 +245,7 @@ def make_rollouts(
         settings=RolloutSettings(
             group_size=config.algorithm.group_size,
             oversample=config.algorithm.oversample,
-            least_members=config.algorithm.least_members,
+            least_members=config.algorithm.min_members,
             limits=limits,
             pivots=pivot_plan(config.algorithm.pivots, inputs),
             max_failures=config.faults.max_failures,
@@ -263,9 +258,9 @@ def make_rollouts(
     )
 
 
-def pivot_plan(section: PivotSection, inputs: Inputs) -> PivotPlan | None:
-    """Return from where continuations are drawn; None: from nowhere."""
-    if not section.continuations:
+def pivot_plan(section: PivotSection | None, inputs: Inputs) -> PivotPlan | None:
+    """Return the plan of continuations from pivots; None: no continuations."""
+    if section is None:
         return None
     decode = inputs.tokenizer.decode
 

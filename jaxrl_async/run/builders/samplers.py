@@ -1,4 +1,4 @@
-"""The samplers behind their router, and the channel that brings the weights to them."""
+"""The samplers with their router, and the channel that brings the weights to them."""
 
 import functools
 import time
@@ -19,11 +19,10 @@ from jaxrl_async.model.lora import Lora, adapter_table, as_sent, beside, lora_of
 from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
 from jaxrl_async.outages import Outages
-from jaxrl_async.ports import Generate, Publisher, Replica
-from jaxrl_async.run.builders.engines import make_engines
+from jaxrl_async.ports.generate import Generate, Replica
+from jaxrl_async.ports.weights import Publisher
 from jaxrl_async.run.builders.inputs import Inputs
-from jaxrl_async.run.remote.local_samplers import LocalSamplers
-from jaxrl_async.run.remote.members import Members
+from jaxrl_async.run.optional_parts import JoinedSamplers, SamplerProcesses
 from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.sampler.device.sampling import Mix
@@ -38,8 +37,8 @@ from jaxrl_async.weights.conversion import Conversion
 from jaxrl_async.weights.local import Push
 
 AWAKE_S = 5.0
-"""Most of the time between two looks at the samplers that is charged to them, seconds: a suspended
-process is no sampler that hangs."""
+"""Maximum time between two checks of the samplers that counts against them, seconds: a suspended
+process does not make a sampler hang."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,23 +48,23 @@ class Sampling:
     router: Router
     channel: WeightChannel
     publisher: Publisher  # the trainer's side of the channel
-    probe: IntArray | None  # tokens on which both sides compare log-probs; None: they do not
-    members: Members | None = None  # who joins from other processes; None: all are threads here
-    processes: LocalSamplers | None = None  # those that the run starts itself; None: none
-    named: Generate | None = None  # of one of several runs: draws with its adapter, of all samplers
+    probe: IntArray | None  # tokens on which both sides compare log-probs; None: no comparison
+    members: JoinedSamplers | None = None  # from other processes; None: all are threads here
+    processes: SamplerProcesses | None = None  # started by the run; None: none
+    named: Generate | None = None  # for one of several runs: samples with its adapter
 
     @property
     def generate(self) -> Generate:
-        """What the run's requests go to."""
+        """The target of the run's requests."""
         return self.router if self.named is None else self.named
 
     def close(self) -> None:
-        """Stop the samplers, unless other runs draw from them. Idempotent."""
+        """Stop the samplers, unless other runs share them. Idempotent."""
         if self.named is None:
             self.router.close()
 
     def wait_for_samplers(self, stop: Stop) -> None:
-        """Wait until as many draw as the run begins with. Raises RolloutError."""
+        """Wait until the run has the samplers that it needs to begin. Raises RolloutError."""
         if self.members is None:
             return
         if self.processes is None:
@@ -74,12 +73,12 @@ class Sampling:
             self.members.wait_for_least(stop, self.processes.look)
 
     def begin_to_dismiss(self) -> None:
-        """Let no sampler join any more. Idempotent."""
+        """Refuse samplers that join from now on. Idempotent."""
         if self.members is not None:
             self.members.begin_close()
 
     def dismiss(self) -> None:
-        """Tell samplers in processes of their own that the run has ended. Idempotent."""
+        """Tell samplers in separate processes that the run has ended. Idempotent."""
         if self.members is not None:
             self.members.close()
         if self.processes is not None:
@@ -87,21 +86,21 @@ class Sampling:
 
 
 class GivingUp:
-    """Whether a run that is to stop waits for answers no more: no sampler is left, what answers is
-    away, or SIGTERM leaves no time for slow environments, agents or samplers elsewhere. Once it is
-    so it stays so: the wait for live weights and the evaluation that follows are given up
+    """Flag of a stopping run that no longer waits for answers: no sampler is left, a service is
+    unavailable, or SIGTERM leaves no time for slow environments, agents or remote samplers. Once
+    set it stays set: the wait for live weights and the evaluation that follows are abandoned
     together."""
 
     def __init__(
         self, stop: Stop, router: Router, end_sessions: Callable[[], None], outages: Outages
     ) -> None:
-        """end_sessions: called when it becomes so, that agents are told why they are cut off."""
+        """end_sessions: called once when the flag is set, to tell agents why they are cut off."""
         self._stop, self._router, self._outages = stop, router, outages
         self._given_up = False
         self._end_sessions = end_sessions
 
     def __call__(self) -> bool:
-        """Return whether to wait no more."""
+        """Return whether to stop waiting."""
         hurries = self._stop.is_set() and (
             self._stop.preempted or not self._router.living or self._outages.away
         )
@@ -125,7 +124,7 @@ class SentWeights:
 
 
 def sent_weights(section: WeightsSection, model: ModelSection, spec: ModelSpec) -> SentWeights:
-    """Return what of the policy is sent to samplers, and in which types."""
+    """Return the part of the policy that is sent to samplers, and its types."""
     dtype, lora = jnp.dtype(model.computes_in), lora_of(spec, model.lora)
     if lora is not None:
         kept = dtype if section.eight_bits else jnp.dtype(section.dtype or dtype)
@@ -143,13 +142,13 @@ def _sent_adapter(dtype: Any, spec: ModelSpec, lora: Lora) -> SentWeights:
 
 
 def sent_once(section: WeightsSection, model: ModelSection, spec: ModelSpec) -> SentWeights | None:
-    """Return what is sent once to each sampler, if an adapter follows; None: all weights are
-    trained."""
+    """Return the weights that are sent once to each sampler before an adapter; None: all weights
+    are trained."""
     return None if lora_of(spec, model.lora) is None else sent_whole(section, model, spec)
 
 
 def sent_whole(section: WeightsSection, model: ModelSection, spec: ModelSpec) -> SentWeights:
-    """Return all weights as they are sent to samplers: once, if an adapter follows."""
+    """Return all weights as they are sent to samplers: once, if an adapter is trained."""
     dtype, table = jnp.dtype(model.computes_in), weight_table(spec)
     form = form_of(model.lora)
     if form is not None:
@@ -170,8 +169,8 @@ def sent_whole(section: WeightsSection, model: ModelSection, spec: ModelSpec) ->
 
 
 def arrived(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Any, Any]:
-    """Return the shapes of what a version brings to a sampler, and of what comes once under it;
-    None: all comes with every version. Raises ConfigError."""
+    """Return the shapes of a version at a sampler, and of the base that is sent once; None: every
+    version has all weights. Raises ConfigError."""
     check_groups(spec, form_of(config.model.lora), mesh, "mesh.sampler")
     sent = sent_weights(config.weights, config.model, spec)
     once = sent_once(config.weights, config.model, spec)
@@ -185,12 +184,12 @@ def _is_weight(node: Any) -> bool:
 def make_push(
     section: WeightsSection, model: ModelSection, spec: ModelSpec, trainer: Mesh, sampler: Mesh
 ) -> Push:
-    """Compile the transfer of what is trained of the policy to one sampler."""
+    """Compile the transfer of the policy's trained weights to one sampler."""
     return _push(sent_weights(section, model, spec), trainer, sampler)
 
 
 def push_base(config: Config, spec: ModelSpec, trainer: Mesh, sampler: Mesh) -> Push:
-    """Return what brings the base of adapters to a sampler, once."""
+    """Return the transfer of the base of adapters to a sampler, used once."""
     return _push(sent_whole(config.weights, config.model, spec), trainer, sampler)
 
 
@@ -206,9 +205,9 @@ def _push(sent: SentWeights, trainer: Mesh, sampler: Mesh) -> Push:
 def sampler_settings(
     config: Config, spec: ModelSpec, probe_ids: IntArray | None = None
 ) -> SamplerSettings:
-    """Return what all samplers of a run have in common, wherever they run.
+    """Return the settings that all samplers of a run share, on any machine.
 
-    probe_ids: run_probe_ids of the run; None: nobody knows its prompts here.
+    probe_ids: run_probe_ids of the run; None: this process does not know its prompts.
     """
     return SamplerSettings(
         dtype=jnp.dtype(config.model.computes_in),
@@ -219,13 +218,13 @@ def sampler_settings(
 
 
 def run_probe_ids(inputs: Inputs) -> IntArray:
-    """Return the tokens on which a run's trainer and samplers compare log-probs: of its held-out
-    prompts, which are the same in every process."""
+    """Return the tokens on which a run's trainer and samplers compare log-probs: tokens of its
+    held-out prompts, which are the same in every process."""
     return probe_tokens([prompt.token_ids for prompt in inputs.held_out], inputs.spec.vocab)
 
 
 def make_probe(config: Config, spec: ModelSpec, token_ids: IntArray | None) -> Probe:
-    """Return the probe of all samplers of a run, with what rounding may do to it."""
+    """Return the probe of all samplers of a run, with its tolerance for rounding."""
     weights, model, matmul = config.weights, config.model, config.sampler.matmul
     narrow = "bfloat16" in (model.computes_in, weights.dtype, matmul)
     sent = sent_weights(weights, model, spec).conversion
@@ -243,7 +242,7 @@ def make_probe(config: Config, spec: ModelSpec, token_ids: IntArray | None) -> P
 
 
 def asked_mixes(config: Config) -> tuple[Mix, ...]:
-    """Return the samplings that a run's requests ask for: training's, and an evaluation's."""
+    """Return the sampling modes of a run's requests: for training, and for an evaluation."""
     drawn = config.sampler
     mixes = [Mix(drawn.truncates, drawn.temperature == 0, config.keeps_masks)]
     if config.eval.every:
@@ -261,8 +260,8 @@ def settings_here(config: Config, inputs: Inputs, mesh: Mesh) -> SamplerSettings
 
 
 def uses_one_thread(mesh: Mesh, *, colocated: bool) -> bool:
-    """Return whether a sampler computes on one core: XLA's own threads cost more than they bring
-    beside a trainer that computes, too."""
+    """Return whether a sampler computes on one core: XLA's own threads cost more than they gain
+    while a trainer computes, too."""
     return bool(mesh.devices.flat[0].platform == "cpu") and mesh.size == 1 and not colocated
 
 
@@ -274,15 +273,16 @@ def make_sampling(
     gate: ReplayBuffer | ReplayedBuffer,
     base: Params | None = None,
 ) -> Sampling:
-    """Make the samplers with the policy's weights, and the channel for those that follow.
+    """Make the samplers with the policy's weights, and the channel for later versions.
 
     Args:
         config: sampler, weights, faults, and the seed.
         inputs: the policy's spec, the slices with their locks, and the counts of faults.
         weights: the policy's, on the trainer's slice.
-        schedule: records, or prescribes, what each sampler takes in after which block.
+        schedule: records, or prescribes, which weights each sampler takes after which block.
         gate: notified when a version is live in every sampler.
-        base: what an adapter changes, on the trainer's slice, sent once. None: `weights` are all.
+        base: weights that an adapter changes, on the trainer's slice, sent once; None: `weights`
+            are all weights.
     """
     slices, spec = inputs.slices, inputs.spec
     pushes = [
@@ -324,31 +324,6 @@ def make_sampling(
     return Sampling(router=router, channel=channel, publisher=channel, probe=probe)
 
 
-def make_foreign_sampling(
-    config: Config,
-    inputs: Inputs,
-    weights: VersionedParams,
-    gate: ReplayBuffer | ReplayedBuffer,
-) -> Sampling:
-    """Make samplers of somebody else's engine (sampler.engine); arguments as make_sampling's."""
-    settings = sampler_settings(config, inputs.spec, run_probe_ids(inputs))
-    engines, channel = make_engines(
-        config,
-        inputs.spec,
-        inputs.slices.trainer,
-        weights,
-        on_live=gate.set_live,
-        probe=settings.probe,
-        count=inputs.faults.add,
-    )
-    return Sampling(
-        router=make_router(config.faults, engines, inputs.faults.add),
-        channel=channel,
-        publisher=channel,
-        probe=settings.probe_tokens,
-    )
-
-
 def make_router(
     section: FaultsSection,
     samplers: Sequence[Replica],
@@ -361,11 +336,11 @@ def make_router(
     """Put the samplers behind a router, which restarts those that fail.
 
     Args:
-        section: when one has failed, and how often it may.
-        samplers: those that are there from the start.
-        count: takes note of what is survived.
+        section: conditions of failure, and limits of restarts.
+        samplers: the samplers at the start.
+        count: counts handled faults.
         recorded: in a replay, returns the number of the sampler for a request.
-        elastic: for samplers that join and leave; None: there are none.
+        elastic: for samplers that join and leave; None: the samplers are fixed.
         same_adapters: whether all samplers have the adapters that requests name.
     """
     awake = AwakeClock(time.monotonic, most_s=AWAKE_S)

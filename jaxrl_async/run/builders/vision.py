@@ -1,4 +1,4 @@
-"""The images of a run: which model reads them, and what a run with images cannot do."""
+"""The images of a run: the model that reads them, and the settings that do not support images."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -24,9 +24,9 @@ WITH_IMAGES = ("rl", "sft")
 
 
 def image_store(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ImageStore | None:
-    """Return an empty store for the images of a run's records; None: its model has no tower, or its
-    records are not of data.jsonl. No weight is read. Raises CheckpointError, ConfigError,
-    DataError."""
+    """Return an empty store for the images of a run's records; None: its model has no vision tower,
+    or its records do not come from data.jsonl. No weight is read. Raises CheckpointError,
+    ConfigError, DataError."""
     path = config.model.path
     if (
         config.run.job not in WITH_IMAGES
@@ -65,16 +65,17 @@ def image_store(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ImageS
 
 
 def check_images(config: Config, store: ImageStore | None) -> ImageStore | None:
-    """Return the store if records have images; no more can be added. The first one is embedded.
+    """Return the store if records have images, and refuse further ones. The first image is
+    embedded.
 
-    Raises ConfigError for settings that do not go with images, and CheckpointError or DataError for
+    Raises ConfigError for settings that do not support images, and CheckpointError or DataError for
     a directory that cannot embed them.
     """
     if store is None or not len(store):
         return None
     if found := next(_obstacles(config), None):
         raise ConfigError(
-            f"the records of {config.data.jsonl.path} have images, which do not go with {found}. "
+            f"the records of {config.data.jsonl.path} have images, which do not work with {found}. "
             "See docs/images.md."
         )
     store.seal()
@@ -83,21 +84,21 @@ def check_images(config: Config, store: ImageStore | None) -> ImageStore | None:
 
 
 def _obstacles(config: Config) -> Iterator[str]:
-    """Yield the settings that know nothing of images."""
+    """Yield the settings that do not support images."""
     c, draws = config, config.run.job == "rl"
     context = c.mesh.trainer.context
     found = {
         "several processes": jax.process_count() > 1,
         "samplers elsewhere (mesh.sampler, remote)": draws and c.mesh.remote,
         f"sampler.engine={c.sampler.engine}": draws and c.sampler.engine != "native",
-        "endpoint.outsiders": c.endpoint.outsiders,
+        "endpoint.external_agents": c.endpoint.external_agents,
         "runs (several adapters)": bool(c.runs),
         "trainer.share_prefixes": c.trainer.share_prefixes,
         f"mesh.trainer.context={context}": context != 1,
         f"model.attention={c.model.attention} (set auto or reference)": c.model.attention
         not in ("auto", "reference"),
-        "teacher.path": c.teacher.path is not None,
-        "pairs.loss": c.pairs.loss is not None,
+        "teacher.path": c.teacher is not None and c.teacher.path is not None,
+        "pairs": c.pairs is not None,
         "reward.model": c.reward.model is not None,
         "a critic (algorithm.advantage)": needs_critic(c.algorithm.advantage),
     }

@@ -1,4 +1,4 @@
-"""Digests of what judges the answers of a run, and of its held-out records.
+"""Digests of a run's graders and of its held-out records.
 
 A checkpoint holds them, and a resumed run logs which have changed.
 """
@@ -27,10 +27,10 @@ REWARD, HELD_OUT = "reward", "held-out records"
 
 
 def inputs_digest(config: Config, task: Task, held_out: tuple[Prompt, ...]) -> dict[str, str]:
-    """Return the digest of each of them, by a name for people.
+    """Return the digests by a name for people.
 
-    Functions count by their code and by the functions and constants of their module that they use,
-    files of the user's by their bytes, built-in graders by their names, all by their weights.
+    Functions are digested by their code and by the functions and constants of their module that
+    they use, user files by their bytes, built-in graders by their names, all by their weights.
     """
     judging = hashlib.sha256()
     for text in _judging(config, task):
@@ -43,13 +43,13 @@ def inputs_digest(config: Config, task: Task, held_out: tuple[Prompt, ...]) -> d
 
 
 def tell_of_changes(before: Mapping[str, str] | None, now: Mapping[str, str], where: Path) -> None:
-    """Log a warning of each digest that was another when a checkpoint was written; None: it has
-    none."""
+    """Log a warning for each digest that has changed since a checkpoint was written; None: it has
+    no digests."""
     changed = [name for name, text in now.items() if (before or now).get(name, text) != text]
     for name in changed:
         log.warning(
-            "%s: resumed with another %s than before: what is measured from now on cannot be "
-            "compared with what was. Resume with the same %s if that is not meant.",
+            "%s: resumed with another %s than before: metrics from now on cannot be compared with "
+            "earlier ones. Resume with the same %s if that is not intended.",
             where,
             name,
             name,
@@ -57,10 +57,11 @@ def tell_of_changes(before: Mapping[str, str] | None, now: Mapping[str, str], wh
 
 
 def _judging(config: Config, task: Task) -> Iterator[str]:
-    """Yield texts that change with what judges the answers."""
+    """Yield texts that change with the graders."""
     weights = config.reward.weights if config.reward.function is not None else {}
     yield repr([*weights.values()])
-    for name in (*weights, config.reward.process.function or ""):
+    process = config.reward.process
+    for name in (*weights, "" if process is None else process.function):
         path, _, function = name.rpartition(":")
         file = Path(path)
         if is_own(name) and file.is_file():
@@ -130,8 +131,8 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def _code(code: CodeType) -> Iterator[str]:
-    """Yield what a function's code consists of, its inner functions' too: names, constants,
-    instructions; not lines, files and docstrings."""
+    """Yield names, constants and instructions of a function's code and its inner functions, without
+    lines, files and docstrings."""
     yield code.co_code.hex()
     yield from code.co_names
     for place, constant in enumerate(code.co_consts):
@@ -140,7 +141,7 @@ def _code(code: CodeType) -> Iterator[str]:
         elif place or not _has_docstring(code):
             yield _constant(constant) or repr(constant)
         else:
-            yield repr(None)  # as of a function without one
+            yield repr(None)  # as in a function without one
 
 
 def _has_docstring(code: CodeType) -> bool:
@@ -152,12 +153,12 @@ def _has_docstring(code: CodeType) -> bool:
 
 
 def _constants(values: Sequence[Any]) -> Iterator[str]:
-    """Yield the texts of those values that are constants."""
+    """Yield the texts of the values that are constants."""
     yield repr([said for value in values if (said := _constant(value)) is not None])
 
 
 def _constant(value: Any) -> str | None:
-    """Return a text that says all of a value, the same in each process; None: there is none."""
+    """Return a text of a value, equal in each process; None if it is not a constant."""
     if isinstance(value, tuple | list | set | frozenset):
         parts = [_constant(part) for part in value]
         if isinstance(value, set | frozenset):  # whose order differs between processes

@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 def limit_arenas() -> None:
     """Limit malloc to a quarter as many arenas as cores, at least four.
 
-    glibc allows eight for each core, and an arena keeps whole pages for the few blocks that live in
-    it: the memory of a run with many threads would grow slowly beyond what it uses. Does nothing if
-    $MALLOC_ARENA_MAX is set or malloc is not glibc's.
+    glibc allows eight per core, and an arena keeps whole pages for few live blocks: the memory of a
+    run with many threads would slowly grow beyond its use. Does nothing if $MALLOC_ARENA_MAX is set
+    or malloc is not glibc's.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and "MALLOC_ARENA_MAX" not in os.environ:
@@ -35,8 +35,8 @@ def mend_orbax() -> None:
     Each key and value that `to_json` and `experimental_collect_matching_metrics` return has one
     reference too many (seen in tensorstore 0.1.76 to 0.1.86). Orbax calls them once for each array
     and twice for each checkpoint: a checkpoint of 16 arrays leaked 30 KB. It needs neither result:
-    the first is what it has just passed in, the second goes into its log. Orbax's own log, which
-    repeats each error with every traceback, is silenced, too. A second call does nothing.
+    the first equals its argument, the second goes into its log. Orbax's own log, which repeats each
+    error with every traceback, is silenced, too. A second call does nothing.
     """
     logging.getLogger("absl").addFilter(_is_not_of_orbax)
     _hush_late_work()
@@ -52,7 +52,7 @@ def mend_orbax() -> None:
 
 
 def _hush_late_work() -> None:
-    """Keep what a failed save or restore leaves running from printing tracebacks.
+    """Keep threads of a failed save or restore from printing tracebacks.
 
     Orbax closes its event loop at the first read or write that fails; those that end later cannot
     report to it, and Python would print "Event loop is closed" for each, even at exit. A second
@@ -65,7 +65,7 @@ def _hush_late_work() -> None:
 
 
 class _HushedHook:
-    """Python's hook for what cannot be raised, without what comes from orbax's closed loops."""
+    """Python's hook for unraisable errors, without those from orbax's closed loops."""
 
     def __init__(self, before: Any) -> None:
         self._before = before
@@ -92,7 +92,7 @@ class _Replaced:
 
 
 class _Spec(dict[str, Any]):
-    """A KvStore's spec as JSON, which TensorStore takes wherever it takes its own type."""
+    """A KvStore's spec as JSON, which TensorStore accepts in place of its own type."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the spec as a plain dict."""

@@ -1,4 +1,4 @@
-"""The sampling masks of a resumed run's answers that were sampled without any."""
+"""Sampling masks for a resumed run's answers that were sampled without masks."""
 
 import logging
 from dataclasses import fields, is_dataclass, replace
@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 
 def with_masks(state: T, saved: Saved, config: Config, folder: Path) -> T:
-    """Return what a checkpoint holds of the rollouts with a sampling mask for each drawn token, if
-    the run keeps masks.
+    """Return a checkpoint's rollouts with a sampling mask for each sampled token, if the run keeps
+    masks.
 
-    Tokens that were sampled from the whole vocabulary get a mask that leaves none out. Raise
-    CheckpointError if others have none: what could be sampled is not known any more.
+    Tokens that were sampled from the whole vocabulary get a mask that excludes none. Raises
+    CheckpointError if other tokens have no mask: it cannot be reconstructed.
     """
     if not config.keeps_masks or not (missing := _num_missing(state)):
         return state
@@ -33,15 +33,16 @@ def with_masks(state: T, saved: Saved, config: Config, folder: Path) -> T:
     if SamplerSection.model_validate(cuts).truncates:
         listed = ", ".join(f"sampler.{key}={value:g}" for key, value in cuts.items())
         raise CheckpointError(
-            f"{folder / str(saved.step)}: {missing} answers that are not learnt yet were sampled "
-            f"with {listed} and without sampling masks, which algorithm.keep_sampling_mask (null: "
-            "true with these) asks for now. Resume with algorithm.keep_sampling_mask=false, as "
+            f"{folder / str(saved.step)}: {missing} answers that are not trained on yet were "
+            f"sampled with {listed} and without sampling masks, which "
+            "algorithm.keep_sampling_mask (null: true with these) asks for now. Resume with "
+            "algorithm.keep_sampling_mask=false, as "
             "the run was, or choose another run.name; model.path=.../policy starts from a "
             "finished run's weights."
         )
     log.warning(
-        "%d answers that are not learnt yet were sampled from the whole vocabulary: the sampling "
-        "masks that are kept from now on leave out none of their tokens",
+        "%d answers that are not trained on yet were sampled from the whole vocabulary: their "
+        "sampling masks exclude no token",
         missing,
     )
     filled: T = _filled(state)
@@ -62,7 +63,7 @@ def _num_missing(value: Any) -> int:
 
 
 def _filled(value: Any) -> Any:
-    """Return the records with masks that leave no token out where they had none."""
+    """Return the records with masks that exclude no token where they had none."""
     if _lacks(value):
         starts = np.zeros(_num_drawn(value) + 1, np.int32)
         return replace(value, kept=KeptTokens(ids=np.zeros(0, np.int32), starts=starts))

@@ -1,10 +1,10 @@
-"""What a checkpoint of rl holds beside what learns, and how a run continues from it.
+"""The state of the rollouts in a checkpoint of rl, and how a run is resumed from it.
 
     buffer, rollouts, ledger, prompts ──save──> Checkpoints ──restore──> the same, in a new process
 
-All that was active comes back, in each process what was active there; at max_staleness 0 it is
-drawn anew. A run is resumed by as many processes with rollouts as saved it: one, if the samplers
-are processes of their own, however many there are and on however many hosts the trainer is.
+All active groups are restored, each in its process; at max_staleness 0 they are sampled again. A
+run must be resumed by the number of processes with rollouts that saved it: one, if the samplers are
+separate processes, with any number of samplers and of trainer hosts.
 """
 
 import functools
@@ -42,24 +42,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutsState:
-    """All that is active between two updates: the buffer, and the groups that are being played."""
+    """All active groups between two updates: in the buffer, and in the rollouts."""
 
     buffer: BufferState  # in the process's own numbers
     groups: tuple[SavedGroup, ...] = ()  # the buffer's pending ones
-    others: tuple["RolloutsState", ...] = ()  # of process 1, 2, ...; this is then of process 0
+    others: tuple["RolloutsState", ...] = ()  # of process 1, 2, ...; then this one is process 0's
 
 
 NOTHING_YET = RolloutsState(buffer=BufferState(next_group=0, next_untaken=0))
 ROLLOUT_KINDS: tuple[type, ...] = (RolloutsState, BufferState, *SAVED_KINDS)
-"""Records that a checkpoint holds, beside those of types.py."""
+"""Records in a checkpoint, in addition to the records of types.py."""
 
 
 def rollouts_state(buffer: ReplayBuffer, rollouts: RolloutLoop, *, active: bool) -> RolloutsState:
-    """Read buffer and rollouts while everything runs. active: with what is ready or being drawn.
+    """Read buffer and rollouts while both run. active: with groups that are ready or in progress.
 
-    The rollouts are read first: what they finish meanwhile is in the buffer. A burst that was
-    admitted meanwhile, with the highest numbers, is left out, with what of it is finished already:
-    a resumed run admits it again, with the same prompts.
+    The rollouts are read first: groups that they finish before the second read are in the buffer. A
+    burst that was admitted in between, with the highest numbers, is left out, including its
+    finished groups: a resumed run admits it again, with the same prompts.
     """
     playing = {g.ticket.group: g for g in (rollouts.progress() if active else ())}
     state = buffer.state(active=active)
@@ -81,9 +81,9 @@ def gathered_state(
 
     Args:
         own: this process's.
-        accounts: brings the ledger to where the states are.
+        accounts: brings the ledger to the lines of the states.
         ledger: the run's.
-        lockstep: the processes; of one, its own state is returned.
+        lockstep: the processes; if there is one, its own state is returned.
     """
     if lockstep.count == 1:
         return own
@@ -99,14 +99,14 @@ def gathered_state(
 
 
 def local_share(state: RolloutsState, lockstep: Lockstep) -> RolloutsState:
-    """Return this process's part of a run's state. Raises CheckpointError if more or fewer
+    """Return this process's part of a run's state. Raises CheckpointError if another number of
     processes saved it."""
     if state is NOTHING_YET:
         return state
     if len(state.others) + 1 != lockstep.players:
         raise CheckpointError(
-            f"the checkpoint is of {len(state.others) + 1} processes with rollouts, and these are "
-            f"{lockstep.players}. Resume with as many; model.path=.../policy starts from a "
+            f"the checkpoint is of {len(state.others) + 1} processes with rollouts, and now there "
+            f"are {lockstep.players}. Resume with as many; model.path=.../policy starts from a "
             "finished run's weights."
         )
     if not lockstep.plays:
@@ -119,7 +119,7 @@ def local_share(state: RolloutsState, lockstep: Lockstep) -> RolloutsState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSaver:
-    """Saves a run of rl: what learns, the buffer, what is being drawn, and every position."""
+    """Saves a run of rl: the learner, the buffer, active groups, and every position."""
 
     config: Config
     checkpoints: Checkpoints
@@ -129,23 +129,23 @@ class RunSaver:
     ledger: Ledger  # the run's
     accounts: Accounts
     lockstep: Lockstep
-    images: ImageStore | None  # that token ids name; None: they name none
+    images: ImageStore | None  # images in token ids; None: there are no images
     digests: Mapping[str, str]  # see inputs_digest.py
     lock: AbstractContextManager[Any]  # orbax compares names on the samplers' devices, too
 
     def save(self, learner: Learner, version: int, numbers: Mapping[str, int]) -> None:
-        """Begin to write a checkpoint of this version. numbers: the trainer's own.
+        """Start to write a checkpoint of this version. numbers: the trainer's counters.
 
-        At max_staleness 0 what is being drawn is left out: drawn anew it is the same, bit for bit,
-        while half of it on its own would run on another schedule. A process that failed alone
-        writes nothing, since the others could not follow.
+        At max_staleness 0 active groups are left out: sampled again they are the same, bit for bit,
+        while restored halves would run on another schedule. A process that failed alone writes
+        nothing, since the others cannot take part.
         """
         if self.accounts.failed_alone:
             log.error("version %d is not saved: this process failed alone", version)
             return
         active = self.config.staleness.max_staleness > 0
         state = rollouts_state(self.buffer, self.rollouts, active=active)
-        # Where there are no rollouts no prompt is drawn: the stream stays where the run began.
+        # Without rollouts no prompt is taken: the stream stays at the run's start.
         position = self.prompts.state(state.buffer.next_group) if self.lockstep.plays else None
         state = gathered_state(state, self.accounts, self.ledger, self.lockstep)
         loop = {
@@ -172,12 +172,12 @@ class RunSaver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartingPoint:
-    """Where a run begins: at version 0, or where a checkpoint was taken."""
+    """Start of a run: version 0, or a checkpoint."""
 
     version: int = 0
     whole: RolloutsState = NOTHING_YET  # of all processes
     share: RolloutsState = NOTHING_YET  # of this one
-    numbers: Mapping[str, int] | None = None  # the trainer's own; None: a new run
+    numbers: Mapping[str, int] | None = None  # the trainer's counters; None: a new run
 
     def restore(
         self,
@@ -204,10 +204,10 @@ def resumed(
     images: ImageStore | None,
     digests: Mapping[str, str],
 ) -> StartingPoint:
-    """Restore learner and prompts from the newest readable checkpoint with run.resume; return where
-    the other parts begin. images: that token ids name; None: they name none. digests: see
-    inputs_digest.py; a change is logged. Raises CheckpointError, DataError before a file of the run
-    is changed."""
+    """Restore learner and prompts from the newest readable checkpoint with run.resume; return the
+    starting point of the other parts. images: the images in token ids; None: no images. digests:
+    see inputs_digest.py; a change is logged. Raises CheckpointError, DataError before a file of the
+    run is changed."""
     if not config.run.resume:
         return StartingPoint()
     saved = checkpoints.restore(None, learner.tree())
@@ -226,20 +226,20 @@ def resumed(
 
 
 def check_same_images(saved: Saved, images: ImageStore | None, folder: Path) -> None:
-    """Raise CheckpointError if the ids of images in a checkpoint's answers mean others now."""
+    """Raise CheckpointError if image ids in a checkpoint's answers mean other images now."""
     before = saved.loop.get("images")
     if before is None or (images is not None and images.identity() == before):
         return
     raise CheckpointError(
-        f"{folder / str(saved.step)}: its answers name images by their place among those of the "
-        "records, and the records have other images now, or have them in another order. Put the "
-        "files of data.jsonl and their images back as they were, or choose another run.name; "
+        f"{folder / str(saved.step)}: its answers refer to images by their index in the records, "
+        "and the records now have other images, or have them in another order. Restore the "
+        "files of data.jsonl and their images, or choose another run.name; "
         "model.path=.../policy starts from a finished run's weights."
     )
 
 
 def resuming_if_possible(config: Config, checkpoints: Checkpoints) -> Config:
-    """Return the configuration, without run.resume if there is no checkpoint yet."""
+    """Return the configuration, without run.resume if no checkpoint exists yet."""
     if not config.run.resume or checkpoints.latest() is not None:
         return config
     log.warning("%s: no checkpoint yet; the run starts from its beginning", checkpoints.directory)
@@ -247,9 +247,9 @@ def resuming_if_possible(config: Config, checkpoints: Checkpoints) -> Config:
 
 
 def reopened(path: Path, state: RolloutsState, version: int, resumes: bool) -> Ledger:
-    """Open the run's ledger; of a resumed run, move aside the lines from after its checkpoint.
+    """Open the run's ledger; in a resumed run, move aside the lines from after its checkpoint.
 
-    Earlier lines are kept. A checkpoint may be resumed more than once; its saved line count says
+    Earlier lines are kept. A checkpoint may be resumed more than once; its saved line count decides
     where to cut.
     """
     if not resumes:

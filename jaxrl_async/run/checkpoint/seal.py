@@ -1,9 +1,9 @@
-"""Checksums of a checkpoint's files, and when a checkpoint may be trusted.
+"""Checksums of a checkpoint's files, and the rules for trusting a checkpoint.
 
-    written below NAME.unnamed-tmp ──seal──> checksums in it, all of it on the disk ──name──> NAME
+    written below NAME.unnamed-tmp ──seal──> checksums in it, all synced to disk ──name──> NAME
         ──check_files──> read back ──> older ones may be removed
 
-A checkpoint gets its name in one step (rename), after its checksums are on the disk. One without
+A checkpoint gets its name in one step (rename), after its checksums are synced to disk. One without
 checksums is therefore a damaged copy, or was made by version 0.3.0 or earlier, which added them
 after the name.
 """
@@ -27,35 +27,36 @@ from jaxrl_async.run.file_names import free_name, is_inside
 CHECKSUMS = "checksums.json"
 """Digests of a checkpoint's files, by path."""
 UNNAMED, REPLACED = ".unnamed-tmp", ".replaced-tmp"
-"""What the names of a checkpoint end with that is being written, and of one that is replaced."""
+"""Suffixes of a checkpoint that is being written, and of one that is being replaced."""
 UNREADABLE = ".unreadable"
-"""What the names of checkpoints end with that a resumed run has passed over."""
+"""Suffix of checkpoints that a resumed run has skipped."""
 SWEEPS, CLEAN_LOOKS, SWEEP_S = 50, 4, 0.05
-"""Most times that a failed save is swept, how often nothing must be there, seconds between two."""
+"""Maximum number of sweeps of a failed save, clean checks in a row to stop, seconds between two."""
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EROFS)
-"""What file systems say that cannot sync a folder or a file."""
+"""Errors of file systems that cannot sync a folder or a file."""
 HASHED_AT_ONCE, BLOCK = 8, 4 << 20
-"""Most files that are hashed at the same time, and the bytes that are read of each at a time."""
+"""Maximum number of files hashed at the same time, and bytes per read of each."""
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
-"""What the system says of files that are missing or of another kind; all else that it says may
-pass, or can be mended, and the files may be whole."""
+"""Errors of files that are missing or of another kind; after any other error, which may be
+temporary or can be repaired, the files may be intact."""
 PASSING = (
-    "RESOURCE_EXHAUSTED",
+    *("RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED"),
+    *("PERMISSION_DENIED", "UNAUTHENTICATED"),
     *map(os.strerror, (errno.EIO, errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT, errno.EACCES)),
     *map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOTCONN, errno.EREMOTEIO)),
 )
-"""Texts by which errors of orbax and its libraries say such a thing."""
+"""Texts of such errors in orbax and its libraries."""
 
 log = logging.getLogger(__name__)
 
 
 class GivenUpReading(Exception):
-    """The files were not hashed to the end, since that was not wanted any more."""
+    """Hashing was abandoned because its result is no longer needed."""
 
 
 def saved_steps(directory: Path) -> list[int]:
-    """Return the steps that have a checkpoint, oldest first; the folder is not changed, so a run
-    may be training in it."""
+    """Return the steps that have a checkpoint, oldest first; the folder is not changed: a run may
+    be training in it."""
     if not directory.is_dir():
         return []
     named = [p for p in directory.iterdir() if p.name.isascii() and p.name.isdigit() and p.is_dir()]
@@ -63,13 +64,13 @@ def saved_steps(directory: Path) -> list[int]:
 
 
 def is_sealed(folder: Path) -> bool:
-    """Return whether a checkpoint has checksums; whether they are right is for `check_files`."""
+    """Return whether a checkpoint has checksums; `check_files` verifies them."""
     return (folder / CHECKSUMS).is_file()
 
 
 def checksums(folder: Path, give_up: Callable[[], bool] = lambda: False) -> dict[str, str]:
-    """Return the SHA-256 of every file in a folder, by path relative to it. Several files are
-    hashed at once. Raises OSError, and GivenUpReading soon after `give_up` has returned True."""
+    """Return the SHA-256 of every file in a folder, by relative path. Several files are hashed at
+    the same time. Raises OSError, and GivenUpReading soon after `give_up` has returned True."""
     files = _files(folder)
     workers = max(1, min(HASHED_AT_ONCE, os.cpu_count() or 1, len(files)))
     with ThreadPoolExecutor(workers, thread_name_prefix="checksums") as pool:
@@ -79,16 +80,16 @@ def checksums(folder: Path, give_up: Callable[[], bool] = lambda: False) -> dict
 
 
 def seal(folder: Path) -> None:
-    """Write the checksums of a folder's files into it, and return once all of it is on the disk.
-    Raises OSError."""
+    """Write the checksums of a folder's files into it, and return once all files are synced to
+    disk. Raises OSError."""
     text = json.dumps(checksums(folder), indent=0)
     (folder / CHECKSUMS).write_text(text, encoding="utf-8")
     sync([*folder.rglob("*"), folder])
 
 
 def give_name(unnamed: Path, folder: Path) -> None:
-    """Give a sealed checkpoint its name; one that has it already is removed afterwards. The name is
-    on the disk when this returns. Raises OSError."""
+    """Give a sealed checkpoint its name; an existing one of that name is removed afterwards. The
+    name is synced to disk when this returns. Raises OSError."""
     replaced = folder.with_name(folder.name + REPLACED)
     if os.path.lexists(folder):
         folder.rename(replaced)
@@ -98,8 +99,8 @@ def give_name(unnamed: Path, folder: Path) -> None:
 
 
 def sweep(directory: Path, step: str = "*") -> None:
-    """Remove what unfinished saves have left in a folder of checkpoints; one that was about to be
-    replaced gets its name back."""
+    """Remove the files of unfinished saves in a folder of checkpoints; a checkpoint that was about
+    to be replaced gets its name back."""
     for replaced in directory.glob(step + REPLACED):
         folder = replaced.with_name(replaced.name.removesuffix(REPLACED))
         if not os.path.lexists(folder):
@@ -109,7 +110,7 @@ def sweep(directory: Path, step: str = "*") -> None:
 
 
 def sweep_until_gone(directory: Path, step: str) -> None:
-    """Sweep what a failed save has left, again while threads of it still write there."""
+    """Sweep the files of a failed save repeatedly while its threads still write there."""
     clean = 0
     for _ in range(SWEEPS):
         clean = 0 if any(directory.glob(f"{step}.*tmp*")) else clean + 1
@@ -120,13 +121,13 @@ def sweep_until_gone(directory: Path, step: str) -> None:
 
 
 def set_unreadable_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint that a resumed run has passed over: no later start reads it, and
-    the run may save that step again. Return its new path. Raises OSError."""
+    """Rename a damaged checkpoint that a resumed run has skipped: no later start reads it, and the
+    run may save that step again. Return its new path. Raises OSError."""
     return folder.rename(free_name(folder.with_name(folder.name + UNREADABLE)))
 
 
 def forget_unreadable(kept: Path) -> list[str]:
-    """Remove all damaged checkpoints that were set aside in a folder, but for `kept`; return their
+    """Remove all damaged checkpoints that were set aside in a folder, except `kept`; return their
     names. Each is as large as a checkpoint."""
     pattern = re.compile(rf"\d+{re.escape(UNREADABLE)}\.\d+")
     others = [p for p in kept.parent.iterdir() if p != kept and pattern.fullmatch(p.name)]
@@ -137,7 +138,7 @@ def forget_unreadable(kept: Path) -> list[str]:
 
 def is_passing(error: BaseException) -> bool:
     """Return whether an error of reading a checkpoint does not mean that it is damaged: the file
-    system, the memory or a permission failed, and another try may read it."""
+    system, the memory or a permission failed, and a retry may succeed."""
     chain: list[BaseException] = []
     while error not in chain:
         chain.append(error)
@@ -151,8 +152,8 @@ def is_passing(error: BaseException) -> bool:
 
 
 def sync(paths: Iterable[Path]) -> None:
-    """Have the system write files and folders to the disk. Raises OSError where it fails; a file
-    system that has no such call is named in the log, once."""
+    """Sync files and folders to disk. Raises OSError if that fails; a file system without such a
+    call is logged once."""
     for path in paths:
         if path.is_symlink() or not (path.is_dir() or path.is_file()):
             continue
@@ -170,8 +171,8 @@ def sync(paths: Iterable[Path]) -> None:
 
 
 def sync_records(paths: Iterable[Path]) -> OSError | None:
-    """Have the system write files and folders that a run can lose without losing a checkpoint, as
-    far as it does; those that are not there are left out. Return the first error."""
+    """Sync files and folders whose loss does not lose a checkpoint, as far as possible; missing
+    ones are skipped. Return the first error."""
     first: OSError | None = None
     for path in paths:
         try:
@@ -184,13 +185,13 @@ def sync_records(paths: Iterable[Path]) -> OSError | None:
 
 
 def check_files(folder: Path, give_up: Callable[[], bool] = lambda: False) -> None:
-    """Raise OSError if the files of a checkpoint are not those that were written: one has changed,
-    is missing, was added or is a link out of it, or the checksums are missing. Raise GivenUpReading
+    """Raise OSError if the files of a checkpoint are not the written ones: one has changed, is
+    missing, was added or is a link out of it, or the checksums are missing. Raise GivenUpReading
     soon after `give_up` has returned True."""
     try:
         wanted = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise OSError(f"{folder} has no {CHECKSUMS}: nothing says what was written") from None
+        raise OSError(f"{folder} has no {CHECKSUMS}: its files cannot be verified") from None
     except (ValueError, RecursionError):
         wanted = None
     if not isinstance(wanted, dict):
@@ -212,8 +213,8 @@ def check_links(folder: Path) -> None:
 
 
 def forget_old(directory: Path, newest: int, keep: int) -> None:
-    """Remove all sealed checkpoints up to `newest`, which was read back, but for the last `keep` of
-    them; and what has no checksums and is older than these."""
+    """Remove all sealed checkpoints up to `newest`, which was read back, except the last `keep`;
+    and folders without checksums that are older than these."""
     steps = [s for s in saved_steps(directory) if s <= newest]
     kept = [s for s in steps if is_sealed(directory / str(s))][-keep:]
     for step in steps:
@@ -231,8 +232,8 @@ def _remove(path: Path) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint, but for its checksums. Raises OSError where a folder in it
-    cannot be listed: what lies there is not missing."""
+    """Return the files of a checkpoint, except its checksums. Raises OSError if a folder in it
+    cannot be listed: its files are not missing."""
 
     def fail(error: OSError) -> None:
         raise error

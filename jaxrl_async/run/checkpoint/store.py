@@ -26,32 +26,17 @@ from numpy.typing import NDArray
 from orbax.checkpoint import v1
 
 from jaxrl_async.config.changes import changes
+from jaxrl_async.config.former import turn_off
 from jaxrl_async.config.load import dump, flattened
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.config.schema import CheckpointSection, Config
-from jaxrl_async.errors import CheckpointError, EarlierSaveError
+from jaxrl_async.errors import CheckpointError, EarlierSaveError, FolderLost
 from jaxrl_async.host import give_back_memory
 from jaxrl_async.mesh import HOST
 from jaxrl_async.model.lora import scale_of
 from jaxrl_async.run.checkpoint.orbax_fixes import mend_orbax
-from jaxrl_async.run.checkpoint.seal import (
-    CHECKSUMS,
-    UNNAMED,
-    GivenUpReading,
-    check_files,
-    check_links,
-    forget_old,
-    forget_unreadable,
-    give_name,
-    is_passing,
-    is_sealed,
-    saved_steps,
-    seal,
-    set_unreadable_aside,
-    sweep,
-    sweep_until_gone,
-    sync_records,
-)
+from jaxrl_async.run.checkpoint.seal import CHECKSUMS, GivenUpReading, is_passing, sync_records
+from jaxrl_async.run.checkpoint.storage import CheckpointStorage, FolderStorage, place_of
 from jaxrl_async.run.folder import FolderWatch, Paths
 
 STATE, LOOP, ROLLOUTS = "state", "loop", "rollouts"
@@ -60,7 +45,7 @@ TRAIN = "train"
 STARTED_BY = ("run.resume", "run.overwrite", "distributed.")
 """Settings that only say how a run is started: a resumed run may have others."""
 SCHEMA = 3
-"""Version of what LOOP and ROLLOUTS hold; 1 had no rollouts, 2 those of one process alone."""
+"""Version of the content of LOOP and ROLLOUTS; 1 had no rollouts, 2 had one process's alone."""
 PARTS = {
     "reference": "a reference policy (algorithm.kl_coefficient, or what else compares with one)",
     "critic": "a critic (algorithm.advantage=gae)",
@@ -68,8 +53,8 @@ PARTS = {
 }
 """Parts of the state that some settings add, and these settings."""
 ONE_SAVE = threading.Lock()
-"""Held while orbax writes: it numbers its operations by process, so that saves of several runs at
-once mistake each other's for their own."""
+"""Held while orbax writes: it numbers its operations by process, and concurrent saves of several
+runs would confuse them."""
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +74,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | CheckpointStorage,
         keep: int = 2,
         *,
         verify: bool = True,
@@ -99,15 +84,18 @@ class Checkpoints:
         """Remember the folder; its first use removes what a killed run half wrote.
 
         Args:
-            directory: the folder.
+            directory: the folder, or another place.
             keep: newest checkpoints that are kept.
             verify: compare checksums before a checkpoint is read.
-            run: whose checkpoints they are; a save fails if its folder was removed or replaced.
-                None: nobody's.
+            run: the run of the checkpoints; a save fails if its folder was removed or replaced.
+                None: no run.
             is_hurried: whether the process must end soon: what is done after a checkpoint has its
                 name is then left out. Called on several threads.
         """
-        self.directory, self._keep, self._verify = directory.absolute(), keep, verify
+        self._place: CheckpointStorage = (
+            FolderStorage(directory.absolute()) if isinstance(directory, Path) else directory
+        )
+        self.directory, self._keep, self._verify = self._place.directory, keep, verify
         self._run = run
         self._watch = None if run is None else FolderWatch(run.root)
         self._was_stale = False  # the folder's file handle, at the last save
@@ -127,8 +115,8 @@ class Checkpoints:
     ) -> None:
         """Start a save and return. Saving a step again replaces its checkpoint.
 
-        The arrays are being copied to host memory when this returns, so they may be donated at
-        once. All else is done on a thread of its own. (With several processes orbax begins here,
+        The arrays are being copied to host memory when this returns: they may be donated
+        immediately. All else runs on a separate thread. (With several processes orbax begins here,
         since it talks to the others on the devices.) The save before is finished first; if it
         failed, EarlierSaveError is raised once this one has started. Raises FolderLost, or
         CheckpointError where the folder cannot be looked at now, and then starts nothing.
@@ -137,7 +125,7 @@ class Checkpoints:
             step: the version.
             state: a pytree of device arrays.
             loop: a JSON object.
-            rollouts: makes the bytes of the rollouts, on the other thread; None: there are none.
+            rollouts: makes the bytes of the rollouts, on the other thread; None: no rollouts.
         """
         failure = self._outcome()
         self._check_folder(failure)
@@ -147,6 +135,8 @@ class Checkpoints:
         if jax.process_count() > 1:
             try:
                 writing = begin()
+            except FolderLost:
+                raise
             except Exception as error:
                 raise self._write_error(error) from error
             self._pending = self._finisher.submit(self._write, step, lambda: writing)
@@ -183,39 +173,46 @@ class Checkpoints:
         loop: Mapping[str, Any],
         rollouts: Callable[[], NDArray[np.uint8]] | None,
     ) -> Any:
+        if not jax.process_index():
+            self._make_room(step)
         items = {STATE: state, LOOP: loop}
         if rollouts is not None:
             items[ROLLOUTS] = {"bytes": rollouts()}
-        return v1.save_checkpointables_async(self._unnamed(step), items, overwrite=True)
+        return v1.save_checkpointables_async(self._place.written(step), items, overwrite=True)
 
-    def _unnamed(self, step: int) -> Path:
-        """Return where a checkpoint is written before it has its name."""
-        return self.directory / f"{step}{UNNAMED}"
+    def _make_room(self, step: int) -> None:
+        """Prepare the place for a step. With several processes a failure is only logged, since the
+        others wait: what is left there has other sums than what is written now."""
+        try:
+            self._place.make_room(step)
+        except OSError as error:
+            if jax.process_count() == 1:
+                raise
+            log.error("%s It is tried all the same.", self._write_error(error))
 
     def _write(self, step: int, begin: Callable[[], Any]) -> None:
         """Let orbax write, seal the checkpoint and give it its name; read it back, and remove those
-        that are not kept. Runs on a thread of its own."""
-        folder = self.directory / str(step)
+        that are not kept. Runs on a separate thread."""
         try:
             with ONE_SAVE:
                 begin().result()
             if not jax.process_index():  # the first process does it for all
                 self._sync_records()
-                seal(self._unnamed(step))
-                give_name(self._unnamed(step), folder)
+                self._place.complete(step, self._run)
         except Exception:
             if not jax.process_index():
-                sweep_until_gone(self.directory, str(step))
+                self._place.sweep_failed(step)
             raise
         give_back_memory()
         if jax.process_index():
             return
         try:
-            check_files(folder, self._is_hurried)
+            self._place.check(step, self._is_hurried)
         except GivenUpReading:
+            folder = self.directory / str(step)
             log.info("%s is not read back: the process ends; older ones are kept", folder)
         else:
-            forget_old(self.directory, step, self._keep)
+            self._place.forget_old(step, self._keep)
 
     def _sync_records(self) -> None:
         """Have what the run has recorded so far written to the disk: a checkpoint that outlives a
@@ -223,7 +220,8 @@ class Checkpoints:
         whole without them."""
         if self._run is None:
             return
-        root, own = self._run.root, Paths(self.directory.parent)
+        root = self._run.root
+        own = Paths(self.directory.parent) if isinstance(self.directory, Path) else self._run
         error = sync_records([*own.records, own.root, root, root.parent])
         if error is not None and not self._told_of_records:
             self._told_of_records = True
@@ -239,11 +237,12 @@ class Checkpoints:
         if not self._swept:
             mend_orbax()
             if not jax.process_index():
-                sweep(self.directory)
+                self._place.sweep()
             self._swept = True
 
     def wait(self) -> None:
-        """Block until the running save is on disk. Raises CheckpointError if it failed."""
+        """Block until the running save is on disk. Raises CheckpointError if it failed, FolderLost
+        if another trainer writes there now."""
         if (failure := self._outcome()) is not None:
             raise self._write_error(failure) from failure
 
@@ -253,14 +252,17 @@ class Checkpoints:
         return self._pending is not None and not self._pending.done()
 
     def _outcome(self) -> BaseException | None:
-        """Wait for the running save; return its error, if any."""
+        """Wait for the running save; return its error, if any. Raises FolderLost."""
         pending, self._pending = self._pending, None
-        return None if pending is None else pending.exception()
+        error = None if pending is None else pending.exception()
+        if isinstance(error, FolderLost):
+            raise error
+        return error
 
     def steps(self) -> tuple[int, ...]:
         """Return the steps that have a checkpoint, oldest first."""
         self._sweep()
-        return tuple(saved_steps(self.directory))
+        return tuple(self._place.steps())
 
     def latest(self) -> int | None:
         """Return the newest step with a checkpoint; None: no step has one."""
@@ -295,7 +297,8 @@ class Checkpoints:
             except Exception as error:
                 if not isinstance(error, CheckpointError) and is_passing(error):
                     raise _not_now(folder, error) from error
-                if isinstance(error, CheckpointError) and self._verify and is_sealed(folder):
+                is_whole = self._verify and self._place.is_sealed(candidate)
+                if isinstance(error, CheckpointError) and is_whole:
                     raise  # its files are those that were written: it is another run's
                 failures.append((candidate, error))
                 log.warning(
@@ -310,31 +313,30 @@ class Checkpoints:
             raise failures[0][1]
         raise CheckpointError(
             f"{self.directory}: none of the checkpoints {[s for s, _ in failures]} can be read; "
-            f"the newest says: {_root_cause(failures[0][1])}. Copy the folder from a backup, or "
-            "start anew with run.overwrite=true (the old run is moved aside)."
+            f"the newest says: {_root_cause(failures[0][1])}. {_way_out(self.directory)}."
         ) from failures[0][1]
 
     def _sealed_first(self, steps: Sequence[int]) -> list[int]:
         """Return these steps, those with checksums before the others. Raises CheckpointError."""
         sealed: dict[int, bool] = {}
         for step in steps:
-            folder = self.directory / str(step)
             try:
-                sealed[step] = is_sealed(folder)
+                sealed[step] = self._place.is_sealed(step)
             except OSError as error:
-                raise _not_now(folder, error) from error
+                raise _not_now(self.directory / str(step), error) from error
         return sorted(steps, key=sealed.__getitem__, reverse=True)
 
     def _pass_over(self, steps: Sequence[int]) -> None:
-        """Rename checkpoints newer than the one that the run continues from; only the newest that
-        was renamed is kept. steps: newest first."""
+        """Rename checkpoints newer than the one from which the run continues; only the newest
+        renamed one is kept. steps: newest first."""
         if jax.process_index():
             return
-        newest: Path | None = None
-        for folder in (self.directory / str(step) for step in steps):
-            why = "cannot be read" if is_sealed(folder) else f"has no {CHECKSUMS}"
+        newest: str | None = None
+        for step in steps:
+            folder = self.directory / str(step)
+            why = "cannot be read" if self._place.is_sealed(step) else f"has no {CHECKSUMS}"
             try:
-                aside = set_unreadable_aside(folder)
+                aside = self._place.set_aside(step)
             except OSError as error:
                 log.warning("%s %s, and cannot be renamed: %s", folder, why, error)
             else:
@@ -343,10 +345,10 @@ class Checkpoints:
                     "renamed to %s",
                     folder,
                     why,
-                    aside.name,
+                    aside,
                 )
                 newest = newest or aside
-        if newest is not None and (gone := forget_unreadable(newest)):
+        if newest is not None and (gone := self._place.forget_aside(newest)):
             log.warning(
                 "%s: removed %s: one damaged checkpoint is kept", self.directory, ", ".join(gone)
             )
@@ -366,7 +368,7 @@ class Checkpoints:
 
     def _read(self, step: int, like: Any) -> Saved:
         folder = self.directory / str(step)
-        if not is_sealed(folder):
+        if not self._place.is_sealed(step):
             log.error(
                 "%s has no %s: nothing shows that its files are those that were written. It is "
                 "read, since no checkpoint with right checksums is there. Compare what the run "
@@ -374,9 +376,9 @@ class Checkpoints:
                 folder,
                 CHECKSUMS,
             )
-            check_links(folder)
+            self._place.check_links(step)
         elif self._verify:
-            check_files(folder)
+            self._place.check(step)
         metadata = v1.checkpointables_metadata(folder).metadata
         saved, wanted = _shapes(metadata[STATE]), _shapes(like)
         if TRAIN in _parts(wanted) and TRAIN not in _parts(saved):  # every run has it
@@ -413,8 +415,7 @@ class Checkpoints:
     def _write_error(self, error: BaseException) -> CheckpointError:
         return CheckpointError(
             f"{self.directory}: the checkpoint could not be written: {_root_cause(error)}. "
-            f"Check whether the disk is full{_free(self.directory)} and the folder writable; "
-            "earlier ones are untouched."
+            f"{_remedy(self.directory)}; earlier ones are untouched."
         )
 
 
@@ -422,30 +423,31 @@ def open_checkpoints(
     section: CheckpointSection, paths: Paths, is_hurried: Callable[[], bool]
 ) -> Checkpoints:
     """Open the checkpoints of a run; a warm start has its own. is_hurried: see Checkpoints."""
-    return Checkpoints(
-        paths.checkpoints, section.keep, verify=section.verify, run=paths, is_hurried=is_hurried
-    )
+    place = place_of(section, paths.root.name, paths)
+    return Checkpoints(place, section.keep, verify=section.verify, run=paths, is_hurried=is_hurried)
 
 
-def read_learnt(folder: Path, dtype: Any) -> Any:
+def read_learnt(place: CheckpointStorage, step: int, dtype: Any) -> Any:
     """Read what a checkpoint's run learns (its weights, or its adapter) without the rest, onto the
     default device; the folder is not changed.
 
     Args:
-        folder: of one checkpoint.
+        place: of the checkpoints.
+        step: of one.
         dtype: of the arrays; None: as they were saved.
 
     Raises CheckpointError.
     """
+    folder = place.directory / str(step)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     context = v1.Context()
     context.pytree.loading.partial_load = True
     try:
-        if is_sealed(folder):
-            check_files(folder)
+        if place.is_sealed(step):
+            place.check(step)
         else:
             log.error("%s has no %s: its files may be damaged", folder, CHECKSUMS)
-            check_links(folder)
+            place.check_links(step)
         learnt = v1.checkpointables_metadata(folder).metadata[STATE]["train"]["params"]
         like = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=device), learnt
@@ -459,12 +461,18 @@ def read_learnt(folder: Path, dtype: Any) -> Any:
     return items[STATE]["train"]["params"]
 
 
-def read_lora(folder: Path) -> LoraSection | None:
-    """Return the adapter's settings that the checkpoint in this folder was made with; None: it does
-    not say. Raises CheckpointError."""
+def read_lora(
+    place: CheckpointStorage, step: int, otherwise: LoraSection | None
+) -> LoraSection | None:
+    """Return the adapter's settings that the checkpoint of this step was made with; None: all
+    weights are trained. Raises CheckpointError.
+
+    otherwise: returned if the checkpoint does not say.
+    """
+    folder = place.directory / str(step)
     try:
         loop = v1.load_checkpointables(folder, {LOOP: None})[LOOP]
-        return lora_section(loop)
+        return lora_section(loop, otherwise)
     except Exception as error:
         raise CheckpointError(
             f"{folder}: the checkpoint cannot be read: {_root_cause(error)}. Take another step."
@@ -492,12 +500,13 @@ def check_resumed(saved: Saved, config: Config, folder: Path) -> None:
 
 
 def check_scale(saved: Saved, config: Config, folder: Path) -> None:
-    """Raise CheckpointError if model.lora would scale the saved adapter's change otherwise than it
-    was trained: B would stand for other weights."""
-    before = lora_section(saved.loop)
-    if before is None or not before.rank or not config.model.lora.rank:
+    """Raise CheckpointError if model.lora would scale the saved adapter's change differently than
+    in training: B would mean other weights."""
+    lora = config.model.lora
+    before = lora_section(saved.loop, None)
+    if before is None or lora is None:
         return  # an adapter in place of all weights, or the reverse, has other arrays
-    was, now = scale_of(before), scale_of(config.model.lora)
+    was, now = scale_of(before), scale_of(lora)
     if math.isclose(was, now, rel_tol=1e-6):
         return
     raise CheckpointError(
@@ -508,11 +517,15 @@ def check_scale(saved: Saved, config: Config, folder: Path) -> None:
     )
 
 
-def lora_section(loop: Mapping[str, Any]) -> LoraSection | None:
-    """Return the adapter's settings that a checkpoint was made with (LOOP); None: unknown."""
+def lora_section(loop: Mapping[str, Any], otherwise: LoraSection | None) -> LoraSection | None:
+    """Return the adapter's settings that a checkpoint was made with (LOOP); None: all weights are
+    trained. otherwise: returned if it does not say."""
     settings = yaml.safe_load(loop.get("config", "")) or {}
-    section = settings.get("model", {}).get("lora")
-    return None if section is None else LoraSection.model_validate(section)
+    turn_off(settings)
+    model = settings.get("model", {})
+    if "lora" not in model:
+        return otherwise
+    return None if model["lora"] is None else LoraSection.model_validate(model["lora"])
 
 
 def changed_keys(before: str, after: str) -> list[str]:
@@ -527,14 +540,14 @@ def changed_keys(before: str, after: str) -> list[str]:
 
 
 def _is_handed_over(value: Any) -> bool:
-    """Return whether a setting names an object of a Python program, by a number of the process."""
-    return isinstance(value, str) and value.startswith("python:")
+    """Return whether a setting is a Python program's object, which 0.3 numbered."""
+    return isinstance(value, str) and value.partition(":")[0] == "python"
 
 
 def shape_mismatch(
     saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
 ) -> str:
-    """Return the first difference between two tables of array shapes; "" if there is none."""
+    """Return the first difference between two tables of array shapes; "" if they are equal."""
     for path in sorted(saved.keys() | wanted.keys()):
         if path not in saved:
             return f"it has no {path}"
@@ -581,6 +594,21 @@ def _not_now(folder: Path, error: BaseException) -> CheckpointError:
         "permissions and start again with --resume; if the files stay unreadable, move this folder "
         "elsewhere, and the checkpoint before is used."
     )
+
+
+def _way_out(directory: Any) -> str:
+    """Return what to do where no checkpoint can be read."""
+    if isinstance(directory, Path):
+        backup = "Copy the folder from a backup"
+        return f"{backup}, or start anew with run.overwrite=true (the old run is moved aside)"
+    return "Bring their objects back, or choose another run.name to start anew"
+
+
+def _remedy(directory: Any) -> str:
+    """Return what to look at when a checkpoint cannot be written."""
+    if isinstance(directory, Path):
+        return f"Check whether the disk is full{_free(directory)} and the folder writable"
+    return "See that the bucket is there and that every host may read, write and delete in it"
 
 
 def _free(folder: Path) -> str:

@@ -1,13 +1,13 @@
 """A run that follows a recorded schedule: everything in the recorded order, bit for bit.
 
-    a thread is about to do something recorded ──> it waits for its turn: the first line that is
-                                                   not replayed yet
-                                               ──> it acts and writes its line, which must be the
-                                                   recorded one ──> next line
+    a thread reaches a recorded event ──> it waits for its turn: the first line that is not
+                                          replayed yet
+                                      ──> it acts and writes its line, which must be the recorded
+                                          one ──> next line
 
-The recorded order has happened once, so whatever a line needs is done by earlier lines: no thread
-waits for ever, whatever the timing is now. Code that must not wait (the rollouts' event loop, a
-sampler that reports live weights) leaves its act behind, to be done when its turn comes.
+The recorded order has happened once: everything that a line needs is done by earlier lines, so no
+thread waits forever with any timing. Code that must not wait (the rollouts' event loop, a sampler
+that reports live weights) leaves its action to be executed when its turn comes.
 """
 
 import json
@@ -23,17 +23,17 @@ from typing import Any
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.data.curriculum import Curriculum
 from jaxrl_async.errors import Closed, ReplayError
-from jaxrl_async.ports import Clock, Intake, NotYet
+from jaxrl_async.ports.run import Clock, Intake, NotYet
 from jaxrl_async.run.replay.recording import Recorded, Recording
 from jaxrl_async.types import CancelledGroup, Draw, Drop, EpisodeGroup, Prompt, Ticket
 
 log = logging.getLogger(__name__)
 
 STUCK_S = 900.0
-"""Longest time without any progress, seconds; the first step compiles."""
+"""Maximum time without any progress, seconds; the first step compiles."""
 
 WAIT_S = 0.2
-"""How often a waiting thread checks whether it has waited too long, seconds."""
+"""Interval at which a waiting thread checks whether it has waited too long, seconds."""
 
 Event = dict[str, Any]
 END: Event = {"end": True}
@@ -50,12 +50,12 @@ class Replay:
         stuck_s: float = STUCK_S,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Begin before the first event.
+        """Start before the first event.
 
         Args:
-            recorded: what to follow.
-            recording: where what happens is recorded again.
-            stuck_s: longest time without progress.
+            recorded: the recording to follow.
+            recording: records the events of the replay.
+            stuck_s: maximum time without progress, seconds.
             clock: measures it.
         """
         self._recorded, self._recording = recorded, recording
@@ -68,10 +68,10 @@ class Replay:
         self._blocks: dict[str, int] = {}  # decoded by each sampler, as last reported
         self._error: ReplayError | None = None
         self._closed = False
-        self._of_sampler: dict[str, deque[int]] = {}  # indices of events to come
+        self._of_sampler: dict[str, deque[int]] = {}  # indices of its future events
         self._homes: dict[str, deque[str]] = {}  # request -> samplers that take it, in order
         self._fates: dict[int, str] = {}
-        self.cancelled: dict[int, Event] = {}  # groups that became too old while drawn
+        self.cancelled: dict[int, Event] = {}  # groups that became too old during sampling
         for index, event in enumerate(recorded.events):
             if "sampler" in event:
                 self._of_sampler.setdefault(event["sampler"], deque()).append(index)
@@ -93,7 +93,7 @@ class Replay:
             if self._next < len(self._recorded.lines):
                 if line != self._recorded.lines[self._next]:
                     self._fail(
-                        f"the replay has come to {line} where the recording has "
+                        f"the replay has {line} where the recording has "
                         f"{self._recorded.lines[self._next]}. Up to there it is as recorded. "
                         "The cause may be another version of the code, a library or the data, or "
                         "something that depends on wall time, such as a time limit."
@@ -120,15 +120,15 @@ class Replay:
             events = self._of_sampler.get(sampler)
             if not events:
                 if self._at_end and not self._recorded.ended:
-                    return None  # its run was killed: the rest is not known
+                    return None  # its run was killed: the rest is unknown
                 return Intake() if working else NotYet.NOT_YET
             event = self._recorded.events[events[0]]
             if block < event["block"] and working:
                 return Intake()
             if block != event["block"]:
                 self._fail(
-                    f"{sampler} has nothing to decode after {block} blocks, and took in more only "
-                    f"after {event['block']} when it was recorded.",
+                    f"{sampler} has nothing to decode after {block} blocks, but took new requests "
+                    f"only after {event['block']} in the recording.",
                     events[0],
                 )
             if events[0] != self._next or self._busy:
@@ -146,13 +146,13 @@ class Replay:
             self._changed.notify_all()
         self._recording.close()
 
-    # ---- whatever does something that is recorded
+    # ---- for threads that do something recorded
 
     @contextmanager
     def turn(self, *names: str, timeout_s: float | None = None) -> Iterator[Event | None]:
-        """Wait until an event of one of these names comes next; the caller acts inside.
+        """Wait until an event with one of these names is next; the caller acts inside.
 
-        Gives the event; None after timeout_s, and END at the end of the recording if there is no
+        Yields the event; None after timeout_s, and END at the end of the recording if there is no
         timeout. Raises Closed, ReplayError.
         """
         event = self._wait_for(names, timeout_s)
@@ -166,12 +166,12 @@ class Replay:
                 self._run_later()
 
     def later(self, name: str, number: int, act: Callable[[], object]) -> None:
-        """Call `act` when this event's turn comes, on any thread; at once if that is now.
+        """Call `act` when this event's turn comes, on any thread; immediately if it is its turn.
 
         Args:
             name: of the event, such as put.
             number: its value, such as the group's number.
-            act: does it, and writes its line.
+            act: acts and writes its line.
         """
         with self._changed:
             self._raise_if_over()
@@ -179,23 +179,23 @@ class Replay:
             if name in ("put", "fail") and name != fate:
                 did = {"put": "was scored", "fail": "failed"}
                 self._fail(
-                    f"group {number} {did[name]} now, and {did[fate]} when it was recorded. "
-                    "What depends on wall time, such as reward.timeout_s, cannot be replayed.",
+                    f"group {number} {did[name]} now, and {did[fate]} in the recording. "
+                    "Effects of wall time, such as reward.timeout_s, cannot be replayed.",
                     next(i for i, e in enumerate(self._recorded.events) if e.get(fate) == number),
                 )
             self._later[name, number] = act
         self._run_later()
 
     def home(self, request_id: str) -> int | None:
-        """Return the number of the sampler that took this request, the next time that it was asked
-        for; None: none did."""
+        """Return the number of the sampler that took this request, at its next occurrence; None:
+        no sampler did."""
         with self._changed:
             homes = self._homes.get(request_id)
             number = homes.popleft().rpartition("-")[2] if homes else ""
-            return int(number) if number.isdigit() else None  # an only sampler has none
+            return int(number) if number.isdigit() else None  # a single sampler has no number
 
     def gate(self, buffer: ReplayBuffer, *, curriculum: bool) -> "ReplayedBuffer":
-        """Return the buffer as rollouts and trainer are to use it: in the recorded order."""
+        """Return the buffer for rollouts and trainer: in the recorded order."""
         return ReplayedBuffer(buffer, self, curriculum=curriculum)
 
     def burst_ends(self) -> set[int]:
@@ -227,7 +227,7 @@ class Replay:
                 self._changed.wait(WAIT_S if until is None else max(0.0, until - self._clock()))
 
     def _run_later(self) -> None:
-        """Do the acts that were left behind and whose turn has come, in the recorded order."""
+        """Execute the actions that were left and whose turn has come, in the recorded order."""
         while True:
             with self._changed:
                 if self._busy or self._closed or self._error:
@@ -258,9 +258,9 @@ class Replay:
         if not self._at_end and self._clock() - self._moved_at > self._stuck_s:
             self._fail(
                 f"the replay has waited for {self._stuck_s:.0f} s and cannot continue; {who} asked "
-                f"last, and the next line is {self._recorded.lines[self._next]}. Something that "
-                "happened then does not happen now: look for what depends on wall time, such as a "
-                "time limit, or for other versions of code and data."
+                f"last, and the next line is {self._recorded.lines[self._next]}. Something "
+                "recorded does not happen now: check for effects of wall time, such as a time "
+                "limit, or for other versions of code and data."
             )
 
     def _fail(self, what: str, index: int | None = None) -> None:
@@ -277,12 +277,12 @@ class ReplayedBuffer:
         self._buffer, self._replay, self._curriculum = buffer, replay, curriculum
 
     def watch(self, aged: Callable[[int], None], stop: Callable[[int], None]) -> None:
-        """See ports.Gate: what was cancelled is prescribed, at its turn."""
+        """See ports.Gate: cancelled groups are prescribed, at their turn."""
         for number in self._replay.cancelled:
             self._replay.later("fail", number, lambda n=number: stop(n))  # type: ignore[misc]
 
     def cancel(self, group: CancelledGroup) -> None:
-        """See ports.Gate; what had been drawn is said as it was recorded."""
+        """See ports.Gate; the sampled tokens are reported as recorded."""
         event = self._replay.cancelled[group.ticket.group]
         recorded = replace(group, oldest=event["oldest"], lengths=tuple(event["lengths"]))
         self._replay.later("fail", group.ticket.group, lambda: self._buffer.cancel(recorded))
@@ -294,7 +294,7 @@ class ReplayedBuffer:
                 return ()
             tickets = self._buffer.admit(0)
             assert tickets, f"no group may start where {event} was recorded"
-        if self._curriculum:  # nothing that comes after them is seen before the prompts are drawn
+        if self._curriculum:  # no later event is seen before the prompts are taken
             with self._replay.turn("prompts"):
                 pass
         return tickets
@@ -322,9 +322,9 @@ class ReplayedBuffer:
             with self._replay.turn("draw", "look") as event:
                 if event is END:
                     raise ReplayError(
-                        f"the recorded schedule ends at version {version}: the run that made it "
-                        "was stopped there, was killed, or continued from a checkpoint. All of it "
-                        "is replayed, and saved."
+                        f"the recorded schedule ends at version {version}: its run was stopped "
+                        "there, was killed, or continued from a checkpoint. All of it is replayed, "
+                        "and saved."
                     )
                 try:
                     return self._buffer.draw(version, 0)
@@ -352,14 +352,14 @@ class ReplayedBuffer:
 
 
 RunSchedule = Recording | Replay
-"""The schedule of a run: a recording of what its threads do, or one that they follow."""
+"""The schedule of a run: a recording of its threads' events, or a replay."""
 
 
 class OrderedPrompts:
-    """A curriculum whose draws depend on the groups seen before; which ones is recorded, too.
+    """A curriculum whose prompts depend on the groups seen before, which are recorded, too.
 
-    The prompts of a burst are drawn one after another by the rollouts, then written down by the
-    last one's number; so is each group seen, and each time that the trainer measures.
+    The rollouts take the prompts of a burst one after another; the burst is recorded by its last
+    number. Each group seen is recorded, and each time that the trainer measures.
     """
 
     def __init__(self, prompts: Curriculum, schedule: RunSchedule) -> None:

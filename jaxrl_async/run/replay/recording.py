@@ -1,18 +1,19 @@
-"""The order in which a run's threads did things: schedule.jsonl, written by every run of rl.
+"""The order of events in a run's threads: schedule.jsonl, written by every run of rl.
 
-{"schedule": 1, "config": {...}, "made_by": {...}}          where it begins, or was resumed
+{"schedule": 1, "config": {...}, "made_by": {...}}          start of the run, or a resume
 {"admit": 8, "count": 4, "version": 1}                      groups 8 to 11 may start
 {"sampler": "sampler", "block": 41, "take": ["g8/m0/t0"], "cancel": [], "version": 2}
-{"put": 8}   {"fail": 9, "reason": "failed"}                a group is finished, or given up
+{"put": 8}   {"fail": 9, "reason": "failed"}                a group is finished, or dropped
 {"draw": 2, "groups": [5, 6, 7, 8], "dropped": []}          step 2 -> 3 is made from these
 {"look": 2, "dropped": [4], "retired": []}                  the trainer asked: some were too old
 {"live": 2}   {"limit": 1}   {"pause": true}   {"resume": true}
 {"prompts": 11}   {"seen": 7}   {"measured": 9}             of a curriculum: see OrderedPrompts
 {"end": true}
 
-A sampler's tokens depend on what it took in after which block, everything else on the order of the
-calls to the replay buffer: these lines and the configuration are all that a run depends on, at any
-staleness. Lines are in the order of the events. run/replay/player.py replays them.
+A sampler's tokens depend on the requests and weights that it took after each block, everything else
+on the order of the calls to the replay buffer. So a run depends only on these lines and the
+configuration, at any staleness. Lines are in the order of the events. run/replay/player.py replays
+them.
 """
 
 import contextlib
@@ -52,10 +53,10 @@ FREE_SECTIONS = ("metrics", "checkpoint")
 
 
 class Recording:
-    """A ports.Schedule that writes down what happens and prescribes nothing. Any thread.
+    """A ports.Schedule that records events and prescribes nothing. Any thread.
 
-    Lines are appended one by one, so that a killed run keeps all; without a path nothing is kept.
-    Replay has the same methods and prescribes.
+    Lines are appended one by one: the file of a killed run is complete. Without a path no file is
+    written. Replay has the same methods and prescribes events.
     """
 
     def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
@@ -67,7 +68,7 @@ class Recording:
         self.write(**header)
 
     def write(self, **event: Any) -> None:
-        """See ports.Schedule; what comes after close() is no part of the schedule."""
+        """See ports.Schedule; events after close() are not recorded."""
         with self._lock:
             if "admit" in event and self._burst_ends is not None:
                 self._burst_ends.add(event["admit"] + event["count"] - 1)
@@ -77,8 +78,8 @@ class Recording:
                 self._file.write(json.dumps(event) + "\n")
             except OSError as error:  # a full disk: the run needs no schedule to continue
                 log.error(
-                    "schedule.jsonl is written no further, and the run can be replayed up to here "
-                    "only: %s. Free the disk; the run continues.",
+                    "schedule.jsonl is not written any further, and the run can be replayed only "
+                    "up to here: %s. Free the disk; the run continues.",
                     error,
                 )
                 self._end()
@@ -87,31 +88,31 @@ class Recording:
         """See ports.Schedule: nothing is prescribed."""
 
     def home(self, request_id: str) -> int | None:
-        """Return the number of the sampler that is to take this request: any, None."""
+        """Return the number of the sampler for this request: None, any of them."""
         return None
 
     @contextmanager
     def turn(self, *names: str) -> Iterator[None]:
-        """Run the body at once."""
+        """Run the body immediately."""
         yield
 
     def later(self, name: str, number: int, act: Callable[[], object]) -> None:
-        """Call `act` at once."""
+        """Call `act` immediately."""
         act()
 
     def gate(self, buffer: ReplayBuffer, *, curriculum: bool) -> ReplayBuffer:
-        """Return the buffer as rollouts and trainer are to use it: as it is."""
+        """Return the buffer for rollouts and trainer: unchanged."""
         return buffer
 
     def burst_ends(self) -> set[int]:
         """Return a set that gets the number of the last group of each burst admitted from now on;
-        the caller removes what it has seen."""
+        the caller removes numbers that it has handled."""
         with self._lock:
             self._burst_ends = set()
             return self._burst_ends
 
     def close(self) -> None:
-        """Write that nothing follows. Idempotent."""
+        """Write the end of the recording. Idempotent."""
         self.write(end=True)
         with self._lock:
             self._end()
@@ -152,15 +153,15 @@ def recorded_settings(config: Config) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """A recording up to its end, or to where its run was killed."""
+    """A recording up to its end, or up to the point at which its run was killed."""
 
     path: Path
     lines: tuple[str, ...]  # without the header
-    events: tuple[dict[str, Any], ...]  # the same, parsed; `end` is left out of both
+    events: tuple[dict[str, Any], ...]  # the parsed lines; both are without `end`
     ended: bool  # False: killed, or crashed
 
     def place(self, index: int) -> str:
-        """Return where an event is, for people."""
+        """Return the place of an event, for people."""
         return f"{self.path}, line {index + 2}"
 
 
@@ -176,7 +177,7 @@ def read_schedule(path: Path, config: Config) -> Recorded:
         ) from None
     complete, _, torn = text.rpartition("\n")
     if torn:
-        log.info("%s ends within a line, which is left out: its run was killed", path)
+        log.info("%s ends within a line, which is ignored: its run was killed", path)
     lines = complete.split("\n") if complete else []
     events = [_parsed(path, number, line) for number, line in enumerate(lines, 1)]
     if not events or "schedule" not in events[0]:
@@ -190,8 +191,8 @@ def read_schedule(path: Path, config: Config) -> Recorded:
     last = stop - 1 if ended else stop
     if stop < len(events):
         log.warning(
-            "%s: the run was resumed at line %d; what it did from there on began from a checkpoint "
-            "and is not replayed",
+            "%s: the run was resumed from a checkpoint at line %d; its events from there on are "
+            "not replayed",
             path,
             stop + 1,
         )
@@ -208,7 +209,7 @@ def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
         event = None
     if not isinstance(event, dict) or not event:
         raise ReplayError(
-            f"{path}, line {number} is no event: {line[:60]!r}. The file is damaged; take another "
+            f"{path}, line {number} is no event: {line[:60]!r}. The file is damaged; use another "
             "copy of it."
         )
     return event
@@ -223,23 +224,23 @@ def _check_header(path: Path, header: Mapping[str, Any], config: Config) -> None
     if header["version"] != 0:
         raise ReplayError(
             f"{path} was recorded by a run that continued from a checkpoint at version "
-            f"{header['version']}: what it had in flight then is not in the file, so it cannot be "
+            f"{header['version']}: its groups in progress then are not in the file. It cannot be "
             "replayed. Replay a recording that begins at version 0."
         )
     other = list(changes(header["config"], recorded_settings(config)))
     if other:
         first, names = other[0], [one.name for one in other]
         raise ReplayError(
-            f"{path} was recorded with other settings than this run's, which could not follow it: "
+            f"{path} was recorded with other settings than this run's, which cannot follow it: "
             f"{first.name} was {first.before} and is {first.now}"
-            f"{f' ({len(names)} differ: ' + ', '.join(names[:8]) + ')' if names[1:] else ''}. Give "
-            "the config.yaml beside the recording, with another run.name."
+            f"{f' ({len(names)} differ: ' + ', '.join(names[:8]) + ')' if names[1:] else ''}. Use "
+            "the config.yaml next to the recording, with another run.name."
         )
     made_by = header_of(config, 0)["made_by"]
     if header.get("made_by") != made_by:
         log.warning(
-            "%s was made by %s, and is replayed by %s: last bits may differ, and the replay will "
-            "stop if that changes what is drawn",
+            "%s was made by %s, and is replayed by %s: last bits may differ, and the replay stops "
+            "if that changes a sampled token",
             path,
             header.get("made_by"),
             made_by,
@@ -247,13 +248,13 @@ def _check_header(path: Path, header: Mapping[str, Any], config: Config) -> None
 
 
 def _check_blocks(path: Path, events: list[dict[str, Any]]) -> None:
-    """Raise ReplayError if a sampler was restarted: what it was decoding is not in the file."""
+    """Raise ReplayError if a sampler was restarted: its running requests are not in the file."""
     blocks: dict[str, int] = {}
     for number, event in enumerate(events, 2):
         name, block = event.get("sampler"), event.get("block", 0)
         if name is not None and block < blocks.get(name, 0):
             raise ReplayError(
-                f"{path}, line {number}: {name} was restarted there, and what it was decoding is "
+                f"{path}, line {number}: {name} was restarted there, and its running requests are "
                 "not in the file: such a run cannot be replayed."
             )
         if name is not None:

@@ -1,0 +1,1 @@
+"""The requests on a sampler's device and their KV cache, on the host's side."""

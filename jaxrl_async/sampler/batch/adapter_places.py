@@ -1,8 +1,7 @@
-"""Which adapters a sampler has, in which places, and of which versions. Pure host code.
+"""The adapters of a sampler, with their places and versions. Pure host code.
 
-A name and a version stand for the same weights for as long as the sampler lives: a version of a
-name never comes twice, also not after it was unloaded. So KV that one of them made is found by both
-(`PlacedAdapter.salt`), and never by another.
+A name and a version identify weights for the lifetime of the sampler: a version of a name is never
+used twice, even after an unload. KV is therefore shared by name and version (`PlacedAdapter.salt`).
 """
 
 from collections.abc import Mapping
@@ -14,24 +13,24 @@ from jaxrl_async.types import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedAdapter:
-    """The weights that a request is drawn with, beside the base."""
+    """The adapter that a request uses, on top of the base weights."""
 
-    name: str = ""  # empty: the base alone
+    name: str = ""  # empty: only the base
     version: int = 0
-    place: int = 0  # from 1; 0: the base alone
+    place: int = 0  # from 1; 0: only the base
 
     @property
     def salt(self) -> bytes:
-        """What the names of its KV pages begin with; of the base, nothing."""
+        """The prefix of its KV pages' names; empty for the base."""
         return f"{self.name}\0{self.version}".encode() if self.name else b""
 
 
 class AdapterPlaces:
-    """The adapters in their places. Changed by the sampler's thread alone; any thread may read what
-    is loaded, which is replaced whole."""
+    """The adapters in their places. Changed only by the sampler's thread; any thread may read
+    `loaded`, which is replaced as a whole."""
 
     def __init__(self, count: int = 0) -> None:
-        """count: of places; 0: there are no adapters."""
+        """count: of places; 0: no adapters."""
         self.count = count
         self.loaded: Mapping[str, PlacedAdapter] = {}
         self.leaving: frozenset[str] = frozenset()  # take no new requests
@@ -55,8 +54,7 @@ class AdapterPlaces:
         self.find(name, where)
 
     def find(self, name: str, where: str) -> PlacedAdapter:
-        """Return a loaded adapter. Raises RolloutError for any other, which lists those that there
-        are."""
+        """Return a loaded adapter. Raises RolloutError, which lists them, for another name."""
         found = self.loaded.get(name)
         if found is None:
             names = ", ".join(sorted(self.loaded)) or "none"
@@ -67,8 +65,8 @@ class AdapterPlaces:
         return found
 
     def next_version(self, name: str, wanted: int | None) -> int:
-        """Return the version that weights of this name get; None: the next one. Raises ConfigError
-        for one that is not newer than the last."""
+        """Return the version that new weights of this name get. wanted: None for the next one.
+        Raises ConfigError if it is not newer than the last one."""
         last = self._last.get(name)
         if wanted is None:
             return 0 if last is None else last + 1
@@ -80,8 +78,8 @@ class AdapterPlaces:
         return wanted
 
     def place_for(self, name: str) -> int:
-        """Return the place that an adapter of this name has, or would get. Raises ConfigError if
-        none is free."""
+        """Return the place that an adapter of this name has or would get. Raises ConfigError if no
+        place is free."""
         if name in self.loaded:
             return self.loaded[name].place
         taken = {one.place for one in self.loaded.values()}
@@ -95,7 +93,7 @@ class AdapterPlaces:
         return free
 
     def put(self, adapter: PlacedAdapter) -> None:
-        """Note that an adapter is in its place now."""
+        """Record an adapter in its place."""
         self._last[adapter.name] = adapter.version
         self.loaded = {**self.loaded, adapter.name: adapter}
 
@@ -105,23 +103,23 @@ class AdapterPlaces:
         self.leaving -= {name}
 
     def leave(self, name: str, *, leaving: bool) -> None:
-        """Take no new requests for an adapter from now on, or take them again."""
+        """Stop or resume taking new requests for an adapter."""
         self.leaving = self.leaving | {name} if leaving else self.leaving - {name}
 
 
 class WeightsInUse:
-    """What each request of a batch is drawn with. Changed by the sampler's thread alone."""
+    """The weights that each request of a batch uses. Changed only by the sampler's thread."""
 
     def __init__(self, adapters: AdapterPlaces) -> None:
         """Begin with version 0 of the base."""
         self.base, self.adapters = PlacedAdapter(), adapters
 
     def of(self, request: Request) -> PlacedAdapter:
-        """Return what a request is drawn with. Raises RolloutError if its adapter is not loaded."""
+        """Return the weights of a request. Raises RolloutError if its adapter is not loaded."""
         if not request.adapter:
             return self.base
         return self.adapters.find(request.adapter, f"request {request.request_id!r}")
 
     def version_of(self, adapter: str) -> int:
-        """Return the version of a loaded adapter; of an empty name, the base's."""
+        """Return the version of a loaded adapter; for an empty name, the base's."""
         return self.adapters.loaded[adapter].version if adapter else self.base.version

@@ -1,39 +1,190 @@
-"""Which waiting requests get a slot, and the pages that they begin with. Pure host code."""
+"""The waiting requests, and which of them get a slot and pages. Pure host code.
+
+    put_back ──> [ front: had a slot, or has tokens ]  [ the others, by priority ] ──> head
+    add ──────────────────────────────────────────────────^
+
+Lower priorities go first, as in vLLM's scheduler; equal priorities in the order of arrival. At most
+`overtakes` admissions in a row pass the request that has waited longest; then it is next, at any
+priority. A request behind n older ones is therefore admitted among the next
+(n + 1) * (overtakes + 1), and none starves. The count is of admissions, not of time: the same
+requests in the same order are always admitted in the same order.
+"""
 
 import itertools
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 from jaxrl_async.sampler.batch.adapter_places import PlacedAdapter
-from jaxrl_async.sampler.batch.concurrency import Limit, SamplerLoad, adjusted_limit
-from jaxrl_async.sampler.batch.kv_pool import KvPool
+from jaxrl_async.sampler.batch.kv_cache import KvCache
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Prefilling
-from jaxrl_async.sampler.batch.waiting import WaitingQueue
+from jaxrl_async.types import Request
+
+OVERTAKES = 64
+"""Maximum admissions in a row that pass the longest-waiting request."""
+
+
+class Asks(Protocol):
+    """An entry of the queue that waits for a request's answer; compared by identity."""
+
+    @property
+    def request(self) -> Request:
+        """The request."""
+        ...
+
+
+A = TypeVar("A", bound=Asks)
+Entry = tuple[tuple[int, int], int, A]
+"""Priority, number in the order of arrival, and the waiting entry."""
+
+
+class WaitingQueue(Generic[A]):
+    """The waiting entries. Owned by one thread, or guarded by its owner's lock."""
+
+    def __init__(self, overtakes: int = OVERTAKES) -> None:
+        """overtakes: maximum admissions in a row that pass the longest-waiting entry; 0: priorities
+        have no effect."""
+        self._most = overtakes
+        self._front: deque[A] = deque()
+        self._others: list[Entry[A]] = []  # sorted
+        self._where: OrderedDict[A, Entry[A]] = OrderedDict()  # of the others, by arrival
+        self._numbers = itertools.count()
+        self._in_a_row = 0  # admissions past the longest-waiting entry
+
+    def __len__(self) -> int:
+        return len(self._front) + len(self._others)
+
+    def __iter__(self) -> Iterator[A]:
+        """Iterate over the front, and then over the others by priority."""
+        return itertools.chain(list(self._front), [entry[2] for entry in self._others])
+
+    def __contains__(self, one: object) -> bool:
+        return one in self._where or one in self._front
+
+    def add(self, incoming: Iterable[A]) -> None:
+        """Add entries, in the order of their arrival."""
+        for one in incoming:
+            entry = (one.request.priority, next(self._numbers), one)
+            insort(self._others, entry)
+            self._where[one] = entry
+
+    def put_back(self, those: Sequence[A], *, behind: int = 0) -> None:
+        """Put entries that had been admitted before in front of all others, in this order.
+
+        behind: number of entries at the front that stay before them.
+        """
+        before = [self._front.popleft() for _ in range(behind)]
+        self._front.extendleft(reversed([*before, *those]))
+
+    def front(self) -> tuple[A, ...]:
+        """Return the entries at the front, which precede all priorities."""
+        return tuple(self._front)
+
+    def head(self) -> A | None:
+        """Return the next entry; None if the queue is empty."""
+        if self._front:
+            return self._front[0]
+        if not self._others:
+            return None
+        if self._in_a_row >= self._most:
+            return self._oldest()
+        return self._others[0][2]
+
+    def admit(self, one: A) -> None:
+        """Remove an entry that is admitted."""
+        if one in self._where:
+            passes = one is not self._oldest()
+            self._in_a_row = self._in_a_row + 1 if passes else 0
+        self.remove(one)
+
+    def remove(self, one: A) -> None:
+        """Remove an entry without admitting it. Raises ValueError if it is not in the queue."""
+        entry = self._where.pop(one, None)
+        if entry is None:
+            self._front.remove(one)
+        else:
+            del self._others[bisect_left(self._others, entry)]
+
+    def clear(self) -> None:
+        """Remove all entries."""
+        self._front.clear()
+        self._others.clear()
+        self._where.clear()
+
+    def _oldest(self) -> A:
+        """Return the longest-waiting entry of the others, which are not empty."""
+        return next(iter(self._where))
+
+
+HIGH = 0.9
+"""Share of the pages in use above which the limit falls."""
+LOW = 0.6
+"""Share of the pages in use below which the limit may rise."""
+DECREASE = 0.8
+"""Factor of the limit when pages ran out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """The number of requests that may hold a slot."""
+
+    value: float
+    least: int
+    most: int
+
+    @property
+    def requests(self) -> int:
+        """The limit as a whole number."""
+        return int(self.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerLoad:
+    """The load of a sampler since the limit was last adjusted."""
+
+    running: int  # requests with a slot
+    waiting: int  # requests without a slot
+    used_share: float  # of the KV pages, without pages that can be evicted
+    preempted: int  # requests that had to give up their pages
+
+
+def adjusted_limit(limit: Limit, load: SamplerLoad) -> Limit:
+    """Return the limit + 1 if it binds and use is below LOW, x 0.8 if pages ran out or nearly did.
+
+    Chiu and Jain 1989 (Computer Networks 17), eq. 2 with a_I = 1 and b_D = 0.8.
+    """
+    if load.preempted or load.used_share > HIGH:
+        return replace(limit, value=max(float(limit.least), limit.value * DECREASE))
+    if load.waiting and load.running >= limit.requests and load.used_share < LOW:
+        return replace(limit, value=min(float(limit.most), limit.value + 1))
+    return limit
+
 
 Content = tuple[bytes, bytes]
-"""The salt of a request's adapter, and its tokens: requests of equal content share a prefill."""
+"""The salt of a request's adapter, and its tokens: requests with equal content share a prefill."""
 
 
 class Admission:
-    """The queue, and how many of its requests may be in flight. Changed by the sampler's thread
-    alone."""
+    """The queue, and the limit of requests in flight. Changed only by the sampler's thread."""
 
-    def __init__(self, pool: KvPool, total_slots: int) -> None:
+    def __init__(self, cache: KvCache, total_slots: int) -> None:
         self.queue: WaitingQueue[LiveRequest] = WaitingQueue()
         self.limit = Limit(value=total_slots, least=1, most=total_slots)
-        self._pool = pool
+        self._cache = cache
         self._orders = itertools.count()
         self._preempted_seen = 0
 
     def enqueue(self, incoming: Sequence[LiveRequest]) -> None:
-        """Have requests wait, those that have drawn tokens elsewhere before all that have drawn
-        none: they were asked for longer ago, and whoever asked waits for the last of a group."""
+        """Add requests to the queue. Requests with tokens of another sampler go before all without
+        tokens: they are older, and their group waits for its last member."""
         ahead = sum(1 for _ in itertools.takewhile(lambda x: x.has_drawn, self.queue.front()))
         self.queue.put_back([live for live in incoming if live.has_drawn], behind=ahead)
         self.queue.add(live for live in incoming if not live.has_drawn)
 
     def begun(self, adapter: str, version: int) -> list[LiveRequest]:
-        """Return the waiting requests of an adapter whose last saved token was drawn by its
-        `version`."""
+        """Return the waiting requests of an adapter whose last saved token is of this version."""
         return [
             live
             for live in self.queue
@@ -45,11 +196,11 @@ class Admission:
     def order(
         self, held: frozenset[str], version_of: Callable[[str], int]
     ) -> Callable[[], LiveRequest | None]:
-        """Return what gives the next to be admitted; None: nobody.
+        """Return a function that returns the next request to admit, or None.
 
         Args:
-            held: adapters whose requests have to wait, unless they have begun.
-            version_of: the current version of an adapter.
+            held: adapters whose requests wait, except requests that have begun.
+            version_of: returns the current version of an adapter.
         """
         if not held:
             return self.queue.head
@@ -80,8 +231,8 @@ class Admission:
         Args:
             live: a request of the queue.
             slot_index: the free slot that it gets.
-            leaders: requests being prefilled, by content: the request follows one with the same
-                tokens and will share its pages, or becomes a leader itself.
+            leaders: requests being prefilled, by content. The request follows the leader with the
+                same tokens and will share its pages, or becomes a leader.
             weights: that will compute its KV.
             spare: pages that must stay free.
         """
@@ -89,9 +240,9 @@ class Admission:
         content, prefilled = (weights.salt, token_ids.tobytes()), 0
         leader = leaders.get(content)
         if leader is not None:
-            table = self._pool.take_for_follower(len(token_ids), spare=spare)
+            table = self._cache.allocate_follower(len(token_ids), spare=spare)
         else:
-            table, prefilled = self._pool.take_for_prompt(token_ids, spare=spare, salt=weights.salt)
+            table, prefilled = self._cache.allocate(token_ids, spare=spare, salt=weights.salt)
         if table is None:
             return None
         prefilling = Prefilling(
@@ -118,8 +269,14 @@ class Admission:
         load = SamplerLoad(
             running=in_flight,
             waiting=len(self.queue),
-            used_share=self._pool.used_share,
+            used_share=self._used_share(),
             preempted=preempted - self._preempted_seen,
         )
         self._preempted_seen = preempted
         self.limit = adjusted_limit(self.limit, load)
+
+    def _used_share(self) -> float:
+        """Return the share of the pages in use; above LOW, without pages that can be evicted. Below
+        LOW these would not change the decision, and counting them is slow."""
+        share = self._cache.pages.used_share
+        return share - self._cache.evictable_share if share > LOW else share

@@ -1,11 +1,11 @@
-"""The requests that a sampler has on its device, from admission to their last token.
+"""The requests on a sampler's device, from admission to their last token.
 
     queue ──admit──> slot and pages ──prefill, in chunks──> running ──┬─> rows [ decode block ]
       ^               (groups share one prefill and its pages)        └─> reserve: takes rows over
-      └── preempted: pages ran out; continues later from the tokens it has drawn
+      └── preempted: pages ran out; continues later from its sampled tokens
 
-Every decision is a function of the queue, the pages and the drawn tokens, never of time: the same
-requests given at once always run the same way.
+Every decision is a function of the queue, the pages and the sampled tokens, never of time: the same
+requests submitted together always run the same way.
 """
 
 import logging
@@ -24,8 +24,8 @@ from jaxrl_async.model.moe import id_dtype
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, WeightsInUse
 from jaxrl_async.sampler.batch.admission import Admission, Content
 from jaxrl_async.sampler.batch.decoding import decode_args, form_of
-from jaxrl_async.sampler.batch.kv_pool import KvPool
-from jaxrl_async.sampler.batch.pages import Pages
+from jaxrl_async.sampler.batch.expert_routing import NoRoutes, Routes
+from jaxrl_async.sampler.batch.kv_cache import KvCache, Table
 from jaxrl_async.sampler.batch.prefill import (
     Chunk,
     Part,
@@ -37,12 +37,9 @@ from jaxrl_async.sampler.batch.prefill import (
     saved_chunk,
     saved_tokens,
 )
-from jaxrl_async.sampler.batch.prefix import PrefixStore
-from jaxrl_async.sampler.batch.routes import NoRoutes, Routes
 from jaxrl_async.sampler.batch.sequence import (
     BatchStats,
     LiveRequest,
-    Output,
     Placed,
     Prefilling,
     Running,
@@ -51,12 +48,11 @@ from jaxrl_async.sampler.batch.sequence import (
     running_of,
 )
 from jaxrl_async.sampler.batch.slots import Slots
-from jaxrl_async.sampler.batch.tables import Table
-from jaxrl_async.sampler.device.arguments import Block, DecodeState, EngineWeights, Prefix
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.program_arguments import Block, DecodeState, EngineWeights, Prefix
 from jaxrl_async.sampler.device.sampling import Mix, mix_of, together
-from jaxrl_async.types import IntArray
+from jaxrl_async.types import IntArray, TokenRecord
 
 log = logging.getLogger(__name__)
 
@@ -68,12 +64,12 @@ class _StartedBlock(NamedTuple):
 
     on_device: Block
     versions: IntArray  # [S] of the weights that compute it, by slot
-    running: dict[int, Running]  # by slot index: rows and reserve
+    running: dict[int, Running]  # by slot index: rows and reserve slots
 
 
 class Batch:
-    """Waiting, prefilling and running requests with their pages and slots. Changed by the sampler's
-    thread alone."""
+    """Waiting, prefilling and running requests with their pages and slots. Changed only by the
+    sampler's thread."""
 
     def __init__(
         self,
@@ -92,29 +88,26 @@ class Batch:
 
         Args:
             engine: the compiled programs.
-            max_new: most tokens that a request may draw.
+            max_new: maximum new tokens of a request.
             seed: of the run; random numbers are keyed by it and the request's key.
-            prefill_chunk: tokens prefilled in a round at most.
+            prefill_chunk: maximum tokens prefilled in a round.
             prefix_cache: keep the KV of finished requests for prompts that begin alike.
-            one_version: discard a request's tokens if they were drawn by other weights than it is
-                admitted with.
-            adapters: that requests may name; None: they name none.
-            images: that token ids of prompts name; None: they name none.
-            mixes: the samplings that requests will ask for, if that is known.
+            one_version: discard a request's tokens if other weights sampled them than the weights
+                at its admission.
+            adapters: that requests may name; None: no adapters.
+            images: that token ids of prompts name; None: no images.
+            mixes: the kinds of sampling that requests will ask for, if known.
         """
         self._images, self._mixes = images, mixes
         self.engine, self.spec = engine, engine.spec
         self.seed, self._chunk, self._one_version = seed, prefill_chunk, one_version
         self.weights = WeightsInUse(AdapterPlaces() if adapters is None else adapters)
-        self.pages = Pages(self.spec.pages)
-        stored = prefix_cache and not self.spec.model.delta  # whose states are not in pages
-        self.form = form_of(self.spec)
-        self.store = PrefixStore(self.pages, self.form, enabled=stored)
-        self._pool = KvPool(self.pages, self.store, self.form)
-        self.slots = Slots(self.spec.total_slots, max_new=max_new, form=self.form)
+        stores = prefix_cache and not self.spec.model.delta  # whose states are not in pages
+        self.cache = KvCache(form_of(self.spec), self.spec.pages, stores=stores)
+        self.slots = Slots(self.spec.total_slots, max_new=max_new, cache=self.cache)
         self._routes = _routes_of(self.spec)
         self.state: DecodeState = engine.init_decode_state()
-        self.admission = Admission(self._pool, self.spec.total_slots)
+        self.admission = Admission(self.cache, self.spec.total_slots)
         self.queue, self.enqueue = self.admission.queue, self.admission.enqueue
         self.placed: dict[int, Placed] = {}  # by slot index, in order of admission
         self.stats = BatchStats()
@@ -125,12 +118,12 @@ class Batch:
 
     @property
     def prefilling(self) -> list[Prefilling]:
-        """Requests whose prompt is not computed yet, oldest first; followers are left out."""
+        """Requests whose prompt is not computed yet, oldest first, without followers."""
         return leaders(self.placed.values())
 
     @property
     def version(self) -> int:
-        """Version of the weights, of requests that name no adapter."""
+        """Version of the base weights, which serve requests without an adapter."""
         return self.weights.base.version
 
     def guarded(self, stage: Stage, work: Callable[..., T]) -> T | None:
@@ -150,9 +143,8 @@ class Batch:
         return failed
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless each page is held by exactly those that name it."""
-        placed = [self.form.pages_in(self._table_of(p)) for p in self.placed.values()]
-        self.pages.check_integrity([*placed, self.store.held])
+        """Raise AssertionError unless each page is held once by each table that names it."""
+        self.cache.check_integrity(self._table_of(p) for p in self.placed.values())
 
     def _table_of(self, placed: Placed) -> Table:
         return self.slots.tables[placed.slot_index] if isinstance(placed, Running) else placed.table
@@ -160,9 +152,9 @@ class Batch:
     # ---- admission
 
     def admit(self, held: frozenset[str] = frozenset()) -> None:
-        """Give slots and pages to the requests that are next (WaitingQueue), while both last.
+        """Give slots and pages to the next requests (WaitingQueue), while both last.
 
-        held: adapters of which only requests with tokens of the current weights are admitted.
+        held: adapters for which only requests with tokens of the current weights are admitted.
         """
         free = deque(i for i in range(self.spec.total_slots) if i not in self.placed)
         by_content = {
@@ -194,7 +186,7 @@ class Batch:
             slot_index,
             by_content,
             weights=used,
-            spare=len(self.placed) * self.form.groups,
+            spare=len(self.placed) * self.cache.form.groups,
         )
         if prefilling is None:
             return False
@@ -204,7 +196,7 @@ class Batch:
     # ---- prefill
 
     def prefill(self, weights: EngineWeights) -> None:
-        """Prefill one round: up to prefill_chunk tokens of the requests that wait longest."""
+        """Prefill one round: up to prefill_chunk tokens of the longest-waiting requests."""
         for prefilling in self.prefilling:
             if prefilling.live.partial is not None and not prefilling.prefilled:
                 self.guarded(prefilling, self._restore_kv)
@@ -219,13 +211,13 @@ class Batch:
             for _, leader in done:
                 followers, leader.followers = leader.followers, []
                 for follower in followers:
-                    self._pool.share(leader.table, follower.table, len(leader.token_ids))
+                    self.cache.share(leader.table, follower.table, len(leader.token_ids))
                 for prefilling in (leader, *followers):  # all have the leader's KV
                     prefilling.kv_version = leader.kv_version
                     self.guarded(prefilling, self._start_running)
 
     def _prefilled(self, weights: EngineWeights, chunk: Chunk) -> Prefix:
-        """Compute a chunk; its KV is in the pages already where chunks have cells."""
+        """Compute a chunk. Chunks with cells have their KV in the pages already."""
         if chunk.args.cells is None:
             return self.engine.prefill(weights, self.state, chunk.args)
         prefix, self.state = self.engine.prefill_in_pages(weights, self.state, chunk.args)
@@ -234,8 +226,8 @@ class Batch:
     def _insert(
         self, prefix: Prefix, chunk: Chunk, done: Sequence[tuple[int, Prefilling]]
     ) -> tuple[IntArray, IntArray]:
-        """Insert a chunk, in several turns if many requests begin; return which pages were copied,
-        and to which. All but the first turn find its KV in the pages."""
+        """Insert a chunk, with several inserts if many requests begin; return the pages that were
+        copied, and their targets. All but the first insert find its KV in the pages."""
         sources, targets = [], []
         for placed in placings(done, self.spec):
             args = insert_args(chunk.unwritten, placed, self.spec, self.seed, chunk.args.slots)
@@ -245,42 +237,44 @@ class Batch:
         return np.concatenate(sources), np.concatenate(targets)
 
     def _parts(self) -> list[Part]:
-        """Return what is prefilled in this round, with pages for it: those that a window hides
-        before the prompt ends are taken only now.
+        """Return the parts to prefill in this round, with pages. Pages that a window hides before
+        the prompt ends are taken only now.
 
         If pages run out, requests are preempted, as for a block."""
         parts = plan_parts(self.prefilling, self._chunk, self._images)
         while not all(self._filled(part) for part in parts):
             self._preempt_one()
             parts = plan_parts(self.prefilling, self._chunk, self._images)
-        if self.store.enabled:
-            for part in parts:  # what no later token sees: for prompts that begin alike
+        if self.cache.prefixes.enabled:
+            for (
+                part
+            ) in parts:  # also pages that no later token sees: for prompts with equal beginnings
                 self._filled(part, hidden=True)
         return parts
 
     def _filled(self, part: Part, *, hidden: bool = False) -> bool:
-        """Whether a request has pages for its next tokens, hidden: also for those of them that its
-        own later tokens do not see. Take them if there are enough."""
-        (prefilling, count), form = part, self.form
+        """Take pages for a request's next tokens; return False if there are too few.
+
+        hidden: include the pages that its own later tokens do not see."""
+        (prefilling, count), form = part, self.cache.form
         end = prefilling.prefilled + count
         first = prefilling.prefilled // form.page_tokens if hidden else form.first_pages(end)
-        return self._pool.fill(prefilling.table, form.missing(prefilling.table, first, end))
+        return self.cache.fill(prefilling.table, first, end)
 
     def _keep_pages(self, chunk: Chunk) -> None:
-        """Store the full pages of what a chunk has prefilled, and give back those that windows
-        hide from all that follows."""
+        """Store the full pages of a prefilled chunk, and release the pages that windows hide from
+        all later tokens."""
         for prefilling, _ in chunk.parts:
             table, used = prefilling.table, self.weights.of(prefilling.request)
-            hidden = self.form.hidden(table, prefilling.prefilled)
+            hidden = self.cache.form.hidden(table, prefilling.prefilled)
             done = prefilling.prefilled == len(prefilling.token_ids)
             if prefilling.kv_version == used.version and (done or hidden.any()):
                 known = prefilling.token_ids[: prefilling.prefilled]
-                self.store.put(known, table, used.salt)
-            self.pages.release(table[hidden].tolist())
-            table[hidden] = self.form.no_page
+                self.cache.prefixes.put(known, table, used.salt)
+            self.cache.release(table, hidden)
 
     def _start_running(self, prefilling: Prefilling) -> None:
-        """Move a prefilled request to its slot: it decodes from the next block on."""
+        """Move a prefilled request to its slot; it decodes from the next block on."""
         slot, num_prefilled = prefilling.slot_index, len(prefilling.token_ids)
         used = self.weights.of(prefilling.request)
         self.placed[slot] = Running(
@@ -295,19 +289,18 @@ class Batch:
             self.slots.recall(slot, prefilling.live.partial)
 
     def _restore_kv(self, prefilling: Prefilling) -> None:
-        """Write saved KV back into pages if the current weights made it."""
+        """Write saved KV back into pages if the current weights computed it."""
         saved = prefilling.live.partial
         if saved is None or saved.kv is None or self.spec.model.delta:
-            return  # of gated delta nets the states are not saved: prefilled again
+            return  # states of gated delta nets are not saved: prefilled again
         if saved.kv_version != self.weights.of(prefilling.request).version:
             return
         if not self._routes.cover(saved):
             return  # prefilled again, for its experts
         if saved.kv_page_tokens not in (0, self.spec.page_tokens):
-            return  # some of our pages that a window sees would have a part of it alone
+            return  # a window would see pages of which only a part was saved
         n = saved_tokens(prefilling, saved.kv)
-        lacks = self.form.missing(prefilling.table, self.form.first_pages(n + 1), n)
-        if not self._pool.fill(prefilling.table, lacks):
+        if not self.cache.fill(prefilling.table, self.cache.form.first_pages(n + 1), n):
             return
         n, prefix, cells = saved_chunk(prefilling, saved.kv, self.spec)
         args = insert_args(cells, [], self.spec, self.seed)
@@ -318,7 +311,7 @@ class Batch:
     # ---- decode
 
     def start_block(self, weights: EngineWeights) -> None:
-        """Dispatch one decode block of the requests that are ready."""
+        """Dispatch one decode block of the running requests."""
         rows, reserve = self._with_pages(self.spec.block)
         self._block = None
         if not rows:
@@ -326,7 +319,7 @@ class Batch:
         running = {r.slot_index: r for r in (*rows, *reserve)}
         args, context_pages = decode_args(rows, reserve, self.slots, self.spec)
         mix = mix_of(r.request for r in running.values())
-        if self.spec.ragged:  # to draw in every way costs a TPU less than one more program
+        if self.spec.ragged:  # sampling in every way costs a TPU less than another program
             mix = together([mix, *self._mixes])
         self.state, block = self.engine.generate(
             weights, self.state, args, context_pages=context_pages, mix=mix
@@ -339,14 +332,15 @@ class Batch:
     def _with_pages(self, steps: int) -> tuple[list[Running], list[Running]]:
         """Return the rows and the reserve of the next block, with pages for `steps` more tokens.
 
-        If pages run out, requests are preempted: the least urgent, and of those the youngest."""
+        If pages run out, requests are preempted: the least urgent, and among equals the youngest.
+        """
 
         def has_pages(running: Running) -> bool:
             left = running.live.max_new - int(self.slots.drawn[running.slot_index])
-            return self.slots.grow(running.slot_index, steps, left, self._pool)
+            return self.slots.grow(running.slot_index, steps, left)
 
         for running in running_of(self.placed.values()):
-            self.pages.release(self.slots.give_back(running.slot_index))
+            self.slots.release_hidden(running.slot_index)
         spec, rows = self.spec, []
         for running in running_of(self.placed.values())[: spec.slots]:
             while self.placed.get(running.slot_index) is running and not has_pages(running):
@@ -362,12 +356,12 @@ class Batch:
         self.preempt(max(self.placed.values(), key=lambda p: (p.request.priority, p.order)))
 
     def wait_for_block(self) -> Block | None:
-        """Return the started block on the host, None if none was started; changes nothing."""
+        """Return the started block on the host, or None if none was started. Changes nothing."""
         return None if self._block is None else Block(*jax.device_get(tuple(self._block.on_device)))
 
     def finish_block(self, block: Block | None) -> list[Running]:
-        """Take a block's tokens; return the requests that ended, each to be taken out with
-        outcomes.ended."""
+        """Take a block's tokens; return the requests that ended. The caller takes each out with
+        finish.ended."""
         if block is None or self._block is None:
             return []
         started, self._block = self._block, None
@@ -376,9 +370,8 @@ class Batch:
             block.logprobs,
             block.owners,
             started.versions,
-            block.full_logprobs,
-            block.kept,
-            extras={slot for slot, r in started.running.items() if r.request.extras},
+            block.extras,
+            wanted={slot for slot, r in started.running.items() if r.request.extras},
         )
         self._routes.take(block.routes, block.owners, spans, self.slots)
         used, steps = sum(s.end - s.start for s in spans), int(block.steps)
@@ -399,33 +392,33 @@ class Batch:
         ended = [started.running[int(slot)] for slot in block.owners[block.ends]]
         return sorted(ended, key=lambda r: r.order)
 
-    # ---- what was drawn
+    # ---- sampled tokens
 
     def num_drawn(self, placed: Placed) -> int:
-        """Return how many tokens a request has drawn in its slot."""
+        """Return the number of tokens that a request has sampled in its slot."""
         return int(self.slots.drawn[placed.slot_index]) if isinstance(placed, Running) else 0
 
-    def output(self, stage: Stage) -> Output:
-        """Return the tokens that a request has drawn so far."""
+    def output(self, stage: Stage) -> TokenRecord:
+        """Return the tokens that a request has sampled so far."""
         if not isinstance(stage, Running):
             return live_of(stage).saved_output
         slot = stage.slot_index
         output = self.slots.output(slot, extras=stage.request.extras)
         drawn = len(output.token_ids)
         tokens = len(stage.request.token_ids) + drawn - 1 if drawn else 0
-        pages = self.slots.tables[slot, 0, : self.form.num_pages(tokens)]
+        pages = self.slots.tables[slot, 0, : self.cache.form.num_pages(tokens)]
         experts = self._routes.of_request(pages, tokens, stage.live.partial)
         return replace(output, expert_ids=experts)
 
     # ---- leaving early
 
     def leave(self, placed: Placed) -> None:
-        """Free a slot and its pages; the followers of an unfinished prefill wait again."""
+        """Free a slot and its pages; followers of an unfinished prefill return to the queue."""
         del self.placed[placed.slot_index]
         if isinstance(placed, Running):
-            self.pages.release(self.form.pages_in(self.slots.free(placed.slot_index)))
+            self.cache.release(self.slots.free(placed.slot_index))
             return
-        self.pages.release(self.form.pages_in(placed.table))
+        self.cache.release(placed.table)
         for follower in placed.followers:
             self.leave(follower)
         self.queue.put_back([follower.live for follower in placed.followers])
@@ -434,7 +427,7 @@ class Batch:
                 other.followers.remove(placed)
 
     def preempt(self, placed: Placed) -> None:
-        """Take a request off the device; it continues before all others, from its drawn tokens."""
+        """Take a request off the device; it continues first, from its sampled tokens."""
         output, lost = self.output(placed), 0
         if isinstance(placed, Running):
             lost = placed.num_prefilled + len(output.token_ids)
@@ -444,7 +437,7 @@ class Batch:
         self.stats = self.stats.plus(preempted=1, recomputed_tokens=lost)
 
     def cancel(self, stage: Stage) -> None:
-        """Forget a request, at whatever stage it is now."""
+        """Drop a request at any stage."""
         live = live_of(stage)
         placed = next((p for p in self.placed.values() if p.live is live), None)
         if placed is not None:

@@ -10,17 +10,17 @@ import numpy as np
 from jaxrl_async.model import cache
 from jaxrl_async.model.kernels import MAX_RAGGED_PAGES
 from jaxrl_async.sampler.batch import shapes
+from jaxrl_async.sampler.batch.kv_cache import Table, TableForm
 from jaxrl_async.sampler.batch.sequence import Running
 from jaxrl_async.sampler.batch.shapes import pad_to
 from jaxrl_async.sampler.batch.slots import Slots
-from jaxrl_async.sampler.batch.tables import Table, TableForm
-from jaxrl_async.sampler.device.arguments import DecodeArgs
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.program_arguments import DecodeArgs
 from jaxrl_async.sampler.device.sampling import AnyArray
 
 
 def form_of(spec: EngineSpec) -> TableForm:
-    """Return the form of an engine's tables, as wide as the widest that a block takes."""
+    """Return the form of an engine's tables, as wide as the widest table of a block."""
     longest = shapes.steps_of_half(spec.num_pages(spec.max_length))
     return TableForm(
         layout=spec.kv_layout,
@@ -33,9 +33,9 @@ def form_of(spec: EngineSpec) -> TableForm:
 def decode_args(
     rows: Sequence[Running], reserve: Sequence[Running], slots: Slots, spec: EngineSpec
 ) -> tuple[DecodeArgs, int]:
-    """Return the arguments of a whole block, and how many pages hold each row's tokens so far.
+    """Return the arguments of a block, and the number of pages that hold the longest row's tokens.
 
-    rows: requests that decode; reserve: those that take over rows that end, in this order.
+    rows: requests that decode. reserve: requests that take over ended rows, in this order.
     """
     longest = max(int(slots.lengths[r.slot_index]) for r in (*rows, *reserve))
     context_pages = context_pages_of(spec, longest)
@@ -54,7 +54,7 @@ def decode_args(
 
 
 def empty_decode_args(spec: EngineSpec, rows: int, context_pages: int) -> DecodeArgs:
-    """Return the arguments of a block of so many rows, none of which decodes: to compile it."""
+    """Return the arguments of a block of `rows` rows that do not decode, to compile it."""
     S, groups = spec.total_slots, len(spec.kv_layout.groups)
     width = context_pages + spec.num_pages(spec.block) + 1
     nothing = np.zeros(S, np.int32)
@@ -71,14 +71,14 @@ def empty_decode_args(spec: EngineSpec, rows: int, context_pages: int) -> Decode
 
 
 def padded_rows(spec: EngineSpec, running: int) -> int:
-    """Return for how many rows the block of so many running requests is compiled."""
+    """Return the number of rows that a block of `running` requests is compiled for."""
     rows_of = shapes.coarse_rows if spec.in_pages else shapes.decode_rows
     return rows_of(running, spec.slots)
 
 
 def context_pages_of(spec: EngineSpec, longest: int) -> int:
-    """Return for how many pages of context a block is compiled, given the tokens of the longest
-    row: one of few numbers, where a row costs what its own tokens do."""
+    """Return the pages of context that a block is compiled for, given the longest row's tokens: one
+    of few numbers where a row costs only its own tokens."""
     needed = spec.num_pages(longest)
     if not spec.in_pages:
         return shapes.steps_of_half(needed)
@@ -86,16 +86,16 @@ def context_pages_of(spec: EngineSpec, longest: int) -> int:
 
 
 def context_widths(spec: EngineSpec) -> tuple[int, ...]:
-    """Return for which numbers of pages blocks are compiled that read the pages themselves,
-    ascending: for all that there can be; on a TPU also for half of those that the kernel reads at
-    once, of which it would read the rest in vain."""
+    """Return the numbers of context pages that blocks which read the pages are compiled for,
+    ascending: the maximum; on a TPU also half of the pages that its kernel reads in one step, to
+    avoid reading the rest in vain."""
     most, few = spec.num_pages(spec.max_length), MAX_RAGGED_PAGES // 2
     return (few, most) if spec.pads_pages and most > few else (most,)
 
 
 def kv_of_pages(kv: cache.PagedKV, table: Table, tokens: int, spec: EngineSpec) -> AnyArray:
-    """Return the KV of one sequence's tokens, [layers, 2, tokens, N, K], on the host; [layers, 1,
-    tokens, 1, K] of latent attention. What a window hides is 0."""
+    """Return the KV of one sequence's tokens on the host, [layers, 2, tokens, N, K]; for latent
+    attention [layers, 1, tokens, 1, K]. Tokens that a window hides are 0."""
     width = shapes.steps_of_half(spec.num_pages(tokens))
     keys, values = jax.device_get(_read_kv(spec, kv, table[None, :, :width]))
     sides = [keys, values] if values.shape[-1] else [keys]

@@ -1,4 +1,4 @@
-"""How many pages and slots fit a memory budget. Pure host code."""
+"""The numbers of pages and slots that fit a memory budget. Pure host code."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ from jaxrl_async.model.kv_layout import KvLayout
 from jaxrl_async.sampler.batch.shapes import steps_of_half
 
 STORE_SHARE = 0.25
-"""Extra pages for the prefix store if no budget is given, as a share of those of the slots."""
+"""Extra pages for the prefix store if no budget is given, as a share of the slots' pages."""
 MOST_SLOTS = 256
-"""Most slots that are derived from a budget."""
+"""Maximum slots that are derived from a budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,9 @@ class MemoryPlan:
     layout: KvLayout
     block: int  # decode steps for which a sequence needs pages ahead
     places_bytes: int = 0  # of the places for adapters, on all devices
-    copy_bytes: int = 0  # of copies of pages that a decode block works on at most; 0: on none
+    copy_bytes: int = (
+        0  # maximum copies of pages that a decode block works on; 0: it reads the pages
+    )
 
     @property
     def kv_bytes(self) -> int:
@@ -32,7 +34,7 @@ class MemoryPlan:
         return self.pages * self.page_bytes
 
     def pages_of(self, tokens: int) -> int:
-        """Return the most pages that a sequence of so many tokens has while it decodes."""
+        """Return the maximum pages that a sequence of `tokens` tokens holds while it decodes."""
         return self.layout.pages_of(tokens, self.page_tokens, self.block)
 
 
@@ -50,24 +52,24 @@ def plan_memory(
     state_bytes: int = 0,
     copies: bool = False,
 ) -> MemoryPlan:
-    """Return how many pages fit a budget, and how many slots to use them with.
+    """Return the number of pages that fit a budget, and the number of slots that use them.
 
     Args:
         token_bytes: keys and values of one token in one layer.
-        layout: which layers' keys and values a page has.
+        layout: the layers whose keys and values a page holds.
         max_length: tokens of the longest sequence.
         page_tokens: tokens in a page.
         block: decode steps for which a sequence needs pages ahead.
-        slots: slots that decode; None: as many as fill the pages with sequences of half of
+        slots: slots that decode; None: the number that fills the pages with sequences of half of
             max_length.
         reserve_share: reserve slots over slots.
         budget_bytes: for the pages, the places and the states; None: every slot and reserve slot
             can hold max_length tokens, and the prefix store gets a quarter on top.
-        places_bytes: what the places for adapters take.
-        state_bytes: what one slot takes beside its pages, of gated delta nets.
+        places_bytes: memory of the places for adapters.
+        state_bytes: memory of one slot in addition to its pages, for gated delta nets.
         copies: decoding works on copies of pages, which come on top of the budget.
 
-    Raises ConfigError if not even one sequence of max_length fits: it could never finish.
+    Raises ConfigError if one sequence of max_length does not fit: it could never finish.
     """
     page_bytes = token_bytes * layout.arrays * page_tokens
     longest = layout.most_pages_of(max_length, page_tokens, block)
@@ -82,13 +84,13 @@ def plan_memory(
         pages = max(0, budget_bytes - places_bytes - states) // page_bytes
         if pages < longest:
             least = longest * page_bytes + places_bytes + states
-            beside, fewer = "", ""
+            places, fewer = "", ""
             if places_bytes:
-                beside = f" beside {places_bytes / 2**20:.1f} MiB of places for adapters"
+                places = f" next to {places_bytes / 2**20:.1f} MiB of places for adapters"
                 fewer = ", or fewer or smaller places (AdapterRoom, --max-loras, --max-lora-rank)"
             raise ConfigError(
                 f"sampler.kv_memory_mib: {budget_bytes / 2**20:.1f} MiB hold {pages} pages of "
-                f"{page_tokens} tokens{beside}, but one sequence of sampler.max_length "
+                f"{page_tokens} tokens{places}, but one sequence of sampler.max_length "
                 f"({max_length}) needs {longest}. Give at least {least / 2**20:.1f} MiB or lower "
                 f"sampler.max_length{fewer}."
             )
@@ -116,8 +118,8 @@ def plan_memory(
 
 
 def _copied_columns(layout: KvLayout, max_length: int, page_tokens: int, block: int) -> int:
-    """Return for how many tokens of each row a block has copies, all layers together, if one row is
-    as long as it may be: as many as that one has, or as its window, and those that it samples."""
+    """Return the tokens of each row that a block copies, summed over layers, if one row has the
+    maximum length: the row's tokens or its window, and the tokens that the block samples."""
     whole = steps_of_half(-(-max_length // page_tokens))
     pages = {
         g: min(whole, g.pages_behind(page_tokens) + 1) if g.window else whole for g in layout.groups

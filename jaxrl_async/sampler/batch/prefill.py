@@ -1,6 +1,6 @@
-"""Which tokens are prefilled next, and the arrays that the programs take for them.
+"""The choice of the tokens to prefill next, and the arguments of the programs that do it.
 
-A *leader* has followers: requests with the same tokens, which share its prefill and its full pages.
+A *leader* has followers: requests with the same tokens that share its prefill and its full pages.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,36 +16,35 @@ from jaxrl_async.model.kernels import sequences_in_a_call
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Placed, Prefilling
 from jaxrl_async.sampler.batch.shapes import pad_to
-from jaxrl_async.sampler.device.arguments import (
+from jaxrl_async.sampler.device.engine import pad_stop_ids, request_keys
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.program_arguments import (
     Cells,
     InsertArgs,
     PrefillArgs,
     Prefix,
     SlotParams,
 )
-from jaxrl_async.sampler.device.engine import pad_stop_ids, request_keys
-from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Controls
-from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
-from jaxrl_async.types import IntArray
+from jaxrl_async.types import MAX_STOP_TOKENS, IntArray
 
 FEW_SLOTS = 4
-"""Slots of a small insert, where those of the largest have many logits."""
+"""Slots of a small insert, used where the largest insert moves many logits."""
 MANY_LOGITS = 2**21
-"""Logits that are not worth moving to save a program."""
+"""Number of logits above which a second, small insert program is worth compiling."""
 
 
 class Sizes(NamedTuple):
-    """For what a prefill is compiled."""
+    """The sizes that a prefill is compiled for."""
 
     rows: int  # sequences
-    length: int  # columns that a sequence is padded to; 1: it is not, only its begin is told
+    length: int  # columns that a sequence is padded to; 1: packed, with the first token's index
     tokens: int  # of all sequences
     width: int  # pages of the longest table
 
 
 Part = tuple[Prefilling, int]
-"""A request, and how many of its next tokens are prefilled."""
+"""A request, and the number of its next tokens to prefill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +62,12 @@ class Chunk:
 
     @property
     def unwritten(self) -> Cells:
-        """Where the tokens go that the prefill has not written there itself: all or none."""
+        """The cells that the prefill has not written itself: all of them or none."""
         kept = None if self.args.cells is None else 0
         return Cells(self.cells.pages[:, :kept], self.cells.offsets[:kept])
 
     def advance(self) -> list[tuple[int, Prefilling]]:
-        """Note that the chunk is prefilled; return the requests that are now done, each with its
-        row."""
+        """Mark the chunk as prefilled; return the requests that are now done, each with its row."""
         for prefilling, count in self.parts:
             prefilling.prefilled += count
         return [
@@ -78,7 +76,7 @@ class Chunk:
 
 
 def leaders(placed: Iterable[Placed]) -> list[Prefilling]:
-    """Return the requests to prefill, in the given order; followers are left out."""
+    """Return the requests to prefill, in the given order, without followers."""
     prefilling = [p for p in placed if isinstance(p, Prefilling)]
     following = {id(f) for p in prefilling for f in p.followers}
     return [p for p in prefilling if id(p) not in following]
@@ -87,10 +85,10 @@ def leaders(placed: Iterable[Placed]) -> list[Prefilling]:
 def plan_parts(
     waiting: Sequence[Prefilling], budget: int, images: ImageStore | None = None
 ) -> list[Part]:
-    """Return what is prefilled in one round: up to `budget` tokens of the requests that come first,
-    and the rest of an image that would be cut: its first tokens see its last ones.
+    """Return the parts to prefill in one round: up to `budget` tokens of the first requests.
 
-    images: that token ids name; None: they name none.
+    An image that would be cut is prefilled whole: its first tokens see its last ones.
+    images: that token ids name; None: no images.
     """
     sizes = [(p.prefilled, len(p.token_ids)) for p in waiting]
     parts = []
@@ -104,8 +102,8 @@ def plan_parts(
 def chunks_of(
     planned: Sequence[Part], budget: int, spec: EngineSpec, images: ImageStore | None = None
 ) -> Iterator[Chunk]:
-    """Yield the chunks of a round (plan_parts, of the same budget), each made when it is asked for:
-    by then those before it have given pages back."""
+    """Yield the chunks of a round (plan_parts with the same budget). Each is made when it is asked
+    for, after the earlier ones have released pages."""
     if images is None and (few := prefill_sizes(spec, budget)):
         for parts, sizes in _divided(planned, few, spec):
             yield make_chunk(parts, sizes, spec)
@@ -120,9 +118,9 @@ def chunks_of(
 def _divided(
     planned: Sequence[Part], sizes: Sequence[Sizes], spec: EngineSpec
 ) -> Iterator[tuple[Sequence[Part], Sizes]]:
-    """Divide what is prefilled in a round among programs of these sizes (prefill_sizes). Where
-    layers have a window a prompt is not divided: its pages hold what its last token in the round
-    sees, not what any other does."""
+    """Divide the parts of a round among programs of these sizes (prefill_sizes). Models with a
+    window do not divide a prompt: its pages hold what its last token in the round sees, not what
+    earlier tokens see."""
     of_tokens, rows = {s.tokens: s for s in sizes}, sizes[0].rows
     counts, most = [count for _, count in planned], sizes[-1].tokens
     if not spec.cpu_attention:
@@ -136,8 +134,8 @@ def _divided(
 
 
 def prefill_sizes(spec: EngineSpec, budget: int) -> list[Sizes]:
-    """Return the few sizes for which prefills of prompts without images are compiled, ascending in
-    tokens; none: each prompt's padding makes one. budget: as of plan_parts."""
+    """Return the few sizes for which prefills of prompts without images are compiled, in ascending
+    order of tokens; empty: sizes depend on each prompt's padding. budget: as in plan_parts."""
     if not spec.has_few_prefills:
         return []
     rows, width = min(shapes.TOGETHER, spec.total_slots), spec.num_pages(spec.max_length)
@@ -151,8 +149,7 @@ def prefill_sizes(spec: EngineSpec, budget: int) -> list[Sizes]:
 
 
 def _by_bucket(parts: Sequence[Part]) -> list[tuple[int, list[Part]]]:
-    """Group parts of similar length, each group with the length that its program is compiled
-    for."""
+    """Group parts of similar length; each group has the length that its program is compiled for."""
     buckets: dict[int, list[Part]] = {}
     for part in parts:
         buckets.setdefault(shapes.length_bucket(part[1]), []).append(part)
@@ -211,12 +208,12 @@ def make_chunk(
 
 
 def state_slots(parts: Sequence[Part], rows: int, spec: EngineSpec) -> IntArray:
-    """Return where the states of a chunk's sequences are [rows]; padding: in no slot."""
+    """Return the slots of the states of a chunk's sequences, [rows]; padding is in no slot."""
     return pad_to(rows, [p.slot_index for p, _ in parts], spec.total_slots)
 
 
 class Placing(NamedTuple):
-    """A request whose prompt is prefilled, and that takes its logits to its slot."""
+    """A prefilled request, whose logits are inserted into its slot."""
 
     row: int  # of its leader in the chunk
     leader: Prefilling
@@ -224,8 +221,10 @@ class Placing(NamedTuple):
 
 
 def placings(done: Iterable[tuple[int, Prefilling]], spec: EngineSpec) -> list[list[Placing]]:
-    """Return what an insert places, and the next one if that is more than one can (inserted_sizes);
-    done: leaders whose last token a chunk holds, each with its row."""
+    """Return the placings of each insert; inserted_sizes bounds the number of one insert.
+
+    done: leaders whose last token a chunk holds, each with its row.
+    """
     all_of_them = [Placing(row, p, own) for row, p in done for own in (p, *p.followers)]
     most = inserted_sizes(spec)[-1]
     return [all_of_them[i : i + most] for i in range(0, max(len(all_of_them), 1), most)]
@@ -241,10 +240,10 @@ def insert_args(
     size: int = 0,
     num_copies: int = 0,
 ) -> InsertArgs:
-    """Return where a chunk goes: tokens into pages, last pages to followers, logits to slots.
+    """Return the targets of a chunk: pages for tokens, last pages for followers, slots for logits.
 
-    placed: of placings. states: see state_slots; None: there are none. size, num_copies: least
-    shapes of what goes to slots, and of the copies of pages.
+    placed: of placings. states: see state_slots; None: a model without states. size, num_copies:
+    minimum sizes of what is inserted into slots, and of the copies of pages.
     """
     copies = [
         (int(a), int(b))
@@ -267,8 +266,8 @@ def insert_args(
 
 
 def inserted_sizes(spec: EngineSpec) -> tuple[int, ...]:
-    """Return for how many slots an insert is compiled, ascending. Where programs are to be few:
-    for as many as there can be, and for a few if it is much to move as many logits for those."""
+    """Return the numbers of slots that inserts are compiled for, ascending. With few programs: the
+    maximum, and a small number if the maximum moves many logits."""
     largest = spec.total_slots
     if not spec.has_few_prefills:
         sizes = [1]
@@ -276,31 +275,31 @@ def inserted_sizes(spec: EngineSpec) -> tuple[int, ...]:
             sizes.append(4 * sizes[-1])
         return tuple(sizes)
     if spec.prefills_in_pages:
-        largest = min(largest, shapes.TOGETHER)  # more go in several turns
+        largest = min(largest, shapes.TOGETHER)  # more take several inserts
     small = largest * spec.model.vocab <= MANY_LOGITS
     return (largest,) if small or largest <= FEW_SLOTS else (FEW_SLOTS, largest)
 
 
 def copied_sizes(size: int, spec: EngineSpec) -> tuple[int, ...]:
-    """Return for how many copies of pages an insert into so many slots is compiled, ascending: for
-    as many as there can be, and for none where that saves more than a program costs."""
+    """Return the numbers of page copies that inserts into `size` slots are compiled for: the
+    maximum, and 0 where that saves more than a program costs."""
     most = size * len(spec.kv_layout.groups)
     return (most,) if spec.prefills_in_pages else (0, most)
 
 
 def _last_pages(prefilling: Prefilling, spec: EngineSpec) -> IntArray:
-    """Return the page of a request's last token, of each group [groups]."""
+    """Return the page of a request's last token in each group, [groups]."""
     return prefilling.table[:, (len(prefilling.token_ids) - 1) // spec.page_tokens]
 
 
 def saved_tokens(prefilling: Prefilling, kv: Any) -> int:
-    """Return of how many of a request's tokens saved KV is used."""
+    """Return the number of a request's tokens for which saved KV is used."""
     return min(kv.shape[2], len(prefilling.token_ids) - 1)
 
 
 def saved_chunk(prefilling: Prefilling, kv: Any, spec: EngineSpec) -> tuple[int, Prefix, Cells]:
-    """Return saved KV (decoding.kv_of_pages) as a chunk of a request: how many tokens it has, the
-    prefix, and where it goes. The last token is left out: its logits must be computed."""
+    """Return saved KV (decoding.kv_of_pages) as a chunk of a request: its number of tokens, the
+    prefix, and the target cells. The last token is left out: its logits must be computed."""
     n = saved_tokens(prefilling, kv)
     bucket = shapes.coarse_bucket if spec.cpu_attention else shapes.tokens_bucket
     size = bucket(max(n, 1), spec.max_length)
@@ -318,7 +317,7 @@ def saved_chunk(prefilling: Prefilling, kv: Any, spec: EngineSpec) -> tuple[int,
 
 
 def slot_params_of(requests: Sequence[LiveRequest], size: int, seed: int) -> SlotParams:
-    """Return how these requests are sampled, as arrays [size]; the rest is padding."""
+    """Return the sampling parameters of requests as arrays [size]; the rest is padding."""
     given = [live.request for live in requests]
     sampling = [r.sampling for r in given]
     ids = np.zeros((size, 3), np.int32)

@@ -1,11 +1,11 @@
-"""A request as it waits, is prefilled and runs, and its drawn tokens. Pure host code.
+"""A request as it waits, is prefilled and runs, and its sampled tokens. Pure host code.
 
-    LiveRequest ──admit──> Prefilling ──last token prefilled──> Running ──end──> Output
+    LiveRequest ──admit──> Prefilling ──last token prefilled──> Running ──end──> TokenRecord
          ^                     │            (recompute)  <────────┤
          └──── preempted, restarted, or its leader left ──────────┘
 
-In the queue stands the LiveRequest alone; a Prefilling or a Running has it as `live`, with the slot
-that it was given.
+The queue holds LiveRequests; a Prefilling or a Running has one as `live`, with the slot that it was
+given.
 """
 
 from collections.abc import Iterable
@@ -14,22 +14,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from jaxrl_async.types import ExpertIds, FloatArray, IntArray, KeptTokens, Partial, Request
+from jaxrl_async.types import IntArray, Partial, Request, TokenRecord
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
-    """The tokens that a request has drawn, as arrays of its own."""
-
-    token_ids: IntArray
-    logprobs: FloatArray
-    versions: IntArray
-    full_logprobs: FloatArray | None = None
-    kept: KeptTokens | None = None
-    expert_ids: ExpertIds | None = None
-
-
-NOTHING_DRAWN = Output(
+NOTHING_DRAWN = TokenRecord(
     token_ids=np.zeros(0, np.int32),
     logprobs=np.zeros(0, np.float32),
     versions=np.zeros(0, np.int32),
@@ -38,11 +25,11 @@ NOTHING_DRAWN = Output(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LiveRequest:
-    """A request from its arrival to its last token; while it waits, it is this alone."""
+    """A request from its arrival to its last token."""
 
     request: Request
     max_new: int
-    owner: Any = None  # the caller that waits for it; the sampler's business
+    owner: Any = None  # the caller that waits for it; opaque to the batch
     partial: Partial | None = None  # the saved tokens that it continues from
     number: int = -1  # in the order of arrival, in a sampler of several processes
 
@@ -53,38 +40,19 @@ class LiveRequest:
 
     @property
     def known_tokens(self) -> IntArray:
-        """The prompt and the saved tokens: what has to be prefilled."""
+        """The prompt and the saved tokens, which have to be prefilled."""
         if self.partial is None or not len(self.partial.token_ids):
             return np.ascontiguousarray(self.request.token_ids, np.int32)
         return np.concatenate([self.request.token_ids, self.partial.token_ids]).astype(np.int32)
 
     @property
-    def saved_output(self) -> Output:
+    def saved_output(self) -> TokenRecord:
         """The saved tokens."""
-        saved = self.partial
-        if saved is None:
-            return NOTHING_DRAWN
-        return Output(
-            token_ids=saved.token_ids,
-            logprobs=saved.logprobs,
-            versions=saved.versions,
-            full_logprobs=saved.full_logprobs,
-            kept=saved.kept,
-            expert_ids=saved.expert_ids,
-        )
+        return NOTHING_DRAWN if self.partial is None else self.partial
 
-    def as_partial(self, output: Output, seed: int) -> Partial:
-        """Return the request as data, with what it has drawn and without KV."""
-        return Partial(
-            request=self.request,
-            token_ids=output.token_ids,
-            logprobs=output.logprobs,
-            versions=output.versions,
-            seed=seed,
-            full_logprobs=output.full_logprobs,
-            kept=output.kept,
-            expert_ids=output.expert_ids,
-        )
+    def as_partial(self, output: TokenRecord, seed: int) -> Partial:
+        """Return the request as data, with its sampled tokens and without KV."""
+        return Partial(request=self.request, seed=seed, **output.columns)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -95,10 +63,10 @@ class Prefilling:
     slot_index: int
     order: int  # number of its admission
     token_ids: IntArray  # to prefill
-    table: IntArray  # its pages, see tables.py
+    table: IntArray  # its pages, see kv_cache.py
     prefilled: int = 0  # of token_ids
-    kv_version: int | None  # the one version that made all its KV; None: several did
-    place: int = 0  # of its adapter; 0: it has none
+    kv_version: int | None  # the version that computed all its KV; None: several did
+    place: int = 0  # of its adapter; 0: no adapter
     followers: list["Prefilling"] = field(default_factory=list)  # same tokens: share its prefill
 
     @property
@@ -115,13 +83,13 @@ class Prefilling:
 @dataclass(slots=True, kw_only=True, eq=False)
 class Running:
     """A request whose prompt is computed: it decodes, or waits in a reserve slot. Its pages and
-    drawn tokens are in Slots."""
+    sampled tokens are in Slots."""
 
     live: LiveRequest
     slot_index: int
     order: int  # number of its admission
     num_prefilled: int  # tokens, when it came to its slot
-    kv_version: int | None  # the one version that made all its KV; None: several did
+    kv_version: int | None  # the version that computed all its KV; None: several did
 
     @property
     def request(self) -> Request:
@@ -141,7 +109,7 @@ Stage = LiveRequest | Prefilling | Running
 
 
 def live_of(stage: Stage) -> LiveRequest:
-    """Return the request itself, whatever its stage."""
+    """Return the request of any stage."""
     return stage if isinstance(stage, LiveRequest) else stage.live
 
 
@@ -152,21 +120,21 @@ def running_of(placed: Iterable[Placed]) -> list[Running]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStats:
-    """Totals since the start. Replaced whole, so that readers never see half a change."""
+    """Totals since the start. Replaced as a whole: readers never see half a change."""
 
     blocks: int = 0
     slot_steps: int = 0  # slots times decode steps
     row_steps: int = 0  # rows that were computed times decode steps
-    used_slot_steps: int = 0  # of slot_steps, those that drew a token
-    aside_tokens: int = 0  # of those, not for training
+    used_slot_steps: int = 0  # of slot_steps, steps that sampled a token
+    aside_tokens: int = 0  # of these, not for training
     waiting_slot_steps: int = 0  # slot_steps of blocks at whose end requests still waited
     waiting_used_slot_steps: int = 0
     prefill_tokens: int = 0  # computed, padding not counted
     recomputed_tokens: int = 0  # of prefill_tokens, computed again after a swap or a preemption
     preempted: int = 0
     restarted: int = 0
-    discarded_tokens: int = 0  # drawn, then thrown away by a restart
-    cancelled_tokens: int = 0  # drawn by requests that were cancelled later
+    discarded_tokens: int = 0  # sampled, then discarded by a restart
+    cancelled_tokens: int = 0  # sampled by requests that were cancelled later
 
     def plus(self, **more: int) -> Self:
         """Return new totals with these counts added."""

@@ -1,4 +1,4 @@
-"""How prefills are divided, and the few shapes that programs are compiled for. Pure: no JAX.
+"""The division of prefills, and the few shapes that programs are compiled for. Pure: no JAX.
 
 A long prompt is prefilled in chunks, one per round, and the running slots decode a block between
 two rounds; short prompts are packed into one program by their lengths.
@@ -12,17 +12,17 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 SMALLEST_BUCKET = 16
-"""Shortest prefill length that is compiled, tokens."""
+"""Minimum prefill length that is compiled, tokens."""
 
 FEW_TOKENS = 256
-"""Least number of packed tokens that coarse_bucket gives."""
+"""Minimum of coarse_bucket, packed tokens."""
 FILLED_TOKENS = 128
-"""Least number of packed tokens of filled_buckets."""
+"""Minimum of filled_buckets, packed tokens."""
 TOGETHER = 64
-"""Most sequences of a prefill where their number is no shape of its own."""
+"""Maximum sequences of a prefill whose number of sequences is padded to a constant."""
 
 FilledRun = tuple[list[tuple[int, int]], int]
-"""Sequences with some tokens of theirs, and the size of a program for them."""
+"""(sequence, number of its tokens) pairs, and the size of the program for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ def plan_prefill(waiting: Sequence[tuple[int, int]], budget: int) -> tuple[Piece
 
 
 def length_bucket(length: int) -> int:
-    """Return the least power of two, from SMALLEST_BUCKET on, that holds `length`."""
+    """Return the smallest power of two, at least SMALLEST_BUCKET, that holds `length`."""
     return max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
 
 
@@ -70,7 +70,7 @@ def tokens_bucket(tokens: int, most: int) -> int:
 
 def coarse_bucket(tokens: int, most: int) -> int:
     """Return the padded number of packed tokens where padding costs little: 256, 2048, 16384, ...,
-    or `most` where that is less and holds them."""
+    or `most` if that is smaller and holds them."""
     bucket = FEW_TOKENS
     while bucket < tokens:
         bucket *= 8
@@ -78,8 +78,8 @@ def coarse_bucket(tokens: int, most: int) -> int:
 
 
 def filled_buckets(most: int, factor: int = 4) -> list[int]:
-    """Return for how many packed tokens programs are compiled where padding costs as much as
-    tokens do, ascending: 128, 512, 2048, ..., below `most`, and that."""
+    """Return the numbers of packed tokens that programs are compiled for where padding costs as
+    much as tokens, ascending: 128, 512, 2048, ..., below `most`, and `most`."""
     found = [FILLED_TOKENS]
     while found[-1] < most:
         found.append(factor * found[-1])
@@ -87,9 +87,9 @@ def filled_buckets(most: int, factor: int = 4) -> list[int]:
 
 
 def filled(counts: Sequence[int], rows: int, buckets: Sequence[int]) -> Iterator[FilledRun]:
-    """Divide sequences among programs of few sizes, so that each is more than half full but for the
-    smallest: a sequence goes on in the next program. Yield which have how many tokens in each, and
-    its size.
+    """Divide sequences among programs of few sizes, each more than half full except the smallest. A
+    sequence may continue in the next program. Yield the sequences with their numbers of tokens, and
+    the size, of each program.
 
     Args:
         counts: new tokens of each sequence, at least 1.
@@ -111,7 +111,7 @@ def filled(counts: Sequence[int], rows: int, buckets: Sequence[int]) -> Iterator
 
 
 def whole_runs(counts: Sequence[int], rows: int, buckets: Sequence[int]) -> Iterator[FilledRun]:
-    """Divide sequences among programs as `filled`, none of them among several.
+    """Divide sequences among programs as `filled` does, but each sequence into one program.
 
     Args:
         counts: new tokens of each sequence, at most the largest size.
@@ -124,9 +124,9 @@ def whole_runs(counts: Sequence[int], rows: int, buckets: Sequence[int]) -> Iter
 
 
 def divided(counts: Sequence[int], rows: int, most: int) -> list[slice]:
-    """Return which neighbouring sequences are prefilled by one program, where padding costs little:
-    as many as it takes, or those that fit FEW_TOKENS where they then need half of the tokens,
-    padding included.
+    """Return the runs of neighbouring sequences that one program prefills, where padding costs
+    little: runs as long as possible, or runs within FEW_TOKENS if these need at most half of the
+    tokens, padding included.
 
     Args:
         counts: new tokens of each sequence, `most` in all.
@@ -142,8 +142,8 @@ def divided(counts: Sequence[int], rows: int, most: int) -> list[slice]:
 
 
 def _runs(counts: Sequence[int], rows: int, tokens: int) -> list[slice]:
-    """Divide sequences, in their order, into runs of at most `rows` with at most `tokens`, or of a
-    longer one alone."""
+    """Divide sequences, in order, into runs of at most `rows` with at most `tokens`; a longer
+    sequence is a run of one."""
     runs, begin, held = list[slice](), 0, 0
     for place, count in enumerate(counts):
         if place > begin and (place - begin == rows or held + count > tokens):
@@ -154,7 +154,7 @@ def _runs(counts: Sequence[int], rows: int, tokens: int) -> list[slice]:
 
 
 def coarse_buckets(most: int) -> list[int]:
-    """Return all that coarse_bucket gives for numbers of tokens up to `most`, ascending."""
+    """Return all values of coarse_bucket for numbers of tokens up to `most`, ascending."""
     found = [coarse_bucket(1, most)]
     while found[-1] < most:
         found.append(coarse_bucket(found[-1] + 1, most))
@@ -162,7 +162,7 @@ def coarse_buckets(most: int) -> list[int]:
 
 
 def steps_of_half(count: int) -> int:
-    """Return the least of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is not below `count`; 0 for 0."""
+    """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, ... that is at least `count`; 0 for 0."""
     if count <= 0:
         return 0
     power = 1 << (count - 1).bit_length()
@@ -170,8 +170,8 @@ def steps_of_half(count: int) -> int:
 
 
 def decode_rows(running: int, slots: int) -> int:
-    """Return how many rows decode: all slots, or a half, a quarter or an eighth of them if that
-    holds the running requests."""
+    """Return the number of rows that decode: all slots, or a half, a quarter or an eighth of them
+    if that holds the running requests."""
     rows = slots
     while rows % 2 == 0 and rows // 2 >= max(running, 4, slots // 8):
         rows //= 2
@@ -179,8 +179,8 @@ def decode_rows(running: int, slots: int) -> int:
 
 
 def coarse_rows(running: int, slots: int) -> int:
-    """Return how many rows decode where rows that do not run cost little: all slots, or an eighth
-    of them if that holds the running requests."""
+    """Return the number of rows that decode where idle rows cost little: all slots, or an eighth of
+    them if that holds the running requests."""
     few = max(slots // 8, 4)
     return few if running <= few < slots else slots
 

@@ -1,7 +1,7 @@
-"""The host's side of the decode state: what each slot holds, in NumPy. Pure host code.
+"""The host's side of the decode state: the content of each slot, in NumPy. Pure host code.
 
-S slots, decoding and reserve. The device treats both alike: each block's arguments name the slots
-that decode.
+S slots, decoding and reserve. The device treats both alike: a block's arguments name the slots that
+decode.
 """
 
 from collections.abc import Collection, Sequence
@@ -9,28 +9,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_async.sampler.batch.kv_pool import KvPool
-from jaxrl_async.sampler.batch.sequence import Output
-from jaxrl_async.sampler.batch.tables import Table, TableForm
-from jaxrl_async.types import BoolArray, FloatArray, IntArray, KeptTokens, Partial
+from jaxrl_async.sampler.batch.kv_cache import KvCache, Table
+from jaxrl_async.types import BoolArray, FloatArray, IntArray, KeptTokens, Partial, TokenRecord
 
 
 class Span(NamedTuple):
-    """The tokens that one slot drew in a block."""
+    """The tokens that one slot sampled in a block."""
 
     slot: int
-    start: int  # tokens drawn before
+    start: int  # tokens sampled before
     end: int
 
 
 class Slots:
-    """Lengths, page tables and drawn tokens. Changed by the sampler's thread alone."""
+    """Lengths, page tables and sampled tokens. Changed only by the sampler's thread."""
 
-    def __init__(self, total_slots: int, *, max_new: int, form: TableForm) -> None:
-        self.form = form
-        self.tables: IntArray = np.stack([form.empty()] * total_slots)  # [S, groups, width]
-        self._ends = np.zeros(total_slots, np.int32)  # pages up to which a slot has all it needs
-        self._at = np.zeros(total_slots, np.int32)  # page of the last token, at the last give_back
+    def __init__(self, total_slots: int, *, max_new: int, cache: KvCache) -> None:
+        self.cache = cache
+        self.tables: IntArray = np.stack([cache.form.empty()] * total_slots)  # [S, groups, width]
+        self._ends = np.zeros(total_slots, np.int32)  # end of the pages that a slot has
+        self._at = np.zeros(
+            total_slots, np.int32
+        )  # page of the last token, at the last release_hidden
         self.lengths = np.zeros(total_slots, np.int32)
         self.drawn = np.zeros(total_slots, np.int32)
         self.logits_versions = np.zeros(total_slots, np.int32)
@@ -42,16 +42,16 @@ class Slots:
         self.kept: list[list[IntArray]] = [[] for _ in range(total_slots)]
 
     def occupy(self, slot: int, length: int, table: Table, version: int, place: int = 0) -> None:
-        """Fill a slot with a sequence of `length` tokens, prefilled by weights of `version`, with
-        the adapter in `place`."""
+        """Fill a slot with a sequence of `length` tokens, prefilled by weights of `version` and the
+        adapter in `place`."""
         self.tables[slot] = table
-        self._ends[slot], self._at[slot] = self.form.end(table), 0
+        self._ends[slot], self._at[slot] = self.cache.form.end(table), 0
         self.lengths[slot], self.drawn[slot] = length, 0
         self.logits_versions[slot], self.places[slot] = version, place
         self.kept[slot] = []
 
     def recall(self, slot: int, partial: Partial) -> None:
-        """Write the tokens that a sequence drew before it came to this slot."""
+        """Write the tokens that a sequence sampled before it came to this slot."""
         n = len(partial.token_ids)
         self.tokens[slot, :n], self.logprobs[slot, :n] = partial.token_ids, partial.logprobs
         self.versions[slot, :n], self.drawn[slot] = partial.versions, n
@@ -61,42 +61,37 @@ class Slots:
             self.kept[slot] = [partial.kept.of(t) for t in range(n)]
 
     def free(self, slot: int) -> Table:
-        """Empty a slot and return its table, whose pages stay held."""
+        """Empty a slot; return its table, whose pages stay held."""
         table = self.tables[slot].copy()
-        self.tables[slot] = self.form.no_page
+        self.tables[slot] = self.cache.form.no_page
         self.lengths[slot] = self.drawn[slot] = self.places[slot] = 0
         self.kept[slot] = []
         return table
 
-    def give_back(self, slot: int) -> list[int]:
-        """Take out and return the pages that windows hide from every later token."""
-        at = (int(self.lengths[slot]) - 1) // self.form.page_tokens
-        if at == self._at[slot]:
-            return []
-        self._at[slot], table = at, self.tables[slot]
-        hidden = self.form.hidden(table, int(self.lengths[slot]))
-        given: list[int] = table[hidden].tolist()
-        table[hidden] = self.form.no_page
-        return given
+    def release_hidden(self, slot: int) -> None:
+        """Release the pages that windows hide from all later tokens."""
+        form, length = self.cache.form, int(self.lengths[slot])
+        at = (length - 1) // form.page_tokens
+        if at != self._at[slot]:
+            self._at[slot], table = at, self.tables[slot]
+            self.cache.release(table, form.hidden(table, length))
 
-    def grow(self, slot: int, steps: int, limit: int, pool: KvPool) -> bool:
-        """Give a slot the pages for `steps` more tokens, `limit` of them at most; return False if
-        the pool has too few."""
+    def grow(self, slot: int, steps: int, limit: int) -> bool:
+        """Give a slot pages for `steps` more tokens, at most `limit`; return False if the cache has
+        too few."""
         begin = int(self._ends[slot])
-        end = self.form.num_pages(int(self.lengths[slot]) + min(steps, limit))
+        end = self.cache.form.num_pages(int(self.lengths[slot]) + min(steps, limit))
         if end <= begin:
             return True
-        more = pool.take((end - begin) * self.form.groups)
-        if more is None:
+        if not self.cache.grow(self.tables[slot], begin, end):
             return False
-        self.tables[slot, :, begin:end] = np.reshape(more, (self.form.groups, end - begin))
         self._ends[slot] = end
         return True
 
-    def output(self, slot: int, *, extras: bool) -> Output:
-        """Return a copy of the tokens that a slot's sequence has drawn so far."""
+    def output(self, slot: int, *, extras: bool) -> TokenRecord:
+        """Return a copy of the tokens that a slot's sequence has sampled so far."""
         n = int(self.drawn[slot])
-        return Output(
+        return TokenRecord(
             token_ids=self.tokens[slot, :n].copy(),
             logprobs=self.logprobs[slot, :n].copy(),
             versions=self.versions[slot, :n].copy(),
@@ -110,17 +105,20 @@ class Slots:
         logprobs: FloatArray,
         owners: IntArray,
         version: int | IntArray,
-        full_logprobs: FloatArray | None = None,
-        kept: Any = None,
-        extras: Collection[int] = (),
+        extras: Any = None,
+        wanted: Collection[int] = (),
     ) -> list[Span]:
-        """Add a block's tokens [R, block] to their slots; return what each slot drew.
+        """Add a block's tokens [R, block] to their slots; return the new tokens of each slot.
 
-        full_logprobs and kept are stored for the slots in `extras` alone: the mask of a request
-        that leaves no token out would be its whole vocabulary, 4 bytes an id, for each token.
-
-        A slot's first token was drawn from logits computed before the block and has their version;
-        the others have the block's: `version`, of all slots or [S] of each.
+        Args:
+            tokens: sampled ids.
+            logprobs: of these tokens.
+            owners: slot of each token.
+            version: of the weights that computed the block, of all slots or [S] of each. A slot's
+                first token was sampled from earlier logits and has their version.
+            extras: sampling.TokenExtras [R, block, ...]; None: no request wants them.
+            wanted: slots whose requests want them. Only these store them: the mask of a request
+                that leaves no token out is its whole vocabulary, 4 bytes an id, for each token.
         """
         versions = np.broadcast_to(np.asarray(version, np.int32), len(self.tables))
         flat = owners.reshape(-1)
@@ -137,10 +135,9 @@ class Slots:
             self.logprobs[slot, begin:end] = logprobs.reshape(-1)[taken]
             self.versions[slot, begin:end] = versions[slot]
             self.versions[slot, begin] = self.logits_versions[slot]
-            if full_logprobs is not None and slot in extras:
-                self.full_logprobs[slot, begin:end] = full_logprobs.reshape(-1)[taken]
-            if kept is not None and slot in extras:
-                words = kept.reshape(-1, kept.shape[-1])[taken]
+            if extras is not None and slot in wanted:
+                self.full_logprobs[slot, begin:end] = extras.full_logprobs.reshape(-1)[taken]
+                words = extras.kept.reshape(-1, extras.kept.shape[-1])[taken]
                 self.kept[slot] += [unpacked_bits(row) for row in words]
             self.logits_versions[slot] = versions[slot]
             self.drawn[slot] = end
@@ -156,7 +153,7 @@ def _joined(masks: Sequence[IntArray]) -> KeptTokens:
 
 
 def unpacked_bits(words: Any) -> IntArray:
-    """Return the numbers of the bits that are set in [V / 32] uint32, ascending."""
+    """Return the indices of the bits that are set in [V / 32] uint32, ascending."""
     bits: BoolArray = np.unpackbits(
         np.ascontiguousarray(words, "<u4").view(np.uint8), bitorder="little"
     ).astype(bool)

@@ -1,0 +1,1 @@
+"""The sampler's programs on its devices."""

@@ -2,9 +2,9 @@
 
     begin ──> [ take over ended rows ──> sample ──> record ──> forward ] x steps ──> finish
 
-Rows decode; the slots that they decode for keep the KV and the logits between two blocks. When a
-row's request ends, the row takes over the next reserve slot. Shapes: see
-sampler/device/arguments.py.
+Rows decode for slots, which keep the KV and the logits between two blocks. When a row's request
+ends, the row takes over the next reserve slot. Shapes: see
+sampler/device/program_arguments.py.
 """
 
 from collections.abc import Sequence
@@ -14,21 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrl_async.cpu.kernel_calls import attend_pages
 from jaxrl_async.model import cache, decoder
 from jaxrl_async.model.cache import CachedContext, PagedKV, recent_pages
-from jaxrl_async.model.cpu.calls import attend_pages
 from jaxrl_async.model.delta import DeltaInputs
 from jaxrl_async.model.delta_layer import DeltaState, go_on
 from jaxrl_async.model.kernels import sequences_in_a_call
 from jaxrl_async.model.moe import id_dtype
 from jaxrl_async.model.tpu_pages import attend_wide_pages
-from jaxrl_async.sampler.device.arguments import (
-    Block,
-    DecodeArgs,
-    DecodeState,
-    EngineWeights,
-    SlotParams,
-)
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.passes import (
     draw_kernel,
@@ -37,11 +30,18 @@ from jaxrl_async.sampler.device.passes import (
     ragged_kernel,
     stacked_routes,
 )
-from jaxrl_async.sampler.device.sampling import AnyArray, Mix, SampledTokens, sample
+from jaxrl_async.sampler.device.program_arguments import (
+    Block,
+    DecodeArgs,
+    DecodeState,
+    EngineWeights,
+    SlotParams,
+)
+from jaxrl_async.sampler.device.sampling import AnyArray, Mix, SampledTokens, no_extras, sample
 
 
 class _Loop(NamedTuple):
-    """What a decode step changes."""
+    """The state that a decode step changes."""
 
     step: Array  # [] int32
     head: Array  # [] int32, reserve slots taken over so far
@@ -50,8 +50,8 @@ class _Loop(NamedTuple):
     rows: Array  # [R] slot
     alive: Array  # [R] bool
     logits: Array  # [R, V]
-    base: Array  # [R] tokens in the pages when the row's slot joined
-    joined: Array  # [R] step at which it joined
+    base: Array  # [R] tokens in the pages when the row's slot started
+    joined: Array  # [R] step at which it started
     drawn: Array  # [R]
     slot_params: SlotParams  # [R]
     states: tuple[DeltaState, ...]  # [R] of gated delta nets
@@ -61,7 +61,7 @@ class _Loop(NamedTuple):
 
     @property
     def next_positions(self) -> Array:
-        """[R] position of the token that this step draws."""
+        """[R] position of the token that this step samples."""
         return self.base + self.step - self.joined
 
 
@@ -98,11 +98,11 @@ def generate(
 def _begin(
     spec: EngineSpec, state: DecodeState, args: DecodeArgs, context_pages: int, *, extras: bool
 ) -> _Loop:
-    """Bring the slots' state to the rows that decode for them."""
+    """Copy the slots' state to the rows that decode for them."""
     S, R, T, V = spec.total_slots, args.rows.shape[0], spec.block, spec.model.vocab
     experts = (spec.model.layers, spec.model.experts_per_token)
     rows = jnp.asarray(args.rows)
-    slots = jnp.minimum(rows, S - 1)  # an empty row reads some slot
+    slots = jnp.minimum(rows, S - 1)  # an empty row reads any slot
     tables = jnp.asarray(args.tables)[slots]
 
     def per_row(x: AnyArray) -> Array:
@@ -133,8 +133,7 @@ def _begin(
             owners=jnp.full((R, T), S, jnp.int32),
             ends=jnp.zeros((R, T), bool),
             steps=jnp.int32(0),
-            full_logprobs=jnp.zeros((R, T), jnp.float32) if extras else None,
-            kept=jnp.zeros((R, T, -(-V // 32)), jnp.uint32) if extras else None,
+            extras=no_extras((R, T), V) if extras else None,
             routes=jnp.zeros((R, T, *experts), id_dtype(spec.model.experts))
             if spec.keeps_routes
             else None,
@@ -151,8 +150,8 @@ def _context(
     *,
     extra: int = 0,
 ) -> CachedContext:
-    """Copy what rows of these lengths [R] see of their pages (tables [R, L, W]): of layers with a
-    window only its pages."""
+    """Copy the pages (tables [R, L, W]) that rows of these lengths [R] see; for layers with a
+    window, only the window's pages."""
     near = [
         recent_pages(tables[:, g, :context_pages], lengths, window, spec.page_tokens)[0]
         for g, window in enumerate(spec.windows)
@@ -163,7 +162,7 @@ def _context(
 def _take_over(
     spec: EngineSpec, loop: _Loop, state: DecodeState, args: DecodeArgs, context_pages: int
 ) -> _Loop:
-    """Give the rows that have ended to the next reserve slots, one by one."""
+    """Give ended rows to the next reserve slots, one by one."""
 
     def possible(loop: _Loop) -> Array:
         return (loop.head < args.num_reserve) & ~jnp.all(loop.alive)
@@ -206,7 +205,7 @@ def _take_over(
 
 
 def _record(spec: EngineSpec, loop: _Loop, new: SampledTokens) -> _Loop:
-    """Write down the drawn tokens, and stop the rows whose request is done."""
+    """Record the sampled tokens, and stop the rows whose request is done."""
     out, params, alive = loop.out, loop.slot_params, loop.alive
 
     def column(into: AnyArray, values: Array) -> Array:
@@ -224,10 +223,7 @@ def _record(spec: EngineSpec, loop: _Loop, new: SampledTokens) -> _Loop:
             logprobs=column(out.logprobs, new.logprobs),
             owners=column(out.owners, jnp.where(alive, loop.rows, spec.total_slots)),
             ends=column(out.ends, ends),
-            full_logprobs=None
-            if new.full_logprobs is None
-            else column(out.full_logprobs, new.full_logprobs),
-            kept=None if new.kept is None else column(out.kept, new.kept),
+            extras=jax.tree.map(column, out.extras, new.extras),
         ),
     )
 
@@ -235,7 +231,7 @@ def _record(spec: EngineSpec, loop: _Loop, new: SampledTokens) -> _Loop:
 def _forward(
     spec: EngineSpec, weights: EngineWeights, loop: _Loop, tokens: Array, context_pages: int
 ) -> _Loop:
-    """Run the drawn tokens through the decoder: keep their KV, compute the next logits."""
+    """Run the sampled tokens through the decoder: store their KV, compute the next logits."""
     positions = loop.next_positions
     weights = of_tokens(spec, weights, _running(spec, loop))
     keys, values = list(loop.kv.k), list(loop.kv.v)
@@ -272,7 +268,7 @@ def _forward(
 
 
 def _running(spec: EngineSpec, loop: _Loop) -> Array:
-    """Return which rows drew a token in this step, [R] bool."""
+    """Return the rows that sampled a token in this step, [R] bool."""
     owners = jax.lax.dynamic_index_in_dim(loop.out.owners, loop.step, 1, keepdims=False)
     return owners < spec.total_slots
 
@@ -284,8 +280,8 @@ def _attend_columns(
     context_pages: int,
     sinks: list[Array | None],
 ) -> decoder.Attend:
-    """Return attention over the gathered context (`copies`: keys and values of each layer): all
-    rows append at the same column behind it."""
+    """Return attention over the gathered context (`copies`: keys and values of each layer). All
+    rows append at the same column after it."""
     keys, values = copies
     sights = {w: _sight(spec, loop, w, context_pages) for w in dict.fromkeys(spec.windows)}
     windows = [kind.window for kind in spec.model.kinds]
@@ -301,14 +297,14 @@ def _attend_columns(
 
 
 def _sight(spec: EngineSpec, loop: _Loop, window: int, context_pages: int) -> tuple[int, Array]:
-    """Return how many columns of a layer of this window are copies of pages (_context), and which
-    columns each row sees, [R, C + block]."""
+    """Return the number of columns of a layer with this window that are copies of pages (_context),
+    and the columns that each row sees, [R, C + block] bool."""
     table = loop.tables[:, 0, :context_pages]
     near, begins = recent_pages(table, loop.base, window, spec.page_tokens)
     C = near.shape[1] * spec.page_tokens
     columns = jnp.arange(C + spec.block)
     in_block = (columns >= C + loop.joined[:, None]) & (columns <= C + loop.step)
-    # the positions of the columns: as in the pages, then one a step from where the row joined
+    # positions of the columns: as in the pages, then one a step since the row started
     copied, since = begins[:, None] + columns, columns - C - loop.joined[:, None]
     visible = (columns < C) & (copied < loop.base[:, None]) | in_block
     positions = jnp.where(columns < C, copied, loop.base[:, None] + since)
@@ -323,19 +319,19 @@ def _attend_pages(
     pages: list[Array],
     sinks: list[Array | None],
 ) -> decoder.Attend:
-    """Return attention over the pages: each row writes into its own page, a kernel reads them, of a
-    layer with a window only those that hold it. JAX's kernel (kernels.ragged_paged) is the first
-    choice, one of our own (tpu_pages.py) takes wide heads and sinks within a window."""
+    """Return attention over the pages: each row writes into its own page, and a kernel reads the
+    pages; in a layer with a window, only the window's. JAX's kernel (kernels.ragged_paged) is the
+    first choice; ours (tpu_pages.py) supports wide heads, and sinks within a window."""
     G = spec.page_tokens
-    running = _running(spec, loop)  # a row that has ended still computes, but writes nothing
+    running = _running(spec, loop)  # an ended row still computes, but writes nothing
     written = jnp.take_along_axis(loop.tables, (positions // G)[:, None, None], axis=2)[..., 0]
     written = jnp.where(running[:, None], written, pages[0].shape[0])
-    seen = jnp.where(running, positions, 0)  # of a row that has ended, some token
+    seen = jnp.where(running, positions, 0)  # any token of an ended row
     kernel = ragged_kernel(spec)
     kinds, places = spec.model.kinds, spec.kv_layout.places
     tables = jnp.minimum(loop.tables, spec.pages - 1)
     recent = [recent_pages(tables[:, g], seen, w, G) for g, w in enumerate(spec.windows)]
-    last = jnp.max(jnp.where(running, jnp.arange(1, len(positions) + 1), 0))  # behind it none runs
+    last = jnp.max(jnp.where(running, jnp.arange(1, len(positions) + 1), 0))  # no row after it runs
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         g, a = places[i]
@@ -375,15 +371,15 @@ def _attend_on_gpu(
     pages: list[Array],
     sinks: list[Array | None],
 ) -> decoder.Attend:
-    """Return attention over the pages: each row writes into its own page, the kernel reads those
-    that the row sees."""
+    """Return attention over the pages: each row writes into its own page, and the kernel reads the
+    pages that the row sees."""
     G, running = spec.page_tokens, _running(spec, loop)
     written = jnp.take_along_axis(loop.tables, (positions // G)[:, None, None], axis=2)[..., 0]
     written = jnp.where(running[:, None], written, spec.pages)
     tables = jnp.minimum(loop.tables, spec.pages - 1)
     kernel, places = ragged_kernel(spec), spec.kv_layout.places
     rows = len(positions)
-    tokens = jnp.where(running, positions, 0) + 1  # a row that has ended reads one
+    tokens = jnp.where(running, positions, 0) + 1  # an ended row reads one
     each, count = jnp.arange(rows + 1, dtype=jnp.int32), jnp.full(1, rows, jnp.int32)
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
@@ -407,8 +403,8 @@ def _attend_on_cpu(
     pages: tuple[list[Array], list[Array]],
     sinks: list[Array | None],
 ) -> decoder.Attend:
-    """Return attention over the pages (`pages`: arrays of keys and of values) by the CPU's own
-    kernel, which writes the new tokens, too."""
+    """Return attention over the pages (`pages`: arrays of keys and of values) by our CPU kernel,
+    which writes the new tokens, too."""
     keys, values = pages
     positions = jnp.where(_running(spec, loop), loop.next_positions, -1)
     tables = [loop.tables[:, g] for g in range(loop.tables.shape[1])]
@@ -428,7 +424,7 @@ def _attend_on_cpu(
 def _finish(
     spec: EngineSpec, state: DecodeState, args: DecodeArgs, loop: _Loop
 ) -> tuple[DecodeState, Block]:
-    """Bring new KV and logits from the rows back to the slots and their pages."""
+    """Copy new KV and logits from the rows back to the slots and their pages."""
     kv = loop.kv
     if isinstance(kv, CachedContext):
         owners = loop.out.owners.reshape(-1)

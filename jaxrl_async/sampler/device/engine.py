@@ -1,14 +1,14 @@
-"""The device side of the sampler, in JetStream's words: prefill, insert, generate, slots.
+"""The device side of the sampler, with JetStream's terms: prefill, insert, generate, slots.
 
     prepare   parameters                                                  -> EngineWeights
-    prefill   new tokens of some sequences, behind what their pages hold  -> Prefix
+    prefill   new tokens of some sequences, after those in their pages    -> Prefix
               (in pages: and writes their KV there                        -> Prefix, DecodeState)
     insert    a Prefix into pages and slots                               -> DecodeState
     generate  up to `block` decode steps of up to `slots` rows            -> DecodeState, Block
 
 The programs are pure functions of an EngineSpec (prefilling.py, insertion.py, decode.py). What a
-slot holds (its length, its pages, whether it runs) is known to the host alone
-(sampler/batch/slots.py) and comes with each call: a few bytes per slot.
+slot holds (its length, its pages, whether it runs) is known only to the host
+(sampler/batch/slots.py) and is passed with each call: a few bytes per slot.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,8 @@ from jaxrl_async.model.adapter_stack import empty_adapter, stack_table
 from jaxrl_async.model.lora import is_whole
 from jaxrl_async.model.spec import ModelSpec, Params, is_stack
 from jaxrl_async.sampler.device import decode, insertion, prefilling
-from jaxrl_async.sampler.device.arguments import (
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.program_arguments import (
     Block,
     DecodeArgs,
     DecodeState,
@@ -35,10 +36,8 @@ from jaxrl_async.sampler.device.arguments import (
     PrefillArgs,
     Prefix,
 )
-from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Mix
-from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
-from jaxrl_async.types import IntArray
+from jaxrl_async.types import MAX_STOP_TOKENS, IntArray
 
 Program = Any
 """A jitted function."""
@@ -72,9 +71,9 @@ class Programs(NamedTuple):
 def programs_of(spec: EngineSpec) -> Programs:
     """Return the programs that all engines of this spec share.
 
-    They are bound to the spec here, not through `static_argnums`, so that each spec counts its own
-    compilations and has its own compiler options. The cache holds specs and compiled programs, no
-    engine and no array.
+    They are bound to the spec here, not through `static_argnums`: each spec then counts its own
+    compilations and has its own compiler options. The cache holds specs and compiled programs, but
+    no engine and no array.
     """
     options = {"xla_cpu_multi_thread_eigen": False} if spec.one_thread else None
     jit = partial(jax.jit, compiler_options=options)
@@ -121,6 +120,8 @@ def decode_state_shardings(spec: EngineSpec) -> Shardings:
 
     def of_pages(x: Any) -> NamedSharding:
         shape = x.shape
+        if len(shape) == 3:  # latent attention on a TPU: one head
+            return NamedSharding(mesh, PartitionSpec())
         if spec.ragged:  # key and value of a head stay together
             shape = (*shape[:2], max(1, shape[2] // 2), shape[3])
         return NamedSharding(mesh, spec_for(shape, axes, mesh, SAMPLER_RULES))
@@ -129,7 +130,7 @@ def decode_state_shardings(spec: EngineSpec) -> Shardings:
 
 
 class _Results(NamedTuple):
-    """The shardings of what the programs return; None: the compiler chooses them."""
+    """The shardings of the programs' results; None: the compiler chooses them."""
 
     prefill: Shardings = None
     prefill_in_pages: Shardings = None
@@ -138,8 +139,8 @@ class _Results(NamedTuple):
 
 
 def _result_shardings(spec: EngineSpec, state: Shardings) -> _Results:
-    """Return how results are divided: the decode state stays as it is, and on a mesh of several
-    processes each of them has the whole of what the host reads."""
+    """Return the shardings of results: the decode state keeps its own, and on a mesh of several
+    processes each process gets the whole of the results that the host reads."""
     if spec.mesh is None:
         return _Results()
     whole, several = NamedSharding(spec.mesh, PartitionSpec()), spans_processes(spec.mesh)
@@ -156,7 +157,7 @@ def _result_shardings(spec: EngineSpec, state: Shardings) -> _Results:
 
 
 def _place_shardings(spec: EngineSpec) -> Shardings:
-    """Return how the places for adapters are divided, one tree a layer; None: not at all."""
+    """Return the shardings of the places for adapters, one tree a layer; None: not divided."""
     if spec.mesh is None or spec.room is None:
         return None
     table = stack_table(spec.model, spec.room)
@@ -167,10 +168,10 @@ def _place_shardings(spec: EngineSpec) -> Shardings:
 def weight_shardings(
     spec: ModelSpec, mesh: Mesh, params: Params, prepared: EngineWeights
 ) -> EngineWeights:
-    """Return the shardings of prepared weights: on one device, or each as its parameter has it.
+    """Return the shardings of prepared weights: one device, or the sharding of each parameter.
 
-    A layer's weight is divided as the stacked one, without the dimension that numbers the layers,
-    which no rule divides.
+    A layer's weight is divided like the stacked one, without the layer dimension, which no rule
+    divides.
     """
     if mesh.size == 1:  # where layers are fused
         return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), prepared)
@@ -180,7 +181,7 @@ def weight_shardings(
 
 
 def _by_layer(spec: ModelSpec, stacked: Shardings) -> list[Shardings]:
-    """Return the shardings of each layer's weights; what has nothing for a stack is left out."""
+    """Return the shardings of each layer's weights, without empty stacks."""
     of_layer = {
         number: {n: _of_one_layer(s) for n, s in stacked.get(stack, {}).items()}
         for stack, numbers in spec.stacks.items()
@@ -206,9 +207,9 @@ class Engine:
         return self.programs.num_compiled
 
     def prepare(self, params: Params, before: EngineWeights | None = None) -> EngineWeights:
-        """Return the parameters as prefill and generate take them; one copy on the device.
+        """Return the parameters in the form of prefill and generate; one copy on the device.
 
-        before: weights in use; an adapter alone takes the place of theirs, and shares the rest.
+        before: weights in use. If `params` are an adapter, it replaces theirs and shares the rest.
         """
         if is_whole(params):
             weights = self._prepare_all(params)
@@ -216,7 +217,7 @@ class Engine:
                 return weights
             weights = weights._replace(stack=self.programs.empty_places())
             nothing = empty_adapter(self.spec.model, self.spec.room)
-            return self.load_place(weights, nothing, 1)  # compiled here, not by the first load
+            return self.load_place(weights, nothing, 1)  # compiled here, not at the first load
         assert before is not None, "an adapter needs the weights that it changes"
         layers = self.programs.prepare_adapter(params)
         pairs = zip(before.layers, layers, strict=True)
@@ -258,10 +259,10 @@ class Engine:
     def prefill(
         self, weights: EngineWeights, state: DecodeState | None, chunk: PrefillArgs
     ) -> Prefix:
-        """Compute new tokens of B sequences, which see what the pages of `chunk.tables` hold.
+        """Compute new tokens of B sequences, which see the pages of `chunk.tables`.
 
-        Changes no state, and needs none where those pages hold nothing. The result may be inserted
-        into any number of slots. One compilation per (n, B, T, C).
+        Changes no state, and needs none if these pages are empty. The result may be inserted into
+        any number of slots. One compilation per (n, B, T, C).
         """
         before = (None, ()) if state is None else (state.kv, state.states)
         prefix: Prefix = self.programs.prefill(weights, before[0], chunk, before[1])
@@ -270,16 +271,16 @@ class Engine:
     def prefill_in_pages(
         self, weights: EngineWeights, state: DecodeState, chunk: PrefillArgs
     ) -> tuple[Prefix, DecodeState]:
-        """Compute new tokens of B sequences as `prefill`, and write their KV to `chunk.cells`.
+        """Compute new tokens of B sequences as `prefill` does, and write their KV to `chunk.cells`.
 
-        Donates the state's pages. Where EngineSpec.prefills_in_pages. One compilation per (n, B,
-        C), of which few are used (prefill.prefill_sizes).
+        For EngineSpec.prefills_in_pages. Donates the state's pages. One compilation per (n, B, C);
+        few of these are used (prefill.prefill_sizes).
         """
         prefix, kv = self.programs.prefill_in_pages(weights, state.kv, chunk)
         return prefix, state._replace(kv=kv)
 
     def insert(self, prefix: Prefix, state: DecodeState, args: InsertArgs) -> DecodeState:
-        """Write a chunk's KV into pages, copy pages for slots that share a prefix, ready the
+        """Write a chunk's KV into pages, copy pages for slots that share a prefix, and set up the
         slots."""
         new: DecodeState = self.programs.insert(prefix, state, args)
         return new
@@ -298,7 +299,7 @@ class Engine:
         Args:
             weights: of `prepare`.
             state: donated.
-            args: which slots decode.
+            args: the slots that decode.
             context_pages: pages that hold every row's tokens so far.
             mix: the sampling that the rows' requests ask for together.
         """
@@ -310,8 +311,8 @@ class Engine:
     def compile_prefill(
         self, weights: EngineWeights, state: DecodeState, chunk: PrefillArgs
     ) -> Prefix:
-        """Compile what prefill() or prefill_in_pages() would call, for shapes alone; return those
-        of its prefix."""
+        """Compile the program of prefill() or prefill_in_pages() from shapes; return the shapes of
+        its prefix."""
         lowered = self._lower_prefill(weights, state, chunk)
         compiled, result = lowered.compile(), lowered.out_info
         if self.spec.mesh is not None:
@@ -325,7 +326,7 @@ class Engine:
         return self.programs.prefill_in_pages.lower(weights, state.kv, chunk)
 
     def compile_insert(self, prefix: Prefix, state: DecodeState, args: InsertArgs) -> None:
-        """Compile what insert() would call, for shapes alone."""
+        """Compile the program of insert() from shapes."""
         self.programs.insert.lower(prefix, state, args).compile()
 
     def compile_generate(
@@ -337,7 +338,7 @@ class Engine:
         context_pages: int,
         mix: Mix,
     ) -> None:
-        """Compile what generate() would call, for shapes alone."""
+        """Compile the program of generate() from shapes."""
         self.programs.generate.lower(
             weights, state, args, context_pages=context_pages, mix=mix
         ).compile()
@@ -347,7 +348,7 @@ class Engine:
     ) -> dict[str, Any]:
         """Lower the programs that a sampler compiles (prepare, prefill, decode); run nothing.
 
-        Takes shapes alone: jax.ShapeDtypeStruct, for params with shardings.
+        Takes only shapes: jax.ShapeDtypeStruct, for params with shardings.
         """
         assert self.spec.mesh is not None
         prepare = self.programs.prepare.lower(params)

@@ -1,4 +1,4 @@
-"""Everything that the sampler's compiled programs depend on, as one hashable record."""
+"""All that the sampler's compiled programs depend on, as one hashable record."""
 
 from dataclasses import dataclass
 
@@ -16,11 +16,11 @@ from jaxrl_async.sampler.device.sampling_kernel import takes_kernel
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """Model, shapes, mesh and number types of an engine: engines of equal specs share programs."""
+    """Model, shapes, mesh and number types of an engine. Engines of equal specs share programs."""
 
     model: ModelSpec
     slots: int  # rows that decode at the same time
-    reserve: int = 0  # slots that are prefilled ahead and take over rows that end
+    reserve: int = 0  # slots that are prefilled ahead and take over ended rows
     max_length: int  # tokens of the longest sequence
     pages: int
     page_tokens: int = 32
@@ -28,17 +28,17 @@ class EngineSpec:
     mesh: Mesh | None = None
     dtype: DTypeLike = jnp.float32  # kept as a numpy.dtype
     mixed: bool = False  # matrix products in bfloat16, everything else in dtype
-    eight_bits: bool = False  # products of int8 with int8, by the CPU's own kernels
+    eight_bits: bool = False  # products of int8 with int8, by our CPU kernels
     ragged: bool = False  # decode on the pages: by a kernel for TPU or GPU, or a slow reference
-    cpu_products: bool = False  # by kernels of our own, see model/cpu; they must be there
-    cpu_attention: bool = False  # decode on the pages, by a kernel of our own
-    on_tpu: bool | None = None  # None: as the devices are; always a bool once made
+    cpu_products: bool = False  # by our kernels, see cpu/, which must be built
+    cpu_attention: bool = False  # decode on the pages, by our CPU kernel
+    on_tpu: bool | None = None  # None: from the devices; always a bool after init
     on_gpu: bool | None = None  # the same
-    draws_by_kernel: bool | None = None  # tokens, the TPU's; None: as the devices take it
-    one_thread: bool = False  # CPU programs without XLA's threads, for samplers side by side
-    room: AdapterRoom | None = None  # for adapters beside the base; None: for none
+    draws_by_kernel: bool | None = None  # sample by the TPU kernel; None: from the devices
+    one_thread: bool = False  # CPU programs without XLA's threads, for several samplers
+    room: AdapterRoom | None = None  # for adapters on top of the base; None: no adapters
     keeps_routes: bool = False  # prefill and generate return each token's experts
-    layout: KvLayout | None = None  # of pages; None: the model's; always a layout once made
+    layout: KvLayout | None = None  # of pages; None: the model's; always set after init
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
@@ -63,13 +63,13 @@ class EngineSpec:
 
     @property
     def kv_layout(self) -> KvLayout:
-        """The groups of layers of which a page has the keys and values."""
+        """The groups of layers whose keys and values share pages."""
         assert self.layout is not None
         return self.layout
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """What the layers of each group see; 0: everything."""
+        """The window of each group's layers, tokens; 0: no window."""
         kinds = self.model.kinds
         return tuple(kinds[g.layers[0]].window if g.layers else 0 for g in self.kv_layout.groups)
 
@@ -80,8 +80,8 @@ class EngineSpec:
 
     @property
     def fused(self) -> bool:
-        """Whether projections of the same input are one product: on one device; a user's own layer,
-        and one whose attention has a gate, has its own."""
+        """Whether projections of the same input are one product: on one device, except in custom
+        layers and in attention with a gate."""
         plain = self.model.own is None and not self.model.attention_gated
         return plain and (self.mesh is None or self.mesh.size == 1)
 
@@ -92,8 +92,8 @@ class EngineSpec:
 
     @property
     def gpu_pages(self) -> bool:
-        """Whether decoding reads the pages by the kernel for GPUs, which has all windows, heads and
-        sinks."""
+        """Whether decoding reads the pages by the kernel for GPUs, which supports all windows,
+        heads and sinks."""
         return self.ragged and bool(self.on_gpu)
 
     @property
@@ -103,23 +103,23 @@ class EngineSpec:
 
     @property
     def wide_heads(self) -> bool:
-        """Whether heads are wider than a TPU's register."""
-        return self.model.head_dim > LANES
+        """Whether heads of keys in pages are wider than a TPU's register. False for latent
+        attention, whose kernel supports all widths."""
+        return self.model.latent is None and self.model.head_dim > LANES
 
     @property
     def prefills_in_pages(self) -> bool:
-        """Whether prompts without images are prefilled on the pages, too: where no states are
-        carried along, and on a TPU where the pages hold all tokens that a prompt's later ones see,
-        so not where windows hide some before it ends, and heads are narrow enough for its
-        kernel."""
+        """Whether prompts without images are prefilled on the pages, too. That needs a model
+        without states; on a TPU also pages that hold all tokens that later tokens of a prompt see
+        (no windows, which hide some before its end), and heads narrow enough for the kernel."""
         takes_all = self.gpu_pages or not (any(self.windows) or self.wide_heads)
         return self.ragged and takes_all and not self.model.delta
 
     @property
     def has_few_prefills(self) -> bool:
-        """Whether a few sizes of prefills are enough: attention costs a prompt's own tokens."""
+        """Whether few sizes of prefills are enough: attention costs only a prompt's own tokens."""
         return self.cpu_attention or self.prefills_in_pages
 
     def num_pages(self, tokens: int) -> int:
-        """Return how many pages hold this many tokens."""
+        """Return the number of pages that hold `tokens` tokens."""
         return -(-tokens // self.page_tokens)

@@ -1,6 +1,6 @@
-"""The programs that bring weights and prefilled prompts to the slots. Pure.
+"""The programs that prepare weights and insert prefilled prompts into slots. Pure.
 
-Shapes: see sampler/device/arguments.py.
+Shapes: see sampler/device/program_arguments.py.
 """
 
 import logging
@@ -25,23 +25,23 @@ from jaxrl_async.model.moe import experts_on
 from jaxrl_async.model.packed_layers import are_in_eight_bits, in_eight_bits, packed_layer
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import Params, is_stack
-from jaxrl_async.sampler.device.arguments import (
+from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.program_arguments import (
     DecodeState,
     EngineWeights,
     InsertArgs,
     Prefix,
     SlotParams,
 )
-from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import AnyArray, Controls
-from jaxrl_async.sampler.request_checks import MAX_STOP_TOKENS
+from jaxrl_async.types import MAX_STOP_TOKENS
 
 log = logging.getLogger(__name__)
 
 FEW_LAYERS = 8
-"""Layers that one program prepares quickly enough."""
+"""Maximum layers that one program prepares, to limit its compile time."""
 KEPT = ("norm", "bias", "sinks", "correction")
-"""Ends of the names of weights that stay as they are where matrices are bfloat16."""
+"""Suffixes of the names of weights that keep their type where matrices are bfloat16."""
 
 
 def empty_state(spec: EngineSpec) -> DecodeState:
@@ -70,15 +70,15 @@ def empty_state(spec: EngineSpec) -> DecodeState:
 
 
 class LayerForm(NamedTuple):
-    """How each layer's weights are prepared."""
+    """The form of each layer's prepared weights."""
 
     quantized: bool  # the parameters hold matrices in 8 or 4 bits
-    packs: bool  # matrices are fused and packed for the CPU's own products
+    packs: bool  # matrices are fused and packed for our CPU products
     fused: bool  # matrices are fused
 
 
 def layer_form(spec: EngineSpec, params: Params) -> LayerForm:
-    """Return how the layers of these parameters are prepared; names and types are read alone."""
+    """Return the form of the layers of these parameters, from their names and types."""
     quantized = is_quantized(params)
     packs = spec.cpu_products and spec.fused and (not quantized or are_in_eight_bits(params))
     if spec.cpu_products and quantized and not packs:
@@ -87,9 +87,9 @@ def layer_form(spec: EngineSpec, params: Params) -> LayerForm:
 
 
 def prepares_by_layer(spec: EngineSpec, params: Params) -> bool:
-    """Return whether the layers share one program that prepares a layer, instead of standing one
-    after another in one program: on a CPU that one takes 5 s to compile for 30 layers."""
-    rounds = spec.eight_bits and not is_quantized(params)  # looks at all layers
+    """Return whether one program prepares a layer at a time, instead of all layers in one program,
+    which takes 5 s to compile for 30 layers on a CPU."""
+    rounds = spec.eight_bits and not is_quantized(params)  # reads all layers
     return spec.cpu_products and spec.model.layers > FEW_LAYERS and not rounds
 
 
@@ -105,7 +105,7 @@ def prepare(spec: EngineSpec, params: Params) -> EngineWeights:
 
 
 def prepare_rest(spec: EngineSpec, params: Params) -> Params:
-    """Return what is not in the layers, as the decode loop reads it."""
+    """Return the weights outside the layers in the form that the decode loop reads."""
     rest = {name: w for name, w in params.items() if not is_stack(name)}
     if spec.cpu_products:
         rest = packed_head(spec.model, rest, halved=spec.mixed or spec.eight_bits)
@@ -113,7 +113,7 @@ def prepare_rest(spec: EngineSpec, params: Params) -> Params:
 
 
 def prepare_layer(spec: EngineSpec, form: LayerForm, stack: Params, number: Array) -> Params:
-    """Return one layer's weights as the decode loop reads them.
+    """Return one layer's weights in the form that the decode loop reads.
 
     number: of the layer in its stack, int32.
     """
@@ -186,7 +186,7 @@ def probe(spec: EngineSpec, weights: EngineWeights, token_ids: Array) -> Array:
 
 def insert(spec: EngineSpec, prefix: Prefix, state: DecodeState, args: InsertArgs) -> DecodeState:
     """Write a chunk's KV into pages if it is not there, copy pages for slots that share a prefix,
-    ready the slots."""
+    and set up the slots."""
 
     def put(into: AnyArray, values: AnyArray) -> Array:
         return into.at[args.slots].set(values, mode="drop")

@@ -1,4 +1,4 @@
-"""What prefills and decode steps have in common. Pure."""
+"""Functions that prefills and decode steps share. Pure."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,24 +12,27 @@ from jaxrl_async.model import decoder, gpu_pages
 from jaxrl_async.model.adapter_stack import layers_with_stack
 from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.kernels import ragged_paged
+from jaxrl_async.model.latent_pages import attend_latent_pages
 from jaxrl_async.model.moe import experts_on, id_dtype, noting, route
 from jaxrl_async.model.spec import ROWS_USED
-from jaxrl_async.sampler.device.arguments import EngineWeights
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.program_arguments import EngineWeights
 from jaxrl_async.sampler.device.sampling import AnyArray, Kernel
 from jaxrl_async.sampler.device.sampling_kernel import drawn_by_kernel
 
 
 def ragged_kernel(spec: EngineSpec) -> Callable[..., Array]:
-    """Return what attends to the pages themselves where EngineSpec.ragged, by the arguments of
+    """Return the attention function on the pages for EngineSpec.ragged, with the arguments of
     kernels.ragged_paged."""
     if spec.on_gpu:
         return partial(gpu_pages.attend_pages, mesh=spec.mesh)
+    if spec.on_tpu and spec.model.latent:
+        return partial(attend_latent_pages, rank=spec.model.latent.rank, mesh=spec.mesh)
     return partial(ragged_paged, mesh=spec.mesh) if spec.on_tpu else ragged_paged_reference
 
 
 def draw_kernel(spec: EngineSpec) -> Kernel | None:
-    """Return the kernel that samples tokens on the engine's devices; None: XLA's programs do."""
+    """Return the kernel that samples tokens on the engine's devices; None: XLA's programs do it."""
     return partial(drawn_by_kernel, mesh=spec.mesh) if spec.draws_by_kernel else None
 
 
@@ -45,7 +48,7 @@ def forward(
     **more: Any,
 ) -> Array:
     """Run tokens through the decoder (decoder.flat_forward, with `more` of its arguments) in the
-    spec's numbers, with each token's adapter; with keeps_routes its experts' ids are added to
+    spec's number types, with each token's adapter. With keeps_routes, append the experts' ids to
     `chosen`."""
     return decoder.flat_forward(
         spec.model,
@@ -64,7 +67,7 @@ def forward(
 
 
 def of_tokens(spec: EngineSpec, weights: EngineWeights, used: Array) -> EngineWeights:
-    """Return weights for tokens of which these count [n] bool: the CPU's own products skip the
+    """Return weights for tokens with a mask of the real ones [n] bool: our CPU products skip the
     others."""
     if not spec.cpu_products:
         return weights
@@ -73,7 +76,7 @@ def of_tokens(spec: EngineSpec, weights: EngineWeights, used: Array) -> EngineWe
 
 
 def stacked_routes(spec: EngineSpec, chosen: list[Array]) -> Array | None:
-    """Stack layers of [n, k] to [n, layers, k] in the smallest integers, 0 for layers without
+    """Stack layers of [n, k] to [n, layers, k] in the smallest integer type, 0 for layers without
     experts; None without keeps_routes."""
     if not spec.keeps_routes:
         return None

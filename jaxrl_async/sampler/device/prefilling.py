@@ -1,6 +1,6 @@
 """The programs that compute prompts: prefill, and prefill in pages. Pure.
 
-Shapes: see sampler/device/arguments.py.
+Shapes: see sampler/device/program_arguments.py.
 """
 
 from collections.abc import Sequence
@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrl_async.cpu.kernel_calls import NewTokens, attend_new_tokens
 from jaxrl_async.model import cache, decoder
 from jaxrl_async.model.attention import same_image
 from jaxrl_async.model.cache import NewKV, PagedKV
-from jaxrl_async.model.cpu.calls import NewTokens, attend_new_tokens
 from jaxrl_async.model.delta import DeltaInputs
 from jaxrl_async.model.delta_layer import DeltaState, go_on
-from jaxrl_async.sampler.device.arguments import EngineWeights, PrefillArgs, Prefix
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.passes import (
     forward,
@@ -23,6 +22,7 @@ from jaxrl_async.sampler.device.passes import (
     ragged_kernel,
     stacked_routes,
 )
+from jaxrl_async.sampler.device.program_arguments import EngineWeights, PrefillArgs, Prefix
 
 
 def prefill(
@@ -59,8 +59,8 @@ def prefill(
 def prefill_in_pages(
     spec: EngineSpec, weights: EngineWeights, kv: PagedKV, chunk: PrefillArgs
 ) -> tuple[Prefix, PagedKV]:
-    """Write the KV of new tokens to `chunk.cells`, and compute their next logits on the pages, of
-    `chunk.tables`: by the kernel that decodes, so that no length is a shape of its own."""
+    """Write the KV of new tokens to `chunk.cells`, and compute their next logits on the pages of
+    `chunk.tables` by the decode kernel, which needs no program for each length."""
     pages = list(kv.k)
     sinks = decoder.sinks_in(spec.model, weights.layers)
     attend = _attend_by_kernel(spec, pages, chunk, sinks)
@@ -76,10 +76,10 @@ def _computed(
     read: decoder.ReadStates | None = None,
 ) -> tuple[Array, Array | None]:
     """Run the new tokens through the decoder; return the next logits of each sequence [B, V], and
-    the tokens' experts with keeps_routes."""
+    with keeps_routes the tokens' experts."""
     lengths, chosen = _without_padding(chunk), list[Array]()
     counted = jnp.arange(chunk.token_ids.shape[0]) < jnp.sum(lengths)
-    last = chunk.token_indices[:, 0] + chunk.lengths - 1  # a sequence's tokens lie together
+    last = chunk.token_indices[:, 0] + chunk.lengths - 1  # a sequence's tokens are contiguous
     x = forward(
         spec,
         of_tokens(spec, weights, counted),
@@ -90,7 +90,7 @@ def _computed(
         places=chunk.places,
         images=chunk.images,
         read=read,
-        last=None if spec.keeps_routes else (last, lengths > 0),  # routes are of all tokens
+        last=None if spec.keeps_routes else (last, lengths > 0),  # routes of all tokens
     )
     x = x[last] if spec.keeps_routes else x
     params = of_tokens(spec, weights, lengths > 0).params
@@ -101,8 +101,8 @@ def _computed(
 def _read_padded(
     states: tuple[DeltaState, ...], chunk: PrefillArgs
 ) -> tuple[decoder.ReadStates, list[DeltaState]]:
-    """Return what reads the states of gated delta nets, and the list to which it adds those that
-    the chunk's sequences leave: of one that begins, the state before is empty."""
+    """Return a function that reads the states of gated delta nets, and the list to which it appends
+    the chunk's new states. A new sequence starts with an empty state."""
     B, T = chunk.token_indices.shape
     lengths, left = _without_padding(chunk), list[DeltaState]()
 
@@ -125,8 +125,8 @@ def _read_padded(
 
 
 def _without_padding(chunk: PrefillArgs) -> Array:
-    """Return the new tokens of each sequence [B], 0 for padding: that begins where the first
-    sequence does."""
+    """Return the number of new tokens of each sequence [B], 0 for padding, which has the start of
+    the first sequence."""
     begins = jnp.asarray(chunk.token_indices)[:, 0]
     is_padding = (begins == 0) & (jnp.arange(begins.shape[0]) > 0)
     return jnp.where(is_padding, 0, chunk.lengths)
@@ -135,7 +135,7 @@ def _without_padding(chunk: PrefillArgs) -> Array:
 def _attend_padded(
     spec: EngineSpec, kv: PagedKV | None, chunk: PrefillArgs, sinks: list[Array | None]
 ) -> decoder.Attend:
-    """Return attention over sequences padded to the same length, and copies of their pages."""
+    """Return attention over sequences padded to one length, with copies of their pages."""
     B, T = chunk.token_indices.shape
     before, kinds = None, spec.model.kinds
     tables, starts = jnp.asarray(chunk.tables), jnp.asarray(chunk.starts)
@@ -165,7 +165,7 @@ def _attend_padded(
 
 
 def _pages_of(spec: EngineSpec, kv: PagedKV | None) -> list[Array]:
-    """Return the pages, or pages that nothing reads."""
+    """Return the pages, or a placeholder that nothing reads."""
     if kv is not None:
         return list(kv.k)
     layout = spec.kv_layout
@@ -178,9 +178,9 @@ def _pages_of(spec: EngineSpec, kv: PagedKV | None) -> list[Array]:
 def _attend_by_kernel(
     spec: EngineSpec, pages: list[Array], chunk: PrefillArgs, sinks: list[Array | None]
 ) -> decoder.Attend:
-    """Return attention by the kernel that decodes. With cells for them, a layer's new tokens are
-    written to its pages and read there, behind the earlier tokens. Without cells, and in layers
-    with a window, whose pages have only a part of them, they are read where they are."""
+    """Return attention by the decode kernel. With cells, a layer's new tokens are written to its
+    pages and read there, after the earlier tokens. Without cells, and in layers with a window,
+    whose pages hold only a part of the tokens, they are read from the chunk."""
     lengths, cells = _without_padding(chunk), chunk.cells
     tables = jnp.minimum(jnp.asarray(chunk.tables), spec.pages - 1)
     if not tables.shape[2]:
@@ -214,7 +214,7 @@ def _attend_by_kernel(
 def _attend_new(
     spec: EngineSpec, kv: PagedKV, chunk: PrefillArgs, sinks: list[Array | None]
 ) -> decoder.Attend:
-    """Return attention by the CPU's own kernel: no padding, and the pages as they are."""
+    """Return attention by our CPU kernel, without padding and on the pages."""
     begins = jnp.asarray(chunk.token_indices)[:, 0]
     lengths, tables = _without_padding(chunk), jnp.asarray(chunk.tables)
     tokens = [
@@ -231,11 +231,11 @@ def _attend_new(
 
 
 def _sight(spec: EngineSpec, chunk: PrefillArgs, window: int) -> tuple[Array, Array | None]:
-    """Return which new tokens [B, T, T], and which of the columns copied from pages before them
-    [B, 1 or T, C], each query sees in a layer of this window; None: there are no such columns."""
+    """Return the new tokens [B, T, T], and the columns copied from earlier pages [B, 1 or T, C],
+    that each query sees in a layer with this window; None: no such columns."""
     within = jnp.arange(chunk.token_indices.shape[1])
     visible = (within[:, None] >= within)[None]
-    if chunk.images is not None:  # what is behind a token of its image is in the chunk
+    if chunk.images is not None:  # later tokens of an image are in the chunk, too
         begins = chunk.images[0][chunk.token_indices]
         visible = visible | same_image(begins, begins)
     visible = visible & (within < chunk.lengths[:, None, None])

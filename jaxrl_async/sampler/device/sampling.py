@@ -1,4 +1,4 @@
-"""Draw one token per slot, with its log-prob under the distribution that it was drawn from.
+"""Sample one token per slot, with its log-prob under the sampled distribution.
 
 Shapes: S slots, V vocabulary. Randomness is one uniform number per slot, keyed by identity (request
 and position), never by slot, neighbours or time.
@@ -14,13 +14,13 @@ from jax import Array
 from jaxrl_async.types import Request
 
 AnyArray = Any
-"""An array of a program: traced or on the device, or NumPy on its way there or back."""
+"""An array of a program: traced, on the device, or in NumPy before or after."""
 
 Kernel = Callable[..., tuple[Array, Array, Array]]
 """sampling_kernel.drawn_by_kernel, on a mesh."""
 MASKED = -jnp.inf
 BLOCK = 128
-"""Most tokens of a block of `drawn`: the columns of a register of TPUs."""
+"""Maximum tokens of a block of `drawn`: the columns of a TPU register."""
 LOWEST = -(2**31)
 """A rank below all numbers'."""
 
@@ -35,16 +35,16 @@ class Controls(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """The sampling that the requests of a block ask for together; static, so that a block computes
-    nothing else."""
+    """The kinds of sampling that the requests of a block ask for. Static: a block computes nothing
+    else."""
 
     truncated: bool = False  # a request uses top-k, top-p or min-p
     greedy: bool = False  # a request has temperature 0
-    extras: bool = False  # a request wants full_logprobs and kept
+    extras: bool = False  # a request wants TokenExtras
 
 
 def mix_of(requests: Iterable[Request]) -> Mix:
-    """Return the sampling that these requests ask for together."""
+    """Return the kinds of sampling that these requests ask for."""
     requests = list(requests)
     sampling = [r.sampling for r in requests]
     return Mix(
@@ -55,17 +55,31 @@ def mix_of(requests: Iterable[Request]) -> Mix:
 
 
 def together(mixes: Iterable[Mix]) -> Mix:
-    """Return the sampling of blocks whose requests ask for any of these."""
+    """Return the union of several mixes."""
     return Mix(*(any(asked) for asked in zip(Mix(), *mixes, strict=True)))
 
 
+class TokenExtras(NamedTuple):
+    """The values that requests with `extras` get for each token of a step's slots [S], or of a
+    block's rows and steps [R, block]. A further value is one more field here, in `no_extras` and in
+    `_with_extras`; blocks carry all of them."""
+
+    full_logprobs: AnyArray  # [...] float32, under the model's own distribution
+    kept: AnyArray  # [..., V / 32] uint32, a bit for each possible token
+
+
+def no_extras(shape: tuple[int, ...], vocab: int) -> TokenExtras:
+    """Return zeros, for tokens [shape] that are not sampled yet."""
+    words = -(-vocab // 32)
+    return TokenExtras(jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, words), jnp.uint32))
+
+
 class SampledTokens(NamedTuple):
-    """One step's tokens, with their log-probs and the tokens that could have been drawn."""
+    """One step's tokens, with their log-probs and the requested extras."""
 
     tokens: Array  # [S] int32
-    logprobs: Array  # [S] float32, under the distribution that was drawn from
-    full_logprobs: Array | None = None  # [S] float32, under the model's own distribution
-    kept: Array | None = None  # [S, V / 32] uint32, a bit for each token that could be drawn
+    logprobs: Array  # [S] float32, under the sampled distribution
+    extras: TokenExtras | None = None
 
 
 def sample(
@@ -76,21 +90,21 @@ def sample(
     mix: Mix,
     kernel: Kernel | None = None,
 ) -> SampledTokens:
-    """Sample a token for each slot: in tokens' order, the one in whose share of the probability the
-    slot's number falls; the first of the likeliest if it is greedy.
+    """Sample a token for each slot by inverting the cumulative distribution at the slot's number;
+    a greedy slot takes the first of the likeliest tokens.
 
-    XLA's programs read the logits for the largest of each block of BLOCK tokens, for the blocks'
-    sums, and the block of the token once more; the log-prob, and the likeliest token, result from
-    the same. The TPU's kernel reads them once, truncation included. Their sums round differently,
-    so each machine samples by only one of them.
+    XLA's programs read the logits for the maximum of each block of BLOCK tokens, for the blocks'
+    sums, and the token's block once more; the log-prob and the likeliest token result from the
+    same reads. The TPU's kernel reads them once, truncation included. Their sums round differently,
+    so each machine uses only one of them.
 
     Args:
         logits: [S, V] float32.
         controls: the slots' sampling parameters.
         keys: [S, 2] uint32 key data.
         positions: [S] int32, position of the new token in its sequence.
-        mix: the sampling that any slot asks for.
-        kernel: sampling_kernel.drawn_by_kernel where the devices take it; None: by XLA's programs.
+        mix: the kinds of sampling of the slots.
+        kernel: sampling_kernel.drawn_by_kernel where devices support it; None: XLA's programs.
     """
     u = uniforms(keys, positions)
     if kernel is not None:
@@ -112,11 +126,12 @@ def sample(
 def _with_extras(
     logits: Array, tokens: Array, logprobs: Array, kept: Array, mix: Mix
 ) -> SampledTokens:
-    """Return sampled tokens with what the mix asks for."""
+    """Return sampled tokens with the extras that the mix asks for."""
     if not mix.extras:
         return SampledTokens(tokens, logprobs)
     full = _at(jax.nn.log_softmax(logits, axis=-1), tokens)
-    return SampledTokens(tokens, logprobs, full, packed_bits(kept & (logits > MASKED)))
+    extras = TokenExtras(full, packed_bits(kept & (logits > MASKED)))
+    return SampledTokens(tokens, logprobs, extras)
 
 
 def packed_bits(mask: Array) -> Array:
@@ -130,12 +145,11 @@ def packed_bits(mask: Array) -> Array:
 
 
 def drawn(logits: Array, u: Array, greedy: Array | None = None) -> tuple[Array, Array]:
-    """Return the token whose interval of the cumulated probabilities holds u, and its log-prob:
+    """Return the token whose interval of the cumulative distribution holds u, and its log-prob:
     [S, V], [S] -> [S] int32, [S] float32. Never a token of probability 0.
 
     Two levels, blocks and then the tokens of one, keep float32's error as small as in short sums.
-    greedy [S] bool: the rows whose token is the likeliest, the first of equals; None: no
-    row.
+    greedy [S] bool: rows that take the likeliest token, the first of equals; None: no row.
     """
     S, V = logits.shape
     width = min(BLOCK, V)
@@ -175,8 +189,8 @@ def _gathered_block(blocks: Array, block: Array) -> Array:
 
 
 def _masked_block(blocks: Array, block: Array) -> Array:
-    """Compute _gathered_block by reading all: a TPU gathers row by row, and each row takes as long
-    as reading thousands of tokens."""
+    """Compute _gathered_block by reading all blocks: a TPU gathers row by row, and each row costs
+    as much as reading thousands of tokens."""
     mine = jnp.arange(blocks.shape[1]) == block[:, None]
     return jnp.max(jnp.where(mine[:, :, None], blocks, MASKED), axis=1)
 
@@ -195,17 +209,17 @@ def uniforms(keys: Array, positions: Array) -> Array:
 
 
 def likely(logits: Array, controls: Controls) -> Array:
-    """Return [S, V] bool: the tokens that top-k, then top-p, then min-p leave of
-    temperature-scaled logits. Equal tokens are kept, or refused, together; tokens that cannot be
-    (MASKED) are refused even where fewer than k can.
+    """Return [S, V] bool: the tokens that top-k, then top-p, then min-p keep of temperature-scaled
+    logits. Equal tokens are kept or refused together; impossible tokens (MASKED) are refused even
+    if fewer than k are possible.
 
     top-k keeps a token if fewer than k are likelier. top-p keeps it if the likelier tokens of
     top-k have less than that share of top-k's probability, so it keeps the likeliest up to and
     including the token that reaches the share (Holtzman et al. 2020, arXiv:1904.09751). min-p keeps
     tokens at least min_p times as likely as the likeliest (Nguyen et al. 2024, arXiv:2407.01082).
 
-    Nothing is sorted: the lowest logit that is kept is found by halving an interval of numbers with
-    32 bits (least_kept), exactly but for the rounding of sums of probabilities.
+    Nothing is sorted: the lowest kept logit is found by bisection over 32-bit numbers (least_kept),
+    exactly except for the rounding of sums of probabilities.
     """
     V = logits.shape[-1]
     ranks = ranks_of(logits)
@@ -224,7 +238,7 @@ def likely(logits: Array, controls: Controls) -> Array:
         ranks, jnp.where(share < 1, floor, best), best,
         share * jnp.sum(odds, axis=-1, keepdims=True),
     )  # fmt: skip
-    floor = jnp.where(share < 1, nucleus, floor)  # the rounded sum of a few may be all
+    floor = jnp.where(share < 1, nucleus, floor)  # a few tokens' rounded sum may reach 1
     likely_enough = logits >= top + jnp.log(controls.min_p)[:, None]
     return (ranks >= floor) & likely_enough & (logits > MASKED)
 
@@ -238,14 +252,14 @@ def ranks_of(numbers: Array) -> Array:
 def least_kept(
     measure: Callable[[Array], Array], ranks: Array, low: Array, high: Array, limit: Array
 ) -> Array:
-    """Return the least number r of low..high [S, 1] for which measure(ranks > r) < limit, by 32
-    measurements, or none where each low is its high.
+    """Return the smallest r in low..high [S, 1] with measure(ranks > r) < limit, by 32
+    measurements, or without any if low equals high everywhere.
 
     Args:
-        measure: what tokens [S, V] bool weigh together, [S, 1]; more tokens weigh no less.
+        measure: total weight [S, 1] of tokens [S, V] bool; it does not fall with more tokens.
         ranks: [S, V] int32.
-        low: the least that it may be.
-        high: for which it holds.
+        low: lower bound of r.
+        high: upper bound of r, for which the condition holds.
         limit: [S, 1].
     """
 

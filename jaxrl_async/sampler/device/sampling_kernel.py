@@ -1,7 +1,7 @@
-"""Sampling a token by a TPU kernel: like sampling.py by XLA's programs, but each row's logits
-are read from HBM once, and later passes read them from the chip's own memory.
+"""A TPU kernel that samples a token: like XLA's programs of sampling.py, but each row's logits are
+read from HBM once, and later passes read them from VMEM.
 
-Rows are taken eight at a time, [8, V]. Below, a tile is [8, 128] of them, a chunk TILES tiles.
+It processes eight rows at a time, [8, V]. Below, a tile is [8, 128] of them, a chunk TILES tiles.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,14 @@ LANES = 128
 ROWS = 8
 """Rows of a tile."""
 TILES = 32
-"""Tiles of a chunk: a loop's turn."""
+"""Tiles of a chunk: one iteration of a loop."""
 LOWEST = -(2**31)
 """A rank below all numbers'."""
 MOST_BYTES = 48 * 2**20
-"""Most of a chip's own memory (VMEM: 64 MiB or more from v5e on) that the kernel asks for."""
+"""Maximum VMEM that the kernel requests (chips from v5e on have 64 MiB or more)."""
 SMALL = ("TPU v2", "TPU v3", "TPU v4")
-"""First words of kinds of chips with 16 MiB of it or less, which hold no eight rows of a large
-vocabulary."""
+"""First words of the kinds of chips with at most 16 MiB of VMEM: too little for eight rows of a
+large vocabulary."""
 
 
 def takes_kernel(device: jax.Device, vocab: int) -> bool:
@@ -37,7 +37,7 @@ def takes_kernel(device: jax.Device, vocab: int) -> bool:
 
 
 def _bytes_of(vocab: int, *, truncated: bool) -> int:
-    """Return the bytes of what the kernel keeps: two blocks of logits, their ranks, their odds."""
+    """Return the VMEM of the kernel, bytes: two blocks of logits, their ranks, their odds."""
     return (3 + truncated) * ROWS * _padded(vocab) * 4 + 4 * 2**20
 
 
@@ -65,8 +65,8 @@ def drawn_by_kernel(
         mesh: of the program; None: one device.
         interpret: pallas_call's.
 
-    Returns tokens [S] int32, their log-probs [S] float32, and the lowest logit that was possible
-    [S] float32; all can where not truncated, and where greedy.
+    Returns tokens [S] int32, their log-probs [S] float32, and the lowest possible logit [S]
+    float32; without truncation, and for greedy rows, all logits are possible.
     """
 
     def call(logits: Array, numbers: Array, top_k: Array) -> Any:
@@ -122,7 +122,7 @@ def _draw(
     ranks: Any,
     *memory: Any,
 ) -> None:
-    """Sample for eight rows. What each row has once is [8, 128], the same in all columns."""
+    """Sample for eight rows. A value of a row is [8, 128], the same in all columns."""
     odds, sums = memory if truncated else (None, *memory)
     chunks = sums.shape[0]
     lane = jax.lax.broadcasted_iota(jnp.int32, (ROWS, LANES), 1)
@@ -141,14 +141,14 @@ def _draw(
         return pl.ds(c * TILES, TILES)
 
     def logits_of(c: Any) -> tuple[Any, Any]:
-        """Logits [TILES, 8, 128], and whether they are of a token."""
+        """Logits [TILES, 8, 128], and whether each belongs to a token."""
         width = TILES * LANES
         row = logits[:, pl.ds(pl.multiple_of(c * width, width), width)]
         tiles = [row[:, t * LANES : (t + 1) * LANES] for t in range(TILES)]
         return jnp.stack(tiles), in_chunk + c * width < vocab
 
     def rank_chunk(c: Any, best: Any) -> Any:
-        """Keep the ranks of the scaled logits; find the largest of each column, and its tile."""
+        """Store the ranks of the scaled logits; find each column's maximum, and its tile."""
         largest, where = best
         given, real = logits_of(c)
         rank = _ranked(jnp.where(real, given / divisor, -jnp.inf))
@@ -229,10 +229,10 @@ def _floor(
     over_chunks: Callable[[Callable[[Any, Any], Any], Any], Any],
     vocab: int,
 ) -> Any:
-    """sampling.likely, as the least rank that is kept."""
+    """Compute sampling.likely as the lowest kept rank."""
 
     def least_kept(measure: Callable[[Any, Any], Any], none: Any, low: Any, limit: Any) -> Any:
-        """sampling.least_kept, up to `best`."""
+        """Compute sampling.least_kept, up to `best`."""
 
         def halve(_: Any, bounds: Any) -> Any:
             low, high = bounds
@@ -279,7 +279,7 @@ def _across(reduce: Callable[..., Any], tile: Any) -> Any:
 
 
 def _passed(found: Any, mass: Any, target: Any) -> Any:
-    """Count what ends before the target: (where it ends, where the next begins, how many)."""
+    """Count the masses that end before the target: (sum so far, their end, their number)."""
     end, before, count = found
     end += mass
     passed = end <= target
@@ -287,7 +287,7 @@ def _passed(found: Any, mass: Any, target: Any) -> Any:
 
 
 def _ranked(numbers: Any) -> Any:
-    """sampling.ranks_of."""
+    """Compute sampling.ranks_of."""
     bits = jax.lax.bitcast_convert_type(jnp.where(numbers == 0, 0.0, numbers), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 

@@ -1,0 +1,1 @@
+"""Several samplers behind one interface. Needs no JAX."""

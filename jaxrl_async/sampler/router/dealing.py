@@ -1,12 +1,12 @@
-"""Which replica gets a request: a pure function of the requests dealt before and of the loads now.
+"""The choice of a replica for each request: a pure function of earlier requests and current loads.
 
-All members of a group (equal prompts, one after another) go to one replica, where they share a
-prefill: to the one that had their prefix last, unless it is much busier than the least loaded. So
-does a later turn (its key, and a longer prompt): to the one that had the turn before.
-Requests under suspicion (RouterJob.suspect) get a seat of their own, one at a time.
+All members of a group (equal prompts in sequence) go to one replica, where they share a prefill. It
+is the replica that had their prefix last, unless that one is much busier than the least loaded. A
+later turn (the same key, a longer prompt) goes to the replica that had the previous turn. Requests
+under suspicion (RouterJob.suspect) run alone in a slot, one at a time.
 
-No replica is dealt more than it can use (Candidate.room), though the last group goes to it whole:
-nobody knows how long answers will be, and whoever is done first takes the next.
+No replica gets more requests than it can use (Candidate.room), except that a group is never split.
+The lengths of answers are unknown, so the replica that finishes first takes the next request.
 """
 
 import itertools
@@ -18,68 +18,67 @@ from typing import TypeVar
 
 import numpy as np
 
-from jaxrl_async.sampler.batch.waiting import WaitingQueue
+from jaxrl_async.sampler.batch.admission import WaitingQueue
 from jaxrl_async.sampler.router.job import RouterJob
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 AFFINITY_TOKENS = 32
-"""Leading tokens that say which replica is likely to hold a request's prefix."""
+"""Leading tokens that identify a prefix, to find the replica that is likely to hold it."""
 AFFINITY_SLACK = 0.25
-"""How much more loaded than the least loaded replica that one may be, as a share of its places."""
+"""Maximum load of that replica above the least loaded one, as a share of its places."""
 REFILL = 4
-"""A replica is dealt more once its room is a REFILLth of its places: not one by one."""
+"""A replica gets more requests once its room is 1/REFILL of its places, not one at a time."""
 REMEMBERED = 4096
-"""Prefixes whose replica is remembered."""
+"""Maximum prefixes whose replica is remembered."""
 TALKS = 16
-"""Conversations whose replica is remembered, for each place of the replicas, and REMEMBERED at
-least. The oldest are forgotten: of requests of one turn, whose key never comes again, nobody says
-when they are over."""
+"""Maximum conversations whose replica is remembered, for each place of the replicas; at least
+REMEMBERED in all. The oldest are forgotten: the end of a conversation is not reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What the choice depends on, of one replica at work."""
+    """The state of one active replica that the choice depends on."""
 
     in_flight: int  # requests dealt to it and not answered
-    places: int  # requests that it holds at once
-    rows: int = 0  # of those that draw in a step
-    seat: int = 0  # number of its seat
+    places: int  # requests that it can hold
+    rows: int = 0  # requests that it decodes in a step
+    slot: int = 0  # number of its slot
     tries_suspect: bool = False  # whether one of its requests is under suspicion
 
     @property
     def load(self) -> float:
-        """In flight over places."""
+        """Requests in flight over places."""
         return self.in_flight / self.places
 
     @property
     def room(self) -> int:
         """Requests that may be dealt to it now; below 0: it has more than its share.
 
-        While all rows draw, as many others wait, in places or behind them, and a quarter more than
-        its places at least.
+        Its total is twice its rows, so that as many requests wait as decode, and at least 1.25
+        times its places.
         """
         return max(2 * self.rows, math.ceil(1.25 * self.places)) - self.in_flight
 
     def has_room_for(self, waiting: int) -> bool:
-        """Return whether it has room for so many waiting requests, or for enough to deal some."""
+        """Return whether it has room for `waiting` requests, or enough to deal some of them."""
         return self.room >= max(1, min(self.places // REFILL, waiting))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deal:
-    """What goes where."""
+    """The jobs for each slot, and the jobs that wait."""
 
-    shares: dict[int, list[RouterJob]] = field(default_factory=dict)  # by the number of the seat
-    waiting: list[RouterJob] = field(default_factory=list)  # what no replica can take now
+    shares: dict[int, list[RouterJob]] = field(default_factory=dict)  # by the number of the slot
+    waiting: list[RouterJob] = field(default_factory=list)  # jobs that no replica can take now
 
 
 def choose(candidates: Sequence[Candidate], home: int | None, count: int = 1) -> int:
     """Return the index of the candidate for `count` requests of one prefix.
 
     home: index of the candidate that had the prefix last, preferred unless it is much busier than
-    the least loaded one; None: none had it. Ties go to the lowest index.
+    the least loaded one; None: no candidate had it. Ties go to the lowest index.
     """
     loads = [(c.in_flight + count) / c.places for c in candidates]
     least = min(range(len(loads)), key=loads.__getitem__)
@@ -88,47 +87,46 @@ def choose(candidates: Sequence[Candidate], home: int | None, count: int = 1) ->
     return least
 
 
-def suspects_seat(candidates: Sequence[Candidate], any_wait: bool) -> int | None:
-    """Return the seat that is kept for suspects while there are any, else None.
+def suspects_slot(candidates: Sequence[Candidate], any_wait: bool) -> int | None:
+    """Return the slot that is reserved for suspects while there are suspects, else None.
 
-    It is the seat where one runs, or the least loaded one if any wait.
+    It is the slot where a suspect runs, or the least loaded slot if suspects wait.
     """
     trying = [c for c in candidates if c.tries_suspect]
     if trying or not (any_wait and candidates):
-        return trying[0].seat if trying else None
-    return min(candidates, key=lambda c: c.in_flight).seat
+        return trying[0].slot if trying else None
+    return min(candidates, key=lambda c: c.in_flight).slot
 
 
 def unrecorded(request_id: str) -> int | None:
-    """Return None: no request has a recorded seat."""
+    """Return None: no request has a recorded slot."""
     return None
 
 
 class Dealer:
-    """Deals requests to seats and remembers which seat had which prefix last."""
+    """Deals requests to slots and remembers which slot had which prefix last."""
 
     def __init__(self, recorded: Callable[[str], int | None] = unrecorded) -> None:
-        """recorded: in a replay, returns the seat of a request; if it returns None, one
-        is chosen."""
+        """recorded: in a replay, returns the slot of a request, or None to have one chosen."""
         self._recorded = recorded
         self._homes: OrderedDict[bytes, int] = OrderedDict()
-        # by key: the seat, and the tokens of the prompt
+        # by key: the slot, and the tokens of the prompt
         self._talks: OrderedDict[tuple[int, int] | None, tuple[int, int]] = OrderedDict()
         self._most_talks = REMEMBERED
 
     def may_wait(self, job: RouterJob, at_work: Callable[[int], bool]) -> bool:
-        """Return whether a job waits here for room in any replica.
+        """Return whether a job may wait in the router's queue for room in any replica.
 
-        Not if it has begun, was on the device of one that died, is a later turn of a conversation
-        that a replica has, or is of those that a certain replica must have or must not have; nor if
-        it names an adapter (the replica that unloads it must know who waits for it) or is more
-        urgent than others: it overtakes those that wait in the replica.
+        It may not if it has begun, was on the device of a replica that died, is a later turn of a
+        conversation that a replica has, or is bound to or barred from a replica. Nor if it names an
+        adapter (the replica that unloads it must know the waiting requests) or is more urgent than
+        others: it then overtakes the requests that wait in the replica.
 
-        at_work: Returns whether the replica in a seat is at work.
+        at_work: returns whether the replica in a slot is active.
         """
         begun = job.begun is not None or bool(job.died or job.cut_off)
         tied = job.avoid is not None or bool(job.request.adapter) or job.request.priority < (0, 0)
-        if begun or tied or self._recorded_seat(job) is not None:
+        if begun or tied or self._recorded_slot(job) is not None:
             return False
         home = self._home_of_talk(job)
         return home is None or not at_work(home)
@@ -139,20 +137,20 @@ class Dealer:
         candidates: Sequence[Candidate],
         kept: int | None = None,
     ) -> dict[int, list[RouterJob]]:
-        """Take jobs out of the queue while there is room; return them by the number of the seat.
+        """Take jobs out of the queue while there is room; return them by slot number.
 
         Args:
             queue: of jobs that may wait.
-            candidates: Replicas at work, by their seats.
-            kept: The seat that is kept for suspects.
+            candidates: active replicas, with their slots.
+            kept: the slot that is reserved for suspects.
         """
         self._make_room(candidates)
-        free = {c.seat: c for c in candidates if c.seat != kept and c.has_room_for(len(queue))}
+        free = {c.slot: c for c in candidates if c.slot != kept and c.has_room_for(len(queue))}
         shares: dict[int, list[RouterJob]] = {}
         while free and queue:
-            seat = self._place(_next_group(queue), free, shares)
-            if free[seat].room <= 0:
-                del free[seat]
+            slot = self._place(_next_group(queue), free, shares)
+            if free[slot].room <= 0:
+                del free[slot]
         return shares
 
     def deal(
@@ -163,24 +161,24 @@ class Dealer:
         suspects_wait: bool = False,
         together: bool = False,
     ) -> Deal:
-        """Return a seat for each job, and the jobs that must wait.
+        """Return a slot for each job, and the jobs that must wait.
 
         Args:
-            jobs: In the order of asking.
-            candidates: The replicas at work, by their seats.
-            suspects_wait: Whether other jobs under suspicion wait already.
-            together: Deal all jobs to one seat.
+            jobs: in the order of submission.
+            candidates: active replicas, with their slots.
+            suspects_wait: whether other jobs under suspicion wait already.
+            together: deal all jobs to one slot.
         """
         self._make_room(candidates)
         suspects = [job for job in jobs if job.suspect]
         others = [job for job in jobs if not job.suspect]
-        kept = suspects_seat(candidates, suspects_wait or bool(suspects))
+        kept = suspects_slot(candidates, suspects_wait or bool(suspects))
         deal = Deal()
-        idle = any(c.seat == kept and not c.in_flight for c in candidates)
+        idle = any(c.slot == kept and not c.in_flight for c in candidates)
         if suspects and idle and kept is not None:
             deal.shares[kept] = [suspects.pop(0)]
         deal.waiting.extend(suspects)
-        free = {c.seat: c for c in candidates if c.seat != kept}
+        free = {c.slot: c for c in candidates if c.slot != kept}
         if not free:
             deal.waiting.extend(others)
             return deal
@@ -189,7 +187,7 @@ class Dealer:
         return deal
 
     def _make_room(self, candidates: Sequence[Candidate]) -> None:
-        """Remember as many conversations as the places need."""
+        """Raise the number of remembered conversations to what the places need."""
         places = sum(c.places for c in candidates)
         self._most_talks = max(self._most_talks, TALKS * places)
 
@@ -199,64 +197,66 @@ class Dealer:
         free: dict[int, Candidate],
         shares: dict[int, list[RouterJob]],
     ) -> int:
-        """Add jobs that stay together to a seat's share, and to its load; return the seat."""
-        seat = self._seat_of(group, list(free.values()))
-        shares.setdefault(seat, []).extend(group)
-        if (dealt := free.get(seat)) is not None:  # with many seats, all anew is too slow
-            free[seat] = replace(dealt, in_flight=dealt.in_flight + len(group))
-        return seat
+        """Add jobs that must stay together to a slot's share and load; return the slot."""
+        slot = self._slot_of(group, list(free.values()))
+        shares.setdefault(slot, []).extend(group)
+        if (
+            dealt := free.get(slot)
+        ) is not None:  # with many slots, recomputing all loads is too slow
+            free[slot] = replace(dealt, in_flight=dealt.in_flight + len(group))
+        return slot
 
-    def _seat_of(self, group: Sequence[RouterJob], free: Sequence[Candidate]) -> int:
-        """Return the seat for jobs that stay together."""
+    def _slot_of(self, group: Sequence[RouterJob], free: Sequence[Candidate]) -> int:
+        """Return the slot for jobs that must stay together."""
         job = group[0]
-        recorded = self._recorded_seat(job)
+        recorded = self._recorded_slot(job)
         if recorded is not None:
             return recorded
-        candidates = [c for c in free if c.seat != job.avoid] or free
-        seats = [c.seat for c in candidates]
+        candidates = [c for c in free if c.slot != job.avoid] or free
+        slots = [c.slot for c in candidates]
         prefix = job.request.token_ids[:AFFINITY_TOKENS].tobytes()
         home = self._home_of_talk(job)
         home = self._homes.get(prefix) if home is None else home
-        index = choose(candidates, seats.index(home) if home in seats else None, len(group))
-        _remember(self._homes, prefix, seats[index], REMEMBERED)
+        index = choose(candidates, slots.index(home) if home in slots else None, len(group))
+        _remember(self._homes, prefix, slots[index], REMEMBERED)
         for request in (job.request for job in group):
             if request.key is not None:
-                talk = seats[index], len(request.token_ids)
+                talk = slots[index], len(request.token_ids)
                 _remember(self._talks, request.key, talk, self._most_talks)
-        return seats[index]
+        return slots[index]
 
-    def _recorded_seat(self, job: RouterJob) -> int | None:
-        """Return the seat that a recording says, which is asked once for each dealing."""
-        if not job.seat_known:
-            job.recorded_seat = self._recorded(job.request.request_id)
-            job.seat_known = True
-        return job.recorded_seat
+    def _recorded_slot(self, job: RouterJob) -> int | None:
+        """Return the recorded slot; the recording is asked once for each dealing."""
+        if not job.slot_known:
+            job.recorded_slot = self._recorded(job.request.request_id)
+            job.slot_known = True
+        return job.recorded_slot
 
     def _groups(self, jobs: Sequence[RouterJob]) -> Iterator[list[RouterJob]]:
-        """Split jobs into runs of equal prompts, which a recording has in one seat."""
+        """Split jobs into runs of equal prompts and equal recorded slots."""
 
         def what(job: RouterJob) -> tuple[bytes, int | None]:
-            return job.request.token_ids.tobytes(), self._recorded_seat(job)
+            return job.request.token_ids.tobytes(), self._recorded_slot(job)
 
         for _, run in itertools.groupby(jobs, what):
             yield list(run)
 
     def _home_of_talk(self, job: RouterJob) -> int | None:
-        """Return the seat that had the turn before; None: this is the first, or it is forgotten."""
-        seat, before = self._talks.get(job.request.key, (None, 0))
-        return seat if len(job.request.token_ids) > before else None
+        """Return the slot of the previous turn; None for a first turn, or if it is forgotten."""
+        slot, before = self._talks.get(job.request.key, (None, 0))
+        return slot if len(job.request.token_ids) > before else None
 
 
 def _remember(table: OrderedDict[K, V], key: K, value: V, most: int) -> None:
-    """Keep a value as the newest; forget the oldest of more than `most`."""
+    """Store a value as the newest; drop the oldest if there are more than `most`."""
     table[key] = value
     table.move_to_end(key)
     if len(table) > most:
-        table.popitem(last=False)  # a dict would look for its oldest past all that were removed
+        table.popitem(last=False)  # a dict would skip all removed entries to find its oldest
 
 
 def _next_group(queue: WaitingQueue[RouterJob]) -> list[RouterJob]:
-    """Take the next job out of the queue, and those of equal prompts right behind it."""
+    """Take the next job out of the queue, and the jobs with equal prompts right behind it."""
     group: list[RouterJob] = []
     while (job := queue.head()) is not None:
         if group and not np.array_equal(job.request.token_ids, group[0].request.token_ids):

@@ -1,6 +1,6 @@
 """Requests to replicas and answers to callers: each caller gets exactly one answer.
 
-submit ──> queue ──room──> [ seat: replica ] ──Completion──> checked ──> the caller's future
+submit ──> queue ──room──> [ slot: replica ] ──Completion──> checked ──> the caller's future
              ^                    │ taken out, or a log-prob that is not finite
              └────── waiting <────┘
 """
@@ -14,27 +14,27 @@ import numpy as np
 
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.sampler.lifetime import Lifetime
-from jaxrl_async.sampler.router.dealing import Candidate, Dealer, suspects_seat
-from jaxrl_async.sampler.router.fleet import Fleet, Seat
+from jaxrl_async.sampler.router.dealing import Candidate, Dealer, suspects_slot
+from jaxrl_async.sampler.router.fleet import Fleet, ReplicaSlot
 from jaxrl_async.sampler.router.job import RouterJob
 from jaxrl_async.types import Completion
 
 Refused = list[tuple[RouterJob, Exception]]
-"""Jobs that no replica will serve, and why."""
+"""Jobs that no replica will serve, with the errors."""
 
 
 class Dispatcher:
     """Deals jobs to the fleet and settles them, under the fleet's lock."""
 
     def __init__(self, fleet: Fleet, dealer: Dealer, lifetime: Lifetime) -> None:
-        """lifetime: the router's; its thread is woken when a replica needs to be looked after."""
+        """lifetime: the router's; its thread is woken when a replica needs attention."""
         self._fleet, self._dealer, self._lifetime = fleet, dealer, lifetime
         self._filling = False
 
     def submit(self, jobs: Sequence[RouterJob], *, together: bool = False) -> None:
-        """Take new jobs in: all of them, or none if it raises; deal what there is room for.
+        """Accept new jobs, all of them or none if it raises; deal them while there is room.
 
-        together: Deal all of them now, to one replica.
+        together: deal all of them now, to one replica.
 
         Raises Closed, and the error that ended the router.
         """
@@ -52,12 +52,12 @@ class Dispatcher:
                 for job in jobs:
                     self.withdraw(job)
                 raise
-            refused = self._fill(fleet.seats)
+            refused = self._fill(fleet.slots)
         _settle(refused)
 
     def deal_waiting(self) -> None:
         """Deal the jobs that no replica has, the most urgent first and equal ones in the order of
-        asking: what a replica has handed back overtakes what was asked for later."""
+        submission: a job that a replica handed back overtakes later jobs."""
         fleet = self._fleet
         with fleet.lock:
             if fleet.waiting:
@@ -74,7 +74,7 @@ class Dispatcher:
                         job for job in others if job.inner is None and job not in fleet.waiting
                     ]
                     raise
-            refused = self._fill(fleet.seats)
+            refused = self._fill(fleet.slots)
         _settle(refused)
 
     def withdraw(self, job: RouterJob) -> None:
@@ -88,7 +88,7 @@ class Dispatcher:
                 job.inner.cancel()
 
     def end(self, error: BaseException) -> None:
-        """Give every caller the error, and end the router with it unless it is closed."""
+        """Fail every caller with the error, and end the router with it unless it is closed."""
         with self._fleet.lock:
             if not self._lifetime.closed:
                 self._lifetime.fail(error)
@@ -100,29 +100,29 @@ class Dispatcher:
         """Return the jobs that may wait for room in any replica, and the others."""
 
         def at_work(number: int) -> bool:
-            seat = self._fleet.seat(number)
-            return seat is not None and seat.at_work
+            slot = self._fleet.slot(number)
+            return slot is not None and slot.at_work
 
         patient, others = list[RouterJob](), list[RouterJob]()
         for job in jobs:
             (patient if self._dealer.may_wait(job, at_work) else others).append(job)
         return patient, others
 
-    def _fill(self, seats: Sequence[Seat]) -> Refused:
-        """Deal jobs of the queue to those of these seats that are at work and have room; return
-        those that a healthy replica refuses."""
+    def _fill(self, slots: Sequence[ReplicaSlot]) -> Refused:
+        """Deal jobs of the queue to the active slots among these that have room; return the jobs
+        that a healthy replica refuses."""
         fleet = self._fleet
         refused: Refused = []
-        if self._filling or self._lifetime.closed:  # filling: a job was answered while it was dealt
+        if self._filling or self._lifetime.closed:  # a job was answered while it was dealt
             return refused
         self._filling = True
-        refusing = set[int]()  # seats that have refused all they were given
+        refusing = set[int]()  # slots that refused all their jobs
         try:
             while fleet.queue:
-                candidates = self._candidates(s for s in seats if s.number not in refusing)
+                candidates = self._candidates(s for s in slots if s.number not in refusing)
                 if not any(c.has_room_for(len(fleet.queue)) for c in candidates):
                     break
-                shares = self._dealer.fill(fleet.queue, candidates, self._kept_seat())
+                shares = self._dealer.fill(fleet.queue, candidates, self._kept_slot())
                 if not shares:
                     break
                 for number, share in shares.items():
@@ -135,7 +135,7 @@ class Dispatcher:
         return refused
 
     def _offer(self, number: int, share: Sequence[RouterJob]) -> Refused:
-        """Hand jobs over to the replica in a seat; return those that it refuses."""
+        """Hand jobs over to the replica in a slot; return the jobs that it refuses."""
         try:
             self._give(number, share)
         except Exception as error:
@@ -144,34 +144,34 @@ class Dispatcher:
             return [refused for job in share for refused in self._offer(number, [job])]
         return []
 
-    def _kept_seat(self) -> int | None:
-        """Return the seat that is kept for suspects now, if there are any."""
+    def _kept_slot(self) -> int | None:
+        """Return the slot that is reserved for suspects, or None without suspects."""
         fleet = self._fleet
         wait = any(job.suspect for job in fleet.waiting)
-        if not wait and not any(seat.has_suspects for seat in fleet.seats):
+        if not wait and not any(slot.has_suspects for slot in fleet.slots):
             return None
-        return suspects_seat(self._candidates(fleet.seats), wait)
+        return suspects_slot(self._candidates(fleet.slots), wait)
 
-    def _candidates(self, seats: Iterable[Seat]) -> list[Candidate]:
-        """Return the loads of those that jobs can be dealt to; have one looked after that has died
-        and is not taken out yet."""
-        at_work = [seat for seat in seats if seat.at_work]
-        living = [seat for seat in at_work if seat.replica.error is None]
+    def _candidates(self, slots: Iterable[ReplicaSlot]) -> list[Candidate]:
+        """Return the loads of the slots that can take jobs. Wake the router's thread if a replica
+        has died and is not taken out yet."""
+        at_work = [slot for slot in slots if slot.at_work]
+        living = [slot for slot in at_work if slot.replica.error is None]
         if len(living) < len(at_work):
             self._lifetime.wake.set()
-        return [seat.candidate for seat in living]
+        return [slot.candidate for slot in living]
 
     def _deal(self, jobs: Sequence[RouterJob], together: bool = False) -> None:
-        """Give each job to a replica at work, room or not; it waits if none can take it.
+        """Give each job to an active replica, even without room; without a replica it waits.
 
-        Raises whatever a healthy replica raises.
+        Raises the errors of a healthy replica.
         """
         if not jobs:
             return
         fleet = self._fleet
         deal = self._dealer.deal(
             jobs,
-            self._candidates(fleet.seats),
+            self._candidates(fleet.slots),
             suspects_wait=any(job.suspect for job in fleet.waiting),
             together=together,
         )
@@ -180,73 +180,73 @@ class Dispatcher:
             self._give(number, deal.shares[number])
 
     def _give(self, number: int, share: Sequence[RouterJob]) -> None:
-        """Hand jobs over to the replica in a seat; they wait if it is gone, or has just died.
+        """Hand jobs over to the replica in a slot; they wait if it is gone or has just died.
 
-        Raises whatever a healthy replica raises.
+        Raises the errors of a healthy replica.
         """
         fleet = self._fleet
-        seat = fleet.seat(number)
-        if seat is None:  # recorded, and gone
+        slot = fleet.slot(number)
+        if slot is None:  # recorded, but removed
             for job in share:
-                job.seat_known = False
+                job.slot_known = False
             fleet.waiting += share
-        elif not fleet.hand_over(seat, share):
+        elif not fleet.hand_over(slot, share):
             self._lifetime.wake.set()
         else:
             for job in share:
                 assert job.inner is not None
-                job.inner.add_done_callback(partial(self._answered, seat, job))
+                job.inner.add_done_callback(partial(self._answered, slot, job))
 
-    def _answered(self, seat: Seat, job: RouterJob, inner: "Future[Completion]") -> None:
-        """Pass a replica's answer on to the caller, and deal the replica what it has room for. Runs
+    def _answered(self, slot: ReplicaSlot, job: RouterJob, inner: "Future[Completion]") -> None:
+        """Pass a replica's answer to the caller, and deal the replica jobs while it has room. Runs
         on the replica's thread."""
         result: Completion | BaseException | None = None
         refused: Refused = []
         try:
             with self._fleet.lock:
                 if job.inner is not inner:
-                    return  # the replica was taken out: another has the request
+                    return  # the replica was taken out and another one has the request
                 error = None if inner.cancelled() else inner.exception()
-                dead = seat.replica.error is not None and not self._lifetime.closed
+                dead = slot.replica.error is not None and not self._lifetime.closed
                 if error is not None and dead:
-                    self._lifetime.wake.set()  # the router gives the request to another
+                    self._lifetime.wake.set()  # the router gives the request to another replica
                     return
-                self._fleet.release(seat, job)
+                self._fleet.release(slot, job)
                 result = error
                 if error is None and not inner.cancelled():
-                    result = self._checked(seat, job, inner.result())
-                if not seat.jobs and any(waits.suspect for waits in self._fleet.waiting):
-                    self._lifetime.wake.set()  # the seat is free for it
+                    result = self._checked(slot, job, inner.result())
+                if not slot.jobs and any(waits.suspect for waits in self._fleet.waiting):
+                    self._lifetime.wake.set()  # the slot is free for it
                 if self._fleet.queue:
-                    refused = self._fill([seat])
+                    refused = self._fill([slot])
         finally:
             if result is not None:
                 job.settle(result)
         _settle(refused)
 
     def _checked(
-        self, seat: Seat, job: RouterJob, completion: Completion
+        self, slot: ReplicaSlot, job: RouterJob, completion: Completion
     ) -> Completion | RolloutError | None:
-        """Return the completion if its log-probs are finite. Else return None the first time (it is
-        drawn again elsewhere), and an error the second time."""
-        if not seat.replica.has_logprobs or np.isfinite(completion.logprobs).all():
-            self._fleet.draws_well(seat)
+        """Return the completion if its log-probs are finite. Otherwise return None the first time
+        (another replica samples it again), and an error the second time."""
+        if not slot.replica.has_logprobs or np.isfinite(completion.logprobs).all():
+            self._fleet.draws_well(slot)
             return _since_asked(completion, job)
-        self._fleet.draws_nonfinite(seat)
+        self._fleet.draws_nonfinite(slot)
         if job.avoid is None:
-            job.avoid = seat.number
+            job.avoid = slot.number
             self._fleet.waiting.append(job)
             self._lifetime.wake.set()
             return None
         return RolloutError(
             f"request {job.request.request_id}: the sampler gave log-probs that are not finite, "
-            "twice. The weights are likely to have diverged: look at train/grad_norm, or lower "
+            "twice. The weights are likely to have diverged: check train/grad_norm, or lower "
             "algorithm.learning_rate."
         )
 
 
 def _since_asked(completion: Completion, job: RouterJob) -> Completion:
-    """Count what the job waited here in the completion's times."""
+    """Add the time that the job waited in the router to the completion's times."""
     waited_s = job.dealt_at - job.asked_at
     if waited_s <= 0.0:
         return completion
@@ -259,6 +259,6 @@ def _since_asked(completion: Completion, job: RouterJob) -> Completion:
 
 
 def _settle(refused: Refused) -> None:
-    """Give the callers of refused jobs the errors."""
+    """Fail the callers of refused jobs with the errors."""
     for job, error in refused:
         job.settle(error)

@@ -14,44 +14,43 @@ from jaxrl_async.types import Completion, Partial, Request
 log = logging.getLogger(__name__)
 
 SUSPECT_AFTER = 2
-"""Deaths of replicas that had a request on the device, after which it is tried alone."""
+"""Deaths of replicas that had a request on the device, after which the request runs alone."""
 SUSPECT_AFTER_CUTS = 5
-"""Lost connections in a row to replicas that had a request on the device, after which it is tried
-alone: the processes may have been killed by what it made them do."""
+"""Lost connections in a row to replicas that had a request on the device, after which the request
+runs alone: it may have killed the processes."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RouterJob:
-    """One request, where it is, and its caller's future."""
+    """One request, its replica, and its caller's future."""
 
     request: Request
-    begun: Partial | None = None  # where to continue; None: at the prompt
+    begun: Partial | None = None  # tokens to continue from; None: from the prompt
     future: "asyncio.Future[Completion] | Future[Completion]"  # the caller's
     loop: asyncio.AbstractEventLoop | None = None  # the caller's; None: a thread waits
-    order: int = field(default_factory=itertools.count().__next__)  # of asking
-    seat_known: bool = False  # whether a recording was asked for this dealing's seat
-    recorded_seat: int | None = None  # what it said
-    asked_at: float = 0.0  # by the router's clock, as the next
-    dealt_at: float = 0.0  # to the replica that has it
+    order: int = field(default_factory=itertools.count().__next__)  # of submission
+    slot_known: bool = False  # the recording was asked for this dealing's slot
+    recorded_slot: int | None = None  # its answer
+    asked_at: float = 0.0  # submission, by the router's clock
+    dealt_at: float = 0.0  # dealt to the replica that has it
     inner: Future[Completion] | None = None  # the replica's; None: no replica has it
-    avoid: int | None = None  # seat whose replica drew a log-prob that is not finite
-    died: list[int] = field(default_factory=list)  # seats whose replicas died with it on the device
+    avoid: int | None = None  # slot whose replica sampled a log-prob that is not finite
+    died: list[int] = field(default_factory=list)  # slots whose replicas died with it on the device
     cut_off: int = 0  # connections in a row that were lost with it on the device
 
     @property
     def suspect(self) -> bool:
-        """Whether it must be tried alone."""
+        """Whether it must run alone."""
         return len(self.died) >= SUSPECT_AFTER or self.cut_off >= SUSPECT_AFTER_CUTS
 
     @property
     def to_blame(self) -> bool:
-        """Whether it was a suspect before its replica's end; if it was alone there, it caused
-        that."""
+        """Whether it was a suspect before its replica's end. If it ran alone, it was the cause."""
         return len(self.died) > SUSPECT_AFTER or self.cut_off > SUSPECT_AFTER_CUTS
 
     def moved(self, partial: Partial | None) -> None:
-        """Take note that a replica left and handed it back, so that nothing is drawn again; None:
-        it had drawn nothing there."""
+        """Record that a replica left and handed it back with its sampled tokens; None: it had
+        none."""
         self.cut_off = 0
         self.begun = self.begun if partial is None else partial
 
@@ -60,7 +59,7 @@ class RouterJob:
         if self.loop is None:
             fulfil(self.future, result)
         else:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and its tasks with it
+            with contextlib.suppress(RuntimeError):  # the loop and its tasks are closed
                 self.loop.call_soon_threadsafe(fulfil, self.future, result)
 
 
@@ -75,13 +74,13 @@ def job_for_loop(given: Request | Partial, loop: asyncio.AbstractEventLoop) -> R
 
 
 def refusal(job: RouterJob, cause: BaseException | None) -> RolloutError:
-    """Return the error for a request that is to blame for the deaths of replicas."""
-    ends = f"{len(job.died)} samplers died that had it on the device"
+    """Return the error for a request that caused the deaths of replicas."""
+    ends = f"{len(job.died)} samplers died with it on the device"
     if job.cut_off > SUSPECT_AFTER_CUTS:
-        ends = f"the connections to {job.cut_off} samplers in a row were lost that had it"
+        ends = f"the connections to {job.cut_off} samplers in a row were lost with it on the device"
     error = RolloutError(
-        f"request {job.request.request_id}: {ends}, the last with nothing else to do ({cause}). It "
-        "is not tried again: look at what it asks."
+        f"request {job.request.request_id}: {ends}, the last without any other request ({cause}). "
+        "It is not retried: check the request."
     )
     error.__cause__ = cause
     return error

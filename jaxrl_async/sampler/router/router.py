@@ -1,27 +1,27 @@
-"""N replicas of a sampler behind one ports.Generate: they share the requests, and one that fails is
-replaced.
+"""N replicas of a sampler behind one ports.Generate. They share the requests, and failed replicas
+are replaced.
 
-    submit ──> queue ──room──> [ seat: replica ] ──Completion──> the caller's future
-                 ^                │ died, hangs, draws NaN
-                 └─ dealt again ──┘ taken out; after a while its successor sits there
+    submit ──> queue ──room──> [ slot: replica ] ──Completion──> the caller's future
+                 ^                │ died, hangs, samples NaN
+                 └─ dealt again ──┘ taken out; after a backoff a successor takes its slot
 
-Replicas know nothing of each other; each swaps weights on its own. A replica has as many requests
-as it can use for a while; the rest wait in the queue for whoever is done first, since nobody
-knows how long answers will be. Requests are dealt by a pure function of what was dealt before and
-of which requests are answered (dealing.py).
+Replicas are independent; each swaps weights separately. A replica gets as many requests as it can
+use for a while. The rest wait in the queue for the first replica with room, since the lengths of
+answers are unknown. Requests are dealt by a pure function of earlier deals and of the answered
+requests (dealing.py).
 
-Replicas in processes of their own come (Router.join) and go. One that leaves hands back its running
-requests, which continue elsewhere: nothing is drawn again. Its seat is removed when it leaves or
-fails; while no replica is there requests wait, up to a limit.
+Replicas in other processes join (Router.join) and leave. A leaving replica hands back its running
+requests, which continue on other replicas without sampling any token again. Its slot is removed
+when it leaves or fails; without any replica, requests wait up to a limit.
 
-A request that a failed replica had begins again from its prompt in another: its randomness is keyed
-by identity, so the same weights draw the same tokens. A request that was on the device of two
-replicas when they died is then tried alone: if that replica dies too, the request is to blame and
-is refused. If one request after another is blamed and none is answered, the replicas fail whatever
-they are given, and are given up. A lost connection is no request's fault, unless it is lost again
-and again with the same request on the device (job.py). Each caller gets exactly one answer; what a
-replica answers after it was taken out is ignored. One thread looks after the replicas; supervise.py
-decides what it does, and when.
+A request of a failed replica restarts from its prompt on another one: its randomness is keyed by
+identity, so the same weights sample the same tokens. A request that was on the device of two
+replicas when they died then runs alone: if that replica dies too, the request is refused. If
+several requests in a row are refused so and none is answered, the replicas fail with any request,
+and are given up. A lost connection does not count against a request, unless several in a row are
+lost with that request on the device (job.py). Each caller gets exactly one answer; answers of a
+replica that was taken out are ignored. One thread supervises the replicas; supervise.py decides its
+actions.
 """
 
 import asyncio
@@ -33,7 +33,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.errors import Closed, RolloutError, SamplersLost, WeightsError
-from jaxrl_async.ports import Clock, Replica
+from jaxrl_async.ports.generate import Replica
+from jaxrl_async.ports.run import Clock
 from jaxrl_async.sampler.lifetime import Lifetime, Living, close_side_by_side
 from jaxrl_async.sampler.partial import branches
 from jaxrl_async.sampler.request_checks import RequestCheck
@@ -47,20 +48,19 @@ from jaxrl_async.types import Completion, Partial, Request
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.2
-"""Time between two checks of the replicas, seconds; a death is noticed at once."""
+"""Time between two checks of the replicas, seconds; a death is noticed immediately."""
 JOIN_S = 10.0
-"""Longest wait for the thread that looks after the replicas, seconds."""
+"""Maximum wait for the thread that supervises the replicas, seconds."""
 CLOSE_S = 10.0
-"""Longest wait for all replicas in processes of their own to be closed, seconds: any of them may be
-dead."""
+"""Maximum wait until all replicas in other processes are closed, seconds: some may be dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elastic:
-    """What a router has to know without any replica, for replicas that come and go."""
+    """The limits that a router needs without any replica, for replicas that join and leave."""
 
-    check: RequestCheck  # of the requests, whichever replica will serve them
-    wait_s: float = 600.0  # longest time without any replica
+    check: RequestCheck  # of requests, for any replica
+    wait_s: float = 600.0  # maximum time without any replica
 
 
 class Router(Living):
@@ -69,8 +69,8 @@ class Router(Living):
     A context manager: leaving it closes it and its replicas.
 
     Attributes:
-        fleet: The replicas in their seats.
-        error: Why it ended: no replica is left, or the weights are wrong.
+        fleet: the replicas in their slots.
+        error: why it ended: no replica is left, or the weights are wrong.
     """
 
     def __init__(
@@ -84,17 +84,17 @@ class Router(Living):
         elastic: Elastic | None = None,
         same_adapters: bool = False,
     ) -> None:
-        """Seat the replicas; start() starts them.
+        """Put the replicas into slots; start() starts them.
 
         Args:
-            samplers: The replicas, at least one unless `elastic`; all serve the same requests.
-            limits: When a replica is taken out, and when it is given up. None: the defaults.
-            count: Called with the name of each fault and how often (metrics.fault_counts).
-            clock: Seconds, monotone.
-            recorded: In a replay, returns the number of the replica for a request; if it returns
-                None, or there is no function, one is chosen.
-            elastic: For replicas that join and leave; None: it ends with its last replica.
-            same_adapters: Whether all replicas have the adapters that requests name.
+            samplers: the replicas, at least one unless `elastic`; all serve the same requests.
+            limits: when a replica is taken out, and when it is given up. None: the defaults.
+            count: called with the name and number of each fault (metrics.fault_counts).
+            clock: seconds, monotonic.
+            recorded: in a replay, returns the slot number for a request, or None to have one
+                chosen. None: no replay.
+            elastic: for replicas that join and leave; None: the router ends with its last replica.
+            same_adapters: whether all replicas have the adapters that requests name.
         """
         self._elastic, self._same_adapters = elastic, same_adapters
         self.fleet = Fleet(
@@ -110,13 +110,13 @@ class Router(Living):
 
     @property
     def samplers(self) -> tuple[Replica, ...]:
-        """The replicas in the seats now, at work or not."""
+        """The replicas in the slots, active or not."""
         return self.fleet.replicas
 
     @property
     def living(self) -> int:
-        """Number of replicas at work."""
-        return sum(seat.at_work for seat in self.fleet.seats)
+        """Number of active replicas."""
+        return sum(slot.at_work for slot in self.fleet.slots)
 
     @property
     def num_waiting(self) -> int:
@@ -129,9 +129,9 @@ class Router(Living):
         return self.samplers[0].seed if self._elastic is None else self._elastic.check.room.seed
 
     def start(self, *, own_thread: bool = True) -> None:
-        """Start every replica and the thread that looks after them; the first request does so too.
+        """Start every replica and the thread that supervises them; the first request does so too.
 
-        own_thread: False starts no thread: the caller looks after the replicas by look_after().
+        own_thread: False starts no thread: the caller supervises the replicas with look_after().
         """
         for sampler in self.samplers:
             sampler.start()
@@ -140,8 +140,8 @@ class Router(Living):
             self.lifetime.start()
 
     def join(self, replica: Replica) -> int:
-        """Take a replica in, at any time: it gets its share of the requests that wait. Return its
-        seat's number. Raises Closed, and the error that ended the router."""
+        """Add a replica at any time; it gets its share of the waiting requests. Return its slot's
+        number. Raises Closed, and the error that ended the router."""
         with self.fleet.lock:
             self.lifetime.check_open("the samplers are closed")
             if self._started:
@@ -153,7 +153,7 @@ class Router(Living):
     def close(self) -> None:
         """Stop every replica; requests that are not done fail with Closed. Idempotent."""
         if self.lifetime.is_forked:
-            return  # everything belongs to the other process
+            return  # the other process owns everything
         self.lifetime.stop(JOIN_S)
         for sampler in self.samplers:
             if sampler.replaceable:
@@ -163,14 +163,14 @@ class Router(Living):
         self._dispatcher.end(self.error or closed)
 
     def check_waits(self) -> None:
-        """Raise RolloutError where waiting for an answer would never end: on a thread that answers
+        """Raise RolloutError where a wait for an answer would never end: on a thread that answers
         requests, or in a forked process."""
         super().check_waits()
         for sampler in self.samplers:
             sampler.check_waits()
 
     def stats(self) -> Any:  # SamplerStats, of our samplers
-        """Return one reading of all replicas, including those that were replaced."""
+        """Return the merged statistics of all replicas, including replaced ones."""
         return self.fleet.stats()
 
     # ---- requests
@@ -178,7 +178,7 @@ class Router(Living):
     def submit_many(
         self, requests: Sequence[Request | Partial]
     ) -> "list[asyncio.Future[Completion]]":
-        """Queue all requests at once (ports.Generate); each replica gets its share in one call.
+        """Queue all requests together (ports.Generate); each replica gets its share in one call.
 
         Raises RolloutError for a request that cannot be served.
         """
@@ -193,7 +193,7 @@ class Router(Living):
         return await self.submit_many([request])[0]
 
     def start_many(self, requests: Sequence[Request | Partial]) -> list[Future[Completion]]:
-        """Queue all requests at once, as submit_many; return futures for threads."""
+        """Queue all requests together, as submit_many; return futures for threads."""
         jobs = [job_for_thread(r) for r in self._checked(requests)]
         self._submit(jobs)
         futures: list[Any] = [job.future for job in jobs]
@@ -208,22 +208,22 @@ class Router(Living):
         return self._wait_for(partials, together=True)
 
     def fork(self, partial: Partial, count: int) -> list[Completion]:
-        """Continue a saved request in several ways, all on one replica, where they share the
-        prefix; blocks. As Sampler.fork."""
+        """Continue a saved request `count` times, all on one replica, where the continuations share
+        the prefix; blocks. As Sampler.fork."""
         return self.resume(branches(partial, count))
 
     def progress(self) -> tuple[Partial, ...]:
-        """Return all running requests that have drawn a token (ports.Generate).
+        """Return all running requests that have sampled a token (ports.Generate).
 
-        Requests of a replica that has just died, and those that wait for a replica, are returned as
-        they were handed to it.
+        Requests of a replica that has just died, and requests that wait for a replica, are returned
+        as they were submitted.
         """
         with self.fleet.lock:
-            at_work = [seat.replica for seat in self.fleet.seats if seat.at_work]
+            at_work = [slot.replica for slot in self.fleet.slots if slot.at_work]
             jobs = self.fleet.jobs
         partials = {job.request.request_id: job.begun for job in jobs if job.begun is not None}
         remote = [replica for replica in at_work if not replica.replaceable]
-        with ThreadPoolExecutor(max(1, len(remote))) as pool:  # one may keep us waiting
+        with ThreadPoolExecutor(max(1, len(remote))) as pool:  # a replica may be slow to answer
             reports = [pool.submit(replica.progress) for replica in remote]
             for sampler in at_work:
                 if sampler.replaceable:
@@ -237,9 +237,9 @@ class Router(Living):
         has it."""
         with self.fleet.lock:
             holders = [
-                seat.replica
-                for seat in self.fleet.seats
-                if any(job.request.request_id == request_id for job in seat.jobs)
+                slot.replica
+                for slot in self.fleet.slots
+                if any(job.request.request_id == request_id for job in slot.jobs)
             ]
         if not holders:
             raise RolloutError(
@@ -249,7 +249,7 @@ class Router(Living):
         return holders[0].save(request_id, stop=stop, with_kv=with_kv)
 
     def _checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
-        """Return the requests as the replicas serve them; works while none is at work."""
+        """Return the requests as the replicas serve them; works without an active replica."""
         self.lifetime.check_process()
         if not self._same_adapters and (self._elastic is not None or len(self.samplers) > 1):
             _refuse_adapters(requests)
@@ -280,20 +280,20 @@ class Router(Living):
                 undisturbed.submit(self._submit, jobs, together=together).result()
             futures: list[Any] = [job.future for job in jobs]
             return [future.result() for future in futures]
-        except BaseException:  # Ctrl-C too: the others are cancelled
-            for job in reversed(jobs):  # first those that wait: none of them gets a freed place
+        except BaseException:  # also Ctrl-C: cancel the others
+            for job in reversed(jobs):  # waiting ones first: they must not get a freed place
                 job.future.cancel()
             raise
 
-    # ---- looking after the replicas, on the router's thread
+    # ---- supervision of the replicas, on the router's thread
 
     def look_after(self) -> float | None:
-        """Look at the replicas once, on the router's thread; return the seconds to sleep afterwards
-        (Lifetime), None once it has ended.
+        """Check the replicas once, on the router's thread; return the seconds to sleep afterwards
+        (Lifetime), or None after the router has ended.
 
         consumes      requests of replicas that failed
         waits for     the lifetime's `wake`: set by a death, a refused completion, and close
-        produces      replicas in place of those that failed
+        produces      successors of the replicas that failed
         on failure    `error`, and every caller gets it
         """
         try:
@@ -310,34 +310,34 @@ class Router(Living):
     def look(self) -> None:
         """Take out the replicas that failed, deal their requests again, and start successors whose
         backoff is over."""
-        for seat in self.fleet.seats:
-            self.fleet.retire(seat)
+        for slot in self.fleet.slots:
+            self.fleet.retire(slot)
         self.fleet.watch_vacancy()
         self._dispatcher.deal_waiting()
-        for seat in self.fleet.seats:
-            if self.fleet.restart(seat):
+        for slot in self.fleet.slots:
+            if self.fleet.restart(slot):
                 self._dispatcher.deal_waiting()
 
 
 def _reported(report: Callable[[], tuple[Partial, ...]]) -> dict[str, Partial]:
-    """Return what a replica reports, by request; nothing if it cannot."""
+    """Return the progress that a replica reports, by request id; empty if it fails to report."""
     try:
         return {p.request.request_id: p for p in report()}
     except Exception as error:
-        ends_run = isinstance(error, WeightsError | SamplersLost)  # which says it in the end
+        ends_run = isinstance(error, WeightsError | SamplersLost)  # which is raised later
         level = logging.DEBUG if ends_run else logging.WARNING
-        log.log(level, "a sampler does not report its progress: %s", error)
+        log.log(level, "a sampler did not report its progress: %s", error)
         return {}
 
 
 def _refuse_adapters(requests: Sequence[Request | Partial]) -> None:
     """Raise RolloutError for a request that names an adapter: any replica may get it, and each has
-    adapters of its own."""
+    separate adapters."""
     for given in requests:
         request = given.request if isinstance(given, Partial) else given
         if isinstance(request, Request) and request.adapter:
             raise RolloutError(
                 f"request {request.request_id!r}: adapter {request.adapter!r}: several samplers "
-                "behind one router draw with the same weights, and an adapter is loaded into one "
-                "sampler by name. Leave `adapter` out, or ask that sampler itself."
+                "behind one router share the same weights, and an adapter is loaded into one "
+                "sampler by name. Leave `adapter` out, or send the request to that sampler."
             )

@@ -1,8 +1,8 @@
-"""When a replica is taken out, restarted, or given up. Pure: no clock, no thread.
+"""Decisions to take out, restart, or give up a replica. Pure: no clock, no thread.
 
 well ──trouble──> out ──backoff──> restarted ──an hour without trouble──> its restarts are forgotten
                    ├── restarted too often in that time ──> lost
-                   └── in a process of its own ──> removed: it may join again, in a new seat
+                   └── in another process ──> removed: it may join again, in a new slot
 """
 
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from jaxrl_async.errors import Disconnected
 from jaxrl_async.metrics.fault_counts import backoff_s
 
 REMIND_S = 60.0
-"""Time between two messages that no sampler is there, seconds."""
+"""Time between two warnings that no sampler is available, seconds."""
 FORGIVEN_S = 3600.0
 """Time without trouble after which earlier restarts no longer count, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartLimits:
-    """When a replica has failed, and how often it may; as in config.schema.FaultsSection."""
+    """Limits on failures and restarts of a replica; as in config.schema.FaultsSection."""
 
     restarts: int = 3  # in a row
     backoff_s: float = 1.0  # before the first restart; each next one waits longer
-    hang_s: float = 600.0  # longest time without progress while it has requests
+    hang_s: float = 600.0  # maximum time without progress while it has requests
     nonfinite_in_a_row: int = 8  # refused completions
 
     @classmethod
@@ -43,18 +43,18 @@ class RestartLimits:
 class Health:
     """The state of one replica."""
 
-    error: BaseException | None = None  # that ended its thread
+    error: BaseException | None = None  # the error that ended its thread
     working: bool = False  # it has requests that are not answered
     quiet_s: float = 0.0  # since it last made progress, or got work
     nonfinite: int = 0  # refused completions in a row
     restarts: int = 0  # in a row
-    out_s: float | None = None  # since it was taken out; None: it is at work
-    left: bool = False  # on its own accord
+    out_s: float | None = None  # since it was taken out; None: it is active
+    left: bool = False  # it left voluntarily
     replaceable: bool = True  # see ports.Replica
 
 
 class Act(StrEnum):
-    """What to do with a replica."""
+    """An action on a replica."""
 
     NOTHING = "nothing"
     TAKE_OUT = "take out"
@@ -64,7 +64,7 @@ class Act(StrEnum):
 
 
 class Trouble(StrEnum):
-    """How a replica has failed, or ended otherwise."""
+    """A failure or another end of a replica."""
 
     LEFT = "left"
     CUT_OFF = "cut off"
@@ -74,7 +74,7 @@ class Trouble(StrEnum):
 
 
 def trouble(health: Health, limits: RestartLimits) -> Trouble | None:
-    """Return how a replica at work has failed, None if it is well."""
+    """Return the failure of an active replica; None if it is healthy."""
     if health.left:
         return Trouble.LEFT
     if health.error is not None:
@@ -87,7 +87,7 @@ def trouble(health: Health, limits: RestartLimits) -> Trouble | None:
 
 
 def decide(health: Health, limits: RestartLimits) -> Act:
-    """Return what to do next with a replica."""
+    """Return the next action on a replica."""
     if health.out_s is None:
         return Act.NOTHING if trouble(health, limits) is None else Act.TAKE_OUT
     if not health.replaceable:
@@ -99,5 +99,5 @@ def decide(health: Health, limits: RestartLimits) -> Act:
 
 
 def messages_due(empty_s: float) -> int:
-    """Return how often it must have been said that no sampler is there, after so many seconds."""
+    """Return the number of warnings due after `empty_s` seconds without a sampler."""
     return 1 + int(empty_s // REMIND_S)

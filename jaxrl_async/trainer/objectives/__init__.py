@@ -1,0 +1,1 @@
+"""What an update minimizes, one file per job."""

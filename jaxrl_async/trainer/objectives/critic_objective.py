@@ -1,6 +1,6 @@
 """The critic's objective: squared error of its values from the returns, with PPO's bound.
 
-Values lie where log-probs do: at t, of the state that token t is drawn in.
+Values are aligned with log-probs: at t, of the state in which token t is sampled.
 """
 
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ from jaxrl_async.model.heads import head_table, token_values
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.pack import micro_batches, split
-from jaxrl_async.trainer.update import Frozen, Passes
+from jaxrl_async.trainer.update_programs import Frozen, Passes
 from jaxrl_async.types import FloatArray, PackedBatch
 
 
 class CriticData(NamedTuple):
-    """What a critic learns from; arrays are [rows, length] float32."""
+    """A critic's training data; arrays are [rows, length] float32."""
 
     batch: PackedBatch
-    values: FloatArray  # when the returns were made: the bound is around them
+    values: FloatArray  # at the time of the returns: the bound is around them
     returns: FloatArray
-    weights: FloatArray | None = None  # of tokens, if the batch is part of a step; None: their mean
+    weights: FloatArray | None = None  # of tokens, for a part of a step; None: their mean
 
 
 class CriticBatch(NamedTuple):
@@ -40,14 +40,14 @@ class CriticBatch(NamedTuple):
     positions: Any
     segment_ids: Any
     mask: Any
-    old_values: Any  # float32, when the returns were made
+    old_values: Any  # float32, at the time of the returns
     returns: Any  # float32
-    weights: Any  # float32, 1 / learnt tokens of the step
+    weights: Any  # float32, 1 / trained tokens of the step
 
 
 @dataclass(frozen=True, slots=True)
 class CriticObjective:
-    """The value loss of a CriticData's learnt tokens."""
+    """The value loss of a CriticData's trained tokens."""
 
     spec: ModelSpec
     decoder: DecoderSettings

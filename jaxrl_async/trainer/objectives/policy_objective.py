@@ -1,4 +1,4 @@
-"""The policy's objective: a step's packed tokens, and what else is known of them.
+"""The policy's objective: the loss of a step's packed tokens and their columns.
 
 host    aggregate(batch) ──> weights ──> micro-batches
 device  policy_forward ──> TokenInputs ──> algorithms.objective.policy_loss
@@ -33,37 +33,38 @@ from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.pack import micro_batches, split
 from jaxrl_async.trainer.policy_forward import PolicyForward
-from jaxrl_async.trainer.update import Frozen, Passes, Update
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import Frozen, Passes
 from jaxrl_async.types import FloatArray, PackedBatch
 
 PACKED = tuple(name for name in names_of(Source.PACK) if COLUMNS[name].on_device)
-"""Columns of a PackedBatch that travel to the devices."""
+"""Columns of a PackedBatch that are sent to the devices."""
 
 
 class PolicyData(NamedTuple):
-    """What a policy learns from."""
+    """A policy's training data."""
 
     batch: PackedBatch
-    columns: Columns | None = None  # None: nothing is known beside the batch
-    version: int = 0  # of the weights that learn, to tell fresh tokens from stale ones
+    columns: Columns | None = None  # in addition to the batch's
+    version: int = 0  # of the trained weights, to distinguish fresh from stale tokens
     coefficients: Coefficients | None = None  # None: the algorithm's at the start of the run
 
 
 class PolicyContext(NamedTuple):
-    """What holds for all micro-batches of an update."""
+    """The values that all micro-batches of an update share."""
 
-    version: Any  # [] int32, of the weights that learn
+    version: Any  # [] int32, of the trained weights
     coefficients: Coefficients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyObjective:
-    """The recipe's loss of a PolicyData's learnt tokens, beside a reference and a teacher."""
+    """The recipe's loss of a PolicyData's trained tokens, with a reference and a teacher."""
 
     forward: PolicyForward
     recipe: Recipe
     aggregate: AggregateFn
-    supervised_coefficient: float = 0.0  # of worked answers mixed in
+    supervised_coefficient: float = 0.0  # of mixed-in demonstrations
     num_lags: int = 0  # lags whose divergence is reported
     prefix: ClassVar[str] = "train"
     rows_are_independent: ClassVar[bool] = True
@@ -80,10 +81,10 @@ class PolicyObjective:
     # ---- host
 
     def weights(self, batch: PackedBatch, times: int = 1) -> Columns:
-        """Return the columns that say what each token counts in the loss; [rows, length] each.
+        """Return the columns of the tokens' weights in the loss; [rows, length] each.
 
-        times: number of parts of a step that are learnt one after the other, so that the mean of
-        their gradients is the step's.
+        times: factor of all weights: the number of parts in which a step is trained. The mean of
+        the parts' gradients is then the step's.
         """
         weights: Columns = {"weights": self.aggregate(batch)}
         if self.supervised_coefficient:
@@ -179,7 +180,7 @@ def policy_update(
         ConfigError: the algorithm names an unknown function or argument, or the attention cannot
             run on the mesh.
     """
-    section = teacher or schema.TeacherSection()
+    section = teacher or schema.TeacherSection(source="self")
     recipe = make_recipe(algorithm, teacher)
     forward = PolicyForward(
         spec=spec,
@@ -208,9 +209,9 @@ def policy_update(
 def routing_measures(
     expert_ids: Array, segment_ids: Array, changed: Array, layers: int
 ) -> dict[str, tuple[Array, Array]]:
-    """Count the tokens whose experts are known, and those that the router would send elsewhere.
+    """Count the tokens with known experts, and the tokens that the router would send elsewhere.
 
-    changed: as in decoder.TokenStates. layers: those that have experts.
+    changed: as in decoder.TokenStates. layers: number of layers with experts.
     """
     real = segment_ids > 0
     known = real & jnp.all(expert_ids[:, :, 0] >= 0, axis=-1)

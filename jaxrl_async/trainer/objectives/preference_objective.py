@@ -1,9 +1,8 @@
-"""A policy by better and worse answers: dpo and its kin.
+"""Preference losses of a policy, such as DPO.
 
     pack_preference ──> micro-batches of whole pairs ──> sums over answers ──> loss per pair
 
-Every denominator is the whole step's, so that packing and micro-batches only change the order of a
-sum.
+Denominators are of the whole step: packing and micro-batches only change the order of a sum.
 """
 
 from collections.abc import Sequence
@@ -33,19 +32,20 @@ from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.pack_pairs import PreferenceBatch, max_pairs, micro_batches_of
-from jaxrl_async.trainer.update import Frozen, Passes, Update
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import Frozen, Passes
 
 
 class PreferenceData(NamedTuple):
-    """What a preference loss learns from."""
+    """Training data of a preference loss."""
 
     batch: PreferenceBatch
-    mismatched: PreferenceBatch | None = None  # pairs that kto's baseline is estimated on
-    baseline: Array | None = None  # [] float32, kto's, as trainer.kl_baseline estimates it
+    mismatched: PreferenceBatch | None = None  # pairs that estimate KTO's baseline
+    baseline: Array | None = None  # [] float32, KTO's, from trainer.kl_baseline
 
 
 class PairContext(NamedTuple):
-    """What holds for every micro-batch of a step."""
+    """The values that all micro-batches of a step share."""
 
     weight: Any  # [] float32, 2 / answers of the step
     baseline: Array | None = None  # [] float32, for kto
@@ -53,7 +53,7 @@ class PairContext(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PreferenceObjective:
-    """The mean preference loss of a PreferenceData's pairs, beside a frozen reference."""
+    """The mean preference loss of a PreferenceData's pairs, with a frozen reference."""
 
     spec: ModelSpec
     decoder: DecoderSettings
@@ -106,7 +106,7 @@ class PreferenceObjective:
         return pair_measures(data.batch) | known
 
     def logprobs(self, part: Params, frozen: Frozen, micro: dict[str, Array]) -> Array:
-        """Return the log-probs of a micro-batch's tokens by an adapter, or by whole weights; inside
+        """Return the log-probs of a micro-batch's tokens under an adapter or whole weights; inside
         jit."""
         return self._passed(part, frozen, micro).logprobs
 
@@ -124,26 +124,26 @@ def preference_update(
     learning_rate: float,
     total_steps: int,
 ) -> Update[PreferenceObjective]:
-    """Make the update of a policy by a registered preference loss. Raises ConfigError."""
+    """Make the update of a policy with a registered preference loss. Raises ConfigError."""
     objective = PreferenceObjective(
         spec, settings.decoder(spec), preference_loss.resolve(loss), settings.lora
     )
     return Update(objective, settings, learning_rate=learning_rate, total_steps=total_steps)
 
 
-# ---- what a reward model shares
+# ---- shared with reward models
 
 
 def answer_weight(batch: PreferenceBatch) -> np.float32:
-    """Return 2 / answers of the step, which is 1 / pairs where none is alone."""
+    """Return 2 / answers of the step: 1 / pairs if every pair has both answers."""
     return np.float32(2 / max(batch.num_answers, 1))
 
 
 def answer_sums(values: Array, micro: dict[str, Array]) -> tuple[Array, Array]:
-    """Sum over the tokens of each chosen and of each rejected answer, by the pair's place.
+    """Sum over the tokens of each chosen and each rejected answer, by the pair's place.
 
     values [rows, length] -> [max_pairs] twice; 0 if an answer is missing. Values outside the mask
-    are not read.
+    are ignored.
     """
     num_places = max_pairs(values.shape[1], values.shape[0])
     slots = jnp.where(micro["mask"], 2 * micro["places"] + ~micro["is_chosen"], 2 * num_places)
@@ -154,12 +154,12 @@ def answer_sums(values: Array, micro: dict[str, Array]) -> tuple[Array, Array]:
 
 
 def answer_lengths(micro: dict[str, Array]) -> tuple[Array, Array]:
-    """Count the tokens of each chosen and of each rejected answer, as `answer_sums` adds them."""
+    """Count the tokens of each chosen and each rejected answer, in the order of `answer_sums`."""
     return answer_sums(jnp.ones_like(micro["mask"], jnp.float32), micro)
 
 
 def check_whole(batch: PreferenceBatch) -> None:
-    """Raise DataError if an answer is alone."""
+    """Raise DataError if a pair has only one answer."""
     if batch.num_answers != 2 * batch.num_pairs:
         raise DataError(
             f"{2 * batch.num_pairs - batch.num_answers} of {batch.num_pairs} preference pairs have "
@@ -169,7 +169,7 @@ def check_whole(batch: PreferenceBatch) -> None:
 
 
 def pair_measures(batch: PreferenceBatch) -> dict[str, float]:
-    """Report the number of pairs, and how full their rows are."""
+    """Report the number of pairs, and the share of tokens that are not padding."""
     return {
         "preference/pairs": float(batch.num_pairs),
         "train/packing": float(np.count_nonzero(batch.segment_ids) / batch.segment_ids.size),

@@ -1,4 +1,4 @@
-"""A reward model by better and worse answers: Bradley and Terry's loss of their scores."""
+"""Training of a reward model on preference pairs: the Bradley-Terry loss of their scores."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,16 +24,17 @@ from jaxrl_async.trainer.objectives.preference_objective import (
     pair_measures,
 )
 from jaxrl_async.trainer.pack_pairs import PreferenceBatch, micro_batches_of
-from jaxrl_async.trainer.update import Frozen, Passes, Update
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import Frozen, Passes
 
 
 @dataclass(frozen=True, slots=True)
 class RewardObjective:
-    """The mean loss of a PreferenceBatch's pairs, which must be whole."""
+    """The mean loss of a PreferenceBatch's pairs, which must have both answers."""
 
     spec: ModelSpec
     decoder: DecoderSettings
-    margin: float = 0.0  # by how much the chosen answer is to be better
+    margin: float = 0.0  # by which the chosen score must exceed the other
     lora: Lora | None = None
     prefix: ClassVar[str] = "train"
     rows_are_independent: ClassVar[bool] = False
@@ -76,7 +77,7 @@ class RewardObjective:
     def _scored(
         self, trainable: Params, frozen: Frozen, tokens: TokenRows
     ) -> tuple[Array, TokenStates]:
-        """Return the score of each row's sequences, and the states that it was made from."""
+        """Return the scores of each row's sequences, and the states that they are computed from."""
         params = joined(self.lora, frozen.base, trainable, frozen.noise)
         states = token_states(self.spec, params, tokens, self.decoder)
         return final_scores(states, params, tokens, self.decoder), states
@@ -95,7 +96,7 @@ def reward_update(
 ) -> Update[RewardObjective]:
     """Make the update of a reward model of this architecture. Raises ConfigError.
 
-    margin: by how much the chosen answer is to be better.
+    margin: by which the chosen score must exceed the other.
     """
     objective = RewardObjective(spec, settings.decoder(spec), margin, settings.lora)
     return Update(objective, settings, learning_rate=learning_rate, total_steps=total_steps)

@@ -23,18 +23,19 @@ from jaxrl_async.trainer.flops import packing_measures, train_flops
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.pack import micro_batches, split
-from jaxrl_async.trainer.update import Frozen, Passes, Update
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import Frozen, Passes
 from jaxrl_async.types import PackedBatch
 
 COLUMNS = ("token_ids", "positions", "segment_ids", "mask")
-"""What of a PackedBatch travels to the devices, beside the weights of its tokens."""
+"""Columns of a PackedBatch that are sent to the devices, in addition to token weights."""
 OF_IMAGES = ("image_begins", "embeddings")
-"""The same, of a batch with images."""
+"""Further columns of a batch with images."""
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisedObjective:
-    """The mean cross entropy of a PackedBatch's learnt tokens."""
+    """The mean cross entropy of a PackedBatch's trained tokens."""
 
     spec: ModelSpec
     decoder: DecoderSettings
@@ -78,10 +79,10 @@ class SupervisedObjective:
     def measures(
         self, trainable: Params, frozen: Frozen, micro: dict[str, Array], context: None
     ) -> Totals:
-        """Add what greedy decoding gets right to the loss.
+        """Add the accuracy of greedy decoding to the loss's measures.
 
-        sft/accuracy: answers that it gives token for token; sft/token_accuracy: tokens, each after
-        the right ones before it.
+        sft/accuracy: share of answers that match in every token. sft/token_accuracy: share of
+        tokens that match, each given the correct ones before it.
         """
         _, totals = self.loss(trainable, frozen, micro, context)
         mask, segments = micro["mask"], micro["segment_ids"]
@@ -113,7 +114,7 @@ def supervised_update(
     learning_rate: float,
     total_steps: int,
 ) -> Update[SupervisedObjective]:
-    """Make the update of a policy by given answers. Raises ConfigError."""
+    """Make the update of a policy on given answers. Raises ConfigError."""
     return Update(
         SupervisedObjective(spec, settings.decoder(spec), settings.lora),
         settings,

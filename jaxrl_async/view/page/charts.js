@@ -1,4 +1,4 @@
-// Curves of several runs: smoothed, as bands of seeds, logarithmic, close up. Drawn by uPlot.
+// Curves of several runs: smoothed, as bands of seeds, logarithmic, zoomed. Rendered by uPlot.
 
 const HEIGHT = 190;
 const NARROWEST = 54;
@@ -9,7 +9,7 @@ export const colorOf = (number) =>
 
 const inkOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** Return exponentially smoothed values; the first ones are not drawn towards 0. */
+/** Return exponentially smoothed values; the first ones are not biased towards 0. */
 export function smoothed(values, share) {
   if (!share) return values;
   let sum = 0, weight = 0;
@@ -20,10 +20,10 @@ export function smoothed(values, share) {
   });
 }
 
-/** Return a run's name without its seed: "grpo-2" and "grpo_seed3" are of "grpo". */
+/** Return a run's name without its seed: "grpo" for "grpo-2" and "grpo_seed3". */
 export const withoutSeed = (name) => name.replace(/[-_.]?(seed)?[-_.]?\d+$/i, "") || name;
 
-/** Return mean, least and largest value at each step of several curves. */
+/** Return mean, minimum and maximum of several curves at each step. */
 export function banded(curves) {
   const at = new Map();
   for (const [steps, values] of curves) {
@@ -43,7 +43,7 @@ export function banded(curves) {
   };
 }
 
-/** Return a number as text; more: digits beyond the usual three or four. */
+/** Return a number as text; more: digits in addition to the usual three or four. */
 export function shown(value, more = 0) {
   if (value == null) return "–";
   const size = Math.abs(value);
@@ -53,7 +53,7 @@ export function shown(value, more = 0) {
   return Number(value.toPrecision(4 + more)).toString();
 }
 
-/** Return the labels of an axis: numbers with as many digits as say each tick to a thousandth of its
+/** Return the labels of an axis: numbers with enough digits to give each tick to a thousandth of its
  * distance from the next one. */
 export function labelsOf(ticks) {
   const numbers = ticks.filter((t) => t != null);
@@ -67,7 +67,7 @@ export function labelsOf(ticks) {
   }
 }
 
-/** Return the width of the y axis: that of its widest label, so that none is cut. */
+/** Return the width of the y axis: the width of its widest label. */
 function axisWidth(plot, labels, index) {
   const axis = plot.axes[index];
   plot.ctx.save();
@@ -77,7 +77,7 @@ function axisWidth(plot, labels, index) {
   return Math.max(NARROWEST, Math.max(0, ...widths) / uPlot.pxRatio + axis.gap + axis.ticks.size);
 }
 
-/** Return what is drawn: [{label, steps, values, color, dash, hidden}], and the bands between. */
+/** Return the lines to draw: [{label, steps, values, color, dash, hidden}], and the bands between. */
 export function linesOf(chart, data, runs, look) {
   const lines = [], bands = [];
   const many = runs.length > 1;
@@ -119,7 +119,7 @@ const fitted = (zero) => (_, least, largest) => {
 };
 
 /** Draw lines into an element; return the uPlot, or null if there is nothing to draw.
- * onZoom: called with the steps dragged over; null: the chart's steps are its own. */
+ * onZoom: called with the selected steps; null: the chart has separate steps. */
 export function draw(place, { lines, bands }, look, onZoom) {
   const positive = (v) => (look.log ? v.map((x) => (x > 0 ? x : null)) : v);
   const tables = lines.map((line) => [line.steps, positive(line.values)]);

@@ -1,16 +1,16 @@
-// An episode of several turns: who said what, tool calls, and where contexts branch.
+// An episode of several turns: its messages, tool calls, and branches of contexts.
 
 import { make } from "./elements.js";
 
-// The marks with which chat formats begin a message: ChatML, Llama 3, Gemma, GLM and Phi; then, where
-// there is none of them, those of the project's own small tokenizers.
+// The marks that begin a message in chat formats: ChatML, Llama 3, Gemma, GLM and Phi; without any of
+// these, the marks of the project's own small tokenizers.
 const MARKS = [
   /<\|im_start\|>\s*(\w+)|<\|start_header_id\|>\s*(\w+)\s*<\|end_header_id\|>|<start_of_turn>\s*(\w+)|<\|(system|user|assistant|observation|tool)\|>/g,
   /<(system|user|assistant|tool)>/g,
 ];
 const CALL = /<tool_call>[\s\S]*?(?:<\/tool_call>|$)/g;
 
-/** Cut text that was not drawn into messages: [{role, text}]; role "" before the first mark. */
+/** Split text that was not generated into messages: [{role, text}]; role "" before the first mark. */
 export function messagesOf(text) {
   const messages = [];
   let [role, from] = ["", 0];
@@ -27,14 +27,14 @@ export function messagesOf(text) {
   return messages;
 }
 
-/** Return the element of a sample's contexts (run/conversations.py); first: the contexts of its
- * group's first sample, whose beginning is not shown again. */
+/** Return the element of a sample's contexts (endpoint/conversation_log.py); first: the contexts of the
+ * group's first sample, whose beginning is not repeated. */
 export function conversationOf(contexts, first) {
   const place = make("div", null, "conversation");
   contexts.forEach(({ parts, after, shared }, number) => {
     const branch = make("section", null, after == null ? "context" : "context branch");
     if (contexts.length > 1) {
-      const from = after == null ? "" : `, goes on from the first ${shared.toLocaleString("en")} tokens of context ${after + 1}`;
+      const from = after == null ? "" : `, continues from the first ${shared.toLocaleString("en")} tokens of context ${after + 1}`;
       branch.append(make("h4", `context ${number + 1} of ${contexts.length}${from}`));
     }
     const known = number === 0 && first && first !== contexts ? sameParts(parts, first[0].parts) : 0;

@@ -1,4 +1,4 @@
-// Elements of the page, made from texts.
+// Creates elements of the page from texts.
 
 /** Return a new element with a text and a class. */
 export const make = (tag, text, className) => {

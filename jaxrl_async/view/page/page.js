@@ -1,4 +1,4 @@
-// The page: which runs, which view, and, of a server, a look every two seconds.
+// The page: its runs and views; with a server, it updates every two seconds.
 
 import { colorOf, draw, linesOf, shown } from "./charts.js";
 import { make } from "./elements.js";
@@ -58,7 +58,7 @@ async function rebuild() {
       charts.push({ chart, box, plot: null });
     }
   }
-  if (!charts.length) place.append(make("p", words.length ? "No metric is called so." : "No step has been recorded yet.", "none"));
+  if (!charts.length) place.append(make("p", words.length ? "No metric has this name." : "No step has been recorded yet.", "none"));
   await redraw();
 }
 
@@ -119,7 +119,7 @@ async function listAges() {
   const place = at("ages"), parts = [];
   for (const run of visible()) {
     const { ages, lengths, dropped, faults } = await ask("/api/summary", { run: run.name });
-    parts.push(make("h2", `${run.name}: learnt tokens by age, in versions`));
+    parts.push(make("h2", `${run.name}: trained tokens by age, in versions`));
     parts.push(bars(Object.fromEntries(ages.map((row) => [row.age, row.tokens])), "none counted"));
     const measured = ["reward", "length", "kl"].filter((name) => ages.some((row) => row[name] != null));
     if (measured.length) {
@@ -127,7 +127,7 @@ async function listAges() {
       parts.push(table(["age", ...measured], ages.map((row) =>
         [row.age, ...measured.map((name) => (row[name] == null ? "" : shown(row[name])))])));
     }
-    parts.push(make("h2", `${run.name}: learnt answers by length, in tokens`), bars(lengths, "none counted"));
+    parts.push(make("h2", `${run.name}: trained answers by length, in tokens`), bars(lengths, "none counted"));
     parts.push(make("h2", `${run.name}: groups dropped`), bars(dropped.groups, "none"));
     if (dropped.tokens) parts.push(make("p", `${shown(dropped.tokens)} tokens had been drawn for them.`, "hint"));
     parts.push(make("h2", `${run.name}: faults`), bars(faults, "none"));
@@ -251,7 +251,7 @@ async function tick() {
       else await redraw();
     }
     const going = runs.filter((run) => run.state === "running").length;
-    at("state").textContent = report ? extentOf() : going ? `follows ${going === 1 ? "a run" : `${going} runs`} that goes on` : "";
+    at("state").textContent = report ? extentOf() : going ? `follows ${going === 1 ? "a run" : `${going} runs`} that continues` : "";
   } catch (error) {
     at("state").textContent = `the server does not answer (${error.message})`;
   }

@@ -1,4 +1,4 @@
-// The browser of samples: filters, groups side by side, tokens coloured by what is known of each.
+// The browser of samples: filters, groups side by side, tokens colored by their data.
 
 import { shown } from "./charts.js";
 import { conversationOf } from "./conversation.js";
@@ -9,13 +9,13 @@ const PAGE = 20;
 const least = (value) => Math.max(-1, Math.min(1, value));
 const sizeOf = (value) => least((Math.log10(Math.abs(value) + 1e-12) + 5) / 5);  // 1e-5 and less: 0; 1 and more: 1
 
-/** What tokens are coloured by: from -1 to 1 of a token's facts, and the ink of each sign. */
+/** Color scales of tokens: a value from -1 to 1 of a token's data, and the ink of each sign. */
 const COLORS = {
   logprob: { label: "log-prob", share: ({ logprob }) => least(logprob / 4), inks: ["--c1", "--c1"] },
   version: { label: "version", share: ({ behind }) => behind, inks: ["--c3", "--c3"] },
-  age: { label: "age when learnt", share: ({ age }) => least(age / 8), inks: ["--c3", "--c3"] },
+  age: { label: "age when trained", share: ({ age }) => least(age / 8), inks: ["--c3", "--c3"] },
   advantage: { label: "advantage", recorded: true, share: ({ advantage }) => least(advantage / 2), inks: ["--c1", "--c2"] },
-  difference: { label: "trainer less sampler", recorded: true, inks: ["--c1", "--c0"],
+  difference: { label: "trainer minus sampler", recorded: true, inks: ["--c1", "--c0"],
     share: ({ difference }) => Math.sign(difference) * Math.max(0, sizeOf(difference)) },
 };
 
@@ -125,9 +125,9 @@ function cardOf(sample, color, first) {
 }
 
 function titleOf({ logprob, version, age, advantage, difference }) {
-  const words = [`log-prob ${shown(logprob)}`, `version ${version}, ${age} old when learnt`];
+  const words = [`log-prob ${shown(logprob)}`, `version ${version}, ${age} old when trained`];
   if (advantage != null) words.push(`advantage ${shown(advantage)}`);
-  if (difference != null) words.push(`trainer's log-prob less the sampler's ${shown(difference)}`);
+  if (difference != null) words.push(`trainer's log-prob minus the sampler's ${shown(difference)}`);
   return words.join("\n");
 }
 

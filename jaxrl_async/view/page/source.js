@@ -1,11 +1,11 @@
-// Where the page's data comes from: the server, or, in a report, the page itself.
+// The source of the page's data: the server or, in a report, the page itself.
 
 const place = document.getElementById("embedded");
-/** What a report holds (view/report.py); null on a page that a server serves. */
+/** The data of a report (view/report.py); null on a page from a server. */
 export const report = place && JSON.parse(place.textContent);
 const token = new URLSearchParams(location.search).get("token");
 
-/** Return the answer to a question; query: names and values, or lists of values. */
+/** Return the answer to a query: names and values, or lists of values. */
 export const ask = report ? known : fetched;
 
 async function fetched(path, query = {}) {
@@ -19,7 +19,7 @@ async function fetched(path, query = {}) {
   return reply.json();
 }
 
-/** Return the address of a file in a run's folder; a report lies in that folder. */
+/** Return the address of a file in a run's folder; a report is in that folder. */
 export function fileOf(run, file) {
   if (report) return file;
   return `/file?${new URLSearchParams({ run, file, ...(token ? { token } : {}) })}`;
@@ -43,7 +43,7 @@ function curvesOf({ key, first = -Infinity, last = Infinity }) {
   return found;
 }
 
-/** Return what a report has of a window: of the whole run, or of its last steps. Of another window it knows no share. */
+/** Return a report's data for a window: the whole run, or its last steps. Other windows have no shares. */
 function spansOf({ from, to }) {
   const { whole, last } = report.spans;
   if (from == null) return whole;
@@ -54,7 +54,7 @@ function spansOf({ from, to }) {
   return { ...kept, lanes, steps: [], window: [from, to] };
 }
 
-/** Return the samples that are wanted, as the server would (SampleFilter of view/watched.py). */
+/** Return the matching samples, like the server (SampleFilter of view/watched.py). */
 function samplesOf({ text = "", first, last, least, most, stop, skip = 0, count = 20 }) {
   const sought = text.toLowerCase();
   const number = (value) => (typeof value === "number" ? value : 0);
@@ -69,11 +69,11 @@ function samplesOf({ text = "", first, last, least, most, stop, skip = 0, count 
   return { found: wanted.length, samples: wanted.slice(skip, skip + count) };
 }
 
-/** Say of what a report is: when it was written, and what it leaves out. */
+/** Describe a report: when it was written, and what it leaves out. */
 export function extentOf() {
   const { written, samples, allSamples, tokensLeftOut, thinned } = report;
   const words = [`as of ${written}`];
-  if (thinned) words.push(`curves of about ${thinned} points at most: the least and the largest of each stretch`);
+  if (thinned) words.push(`curves of about ${thinned} points at most: the minimum and maximum of each stretch`);
   const many = (n) => n.toLocaleString("en");
   if (samples.length < allSamples) {
     words.push(`${many(samples.length)} of ${many(allSamples)} samples (all: samples.jsonl)`);

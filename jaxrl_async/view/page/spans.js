@@ -1,11 +1,11 @@
-// Who was busy when: a lane for each thread and for what overlaps, for any window of time.
+// The timeline: a lane for each thread and for overlapping spans, for any time window.
 
 import { colorOf } from "./charts.js";
 import { make } from "./elements.js";
 
 const BAR = 15, GAP = 3, LANE_GAP = 9, AXIS = 20;
 
-/** Show seconds in a unit that suits them. */
+/** Format seconds in a suitable unit. */
 export function timeOf(seconds) {
   const size = Math.abs(seconds);
   if (!size) return "0 s";
@@ -16,7 +16,7 @@ export function timeOf(seconds) {
 
 const percentOf = (share) => share == null ? "" : `${share > 0 && share < 0.001 ? "<0.1" : Number((share * 100).toPrecision(3))} %`;
 
-/** Return a view of one run's spans: {place, look}; look() draws what is there now. */
+/** Return a view of one run's spans: {place, look}; look() draws the current data. */
 export function lanesOf(run, ask, whole) {
   const place = document.createElement("div");
   const state = { window: null, shown: null };
@@ -45,7 +45,7 @@ export function lanesOf(run, ask, whole) {
     button("closer", "+", () => zoom(0.5));
     button("wider", "−", () => zoom(2));
     if (!whole) bar.append(stepsForm());
-    const keys = make("span", "Drag over the lanes to look closer; arrows, + and − with the lanes in focus.", "hint");
+    const keys = make("span", "Drag over the lanes to zoom; arrows, + and − with the lanes in focus.", "hint");
     keys.id = `keys-${run.number}`;
     bar.append(keys);
     return bar;
@@ -80,8 +80,8 @@ export function lanesOf(run, ask, whole) {
     for (const part of [stage, legend, shares, where]) part.hidden = none;
     place.querySelector(".keys").hidden = none;
     if (none) {
-      note.textContent = shown.files.length ? "The files of spans hold none."
-        : "No spans were recorded. metrics.spans=true records them: every minute while the run goes on, and at its end.";
+      note.textContent = shown.files.length ? "The span files contain no spans."
+        : "No spans were recorded. metrics.spans=true records them: every minute during the run, and at its end.";
       return;
     }
     const [from, to] = shown.window, [first, last] = shown.steps;
@@ -93,7 +93,7 @@ export function lanesOf(run, ask, whole) {
     listKinds();
   }
 
-  /** Say which ink is which kind of span, of those that are drawn. */
+  /** Show the legend: the ink of each kind of span that is drawn. */
   function listKinds() {
     const kinds = [...new Set(state.shown.lanes.flatMap(({ rows }) => rows.flat()).map((span) => span[2]))];
     legend.replaceChildren(...kinds.sort((a, b) => a - b).map((kind) => {

@@ -72,7 +72,7 @@ def test_answers_from_the_whole_vocabulary_get_masks_that_leave_nothing_out(capl
     assert played.completion is not None and played.completion.kept is not None
     assert played.completion.kept.starts.tolist() == [0, 0, 0, 0]
     assert played.turns[0].completion.kept is not None
-    assert f"{len(drawn) + 2} answers that are not learnt yet" in caplog.text
+    assert f"{len(drawn) + 2} answers that are not trained on yet" in caplog.text
     again = resumed(filled, config_of(top_p=0.9), config_of(top_p=0.9))
     assert again is filled, "all have masks now"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.config.load import load
 from jaxrl_async.errors import Closed, ConfigError, ReplayError
-from jaxrl_async.ports import Intake, NotYet
+from jaxrl_async.ports.run import Intake, NotYet
 from jaxrl_async.run.replay.player import Replay, ReplayedBuffer
 from jaxrl_async.run.replay.recording import Recorded, Recording, header_of, read_schedule
 from jaxrl_async.testing.fakes import make_group, make_prompt
@@ -228,7 +228,7 @@ def test_at_the_end_of_the_recording_the_trainer_is_told_and_nobody_else_is_stop
 def test_a_buffer_of_another_size_is_found_out(replay):
     schedule = replay({"admit": 0, "count": 4, "version": 0})
     gate = ReplayedBuffer(buffer(note=schedule.write), schedule, curriculum=False)
-    with pytest.raises(ReplayError, match=r"line 2: .*come to .*9.* where .*4"):
+    with pytest.raises(ReplayError, match=r"line 2: the replay has .*9.* where .*4"):
         gate.admit()
 
 
@@ -289,7 +289,7 @@ def test_a_request_goes_to_the_sampler_that_took_it_each_time(replay):
 def test_what_was_not_recorded_ends_the_replay_for_everybody(replay):
     schedule = replay({"put": 3}, {"put": 4})
     schedule.write(put=3)
-    with pytest.raises(ReplayError, match=r'line 3: .*come to {"put": 5} where .*{"put": 4}'):
+    with pytest.raises(ReplayError, match=r'line 3: the replay has {"put": 5} where .*{"put": 4}'):
         schedule.write(put=5)
     with pytest.raises(ReplayError, match="line 3"):
         schedule.due("sampler", 0, working=True)
@@ -297,7 +297,7 @@ def test_what_was_not_recorded_ends_the_replay_for_everybody(replay):
 
 def test_a_group_that_failed_then_and_is_scored_now_is_named(replay):
     schedule = replay({"pause": True}, {"fail": 7, "reason": "failed"})
-    with pytest.raises(ReplayError, match="line 3: group 7 was scored now, and failed when"):
+    with pytest.raises(ReplayError, match="line 3: group 7 was scored now, and failed in"):
         schedule.later("put", 7, lambda: None)
 
 
@@ -331,7 +331,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_run(caplog):
     recording = Recording(Path("/dev/full"), {"schedule": 1})
     recording.write(put=1)
     recording.close()
-    assert caplog.text.count("written no further") == 1 and "No space left" in caplog.text
+    assert caplog.text.count("is not written any further") == 1 and "No space left" in caplog.text
 
 
 # ---- reading
@@ -362,7 +362,7 @@ def test_what_a_resumed_run_did_is_left_out_and_said(file, caplog):
     with caplog.at_level(logging.WARNING):
         read = read_schedule(path, config())
     assert read.events == ({"put": 1},) and not read.ended
-    assert "resumed at line 3" in caplog.text
+    assert "resumed from a checkpoint at line 3" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,11 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.model.families.parts import LayerKind
 from jaxrl_async.model.kv_layout import KvGroup, KvLayout, layout_of
 from jaxrl_async.sampler.batch import shapes
-from jaxrl_async.sampler.batch.concurrency import DECREASE, Limit, SamplerLoad, adjusted_limit
+from jaxrl_async.sampler.batch.admission import DECREASE, Limit, SamplerLoad, adjusted_limit
 from jaxrl_async.sampler.batch.kv_budget import plan_memory
-from jaxrl_async.sampler.batch.pages import Pages
-from jaxrl_async.sampler.batch.prefix import PrefixStore, page_names
+from jaxrl_async.sampler.batch.kv_cache import KvCache, Pages, PrefixStore, TableForm, page_names
 from jaxrl_async.sampler.batch.slots import Slots, unpacked_bits
-from jaxrl_async.sampler.batch.tables import TableForm
+from jaxrl_async.sampler.device.sampling import TokenExtras
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "share", "give"]), st.integers(0, 5))))
@@ -138,9 +137,51 @@ def test_a_store_that_is_off_keeps_nothing() -> None:
     assert store.held == () and found(store, 1, 2) == []
 
 
+def test_a_group_shares_full_pages_and_each_member_has_the_last_one_of_its_own() -> None:
+    cache = KvCache(form_with(2), 8)
+    leader, found_tokens = cache.allocate(tokens(1, 2, 3, 4, 5), spare=0)
+    follower = cache.allocate_follower(5, spare=0)
+    assert found_tokens == 0 and leader is not None and follower is not None
+    assert follower[0, :4].tolist() == [99, 99, 3, 99]
+    cache.share(leader, follower, 5)
+    assert leader[0, :4].tolist() == [0, 1, 2, 99] and follower[0, :4].tolist() == [0, 1, 3, 99]
+    cache.check_integrity([leader, follower])
+    cache.release(leader)
+    assert (leader == 99).all() and cache.pages.num_free == 5, "the follower holds three"
+    cache.check_integrity([follower])
+
+
+def test_a_new_request_evicts_stored_prefixes_but_leaves_pages_to_spare() -> None:
+    cache = KvCache(form_with(2), 4)
+    first, _ = cache.allocate(tokens(1, 2, 3, 4, 5), spare=0)
+    cache.prefixes.put(tokens(1, 2, 3, 4, 5), first)
+    cache.release(first)
+    assert cache.pages.num_free == 2 and cache.evictable_share == 0.5
+    assert cache.allocate(tokens(1, 2, 3, 4, 9, 8, 7), spare=1) == (None, 0), "it needs two of two"
+    again, found_tokens = cache.allocate(tokens(1, 2, 3, 4, 9), spare=1)
+    assert found_tokens == 4 and again[0, :3].tolist() == [0, 1, 3]
+    assert not cache.grow(again, 3, 5), "only one page is free, and none can be evicted"
+    assert cache.grow(again, 3, 4) and cache.pages.num_free == 0
+    cache.release(again)
+    assert cache.allocate_follower(7, spare=4) is None
+    assert cache.pages.num_free == 4 and cache.prefixes.held == ()
+    assert cache.prefixes.stats().evicted_pages == 2
+
+
+def test_pages_behind_a_window_are_given_back_and_taken_when_the_prompt_comes_to_them() -> None:
+    """Pages of 2 tokens, a window of 5: the prompt keeps three of five pages of that layer."""
+    cache = KvCache(form_with(2, MIXED), 20)
+    table, _ = cache.allocate(tokens(*range(10)), spare=0)
+    assert (table != 99).sum(axis=1).tolist() == [5, 3], "its last page, and two before"
+    assert cache.fill(table, 0, 4) and cache.pages.num_free == 20 - 5 - 5
+    cache.release(table, cache.form.hidden(table, 10))
+    assert cache.pages.num_free == 20 - 5 - 3
+    cache.check_integrity([table])
+
+
 def test_slots_sort_a_blocks_tokens_out_by_owner() -> None:
     form = form_with(page_tokens=4)
-    slots = Slots(3, max_new=8, form=form)
+    slots = Slots(3, max_new=8, cache=KvCache(form, 8))
     slots.occupy(0, 2, table_of(form, [1]), version=4)
     slots.occupy(2, 3, table_of(form, [2]), version=5)
     drawn = tokens(10, 11, 12, 13, 14, 15).reshape(2, 3)
@@ -155,13 +196,13 @@ def test_slots_sort_a_blocks_tokens_out_by_owner() -> None:
 
 def test_masks_are_stored_for_the_requests_that_ask_for_them_alone() -> None:
     form = form_with(page_tokens=4)
-    slots = Slots(2, max_new=8, form=form)
+    slots = Slots(2, max_new=8, cache=KvCache(form, 8))
     for slot in (0, 1):
         slots.occupy(slot, 2, table_of(form, [slot + 1]), version=4)
     drawn, full = tokens(3, 5).reshape(2, 1), np.array([[-0.5], [-0.7]], np.float32)
     words = np.array([0b101000, 2**32 - 1], np.uint32).reshape(2, 1, 1)  # [R, block, V / 32]
     owners = tokens(0, 1).reshape(2, 1)
-    slots.take(drawn, full, owners, 4, full, words, extras={0})
+    slots.take(drawn, full, owners, 4, TokenExtras(full, words), wanted={0})
     assert [[ids.tolist() for ids in of] for of in slots.kept] == [[[3, 5]], []]
     own = slots.output(0, extras=True)
     assert own.kept is not None and own.kept.ids.tolist() == [3, 5]

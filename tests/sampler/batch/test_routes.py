@@ -14,7 +14,7 @@ from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError, RolloutError
 from jaxrl_async.model.decoder import TokenRows, init_params, token_states
 from jaxrl_async.model.spec import ModelSpec, Params
-from jaxrl_async.ports import FIXED_WEIGHTS, WeightSource
+from jaxrl_async.ports.weights import FIXED_WEIGHTS, WeightSource
 from jaxrl_async.sampler.partial import branches, load_partial, save_partial
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import make_sampler, request
 
-from jaxrl_async.sampler.batch.waiting import WaitingQueue
-from jaxrl_async.sampler.remote.outstanding import WIRE_PLACES, OutstandingRequests
+from jaxrl_async.remote.sampler.outstanding import WIRE_PLACES, OutstandingRequests
+from jaxrl_async.sampler.batch.admission import WaitingQueue
 from jaxrl_async.types import Request
 
 

@@ -278,8 +278,8 @@ def test_a_token_that_cannot_be_is_never_kept(form: str, truncated: bool) -> Non
     mix, positions = Mix(truncated=truncated, extras=True), np.zeros(rows, np.int32)
     draw = jax.jit(partial(sample, mix=mix, kernel=FORMS[form]))
     new = draw(jnp.asarray(logits), controls, keys, positions)
-    assert new.kept is not None
-    bits = np.unpackbits(np.asarray(new.kept).view(np.uint8), axis=1, bitorder="little")
+    assert new.extras is not None
+    bits = np.unpackbits(np.asarray(new.extras.kept).view(np.uint8), axis=1, bitorder="little")
     for i, row in enumerate(logits):
         wanted = kept_by_definition(
             row, int(controls.top_k[i]), float(controls.top_p[i]), float(controls.min_p[i])

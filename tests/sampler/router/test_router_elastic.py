@@ -19,8 +19,7 @@ from jaxrl_async.sampler.router import router as router_module
 from jaxrl_async.sampler.router.job import SUSPECT_AFTER_CUTS, job_for_thread
 from jaxrl_async.sampler.router.router import Elastic, Router
 from jaxrl_async.sampler.router.supervise import REMIND_S, RestartLimits
-from jaxrl_async.sampler.router.totals import RouterTotals
-from jaxrl_async.sampler.stats import SamplerStats
+from jaxrl_async.sampler.stats import RouterTotals, SamplerStats
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.scripted_replica import ScriptedReplica
 from jaxrl_async.types import Partial
@@ -127,7 +126,7 @@ def test_a_lost_samplers_requests_begin_again_and_its_seat_is_never_used_again()
     router.look()
     assert len(second.held) == 4 and router.living == 1
     assert router.join(remote("s2")) == 2
-    assert [seat.number for seat in router.fleet.seats] == [1, 2]
+    assert [slot.number for slot in router.fleet.slots] == [1, 2]
     second.answer_all()
     assert all(f.result(0) for f in futures)
     assert counted(faults) == {
@@ -290,27 +289,27 @@ def test_without_a_sampler_it_says_so_waits_and_ends_with_what_to_do(caplog):
     router.samplers[0].die(Disconnected("cut"))
     for _ in range(10):
         router.look()
-    said = [r.message for r in caplog.records if "no sampler is there" in r.message]
+    said = [r.message for r in caplog.records if "no sampler is available" in r.message]
     assert len(said) == 1 and "1 requests wait" in said[0] and "300 s" in said[0]
     clock.advance(REMIND_S)
     router.look()
     router.look()
-    assert sum("no sampler is there" in r.message for r in caplog.records) == 2
+    assert sum("no sampler is available" in r.message for r in caplog.records) == 2
     second = remote()
     router.join(second)
     router.look()
     clock.advance(10 * WAIT_S)
     router.look()
-    assert router.error is None and "a sampler is there again" in caplog.text
+    assert router.error is None and "a sampler is available again" in caplog.text
     second.die(Disconnected("cut"))
     router.look()
     clock.advance(WAIT_S - 1)
     router.look()
     clock.advance(1)
     assert router.look_after() is None
-    with pytest.raises(RolloutError, match=r"none has joined within 300 s .*--join.*resume"):
+    with pytest.raises(RolloutError, match=r"none joined within 300 s .*--join.*resume"):
         futures[0].result(0)
-    with pytest.raises(RolloutError, match="none has joined"):
+    with pytest.raises(RolloutError, match="none joined"):
         router.join(remote())
 
 

@@ -24,7 +24,8 @@ from jaxrl_async.trainer.objectives.policy_objective import (
     policy_update,
 )
 from jaxrl_async.trainer.pack import TrainSequence, pack, pack_pairs
-from jaxrl_async.trainer.update import Frozen, TrainState, Update, decayed
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import Frozen, TrainState, decayed
 
 VOCAB, ROW = 24, 16
 ARCHITECTURE = schema.ArchitectureSection(
@@ -196,7 +197,7 @@ def test_a_sharded_adamw_gives_the_same_losses(params):
 
 
 def params_on(step: Step, params: Any) -> Any:
-    return jax.device_put(params, step.state_shardings.params)
+    return jax.device_put(params, step.programs.state_shardings.params)
 
 
 def test_moments_are_sharded_like_their_weights(params):
@@ -208,7 +209,7 @@ def test_moments_are_sharded_like_their_weights(params):
     assert any("fsdp" in spec for _, spec in wanted) and any("tensor" in spec for _, spec in wanted)
     moved, _ = step.update(state, PolicyData(BATCH))
     assert [m.sharding for m in jax.tree.leaves(moved)] == list(
-        jax.tree.leaves(step.state_shardings)
+        jax.tree.leaves(step.programs.state_shardings)
     )
 
 
@@ -335,8 +336,8 @@ def test_programs_are_compiled_once_for_each_size_whatever_the_batch(params):
     state = step.init(params)
     for num in (3, 14, 7):
         state, _ = step.update(state, PolicyData(pack(sequences(num), ROW), version=num))
-    assert step.accumulate._cache_size() <= len(step.sizes.sizes) == 2
-    assert step.apply._cache_size() == 1
+    assert step.programs.accumulate._cache_size() <= len(step.sizes.sizes) == 2
+    assert step.programs.apply._cache_size() == 1
 
 
 class CountedTurns:

@@ -24,7 +24,8 @@ from jaxrl_async.trainer.objectives.preference_objective import (
 )
 from jaxrl_async.trainer.objectives.reward_objective import reward_update
 from jaxrl_async.trainer.pack_pairs import PreferenceBatch, pack_preference
-from jaxrl_async.trainer.update import NOTHING_FROZEN, Frozen, Update
+from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update_programs import NOTHING_FROZEN, Frozen
 
 VOCAB, ROW = 14, 16
 SPEC = ModelSpec.from_architecture(
@@ -109,7 +110,7 @@ PAIRS = pairs_of()
 
 def update(step, params, pairs, frozen=None, wrong=None):
     """(weights, report) after one update."""
-    where = step.state_shardings.params
+    where = step.programs.state_shardings.params
     read = Frozen(None if frozen is None else jax.device_put(frozen, where))
     state = step.init(params)
     state, stats = step.update(state, data_of(step, state.params, pairs, read, wrong), read)

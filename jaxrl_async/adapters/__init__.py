@@ -1,0 +1,1 @@
+"""Wing: several adapters that are trained in one run (runs)."""

@@ -1,0 +1,180 @@
+"""Build several runs from one configuration: shared parts once, all others for each run.
+
+check all ──> claim RUN ──> base (warm start, quantised) ──> samplers with a slot for each adapter
+                  └──> RUN/NAME, for each: its own adapter, learner, data, buffer, checkpoints
+"""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TextIO
+
+from jaxrl_async.adapters.shared_samplers import make_shared_samplers
+from jaxrl_async.adapters.turns import Turns
+from jaxrl_async.algorithms.preflight import with_correction
+from jaxrl_async.config.rules import check_rules
+from jaxrl_async.config.schema import Config
+from jaxrl_async.config.several import runs_of
+from jaxrl_async.data.prompts import FittingPairs
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.mesh import make_slices
+from jaxrl_async.metrics.console import Console
+from jaxrl_async.model.policy import Policy
+from jaxrl_async.run.assemble import Begun, Parts, RunContext, SharedParts, connect
+from jaxrl_async.run.builders.devices import Lock, Locks, claim_devices, make_locks
+from jaxrl_async.run.builders.initial_policy import make_policy, with_base_of, with_new_adapter
+from jaxrl_async.run.builders.inputs import Inputs, check_inputs
+from jaxrl_async.run.builders.learning import warm_started
+from jaxrl_async.run.builders.samplers import run_probe_ids
+from jaxrl_async.run.checkpoint.rollout_state import resuming_if_possible
+from jaxrl_async.run.checkpoint.store import Checkpoints, open_checkpoints
+from jaxrl_async.run.folder import Paths, claimed, write_config
+from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.signals import Stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRun:
+    """One of several runs, checked but not built yet."""
+
+    config: Config
+    inputs: Inputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedRun:
+    """One of several runs with its folder."""
+
+    config: Config  # run.resume: whether it has a checkpoint to continue from
+    inputs: Inputs
+    paths: Paths
+    checkpoints: Checkpoints
+    continued: bool  # whether its folder existed before
+
+
+def assemble_several(
+    config: Config, context: RunContext, closing: ExitStack, stream: TextIO | None = None
+) -> tuple[dict[str, Parts], Lock]:
+    """Build all parts of all runs, by name. Only the samplers' threads are started. Also returns
+    the lock to hold while the trainer's slice computes. Arguments as for `assemble`.
+
+    stream: receives each run's progress; None: stdout.
+    """
+    stop, lockstep = context.stop, context.lockstep
+    checked, locks = check_runs(config, lockstep)
+    alone = config.model_copy(update={"runs": {}})
+    pairs = check_inputs(alone, lockstep, locks)[1] if config.warm_start.steps else None
+    config, paths = context.claim(config)
+    opened = {name: _opened(one, config, paths, stop, closing) for name, one in checked.items()}
+    base, warm_metrics = _base(config, opened, pairs, paths, context.console, stop, lockstep)
+
+    def count(fault: str, number: int = 1) -> None:
+        for one in opened.values():
+            one.inputs.faults.add(fault, number)
+
+    inputs = next(iter(opened.values())).inputs
+    slices = inputs.slices
+    samplers = make_shared_samplers(config, base, slices, locks, count, run_probe_ids(inputs))
+    closing.callback(samplers.router.close)
+    turns, parts = Turns(config.faults.watchdog_s), dict[str, Parts]()
+    for name, one in opened.items():
+        begun = Begun(
+            config=one.config,
+            inputs=one.inputs,
+            paths=one.paths,
+            checkpoints=one.checkpoints,
+            continued=one.continued,
+            policy=with_new_adapter(one.config, base, slices),
+            warm_metrics={} if one.config.run.resume else warm_metrics,
+            base_path=config.model.path or str(paths.base),
+            label=name,
+        )
+        told = Console(one.config.run.steps, stream=stream, live=False, name=name)
+        shared = SharedParts(sampling=samplers.of_run(name), turn=turns)
+        parts[name] = connect(begun, replace(context, console=told), closing, shared)
+    return parts, turns
+
+
+def check_runs(config: Config, lockstep: Lockstep) -> tuple[dict[str, CheckedRun], Locks]:
+    """Read and check the inputs of each run, by name; also return the devices' locks.
+    Raises JaxrlError subclasses; a ConfigError names the run."""
+    configs = {name: with_correction(own) for name, own in runs_of(config).items()}
+    claim_devices(config)
+    locks = make_locks(config.reward, make_slices(config.mesh), lockstep)
+    checked: dict[str, CheckedRun] = {}
+    for name, own in configs.items():
+        try:
+            check_rules(own)
+            inputs, _ = check_inputs(own, lockstep, locks)
+            if inputs.serving.needed:
+                raise ConfigError(
+                    "a task that is played by a program needs its own endpoint, which is not "
+                    "available when several adapters are trained in one run. Run it separately."
+                )
+            _check_alike(inputs, next(iter(checked.values())).inputs if checked else inputs)
+        except ConfigError as error:
+            raise ConfigError(f"runs.{name}: {error}") from error
+        checked[name] = CheckedRun(config=own, inputs=inputs)
+    return checked, locks
+
+
+def _check_alike(inputs: Inputs, first: Inputs) -> None:
+    """Raise ConfigError unless a run has the same model and vocabulary as the first run."""
+    if inputs.tokenizer.hf.get_vocab() != first.tokenizer.hf.get_vocab():
+        raise ConfigError(
+            "its vocabulary differs from the first run's, but all runs share one base model. Give "
+            "all runs the same data.tokenizer, and tasks that add no tokens."
+        )
+    if inputs.spec != first.spec:
+        raise ConfigError(
+            "its model differs from the first run's, but all runs share one base model. Set "
+            "trainer.row_length and the tokenizer alike."
+        )
+
+
+def _opened(
+    one: CheckedRun, config: Config, paths: Paths, stop: Stop, closing: ExitStack
+) -> OpenedRun:
+    """Create or find the folder of one of several runs, and hold it until `closing`."""
+    there = config.run.resume and (paths.root / one.config.run.name).is_dir()
+    place = {"dir": str(paths.root), "resume": there, "resume_or_start": False}
+    run = one.config.run.model_copy(update=place)
+    own = one.config.model_copy(update={"run": run})
+    folder = closing.enter_context(claimed(run))
+    write_config(own, folder)
+    checkpoints = closing.enter_context(
+        open_checkpoints(own.checkpoint, folder, lambda: stop.preempted)
+    )
+    return OpenedRun(
+        config=resuming_if_possible(own, checkpoints),
+        inputs=one.inputs,
+        paths=folder,
+        checkpoints=checkpoints,
+        continued=there,
+    )
+
+
+def _base(
+    config: Config,
+    opened: Mapping[str, OpenedRun],
+    pairs: FittingPairs | None,
+    paths: Paths,
+    console: Console,
+    stop: Stop,
+    lockstep: Lockstep,
+) -> tuple[Policy, dict[str, float]]:
+    """Return the shared base in the form that model.lora specifies, and its warm start's metrics.
+    If any run has a checkpoint, the earlier base is used."""
+    continued = config.run.resume
+    resumes = any(one.config.run.resume for one in opened.values())
+    run = config.run.model_copy(update={"resume": resumes})
+    config = config.model_copy(update={"run": run})
+    inputs = next(iter(opened.values())).inputs
+    slices = inputs.slices
+    policy = make_policy(config, inputs.spec, inputs.tokenizer, slices, paths.base)
+    warm_metrics: dict[str, float] = {}
+    if pairs is not None and not resumes:
+        policy, warm_metrics = warm_started(
+            config, policy, slices, pairs, paths, continued, console, stop, lockstep
+        )
+    return with_base_of(config, policy, slices, paths.base), warm_metrics

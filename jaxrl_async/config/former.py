@@ -1,0 +1,126 @@
+"""Settings that version 0.3 wrote differently: accepted for one more version, with a warning. Needs
+no JAX."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxrl_async.config.draft import shown
+
+NAMES: Mapping[str, str] = {
+    "algorithm.least_members": "algorithm.min_members",
+    "endpoint.outsider_key_variable": "endpoint.agent_key_variable",
+    "endpoint.outsider_tries": "endpoint.agent_tries",
+    "endpoint.outsiders": "endpoint.external_agents",
+    "eval.beside": "eval.asynchronous",
+    "remote.least": "remote.min_samplers",
+    "teacher.top_of": "teacher.top_k_of",
+}
+"""Settings by their former names."""
+OFF: Mapping[str, tuple[str, Any]] = {
+    "algorithm.pivots": ("continuations", 0),
+    "metrics.mlflow": ("experiment", None),
+    "metrics.trackio": ("project", None),
+    "metrics.wandb": ("project", None),
+    "model.lora": ("rank", 0),
+    "pairs": ("loss", None),
+    "reward.judge": ("model", None),
+    "reward.process": ("function", None),
+    "teacher": ("source", "none"),
+}
+"""Sections that are null now: the setting and the value by which they were formerly turned off."""
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "mesh.samplers_in": {"elsewhere": "external"},
+    "sampler.engine": {"ours": "native"},
+}
+"""Former values by setting (its current name), each with its current value."""
+
+
+class Renewed(NamedTuple):
+    """A setting by its current name, with its current value."""
+
+    name: str  # dotted
+    value: Any
+
+
+class Replaced(NamedTuple):
+    """A setting that was written in a former way."""
+
+    written: str  # its name there, dotted
+    now: str  # its current name
+    told: str  # what a warning says
+
+
+def renewed(name: str, value: Any) -> Renewed:
+    """Return the current form of a setting, given by its dotted name."""
+    name = NAMES.get(name, name)
+    if isinstance(value, str):
+        value = VALUES.get(name, {}).get(value, value)
+    return Renewed(name, value)
+
+
+def turns_off(name: str, value: Any) -> bool:
+    """Return whether this value of a setting, given by its dotted name, turned its section off."""
+    off = any(name == f"{section}.{key}" and value == was for section, (key, was) in OFF.items())
+    return off and not isinstance(value, bool)  # False == 0
+
+
+def renewed_table(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the current form of settings by dotted names."""
+    now = dict(renewed(*one) for one in table.items())
+    for section, (key, _) in OFF.items():
+        switch = f"{section}.{key}"
+        if switch in now and turns_off(switch, now[switch]):
+            now = {name: v for name, v in now.items() if not name.startswith(f"{section}.")}
+            now[section] = None
+    return now
+
+
+def renew_names(tree: dict[str, Any]) -> list[Replaced]:
+    """Replace former names and values of settings in nested sections; return those replaced. If
+    the current name is given as well, its value is used. Settings of several places are renewed in
+    each place before they are merged, so that the later place counts."""
+    replaced: list[Replaced] = []
+    for written in (*NAMES, *VALUES):
+        section, _, key = written.rpartition(".")
+        settings = _inner(tree, section.split("."))
+        if key not in settings:
+            continue
+        now = renewed(written, settings[key])
+        if now == (written, settings[key]):
+            continue
+        del settings[key]
+        told = f"{written} is now written {now.name}={_written(now.value)}"
+        own = now.name.rpartition(".")[2]
+        if own in settings:
+            told = f"{written} is not read: it is now written {now.name}, which is given, too"
+        settings.setdefault(own, now.value)
+        replaced.append(Replaced(written, now.name, told))
+    return replaced
+
+
+def turn_off(tree: dict[str, Any]) -> list[Replaced]:
+    """Make null the nested sections that were turned off in a former way; return these. This comes
+    last, since a later place may turn a section on and keep the other settings."""
+    replaced: list[Replaced] = []
+    for section, (key, _) in OFF.items():
+        *outer, name = section.split(".")
+        holder = _inner(tree, outer)
+        settings, switch = holder.get(name), f"{section}.{key}"
+        if isinstance(settings, dict) and key in settings and turns_off(switch, settings[key]):
+            told = f"{switch}={_written(settings[key])} is now written {section}=null"
+            holder[name] = None
+            replaced.append(Replaced(switch, section, told))
+    return replaced
+
+
+def _written(value: Any) -> str:
+    """Return a value for a message, a text without quotes."""
+    return value if isinstance(value, str) else shown(value)
+
+
+def _inner(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of a section in nested ones; empty if the section is missing."""
+    for name in path:
+        inner = tree.get(name)
+        tree = inner if isinstance(inner, dict) else {}
+    return tree

@@ -1,0 +1,1 @@
+"""Wing: C++ kernels for CPUs (sampler.cpu_kernels, trainer.cpu_kernels)."""

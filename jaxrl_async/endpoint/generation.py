@@ -1,0 +1,201 @@
+"""The answers of one call while they are generated: their growth, their end at stop strings, and
+the finished answers.
+
+    Caller.draw ──> Generate ──progress, every few blocks──> GrowingAnswer ──> Answer
+                       └────────── Completion ─────────────────┘
+
+Used on one event loop.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxrl_async.endpoint.callers import Caller, CallerAsk
+from jaxrl_async.endpoint.http_errors import CallRefused
+from jaxrl_async.endpoint.progress_watch import ProgressWatch
+from jaxrl_async.endpoint.sampling_request import RequestDraft, SamplingOptions, wish_sampling
+from jaxrl_async.endpoint.text_flow import Decode, TextFlow
+from jaxrl_async.rollout.call_log import cut_completion
+from jaxrl_async.types import Completion, FloatArray, IntArray, Partial, StopReason
+
+REDRAWN = (
+    "this answer was restarted by new weights or another sampler, and the part already sent is "
+    "invalid; call again"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedAnswer:
+    """One finished answer."""
+
+    completion: Completion  # up to the token that completes a stop string
+    text: str  # without the stop string and special tokens
+    stop: str | None  # the stop string that ended it
+
+    @property
+    def finish(self) -> str:
+        """The stop reason, in OpenAI's terms."""
+        ended = self.stop is not None or self.completion.stop is StopReason.EOS
+        return "stop" if ended else "length"
+
+
+class GrowingAnswer:
+    """One answer while it is generated."""
+
+    def __init__(self, flow: TextFlow) -> None:
+        """flow: converts its tokens to text."""
+        self.flow = flow
+        self.request_id: str | None = None  # None: not requested yet
+        self._seen: IntArray = np.zeros(0, np.int32)  # passed to `flow`
+        self.token_ids: IntArray = np.zeros(0, np.int32)  # that count, so far
+        self.logprobs: FloatArray = np.zeros(0, np.float32)
+        self.answer: GeneratedAnswer | None = None
+        self.early: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+
+    def begin(self, request_id: str) -> None:
+        """Set the request's id."""
+        self.request_id = request_id
+
+    def cut(self, drawn: IntArray) -> int | None:
+        """Return the number of sampled tokens that count, up to a stop string; None: all. Raises
+        CallRefused if earlier tokens have changed."""
+        known = min(len(self._seen), len(drawn))
+        if not np.array_equal(self._seen[:known], drawn[:known]):
+            raise CallRefused(REDRAWN, status=503, code="redrawn", retry_after_s=1.0)
+        if len(drawn) > known:
+            self.flow.feed(drawn[known:].tolist())
+            self._seen = drawn
+        return self.flow.count
+
+    def grow(self, partial: Partial) -> None:
+        """Process the tokens so far. Raises as `cut`."""
+        count = self.cut(partial.token_ids)
+        self.token_ids, self.logprobs = partial.token_ids[:count], partial.logprobs[:count]
+        if count is not None and not self.early.done():
+            so_far = _as_completion(partial)
+            self.early.set_result(cut_completion(so_far, count, len(partial.request.token_ids)))
+
+    def end(self, completion: Completion) -> None:
+        """Process the complete answer. Raises as `cut`."""
+        count = self.cut(completion.token_ids)
+        if count is not None and count < len(completion.token_ids):
+            prompt = 0 if completion.expert_ids is None else len(completion.expert_ids)
+            prompt -= max(0, len(completion.token_ids) - 1)
+            completion = cut_completion(completion, count, prompt)
+        self.token_ids, self.logprobs = completion.token_ids, completion.logprobs
+        self.answer = GeneratedAnswer(
+            completion=completion, text=self.flow.whole(), stop=self.flow.stop
+        )
+
+
+def _as_completion(partial: Partial) -> Completion:
+    return Completion(
+        request_id=partial.request.request_id,
+        stop=StopReason.EOS,
+        **partial.columns,
+    )
+
+
+class CallGeneration:
+    """The answers of one call. `close` ends unfinished ones: their slots become free at the next
+    block."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        token_ids: IntArray,
+        draft: RequestDraft,
+        wish: SamplingOptions,
+        *,
+        decode: Decode,
+        watch: ProgressWatch | None = None,
+    ) -> None:
+        """Start sampling all answers.
+
+        Args:
+            caller: the caller.
+            token_ids: [prompt] int32.
+            draft: the wish under the caller's terms.
+            wish: the call's sampling parameters.
+            decode: tokens to text.
+            watch: reports the tokens so far; None: only complete answers are needed.
+        """
+        self.strands = [GrowingAnswer(TextFlow(decode, wish.stops)) for _ in range(wish.count)]
+        self._news, self._watch = asyncio.Event(), watch
+        named, usual = wish_sampling(wish, caller.terms.sampling), caller.terms.sampling
+        wanted = None if named == usual else named
+        asks = [
+            CallerAsk(
+                token_ids=token_ids,
+                draft=draft,
+                wanted=wanted,
+                seed=wish.seed,
+                index=index,
+                cut=strand.cut,
+                early=strand.early,
+                began=_Began(strand, watch, self._news),
+            )
+            for index, strand in enumerate(self.strands)
+        ]
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(caller.draw(ask)) for ask in asks]
+        for task in self._tasks:
+            task.add_done_callback(lambda _: self._news.set())
+
+    async def steps(self) -> AsyncIterator[None]:
+        """Yield whenever more tokens arrive, until every strand has its answer. Errors of the
+        sampler are passed on."""
+        while any(strand.answer is None for strand in self.strands):
+            await self._news.wait()
+            self._news.clear()
+            for strand, task in zip(self.strands, self._tasks, strict=True):
+                if strand.answer is None:
+                    self._look(strand, task)
+            yield
+
+    def _look(self, strand: GrowingAnswer, task: "asyncio.Task[Completion]") -> None:
+        """Process new tokens of one answer."""
+        if task.cancelled():
+            raise CallRefused("the sampler gave up this answer; call again", status=503)
+        if task.done():
+            strand.end(task.result())
+        elif self._watch is not None and strand.request_id is not None:
+            so_far = self._watch.latest(strand.request_id)
+            if so_far is not None and len(so_far.token_ids) > len(strand.token_ids):
+                strand.grow(so_far)
+
+    async def answers(self) -> list[GeneratedAnswer]:
+        """Wait for all answers. Errors of the sampler are passed on."""
+        async for _ in self.steps():
+            pass
+        return self.finished
+
+    @property
+    def finished(self) -> list[GeneratedAnswer]:
+        """The finished answers, in order."""
+        return [strand.answer for strand in self.strands if strand.answer is not None]
+
+    async def close(self) -> None:
+        """Cancel unfinished answers. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        if self._watch is not None:
+            self._watch.remove([s.request_id for s in self.strands if s.request_id is not None])
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class _Began:
+    """Watches a request from when it is queued."""
+
+    def __init__(
+        self, strand: GrowingAnswer, watch: ProgressWatch | None, news: asyncio.Event
+    ) -> None:
+        self._strand, self._watch, self._news = strand, watch, news
+
+    def __call__(self, request_id: str) -> None:
+        self._strand.begin(request_id)
+        if self._watch is not None:
+            self._watch.add([request_id], self._news)

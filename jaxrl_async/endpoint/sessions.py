@@ -1,0 +1,724 @@
+"""Sessions: members of groups that are played by an external caller, who only sends completion
+requests.
+
+    Sessions.open ─> PolicySession ─key─> an agent ──draw──> Generate
+                          │ Trace            (an endpoint finds the session by its key)
+                          v
+                       Episode  <── reward, finish, or a limit
+
+A session is not bound to a thread: `draw` runs on the event loop that calls it, and all other
+methods are thread safe. It ends once: by `finish`, by its owner, or by a time limit. Later calls
+are rejected with the reason.
+"""
+
+import asyncio
+import logging
+import math
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from jaxrl_async.errors import Closed, JaxrlError, RolloutError, SessionEnded, SessionLimit
+from jaxrl_async.lent import as_json
+from jaxrl_async.metrics.metric import names_a_metric, part_name
+from jaxrl_async.ports.generate import Generate
+from jaxrl_async.ports.run import Clock
+from jaxrl_async.rollout.call_log import Trace, cut_completion
+from jaxrl_async.rollout.episode import check_kept, make_request, unplayed_episode
+from jaxrl_async.types import (
+    CORRECT,
+    Completion,
+    Episode,
+    EpisodeLimits,
+    FloatArray,
+    IntArray,
+    Message,
+    Prompt,
+    Request,
+    SamplingParams,
+    Score,
+    StopReason,
+)
+
+log = logging.getLogger(__name__)
+
+FINISHED = "it was finished"
+"""End reason of a session that finished normally."""
+GAVE_UP = "its agent gave it up: "
+"""Prefix of the end reason of a session that its agent could not play."""
+STOPPING = "the run is stopping"
+"""End reason of a session that its run ended."""
+REWARD_KEY = "reward-"
+"""Prefix of reward keys."""
+KEY_BYTES = 24
+"""Random bytes of a session's key."""
+MAX_PARTS = 64
+"""Maximum number of named components of a session's reward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLimits:
+    """Limits of one session. Reaching the number of calls or tokens ends its episode as cut off
+    (StopReason.LENGTH); reaching a time limit fails its member."""
+
+    max_calls: int = 256
+    max_tokens: int = 262_144  # in all contexts of the episode: newly read, and sampled
+    idle_s: float = 600.0  # maximum time without a call, seconds; running calls do not count
+    total_s: float = 3600.0
+    # Whether the caller may choose temperature, top-k ..., and a seed. False, as in training: the
+    # run's distribution applies, and other requested values are counted.
+    own_sampling: bool = False
+    max_reward: float = 100.0  # maximum absolute value of a reward or of one of its parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionPlace:
+    """The group and member that a session plays."""
+
+    prompt: Prompt
+    label: str  # the group's part of its request ids: "g5"
+    member: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.label}/m{self.member}"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Given:
+    """The rewards that callers have sent for a session."""
+
+    reward: float | None = None  # of the whole session
+    parts: dict[str, float] = field(default_factory=dict)
+    of_calls: dict[int, float] = field(default_factory=dict)  # by call number
+
+
+class PolicySession:
+    """One member of a group, played by any caller with its key. Thread safe."""
+
+    def __init__(
+        self,
+        generate: Generate,
+        place: SessionPlace,
+        limits: EpisodeLimits,
+        bounds: SessionLimits,
+        *,
+        key: str | None = None,
+        clock: Clock = time.monotonic,
+        run_stops: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Open it.
+
+        Args:
+            generate: the sampler.
+            place: the member.
+            limits: sampling settings, and the maximum length of each sequence.
+            bounds: limits of the whole session.
+            key: key for callers; None: an unguessable one.
+            clock: clock of its time limits.
+            run_stops: whether the run is stopping, which then is the reason for its end.
+        """
+        self.key = key if key is not None else secrets.token_urlsafe(KEY_BYTES)
+        self.reward_key = REWARD_KEY + secrets.token_urlsafe(KEY_BYTES)
+        """Rewards and ends the session. Differs from `key`, because code written by the policy may
+        have that one."""
+        self.place, self.limits, self.bounds = place, limits, bounds
+        self._generate, self._clock, self._run_stops = generate, clock, run_stops
+        self._lock = threading.Lock()
+        self._told_reward_key = False
+        self._trace, self._given = Trace(), _Given()
+        self._ended: str | None = None
+        self._exhausted: str | None = None
+        self._refused: IntArray | None = None  # [prompt] of a call that left no room
+        # by voice, the latest last: messages of the first chat call, and of the latest with its
+        # answer
+        self._talks: dict[str, tuple[tuple[Message, ...], tuple[Message, ...]]] = {}
+        self._on_end: list[Callable[[str], None]] = []
+        self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Completion]]] = {}
+        self._asked = self._cancelled = self._overridden = self._late = self._cut = 0
+        self._drawing_s = 0.0
+        self._opened_at = self._last_use = self._drawing_since = clock()
+
+    # ---- read by callers
+
+    @property
+    def prompt(self) -> Prompt:
+        """The task that it plays."""
+        return self.place.prompt
+
+    @property
+    def label(self) -> str:
+        """Name of its member for messages: "g5/m2"."""
+        return str(self.place)
+
+    @property
+    def ended(self) -> str | None:
+        """The reason for its end; None: it is open."""
+        return self._ended
+
+    @property
+    def exhausted(self) -> str | None:
+        """The limit of calls or tokens that rejected a call; None: none was reached."""
+        return self._exhausted
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls that have started, including cancelled ones."""
+        return self._trace.num_calls
+
+    @property
+    def drew(self) -> bool:
+        """Whether any call has sampled tokens."""
+        return self._trace.num_turns > 0
+
+    # ---- calls
+
+    async def draw(
+        self,
+        token_ids: IntArray,
+        *,
+        max_new_tokens: int | None = None,
+        stop_token_ids: tuple[int, ...] = (),
+        sampling: SamplingParams | None = None,
+        seed: int | None = None,
+        cut: Callable[[IntArray], int | None] | None = None,
+        early: "asyncio.Future[Completion] | None" = None,
+        began: Callable[[str], None] | None = None,
+        voice: str = "",
+    ) -> Completion:
+        """Sample a continuation of these tokens, [prompt] int32, and record it. On any event loop.
+
+        If the caller's task is cancelled, so is the call: its tokens were not seen, and are not
+        trained on.
+
+        Args:
+            token_ids: the whole context. If it starts with all of an earlier call's prompt and
+                completion, token for token, it continues that sequence.
+            max_new_tokens: maximum number of tokens, capped by the run's limit; None: that limit.
+            stop_token_ids: end the completion, in addition to the run's.
+            sampling: the distribution, in a session with own_sampling; else it is counted.
+            seed: makes sampling reproducible, in a session with own_sampling; else it is counted.
+            cut: given the sampled tokens, returns how many of them count; None: all. For stop
+                strings. The other tokens are discarded.
+            early: set to the first part of the completion by a watcher of Generate.progress that
+                finds its end there; its slot becomes free at the next block.
+            began: called with the request's id before it is queued.
+            voice: the player of the episode that calls; empty: there is only one.
+
+        Raises SessionEnded if the session has ended or ends meanwhile (Closed if the run stops),
+        SessionLimit if it may sample no more, RolloutError for a request that cannot be served.
+        """
+        request, number = self._begin(
+            token_ids, max_new_tokens, stop_token_ids, sampling, seed, voice
+        )
+        try:
+            if began is not None:
+                began(request.request_id)
+            future = self._generate.submit_many([request])[0]
+            self._wait_for(number, future)
+            completion = await (future if early is None else _first_of(future, early))
+            check_kept(completion, self.limits, len(request.token_ids))
+            kept = None if cut is None else cut(completion.token_ids)
+        except BaseException as error:
+            self._cancel(number)
+            reason = self._ended
+            own_end = isinstance(error, asyncio.CancelledError | Closed) and reason is not None
+            if own_end and not _is_cancelled():
+                raise self._end_error() from None
+            raise
+        if kept is not None and kept < len(completion.token_ids):
+            completion = cut_completion(completion, max(kept, 0), len(request.token_ids))
+        self._record(number, completion, is_cut=kept is not None)
+        return completion
+
+    def tell_reward_key(self) -> str:
+        """Return the reward key: once, and before the first call, while no code written by the
+        policy has run. Raises RolloutError afterwards."""
+        with self._lock:
+            self._check_open()
+            if self._told_reward_key or self._trace.num_calls:
+                why = "it was returned before" if self._told_reward_key else "calls were made"
+                raise RolloutError(
+                    f"session {self.label}: {why}, and the reward key is returned only once, "
+                    "before the first call. Request it first."
+                )
+            self._told_reward_key = True
+            return self.reward_key
+
+    def reward(
+        self, value: float, *, parts: Mapping[str, float] | None = None, call: str | None = None
+    ) -> None:
+        """Set the reward of the session, or of one call; a later value replaces it.
+
+        Args:
+            value: from -max_reward to max_reward (SessionLimits).
+            parts: its named components, within the same range. Only for the whole session.
+            call: Completion.request_id of the call; its last sampled token gets the reward. None:
+                the whole session.
+
+        Raises SessionEnded, and RolloutError for a value out of range, too many parts, or a call
+        without sampled tokens.
+        """
+        most = self.bounds.max_reward
+        value = _bounded("reward", value, most)
+        named = _parts(parts or {}, most)
+        if named and call is not None:
+            raise RolloutError(f"session {self.label}: the reward of a call has no parts.")
+        with self._lock:
+            self._check_open()
+            self._last_use = self._clock()
+            if call is None:
+                self._given.reward, self._given.parts = value, named
+                return
+            number = call.removeprefix(f"{self.label}/t")
+            if not number.isdecimal() or not self._trace.drew(int(number)):
+                raise RolloutError(
+                    f"session {self.label}: {call[:60]!r} is not a call that has sampled tokens. "
+                    "Use the id of one of this session's completions."
+                )
+            self._given.of_calls[int(number)] = value
+
+    def talked(self, asked: Sequence[Message], answer: Message, voice: str = "") -> None:
+        """Record a voice's chat call and its answer, for reward functions. The latest call's
+        messages are kept; the first call's messages are the opening."""
+        with self._lock:
+            first, _ = self._talks.pop(voice, (tuple(asked), ()))
+            self._talks[voice] = (first, (*asked, answer))
+
+    def exhaust(self, limit: str, token_ids: IntArray | None = None) -> None:
+        """Record that a call was rejected for this limit before it reached the session: the episode
+        then ends as cut off. token_ids: the call's, [prompt] int32, if they left no room."""
+        with self._lock:
+            self._exhausted = self._exhausted or limit
+            self._refused = token_ids if self._refused is None else self._refused
+
+    def give_up(self, why: str) -> None:
+        """End the session as failed. Idempotent."""
+        self.end(f"{GAVE_UP}{why}")
+
+    def finish(self) -> None:
+        """End the session as done. Idempotent."""
+        self.end(FINISHED)
+
+    # ---- used by its owner
+
+    def end(self, reason: str) -> None:
+        """End it with this reason: running calls are cancelled, later ones rejected. Idempotent."""
+        if reason != FINISHED and self._run_stops():
+            reason = STOPPING  # the stop has failed another member of its group first
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = reason
+            waiting, self._waiting = list(self._waiting.values()), {}
+            callbacks, self._on_end = self._on_end, []
+        for loop, future in waiting:
+            _call_in(loop, future.cancel)
+        for callback in callbacks:
+            callback(reason)
+
+    def on_end(self, callback: Callable[[str], None]) -> None:
+        """Call a function once with the end reason when it has ended, or now if it has; on the
+        thread that ends it."""
+        with self._lock:
+            if self._ended is None:
+                self._on_end.append(callback)
+                return
+        callback(self._ended)
+
+    def remaining_s(self) -> float:
+        """Return the seconds until a time limit may end it, at least 0; infinite once it has
+        ended."""
+        with self._lock:
+            return self._remaining()[0]
+
+    def expire(self) -> bool:
+        """End it if a time limit is reached; return whether this call ended it."""
+        with self._lock:
+            left, reason = self._remaining()
+        if left > 0:
+            return False
+        self.end(reason)
+        return True
+
+    def drawing_s(self) -> float:
+        """Return the time during which at least one of its calls was running, seconds."""
+        with self._lock:
+            running = self._clock() - self._drawing_since if self._trace.num_drawing else 0.0
+            return self._drawing_s + running
+
+    def drawn_versions(self) -> IntArray:
+        """Return the versions of the tokens of its finished calls, [drawn] int32."""
+        with self._lock:
+            return self._trace.drawn_versions()
+
+    def counts(self) -> "SessionCounts":
+        """Return the counts of its calls so far."""
+        with self._lock:
+            return SessionCounts(
+                calls=self._asked,
+                cancelled_calls=self._cancelled,
+                cut_calls=self._cut,
+                overridden_calls=self._overridden,
+                late_calls=self._late,
+            )
+
+    def episode(self, *, stop: StopReason | None = None) -> Episode:
+        """Return the sampled contexts as an episode, with the score if there is one.
+
+        stop: its stop reason; None: LENGTH if it was exhausted, else that of its last call.
+
+        Raises RolloutError if it has no sampled tokens, unless its first call left no room for an
+        answer: that call is then the episode.
+        """
+        with self._lock:
+            if not self._trace.num_turns and self._refused is not None:
+                return unplayed_episode(self._refused, self.limits, self._score(None))
+            if not self._trace.num_turns:
+                raise RolloutError(
+                    f"session {self.label}, prompt {self.prompt.prompt_id}: it ended "
+                    f"({self._ended or 'while open'}) and no call sampled any token. Let the "
+                    "program use the address and key that it receives."
+                )
+            if stop is None:
+                stop = StopReason.LENGTH if self._exhausted is not None else self._trace.stop
+            episode = self._trace.episode(stop)
+            tokens = self._trace.token_rewards(self._given.of_calls)
+            opened, said = self._said(next(reversed(self._talks), ""))
+            episode = replace(episode, opened=opened, messages=said)
+            return replace(episode, score=self._score(tokens))
+
+    def episode_of(self, voice: str) -> Episode | None:
+        """Return one voice's contexts as an episode without a score; None: no sampled tokens."""
+        with self._lock:
+            stop = self._trace.stop_of(voice)
+            if stop is None:
+                return None
+            stop = StopReason.LENGTH if self._exhausted is not None else stop
+            opened, said = self._said(voice)
+            return replace(self._trace.episode(stop, voice), opened=opened, messages=said)
+
+    def _said(self, voice: str) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        """Return Episode.opened and Episode.messages of a voice."""
+        first, talk = self._talks.get(voice, ((), ()))
+        begun = len(first)
+        if talk[:begun] != first:  # its history was rewritten
+            begun = next((i for i, m in enumerate(talk) if m["role"] == "assistant"), 0)
+        said = as_json(talk)
+        return said[:begun], said[begun:]
+
+    @property
+    def too_long(self) -> bool:
+        """Whether it has no sampled tokens because its first call left no room for an answer."""
+        return self._refused is not None and not self.drew
+
+    def _score(self, tokens: FloatArray | None) -> Score | None:
+        """Return the callers' score, with rewards of calls [length]; None: they sent none."""
+        if self._given.reward is None and tokens is None:
+            return None
+        reward, parts = self._given.reward or 0.0, dict(self._given.parts)
+        return Score(reward=reward, parts=parts, token_rewards=tokens)
+
+    # ---- one call
+
+    def _begin(
+        self,
+        token_ids: IntArray,
+        max_new_tokens: int | None,
+        stop_token_ids: tuple[int, ...],
+        sampling: SamplingParams | None,
+        seed: int | None,
+        voice: str,
+    ) -> tuple[Request, int]:
+        """Check that a call is allowed, and register it."""
+        tokens = np.asarray(token_ids)
+        if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
+            raise RolloutError(
+                f"session {self.label}: a call needs one row of token ids, not an array of shape "
+                f"{tokens.shape} and type {tokens.dtype}."
+            )
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise RolloutError(f"session {self.label}: max_new_tokens is {max_new_tokens}, not 1+.")
+        with self._lock:
+            self._check_open()
+            self._check_limits(tokens)
+            begun = self._trace.begin(tokens, voice)
+            if self._trace.num_drawing == 1:
+                self._drawing_since = self._clock()
+            self._asked += 1
+            left = max(self.bounds.max_tokens - self._trace.length, 1)
+            request = make_request(
+                self.place.label, self.prompt, self.place.member, begun.number, tokens, self.limits
+            )
+            own = self.bounds.own_sampling
+            self._overridden += not own and (
+                seed is not None or sampling not in (None, request.sampling)
+            )
+            stops = (*request.stop_token_ids, *stop_token_ids)
+            request = replace(
+                request,
+                max_new_tokens=min(request.max_new_tokens, max_new_tokens or left, left),
+                stop_token_ids=tuple(dict.fromkeys(stops)),
+                branch=begun.branch,
+            )
+        if own and sampling is not None:
+            request = replace(request, sampling=sampling)
+        if own and seed is not None:
+            request = replace(request, key=(seed % 2**31, 0), branch=0)
+        return request, begun.number
+
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            self._late += 1
+            raise self._end_error()
+
+    def _end_error(self) -> JaxrlError:
+        """Return the error of a call that came too late."""
+        text = f"session {self.label} has ended: {self._ended}."
+        return Closed(text) if self._ended == STOPPING else SessionEnded(text)
+
+    def _check_limits(self, tokens: IntArray) -> None:
+        """Raise SessionLimit if no token may be sampled after these, [prompt] int32."""
+        limit, length = "", len(tokens)
+        if self._trace.num_calls >= self.bounds.max_calls:
+            limit = f"it has made {self.bounds.max_calls} calls (max_calls)"
+        elif self._trace.length >= self.bounds.max_tokens:
+            limit = f"its contexts have {self._trace.length} tokens (max_tokens)"
+        elif length >= self.limits.max_length:
+            limit = (
+                f"{length} tokens leave no room for an answer in {self.limits.max_length} "
+                "(sampler.max_length)"
+            )
+            self._refused = tokens if self._refused is None else self._refused
+        if limit:
+            self._exhausted = self._exhausted or limit
+            raise SessionLimit(f"session {self.label} may not sample any more: {limit}.")
+
+    def _wait_for(self, number: int, future: "asyncio.Future[Completion]") -> None:
+        """Register this future so that `end` cancels it."""
+        with self._lock:
+            if self._ended is None:
+                self._waiting[number] = (asyncio.get_running_loop(), future)
+                return
+        future.cancel()
+
+    def _cancel(self, number: int) -> None:
+        with self._lock:
+            waiting = self._waiting.pop(number, None)
+            self._trace.cancel(number)
+            self._cancelled += 1
+            self._ended_call()
+        if waiting is not None:
+            waiting[1].cancel()
+
+    def _record(self, number: int, completion: Completion, *, is_cut: bool) -> None:
+        with self._lock:
+            self._waiting.pop(number, None)
+            if self._ended is not None:  # ended just now: these tokens are not used
+                self._trace.cancel(number)
+                self._cancelled += 1
+                raise self._end_error()
+            self._trace.end(number, completion)
+            self._cut += is_cut
+            self._ended_call()
+
+    def _ended_call(self) -> None:
+        self._last_use = self._clock()
+        if not self._trace.num_drawing:
+            self._drawing_s += self._last_use - self._drawing_since
+
+    def _remaining(self) -> tuple[float, str]:
+        """Return the seconds until a time limit is reached, and its end reason."""
+        if self._ended is not None:
+            return math.inf, ""
+        now, bounds = self._clock(), self.bounds
+        total = self._opened_at + bounds.total_s - now
+        idle = math.inf if self._trace.num_drawing else self._last_use + bounds.idle_s - now
+        if idle < total:
+            return max(idle, 0.0), f"it received no call for {bounds.idle_s:g} s (abandoned)"
+        return max(total, 0.0), f"it took more than {bounds.total_s:g} s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionCounts:
+    """Counts of calls, over some sessions."""
+
+    calls: int = 0  # started
+    cancelled_calls: int = 0  # whose tokens were not used
+    cut_calls: int = 0  # that ended before the sampler's last token
+    overridden_calls: int = 0  # that requested another distribution, or a seed
+    late_calls: int = 0  # after the session's end
+
+
+class Sessions:
+    """The open sessions, by key, up to a maximum number. Thread safe."""
+
+    def __init__(
+        self,
+        *,
+        max_open: int = 4096,
+        clock: Clock = time.monotonic,
+        count: Callable[[str, int], None] = lambda name, number: None,
+    ) -> None:
+        """Open none yet.
+
+        Args:
+            max_open: maximum number of open sessions.
+            clock: clock of their time limits.
+            count: called with the name and number of faults (metrics/fault_counts.py).
+        """
+        self._max_open, self._clock, self._count = max_open, clock, count
+        self._lock = threading.Lock()
+        self._open: dict[str, PolicySession] = {}  # by key
+        self._rewarded: dict[str, PolicySession] = {}  # by reward key
+        self._past: OrderedDict[str, str] = OrderedDict()  # end reasons of past sessions, by key
+        self._closed = False
+
+    def open(
+        self,
+        generate: Generate,
+        place: SessionPlace,
+        limits: EpisodeLimits,
+        bounds: SessionLimits,
+        *,
+        key: str | None = None,
+    ) -> PolicySession:
+        """Open a session; its owner must call its `end`. Arguments as PolicySession.
+
+        Raises RolloutError if max_open are open or the key is taken, Closed after `close`.
+        """
+        session = PolicySession(
+            generate,
+            place,
+            limits,
+            bounds,
+            key=key,
+            clock=self._clock,
+            run_stops=lambda: self._closed,
+        )
+        with self._lock:
+            if self._closed:
+                raise Closed(f"no session may be opened: {STOPPING}")
+            if len(self._open) >= self._max_open:
+                raise RolloutError(
+                    f"{self._max_open} sessions are open, the maximum (max_open). End some, "
+                    "or raise it."
+                )
+            if session.key in self._open:
+                raise RolloutError(f"the key of session {session.label} is already in use")
+            self._open[session.key] = session
+            self._rewarded[session.reward_key] = session
+        session.on_end(lambda reason: self._forget(session, reason))
+        return session
+
+    def find(self, key: str) -> PolicySession:
+        """Return the open session of this key. Raises SessionEnded, with the reason if a session
+        with this key ended recently, and Closed after `close`."""
+        return self._found(self._open, key)
+
+    def find_rewarded(self, reward_key: str) -> PolicySession:
+        """Return the open session that this key rewards. Raises as `find`."""
+        return self._found(self._rewarded, reward_key)
+
+    def _found(self, by_key: Mapping[str, PolicySession], key: str) -> PolicySession:
+        with self._lock:
+            session, reason = by_key.get(key), self._past.get(key)
+            closed = self._closed
+        if session is not None:
+            return session
+        if closed:
+            raise Closed(f"{STOPPING}; nothing of this session is kept")
+        if reason is not None:
+            if not self._closed:  # then the run has ended, not the session
+                self._count("late_calls", 1)
+            raise SessionEnded(f"this session has ended: {reason}.")
+        raise SessionEnded("no session has this key: it is wrong, or its session ended long ago.")
+
+    @property
+    def closed(self) -> bool:
+        """Whether the run is stopping."""
+        return self._closed
+
+    def all(self) -> tuple[PolicySession, ...]:
+        """Return the open sessions, oldest first."""
+        with self._lock:
+            return tuple(self._open.values())
+
+    def expire(self) -> int:
+        """End the sessions whose time is over; return how many. For owners that do not watch
+        theirs."""
+        return sum(session.expire() for session in self.all())
+
+    def close(self) -> None:
+        """End all sessions because the run is stopping. No more can be opened. Idempotent."""
+        with self._lock:
+            self._closed = True
+        for session in self.all():
+            session.end(STOPPING)
+
+    def _forget(self, session: PolicySession, reason: str) -> None:
+        with self._lock:
+            self._open.pop(session.key, None)
+            self._rewarded.pop(session.reward_key, None)
+            self._past[session.key] = self._past[session.reward_key] = reason
+            while len(self._past) > 2 * self._max_open:
+                self._past.popitem(last=False)
+
+
+def _parts(parts: Mapping[str, float], most: float) -> dict[str, float]:
+    """Check the parts of a reward. Raises RolloutError for an invalid name or number."""
+    if len(parts) > MAX_PARTS:
+        raise RolloutError(f"a reward has at most {MAX_PARTS} parts, not {len(parts)}.")
+    named = {
+        str(name): _bounded(f"part {name!r:.60}", value, most) for name, value in parts.items()
+    }
+    for name in named:
+        if name != part_name(name) or names_a_metric(name):
+            raise RolloutError(
+                f"a reward cannot have a part named {name!r:.60}: it is not a valid metric name, "
+                "or the name of another metric. Rename it."
+            )
+    if not 0 <= named.get(CORRECT, 0.0) <= 1:
+        raise RolloutError(f"the part {CORRECT!r} of a reward must be from 0 to 1.")
+    return named
+
+
+def _bounded(name: str, value: float, most: float) -> float:
+    """Return a number as a float. Raises RolloutError if it is not one, or exceeds `most`."""
+    is_number = isinstance(value, int | float | np.integer | np.floating)
+    if not is_number or not abs(value) <= most:  # also rejects NaN
+        raise RolloutError(
+            f"the {name} of a session must be a number from {-most:g} to {most:g}, not "
+            f"{value!r:.60}. Correct its source, or raise endpoint.max_reward."
+        )
+    return float(value)
+
+
+async def _first_of(
+    future: "asyncio.Future[Completion]", early: "asyncio.Future[Completion]"
+) -> Completion:
+    """Return the sampler's completion, or its first part if that is set first; then cancel the rest
+    of the call."""
+    await asyncio.wait({future, early}, return_when=asyncio.FIRST_COMPLETED)
+    if future.done():
+        return future.result()
+    future.cancel()
+    return early.result()
+
+
+def _is_cancelled() -> bool:
+    """Return whether the current task itself is being cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    """Call a function on a loop's own thread, unless the loop is closed."""
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:  # the loop is closed, and its tasks with it
+        log.debug("the loop of a session's call is closed")

@@ -1,0 +1,1 @@
+"""Wing: games of several seats, and the other players (seats)."""

@@ -1,0 +1,432 @@
+"""Score answers with a language model behind an OpenAI-compatible endpoint. Needs no JAX.
+
+group ──> Questions ──> JudgeService: cached? ─no──> a slot ───> JudgeClient ──reply──> parsed?
+              (one for each answer,   │                ^                             │ no, or failed
+               or one for all)        └─> Scores       └────── after a wait ─────────┘
+
+JudgeService works on the loop for user code: neither trainer nor sampler waits for it. Training and
+evaluation share its connections, its concurrency limit and its cache.
+"""
+
+import asyncio
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from jaxrl_async.config.judge_section import JudgeSection
+from jaxrl_async.errors import Away, ConfigError, GivenUp, RolloutError
+from jaxrl_async.judge.judge_cache import JudgeCache, Scores, question_key
+from jaxrl_async.judge.judge_client import (
+    JudgeBusy,
+    JudgeClient,
+    JudgeMisset,
+    JudgeReply,
+)
+from jaxrl_async.judge.judge_prompt import (
+    JudgedTask,
+    JudgeQuestion,
+    Rubric,
+    UnreadableReply,
+    about_answers,
+    asked_again,
+)
+from jaxrl_async.metrics.fault_counts import backoff_s
+from jaxrl_async.outages import Outages
+from jaxrl_async.ports.rollout import Scorer
+from jaxrl_async.scorers.results import FUNCTIONS, added, distinct_parts
+from jaxrl_async.tasks.usercode import TooLate, run_async, side_by_side, start_async
+from jaxrl_async.types import Episode, IntArray, Prompt, Score
+
+log = logging.getLogger(__name__)
+
+Decode = Callable[[IntArray], str]
+JUDGE = "judge"
+"""Score part for a judge's number without parts; all other scorers use FUNCTIONS."""
+MIDDLE = 0.5
+"""Neutral score if no answer of the group was judged."""
+MARGIN_S = 10.0
+"""Time in addition to patience_s for JudgeService's own work, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unjudged:
+    """A question without scores, and the reason."""
+
+    reason: RolloutError
+
+
+class JudgeMeter:
+    """Total cost of the judge since the start. Thread safe."""
+
+    NAMES = ("calls", "cached", "prompt_tokens", "completion_tokens", "call_s")
+
+    def __init__(self) -> None:
+        self._totals, self._lock = Counter[str](), threading.Lock()
+
+    def add(self, **amounts: float) -> None:
+        """Add to totals by their NAMES."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._totals[name] += amount  # type: ignore[assignment]
+
+    def read(self) -> dict[str, float]:
+        """Return the total of every name."""
+        with self._lock:
+            return {name: float(self._totals[name]) for name in self.NAMES}
+
+
+class JudgeService:
+    """Sends all questions of a run to one endpoint. `answers` may be called from any thread."""
+
+    def __init__(
+        self,
+        section: JudgeSection,
+        *,
+        key: str | None = None,
+        count: Callable[[str], None] = lambda name: None,
+        outages: Outages | None = None,
+    ) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            section: endpoint, limits and retries.
+            key: API key of the endpoint; None: not needed.
+            count: called with the name of each fault (metrics/fault_counts.py).
+            outages: Outages of the run; None: a new object.
+        """
+        self.outages = outages or Outages(count=count)
+        self.name = f"the judge at {section.base_url}"
+        self._section, self._key, self._count = section, key, count
+        self.cache, self.meter = JudgeCache(), JudgeMeter()
+        self._client: JudgeClient | None = None  # made on the loop that uses it
+        self._places = asyncio.Semaphore(section.concurrency)
+        self._quiet_until_s = 0.0  # time.monotonic(): the endpoint asked for a pause
+
+    async def answers(self, questions: Sequence[JudgeQuestion]) -> list[Scores | Unjudged]:
+        """Return the scores of each question, or why it has none. Takes patience_s at most.
+
+        Raises JudgeMisset if the endpoint cannot serve any question.
+        """
+
+        async def all_of_them() -> list[Scores | Unjudged]:
+            deadline = asyncio.get_running_loop().time() + self._section.patience_s
+            return await side_by_side(self._in_time(q, deadline) for q in questions)
+
+        try:
+            outcome = await run_async(all_of_them, self._section.patience_s + MARGIN_S)
+        except TooLate:
+            raise RolloutError(
+                f"the judge's event loop did not answer within {MARGIN_S:g} s after "
+                "reward.judge.patience_s: one of your async functions blocks it. Make it await."
+            ) from None
+        result: list[Scores | Unjudged] = outcome.get()
+        return result
+
+    def body(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+        """Return the JSON body of a call."""
+        section = self._section
+        limits = {"temperature": section.temperature, "max_tokens": section.max_tokens}
+        return {
+            "model": section.model,
+            "messages": list(messages),
+            **{name: value for name, value in limits.items() if value is not None},
+            **section.extra,
+        }
+
+    def close(self) -> None:
+        """Close the connections and the cache. Idempotent."""
+        client, self._client = self._client, None
+        self.cache.close()
+        if client is not None:
+            with suppress(Exception):  # closing a connection may raise anything
+                start_async(client.close).result(MARGIN_S)
+
+    # ---- on the loop for user code
+
+    async def _in_time(self, question: JudgeQuestion, deadline: float) -> Scores | Unjudged:
+        key = question_key(self.body(question.messages))
+        known = self.cache.get(key) if self._section.cache else None
+        if known is not None and _fits(known, question):
+            self.meter.add(cached=1)
+            return known
+        trouble: list[RolloutError] = []
+        try:
+            async with asyncio.timeout_at(deadline):
+                scores = await self._judged(question, trouble)
+        except JudgeMisset:
+            raise
+        except TimeoutError:
+            last = f"; the last attempt: {trouble[-1]}" if trouble else ""
+            away = trouble and isinstance(trouble[-1], Away)
+            return Unjudged(
+                (Away if away else RolloutError)(
+                    f"the judge gave no scores within {self._section.patience_s:g} s{last}. Raise "
+                    "reward.judge.patience_s or concurrency, or use a faster judge."
+                )
+            )
+        except RolloutError as error:
+            return Unjudged(error)
+        if self._section.cache:
+            self.cache.put(key, scores)
+        return scores
+
+    async def _judged(self, question: JudgeQuestion, trouble: list[RolloutError]) -> Scores:
+        """Ask until the reply has scores. Raises RolloutError after the last attempt.
+
+        trouble: receives the error of each attempt.
+        """
+        messages, section = question.messages, self._section
+        for number in range(section.retries + 1):
+            wait_s = backoff_s(section.backoff_s, number)
+            try:
+                reply = await self._asked(messages)
+                if reply.cut:
+                    raise UnreadableReply("it was cut off at the token limit")
+                return question.read(reply.text)
+            except UnreadableReply as error:
+                self._count("judge_refused_replies")
+                messages = asked_again(question, reply.text, str(error))
+                trouble.append(
+                    RolloutError(
+                        f"the judge's reply is unreadable: {error}: {reply.text[-200:]!r}. Raise "
+                        "reward.judge.max_tokens, or use a model that follows the format."
+                    )
+                )
+                wait_s = 0.0
+            except JudgeBusy as error:
+                self._count("judge_busy")
+                trouble.append(error)
+                if error.wait_s is not None:
+                    wait_s = min(error.wait_s, section.patience_s)
+                    self._quiet_until_s = max(self._quiet_until_s, time.monotonic() + wait_s)
+            if number < section.retries:
+                log.info("asking the judge again: %s", trouble[-1])
+                await asyncio.sleep(wait_s)
+        raise trouble[-1]
+
+    async def _asked(self, messages: Sequence[Mapping[str, str]]) -> JudgeReply:
+        """Make one call, once a slot is free and the endpoint asks for no pause."""
+        async with self._places:
+            while (pause_s := self._quiet_until_s - time.monotonic()) > 0:
+                await asyncio.sleep(pause_s)
+            if self._client is None:
+                self._client = JudgeClient(
+                    self._section.base_url,
+                    key=self._key,
+                    places=self._section.concurrency,
+                    timeout_s=self._section.timeout_s,
+                )
+            began = time.monotonic()
+            try:
+                reply = await self._client.ask(self.body(messages))
+            finally:
+                self.meter.add(calls=1, call_s=time.monotonic() - began)
+        self.meter.add(prompt_tokens=reply.prompt_tokens, completion_tokens=reply.completion_tokens)
+        return reply
+
+
+def _fits(scores: Scores, question: JudgeQuestion) -> bool:
+    """Return whether cached scores have the shape that the question asks for."""
+    rows, columns = max(1, len(question.ids)), max(1, len(question.names))
+    return len(scores) == rows and all(len(row) == columns for row in scores)
+
+
+def make_desk(
+    section: JudgeSection, count: Callable[[str], None], outages: Outages | None = None
+) -> JudgeService:
+    """Make the configured JudgeService; arguments as for JudgeService. Raises ConfigError if the
+    API key is not in the environment."""
+    key = None
+    if section.key_variable is not None and not (key := os.environ.get(section.key_variable)):
+        raise ConfigError(
+            f"reward.judge.key_variable = {section.key_variable}: the environment has no such "
+            "variable, or it is empty. Export it in the shell that starts the run."
+        )
+    return JudgeService(section, key=key, count=count, outages=outages)
+
+
+class JudgeScorer:
+    """ports.Scorer: the judge's score of each answer, added to another scorer's."""
+
+    def __init__(
+        self,
+        desk: JudgeService,
+        section: JudgeSection,
+        rubric: Rubric,
+        transcripts: "Transcripts",
+        *,
+        others: Scorer | None = None,
+        on_failure: Literal["fail", "neutral"] | None = None,
+        count: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """Judge by a rubric.
+
+        Args:
+            desk: asks the endpoint.
+            section: mode, scale, weight.
+            rubric: criteria of the judge.
+            transcripts: renders tasks and answers as text.
+            others: another scorer that runs in parallel; None: the judge alone.
+            on_failure: None: as in the section.
+            count: called with the name of each fault.
+        """
+        self._desk, self._section, self._rubric = desk, section, rubric
+        self._transcripts, self._others, self._count = transcripts, others, count
+        self._on_failure = on_failure or section.on_failure
+
+    async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
+        """Score each episode. Raises RolloutError if one cannot be judged and on_failure=fail.
+        Errors of the other scorer are passed on."""
+        if self._others is None:
+            return _weighed(await self._own(episodes, prompt), self._section.weight)
+        own, others = await side_by_side(
+            (self._own(episodes, prompt), _as_coroutine(self._others, episodes, prompt))
+        )
+        both = distinct_parts({FUNCTIONS: list(others), JUDGE: list(own)})
+        weights = (1.0, self._section.weight)
+        return tuple(
+            added(list(zip(weights, pair, strict=True))) for pair in zip(*both, strict=True)
+        )
+
+    async def _own(self, episodes: Sequence[Episode], prompt: Prompt) -> tuple[Score, ...]:
+        """Return the judge's scores, before weighting. Identical answers to one task are judged
+        once. Answers are ranked among the answers to their task, which may differ by member."""
+        shown = [
+            _Shown(
+                self._transcripts.task(one, prompt, reference=self._section.show_reference),
+                self._transcripts.answer(one),
+            )
+            for one in episodes
+        ]
+        rows: dict[_Shown, Sequence[float]] = {}
+        failures: list[Unjudged] = []
+
+        async def unless_away() -> None:
+            rows.clear()
+            asked = _asked_together(shown, ranked=self._section.mode == "rank")
+            found = await self._desk.answers([self._question(together) for together in asked])
+            for together, got in zip(asked, found, strict=True):
+                if not isinstance(got, Unjudged):
+                    rows.update(zip(together, got, strict=True))
+            failures[:] = [got for got in found if isinstance(got, Unjudged)]
+            away = [got.reason for got in failures if isinstance(got.reason, Away)]
+            if away and (self._on_failure == "fail" or not rows):
+                raise away[0]
+
+        with suppress(GivenUp):  # it was waited for long enough
+            await self._desk.outages.until_answered(
+                self._desk.name, unless_away, about=prompt.prompt_id
+            )
+        if failures:
+            self._note_failures(sum(one not in rows for one in shown), failures[0], prompt)
+        neutral = self._neutral([rows[one] for one in shown if one in rows])
+        return tuple(self._score(rows.get(one, neutral)) for one in shown)
+
+    def _question(self, together: Sequence["_Shown"]) -> JudgeQuestion:
+        return about_answers(
+            self._rubric,
+            together[0].task,
+            [one.answer for one in together],
+            self._section.scale,
+            ranked=self._section.mode == "rank",
+        )
+
+    def _note_failures(self, answers: int, failure: Unjudged, prompt: Prompt) -> None:
+        """Count answers without scores. Raises RolloutError if on_failure=fail."""
+        for _ in range(answers):
+            self._count("judge_failures")
+        if self._on_failure == "fail":
+            kind = GivenUp if isinstance(failure.reason, Away) else RolloutError
+            raise kind(
+                f"prompt {prompt.prompt_id}: {answers} answers could not be judged: "
+                f"{failure.reason}"
+            )
+        log.warning(
+            "prompt %d: %d answers could not be judged and count as neutral: %s",
+            prompt.prompt_id,
+            answers,
+            failure.reason,
+        )
+
+    def _neutral(self, known: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        """Return the mean of the group's other answers, for each criterion."""
+        if not known:
+            return (MIDDLE,) * len(self._rubric.names)
+        return tuple(sum(column) / len(known) for column in zip(*known, strict=True))
+
+    def _score(self, numbers: Sequence[float]) -> Score:
+        parts = dict(zip(self._rubric.names, numbers, strict=True))
+        return Score(reward=self._rubric.reward(numbers), parts=parts)
+
+
+class _Shown(NamedTuple):
+    """What the judge sees of one episode."""
+
+    task: JudgedTask
+    answer: str
+
+
+def _asked_together(shown: Sequence[_Shown], *, ranked: bool) -> list[list[_Shown]]:
+    """Return the answers of each question, without duplicates: one answer, or all answers to one
+    task if they are ranked."""
+    different = sorted(dict.fromkeys(shown), key=lambda one: _shuffled(one.answer))
+    if not ranked:
+        return [[one] for one in different]
+    tasks = dict.fromkeys(one.task for one in shown)
+    return [[one for one in different if one.task == task] for task in tasks]
+
+
+async def _as_coroutine(
+    scorer: Scorer, episodes: tuple[Episode, ...], prompt: Prompt
+) -> tuple[Score, ...]:
+    return await scorer(episodes, prompt)
+
+
+def _weighed(scores: Sequence[Score], weight: float) -> tuple[Score, ...]:
+    return tuple(added([(weight, score)]) for score in scores)
+
+
+def _shuffled(text: str) -> str:
+    """Return a key that orders answers arbitrarily but reproducibly."""
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transcripts:
+    """Tasks and answers as texts, for a judge."""
+
+    decode: Decode  # leaves out special tokens
+    decode_all: Decode  # keeps them
+
+    def task(self, episode: Episode, prompt: Prompt, *, reference: bool) -> JudgedTask:
+        """Return the task of the answer. That is the prompt's text if the only other message is a
+        system prompt, else everything before the first sampled token."""
+        begun = int(episode.drawn.argmax()) if episode.num_drawn else len(episode.token_ids)
+        said = [m for m in prompt.messages if m["role"] not in ("system", "developer")]
+        text = prompt.text if len(said) < 2 else ""
+        text = text or self.decode_all(episode.token_ids[:begun])
+        return JudgedTask(text=text, reference=prompt.reference.strip() if reference else "")
+
+    def answer(self, episode: Episode) -> str:
+        """Return the answer. With several turns or contexts, it is everything after the task,
+        including replies and special tokens."""
+        if episode.num_turns == 1 and len(episode.starts) == 1:
+            return self.decode(episode.token_ids[episode.drawn])
+        ends = (*episode.starts[1:], len(episode.token_ids))
+        begun = int(episode.drawn.argmax()) if episode.num_drawn else ends[0]
+        begins = (min(begun, ends[0]), *episode.starts[1:])
+        parts = [episode.token_ids[a:b] for a, b in zip(begins, ends, strict=True)]
+        return "\n\n".join(map(self.decode_all, parts))
+
+
+def judge_cache_file(folder: Path, process: int) -> Path:
+    """Return a process's cache file in the run's folder."""
+    return folder / ("judge_cache.jsonl" if process == 0 else f"judge_cache.{process}.jsonl")

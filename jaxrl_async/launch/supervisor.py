@@ -1,0 +1,324 @@
+"""Supervise a trainer and its samplers on a cluster: start, restart, add and remove processes.
+
+    what ends                       what follows
+    trainer, code 0                 the samplers are ended; the run is done
+    trainer, code 75 (preempted)    it restarts and resumes; also if its host was lost
+    trainer, code 2                 the configuration is wrong: the run ends
+    trainer, any other code         it restarts, at most max_restarts times
+    a sampler                       it restarts, without limit, later after each failure in a row
+    everything, after stop()        the trainer saves and ends, then the samplers
+
+The supervisor has neither a thread nor a clock: its owner calls `step` about once a second. It does
+not know the cluster either, only groups that a cluster places (a role's processes, one on each
+host).
+"""
+
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from jaxrl_async.launch.autoscale import demand_of, measured_steps, steps_in, wanted_samplers
+from jaxrl_async.launch.hardware import Hardware
+from jaxrl_async.metrics.fault_counts import backoff_s
+from jaxrl_async.run.signals import PREEMPTED_CODE
+
+LOST = -1
+"""Code of a process whose host was lost."""
+CONFIG_CODE = 2
+"""Exit code for a wrong command line or configuration."""
+STEADY_S = 60.0
+"""Lifetime after which a process's failure no longer counts as one in a row, seconds."""
+LEAVE_S = 60.0
+"""Time that a sampler has to hand its requests back, seconds."""
+LOOK_S = 2.0
+"""Interval between two reads of the run's metrics, seconds."""
+PLACE_S = 60.0
+"""Time after which a group without hosts is reported, seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTask:
+    """The command that one host of a group runs."""
+
+    words: tuple[str, ...]  # the command; "{config}" becomes the path of a file with `config`
+    env: Mapping[str, str] = field(repr=False)  # additional variables; may hold a secret
+    config: str = ""
+
+
+class Group(Protocol):
+    """The processes of a trainer, or of one sampler, one on each host."""
+
+    def placed(self) -> bool:
+        """Return whether the hosts have been found. Does not wait."""
+
+    def address(self) -> str:
+        """Return HOST:PORT for the trainer: the first host, and a port that was free on it."""
+
+    def start(self, tasks: Callable[[str], Sequence[HostTask]]) -> None:
+        """Start a process on each host. Processes that still run there are killed.
+
+        tasks: the coordinator's HOST:PORT -> one task a host.
+        """
+
+    def codes(self) -> tuple[int | None, ...]:
+        """Return each process's exit code; None: it is running, LOST: its host is gone."""
+
+    def send(self, number: int) -> None:
+        """Send a signal to all running processes."""
+
+    def tail(self, path: str) -> bytes:
+        """Return the end of a file on the first host; b"" if there is no such file."""
+
+    def close(self) -> None:
+        """End all processes and release the hosts."""
+
+
+class Cluster(Protocol):
+    """Finds hosts."""
+
+    def place(self, hardware: Hardware, name: str) -> Group:
+        """Request the hosts of a group. Does not wait for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpkeepPlan:
+    """The processes to keep running."""
+
+    trainer: Hardware
+    sampler: Hardware
+    least: int  # samplers
+    most: int
+    max_restarts: int  # of the trainer after failures
+    metrics: str  # path of the run's metrics.jsonl on the trainer's host
+    trainer_tasks: Callable[[str, str], Sequence[HostTask]]  # (listen address, coordinator)
+    sampler_tasks: Callable[[str, str], Sequence[HostTask]]  # (address to join, coordinator)
+
+
+class Phase(StrEnum):
+    WAITING = "waiting"  # until it may start
+    PLACING = "placing"  # until there are hosts
+    RUNNING = "running"
+    LEAVING = "leaving"  # got the signal to end
+
+
+@dataclass(slots=True)
+class KeptPlace:
+    """One slot for a sampler."""
+
+    number: int
+    phase: Phase = Phase.WAITING
+    group: Group | None = None
+    since_s: float = 0.0  # start of the phase
+    start_at_s: float = 0.0
+    failures: int = 0  # in a row
+    joined: str = ""  # address of the trainer that it got
+    missed: bool = False  # was reported to have no hosts
+    retired: bool = False  # no longer wanted
+
+
+def restart_wait_s(failures: int) -> float:
+    """Return the wait after this many failures in a row: 2, 4, 8 ... 60 seconds."""
+    return backoff_s(1.0, failures) if failures else 0.0
+
+
+def outcome(codes: Sequence[int | None]) -> int | None:
+    """Return a group's exit code: its first failure's, if any; None while the others run."""
+    failed = [code for code in codes if code not in (None, 0)]
+    if LOST in failed:
+        return LOST
+    if failed:
+        return failed[0]
+    return None if None in codes else 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class Upkeep:
+    """Runs a plan; `step` does what is due and returns the exit code once everything has ended."""
+
+    def __init__(
+        self, plan: UpkeepPlan, cluster: Cluster, *, say: Callable[[str], None] = _say
+    ) -> None:
+        """Place nothing yet. say: called with each line to report."""
+        self._plan, self._cluster, self._say = plan, cluster, say
+        self._trainer: Group | None = None
+        self._runs = False  # whether the trainer's processes were started
+        self._restarts, self._trainer_at_s = 0, 0.0
+        self._trainer_since_s, self._trainer_missed = 0.0, False  # time since which it has no hosts
+        self._seats = [KeptPlace(number=n) for n in range(plan.least)]
+        self._stopped = False
+        self._result: int | None = None
+        self._look_at_s = 0.0
+
+    @property
+    def samplers(self) -> int:
+        """Number of running samplers."""
+        return sum(seat.phase is Phase.RUNNING for seat in self._seats)
+
+    def stop(self, number: int) -> None:
+        """Send this signal to the trainer, which saves and ends; then end the samplers."""
+        self._stopped = True
+        if self._trainer is not None and self._runs:
+            self._trainer.send(number)
+        elif self._result is None:
+            self._result = PREEMPTED_CODE if number == signal.SIGTERM else 0
+
+    def step(self, now_s: float) -> int | None:
+        """Do what is due; return the run's exit code when everything has ended."""
+        if self._result is None:
+            self._step_trainer(now_s)
+        for seat in tuple(self._seats):
+            self._step_seat(seat, now_s)
+        if self._result is None:
+            self._scale(now_s)
+            return None
+        if any(seat.group is not None for seat in self._seats):
+            return None
+        self.close()
+        return self._result
+
+    def close(self) -> None:
+        """End everything immediately."""
+        for group in [self._trainer, *(seat.group for seat in self._seats)]:
+            if group is not None:
+                group.close()
+        self._trainer, self._seats = None, []
+
+    # ---- the trainer
+
+    def _step_trainer(self, now_s: float) -> None:
+        if now_s < self._trainer_at_s:
+            return
+        if self._trainer is None:
+            self._trainer = self._cluster.place(self._plan.trainer, "trainer")
+            self._trainer_since_s, self._trainer_missed = now_s, False
+        if not self._runs:
+            if self._trainer.placed():
+                address = self._trainer.address()
+                self._say(f"trainer: starts, and waits for samplers at {address}")
+                self._trainer.start(lambda at: self._plan.trainer_tasks(address, at))
+                self._runs = True
+            elif now_s - self._trainer_since_s > PLACE_S and not self._trainer_missed:
+                self._trainer_missed = True
+                self._say_missed("trainer", self._plan.trainer)
+            return
+        code = outcome(self._trainer.codes())
+        if code is not None:
+            self._trainer_ended(code, now_s)
+
+    def _trainer_ended(self, code: int, now_s: float) -> None:
+        """Decide what follows; release the hosts if one is lost, or none is needed."""
+        assert self._trainer is not None
+        self._runs = False
+        what = "its host was lost" if code == LOST else f"ended with code {code}"
+        failed = code not in (0, PREEMPTED_CODE, LOST)
+        self._restarts += failed
+        over = self._restarts > self._plan.max_restarts
+        if self._stopped or code in (0, CONFIG_CODE) or over:
+            limit = f" after {self._plan.max_restarts} restarts" if over and code else ""
+            self._say(f"trainer: {what}{limit}; ending the samplers")
+            self._result = PREEMPTED_CODE if code == LOST else code
+        else:
+            wait_s = restart_wait_s(self._restarts) if failed else 0.0
+            self._trainer_at_s = now_s + wait_s
+            count = f"restart {self._restarts} of {self._plan.max_restarts}" if failed else ""
+            self._say(f"trainer: {what}; it restarts and resumes in {wait_s:.0f} s {count}")
+        if code == LOST or self._result is not None:
+            self._trainer.close()
+            self._trainer = None
+
+    # ---- the samplers
+
+    def _step_seat(self, seat: KeptPlace, now_s: float) -> None:
+        over = self._result is not None or seat.retired
+        if seat.phase is Phase.WAITING:
+            if over:
+                self._seats.remove(seat)
+            elif self._runs and now_s >= seat.start_at_s:
+                seat.group = self._cluster.place(self._plan.sampler, f"sampler-{seat.number}")
+                self._enter(seat, Phase.PLACING, now_s)
+        assert seat.group is not None or seat.phase is Phase.WAITING
+        if seat.group is None:
+            return
+        if seat.phase is Phase.PLACING:
+            self._step_placing(seat, seat.group, now_s, over=over)
+        elif seat.phase is Phase.RUNNING:
+            self._step_running(seat, seat.group, now_s, over=over)
+        elif outcome(seat.group.codes()) is not None or now_s - seat.since_s > LEAVE_S:
+            self._free(seat, now_s)
+
+    def _enter(self, seat: KeptPlace, phase: Phase, now_s: float) -> None:
+        seat.phase, seat.since_s, seat.missed = phase, now_s, False
+
+    def _free(self, seat: KeptPlace, now_s: float) -> None:
+        """Release a sampler slot's hosts; it waits to restart."""
+        if seat.group is not None:
+            seat.group.close()
+        seat.group = None
+        self._enter(seat, Phase.WAITING, now_s)
+
+    def _step_placing(self, seat: KeptPlace, group: Group, now_s: float, *, over: bool) -> None:
+        if over:
+            self._free(seat, now_s)
+        elif self._runs and self._trainer is not None and group.placed():
+            seat.joined = address = self._trainer.address()
+            group.start(lambda at: self._plan.sampler_tasks(address, at))
+            self._say(f"sampler {seat.number}: starts, and joins {address}")
+            self._enter(seat, Phase.RUNNING, now_s)
+        elif self._runs and now_s - seat.since_s > PLACE_S and not seat.missed:
+            seat.missed = True  # its hosts may be ready while the trainer is down
+            self._say_missed(f"sampler {seat.number}", self._plan.sampler)
+
+    def _say_missed(self, who: str, hardware: Hardware) -> None:
+        self._say(f"{who}: no hosts of {hardware} for {PLACE_S:.0f} s; still waiting")
+
+    def _step_running(self, seat: KeptPlace, group: Group, now_s: float, *, over: bool) -> None:
+        code = outcome(group.codes())
+        moved = self._runs and self._trainer is not None and (
+            self._trainer.address() != seat.joined
+        )  # fmt: skip
+        if code is None and (over or moved):
+            group.send(signal.SIGTERM)  # it hands unfinished requests back
+            self._enter(seat, Phase.LEAVING, now_s)
+        elif code is not None:
+            kind = code not in (0, PREEMPTED_CODE)
+            steady = now_s - seat.since_s >= STEADY_S
+            seat.failures = (0 if steady else seat.failures) + kind
+            seat.start_at_s = now_s + restart_wait_s(seat.failures)
+            what = "its host was lost" if code == LOST else f"ended with code {code}"
+            again = "" if over else f"; restarts in {restart_wait_s(seat.failures):.0f} s"
+            self._say(f"sampler {seat.number}: {what}{again}")
+            self._free(seat, now_s)
+
+    # ---- number of samplers
+
+    def _scale(self, now_s: float) -> None:
+        """Change the number of samplers once enough steps were measured with the present one."""
+        if self._plan.least == self._plan.most or not self._runs or now_s < self._look_at_s:
+            return
+        self._look_at_s = now_s + LOOK_S
+        assert self._trainer is not None
+        staying = [seat for seat in self._seats if not seat.retired]
+        staying.sort(key=lambda seat: seat.missed)  # slots without hosts last
+        now = sum(not seat.missed for seat in staying)
+        seen = measured_steps(steps_in(self._trainer.tail(self._plan.metrics)), now)
+        if not seen:
+            return  # some are still joining or leaving
+        demand = demand_of(seen)
+        wanted = wanted_samplers(demand, now, self._plan.least, self._plan.most)
+        if wanted == now or now < wanted <= len(staying):
+            return
+        self._say(
+            f"samplers: {now} -> {wanted} (the trainer waits {demand.trainer_waits:.0%} of the "
+            f"time, samplers idle {demand.sampler_idles:.0%})"
+        )
+        used = {seat.number for seat in self._seats}
+        free = (n for n in range(self._plan.most + len(used)) if n not in used)
+        self._seats += [KeptPlace(number=next(free)) for _ in range(wanted - len(staying))]
+        for seat in staying[wanted:]:
+            seat.retired = True

@@ -1,0 +1,1 @@
+"""Wing: a copy of the run's folder at another address (run.copy_to)."""

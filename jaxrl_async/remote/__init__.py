@@ -1,0 +1,1 @@
+"""Wing: samplers and trainers in other processes (mesh.samplers_in, remote)."""

@@ -1,0 +1,1 @@
+"""Start, admit and end the samplers of a run in other processes."""

@@ -1,0 +1,201 @@
+"""Validates the answers of samplers in other processes on arrival: an answer must be possible for
+its request. Pure host code."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.errors import RolloutError, printable
+from jaxrl_async.sampler.request_checks import (
+    Room,
+    check_expert_ids,
+    check_masks,
+    checked_ids,
+    checked_partial,
+    num_wanted,
+)
+from jaxrl_async.sampler.stats import SamplerStats
+from jaxrl_async.types import Completion, Partial, Request, StopReason, TokenRecord
+
+LONGEST_TEXT = 2000
+"""Maximum length of an error's text, characters; the rest is dropped."""
+HIGHEST_LOGPROB = 1e-3
+"""Maximum valid log-prob: 0 plus rounding errors."""
+LOWEST_LOGPROB = -200.0
+"""Minimum valid log-prob of a token under the distribution that it was sampled from. Sampling with
+float32 noise yields none below about -17 - log(vocabulary), for any model."""
+
+
+def checked_completion(
+    completion: Completion,
+    given: Request | Partial,
+    room: Room,
+    *,
+    newest: int,
+    stopped: bool,
+    oldest: int = 0,
+) -> Completion:
+    """Return the answer under the request's own id. Raises RolloutError with what is invalid.
+
+    Args:
+        completion: As received.
+        given: The request, or one partially completed by another sampler.
+        room: The samplers' limits.
+        newest: The newest version that a sampler may have.
+        oldest: The version of this sampler when it got the request.
+        stopped: True if the request was stopped early (ports.Replica.save).
+    """
+    request, begun = _parts(given)
+    name = f"the answer to request {request.request_id!r}"
+    _check_columns(name, completion, room, newest)
+    _check_new(name, completion, request, begun, oldest)
+    count = len(completion.token_ids)
+    _check_stop(name, completion, request, stopped=stopped)
+    for field in ("queued_s", "first_token_s", "latency_s"):
+        if not _is_count(getattr(completion, field)):
+            raise RolloutError(f"{name}: {field} is not a non-negative number.")
+    full: Any = completion.full_logprobs
+    if full is not None and not _is_column(full, np.float32, count):
+        raise RolloutError(f"{name}: full_logprobs is not one number for each token.")
+    check_masks(name, completion, request, count)
+    _check_drawable(name, completion, room)
+    check_expert_ids(name, completion, len(request.token_ids) + count - 1, room)
+    return replace(completion, request_id=request.request_id)
+
+
+def checked_drawn(
+    partial: Any, given: Request | Partial, room: Room, *, newest: int, oldest: int = 0
+) -> Partial:
+    """Return a partial that a sampler reports or hands back, under the request's own id and without
+    KV. Raises RolloutError with what is invalid. Takes the arguments of checked_completion."""
+    request, begun = _parts(given)
+    name = f"the partial of request {request.request_id!r}"
+    if not isinstance(partial, Partial):
+        raise RolloutError(f"{name} is a {type(partial).__name__}.")
+    partial = replace(partial, request=request, kv=None, kv_version=None)
+    _check_columns(name, partial, room, newest)
+    _check_new(name, partial, request, begun, oldest)
+    checked = checked_partial(partial, room)
+    _check_drawable(name, checked, room)
+    return checked
+
+
+def checked_stats(values: Mapping[str, Any]) -> SamplerStats:
+    """Return statistics received as a mapping. Raises RolloutError unless each is a known field
+    with a finite, non-negative number."""
+    kinds: dict[str, type] = {f.name: type(f.default) for f in fields(SamplerStats)}
+    if not isinstance(values, Mapping) or not kinds.keys() >= values.keys():
+        raise RolloutError("a sampler's statistics have an unknown name.")
+    wrong = [name for name, value in values.items() if not _is_count(value)]
+    if wrong:
+        raise RolloutError(f"a sampler's statistics: {wrong[0]} is not a non-negative number.")
+    numbers: dict[str, Any] = {name: kinds[name](value) for name, value in values.items()}
+    return SamplerStats(**numbers)
+
+
+def checked_text(text: Any) -> str:
+    """Return a printable text, truncated and on one line."""
+    return printable(str(text), LONGEST_TEXT)
+
+
+def _check_columns(name: str, drawn: Any, room: Room, newest: int) -> None:
+    """Raise RolloutError unless tokens, log-probs and versions have equal lengths and are in
+    range."""
+    if not _is_column(drawn.token_ids, np.int32):
+        raise RolloutError(f"{name}: token_ids is not a row of int32.")
+    ids = checked_ids(drawn.token_ids, room.vocab)
+    if isinstance(ids, str):
+        raise RolloutError(f"{name}: token_ids {ids}.")
+    versions = drawn.versions
+    if not _is_column(drawn.logprobs, np.float32, len(ids)):
+        raise RolloutError(f"{name}: logprobs is not one float32 for each of {len(ids)} tokens.")
+    if not _is_column(versions, np.int32, len(ids)):
+        raise RolloutError(f"{name}: versions is not one int32 for each of {len(ids)} tokens.")
+    if len(ids) and (versions[0] < 0 or versions[-1] > newest or (np.diff(versions) < 0).any()):
+        raise RolloutError(
+            f"{name}: versions go from {versions[0]} to {versions[-1]}; they must not decrease, "
+            f"and lie between 0 and {newest}, the newest."
+        )
+
+
+def _parts(given: Request | Partial) -> tuple[Request, Partial | None]:
+    return (given.request, given) if isinstance(given, Partial) else (given, None)
+
+
+def _check_new(name: str, drawn: Any, request: Request, begun: Partial | None, oldest: int) -> None:
+    """Raise RolloutError unless the tokens continue the given ones, with possible log-probs, and
+    with the sampler's version at that time or a newer one."""
+    count = 0
+    if begun is not None:
+        count = len(begun.token_ids)
+        for field in ("token_ids", "versions"):
+            if not np.array_equal(getattr(drawn, field)[:count], getattr(begun, field)):
+                raise RolloutError(f"{name}: {field} do not begin with the given ones.")
+    new = drawn.versions[count:]
+    if len(new) and not request.adapter and new[0] < oldest:
+        raise RolloutError(
+            f"{name}: a token has version {new[0]}, but the sampler used version {oldest} when it "
+            "got the request."
+        )
+    hottest = max(1.0, request.sampling.temperature)
+    for field, lowest in (
+        ("logprobs", LOWEST_LOGPROB),
+        ("full_logprobs", LOWEST_LOGPROB * hottest),
+    ):
+        values: Any = getattr(drawn, field)
+        if values is None or not _is_column(values, np.float32):
+            continue  # missing full_logprobs are checked elsewhere
+        odd = values[(values > HIGHEST_LOGPROB) | (values < lowest)]
+        if len(odd):
+            raise RolloutError(
+                f"{name}: {field} have {odd[0]:g}, which is not a log-prob of a sampled token: it "
+                f"must lie between {lowest:g} and 0."
+            )
+
+
+def _check_drawable(name: str, drawn: TokenRecord, room: Room) -> None:
+    """Raise RolloutError unless each token is among the tokens that its sampling mask kept."""
+    kept = drawn.kept
+    if kept is None:
+        return
+    if isinstance(checked_ids(kept.ids, room.vocab), str):
+        raise RolloutError(f"{name}: kept has ids outside the vocabulary.")
+    sizes = np.diff(kept.starts)
+    owners = np.repeat(np.arange(len(sizes)), sizes)
+    found = np.zeros(len(sizes), bool)
+    found[owners[kept.ids == drawn.token_ids[owners]]] = True
+    missing = np.flatnonzero((sizes > 0) & ~found)
+    if len(missing):
+        raise RolloutError(f"{name}: token {missing[0]} is not among the tokens in kept.")
+
+
+def _check_stop(name: str, completion: Completion, request: Request, *, stopped: bool) -> None:
+    """Raise RolloutError unless the answer ends where the request requires it."""
+    count, wanted, stop = len(completion.token_ids), num_wanted(request), completion.stop
+    stops = () if request.forced_length is not None else request.stop_token_ids
+    ends = np.isin(completion.token_ids, stops)
+    good = count <= wanted and not ends[:-1].any()
+    if stop is StopReason.EOS:
+        good = good and bool(ends[-1:].any())
+    elif stop is StopReason.LENGTH:
+        good = good and count == wanted and not ends.any()
+    else:
+        good = good and stop is StopReason.CANCELLED and stopped
+    if not good:
+        raise RolloutError(
+            f"{name}: {count} tokens that end by {stop!r} do not match the request: at most "
+            f"{wanted}, up to the first stop token."
+        )
+
+
+def _is_column(values: Any, dtype: Any, count: int | None = None) -> bool:
+    good = isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype == dtype
+    return good and (count is None or len(values) == count)
+
+
+def _is_count(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value >= 0

@@ -1,0 +1,1 @@
+"""Weight transfer to samplers in other processes."""

@@ -1,0 +1,110 @@
+"""Checksums of weights in host memory, at memory speed: 8 bytes per array.
+
+    sum over all words of word * (2 * place + 1), modulo 2^64
+
+A word is 8 bytes of a row (the last axis), padded with zeros at the row's end; `place` counts the
+array's words. As in weights.checksum, the parts of an array add up to the same number however it
+was cut, and a change or move of a single word is always detected. weights.checksum multiplies each
+element, which is fast on an accelerator but slow on a CPU. Here rows and columns are summed first:
+
+    sum over rows of 2 * (place of its first word) * (sum of the row)
+    + sum over columns of (2 * column + 1) * (sum of the column)
+"""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxrl_async.weights.boxes import Box
+
+MODULUS = 2**64
+WORD = 8
+"""Bytes per word."""
+BLOCK_BYTES = 1 << 19
+"""Bytes that are summed by rows and then by columns, the second time from the cache."""
+LONG_ROW = 2048
+"""Maximum row length in words; longer rows are cut to keep the number of column sums small."""
+
+
+def in_host_memory(params: Any) -> bool:
+    """Return True if all arrays are in host memory, so these checksums cover the arrays
+    themselves."""
+    leaves = jax.tree.leaves(params)
+    return all(d.platform == "cpu" for leaf in leaves for d in leaf.sharding.device_set)
+
+
+def host_sum(data: NDArray[Any], box: Box, shape: tuple[int, ...]) -> int:
+    """Return a part's share of its array's checksum.
+
+    Args:
+        data: The part, with the box's shape, of any dtype.
+        box: Its position in the array.
+        shape: Of the whole array.
+    """
+    if not data.size:
+        return 0
+    row_words = -(-(shape[-1] if shape else 1) * data.itemsize // WORD)
+    words, column, merged = _words(data, box, shape, row_words)
+    places = _row_places(box[: len(box) - 1 - merged], shape, row_words)
+    return _sum_of_rows(*_cut_rows(words, places, column))
+
+
+def _words(
+    data: NDArray[Any], box: Box, shape: tuple[int, ...], row_words: int
+) -> tuple[NDArray[np.uint64], int, int]:
+    """Return the words as [rows, columns], the first column's index, and the number of axes before
+    the last that belong to the columns."""
+    raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    start, stop = box[-1] if box else (0, 1)
+    first, end = start * data.itemsize, stop * data.itemsize
+    if first % WORD or end % WORD:  # pad with zeros, which change no sum
+        before, after = first % WORD, -end % WORD
+        rows = raw.reshape(-1, end - first)
+        return np.pad(rows, ((0, 0), (before, after))).view(np.uint64), first // WORD, 0
+    whole_row, merged, columns = (end - first) // WORD == row_words, 0, row_words
+    while whole_row and merged < len(box) - 1 and columns < LONG_ROW:
+        axis = len(box) - 2 - merged
+        if box[axis] != (0, shape[axis]):
+            break
+        columns, merged = columns * shape[axis], merged + 1
+    columns = columns if whole_row else (end - first) // WORD
+    return raw.view(np.uint64).reshape(-1, columns), first // WORD, merged
+
+
+def _row_places(box: Box, shape: tuple[int, ...], row_words: int) -> NDArray[np.uint64]:
+    """Return the place of the first word of every row, flattened over these leading axes."""
+    places = np.zeros((1,), np.uint64)
+    for axis, (start, stop) in enumerate(box):
+        stride = math.prod(shape[axis + 1 : -1]) * row_words % MODULUS
+        along = np.arange(start, stop, dtype=np.uint64) * np.uint64(stride)
+        places = np.add.outer(places, along).reshape(-1)
+    return places
+
+
+def _cut_rows(
+    words: NDArray[np.uint64], places: NDArray[np.uint64], column: int
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64], int]:
+    """Cut long rows into shorter ones of equal length, if possible."""
+    length = words.shape[1]
+    if length <= LONG_ROW:
+        return words, places, column
+    short = next((n for n in range(LONG_ROW, LONG_ROW // 8, -1) if length % n == 0), length)
+    starts = np.arange(0, length, short, dtype=np.uint64)
+    return words.reshape(-1, short), np.add.outer(places, starts).reshape(-1), column
+
+
+def _sum_of_rows(words: NDArray[np.uint64], places: NDArray[np.uint64], column: int) -> int:
+    columns = words.shape[1]
+    of_columns = np.zeros(columns, np.uint64)
+    rows_at_once = max(BLOCK_BYTES // (columns * WORD), 1)
+    total = 0
+    for first in range(0, len(words), rows_at_once):
+        block = words[first : first + rows_at_once]
+        of_columns += block.sum(axis=0)
+        of_rows = block.sum(axis=1) * places[first : first + rows_at_once]
+        total += 2 * int(of_rows.sum())
+    factors = 2 * (np.arange(columns, dtype=np.uint64) + np.uint64(column)) + np.uint64(1)
+    return (total + int((of_columns * factors).sum())) % MODULUS

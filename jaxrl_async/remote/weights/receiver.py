@@ -1,0 +1,250 @@
+"""The sampler's side of weight transfer from another process: a thread that fetches offered
+versions.
+
+    Offer ──> fetching ──checksums──> staged ──first, poll──> taken ──live──> fetches again
+                 │ corrupted, or a newer offer                  (the sampler swaps to it)
+                 └──> waits for the next offer
+
+Besides the sampler's live weights there is at most one other set: the next version is fetched only
+when the last one is live.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from jaxrl_async.errors import Disconnected, WeightsError
+from jaxrl_async.model.spec import Params
+from jaxrl_async.ports.run import Clock
+from jaxrl_async.remote.weights.base_delivery import BaseBringer
+from jaxrl_async.remote.weights.protocols import Fetching
+from jaxrl_async.remote.weights.verification import SoundFetching, checksums_of
+from jaxrl_async.remote.wire.messages import Live, Offer, Staged, Torn
+from jaxrl_async.remote.wire.session_port import Session
+from jaxrl_async.types import VersionedParams
+from jaxrl_async.weights.checksum import Checksum
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 10.0
+"""Maximum wait for the thread on close, seconds."""
+ERROR_CHARACTERS = 2000
+"""Maximum length of the sent description of a failed transfer, characters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Order:
+    """An offer, and the event that aborts its transfer."""
+
+    offer: Offer
+    at_s: float  # time of arrival
+    abort: threading.Event
+
+
+class WeightReceiver:
+    """Fetches weights concurrently with the sampler. Thread-safe; the sampler uses it through
+    RemoteSource."""
+
+    def __init__(
+        self,
+        session: Session,
+        fetching: Fetching,
+        *,
+        layout_hash: str,
+        checksums: Callable[[Params], Checksum | None] = checksums_of,
+        clock: Clock = time.monotonic,
+        base: BaseBringer | None = None,
+    ) -> None:
+        """Start fetching the versions that the trainer offers on this session.
+
+        Args:
+            session: with the trainer.
+            fetching: the transport; close() also closes it.
+            layout_hash: of the weights that the sampler was built for (Manifest.layout_hash).
+            checksums: of whole arrays; on several hosts, sums up the hosts' parts.
+            clock: monotonic, seconds.
+            base: loads the base of the offered adapters; None: full weights are offered.
+        """
+        self._session, self._base, self._clock = session, base, clock
+        self._fetching = SoundFetching(
+            fetching=fetching, layout_hash=layout_hash, checksums=checksums
+        )
+        self.changed = threading.Condition()  # guards everything below
+        self.staged: VersionedParams | None = None
+        self.taken: VersionedParams | None = None  # given to the sampler, not live yet
+        self.live_version: int | None = None
+        self.holder = 0  # number of the sampler's current source; older ones are ignored
+        self.wake = threading.Event()  # a placeholder before `attach`
+        self._order: _Order | None = None  # newest, not started yet
+        self._running: _Order | None = None
+        self._unsent: deque[Staged | Torn | Live] = deque()
+        self._closed = False
+        self._lost: str | None = None  # reason of the session's end
+        self._thread = threading.Thread(target=self._run, name="fetch weights", daemon=True)
+        self._thread.start()
+        session.on(Offer, self._on_offer)
+        session.on_end(self._on_end)
+
+    # ---- the sampler
+
+    def first(self, timeout_s: float) -> VersionedParams:
+        """Wait for the initial weights of the sampler; the caller reports them live when it is
+        built.
+
+        Raises WeightsError after the timeout, Disconnected if the session has ended.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: self.staged is not None or self.over, timeout_s)
+            if (update := self.take()) is not None:
+                return update
+            if self.over:
+                reason = self._lost or "closed here"
+                raise Disconnected(f"no weights arrived before the session ended: {reason}")
+        raise WeightsError(
+            f"no weights arrived within {timeout_s:.0f} s. Check the trainer's log for its offers, "
+            "and the network between the two machines."
+        )
+
+    def take(self) -> VersionedParams | None:
+        """Return the staged weights for the sampler, an adapter together with its frozen base until
+        `begun`; None if no weights are staged."""
+        with self.changed:
+            if self.staged is None:
+                return None
+            update = self.taken = self.staged
+            self.staged = None
+            if self._base is None:
+                return update
+            return replace(update, params=self._base.whole(update.params))
+
+    def begun(self) -> None:
+        """Release the frozen base: the sampler's engine has it. Idempotent."""
+        if self._base is not None:
+            self._base.release()
+
+    def live(self, version: int) -> None:
+        """Report that the sampler generates with a version; never blocks."""
+        with self.changed:
+            self.live_version, self.taken = version, None
+            self._unsent.append(Live(version=version))
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Abort the current transfer and stop the thread. Idempotent."""
+        with self.changed:
+            self._closed = True
+            self._abort()
+            self.changed.notify_all()
+        self._thread.join(CLOSE_S)
+        self._fetching.fetching.close()
+        if self._base is not None:
+            self._base.close()
+        self.wake.set()
+
+    @property
+    def over(self) -> bool:
+        """True if no more weights will arrive."""
+        return self._closed or self._lost is not None
+
+    # ---- the session's thread
+
+    def _on_offer(self, offer: Offer) -> None:
+        if isinstance(offer.version, bool) or not isinstance(offer.version, int):
+            raise WeightsError(f"{offer.version!r} is not a version")
+        with self.changed:
+            self._order = _Order(offer=offer, at_s=self._clock(), abort=threading.Event())
+            self._abort()
+            self.changed.notify_all()
+
+    def _on_end(self, reason: str) -> None:
+        with self.changed:
+            self._lost = reason
+            self._abort()
+            self.changed.notify_all()
+
+    def _abort(self) -> None:
+        if self._running is not None:
+            self._running.abort.set()
+
+    # ---- its own thread
+
+    def _run(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(self._has_work)
+                if self.over:
+                    return
+                unsent, self._unsent = self._unsent, deque()
+                order = None
+                if not unsent:
+                    order = self._running = self._order
+                    self._order = None
+            try:
+                for message in unsent:
+                    self._session.send(message)
+            except Disconnected as error:
+                log.info("%s", error)
+            if order is not None:
+                self._serve(order)
+
+    def _has_work(self) -> bool:
+        if self.over or self._unsent:
+            return True
+        if self._order is None:
+            return False
+        return self._has(self._order.offer.version) or (self.staged or self.taken) is None
+
+    def _has(self, version: int) -> bool:
+        """Return True if this version, or a newer one, is already here."""
+        held = [u.version for u in (self.staged, self.taken) if u is not None]
+        return version <= max((*held, -1 if self.live_version is None else self.live_version))
+
+    def _serve(self, order: _Order) -> None:
+        """Fetch an offered version, and report the result."""
+        version = order.offer.version
+        answer: Staged | Torn
+        if self._has(version):  # re-offered before the answer arrived
+            answer = Staged(version=version, num_bytes=0, seconds=0.0, source="")
+        else:
+            try:
+                answer = self._fetch(order)
+            except Exception as error:
+                if not order.abort.is_set():
+                    log.warning("fetching version %d of the weights failed: %s", version, error)
+                answer = Torn(version=version, error=str(error)[:ERROR_CHARACTERS])
+        with self.changed:
+            self._running = None
+            if isinstance(answer, Staged) or not order.abort.is_set():
+                self._unsent.append(answer)
+        if isinstance(answer, Staged):
+            self.wake.set()
+
+    def _fetch(self, order: _Order) -> Staged:
+        """Fetch a version, verify and stage it. Raises any error of the transfer."""
+        offer = order.offer
+        base_bytes = 0
+        if self._base is not None:
+            base_bytes = self._base.bring(offer.where, offer.sources, order.abort)
+        fetched = self._fetching.fetch(offer.version, offer.where, offer.sources, order.abort)
+        seconds = self._clock() - order.at_s
+        with self.changed:
+            if order.abort.is_set():
+                raise WeightsError("the transfer was aborted")
+            self.staged = VersionedParams(
+                version=offer.version,
+                params=fetched.params,
+                probe_logprobs=offer.probe_logprobs,
+                compared=self._fetching.compares(fetched, offer.where),
+            )
+            self.changed.notify_all()
+        return Staged(
+            version=offer.version,
+            num_bytes=fetched.num_bytes,
+            seconds=seconds,
+            source=fetched.source,
+            base_bytes=base_bytes,
+            fallbacks=fetched.fallbacks,
+        )

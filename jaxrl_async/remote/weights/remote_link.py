@@ -1,0 +1,171 @@
+"""A remote sampler's end of the weight channel, in the trainer's process."""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from jaxrl_async.errors import Disconnected, WeightsError
+from jaxrl_async.remote.weights.outbox import WeightOutbox
+from jaxrl_async.remote.wire.messages import Hello, Live, Offer, Staged, Torn
+from jaxrl_async.remote.wire.session_port import Session
+from jaxrl_async.weights.exchange import Exchange, Standing
+
+log = logging.getLogger(__name__)
+
+
+class RemoteEnd:
+    """One joined sampler. It takes weights at its own pace, and counts for the live version from
+    the moment it enters until it leaves or its session ends."""
+
+    def __init__(
+        self, session: Session, hello: Hello, exchange: Exchange, outbox: WeightOutbox
+    ) -> None:
+        self.name = hello.name
+        self._session, self._exchange, self._outbox = session, exchange, outbox
+        self._standing = Standing(live_version=-1, counts=False)
+        self._entered = self._left = False
+        self._callbacks: list[Callable[[], None]] = []
+        with exchange.changed:
+            exchange.raise_if_closed()
+            exchange.standings.append(self._standing)
+        self._taker = outbox.join(hello.name, hello.data_address, self)
+        session.on(Staged, self._on_staged)
+        session.on(Torn, self._on_torn)
+        session.on(Live, self._on_live)
+        session.on_end(lambda reason: self.leave())
+
+    @property
+    def entered(self) -> bool:
+        """True if its version counts, so it may get requests."""
+        return self._entered and not self._left
+
+    @property
+    def live_version(self) -> int:
+        """The last version that the sampler has reported live; -1: none yet."""
+        return self._standing.live_version
+
+    def on_entered(self, callback: Callable[[], None]) -> None:
+        """Call a function once when the sampler has entered, on the session's thread, or now if it
+        already has. It is not called if the sampler leaves before."""
+        with self._exchange.changed:
+            if not self._entered:
+                self._callbacks.append(callback)
+                return
+        if not self._left:
+            callback()
+
+    def leave(self) -> None:
+        """Stop waiting for this sampler: the live version becomes the lowest of the others. Send it
+        no requests after this. Thread-safe and idempotent; the session's end also calls it."""
+        self._outbox.leave(self._taker)
+        with self._exchange.changed:
+            if self._left:
+                return
+            self._left = True
+            self._callbacks.clear()
+            self._exchange.remove(self._standing)
+        self._exchange.tell()
+
+    # ---- for the outbox, see Recipient
+
+    def send(self, offer: Offer, sent: Callable[[], None]) -> None:
+        """See outbox.Recipient."""
+
+        def wait() -> None:
+            self._sent(offer, self._session.send)
+            sent()
+
+        if self._sent(offer, self._session.send_now):
+            sent()
+        else:  # the queue is full: wait on a separate thread
+            name = f"offer to {self.name}"
+            threading.Thread(target=wait, name=name, daemon=True).start()
+
+    def _sent(self, offer: Offer, send: Callable[[Offer], bool | None]) -> bool:
+        """Send an offer; return False if the queue is full."""
+        try:
+            return send(offer) is not False
+        except Disconnected as error:
+            log.info("%s was not offered version %d: %s", self.name, offer.version, error)
+        except Exception as error:
+            log.exception("%s could not be offered version %d", self.name, offer.version)
+            self.give_up(f"version {offer.version} could not be offered: {error}")
+        return True
+
+    def hold(self, version: int) -> None:
+        """See outbox.Recipient."""
+        with self._exchange.changed:
+            if not (self._left or self._entered):
+                self._standing.live_version, self._standing.counts = version, True
+                self._exchange.raise_live()
+
+    def release(self) -> None:
+        """See outbox.Recipient."""
+        with self._exchange.changed:
+            if not self._entered:
+                self._standing.counts = False
+                self._exchange.raise_live()
+
+    def settle(self) -> None:
+        """See outbox.Recipient."""
+        self._exchange.tell()
+
+    def give_up(self, reason: str) -> None:
+        """See outbox.Recipient. The sampler leaves when its session has ended."""
+        name = f"end of {self.name}"
+        threading.Thread(target=self._session.end, args=(reason,), name=name, daemon=True).start()
+
+    # ---- the sampler's reports, on the session's thread
+
+    def _on_staged(self, message: Staged) -> None:
+        version = _checked(message.version)
+        least = min(message.num_bytes, message.base_bytes, message.seconds, message.fallbacks)
+        if not least >= 0:
+            raise WeightsError(
+                f"{message.num_bytes} and {message.base_bytes} bytes in {message.seconds} s"
+            )
+        if self._left:
+            return
+        news = self._outbox.staged(
+            self._taker,
+            version,
+            num_bytes=message.num_bytes,
+            base_bytes=message.base_bytes,
+            seconds=message.seconds,
+            source=message.source,
+            fallbacks=message.fallbacks,
+        )
+        if news:
+            self._exchange.arrived(version)
+
+    def _on_torn(self, message: Torn) -> None:
+        self._outbox.torn(self._taker, _checked(message.version), message.error)
+
+    def _on_live(self, message: Live) -> None:
+        if not self._left:
+            self._outbox.live(self._taker, _checked(message.version), self._enter)
+        self._exchange.tell()
+        with self._exchange.changed:
+            callbacks = list(self._callbacks) if self.entered else []
+            del self._callbacks[: len(callbacks)]
+        for callback in callbacks:
+            callback()
+
+    def _enter(self, version: int) -> bool:
+        """Start to count with this version; return False if it is too old."""
+        with self._exchange.changed:
+            if self._left:
+                return True
+            if not self._exchange.enter(self._standing, version):
+                return False
+            joins, self._entered = not self._entered, True
+        if joins:
+            self._outbox.joined()
+        return True
+
+
+def _checked(version: int) -> int:
+    """Return a received version. Raises WeightsError if it is invalid."""
+    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+        raise WeightsError(f"{version!r} is not a version")
+    return version

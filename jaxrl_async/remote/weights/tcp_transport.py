@@ -1,0 +1,282 @@
+"""Pull pieces of weights from piece servers, over several connections, into an assembly.
+
+Each piece is sent with a checksum. If TCP's 16-bit checksum misses a flipped bit, or a proxy
+corrupts data, only one piece is lost, and no sampler relays it. The pieces' checksums add up to the
+checksum of the whole array, which must equal the trainer's (host_sums).
+"""
+
+import logging
+import socket
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxrl_async.errors import ConfigError, WeightsError
+from jaxrl_async.remote.weights.assembly import Assembly
+from jaxrl_async.remote.weights.peer_authentication import Guard
+from jaxrl_async.remote.weights.piece_protocol import (
+    GREETING,
+    NAME,
+    PUBLISH,
+    SUM,
+    Line,
+    PeerError,
+    PieceRequest,
+)
+from jaxrl_async.remote.weights.pieces import WeightPiece
+from jaxrl_async.remote.wire.address import parse_address
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 5.0
+"""Maximum wait for a connection, seconds."""
+REQUESTS_AHEAD = 8
+"""Number of pending requests per connection, so the bytes of consecutive pieces follow without
+gaps."""
+STREAMS = 2
+"""Number of connections to one source: one can receive while the other's piece is checked."""
+SOCKET_BUFFER = 4 << 20
+
+
+@dataclass(slots=True)
+class Pulled:
+    """The result of pulling from one source. Changed by its streams, under `lock`."""
+
+    num_bytes: int = 0
+    not_here: list[WeightPiece] = field(default_factory=list)  # the source lacks them
+    errors: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullSettings:
+    """Settings of a client's connections to its sources."""
+
+    guard: Guard = field(default_factory=Guard)
+    silence_s: float = 20.0  # maximum time without data from a source, seconds
+    streams: int = STREAMS
+
+
+def pull(
+    assembly: Assembly,
+    version: int,
+    wanted: Sequence[tuple[str, Sequence[WeightPiece]]],
+    settings: PullSettings,
+    stopped: Callable[[], str],
+) -> list[Pulled]:
+    """Pull pieces from several servers concurrently; return the result of each when all have ended.
+
+    Never raises for a server's failure: pieces that did not arrive remain missing in the assembly.
+
+    Args:
+        assembly: Destination of the pieces.
+        version: Of the weights.
+        wanted: (HOST:PORT, its pieces).
+        settings: The guard, the limit on silence, the number of connections.
+        stopped: Returns the reason to stop; "": continue.
+    """
+    results, threads = [], []
+    for address, pieces in wanted:
+        left, result = deque(pieces), Pulled()
+        results.append(result)
+        for _ in range(min(settings.streams, len(pieces))):
+            job = (assembly, version, address, left, result, settings, stopped)
+            threads.append(threading.Thread(target=_stream, args=job, name="piece-receiver"))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def _stream(
+    assembly: Assembly,
+    version: int,
+    address: str,
+    left: deque[WeightPiece],
+    result: Pulled,
+    settings: PullSettings,
+    stopped: Callable[[], str],
+) -> None:
+    """Pull pieces over one connection until none is left."""
+    try:
+        connection = _connect(address, settings.guard)
+    except (OSError, ConfigError) as error:
+        with result.lock:
+            result.errors.append(f"{address}: {error}")
+        return
+    try:
+        line = Line(connection, settings.silence_s, stopped)
+        _pull_over(line, assembly, version, left, result)
+    except WeightsError as error:
+        with result.lock:
+            result.errors.append(f"{address}: {error}")
+    finally:
+        connection.close()
+
+
+def _pull_over(
+    line: Line, assembly: Assembly, version: int, left: deque[WeightPiece], result: Pulled
+) -> None:
+    under_way: deque[WeightPiece] = deque()
+    scratch = np.empty(0, np.uint8)
+    while True:
+        while len(under_way) < REQUESTS_AHEAD and (piece := _next(left)):
+            request = PieceRequest(version=version, array=piece.array, box=piece.box)
+            line.send(request.encoded())
+            under_way.append(piece)
+        if not under_way:
+            return
+        piece = under_way.popleft()
+        here, checksum = line.receive_answer(piece.num_bytes)
+        if not here:
+            with result.lock:
+                result.not_here.append(piece)
+            continue
+        view = assembly.view(piece)
+        if view.flags.c_contiguous:
+            into = view.reshape(-1).view(np.uint8)
+        else:
+            scratch = (
+                scratch if scratch.size >= piece.num_bytes else np.empty(piece.num_bytes, "u1")
+            )
+            into = scratch[: piece.num_bytes]
+        line.receive(into.data)
+        data = into.view(view.dtype).reshape(view.shape)
+        if assembly.checksum(piece, data) != checksum:
+            raise PeerError("a piece arrived corrupted: its checksum differs")
+        if not view.flags.c_contiguous:
+            np.copyto(view, data)
+        assembly.arrived(piece, checksum)
+        with result.lock:
+            result.num_bytes += piece.num_bytes
+
+
+def _next(left: deque[WeightPiece]) -> WeightPiece | None:
+    try:
+        return left.popleft()
+    except IndexError:
+        return None
+
+
+def ask_to_publish(
+    address: str,
+    version: int,
+    pieces: Sequence[WeightPiece],
+    settings: PullSettings,
+    stopped: Callable[[], str],
+) -> tuple[int, tuple[int, ...]]:
+    """Ask a server to publish pieces for one pull from device to device; return its number, and
+    the pieces' checksums (weights.checksum). Raises PeerError."""
+    try:
+        connection = _connect(address, settings.guard)
+    except (OSError, ConfigError) as error:
+        raise PeerError(f"{address}: {error}") from None
+    try:
+        line = Line(connection, settings.silence_s, stopped)
+        named = [
+            PieceRequest(version=version, array=p.array, box=p.box, kind=NAME).encoded()
+            for p in pieces
+        ]
+        publish = PieceRequest(version=version, array=0, box=(), kind=PUBLISH)
+        line.send(b"".join(named), publish.encoded())
+        here, number = line.receive_answer(len(pieces) * SUM.size)
+        if not here:
+            raise PeerError(f"{address} does not publish version {version}")
+        sums = SUM.iter_unpack(line.receive_bytes(len(pieces) * SUM.size))
+        return number, tuple(checksum for (checksum,) in sums)
+    finally:
+        connection.close()
+
+
+def _connect(address: str, guard: Guard) -> socket.socket:
+    at = parse_address(address)
+    connection = socket.create_connection((at.host, at.port), timeout=CONNECT_S)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER)
+        connection.sendall(GREETING)
+        return guard.as_client(connection)
+    except BaseException:
+        connection.close()
+        raise
+
+
+class SourceList:
+    """Addresses to fetch from, best first. One is used at a time, and reused as long as pieces
+    arrive from it.
+
+    members, best first ──> trainer's processes, each for the pieces that it holds ──> none: failed
+    """
+
+    def __init__(self, sources: Sequence[str], holders: Sequence[str]) -> None:
+        """Put the trainer last.
+
+        Args:
+            sources: Addresses from the offer; addresses of the trainer are replaced by all its
+                holders.
+            holders: Addresses of the trainer's processes.
+        """
+        members = [s for s in dict.fromkeys(sources) if s and s not in holders]
+        self._left: list[str | None] = [*members, *([None] if any(holders) else [])]
+        self._holders = holders
+
+    @property
+    def empty(self) -> bool:
+        """True if no source is left."""
+        return not self._left
+
+    def ask(self, pieces: Sequence[WeightPiece]) -> list[tuple[str, list[WeightPiece]]]:
+        """Return the pieces to request from each address."""
+        source = self._left[0]
+        if source is not None:
+            return [(source, list(pieces))]
+        by_holder: dict[str, list[WeightPiece]] = {}
+        for piece in pieces:
+            by_holder.setdefault(self._holders[piece.holder], []).append(piece)
+        return [(address, asked) for address, asked in by_holder.items() if address]
+
+    def leave(self) -> None:
+        """Switch to the next source."""
+        self._left.pop(0)
+
+
+def pull_all(
+    assembly: Assembly,
+    version: int,
+    pieces: Sequence[WeightPiece],
+    sources: SourceList,
+    settings: PullSettings,
+    stopped: Callable[[], str],
+) -> Counter[str]:
+    """Pull the missing pieces from one source after the other; return the bytes received from each
+    address.
+
+    A source whose connection breaks is retried as long as new pieces arrive from it.
+
+    Raises WeightsError if pieces are missing when no source is left, or if stopped.
+    """
+    came, errors = Counter[str](), list[str]()
+    while missing := assembly.missing(pieces):
+        if reason := stopped():
+            raise WeightsError(f"version {version} was not fetched: {reason}")
+        if sources.empty:
+            raise WeightsError(
+                f"version {version}: no source has {len(missing)} of {len(pieces)} pieces. "
+                + "; ".join(errors[-5:] or ["the offer contains no address to fetch from"])
+            )
+        wanted = sources.ask(missing)
+        results = pull(assembly, version, wanted, settings, stopped)
+        for (address, _), result in zip(wanted, results, strict=True):
+            came[address] += result.num_bytes
+            lacks = [f"{address} lacks {len(result.not_here)} pieces"] if result.not_here else []
+            errors += result.errors + lacks
+            for error in result.errors + lacks:
+                log.warning("weights of version %d: %s", version, error)
+        again = any(r.num_bytes for r in results) and any(r.errors for r in results)
+        if not again:
+            sources.leave()
+    return came

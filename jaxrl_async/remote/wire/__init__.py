@@ -1,0 +1,1 @@
+"""Messages between a trainer and its samplers over gRPC. Needs no JAX."""

@@ -1,0 +1,190 @@
+"""A policy's calls, merged in order of arrival into the contexts of one episode. Pure.
+
+    call  P -> x        call  P x r -> y        call  S r -> z        call  P x r -> w
+    contexts            P x | r y     one sequence: the second call begins with all of the first
+                        S r z         history was rewritten: a separate sequence
+                        P x r w       a retry, or one of several answers: x is context here
+
+A call whose prompt begins with a complete context extends that context; any other call starts a new
+one. Calls of different voices (players of one episode, by the header x-session-id) never share a
+context. Each sampled token is therefore marked as sampled exactly once, where it was sampled, in
+exactly the tokens that the policy saw.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from jaxrl_async.rollout.context_branch import context_branch
+from jaxrl_async.rollout.episode import Turn, assemble_episode, joined_contexts
+from jaxrl_async.types import (
+    Completion,
+    Episode,
+    FloatArray,
+    IntArray,
+    StopReason,
+)
+
+NOTHING: IntArray = np.zeros(0, np.int32)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Context:
+    """One growing sequence."""
+
+    prompt_ids: IntArray
+    voice: str = ""  # the player that speaks in it
+    branch: int = 0  # of its requests: context_branch; 0 for the session's first
+    token_ids: IntArray = field(default_factory=lambda: NOTHING)  # all tokens known so far
+    turns: list[Turn] = field(default_factory=list)
+    busy: bool = True  # a running call extends it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BegunCall:
+    """A running call."""
+
+    number: int  # from 0, in start order
+    branch: int  # as Request.branch: its context's, plus earlier calls with the same tokens
+
+
+class Trace:
+    """The calls of one session, in start order. Not thread safe."""
+
+    def __init__(self) -> None:
+        self._contexts: list[_Context] = []
+        self._drawing: dict[int, tuple[_Context, IntArray]] = {}
+        self._ends: dict[int, tuple[_Context, int]] = {}  # of each call: its last sampled token
+        self._asked: Counter[bytes] = Counter()
+        self._begun = 0
+        self.stop = StopReason.CANCELLED  # of the call that ended last
+        self._stops: dict[str, StopReason] = {}  # the same for each voice
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls that have started, including cancelled ones."""
+        return self._begun
+
+    @property
+    def num_turns(self) -> int:
+        """Number of calls that generated tokens."""
+        return len(self._ends)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens in all contexts, including the prompts of running calls."""
+        drawing = sum(
+            len(prompt) - len(context.token_ids) for context, prompt in self._drawing.values()
+        )
+        return drawing + sum(len(c.token_ids) for c in self._contexts)
+
+    @property
+    def num_drawing(self) -> int:
+        """Number of running calls."""
+        return len(self._drawing)
+
+    def begin(self, prompt_ids: IntArray, voice: str = "") -> BegunCall:
+        """Register a call of a voice that continues these tokens, [prompt] int32.
+
+        The place of its output is fixed now, so it does not depend on which of several calls ends
+        first. Random numbers depend on the context, so contexts with different prompts sample
+        differently; the first call uses those of a plain request.
+        """
+        prompt_ids = np.array(prompt_ids, np.int32)
+        digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=16).digest()
+        earlier = self._asked[digest]
+        context = self._extended_by(prompt_ids, voice)
+        if context is None:
+            branch = context_branch(prompt_ids, earlier) if self._begun else 0
+            context = _Context(prompt_ids=prompt_ids, voice=voice, branch=branch)
+            self._contexts.append(context)
+        begun = BegunCall(number=self._begun, branch=context.branch + earlier)
+        self._begun += 1
+        self._asked[digest] += 1
+        context.busy = True
+        self._drawing[begun.number] = (context, prompt_ids)
+        return begun
+
+    def end(self, number: int, completion: Completion) -> None:
+        """Append a call's output to its context. A call without output is cancelled."""
+        if not len(completion.token_ids):
+            self.cancel(number)
+            return
+        context, prompt_ids = self._drawing.pop(number)
+        if context.turns:
+            reply = prompt_ids[len(context.token_ids) :]
+            context.turns[-1] = replace(context.turns[-1], reply=reply)
+        context.turns.append(Turn(completion=completion, reply=NOTHING))
+        context.token_ids = np.concatenate([prompt_ids, completion.token_ids]).astype(np.int32)
+        context.busy = False
+        self._ends[number] = (context, len(context.token_ids) - 1)
+        self.stop = self._stops[context.voice] = completion.stop
+
+    def cancel(self, number: int) -> None:
+        """Remove a call whose output was not used."""
+        context, _ = self._drawing.pop(number)
+        context.busy = False
+        if not context.turns:
+            self._contexts.remove(context)
+
+    def drew(self, number: int) -> bool:
+        """Return whether the call with this number has ended and generated tokens."""
+        return number in self._ends
+
+    def drawn_versions(self) -> IntArray:
+        """Return the versions of all sampled tokens, [drawn] int32."""
+        turns = (turn for context in self._contexts for turn in context.turns)
+        return np.concatenate([NOTHING, *(t.completion.versions for t in turns)]).astype(np.int32)
+
+    def stop_of(self, voice: str) -> StopReason | None:
+        """Return the stop reason of a voice's last call; None: it generated nothing."""
+        return self._stops.get(voice)
+
+    def episode(self, stop: StopReason, voice: str | None = None) -> Episode:
+        """Return all contexts as one episode, in the order of their first calls. Running calls are
+        left out. At least one call has generated tokens. voice: include only this voice's contexts;
+        None: all."""
+        episodes = [
+            assemble_episode(c.prompt_ids, c.turns, stop)
+            for c in self._contexts
+            if c.turns and voice in (None, c.voice)
+        ]
+        return replace(joined_contexts(episodes), stop=stop)
+
+    def token_rewards(self, rewards: Mapping[int, float]) -> FloatArray | None:
+        """Return the rewards of calls, placed at each call's last token, [length] of `episode`.
+
+        None: no rewards. Rewards of calls without output are dropped.
+        """
+        contexts = [c for c in self._contexts if c.turns]
+        lengths = [len(c.token_ids) for c in contexts]
+        begins = dict(zip(map(id, contexts), np.cumsum([0, *lengths]), strict=False))
+        values = np.zeros(sum(lengths), np.float32)
+        given = {n: value for n, value in rewards.items() if n in self._ends}
+        for number, value in given.items():
+            context, last = self._ends[number]
+            values[begins[id(context)] + last] += value
+        return values if given else None
+
+    def _extended_by(self, prompt_ids: IntArray, voice: str) -> _Context | None:
+        """Return the longest context that is a prefix of these tokens."""
+        found = [
+            c
+            for c in self._contexts
+            if not c.busy
+            and c.voice == voice
+            and len(c.token_ids) <= len(prompt_ids)
+            and np.array_equal(c.token_ids, prompt_ids[: len(c.token_ids)])
+        ]
+        return max(found, key=lambda c: len(c.token_ids), default=None)
+
+
+def cut_completion(completion: Completion, count: int, prompt: int) -> Completion:
+    """Return a completion cut to its first `count` tokens, ended as if by a stop token.
+
+    prompt: number of tokens before them.
+    """
+    return replace(completion.first(count, prompt), stop=StopReason.EOS)

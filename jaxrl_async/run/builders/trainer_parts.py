@@ -1,0 +1,166 @@
+"""The trainer with its learner, and the outlets of its results."""
+
+import logging
+from pathlib import Path
+
+from jaxrl_async.algorithms.pacing import Bounds
+from jaxrl_async.config.schema import Config
+from jaxrl_async.mesh import NO_DEVICE_LOCK
+from jaxrl_async.metrics.console import Console
+from jaxrl_async.profiling import StepTraces, TracedSamplers
+from jaxrl_async.rollout.evaluate import EvalEffort
+from jaxrl_async.run.builders.devices import Lock
+from jaxrl_async.run.builders.rollouts import RolloutSide
+from jaxrl_async.run.checkpoint.rollout_state import RunSaver
+from jaxrl_async.run.checkpoint.store import Checkpoints
+from jaxrl_async.run.lockstep import Lockstep
+from jaxrl_async.run.rates import Observer
+from jaxrl_async.run.reporting import Evaluation, StepReporter
+from jaxrl_async.run.shown_answers import answers_writer
+from jaxrl_async.trainer.learner import Learner
+from jaxrl_async.trainer.outlets import Outlets
+from jaxrl_async.trainer.trainer import Trainer, TrainerSettings
+from jaxrl_async.types import EpisodeLimits, SamplingParams, TurnPriority
+
+log = logging.getLogger(__name__)
+
+
+def make_trainer(
+    config: Config,
+    learner: Learner,
+    side: RolloutSide,
+    outlets: Outlets,
+    lockstep: Lockstep,
+    root: Path,
+    turn: Lock = NO_DEVICE_LOCK,
+) -> Trainer:
+    """Make the trainer: it takes groups from the rollout side and publishes to its samplers.
+
+    root: the run's folder.
+    turn: see Trainer.
+    """
+    source, publisher = side.inputs.opponents.watched(side.joined.source, side.sampling.publisher)
+    return Trainer(
+        learner=learner,
+        source=source,
+        publisher=publisher,
+        outlets=outlets,
+        settings=TrainerSettings(
+            total_steps=config.run.steps,
+            eval_every=config.eval.every,
+            eval_async=_evaluates_beside(config, lockstep),
+            save_every=config.checkpoint.every,
+            max_skipped_steps=config.trainer.max_skipped_steps,
+            pacing=make_pacing(config),
+            probe=side.sampling.probe,
+        ),
+        device_lock=side.inputs.locks.trainer,
+        turn=turn,
+        traces=step_traces(config, root, lockstep, side.sampling.members),
+    )
+
+
+def step_traces(
+    config: Config, root: Path, lockstep: Lockstep, samplers: TracedSamplers | None = None
+) -> StepTraces:
+    """Return the profiler's traces of this process, written to the run's folder."""
+    process = "trainer" if lockstep.count == 1 else f"trainer-{lockstep.index}"
+    return StepTraces(root, config.run.profile, process, samplers)
+
+
+def _evaluates_beside(config: Config, lockstep: Lockstep) -> bool:
+    """Return whether evaluations run during updates, which needs a single trainer process."""
+    if config.eval.asynchronous and lockstep.count > 1:
+        log.warning(
+            "eval.asynchronous=true: the updates of %d trainer processes wait for each evaluation.",
+            lockstep.count,
+        )
+    return config.eval.asynchronous and lockstep.count == 1
+
+
+def make_pacing(config: Config) -> Bounds | None:
+    """Return the bounds of an adaptive staleness target; None: it is always max_staleness."""
+    section = config.staleness
+    if section.adapt == "none":
+        return None
+    return Bounds(
+        target=section.ess_target, lowest=config.lowest_limit, highest=section.max_staleness
+    )
+
+
+def make_evaluation(config: Config, side: RolloutSide, lockstep: Lockstep) -> Evaluation:
+    """Make the evaluation of this process's share of the held-out prompts."""
+    inputs = side.inputs
+    return Evaluation(
+        generate=side.sampling.generate,
+        prompts=inputs.held_out[lockstep.player :: lockstep.players],
+        scorer=inputs.scorers.evaluation,
+        make_env=inputs.envs,
+        limits=EpisodeLimits(
+            sampling=SamplingParams(temperature=config.eval.temperature),
+            stop_token_ids=inputs.play.stop_token_ids,
+            max_new_tokens=config.sampler.max_new_tokens,
+            max_length=config.sampler.max_length,
+            priority=TurnPriority(
+                first=config.priorities.evaluation, later=config.priorities.evaluation
+            ),
+        ),
+        effort=EvalEffort(
+            at_once=min(config.eval.episodes_at_once, config.endpoint.max_sessions),
+            retries=config.env.retries,
+            backoff_s=config.faults.backoff_s,
+            count=inputs.faults.add,
+            outages=inputs.outages,
+        ),
+        decode=inputs.tokenizer.decode,
+        write=answers_writer(side.records.answers),
+        lockstep=lockstep,
+        faults=inputs.faults,
+        gives_up=side.gives_up,
+    )
+
+
+def make_outlets(
+    config: Config,
+    learner: Learner,
+    side: RolloutSide,
+    observer: Observer,
+    checkpoints: Checkpoints,
+    console: Console,
+    lockstep: Lockstep,
+) -> Outlets:
+    """Make the outlets of the trainer's results: evaluation, reports and checkpoints."""
+    inputs, stop = side.inputs, side.joined.stop
+    evaluation = make_evaluation(config, side, lockstep)
+    reporter = StepReporter(
+        observer=observer,
+        recorder=side.records.recorder,
+        console=console,
+        tokenizer=inputs.tokenizer,
+        prompts=side.prompts,
+        samples_every=config.metrics.samples_every,
+        lockstep=lockstep,
+        opponents=inputs.opponents,
+        sights=lambda: learner.sights,
+    )
+    saver = RunSaver(
+        config=config,
+        checkpoints=checkpoints,
+        prompts=inputs.prompts,
+        buffer=side.buffer,
+        rollouts=side.rollouts,
+        ledger=side.records.ledger,
+        accounts=side.joined.accounts,
+        lockstep=lockstep,
+        images=inputs.tokenizer.images,
+        digests=inputs.digests,
+        lock=inputs.locks.saving,
+    )
+    return Outlets(
+        evaluate=evaluation.run,
+        report=reporter.report,
+        save=saver.save,
+        should_stop=stop.is_set,
+        should_hurry=lambda: stop.preempted,
+        gives_up=side.gives_up,
+    )

@@ -1,0 +1,148 @@
+"""Before a run begins whose checkpoints lie on a bucket: its records come back, and it takes over.
+
+The newest checkpoint decides. A folder that is here stays, whether it was trained in or was fetched
+from the run's copy (mirror), if it knows the sign of the trainer that wrote the checkpoint and
+its metrics reach it. One that does not reach it, such as an older copy, gets the records of the
+checkpoint; one that does not know the sign was continued elsewhere, and is moved aside.
+"""
+
+import logging
+import uuid
+from pathlib import Path
+
+import yaml
+
+from jaxrl_async.config.run_section import CheckpointSection, RunSection
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.metrics.recorder import read_lines
+from jaxrl_async.run.checkpoint.bucket import BucketStorage, open_bucket, unusable
+from jaxrl_async.run.checkpoint.seal import saved_steps
+from jaxrl_async.run.folder import Paths, holds_something, move_aside
+from jaxrl_async.run.signs import WRITERS, add_signs, read_signs
+
+log = logging.getLogger(__name__)
+
+
+def bring_back_records(section: CheckpointSection, run: RunSection) -> bool:
+    """Make the run's folder from its newest checkpoint on a bucket if it is to be resumed and is
+    not here, does not reach that, or was continued elsewhere since. Return whether there is such a
+    checkpoint.
+
+    Raises ConfigError if the bucket cannot be read, if it holds checkpoints of the run and this is
+    a new one, if none of them is what was written, or if the run saved elsewhere before.
+    """
+    paths = Paths(Path(run.dir) / run.name)
+    if section.dir is None:
+        if not saved_steps(paths.checkpoints):
+            _check_same_place(section, run)
+        return False
+    place = open_bucket(section.dir, run.name)
+    try:
+        steps = place.steps()
+        if not steps:
+            _check_same_place(section, run)
+            return False
+        if not (run.resume or run.resume_or_start):
+            raise ConfigError(
+                f"{place.directory} (checkpoint.dir) holds checkpoints of a run already. Continue "
+                "it with --resume, choose another run.name, or remove them from the bucket "
+                "(run.overwrite does not: nothing is moved there)."
+            )
+        _bring_back(place, _newest_whole(place, steps), paths)
+    except OSError as error:
+        raise unusable(str(place.directory), error) from error
+    return True
+
+
+def begin_writing(section: CheckpointSection, run: RunSection) -> None:
+    """Make this process the trainer that writes a run's checkpoints to its bucket; one that still
+    runs ends at a save of its own. What that has saved since `bring_back_records` is brought, too.
+    Raises ConfigError."""
+    if section.dir is None:
+        return
+    place, paths = open_bucket(section.dir, run.name), Paths(Path(run.dir) / run.name)
+    sign = uuid.uuid4().hex
+    try:
+        before = place.writer()
+        add_signs(paths.root / WRITERS, (sign,))  # first: it may be killed in between
+        place.begin(sign)
+        steps = place.steps()
+        if steps and not run.resume:
+            raise ConfigError(
+                f"{place.directory} (checkpoint.dir): {before or 'another trainer'}, has saved the "
+                "run's first checkpoint while this start was prepared. Start once more, with "
+                "--resume or run.resume_or_start=true."
+            )
+        if steps:
+            _bring_back(place, _newest_whole(place, steps), paths)
+    except OSError as error:
+        raise unusable(str(place.directory), error) from error
+    if before is not None:
+        log.info("%s was written by %s; if it still runs, it ends", place.directory, before)
+
+
+def _bring_back(place: BucketStorage, step: int, paths: Paths) -> None:
+    """Bring a run's folder to where its newest checkpoint is. Raises OSError, ConfigError."""
+    root, writer = paths.root, place.writer()
+    # A host that was not the first of its run has left no metrics, only files such as its trace.
+    if holds_something(root) and (paths.metrics.is_file() or saved_steps(paths.checkpoints)):
+        signs = read_signs(root / WRITERS)
+        if writer is None or writer.sign in signs:
+            if _reaches(paths, place, step):
+                return
+        elif not signs:
+            raise ConfigError(
+                f"{root} and {place.directory} (checkpoint.dir) hold runs that know nothing of "
+                "each other. Move the one aside that is not to be continued, or choose another "
+                "run.name."
+            )
+        else:
+            log.warning("%s was continued elsewhere since, by %s", root, writer)
+            log.warning("%s is moved aside, to %s", root, move_aside(root))
+    log.warning("the records of version %d are fetched from %s to %s", step, place.directory, root)
+    root.mkdir(parents=True, exist_ok=True)
+    add_signs(root / WRITERS, () if writer is None else (writer.sign,))
+    place.fetch_records(step, paths)
+
+
+def _reaches(paths: Paths, place: BucketStorage, step: int) -> bool:
+    """Return whether the metrics here are of this step or later, and the ledger is as long as the
+    checkpoint's: a copy may have been made between the two."""
+    last = max((line["step"] for line in read_lines(paths.metrics) if "step" in line), default=0)
+    size = paths.ledger.stat().st_size if paths.ledger.is_file() else 0
+    return last >= step and size >= place.record_size(step, paths.ledger)
+
+
+def _check_same_place(section: CheckpointSection, run: RunSection) -> None:
+    """Raise ConfigError if a run is resumed that saved to another checkpoint.dir before: there is
+    no checkpoint at this one, and it would start from its beginning."""
+    paths = Paths(Path(run.dir) / run.name)
+    if not (run.resume or run.resume_or_start) or not paths.config.is_file():
+        return
+    settings = yaml.safe_load(paths.config.read_text(encoding="utf-8")) or {}
+    before = settings.get("checkpoint", {}).get("dir")
+    has_some = before is not None or saved_steps(paths.checkpoints)
+    if before != section.dir and has_some and holds_something(paths.root):
+        raise ConfigError(
+            f"{paths.root} was made with checkpoint.dir={before or 'null'}, and is to be resumed "
+            f"with checkpoint.dir={section.dir or 'null'}, where it has no checkpoint. Set it as "
+            "before, or copy the checkpoints."
+        )
+
+
+def _newest_whole(place: BucketStorage, steps: list[int]) -> int:
+    """Return the newest step whose objects are those that were written. Raises OSError where the
+    bucket does not say, ConfigError if there is none."""
+    for step in reversed(steps):
+        try:
+            place.check(step)
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            log.warning("%s", error)
+        else:
+            return step
+    raise ConfigError(
+        f"{place.directory} (checkpoint.dir): none of the checkpoints {steps} is what was written. "
+        "Bring their objects back, or choose another run.name to start anew."
+    )

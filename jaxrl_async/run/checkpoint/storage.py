@@ -1,0 +1,138 @@
+"""Places of a run's checkpoints: a folder, which can rename, or a bucket, which cannot.
+
+Checkpoints ──writes, seals, reads, removes──> Place: FolderPlace | BucketPlace (bucket.py)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxrl_async.config.run_section import CheckpointSection
+from jaxrl_async.run.checkpoint.bucket import BucketStorage, open_bucket
+from jaxrl_async.run.checkpoint.seal import (
+    UNNAMED,
+    check_files,
+    check_links,
+    forget_old,
+    forget_unreadable,
+    give_name,
+    is_sealed,
+    saved_steps,
+    seal,
+    set_unreadable_aside,
+    sweep,
+    sweep_until_gone,
+)
+from jaxrl_async.run.folder import Paths
+from jaxrl_async.run.signs import WRITERS, read_signs
+
+
+class CheckpointStorage(Protocol):
+    """A place of checkpoints; every method but the first two raises OSError if it fails."""
+
+    @property
+    def directory(self) -> Any:
+        """The folder: a path whose `/` leads to a step, and which orbax takes."""
+
+    def written(self, step: int) -> Any:
+        """Return the folder to which orbax writes a checkpoint."""
+
+    def make_room(self, step: int) -> None:
+        """Prepare for a step to be written again."""
+
+    def complete(self, step: int, run: Paths | None) -> None:
+        """Make what orbax has written a checkpoint. run: whose records may go with it."""
+
+    def sweep(self) -> None:
+        """Remove what unfinished saves have left."""
+
+    def sweep_failed(self, step: int) -> None:
+        """Remove what a failed save of this process has left."""
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, oldest first."""
+
+    def is_sealed(self, step: int) -> bool:
+        """Return whether a checkpoint has checksums."""
+
+    def check(self, step: int, give_up: Callable[[], bool] = ...) -> None:
+        """Raise OSError if a checkpoint's files are not those that were written."""
+
+    def check_links(self, step: int) -> None:
+        """Raise OSError if a checkpoint has a link that leads out of it."""
+
+    def set_aside(self, step: int) -> str:
+        """Keep a damaged checkpoint from being read; return its new name."""
+
+    def forget_aside(self, kept: str) -> list[str]:
+        """Remove what was set aside, but for `kept`; return the names."""
+
+    def forget_old(self, newest: int, keep: int) -> None:
+        """Remove older checkpoints than the last `keep`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderStorage:
+    """A folder of a file system."""
+
+    directory: Path
+
+    def written(self, step: int) -> Path:
+        """Return a folder that is not named by the step alone."""
+        return self.directory / f"{step}{UNNAMED}"
+
+    def make_room(self, step: int) -> None:
+        """Do nothing: the old checkpoint is replaced by name."""
+
+    def complete(self, step: int, run: Paths | None) -> None:
+        """Seal it and give it its name."""
+        seal(self.written(step))
+        give_name(self.written(step), self.directory / str(step))
+
+    def sweep(self) -> None:
+        """Remove what a killed run half wrote."""
+        sweep(self.directory)
+
+    def sweep_failed(self, step: int) -> None:
+        """Sweep while threads of the save still write."""
+        sweep_until_gone(self.directory, str(step))
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a name."""
+        return saved_steps(self.directory)
+
+    def is_sealed(self, step: int) -> bool:
+        """Return whether it has checksums."""
+        return is_sealed(self.directory / str(step))
+
+    def check(self, step: int, give_up: Callable[[], bool] = lambda: False) -> None:
+        """Hash its files and compare. Raises GivenUpReading, too."""
+        check_files(self.directory / str(step), give_up)
+
+    def check_links(self, step: int) -> None:
+        """Raise OSError if it has a link that leads out of it."""
+        check_links(self.directory / str(step))
+
+    def set_aside(self, step: int) -> str:
+        """Rename it."""
+        return set_unreadable_aside(self.directory / str(step)).name
+
+    def forget_aside(self, kept: str) -> list[str]:
+        """Remove the other renamed ones."""
+        return forget_unreadable(self.directory / kept)
+
+    def forget_old(self, newest: int, keep: int) -> None:
+        """Remove older ones than the last `keep` with checksums."""
+        forget_old(self.directory, newest, keep)
+
+
+def place_of(
+    section: CheckpointSection, run_name: str, paths: Paths
+) -> FolderStorage | BucketStorage:
+    """Return where a run's checkpoints lie; nothing is made. Raises ConfigError for a bucket that
+    cannot be used."""
+    if section.dir is None:
+        return FolderStorage(paths.checkpoints.absolute())
+    signs = read_signs(paths.root / WRITERS)  # the last one's is this process's, if it trains
+    return open_bucket(section.dir, run_name, signs[-1] if signs else None)

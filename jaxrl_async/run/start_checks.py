@@ -1,0 +1,150 @@
+"""Checks before a run begins: the names and the paths in its configuration."""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl_async.algorithms.answer_pairs import pairs_loss
+from jaxrl_async.algorithms.preference_losses import preference_loss
+from jaxrl_async.algorithms.preflight import check_algorithm
+from jaxrl_async.algorithms.registry import is_absent
+from jaxrl_async.config.schema import AlgorithmSection, Config, each_of, name_of
+from jaxrl_async.config.several import merged, runs_of
+from jaxrl_async.data.addresses import folder_here, is_address, is_elsewhere
+from jaxrl_async.data.hub import hub_records, is_hub_name, records_folder
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.scorers.rewards import find_reward
+from jaxrl_async.tasks.named_tasks import check_task_name
+
+
+def check_names(config: Config) -> None:
+    """Raise ConfigError if a function that the configuration names is unknown or refuses its
+    arguments. User files that are missing here are checked on the machine that trains."""
+    if "JAX_PLATFORMS" not in os.environ:  # another process may hold the accelerator
+        jax.config.update("jax_platforms", "cpu")
+    if config.run.job == "preference":
+        preference_loss.resolve(config.preference.loss)
+    if config.task is not None and not is_absent(config.task):
+        check_task_name(config.task)
+    if config.run.job != "rl":
+        return
+    check_algorithm(_without_absent_files(config.algorithm), config.teacher)
+    if config.pairs is not None and not is_absent(config.pairs.loss):
+        pairs_loss(config.pairs.loss)
+    for choice in each_of(config.reward.function):
+        if name_of(choice) != "none" and not is_absent(choice):
+            find_reward(name_of(choice))
+
+
+def _without_absent_files(algorithm: AlgorithmSection) -> AlgorithmSection:
+    """Return the section with defaults for the functions whose file is missing."""
+    fields = ("advantage", "correction", "loss", "kl", "aggregate", "shaping")
+    absent = [f for f in fields if any(map(is_absent, each_of(getattr(algorithm, f))))]
+    defaults = AlgorithmSection()
+    return algorithm.model_copy(update={field: getattr(defaults, field) for field in absent})
+
+
+def with_hub_folders(config: Config) -> Config:
+    """Return the configuration with folders in place of names (owner/name) of models and tokenizers
+    on the Hugging Face hub: from its cache, or downloaded. Records by name are downloaded, too;
+    files at an address (gs://...) are copied here; a GGUF file gets a folder in the cache. Raises
+    ConfigError within seconds if they are not available."""
+    if fetched := _fetched(config):
+        config = Config.model_validate(merged(config.model_dump(), fetched))
+    if not config.runs:
+        return config
+    runs = {
+        name: merged(config.runs[name], _fetched(own, f"runs.{name}."))
+        for name, own in runs_of(config).items()
+    }
+    return config.model_copy(update={"runs": runs})
+
+
+def _fetched(config: Config, of_run: str = "") -> dict[str, Any]:
+    """Fetch the files on the hub and at addresses that a configuration names; return the settings
+    of the copies, as a tree.
+
+    of_run: prefix of the names of settings in messages.
+    """
+    tree: dict[str, Any] = {}
+    for setting, path, kind in _read(config):
+        if is_address(path) or (kind != "dataset" and is_elsewhere(path)):
+            _put(tree, setting.split("."), folder_here(path, of_run + setting, kind))
+        elif kind == "dataset" and (records := hub_records(path)) is not None:
+            records_folder(records, of_run + setting)
+    return tree
+
+
+def _put(tree: dict[str, Any], names: Sequence[str], path: Path) -> None:
+    """Set the setting of these names in a tree."""
+    *sections, last = names
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[last] = str(path)
+
+
+def hub_names(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield the run's sources on the Hugging Face hub: the setting, its value, and the kind of
+    hub.model_folder, or "dataset"."""
+    for setting, path, kind in _read(config):
+        if hub_records(path) is not None if kind == "dataset" else is_hub_name(path):
+            yield setting, path, kind
+
+
+def _read(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield the run's inputs: the setting, the path that it names, and its kind, as hub_names."""
+    for setting, path in _folders(config):
+        if path is not None:
+            yield setting, path, "tokenizer" if setting == "data.tokenizer" else "model"
+    for setting, path in _files(config):
+        if path is not None:
+            yield setting, path, "dataset"
+
+
+def check_paths(config: Config) -> None:
+    """Raise ConfigError if a setting names a directory or a file that does not exist.
+
+    os.path handles names that are too long to exist; pathlib raises.
+    """
+    for setting, path in _folders(config):
+        if path is not None and not os.path.isdir(path):
+            raise ConfigError(_missing(setting, path, "folder"))
+    for setting, path in _files(config):
+        if path is not None and not os.path.exists(path) and hub_records(path) is None:
+            raise ConfigError(_missing(setting, path, "file"))
+
+
+def _folders(config: Config) -> Iterator[tuple[str, str | None]]:
+    """Yield the Hugging Face directories that the run will open."""
+    yield "model.path", config.model.path
+    yield "data.tokenizer", config.data.tokenizer
+    if config.run.job == "preference":
+        yield "preference.reference", config.preference.reference
+    if config.run.job == "rl":
+        if config.teacher is not None:
+            yield "teacher.path", config.teacher.path
+        yield "critic.path", config.critic.path
+        yield "reward.model", config.reward.model
+        if config.refers:
+            yield "reference.path", config.reference.path
+
+
+def _files(config: Config) -> Iterator[tuple[str, str | None]]:
+    """Yield the files of records that the run will read."""
+    if config.data.source == "jsonl":
+        yield "data.jsonl.path", config.data.jsonl.path
+        yield "data.jsonl.eval_path", config.data.jsonl.eval_path
+    if config.data.chat_format.endswith(".jinja"):
+        yield "data.chat_format", config.data.chat_format
+    if config.warm_start.steps:
+        yield "warm_start.path", config.warm_start.path
+
+
+def _missing(setting: str, path: str, what: str) -> str:
+    return (
+        f"{setting} = {path!r}: there is no such {what} here. Correct the path; a relative path "
+        f"starts at {Path.cwd()}."
+    )

@@ -1,0 +1,73 @@
+"""The weight channel's interface to samplers in other processes (the package `remote`)."""
+
+from typing import Protocol
+
+from jaxrl_async.model.spec import Params
+from jaxrl_async.types import VersionedParams
+from jaxrl_async.weights.traffic import Traffic
+
+
+class RemoteSamplers(Protocol):
+    """Serves weights to samplers in separate processes."""
+
+    @property
+    def may_come(self) -> bool:
+        """True if samplers join and leave, so there may be none for a while."""
+        ...
+
+    @property
+    def wait_s(self) -> float:
+        """Maximum wait while there are no samplers, seconds."""
+        ...
+
+    @property
+    def patience_s(self) -> float:
+        """Maximum time of a transfer including its retries, seconds."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes sent to one sampler."""
+        ...
+
+    def begin(self, base: Params) -> None:
+        """Also offer the base of the published adapters, from the first publish on."""
+        ...
+
+    def publish(self, update: VersionedParams) -> None:
+        """Copy the trainer's weights and return immediately; the samplers get the newest copy.
+        Raises WeightsError if earlier weights could not be offered."""
+        ...
+
+    def traffic(self) -> Traffic:
+        """Return the transfer statistics so far."""
+        ...
+
+    def close(self) -> None:
+        """Stop offering weights. Idempotent."""
+        ...
+
+
+class _NoRemote:
+    """The RemoteSamplers of a run without remote samplers."""
+
+    may_come = False
+    wait_s = 0.0
+    patience_s = 0.0
+    num_bytes = 0
+
+    def begin(self, base: Params) -> None:
+        """Do nothing."""
+
+    def publish(self, update: VersionedParams) -> None:
+        """Do nothing."""
+
+    def traffic(self) -> Traffic:
+        """Return empty statistics."""
+        return Traffic()
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+NO_REMOTE = _NoRemote()

@@ -1,0 +1,164 @@
+"""What CONTRIBUTING says of names, of the core and its wings, and of words."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+import jaxrl_async
+from jaxrl_async.config.load import setting_names
+
+PACKAGE = Path(jaxrl_async.__file__).parent
+ROOT = PACKAGE.parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+WINGS = {
+    "adapters",
+    "cpu",
+    "endpoint",
+    "games",
+    "interop",
+    "judge",
+    "launch",
+    "mirror",
+    "plan",
+    "remote",
+    "view",
+}
+ENTRIES = ("command", "api", "testing", "sample.py", "serve.py", "audit.py", "__init__.py")
+"""Parts above the wings, which may name them."""
+MOST_IMPORTED = 420
+"""Files that the main job imports at most."""
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0]
+
+
+def test_no_file_name_stands_twice():
+    where = defaultdict(list)
+    for path in FILES:
+        if path.name not in ("__init__.py", "__main__.py"):
+            where[path.name].append(path.relative_to(PACKAGE).as_posix())
+    assert {name: paths for name, paths in where.items() if len(paths) > 1} == {}
+
+
+def test_no_public_class_name_stands_twice():
+    where = defaultdict(list)
+    for path, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where[node.name].append(path.relative_to(PACKAGE).as_posix())
+    assert {name: paths for name, paths in where.items() if len(paths) > 1} == {}
+
+
+def test_each_wing_says_that_it_is_one():
+    said = {p.parent.name for p in PACKAGE.glob("*/__init__.py") if '"""Wing: ' in p.read_text()}
+    assert said == WINGS
+
+
+def named_modules(tree: ast.Module) -> set[str]:
+    """Return the modules of wings that a module names in texts, as importlib takes them."""
+    texts = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}
+    names = {t.partition(":")[0].removeprefix("jaxrl_async.") for t in texts if isinstance(t, str)}
+    dotted = {name for name in names if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", name)}
+    dotted -= set(setting_names())
+    return {n for n in dotted if PACKAGE.joinpath(*n.split(".")).with_suffix(".py").is_file()}
+
+
+def test_one_file_of_the_core_names_the_wings():
+    """And one the built-in tasks, of which some are games. Imports are .importlinter's."""
+    naming = {
+        path.relative_to(PACKAGE).as_posix()
+        for path, tree in TREES.items()
+        if part_of(path) not in {*WINGS, *ENTRIES}
+        and any(name.partition(".")[0] in WINGS for name in named_modules(tree))
+    }
+    assert naming == {"run/features.py", "tasks/named_tasks.py"}
+
+
+def test_the_objects_that_features_takes_from_wings_by_name_exist():
+    source = (PACKAGE / "run/features.py").read_text("utf-8")
+    named = re.findall(r'\("([a-z_.]+)", "(\w+)"\)', source)
+    assert len(named) >= 15, "run/features.py names objects of wings in another form"
+    for module, name in named:
+        wing = importlib.import_module(f"jaxrl_async.{module}")
+        assert hasattr(wing, name), f"run/features.py: {module} has no {name}"
+
+
+def constructed(tree: ast.Module, name: str) -> bool:
+    """Return whether a module calls a class by this name."""
+    return any(
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+        for node in ast.walk(tree)
+    )
+
+
+@pytest.mark.parametrize("name", ["Sampler", "WeightChannel", "Learner"])
+def test_builders_alone_make_the_parts_of_a_run(name):
+    """And what serves or asks a policy without a run."""
+    makes = {
+        path.relative_to(PACKAGE).as_posix()
+        for path, tree in TREES.items()
+        if constructed(tree, name) and part_of(path) not in (*WINGS, "testing")
+    }
+    allowed = {"api/asking.py", "serve.py"} if name == "Sampler" else set()
+    assert all(path.startswith("run/builders/") for path in makes - allowed), makes
+
+
+@pytest.mark.slow
+def test_the_main_job_imports_few_files_and_no_wing_that_it_does_not_use(tmp_path):
+    code = (
+        "import sys\n"
+        "from jaxrl_async.train_command import main\n"
+        f"main(['configs/addition.yaml', 'run.dir={tmp_path}', 'run.steps=1', "
+        "'warm_start.steps=1', 'trainer.warmup_steps=0', 'data.addition.eval_size=8'])\n"
+        "print('loaded', *(m for m in sys.modules if m.split('.')[0] == 'jaxrl_async'))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    loaded = done.stdout.rpartition("loaded ")[2].split()
+    assert len(loaded) <= MOST_IMPORTED
+    used = {name.split(".")[1] for name in loaded if "." in name} & WINGS
+    assert used == {"view", "cpu"}, "the report, and kernels on a CPU"
+
+
+# ---- words
+
+HOME_MADE = re.compile(
+    r"\b(?:(?:goes|going|went|gone) on|nobody|whoever|learnt|(?:drawn|made) anew|what of"
+    r"|for want of|(?:is|are|was|were) told|page of runs|beside)\b",
+    re.IGNORECASE,
+)
+"""Words that this project's own English had in place of the field's: continues, no one, trained or
+learned, sampled again, which part, without, gets an error or is logged, dashboard, alongside."""
+
+
+def prose_of(path: Path) -> list[tuple[int, str]]:
+    """Return the lines of a module that people read: docstrings and comments."""
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    numbers = {n for n, line in enumerate(lines, 1) if re.search(r"(^|\s)#(?!!)", line)}
+    for node in ast.walk(ast.parse(text)):
+        body = getattr(node, "body", None)
+        for part in body if isinstance(body, list) else ():
+            value = getattr(part, "value", None)
+            if isinstance(part, ast.Expr) and isinstance(value, ast.Constant):
+                numbers |= set(range(part.lineno, (part.end_lineno or part.lineno) + 1))
+    return [(n, lines[n - 1]) for n in sorted(numbers)]
+
+
+def test_prose_speaks_in_the_fields_words():
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {match[0]}: {line.strip()}"
+        for path in FILES
+        for number, line in prose_of(path)
+        if (match := HOME_MADE.search(line))
+    ]
+    assert not found, "\n".join(found)
