@@ -109,7 +109,7 @@ def test_a_run_that_is_left_alone_ends_saved_and_goes_on_with_another_sampler(
 def test_what_a_newcomer_does_wrong_is_said_and_harms_nobody(tmp_path: Path) -> None:
     with joined_run(tmp_path, *LONG, "run.steps=1000") as run:
         run.sample("early", "--wait", "0.5")
-        assert run.code("early") == 1
+        assert run.code("early") == 69  # unavailable
         assert re.search(r"no trainer .* within 0.5 s.*Check that it runs", run.said("early"), re.S)
         run.train()
         run.sample("first")
@@ -123,7 +123,7 @@ def test_what_a_newcomer_does_wrong_is_said_and_harms_nobody(tmp_path: Path) -> 
             ("long", "context=2: a sampler decodes one token"),
             ("nowhere", "no trainer let this sampler join within 0.5 s at 127.0.0.1:9"),
         ):
-            assert run.code(name) in (1, 2), name
+            assert run.code(name) in (1, 2, 69), name
             said = run.said(name)
             assert words in said and "Traceback" not in said, said
         run.until_said("wide", "generating for run")
