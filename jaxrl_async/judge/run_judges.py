@@ -31,7 +31,7 @@ class NoOutcome:
 
 
 class RunJudges:
-    """The judge of a run and its process rewards: run.optional_parts.Judges."""
+    """The judge of a run and its process rewards: run.optional_parts.JudgeScorers."""
 
     def __init__(
         self,
@@ -122,13 +122,13 @@ class RunJudges:
         return {} if self._process is None else self._process.tally.read()
 
     def begin(self, folder: Path, process: int, version: Callable[[], int]) -> None:
-        """See run.optional_parts.Judges."""
+        """See run.optional_parts.JudgeScorers."""
         if self._desk is not None:
             self._desk.cache.open(judge_cache_file(folder, process))
         if self._process is not None:
             self._process.version = version
 
     def close(self) -> None:
-        """See run.optional_parts.Judges."""
+        """See run.optional_parts.JudgeScorers."""
         if self._desk is not None:
             self._desk.close()

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config, FaultsSection, ModelSection, WeightsSection
-from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, Rules, shapes_on, shardings
+from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, Rules, Slices, shapes_on, shardings
 from jaxrl_async.metrics.fault_counts import AwakeClock
 from jaxrl_async.model.frozen_base import base_shapes, base_table, check_groups, form_of, sent_base
 from jaxrl_async.model.lora import Lora, adapter_table, as_sent, beside, lora_of
@@ -265,6 +265,38 @@ def uses_one_thread(mesh: Mesh, *, colocated: bool) -> bool:
     return bool(mesh.devices.flat[0].platform == "cpu") and mesh.size == 1 and not colocated
 
 
+def make_channel(
+    config: Config,
+    spec: ModelSpec,
+    slices: Slices,
+    version: int,
+    gate: ReplayBuffer | ReplayedBuffer,
+    count: Callable[[str], None],
+) -> tuple[list[Push], WeightChannel]:
+    """Make the channel to samplers on the meshes of slices, and the push to each of them.
+
+    Args:
+        config: weights, model.
+        spec: the policy's.
+        slices: devices of the trainer and the samplers.
+        version: the samplers' initial version.
+        gate: notified when a version is live in every sampler.
+        count: called with the name of each fault.
+    """
+    pushes = [
+        make_push(config.weights, config.model, spec, slices.trainer, mesh)
+        for mesh in slices.samplers
+    ]
+    channel = WeightChannel(
+        pushes,
+        on_live=gate.set_live,
+        version=version,
+        checksum=config.weights.checksum,
+        count=count,
+    )
+    return pushes, channel
+
+
 def make_sampling(
     config: Config,
     inputs: Inputs,
@@ -285,17 +317,7 @@ def make_sampling(
             are all weights.
     """
     slices, spec = inputs.slices, inputs.spec
-    pushes = [
-        make_push(config.weights, config.model, spec, slices.trainer, mesh)
-        for mesh in slices.samplers
-    ]
-    channel = WeightChannel(
-        pushes,
-        on_live=gate.set_live,
-        version=weights.version,
-        checksum=config.weights.checksum,
-        count=inputs.faults.add,
-    )
+    pushes, channel = make_channel(config, spec, slices, weights.version, gate, inputs.faults.add)
 
     def first(push: Push, mesh: Mesh) -> Params:
         own = push(weights.params)

@@ -1,6 +1,6 @@
-"""Places of a run's checkpoints: a folder, which can rename, or a bucket, which cannot.
+"""Storage of a run's checkpoints: a folder, which can rename, or a bucket, which cannot.
 
-Checkpoints ──writes, seals, reads, removes──> Place: FolderPlace | BucketPlace (bucket.py)
+Checkpoints ──writes, seals, reads, removes──> FolderStorage | BucketStorage (bucket.py)
 """
 
 from collections.abc import Callable
