@@ -45,7 +45,7 @@ settings.register_profile(  # pytest -n0 --timeout=0 --hypothesis-profile=long -
 
 
 MANY = 20
-"""Slow tests in a file that begins before the others."""
+"""Full tests in a file that begins before the others."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,14 +75,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files with most slow tests first, so that two workers end at about the same time. Where time
+    """Files with most full tests first, so that two workers end at about the same time. Where time
     is limited the order of the others changes each day, and from one Python to the next, so that
     none is always left out, and two Pythons do not leave out the same."""
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    places: dict[Path, float] = {item.path: -slow[item.path] for item in items}
+    full = Counter(item.path for item in items if item.get_closest_marker("full"))
+    places: dict[Path, float] = {item.path: -full[item.path] for item in items}
     if (until := config.getoption("until")) is not None:
         draw = random.Random(f"{until // 86_400} {sys.version_info.minor}")
-        places |= {path: draw.random() for path in sorted(places) if slow[path] < MANY}
+        places |= {path: draw.random() for path in sorted(places) if full[path] < MANY}
     items.sort(key=lambda item: places[item.path])
 
 
@@ -113,13 +113,13 @@ def compiled_programs_end_with_their_module() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def compiled_programs_of_slow_tests_end_when_they_are_many(
+def compiled_programs_of_long_tests_end_when_they_are_many(
     request: pytest.FixtureRequest,
 ) -> Iterator[None]:
     """A module of sixty whole runs alone exhausts them."""
     yield
     maps = Path("/proc/self/maps")
-    if not request.node.get_closest_marker("slow") or not maps.exists():
+    if not request.node.get_closest_marker("full") or not maps.exists():
         return
     if maps.read_text(encoding="utf-8", errors="replace").count("\n") > MOST_MAPPINGS:
         drop_programs()
