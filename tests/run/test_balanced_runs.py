@@ -40,7 +40,7 @@ def config_for(job: str, folder: Path, *overrides: str) -> Config:
     return load(empty, [*COMMON, *SFT, f"run.dir={folder}", *overrides])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("job", ["rl", "sft"])
 def test_a_run_that_moves_corrections_resumes_as_if_it_had_not_stopped(

@@ -26,7 +26,7 @@ def judged(runs: Path) -> str:
     return judge(runs / "judge")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_colocated_in_two_processes_stopped_and_resumed_equals_slices_of_their_own(runs, judged):
     alone(runs, "run.name=one", "run.steps=4", APART, judged)
@@ -50,7 +50,7 @@ def test_colocated_in_two_processes_stopped_and_resumed_equals_slices_of_their_o
     assert len({line["reward/model"] for line in two[0][1:]}) > 1, "the model judged"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_colocated_with_a_curriculum_two_processes_stay_within_the_bound(runs, judged):
     words = (

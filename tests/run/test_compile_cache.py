@@ -27,7 +27,7 @@ def programs_kept_in(folder: Path) -> set[str]:
     return {file.name for file in folder.glob("*-cache")}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_what_was_compiled_for_one_folder_is_found_in_a_copy_of_it(tmp_path: Path) -> None:
     first = programs_kept_in(tmp_path / "first")

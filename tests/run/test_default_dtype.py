@@ -84,7 +84,7 @@ def test_weights_stay_in_float32(tmp_path: Path, as_on: Any) -> None:
     assert (model.computes_in, model.param_dtype) == ("bfloat16", "float32")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("job", ["rl", "sft"])
 def test_a_run_writes_what_it_has_chosen_and_computes_in_it(
     tmp_path: Path, as_on: Any, monkeypatch: pytest.MonkeyPatch, job: str
@@ -102,7 +102,7 @@ def test_a_run_writes_what_it_has_chosen_and_computes_in_it(
     assert written(config) == "bfloat16" and seen == {("bfloat16", "float32")}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_on_a_cpu_computes_in_float32_and_a_resumed_one_in_what_it_had(
     tmp_path: Path, as_on: Any
 ) -> None:

@@ -10,7 +10,7 @@ from runs import config_of, many_digits, metrics_of
 from jaxrl_async import audit
 from jaxrl_async.run.loop import train
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.full, pytest.mark.exhaustive]
 
 TINY = (
     "model.architecture={layers: 4, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 32}",

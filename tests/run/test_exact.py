@@ -117,6 +117,7 @@ def unmasked(batch: PackedBatch) -> PackedBatch:
     return replace(batch, kept=np.full_like(batch.kept, 0xFF))
 
 
+@pytest.mark.full
 def test_with_its_masks_the_trainers_log_probs_are_the_samplers(params, played):
     batch = packed(list(played.values()))
     settings = DecoderSettings(chunk=40, temperature=TEMPERATURE)
@@ -157,7 +158,7 @@ def update(
     return stats, jax.tree.map(np.array, state.params)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_update_on_fresh_tokens_has_ratio_one_on_any_mesh_in_any_order(params, played):
     groups = list(played.values())
     step = step_on()

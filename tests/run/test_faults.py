@@ -53,7 +53,7 @@ def assert_each_group_has_one_fate(folder: Path) -> None:
     assert len(ended) == len(set(ended))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_with_two_samplers_survives_everything_at_once(tmp_path: Path) -> None:
     async def no_reply() -> Reply:
@@ -111,7 +111,7 @@ def reward(prompt, completion, reference):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_held_out_record_whose_scorer_fails_is_left_out_and_counted(tmp_path: Path) -> None:
     prompts = {problem.prompt for problem in held_out(4, 8)}
     (tmp_path / "judge.py").write_text(NOT_AT_FIRST.format(held_out=prompts))
@@ -121,7 +121,7 @@ def test_a_held_out_record_whose_scorer_fails_is_left_out_and_counted(tmp_path: 
     assert told(lines) == {"eval_left_out": 1}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_at_max_staleness_0_a_lost_sampler_changes_no_token_and_no_weight(tmp_path: Path) -> None:
     weights, rewards = [], []
     for name, broken in (("whole", ()), ("hurt", (faults.sampler_dies(Hits(after=7)),))):
@@ -137,7 +137,7 @@ def test_at_max_staleness_0_a_lost_sampler_changes_no_token_and_no_weight(tmp_pa
         np.testing.assert_allclose(values, weights[1][key], atol=1e-5, err_msg=key)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("broken", "error", "words"),
     [

@@ -41,7 +41,7 @@ def played(folder: Path, *overrides: str) -> tuple[list[dict], dict[str, np.ndar
     return metrics_of(config), weights_of(config), folder / config.run.name
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_with_pivots_adds_up_and_keeps_the_bound(tmp_path: Path) -> None:
     lines, _, root = played(
@@ -61,7 +61,7 @@ def test_a_run_with_pivots_adds_up_and_keeps_the_bound(tmp_path: Path) -> None:
     assert all(line["faults/lost_forks"] == 0 for line in steps)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_at_staleness_0_a_resumed_run_with_pivots_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     still = ("staleness.max_staleness=0", "sampler.slots=1", "sampler.reserve=0", PIVOTS)
@@ -89,7 +89,7 @@ def test_pivots_that_could_not_be_compared_are_refused(settings: list[str], says
         load(ADDITION, settings)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_environment_that_cannot_be_taken_back_is_refused(tmp_path: Path) -> None:
     config = config_of("calculator", tmp_path, "algorithm.pivots.continuations=2")
     with pytest.raises(ConfigError, match="cannot be taken back to an earlier token"):

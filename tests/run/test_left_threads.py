@@ -89,7 +89,7 @@ def ended(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_command_ends_at_once_with_one_message_while_an_update_goes_on(tmp_path: Path) -> None:
     code, _, err = ended(started(tmp_path, COMMAND))
     assert code == 1
@@ -98,7 +98,7 @@ def test_a_command_ends_at_once_with_one_message_while_an_update_goes_on(tmp_pat
     assert "waiting at most 0 s for the trainer (learning)" in err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_train_raises_and_the_program_exits_as_it_would_once_the_update_is_done(
     tmp_path: Path,
 ) -> None:
@@ -107,14 +107,14 @@ def test_train_raises_and_the_program_exits_as_it_would_once_the_update_is_done(
     assert err.count("injected") == 0 and "Traceback" not in err, err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_what_train_raises_is_shown_once(tmp_path: Path) -> None:
     code, _, err = ended(started(tmp_path, RAISED, seconds=8))
     assert (code, err.count("Traceback")) == (1, 1), err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "times", "code"),
     [

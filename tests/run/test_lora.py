@@ -48,7 +48,7 @@ def base_of(config: Any) -> dict[str, np.ndarray]:
     return load_file(Path(config.run.dir) / config.run.name / "base" / "model.safetensors")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_an_adapter_is_trained_sent_saved_and_resumed_alone(tmp_path: Path) -> None:
     exact = ("staleness.max_staleness=0", "checkpoint={every: 2}", "algorithm.kl_coefficient=0.1")
@@ -82,7 +82,7 @@ def test_an_adapter_is_trained_sent_saved_and_resumed_alone(tmp_path: Path) -> N
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "overrides",
@@ -125,7 +125,7 @@ PAIRS = """{"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("job", ["sft", "preference", "reward_model"])
 def test_the_other_jobs_train_an_adapter(tmp_path: Path, job: str) -> None:
@@ -157,6 +157,7 @@ def test_the_other_jobs_train_an_adapter(tmp_path: Path, job: str) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.full
 def test_a_resumed_adapter_is_scaled_as_it_was_trained(tmp_path: Path) -> None:
     """B times another scale is another policy: it is refused, and what was saved is read as it was
     made, although the refused start has left its configuration."""
@@ -212,6 +213,7 @@ def test_targets_that_choose_nothing_are_refused_and_all_may_stand_in_a_list() -
     assert one == listed
 
 
+@pytest.mark.full
 def test_a_base_in_eight_bits_leaves_the_adapter_as_it_is() -> None:
     spec = ModelSpec.from_architecture(ArchitectureSection(layers=2), 64)
     model = ModelSection.model_validate({"lora": {"rank": 4}})

@@ -93,6 +93,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"data.tokenizer={folder}"
 
 
+@pytest.mark.full
 def test_sft_learns_reports_and_ends_as_a_policy_and_a_report(runs: Path) -> None:
     metrics, weights = run(runs, "run.job=sft", "run.steps=6", "run.name=sft")
     assert [line["step"] for line in metrics] == list(range(7))
@@ -108,11 +109,12 @@ def test_sft_learns_reports_and_ends_as_a_policy_and_a_report(runs: Path) -> Non
     assert len(weights) > 5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "job",
     [
         ("run.job=preference", KTO),
-        pytest.param(("run.job=reward_model",), marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        pytest.param(("run.job=reward_model",), marks=[pytest.mark.full, pytest.mark.exhaustive]),
     ],
     ids=str,
 )
@@ -124,6 +126,7 @@ def test_two_updates_and_resuming_to_four_equal_four(runs: Path, job: tuple) -> 
     assert_same_run(whole, parts)
 
 
+@pytest.mark.full
 def test_ctrl_c_finishes_the_step_and_resuming_equals_a_run_without_it(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -144,6 +147,7 @@ def test_ctrl_c_finishes_the_step_and_resuming_equals_a_run_without_it(
     assert_same_run(whole, run(runs, "run.job=sft", "run.name=stopped", "run.resume=true"))
 
 
+@pytest.mark.full
 def test_dpo_ranks_held_out_pairs_and_starts_at_chance(runs: Path, tokenizer: str) -> None:
     metrics, _ = run(
         runs,
@@ -162,6 +166,7 @@ def test_dpo_ranks_held_out_pairs_and_starts_at_chance(runs: Path, tokenizer: st
     assert metrics[-1]["eval/accuracy"] == 1 and metrics[-1]["eval/margin"] > 0.1
 
 
+@pytest.mark.full
 def test_a_reference_of_ones_own_is_what_the_policy_is_compared_with(runs: Path) -> None:
     run(runs, "run.job=sft", "run.steps=1", "run.name=other")
     job = ["run.job=preference", "run.steps=1", "eval.every=0", "run.seed=3"]
@@ -175,6 +180,7 @@ def test_a_reference_of_ones_own_is_what_the_policy_is_compared_with(runs: Path)
         run(runs, *job, other, "run.name=simpo", "preference.loss=simpo")
 
 
+@pytest.mark.full
 def test_a_reward_model_ends_as_a_directory_with_a_head(runs: Path, tokenizer: str) -> None:
     job = ["run.job=reward_model", "run.name=judge", records(runs, *EASY), tokenizer]
     metrics, _ = run(runs, *job, "run.steps=6", "eval.every=0")
@@ -186,6 +192,7 @@ def test_a_reward_model_ends_as_a_directory_with_a_head(runs: Path, tokenizer: s
     assert (folder / "tokenizer.json").is_file()
 
 
+@pytest.mark.full
 def test_records_of_a_file_are_learnt_and_bad_ones_counted(
     runs: Path, tokenizer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -201,6 +208,7 @@ def test_records_of_a_file_are_learnt_and_bad_ones_counted(
     assert sum("2 of 10 records skipped" in r.message for r in caplog.records) == 1
 
 
+@pytest.mark.full
 def test_judged_answers_are_for_kto_only(runs: Path, tokenizer: str) -> None:
     judged = [
         {"prompt": f"{i}+1=", "completion": str(i + good), "label": bool(good)}
@@ -215,6 +223,7 @@ def test_judged_answers_are_for_kto_only(runs: Path, tokenizer: str) -> None:
             run(runs, *job, other, "run.name=other", "run.overwrite=true")
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_another_job_is_refused(runs: Path) -> None:
     run(runs, "run.job=sft", "run.steps=1", "run.name=refused")
     with pytest.raises(CheckpointError, match=r"run.job=sft.* run.job=preference"):
@@ -236,7 +245,7 @@ def test_the_samplers_devices_are_not_asked_for() -> None:
     assert mesh.num_devices == 7 and mesh.without_samplers.num_devices == 4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_sharded_trainer_learns_the_same(runs: Path) -> None:
     assert jax.device_count() == 8
@@ -247,7 +256,7 @@ def test_a_sharded_trainer_learns_the_same(runs: Path) -> None:
         assert many[1][key] == pytest.approx(one[1][key], abs=1e-5), key
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_the_three_steps_of_rlhf_run_one_after_the_other(tmp_path: Path) -> None:
     recipes, runs = ROOT / "configs" / "rlhf_three_steps", tmp_path / "runs"
@@ -278,7 +287,7 @@ DELTA = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "more",
@@ -297,7 +306,7 @@ def test_gated_delta_nets_learn_from_given_answers(runs: Path, more: tuple) -> N
     assert Policy.from_pretrained(runs / name / "policy").spec.family == "qwen3_next"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_gated_delta_nets_learn_from_rollouts_of_their_own(runs: Path) -> None:
     """The sampler's states give the log-probs that the trainer finds, update after update."""

@@ -33,6 +33,8 @@ from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.trainer.objectives.policy_objective import PolicyData
 from jaxrl_async.types import NOT_DRAWN, PackedBatch, Request, SamplingParams
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 STEPS, GROUPS, MEMBERS, LONGEST, ROW = 3, 3, 4, 16, 48
 REWARD = """
@@ -205,7 +207,6 @@ def packed(answers, rewards, version: int) -> PackedBatch:
 # ---- the two side by side
 
 
-@pytest.mark.slow
 def test_the_threaded_run_has_the_metrics_of_one_thread_bit_for_bit(threaded, plain) -> None:
     assert len(threaded[0]) == len(plain[0]) == STEPS + 1
     for line, told in zip(threaded[0], plain[0], strict=True):
@@ -213,7 +214,6 @@ def test_the_threaded_run_has_the_metrics_of_one_thread_bit_for_bit(threaded, pl
     assert all("eval/reward" in plain[0][version] for version in (0, 2, STEPS))
 
 
-@pytest.mark.slow
 def test_the_threaded_run_ends_with_the_weights_of_one_thread_bit_for_bit(threaded, plain) -> None:
     jax.tree.map(np.testing.assert_array_equal, threaded[1].params, plain[1])
 

@@ -45,7 +45,7 @@ RL = (
 )
 BF16 = ("model.dtype=bfloat16", "model.param_dtype=bfloat16")
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.full, pytest.mark.exhaustive]
 
 
 @pytest.fixture(scope="module")

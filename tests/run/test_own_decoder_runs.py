@@ -32,7 +32,7 @@ def rl(folder: Path, *overrides: str) -> Any:
     return config_of("addition", folder, *TINY, own, many_digits(folder), *overrides)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_resumed_run_goes_on_alike_and_refuses_another_text(tmp_path: Path) -> None:
     exact = ("staleness.max_staleness=0", "checkpoint={every: 2}")
@@ -52,7 +52,7 @@ def test_a_resumed_run_goes_on_alike_and_refuses_another_text(tmp_path: Path) ->
         train(rl(tmp_path, *exact, *again, "run.steps=6"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "overrides",

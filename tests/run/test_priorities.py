@@ -54,7 +54,7 @@ def overtaken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_an_evaluation_overtakes_the_groups_that_wait(tmp_path: Path, overtaken: list) -> None:
     stale = "staleness.max_staleness=4"
@@ -66,7 +66,7 @@ def test_an_evaluation_overtakes_the_groups_that_wait(tmp_path: Path, overtaken:
     assert all("eval/reward" in line for line in metrics)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_priorities_change_no_token_of_a_synchronous_run(tmp_path: Path) -> None:
     stale = "staleness.max_staleness=0"

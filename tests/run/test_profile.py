@@ -52,7 +52,7 @@ def work() -> None:
     jax.jit(lambda x: x @ x)(jnp.ones((8, 8))).block_until_ready()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_takes_the_traces_of_its_steps_and_its_report_links_them(tmp_path: Path) -> None:
     folder = train(load({"run": {"dir": str(tmp_path), "profile": [2, 3]}}, RL))
     session = folder / "profile" / "plugins" / "profile"
@@ -73,7 +73,7 @@ def test_a_run_takes_the_traces_of_its_steps_and_its_report_links_them(tmp_path:
     assert "profile/plugins/profile/step_2/trainer.trace.json.gz" in text
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_sampler_processes_send_theirs(tmp_path: Path) -> None:
     given = {"run": {"dir": str(tmp_path), "profile": [2]}, "mesh": {"samplers_in": "processes"}}
     folder = train(load(given, [*RL, "run.steps=4"]))
@@ -86,7 +86,7 @@ def test_sampler_processes_send_theirs(tmp_path: Path) -> None:
     assert "wait for the block" not in names(place / "trainer.trace.json.gz"), "another process"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_job_without_rollouts_takes_them_too(tmp_path: Path) -> None:
     sft = ["run.job=sft", *(x for x in TINY if not x.startswith("algorithm")), "run.steps=2"]
     folder = train(load({"run": {"dir": str(tmp_path), "profile": [2]}}, sft))

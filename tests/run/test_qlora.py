@@ -33,7 +33,7 @@ PAIRS = """{"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 {"prompt": "3+1=", "chosen": "4", "rejected": "7"}
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.full, pytest.mark.exhaustive]
 
 
 def saved(folder: Path, **sizes: Any) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ def teacher(folder: Path) -> Path:
     return folder / "teacher" / "policy"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [n if n in OFTEN else pytest.param(n, marks=pytest.mark.exhaustive) for n in RECIPES],
@@ -87,7 +87,7 @@ def test_the_recipe_runs(name: str, folder: Path, teacher: Path) -> None:
         assert steps[-1]["policy/teacher_gap"] != 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_with_all_companions_resumes_where_it_stopped(folder: Path) -> None:
     settings = [

@@ -87,12 +87,13 @@ def counts(programs: Programs) -> dict[str, int]:
     return {n: p._cache_size() for n, p in zip(Programs._fields, programs, strict=True)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind",
     [
         "plain",
         *(
-            pytest.param(kind, marks=[pytest.mark.slow, pytest.mark.exhaustive])
+            pytest.param(kind, marks=[pytest.mark.full, pytest.mark.exhaustive])
             for kind in KINDS
             if kind != "plain"
         ),
@@ -115,6 +116,7 @@ def test_the_runs_samplers_find_their_programs_and_draw_the_same(kind, tmp_path,
     assert "rehearsal" not in {t.name for t in threading.enumerate()}
 
 
+@pytest.mark.full
 def test_a_rehearsal_that_fails_is_told_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
     def broken(*args: object) -> None:
         raise MemoryError("no room")
@@ -147,7 +149,7 @@ def test_rehearsed_answers_have_all_lengths_that_fit(tmp_path: Path) -> None:
     assert len({request.key for request in requests}) == 150
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_episodes_that_an_environment_opens_are_rehearsed(tmp_path, monkeypatch, caplog) -> None:
     """Their prompts have no tokens yet."""
@@ -167,6 +169,7 @@ def compiled_now():
         yield names
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["plain", pytest.param("masks", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("warm", [0, 2])
 def test_nothing_of_the_samplers_is_compiled_later(warm, kind, tmp_path, monkeypatch, compiled_now):
@@ -193,6 +196,7 @@ def test_nothing_of_the_samplers_is_compiled_later(warm, kind, tmp_path, monkeyp
     assert ("sampler" in by_whom) == (not warm), "its first block waits for what it needs"
 
 
+@pytest.mark.full
 def test_ahead_or_not_is_the_users_choice(tmp_path, monkeypatch):
     begun: list[str] = []
     real = threading.Thread.start

@@ -32,7 +32,7 @@ def test_no_setting_holds_a_secret():
     assert found == ["remote.tls_key"], "which names a file"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_writes_nothing_of_the_environment_down(tmp_path, monkeypatch, capfd):
     for name, value in SECRETS.items():

@@ -28,7 +28,7 @@ def run(folder: Path, *overrides: str) -> tuple[list[dict], dict[str, np.ndarray
     return metrics_of(config)[1:], weights_of(config)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_shares_its_prompts_by_default_and_learns_the_same(
     tmp_path: Path,

@@ -49,7 +49,7 @@ def seconds(spans: list[dict], name: str) -> float:
     return sum(e["dur"] for e in spans if e["name"] == name) / 1e6
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_spans_of_a_run_agree_with_its_metrics(tmp_path: Path) -> None:
     folder = train(load({"run": {"dir": str(tmp_path)}}, RL))
     tracks = tracks_of(folder / "trace.json")
@@ -81,7 +81,7 @@ def test_the_spans_of_a_run_agree_with_its_metrics(tmp_path: Path) -> None:
     assert [e["args"]["number"] for e in tracks["MainThread"] if e["name"] == "update"] == [1, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_that_fails_leaves_its_spans(tmp_path: Path) -> None:
     def fails(step, values):
@@ -94,7 +94,7 @@ def test_a_run_that_fails_leaves_its_spans(tmp_path: Path) -> None:
     assert [e["args"]["version"] for e in tracks["trainer"] if e["name"] == "learn"] == [1, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_that_is_refused_leaves_the_spans_of_the_one_that_is_there(tmp_path: Path) -> None:
     given = {"run": {"dir": str(tmp_path)}}
@@ -109,7 +109,7 @@ def test_a_run_that_is_refused_leaves_the_spans_of_the_one_that_is_there(tmp_pat
         assert trace.read_bytes() == before
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_sampler_processes_write_their_spans_beside_their_output(tmp_path: Path) -> None:
     """On the same clock as the trainer's."""
@@ -124,7 +124,7 @@ def test_sampler_processes_write_their_spans_beside_their_output(tmp_path: Path)
     assert any(first < e["ts"] < last for e in blocks)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_supervised_updates_have_spans(tmp_path: Path) -> None:
     def leaves(step, values):

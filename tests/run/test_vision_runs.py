@@ -15,6 +15,8 @@ from jaxrl_async.errors import CheckpointError, ConfigError, DataError
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.run.loop import train
 
+pytestmark = pytest.mark.full
+
 COLOURS = {"r": (230, 20, 20), "g": (20, 230, 20), "b": (20, 20, 230)}
 REWARD = """
 def right(prompt, completion, reference):
@@ -88,7 +90,6 @@ def overrides(folder: Path, *more: str) -> list[str]:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_policy_learns_what_only_the_picture_tells(tmp_path: Path) -> None:
     """Without the picture a third of the answers would be right: 0.53 with what a colour earns."""
@@ -103,7 +104,6 @@ def test_a_policy_learns_what_only_the_picture_tells(tmp_path: Path) -> None:
         np.testing.assert_array_equal(again.tower.tensors[name], tensor)
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_run_with_images_goes_on_with_the_same_pictures(tmp_path: Path) -> None:
     more = overrides(tmp_path, "eval.every=0", "checkpoint.every=2", "trainer.warmup_steps=1")
@@ -118,7 +118,6 @@ def test_a_run_with_images_goes_on_with_the_same_pictures(tmp_path: Path) -> Non
         np.testing.assert_allclose(weights_of(rest)[name], tensor, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_run_does_not_go_on_with_other_pictures(tmp_path: Path) -> None:
     """What is being drawn names them by their place among the records'."""
@@ -136,7 +135,6 @@ def test_a_run_does_not_go_on_with_other_pictures(tmp_path: Path) -> None:
     train(config_of("grpo", tmp_path, *more, "run.steps=2", "run.resume=true"))
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_worked_answers_with_pictures_are_learnt(tmp_path: Path) -> None:
     settings = overrides(tmp_path)[:8]
@@ -152,7 +150,6 @@ def test_worked_answers_with_pictures_are_learnt(tmp_path: Path) -> None:
     assert metrics_of(warmed)[0]["eval/reward"] > 0.6  # above what is to be had without a picture
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_an_adapter_of_a_quantised_base_trains_with_pictures(tmp_path: Path) -> None:
     settings = overrides(tmp_path, "run.steps=3", "trainer.warmup_steps=1", "model.lora.rank=4")
@@ -170,7 +167,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("setting", "named"), REFUSED.items())
 def test_what_does_not_go_with_images_is_refused(tmp_path: Path, setting: str, named: str) -> None:

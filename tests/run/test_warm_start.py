@@ -23,6 +23,8 @@ from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.run.loop import train
 from jaxrl_async.run.warm_start import WarmUpdates
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 TINY = (
     "model.architecture={layers: 1, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
@@ -184,7 +186,6 @@ def test_transformers_does_not_advise_to_install_pytorch() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 75)])
 def test_a_real_signal_in_the_warm_start_ends_it_at_once_with_the_codes_of_training(
@@ -218,7 +219,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
     [

@@ -471,7 +471,7 @@ def names_after(store, acts: str) -> list[str]:
     return json.loads(out.strip().splitlines()[-1].replace("'", '"'))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_killed_save_and_a_cut_object_leave_the_one_before():
     with object_store() as store:
@@ -487,7 +487,7 @@ def test_a_killed_save_and_a_cut_object_leave_the_one_before():
         assert [n for n in found if CHECKSUMS in n] == [f"3/{CHECKSUMS}", f"4/{CHECKSUMS}"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_each_process_writes_its_own_shards_and_one_seals():
     with socket.socket() as free:
@@ -536,7 +536,7 @@ TINY = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_killed_run_goes_on_elsewhere_from_the_bucket_alone(tmp_path):
     """Its weights are those of a run that was not disturbed, bit for bit."""
@@ -581,7 +581,7 @@ def test_a_killed_run_goes_on_elsewhere_from_the_bucket_alone(tmp_path):
     assert all(np.array_equal(wanted[key], found[key]) for key in wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_killed_run_of_hosts_that_share_no_folder_goes_on_on_others(tmp_path):
     """The first of them has the folder of what was the second before. What is learnt is what one
