@@ -116,6 +116,7 @@ def assert_twins(ours: Path, theirs: Path, steps: int) -> None:
             assert mine[key] == pytest.approx(other[key], abs=1e-4), key
 
 
+@pytest.mark.full
 def test_each_of_two_adapters_learns_what_it_would_learn_alone(tmp_path: Path) -> None:
     config = several(
         tmp_path, *saved(tmp_path / "base"), "run.steps=3", "run.name=both", "runs.few.run.steps=4"
@@ -128,7 +129,7 @@ def test_each_of_two_adapters_learns_what_it_would_learn_alone(tmp_path: Path) -
         assert (tmp_path / "both" / name / "adapter" / "adapter_config.json").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_that_fails_ends_alone_and_a_resumed_one_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -302,6 +303,7 @@ class Samplers:
         return tuple(Partial(request=request, **drawn) for request in self.asked)
 
 
+@pytest.mark.full
 def test_a_run_sees_its_own_requests_alone_and_under_their_own_ids() -> None:
     samplers = Samplers()
     one, two = (AdapterGenerate(name, samplers) for name in ("one", "two"))
@@ -352,7 +354,7 @@ def few_digits(prompt, completion, reference):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_ctrl_c_saves_all_and_resuming_goes_on_where_they_were(tmp_path: Path) -> None:
     """Stale groups and a warm start, too; what was under way comes back."""
@@ -377,7 +379,7 @@ def test_ctrl_c_saves_all_and_resuming_goes_on_where_they_were(tmp_path: Path) -
         assert found.problems == () and found.steps >= 6
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "overrides",
@@ -402,7 +404,7 @@ def test_they_are_twins_on_meshes_with_quantised_bases_and_several_samplers(
         assert_twins(tmp_path / "both" / name, tmp_path / "alone" / name, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_sampler_that_dies_is_replaced_with_every_adapter_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -43,6 +43,7 @@ def test_the_recipe_needs_two_devices():
     assert load("recipe:addition", []).mesh.num_devices == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("code", "devices"),
     [
@@ -58,6 +59,7 @@ def test_each_job_has_its_devices(code, devices):
     assert said(code) == [devices]
 
 
+@pytest.mark.full
 def test_a_policy_leaves_room_for_a_trainer_and_a_sampler():
     code = """
 from jaxrl_async.model.policy import Policy
@@ -70,6 +72,7 @@ print(claims())
     assert said(code) == ["2"]
 
 
+@pytest.mark.full
 def test_what_lives_on_a_backend_with_too_few_devices_is_kept_and_the_error_says_what_to_do():
     code = """
 keep = jax.numpy.arange(7)
@@ -109,7 +112,7 @@ print(json.dumps([json.loads(line)["step"] for line in open(last / "metrics.json
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_sft_then_a_reward_model_then_rl(tmp_path):
     model = tmp_path / "model"

@@ -41,7 +41,7 @@ from jaxrl_async.trainer.distill import (
     teacher_advantages,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 WIDE = 1e6  # a cap that nothing reaches
 POLICY = {

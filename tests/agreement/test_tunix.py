@@ -25,7 +25,7 @@ from jaxrl_async.algorithms.value_loss import value_loss
 from jaxrl_async.model.logprobs import chunked_logprobs
 from jaxrl_async.trainer.distill import distill_logits
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 POLICY = {
     # name: (Tunix's settings of grpo_loss_fn, ours)

@@ -194,6 +194,7 @@ def test_a_token_on_the_cap_is_not_truncated_and_one_beyond_is():
     )
 
 
+@pytest.mark.full
 def test_only_negative_advantages_beyond_delta_are_masked_by_opsm():
     """Mean log(behavior / policy) of a row: exactly delta, above, above; A < 0 but in the last."""
     away = np.array([[0.25, 0.25], [0.25, 0.5], [0.25, 0.5]])
@@ -202,6 +203,7 @@ def test_only_negative_advantages_beyond_delta_are_masked_by_opsm():
     assert np.asarray(found.weights).tolist() == [[1, 1], [0, 1], [1, 1]]
 
 
+@pytest.mark.full
 def test_the_mean_that_opsm_compares_is_over_learnt_tokens_alone():
     x = inputs([[-1.0, 9.0, -1.0]], mask=[[1, 0, 1]])
     assert np.asarray(correction.resolve({"opsm": {"delta": 0.4}})(x).weights).tolist() == [
@@ -217,6 +219,7 @@ def test_a_token_of_the_oldest_age_allowed_is_learnt_and_ages_below_0_count_as_0
     np.testing.assert_allclose(halved, [[1, 0.5**1.5, 0.25, 0.5**2.5]], rtol=1e-6)
 
 
+@pytest.mark.full
 def test_a_sequences_weight_stays_finite_and_its_mean_is_not_cut():
     x = inputs([[30.0, 30.0, 30.0], [-30.0, -30.0, -30.0]])
     of = {level: correction.resolve({"truncate": {"level": level}})(x) for level in
@@ -233,6 +236,7 @@ LISTED = [REFERENCES[i] for i in (1, 7, 4, 9, 14, 17, 19)]
 """Two that bound, three that reject at three levels, two filters."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_order_of_a_list_does_not_matter(packed, size):
     """Factors multiply; the weight is that of the one that bounds, else of the one that rejects."""
@@ -261,6 +265,7 @@ def test_the_order_of_a_list_does_not_matter(packed, size):
             )  # fmt: skip
 
 
+@pytest.mark.full
 def test_truncated_tokens_beside_rejected_sequences_weigh_as_truncated_in_either_order():
     """verl's preset: weights of tokens truncated at 2, sequences kept by their geometric mean."""
     w = [0.5, 1.0, 1.5, 3.0, 0.8, 1.2]
@@ -385,6 +390,7 @@ OPEN = {"ppo_clip", "clip_cov", "kl_cov", "reinforce"}
 one, which is documented: the ratio counts up to 2."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("loss", sorted(token_loss))
 def test_by_default_a_token_weighs_what_the_paper_says(loss, advantage):
@@ -400,6 +406,7 @@ def test_every_loss_has_a_formula_here():
     assert set(PAPERS) == set(token_loss)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("loss", "counts"), [
     ("dppo_tv", [5.0, 10.0, 50.0]), ("ipo", [5.0, 10.0, 50.0]), ("dppo_kl", [5.0, 10.0, 50.0]),
 ])  # fmt: skip
@@ -409,6 +416,7 @@ def test_a_rare_token_within_the_trust_region_counts_with_its_whole_ratio(loss, 
     np.testing.assert_allclose(found[:, 0], counts, rtol=2e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loss", ["gspo", "gspo_token"])
 @pytest.mark.parametrize("x", [1.0, 1.5, 2.0])
 def test_a_loss_of_sequences_has_no_ratio_of_a_token(loss, x):
@@ -454,6 +462,7 @@ def test_a_default_correction_is_at_the_level_of_the_losss_ratio():
             assert not weighs(choice) or (level_of(choice) == "token") == of_token, loss
 
 
+@pytest.mark.full
 def test_a_correction_that_bends_a_bounded_loss_is_told_once_with_its_weights(caplog):
     bent = AlgorithmSection(loss="cispo", correction="truncate_token")
     assert bends(bent)
@@ -473,6 +482,7 @@ def test_a_correction_that_bends_a_bounded_loss_is_told_once_with_its_weights(ca
         assert not bends(fine)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("loss", "told"),
     [
@@ -488,6 +498,7 @@ def test_a_correction_of_tokens_that_bends_another_ratio_is_told(loss, told):
     assert bends(bent) and told in bending_warning(bent)
 
 
+@pytest.mark.full
 def test_the_recorded_configuration_says_which_correction_is_used():
     def used(job="rl", **algorithm):
         return with_correction(Config(run={"job": job}, algorithm=algorithm)).algorithm.correction

@@ -81,6 +81,7 @@ def planted(tree: list) -> tuple[EpisodeGroup, dict[ForkPoint, list[int]]]:
     return group(*members), forks
 
 
+@pytest.mark.full
 @given(several=st.lists(trees, min_size=1, max_size=3), trunk=st.sampled_from(["group", "fork"]))
 def test_each_drawn_token_has_the_advantage_of_one_comparison(several, trunk) -> None:
     planted_groups = [planted(tree) for tree in several]

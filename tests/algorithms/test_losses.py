@@ -44,6 +44,7 @@ def gradient(function, x):
     return jax.grad(lambda p: function(x._replace(policy_logprobs=p)).sum())(x.policy_logprobs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.1, 0.28)])
 def test_ppo_clip_is_the_papers_equation_7(x, low, high):
     n = float64(x)
@@ -249,6 +250,7 @@ def test_every_loss_has_a_reference():
     assert {name for name, _, _ in REFERENCES} == set(token_loss)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "settings", "reference"), REFERENCES, ids=[f"{n}-{len(s)}" for n, s, _ in REFERENCES]
 )
@@ -313,6 +315,7 @@ def test_a_dual_clip_that_would_cut_on_policy_tokens_is_refused():
         token_loss.resolve({"ppo_clip": {"dual_clip": 0.5}})
 
 
+@pytest.mark.full
 def test_ratio_and_mismatch_meet_at_the_proximal_policy(packed):
     proximal = packed.behavior_logprobs * 0.9
     x = packed._replace(proximal_logprobs=proximal, anchor_logprobs=proximal)

@@ -45,6 +45,7 @@ def report(x, weights, version=5, **settings) -> dict[str, float]:
     return summarize([policy_loss(recipe(**settings), x, weights, jnp.int32(version))[1]])
 
 
+@pytest.mark.full
 def test_the_report_is_the_masked_means_and_extremes(x, weights):
     stats = report(x, weights)
     m = np.asarray(x.mask)
@@ -93,6 +94,7 @@ def test_no_token_of_the_current_version_makes_no_mismatch_up(x, weights):
     assert stats["mismatch/all_mean"] > 0
 
 
+@pytest.mark.full
 def test_micro_batches_report_the_same_as_the_whole(x, weights):
     whole = report(x, weights)
     parts = []
@@ -127,6 +129,7 @@ def test_an_unknown_function_in_the_recipe_is_a_config_error(field, kind):
         make_recipe(schema.AlgorithmSection(**{field: "nonsense"}))
 
 
+@pytest.mark.full
 def test_where_the_sampler_told_nothing_the_learning_weights_stand_in(x, weights):
     gaps = jnp.asarray(np.random.default_rng(1).random(SHAPE) < 0.4)
     silent = x._replace(behavior_logprobs=jnp.where(gaps, jnp.nan, x.behavior_logprobs))
@@ -149,6 +152,7 @@ def test_where_the_sampler_told_nothing_the_learning_weights_stand_in(x, weights
     assert stats["mismatch/all_mean"] == pytest.approx(told.mean(), rel=1e-5)
 
 
+@pytest.mark.full
 def test_a_steps_loss_is_the_plain_mean_of_its_parts_and_an_entropy_that_of_its_tokens():
     parts = [
         {"train/loss": 1.0, "policy/entropy": 1.0, "train/tokens": 1.0},

@@ -129,6 +129,7 @@ def test_no_gradient_goes_through_the_reference_or_the_baseline(name):
     assert not any(np.asarray(g).any() for g in jax.tree.leaves(grads))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(preference_loss))
 def test_a_place_without_a_pair_gives_neither_loss_nor_gradient(name):
     x = jax.tree.map(lambda a: jnp.zeros(2), inputs())
@@ -203,6 +204,7 @@ def test_the_baseline_is_a_mean_and_never_negative():
     assert kl_baseline(jnp.float32(-3), 4) == 0
 
 
+@pytest.mark.full
 def test_the_report_counts_wins_margins_and_rewards_over_what_is_there():
     got = bradley_terry(jnp.array([1.0, 0.0, 5.0, 9.0]), jnp.array([0.0, 2.0, 1.0, 9.0]))
     chosen_lengths, rejected_lengths = jnp.array([2, 3, 4, 0]), jnp.array([1, 1, 0, 0])

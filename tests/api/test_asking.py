@@ -23,6 +23,7 @@ def asked_tokens(asker: jr.Asker, prompt: object) -> list[int]:
     return asker._request(prompt, 4, jr.SamplingParams()).token_ids.tolist()
 
 
+@pytest.mark.full
 def test_a_directory_is_asked_as_its_policy_and_what_is_none_is_refused(tmp_path: Path) -> None:
     POLICY.save_pretrained(tmp_path / "policy")
     answers = [
@@ -49,7 +50,7 @@ def test_an_image_for_a_policy_that_reads_text_alone_is_refused() -> None:
         jr.generate(POLICY, asked)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_gemma_answers_about_an_image_as_transformers_does(tmp_path: Path) -> None:
     import torch

@@ -235,6 +235,7 @@ def test_a_kernel_that_lacks_a_function_is_built_again_and_then_given_up(
         loaded()
 
 
+@pytest.mark.full
 def test_processes_that_build_at_once_all_get_a_sound_library(caches: Path) -> None:
     compiler, found, errors = compiler_here(), [], []
     path = made_private(caches) / "all.so"
@@ -617,7 +618,7 @@ print(events["cache_hits"], events["cache_misses"])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_jax_compiles_damaged_programs_again(tmp_path: Path) -> None:
     def run() -> tuple[int, int]:

@@ -66,6 +66,7 @@ def flip(folder: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.full
 def test_one_without_checksums_never_comes_before_one_with(tmp_path, caplog):
     folder = made(tmp_path / "c", 9, 12)
     (folder / "12" / seal.CHECKSUMS).unlink()
@@ -450,6 +451,7 @@ def test_a_passing_failure_stops_and_sets_nothing_aside(tmp_path, monkeypatch, e
 LOAD = "load_checkpointables"
 
 
+@pytest.mark.full
 def test_one_damaged_folder_is_kept_the_newest(tmp_path, caplog):
     folder = made(tmp_path / "c", 1, 2, 3)
     for step in ("2", "3"):

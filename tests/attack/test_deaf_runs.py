@@ -37,7 +37,7 @@ TINY = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_sigterm_saves_while_an_evaluation_is_held_up(tmp_path: Path) -> None:
     (tmp_path / "deaf.py").write_text(PROGRAM, encoding="utf-8")

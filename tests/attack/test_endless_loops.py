@@ -260,7 +260,7 @@ def test_the_console_says_whether_the_callers_function_is_under_way(capsys):
     assert "waiting: the judge has been away" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_without_a_signal_ends_and_says_what_it_saw(tmp_path, capsys):
     config = {**SMALL_JOB, "run": {"dir": str(tmp_path), "steps": 2}}
@@ -270,7 +270,7 @@ def test_a_run_without_a_signal_ends_and_says_what_it_saw(tmp_path, capsys):
     assert "they have no training signal" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_user_who_thinks_for_longer_than_the_watchdog_waits_is_not_blamed(tmp_path):
     made = []

@@ -13,7 +13,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("job", ["sampler processes, stale", "several adapters", "preference"])
 def test_a_run_that_is_killed_and_stopped_at_random_trains_on_everything_once(

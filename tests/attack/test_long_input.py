@@ -168,6 +168,7 @@ def test_a_text_that_cannot_fit_is_not_encoded(monkeypatch):
     assert len(tokenizer.encode("the assistant " * (most // 14))) > 0  # may fit, and is counted
 
 
+@pytest.mark.full
 def test_of_a_long_text_pieces_are_counted_until_it_is_clear(monkeypatch):
     backend = byte_level(merges=[("a" * 2**n, "a" * 2**n) for n in range(10)])
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
@@ -315,6 +316,7 @@ def test_a_long_reply_is_tokenized_beside_the_event_loop(monkeypatch):
     assert threads and threading.main_thread() not in threads
 
 
+@pytest.mark.full
 @settings(max_examples=100, deadline=None)
 @given(st.text(max_size=300), st.integers(2, 200))
 def test_a_cut_text_keeps_its_head_and_its_tail(text, most):
@@ -349,6 +351,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=300, deadline=None)
 @given(JSON, st.booleans())
 def test_brackets_within_strings_are_not_counted(value, spaced):
@@ -468,6 +471,7 @@ def test_what_long_bodies_hold_is_bounded(rig, monkeypatch):
     assert rig.http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
 
 
+@pytest.mark.full
 def test_memory_after_an_attack_is_as_before():
     tokenizer = byte_tokenizer(CHATML)
     limits = EndpointLimits(max_body_bytes=2**24)

@@ -34,6 +34,7 @@ class AtOnce:
             self.done += 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("whose", ["the run's loop", "the loop for user code"])
 def test_1500_calls_of_to_thread_are_made_by_a_few_threads(whose):
     """Before, by 1,500."""

@@ -763,7 +763,7 @@ class RemoteReward:
         return float(len(completion) % 3)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_waits_for_a_reward_that_is_away_and_makes_every_step(tmp_path, capsys):
     config = {**SMALL, "run": {"dir": str(tmp_path), "steps": 4}}
@@ -776,7 +776,7 @@ def test_a_run_waits_for_a_reward_that_is_away_and_makes_every_step(tmp_path, ca
     assert "waiting: the reward has been away since" in shown.out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("every", [0, 1], ids=["training", "evaluating"])
@@ -795,7 +795,7 @@ def test_a_stop_during_an_outage_saves_and_ends_as_usual(tmp_path, number, every
     assert any((tmp_path / "run/checkpoints").iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_an_end_of_outages_that_is_set_ends_the_run_saved(tmp_path):
     config = {**SMALL, "run": {"dir": str(tmp_path), "steps": 40}}

@@ -70,6 +70,7 @@ def held(state: Any) -> list[np.ndarray]:
     return [np.array(x) for x in jax.tree.leaves(state)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rate", [1e6, 1e9, 1e20, 1e38])
 def test_an_update_that_blows_up_is_skipped_and_the_state_is_that_before_it(rate, caplog):
     step, data = supervised(rate), batch()
@@ -83,6 +84,7 @@ def test_an_update_that_blows_up_is_skipped_and_the_state_is_that_before_it(rate
     assert "Lower algorithm.learning_rate" in caplog.text
 
 
+@pytest.mark.full
 def test_an_ordinary_update_is_taken_and_a_nan_gradient_is_no_blow_up():
     step, data = supervised(1e-3), batch()
     state = step.init(tiny_params(tiny_spec(32)))
@@ -96,6 +98,7 @@ def test_an_ordinary_update_is_taken_and_a_nan_gradient_is_no_blow_up():
     assert report["train/skipped"] == 1 and report["train/blown_up"] == 0
 
 
+@pytest.mark.full
 def test_weights_of_ordinary_size_whose_own_words_are_nan_are_not_taken(monkeypatch):
     step, data = supervised(1e-3), batch()
     monkeypatch.setattr(
@@ -109,6 +112,7 @@ def test_weights_of_ordinary_size_whose_own_words_are_nan_are_not_taken(monkeypa
         np.testing.assert_array_equal(was, now)
 
 
+@pytest.mark.full
 def test_an_adapter_that_blows_up_is_kept_as_it_was():
     spec, base = tiny_spec(32), tiny_params(tiny_spec(32))
     lora = lora_of(spec, LoraSection(rank=2))
@@ -126,6 +130,7 @@ def pairs() -> Any:
     return pack_preference([pair], ROW, 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("job", ["preference", "reward_model"])
 def test_pairs_that_blow_weights_up_are_skipped_too(job):
     spec, params = tiny_spec(32), tiny_params(tiny_spec(32))
@@ -151,6 +156,7 @@ def test_pairs_that_blow_weights_up_are_skipped_too(job):
         assert all(same) == bool(blown_up)
 
 
+@pytest.mark.full
 def test_a_run_of_updates_that_blow_up_ends_with_the_learning_rate_and_saves_what_was(tmp_path):
     settings = (*TINY, many_digits(tmp_path), "run.steps=9", "checkpoint.every=1")
     with pytest.raises(TrainingError, match=r"learning rate is too high: lower algorithm\.learn"):
@@ -216,6 +222,7 @@ with no_end_by_others():
 """
 
 
+@pytest.mark.full
 def test_a_child_process_ends_as_it_likes():
     done = subprocess.run(
         [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=True
@@ -232,12 +239,13 @@ REWARDS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["os._exit", "SystemExit"])
 def test_a_reward_that_ends_the_process_is_no_success(tmp_path, name):
     check_reward(tmp_path, name)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["exec", "sys.exit", "abort"])
 def test_a_reward_that_ends_the_process_otherwise_is_no_success(tmp_path, name):
@@ -310,6 +318,7 @@ def exits(tmp_path):
     return made
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", EXITING)
 def test_what_exits_in_a_run_fails_it(name, exits, tmp_path):
     match, config, settings = exits(name)
@@ -318,6 +327,7 @@ def test_what_exits_in_a_run_fails_it(name, exits, tmp_path):
     assert isinstance(error.value.__cause__, SystemExit)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["loss", "records"])
 def test_what_exits_in_a_run_is_no_success_of_the_command(name, exits, tmp_path):
     match, config, settings = exits(name)
@@ -333,6 +343,7 @@ def test_what_exits_in_a_run_is_no_success_of_the_command(name, exits, tmp_path)
     assert re.search(f"ProcessEndRefused: .*{match}", done.stderr), done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("job", ["addition", "sft"])
 def test_an_on_step_that_exits_fails_the_run(job, tmp_path):
     def on_step(step, values):

@@ -279,7 +279,7 @@ def test_the_processes_of_a_trainer_agree_on_the_secret(monkeypatch: pytest.Monk
     assert agreed(SECRET, Lockstep()) == SECRET != agreed(b"", Lockstep())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("knows", ["trainer", "trainer-1"])
 def test_two_processes_of_which_one_has_a_secret_both_end(

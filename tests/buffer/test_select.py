@@ -112,6 +112,7 @@ def by_hand(pending, ready, count, lookahead, rank, version):
     return tuple(taken)
 
 
+@pytest.mark.full
 @settings(deadline=None)
 @given(
     st.lists(st.integers(0, 30), unique=True, max_size=12).map(sorted),

@@ -42,6 +42,7 @@ def levels(text: str) -> list[str]:
     return re.findall(r"^(ok|warning|error) ", text, re.MULTILINE)
 
 
+@pytest.mark.full
 def test_the_default_job_is_well_here(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["recipe:addition"]) == 0
@@ -52,6 +53,7 @@ def test_the_default_job_is_well_here(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == [], "it only looks"
 
 
+@pytest.mark.full
 def test_what_is_missing_is_an_error_with_what_to_do(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(needs, "find_spec", lambda name: None)
@@ -66,6 +68,7 @@ def test_what_is_missing_is_an_error_with_what_to_do(tmp_path, monkeypatch, caps
     assert f"{levels(told).count('error')} errors" in told.splitlines()[-1]
 
 
+@pytest.mark.full
 def test_a_model_that_would_be_downloaded_is_a_warning_and_stays_where_it_is(
     tmp_path, monkeypatch, capsys
 ):
@@ -77,6 +80,7 @@ def test_a_model_that_would_be_downloaded_is_a_warning_and_stays_where_it_is(
     assert "-> hf download Qwen/Qwen3-0.6B\n" in told and levels(told).count("warning") == 1
 
 
+@pytest.mark.full
 def test_a_wrong_setting_is_one_of_its_errors(capsys):
     assert main(["recipe:addition", "sampler.slot=3"]) == 1
     told = capsys.readouterr().out
@@ -90,6 +94,7 @@ def test_a_bad_command_line_is_refused():
         assert ended.value.code == 2
 
 
+@pytest.mark.full
 def test_devices_are_what_jax_sees(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
     devices, findings = look_at_devices(60)

@@ -49,7 +49,7 @@ def policy(tmp_path) -> Path:
     return tmp_path / "policy"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_runs_policy_is_what_it_wrote(adapted, tmp_path, capsys):
     assert main([str(adapted), str(tmp_path / "out")]) == 0
@@ -58,7 +58,7 @@ def test_a_runs_policy_is_what_it_wrote(adapted, tmp_path, capsys):
     assert "float32" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_the_last_checkpoint_has_the_weights_of_the_end_and_an_earlier_one_others(
     adapted, tmp_path
@@ -69,7 +69,7 @@ def test_the_last_checkpoint_has_the_weights_of_the_end_and_an_earlier_one_other
     assert not same(weights(tmp_path / "2"), weights(adapted / "policy"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_without_a_policy_is_exported_by_its_checkpoint(adapted, tmp_path, capsys):
     killed = tmp_path / "killed"
@@ -87,7 +87,7 @@ def test_a_run_without_a_policy_is_exported_by_its_checkpoint(adapted, tmp_path,
     assert "no checkpoint of step 1; there are 2, 3." in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_an_adapter_is_read_and_merged_as_peft_does(adapted, tmp_path):
@@ -108,6 +108,7 @@ def test_an_adapter_is_read_and_merged_as_peft_does(adapted, tmp_path):
         np.testing.assert_allclose(value, ours[name], atol=1e-5)
 
 
+@pytest.mark.full
 def test_a_policy_in_bfloat16_is_its_weights_rounded(policy, tmp_path, capsys):
     assert main([str(policy), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
     whole, rounded = weights(policy), weights(tmp_path / "out")

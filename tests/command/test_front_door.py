@@ -88,6 +88,7 @@ def test_no_command_at_all_is_answered_with_the_list(capsys):
     assert "jaxrl-async COMMAND" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "code"),
     [
@@ -102,6 +103,7 @@ def test_a_commands_exit_code_is_passed_on(words, code):
     assert done.returncode == code and done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_it_answers_as_the_module_does():
     words = ["configs/addition.yaml", "--print-config"]
     module = subprocess.run(
@@ -115,6 +117,7 @@ def test_it_answers_as_the_module_does():
     assert run_command("train", *words).stdout == module.stdout != ""
 
 
+@pytest.mark.full
 def test_a_reader_that_leaves_early_leaves_no_traceback():
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {sys.executable} -m jaxrl_async train --help | head -1"],
@@ -127,7 +130,7 @@ def test_a_reader_that_leaves_early_leaves_no_traceback():
     assert done.stdout.startswith("usage: jaxrl-async train")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_wheel_has_the_command_and_the_recipes_and_trains(tmp_path):
     """The repository is copied, since building in it would leave files there."""

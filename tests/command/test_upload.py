@@ -106,6 +106,7 @@ def export(*words: object, endpoint: str, token: str = TOKEN) -> subprocess.Comp
     )
 
 
+@pytest.mark.full
 def test_a_policy_is_uploaded_with_its_card(run, hub, tmp_path):
     endpoint, state = hub
     out = tmp_path / "out"
@@ -123,6 +124,7 @@ def test_a_policy_is_uploaded_with_its_card(run, hub, tmp_path):
     assert files["README.md"].decode() == card == model_card(Paths(run))
 
 
+@pytest.mark.full
 def test_a_token_that_is_refused_is_told_before_anything_is_written(run, hub, tmp_path):
     endpoint, state = hub
     done = export(run, tmp_path / "out", "--upload", "ada/adder", endpoint=endpoint, token="hf_no")
@@ -130,6 +132,7 @@ def test_a_token_that_is_refused_is_told_before_anything_is_written(run, hub, tm
     assert not state and not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_what_is_to_be_private_does_not_go_where_everybody_sees_it(run, hub, tmp_path):
     endpoint, state = hub
     state["public"] = True  # was made so before: to make it again changes nothing
@@ -140,6 +143,7 @@ def test_what_is_to_be_private_does_not_go_where_everybody_sees_it(run, hub, tmp
     assert export(*words, endpoint=endpoint).returncode == 0 and "README.md" in state["files"]
 
 
+@pytest.mark.full
 def test_a_name_without_an_owner_is_refused(run, tmp_path):
     done = export(run, tmp_path / "out", "--upload", "adder", endpoint="http://127.0.0.1:1")
     assert done.returncode == 2 and "give OWNER/NAME" in done.stderr

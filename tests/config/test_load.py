@@ -125,6 +125,7 @@ BOMB_KEY = "[&a [1], " + ", ".join(
 ) + "]"  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -205,6 +206,7 @@ def test_help_explains_every_field():
     assert "sampler.top_p = 1.0    (a number > 0 and <= 1)" in text
 
 
+@pytest.mark.full
 def test_the_command_line_needs_no_jax():
     code = (
         "import sys, jaxrl_async.config.load; "
@@ -284,6 +286,7 @@ OVERRIDES = st.lists(
 )
 
 
+@pytest.mark.full
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=ANYTHING, overrides=OVERRIDES)
 @example(text=b"run: {name: \xed\xa0\x80}", overrides=[])

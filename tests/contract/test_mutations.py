@@ -72,7 +72,7 @@ def outcome() -> Iterator[Outcome]:
         process.wait(60)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("file", "tests"), SELECTIONS, ids=[f for f, _ in SELECTIONS])
 def test_without_a_mutation_the_tests_pass(
@@ -82,7 +82,7 @@ def test_without_a_mutation_the_tests_pass(
     assert done["code"] == 0, done["output"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("file", "tests", "old", "new"), CASES, ids=IDS)
 def test_a_mutation_is_caught(

@@ -63,6 +63,7 @@ each_correction = named([correction[n] for n in sorted(correction)])
 each_kl = named([kl[n] for n in sorted(kl)])
 
 
+@pytest.mark.full
 @each_loss
 def test_masked_tokens_give_no_loss_and_no_gradient_even_when_they_are_nan(function):
     x = inputs()
@@ -229,6 +230,7 @@ def test_a_kl_estimate_is_zero_for_equal_policies_and_outside_the_mask(function)
     assert (grads[~np.asarray(x.mask)] == 0).all() and np.isfinite(grads).all()
 
 
+@pytest.mark.full
 @each_kl
 @pytest.mark.parametrize("shift", [1e4, -1e4])
 def test_a_kl_estimate_stays_finite(function, shift):

@@ -81,6 +81,7 @@ TREES = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("in_tree", [False, True], ids=["segments", "trees"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "scoring", "has_sinks"),
@@ -126,6 +127,7 @@ def test_attention_and_its_gradients_are_those_of_float64(
     assert_close((found[0][1], found[1]), (out, grads))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("vocab", [7, 301])
 def test_log_probs_and_their_gradients_are_those_of_float64(vocab: int) -> None:
     """Some rows may not draw most of the vocabulary; some entropies have no gradient."""
@@ -236,6 +238,7 @@ def test_they_are_chosen_on_a_cpu_in_float32() -> None:
     assert sequence_attention("auto", cpu_kernels=True, shares_prefixes=True) is tree_flash
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("remat", ["layer", "attention", "dots"])
 def test_what_the_backward_pass_computes_again_changes_no_gradient(remat: str) -> None:
     spec = ModelSpec.from_architecture(
@@ -351,6 +354,7 @@ def test_own_layers_may_map_over_what_is_in_parts() -> None:
     np.testing.assert_array_equal(each, product(x, w, in_parts=True))
 
 
+@pytest.mark.full
 @needs_tiles
 def test_small_products_are_xlas_and_settings_choose_parts_on_one_device() -> None:
 

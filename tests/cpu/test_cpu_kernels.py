@@ -33,6 +33,7 @@ def has_kernels() -> bool:
     return kernels_are_there(SAMPLING)
 
 
+@pytest.mark.full
 @needs_kernels
 @pytest.mark.parametrize(("inputs", "outputs"), [(5, 7), (33, 32), (64, 96), (1030, 161)])
 def test_products_are_those_of_float64_and_each_row_is_alone(inputs: int, outputs: int) -> None:
@@ -67,6 +68,7 @@ def in_eight_bits(x: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.
     return np.round(x / scale[:, None]).astype(np.int8), scale
 
 
+@pytest.mark.full
 @needs_kernels
 @pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
@@ -281,6 +283,7 @@ print(kernels_are_there(SAMPLING), kernels_are_there(TRAINING))
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("compiler", "told"),
     [("no-such-compiler", "none of no-such-compiler is installed"), ("false", "false failed")],
@@ -298,6 +301,7 @@ def test_without_a_compiler_the_log_says_what_to_do(
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.full
 @needs_kernels
 def test_kernels_that_cannot_be_kept_in_the_cache_go_to_a_spare_folder(tmp_path: Path) -> None:
     file = tmp_path / "file"
@@ -311,7 +315,7 @@ def test_kernels_that_cannot_be_kept_in_the_cache_go_to_a_spare_folder(tmp_path:
     assert "g++" not in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @needs_kernels
 def test_the_library_is_built_once(tmp_path: Path) -> None:
