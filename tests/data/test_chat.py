@@ -499,6 +499,7 @@ NAMES_IN_IDS = {"kimi-k2", "kimi-k2.5"}
 """Write a call's name as a part of its id, which a foreign id lacks."""
 
 
+@pytest.mark.full
 @has_renderers
 def test_every_renderer_appends_turns_and_reads_its_own_calls():
     names = [name for name in renderer_format.renderer_names() if name not in NEEDS_FILES]

@@ -99,6 +99,7 @@ def test_draws_follow_the_weights_and_are_keyed_by_seed_and_number():
 # ---- the stream
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=12)
 @given(st.integers(1, 6), st.integers(0, 40), st.integers(0, 3), st.sampled_from(sorted(WEIGHTS)))
 def test_every_place_is_used_once_and_none_is_passed_over_for_longer_than_the_bound(
@@ -161,6 +162,7 @@ def run(prompts, steps, per_step, first=0, late=False):
     return taken
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=10)
 @given(st.integers(0, 5), st.integers(1, 4), st.integers(1, 8), st.integers(0, 3))
 def test_a_restored_curriculum_goes_on_exactly_though_more_was_drawn_since(
@@ -181,6 +183,7 @@ def test_a_restored_curriculum_goes_on_exactly_though_more_was_drawn_since(
     assert run(again, 4, per_step, first=steps * per_step) == expected[steps * per_step :]
 
 
+@pytest.mark.full
 def test_groups_are_taken_in_by_number_not_by_who_was_scored_first():
     orders = [run(curriculum(pool=8, count=3), 6, 5, late=late) for late in (False, True)]
     assert orders[0] == orders[1]

@@ -281,6 +281,7 @@ def test_messages_are_written_as_transformers_does_and_turns_are_appended(num, f
 # ---- what is made of it
 
 
+@pytest.mark.full
 def test_an_export_is_a_folder_that_transformers_loads(file, tmp_path, capsys, monkeypatch):
     inside = in_package(tmp_path, file, monkeypatch)
     assert export([inside, str(tmp_path / "out")]) == 0, capsys.readouterr().err
@@ -298,12 +299,13 @@ def test_an_export_is_a_folder_that_transformers_loads(file, tmp_path, capsys, m
     assert "there is no such file here" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_file_is_asked_as_its_policy(file):
     asked = {"prompts": "hello", "max_new_tokens": 4, "temperature": 0}
     assert jr.generate(str(file), **asked) == jr.generate(Policy.from_pretrained(file), **asked)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("base", ["full", "q4_1"])
 def test_a_run_from_a_file_learns_saves_and_is_exported(base, tmp_path):

@@ -98,6 +98,7 @@ def test_a_name_is_one_only_where_no_such_path_is(tmp_path, monkeypatch):
     assert hub_records("runs/x.jsonl") is None
 
 
+@pytest.mark.full
 def test_a_model_in_the_cache_is_used_by_every_setting_that_names_it(cache, policy):
     snapshot = into_cache(policy, cache, "tiny/adder", "model")
     config = with_hub_folders(
@@ -219,7 +220,7 @@ def test_records_by_name_are_those_of_their_configuration_and_split(cache, recor
         answers("tiny/sums:main:dev")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_of_names_trains_and_its_adapter_names_the_base(cache, policy, records):
     pytest.importorskip("datasets")

@@ -77,6 +77,7 @@ def test_the_same_seed_gives_the_same_stream_and_another_seed_another():
     assert one == two != other
 
 
+@pytest.mark.full
 @settings(max_examples=30, deadline=None)
 @given(count=st.integers(3, 40), processes=st.integers(1, 3), seed=st.integers(0, 5))
 def test_processes_share_the_records_and_never_a_place(count, processes, seed):
@@ -91,6 +92,7 @@ def test_processes_share_the_records_and_never_a_place(count, processes, seed):
     assert sorted(p.position for p in one_pass) == list(range(count))
 
 
+@pytest.mark.full
 @settings(max_examples=30, deadline=None)
 @given(taken=st.integers(0, 60))
 def test_a_restored_stream_goes_on_where_it_was(taken):
@@ -281,6 +283,7 @@ def test_a_warm_start_in_which_no_pair_fits_is_refused(tmp_path):
         next(pairs_of(config))
 
 
+@pytest.mark.full
 @needs_shared
 def test_gsm8k_goes_through_the_pipeline_with_a_real_tokenizer():
     tokenizer = load_tokenizer(SHARED / "gpt2_tokenizer")
@@ -370,6 +373,7 @@ LINES = st.one_of(
 )  # fmt: skip
 
 
+@pytest.mark.full
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(LINES, max_size=6).map(b"\n".join) | st.binary(max_size=200),
@@ -408,6 +412,7 @@ def test_a_prompt_carries_its_whole_record_through_a_checkpoint(tmp_path):
     assert prompt.reference == '["4", "four"]'
 
 
+@pytest.mark.full
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(columns=st.dictionaries(st.text(max_size=3) | st.just("!"), JSON, max_size=3))
 def test_fuzz_any_columns_come_back_from_a_checkpoint(tmp_path, columns):
@@ -484,6 +489,7 @@ def test_an_answer_that_is_no_text_cannot_be_imitated(tmp_path, caplog):
     assert "line 1: skipped: a field is missing" in caplog.text
 
 
+@pytest.mark.full
 def test_byte_order_marks_inside_of_joined_files_do_no_harm(tmp_path, caplog):
     path = tmp_path / "d.jsonl"
     line = b"\xef\xbb\xbf" + json.dumps(question(1)).encode() + b"\r\n"

@@ -151,6 +151,7 @@ def test_bytes_that_are_no_character_have_places_of_their_own(text, places):
     assert flow.places(ids_of_bytes(tokenizer, text)) == places
 
 
+@pytest.mark.full
 @given(st.data(), st.lists(st.one_of(st.binary(max_size=4), st.text(max_size=4).map(str.encode))))
 @settings(deadline=None, max_examples=200)
 def test_a_token_begins_in_the_last_character_of_the_text_up_to_its_first_byte(data, parts):

@@ -50,6 +50,7 @@ def test_decoding_leaves_special_tokens_out():
     assert tokenizer.decode(ids) == "ab"
 
 
+@pytest.mark.full
 @needs_gpt2
 def test_gpt2_loads_with_the_end_token_of_its_config():
     tokenizer = load_tokenizer(GPT2)
@@ -60,6 +61,7 @@ def test_gpt2_loads_with_the_end_token_of_its_config():
     assert tokenizer.encode_prompt("Hello").tolist() == tokenizer.encode("Hello").tolist()
 
 
+@pytest.mark.full
 @needs_gpt2
 def test_a_saved_gpt2_names_its_end_token(tmp_path):
     load_tokenizer(GPT2).save_pretrained(tmp_path)
@@ -287,6 +289,7 @@ def check_joined(tokenizer, prompt, answer, template=None):
     assert tokenizer.decode([*before, *ids]) == tokenizer.decode(joined)
 
 
+@pytest.mark.full
 @each_kind
 @pytest.mark.parametrize(("prompt", "answer"), JOINED)
 def test_an_answers_tokens_go_on_where_the_prompts_end(kind, prompt, answer):
@@ -297,6 +300,7 @@ def test_an_answers_tokens_go_on_where_the_prompts_end(kind, prompt, answer):
     assert tokenizer.num_inexact == 0
 
 
+@pytest.mark.full
 @each_kind
 @settings(deadline=None)
 @given(
@@ -309,6 +313,7 @@ def test_fuzz_any_text_behind_any_prompt_decodes_to_both_joined(kind, prompt, an
     assert made(kind).num_inexact == 0
 
 
+@pytest.mark.full
 def test_an_answer_that_no_tokens_make_the_joined_text_of_is_counted_and_told(caplog):
     tokenizer = character_tokenizer("e\u00e9\u0301")
     tokenizer.hf.backend_tokenizer.normalizer = normalizers.NFC()  # joins the e and its accent
@@ -341,6 +346,7 @@ def test_truncation_and_padding_in_the_file_do_not_cut_or_fill_prompts(tmp_path)
     assert len(tokenizer.encode("12+34=")) == len(tokenizer.encode_prompt("12+34=")) == 6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("eos", [99, -2, 2**40])
 def test_an_end_token_of_another_tokenizer_is_refused(tmp_path, eos):
     addition_tokenizer().save_pretrained(tmp_path)
@@ -399,6 +405,7 @@ def places(tree, path=()):
             yield from places(value, (*path, key))
 
 
+@pytest.mark.full
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_fuzz_a_mutated_tokenizer_works_or_is_a_data_error(whole, tmp_path, data):

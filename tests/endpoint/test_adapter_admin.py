@@ -73,6 +73,7 @@ def test_what_fails_is_told_and_can_be_asked_again(tmp_path: Path) -> None:
             raise found
 
 
+@pytest.mark.full
 def test_one_call_at_a_time_changes_an_adapter_also_if_its_client_goes(tmp_path: Path) -> None:
     shelf = Shelf()
     door = AdapterAdmin("base", shelf, loads_from=tmp_path)

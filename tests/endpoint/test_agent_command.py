@@ -20,6 +20,7 @@ SESSION = AgentSession(
 )
 
 
+@pytest.mark.full
 async def test_a_command_does_not_see_the_keys_that_settings_name(monkeypatch, tmp_path) -> None:
     for name in ("JUDGES_KEY", "SEATS_KEY", "JAXRL_ASYNC_SECRET", "VLLM_API_KEY"):
         monkeypatch.setenv(name, "sesame")
@@ -79,6 +80,7 @@ UNSEEN = {
 QUIET = {"SHLVL": "1", "LS_COLORS": "di=1", "OLDPWD": "/", "JAXRL_ASYNC_X": "a", "JUDGES_KEY": "a"}
 
 
+@pytest.mark.full
 async def test_the_log_and_the_error_name_what_a_command_does_not_see(monkeypatch, caplog) -> None:
     """As the text log shows it: at the level of warnings."""
     for name in tuple(os.environ):
@@ -112,6 +114,7 @@ async def test_a_long_list_of_unseen_variables_is_shortened_in_the_error(monkeyp
         await ProgramCommand(["sh", "-c", "exit 3"])(SESSION)
 
 
+@pytest.mark.full
 def test_variables_for_a_function_are_refused() -> None:
     """It runs in this process, and sees all."""
     with pytest.raises(ConfigError, match=r"env\.program_variables: .* a function"):

@@ -81,6 +81,7 @@ def until(is_so, seconds: float = 20.0) -> None:
 # ---- the same tokens
 
 
+@pytest.mark.full
 def test_a_chat_draws_what_the_sampler_draws(rig: Rig):
     reply = rig.chat(seed=7, temperature=0.8, top_p=0.9, extra_body={"top_k": 50})
     sampling = SamplingParams(temperature=0.8, top_p=0.9, top_k=50)
@@ -91,6 +92,7 @@ def test_a_chat_draws_what_the_sampler_draws(rig: Rig):
     assert reply.choices[0].weight_versions[0]["version"] == "weights-0"
 
 
+@pytest.mark.full
 def test_each_of_several_answers_has_its_own_random_numbers(rig: Rig):
     reply = rig.chat(seed=7, n=4)
     for i, choice in enumerate(reply.choices):
@@ -162,6 +164,7 @@ def test_bytes_of_a_chats_tokens_joined_are_the_text(talking: Rig):
     assert joined.removesuffix(b"<|im_end|>").decode() == MIXED == reply.choices[0].message.content
 
 
+@pytest.mark.full
 def test_messages_draw_what_the_sampler_draws(rig: Rig):
     asked = {"model": "m", "max_tokens": 12, "messages": HI, "system": "Be"}
     asked["extra_body"] = {"temperature": 0.0}
@@ -182,6 +185,7 @@ def test_messages_draw_what_the_sampler_draws(rig: Rig):
     assert counted.input_tokens == len(prompt)
 
 
+@pytest.mark.full
 def test_token_ids_come_as_our_own_vllm_client_reads_them(rig: Rig):
     sampling = SamplingParams(temperature=0.7, top_k=20)
     request = Request(
@@ -567,6 +571,7 @@ def test_a_client_that_goes_away_frees_its_slots():
     closed(rig)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_takes_too_long_is_ended(stream):
     generate = Patient()
@@ -625,6 +630,7 @@ def test_a_connection_that_asks_for_nothing_is_closed(monkeypatch):
     closed(rig)
 
 
+@pytest.mark.full
 def test_a_client_that_does_not_read_is_cut_off():
     tokenizer, limits = byte_tokenizer(CHATML), EndpointLimits(stall_s=0.3)
     generate = Speaker(tokenizer, ["a long answer " * 50_000], step=10**7)

@@ -35,6 +35,7 @@ def split(data, ids) -> list:
     return parts
 
 
+@pytest.mark.full
 @settings(max_examples=150, deadline=None)
 @given(st.data(), IDS, st.text("he asked ünd€ " + "🙂", max_size=12))
 def test_a_text_in_parts_is_the_text(data, random_ids, text):
@@ -70,6 +71,7 @@ WRITTEN = st.lists(
 )  # fmt: skip
 
 
+@pytest.mark.full
 @settings(max_examples=150, deadline=None)
 @given(st.data(), WRITTEN, st.booleans())
 def test_a_chat_answer_in_parts_is_the_answer(data, pieces, has_tools):

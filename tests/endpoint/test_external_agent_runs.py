@@ -141,7 +141,7 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_agents_in_another_process_play_a_whole_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -255,7 +255,7 @@ class Caller:
                     return
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("held_run", ["as_function", "as_command"], indirect=True)

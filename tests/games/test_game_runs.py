@@ -47,7 +47,7 @@ def assert_same_bits(first: Config, second: Config) -> None:
         np.testing.assert_array_equal(values, weights[name], err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["nim", "proposer_solver"])
 def test_a_game_is_the_same_twice_bit_for_bit(name: str, tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_game_is_the_same_twice_bit_for_bit(name: str, tmp_path: Path) -> None
     assert any("eval/seat_" in key for line in metrics_of(one) for key in line)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_resumed_run_begins_its_games_anew_and_plays_the_same(tmp_path: Path) -> None:
     whole = played("nim", tmp_path, *EXACT, "checkpoint.every=2", "run.name=whole")
@@ -70,7 +70,7 @@ def test_a_resumed_run_begins_its_games_anew_and_plays_the_same(tmp_path: Path) 
     assert_same_bits(whole, again)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_games_with_members_left_out_and_groups_without_signal(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"

@@ -75,7 +75,7 @@ def killed_at(version: int, folder: Path, name: str) -> None:
         process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_league_survives_a_kill_and_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     whole = nim(tmp_path, "whole", LEAGUE)
@@ -104,7 +104,7 @@ def test_a_league_survives_a_kill_and_is_the_same_bit_for_bit(tmp_path: Path) ->
     assert not any(line.get("faults/failed_groups") for line in lines)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_model_and_its_server_are_met(tmp_path: Path) -> None:
     frozen = nim(tmp_path, "frozen", "run.steps=1")

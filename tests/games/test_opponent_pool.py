@@ -25,6 +25,7 @@ def request(number: int) -> Request:
     )  # fmt: skip
 
 
+@pytest.mark.full
 def test_many_keys_in_few_places_draw_what_a_sampler_of_each_draws() -> None:
     spec, params = tiny_policy()
     weights = [jax.tree.map(lambda x, k=k: x * (1 + k / 4), params) for k in range(3)]

@@ -60,6 +60,7 @@ def test_raw_log_probs_will_do_where_nothing_is_truncated(server):
         check_engines(config(server.url, top_k=5), SPEC)
 
 
+@pytest.mark.full
 def test_another_model_is_refused(server, tmp_path):
     with pytest.raises(ConfigError, match="a vocabulary of 24, but the policy's has 32"):
         check_engines(config(server.url), tiny_spec(32, tied=False))
@@ -98,6 +99,7 @@ def test_several_servers_share_one_copy_which_donation_leaves_whole():
     np.testing.assert_array_equal(np.asarray(link.cast(newer)["embed"]), before + 1)
 
 
+@pytest.mark.full
 def test_a_run_draws_from_its_servers_and_waits_for_nobody_to_join(tmp_path):
     """The servers are elsewhere, as joined samplers would be, and yet no sampler joins."""
     servers = [FakeVllm(), FakeVllm()]

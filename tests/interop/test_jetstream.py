@@ -15,6 +15,8 @@ from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Request, SamplingParams
 
+pytestmark = pytest.mark.full
+
 INSTALLED = importlib.util.find_spec("jetstream") is not None
 needs_jetstream = pytest.mark.skipif(
     not INSTALLED, reason="needs google-jetstream, slim (docs/sampler.md)"

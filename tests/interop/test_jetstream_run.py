@@ -53,7 +53,7 @@ def checked(folder: Path, versions: int) -> list[dict]:
 
 
 @needs_jetstream
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_learns_from_what_our_engine_draws_behind_jetstreams_interface(
     tmp_path: Path,
@@ -80,7 +80,7 @@ def test_a_run_learns_from_what_our_engine_draws_behind_jetstreams_interface(
 
 
 @needs_jetstream
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_engine_of_the_user_gets_every_version(tmp_path: Path) -> None:
     settings = [
         *TINY,
@@ -108,6 +108,7 @@ def type_of(file: str):
     return sys.modules[f"user_{Path(file).stem}"].NaiveEngine
 
 
+@pytest.mark.full
 @needs_jetstream
 def test_a_request_of_another_sampling_is_refused() -> None:
     engine = make_engine(tiny_policy(), slots=2, max_length=64)
@@ -125,6 +126,7 @@ def test_a_request_of_another_sampling_is_refused() -> None:
                 sampler.start_many([request])
 
 
+@pytest.mark.full
 @needs_jetstream
 def test_an_answer_that_the_engine_ends_is_an_answer() -> None:
     """An engine that draws nothing more for a slot has ended it: nobody waits for ever."""
@@ -134,6 +136,7 @@ def test_an_answer_that_the_engine_ends_is_an_answer() -> None:
         assert len(sampler.start_many([request])[0].result(60).token_ids) == 3
 
 
+@pytest.mark.full
 @needs_jetstream
 @pytest.mark.parametrize(
     ("settings", "says"),

@@ -139,6 +139,7 @@ def test_it_has_all_methods_of_the_protocol() -> None:
     assert isinstance(RLSampler(policy(0), section=SECTION), Protocol18)
 
 
+@pytest.mark.full
 def test_three_phases_bring_new_weights_and_versions_say_which(drive) -> None:
     new = policy(1).params
     ask = SamplingRequest(
@@ -223,6 +224,7 @@ def test_requests_that_cannot_be_served_fail_alone(drive) -> None:
     assert "neither a text nor" in odd.error.message
 
 
+@pytest.mark.full
 def test_the_example_of_the_docs_runs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "sampler.md").read_text("utf-8")
     (text,) = re.findall(
@@ -254,6 +256,7 @@ def test_a_seed_zero_included_gives_the_same_tokens_again(drive) -> None:
     assert wide.error.message.startswith("seed must be a whole number from 0 to 2147483647")
 
 
+@pytest.mark.full
 def test_min_p_leaves_only_the_likely_tokens(drive) -> None:
     """With 0.999 only the likeliest token is left, at any temperature: what greedy draws."""
 
@@ -380,6 +383,7 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
         assert asked.stop_token_ids == tuple(TOKENIZER.eos_ids)
 
 
+@pytest.mark.full
 def test_experts_are_told_where_the_sampler_keeps_them_and_refused_elsewhere() -> None:
     architecture = ArchitectureSection(
         layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=16, experts=4, experts_per_token=2

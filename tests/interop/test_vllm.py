@@ -105,6 +105,7 @@ def until(condition) -> None:
 # ---- requests
 
 
+@pytest.mark.full
 def test_requests_go_side_by_side_and_come_back_as_completions(server, make):
     server.token_s = 0.01
     sampler = make()
@@ -416,6 +417,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.full
 @given(JSON, JSON, JSON, JSON)
 def test_fuzz_whatever_is_answered_is_checked(reply, tokens, content, spans):
     wish = dataclasses.replace(request(), token_ids=np.array([1, 5], np.int32))

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 PEERS = os.environ.get("JAXRL_PEERS")
 PYTHON = Path(PEERS or "/nowhere") / "vllm" / "bin" / "python"
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.exhaustive,
     pytest.mark.skipif(
         not PYTHON.exists(),

@@ -326,6 +326,7 @@ def test_samplers_keep_their_compiled_programs_for_the_next():
     assert given == ["gs://ours/programs"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("role", ["trainer", "sampler"])
 def test_each_pod_is_asked_whether_it_works_and_has_shared_memory(role):
     one, volumes = container(ROLES, role), {v["name"]: v for v in pod(ROLES, role)["volumes"]}

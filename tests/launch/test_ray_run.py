@@ -19,7 +19,7 @@ from jaxrl_async.metrics.recorder import read_lines
 ray = pytest.importorskip("ray", reason="needs ray: pip install 'jaxrl_async[ray]'")
 Cluster = importlib.import_module("ray.cluster_utils").Cluster
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.exhaustive,
     pytest.mark.filterwarnings("default"),
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),

@@ -131,6 +131,7 @@ def test_runs_may_lie_on_a_shared_folder(fake):
     assert "run.dir=/mnt/all runs" in fake.unit()
 
 
+@pytest.mark.full
 def test_a_bucket_is_mounted_on_all_hosts_at_the_installation(fake):
     assert fake("install", RUNS="gs://ours").returncode == 0
     assert verbs(fake.calls()) == ["copy", "on_hosts", "on_hosts"]
@@ -173,6 +174,7 @@ def test_a_preempted_run_is_started_again_until_it_is_done(fake):
     assert len(starts) == 2
 
 
+@pytest.mark.full
 def test_a_slice_that_was_taken_away_is_replaced_and_installed_anew(fake):
     states = ("ACTIVE", "ACTIVE", "SUSPENDED", "SUSPENDED", "ACTIVE")
     done = fake("supervise", "a.yaml", states=states, runs=("active running 0", "active exited 0"))
@@ -258,6 +260,7 @@ def test_samplers_need_a_secret(fake):
     assert fake.calls() == []
 
 
+@pytest.mark.full
 def test_each_samplers_slice_comes_one_step_nearer_at_each_call(fake):
     of = {
         "states.mine-sampler-1": ("NONE", "PROVISIONING", "ACTIVE"),
@@ -277,6 +280,7 @@ def test_each_samplers_slice_comes_one_step_nearer_at_each_call(fake):
     assert unit[-2:] == ["--sampler", "10.0.0.5:8483"]
 
 
+@pytest.mark.full
 def test_preempted_samplers_are_replaced_while_the_trainer_runs_on(fake):
     of = {
         "states.mine-sampler-1": ("SUSPENDED", "ACTIVE"),
@@ -400,6 +404,7 @@ def test_a_role_without_its_words_is_told(on_host, words):
     assert done.returncode != 0 and "usage: tpu_scripts/run_on_host.sh" in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
 def test_shellcheck_finds_nothing(path):
     beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
