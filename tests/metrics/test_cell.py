@@ -35,7 +35,7 @@ except ValueError:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_cell_has_one_output_with_the_last_state_and_then_the_summary(tmp_path, monkeypatch):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)

@@ -1,5 +1,6 @@
 """Curves of text: as high as what they show."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ def test_a_curve_rises_and_falls_with_its_values():
     assert curve([], 9) == curve([1], 0) == curve([float("nan")], 4) == ""
 
 
+@pytest.mark.full
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200), st.integers(1, 60))
 def test_blocks_are_ordered_as_the_means_of_their_columns(values, width):
     drawn = curve(values, width)

@@ -95,7 +95,7 @@ def test_text_stays_text_and_what_was_before_comes_back(capsys):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_line_of_a_run_and_of_its_sampler_process_is_an_entry(tmp_path):
     """Also those about signals, which are written past Python's streams."""
     (tmp_path / "c.yaml").write_text("")

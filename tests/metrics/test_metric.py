@@ -90,6 +90,7 @@ def test_every_key_of_seconds_rates_or_shares_of_time_is_timing():
             assert m.timing, m.key
 
 
+@pytest.mark.full
 def test_metrics_import_without_jax():
     code = (
         "import sys\n"

@@ -177,6 +177,7 @@ def tracked(folder, *overrides):
     return config
 
 
+@pytest.mark.full
 def test_weights_and_biases_has_the_run_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="the extra [wandb] is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -225,7 +226,7 @@ def log_records(data, block=32768):
             whole = b""
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # of MLflow's own
 @pytest.mark.parametrize("served", [False, True], ids=["a store of SQLite", "a server"])

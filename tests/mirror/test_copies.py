@@ -300,7 +300,7 @@ TINY = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_killed_run_whose_folder_is_lost_goes_on_from_a_bucket(tmp_path):
     """Its weights are those of a run that was not disturbed, bit for bit."""

@@ -80,6 +80,7 @@ def outputs_and_gradients(function: Any, q: Any, k: Any, v: Any, segments: Any) 
 # ---- whole sequences
 
 
+@pytest.mark.full
 def test_the_reference_equals_float64_numpy():
     q, k, v, segments = packed(T=7)
     out = reference(q, k, v, segments)
@@ -93,6 +94,7 @@ def test_the_reference_equals_float64_numpy():
             np.testing.assert_allclose(out[b, t, h], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -110,6 +112,7 @@ def test_splash_and_its_gradient_equal_the_reference(sizes):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("length", "block", "wide"),
     [
@@ -142,6 +145,7 @@ def test_splash_in_bfloat16_is_as_close_to_float32_as_the_reference_in_bfloat16(
     assert np.abs(fast - exact).max() <= 2 * np.abs(plain - exact).max() + 1e-3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("axes", "kv_heads"),
     [
@@ -174,6 +178,7 @@ def test_parts_of_rows_have_the_blocks_of_their_chip(kind, dtype, block):
     assert kernel.kwargs["block_sizes"].block_q == block
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", [{"B": 3, "H": 4, "N": 2}, {"B": 4, "H": 3, "N": 1}])
 def test_what_the_mesh_does_not_divide_is_computed_whole(sizes):
     inputs = packed(**sizes)
@@ -181,7 +186,7 @@ def test_what_the_mesh_does_not_divide_is_computed_whole(sizes):
     np.testing.assert_allclose(sharded(*inputs), reference(*inputs), atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "remat", ["attention", pytest.param("layer", marks=pytest.mark.exhaustive)]
 )
@@ -316,6 +321,7 @@ _ragged_paged = jax.jit(kernels.ragged_paged)
 MIXED = [(1, 5), (5, 9), (3, 3), (1, 12)]
 
 
+@pytest.mark.full
 @settings(max_examples=30, deadline=None)
 @given(ragged_batches())
 def test_the_paged_reference_equals_full_attention(lengths):
@@ -334,6 +340,7 @@ def test_the_paged_reference_equals_full_attention(lengths):
     assert not np.asarray(out)[int(starts[num[0]]) :].any()
 
 
+@pytest.mark.full
 @settings(max_examples=20, deadline=None)
 @given(ragged_batches())
 def test_ragged_paged_equals_its_reference_for_any_mix_of_lengths(lengths):
@@ -343,6 +350,7 @@ def test_ragged_paged_equals_its_reference_for_any_mix_of_lengths(lengths):
     np.testing.assert_allclose(got, _paged_reference(*arguments), atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("H", "N"), [(4, 4), (4, 1), (14, 2), (16, 8)])
 def test_ragged_paged_equals_its_reference_for_grouped_queries_in_bfloat16(H, N):
     arguments = ragged(MIXED, H=H, N=N, dtype=jnp.bfloat16)
@@ -353,6 +361,7 @@ def test_ragged_paged_equals_its_reference_for_grouped_queries_in_bfloat16(H, N)
     np.testing.assert_allclose(got.astype(np.float32), exact, atol=0.03)
 
 
+@pytest.mark.full
 def test_pages_wider_than_the_heads_give_the_same():
     q, pages, *tables = ragged(MIXED)
     width = page_head_dim(16)
@@ -363,6 +372,7 @@ def test_pages_wider_than_the_heads_give_the_same():
         np.testing.assert_allclose(kernels.ragged_paged(q, wide, *tables), expected, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kv_heads", [2, 1])
 def test_ragged_paged_on_a_mesh_equals_its_reference(kv_heads):
     arguments = ragged(MIXED, N=kv_heads)
@@ -465,6 +475,7 @@ def test_a_train_step_refuses_a_kernel_of_another_platform():
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "dtype"),
     [

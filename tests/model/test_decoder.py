@@ -44,6 +44,7 @@ def of_one_segment(spec: ModelSpec, params: Any, ids: np.ndarray) -> np.ndarray:
     return np.asarray(run(spec, params, ids, positions, np.ones_like(ids)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_token_changes_what_comes_at_and_after_it_and_nothing_before(family):
     spec = spec_of(family)
@@ -55,6 +56,7 @@ def test_a_token_changes_what_comes_at_and_after_it_and_nothing_before(family):
     assert (np.abs(before[0, 4:] - after[0, 4:]).max(axis=-1) > 1e-4).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_segments_in_one_row_equal_each_alone(family):
     spec = spec_of(family)
@@ -82,6 +84,7 @@ def test_padding_changes_nothing_whatever_it_holds():
         assert np.isfinite(out).all()
 
 
+@pytest.mark.full
 def test_padding_gives_no_gradient():
     spec = spec_of()
     params, ids = random_params(spec), token_rows(length=T)
@@ -120,6 +123,7 @@ def test_only_distances_between_positions_count():
     assert np.abs(here - np.asarray(stretched)).max() > 1e-3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layers", [1, 5])
 def test_the_compiled_scan_equals_its_layers_one_by_one(layers):
     """Fewer and more layers than one turn of the scan; each asks for attention once."""
@@ -139,6 +143,7 @@ def test_the_compiled_scan_equals_its_layers_one_by_one(layers):
     np.testing.assert_allclose(of_one_segment(spec, params, ids), apart, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("remat", ["layer", "attention", "dots"])
 def test_remat_changes_neither_the_numbers_nor_the_gradient(remat):
     spec = spec_of(layers=5)

@@ -57,6 +57,7 @@ def part(given: DeltaInputs, start: int, stop: int) -> DeltaInputs:
     return DeltaInputs(*(x[:, start:stop] for x in given))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chunk", [8, 64])
 def test_chunks_compute_what_single_tokens_do(chunk) -> None:
     given = inputs(45)
@@ -75,6 +76,7 @@ def places() -> list[tuple[int, int]]:
     return [(int(np.argmax(ids == i)), int((ids == i).sum())) for i in range(1, 5)]
 
 
+@pytest.mark.full
 def test_packed_sequences_are_as_alone_and_gradients_do_not_cross() -> None:
     given, ids = inputs(len(SEGMENTS), seed=1), jnp.asarray([SEGMENTS])
     packed = gated_delta_rule(given, ids, chunk=8)
@@ -100,6 +102,7 @@ def test_packed_sequences_are_as_alone_and_gradients_do_not_cross() -> None:
         np.testing.assert_allclose(outside, 0, atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_convolution_sees_the_last_tokens_of_its_segment_alone() -> None:
     draw = np.random.default_rng(3)
     x, weights = draw.normal(size=(1, len(SEGMENTS), 3, 2)), draw.normal(size=(3, 2, 4))
@@ -117,7 +120,7 @@ def logprobs(params, ids: np.ndarray, places: np.ndarray, segments: np.ndarray) 
     return np.asarray(row_logprobs(SPEC, params, rows))[0]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_decoder_gives_packed_sequences_the_log_probs_that_they_have_alone() -> None:
     segments = np.asarray(SEGMENTS)
@@ -153,6 +156,7 @@ def test_shared_prefixes_are_refused() -> None:
         settings_on(mesh, SPEC, dtype=jnp.float32, attention="auto", shares_prefixes=True)
 
 
+@pytest.mark.full
 def test_states_go_on_from_part_to_part_as_in_one_sequence() -> None:
     """Parts of 1, 17, 3 and 24 tokens, padded to 24 and beside a row of other lengths."""
     given, whole = inputs(45, seed=5), token_by_token(inputs(45, seed=5))
@@ -175,6 +179,7 @@ def test_states_go_on_from_part_to_part_as_in_one_sequence() -> None:
     np.testing.assert_allclose(single[0], state[0], atol=2e-5)
 
 
+@pytest.mark.full
 def test_a_convolution_goes_on_from_its_last_inputs() -> None:
     draw = np.random.default_rng(3)
     x, weights = draw.normal(size=(1, 12, 3, 2)), draw.normal(size=(3, 2, 4))
@@ -197,6 +202,7 @@ def test_adapters_name_the_modules_of_both_kinds_of_layers() -> None:
     )
 
 
+@pytest.mark.full
 def test_flops_of_a_state_grow_with_the_tokens_and_attentions_with_their_squares() -> None:
     """Three of four layers keep a state; one attends."""
     linear = 3 * SPEC.heads * 6 * SPEC.head_dim**2 * 10

@@ -59,6 +59,7 @@ def an_adapter(spec):
     return lora, moved
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["nf4", "int4"])
 def test_each_weight_is_the_nearest_level_times_its_groups_scale(kind):
     """Against float64 NumPy, level by level."""
@@ -88,6 +89,7 @@ def test_in_q4_1_each_weight_is_the_nearest_of_sixteen_levels_above_the_least():
     np.testing.assert_allclose(np.abs(got - groups[:, :, :, 0]), nearest, atol=1e-6)
 
 
+@pytest.mark.full
 def test_the_levels_of_nf4_are_quantiles_of_a_normal_distribution():
     """Dettmers et al. 2023, sec. 3: those of 8 parts above 0 and 7 below, scaled to 1."""
     above = jax.scipy.stats.norm.ppf(np.linspace(0.9677083, 0.5, 9)[:-1])
@@ -96,12 +98,13 @@ def test_the_levels_of_nf4_are_quantiles_of_a_normal_distribution():
     np.testing.assert_allclose(levels / levels.max(), NF4, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("spec", "kind"),
     [
         pytest.param(DENSE, "int8", marks=pytest.mark.exhaustive),
         (DENSE, "nf4"),
-        pytest.param(ROUTED, "int4", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        pytest.param(ROUTED, "int4", marks=[pytest.mark.full, pytest.mark.exhaustive]),
     ],
     ids=str,
 )
@@ -142,6 +145,7 @@ def test_trainer_and_sampler_compute_what_the_base_stands_for(spec, kind):
     assert np.abs(of_trainer(adapter, quantised) - of_trainer(adapter, params)).max() > 1e-3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_backward_pass_keeps_no_widened_matrix(kind):
     spec, (lora, adapter) = DENSE, an_adapter(DENSE)
@@ -158,6 +162,7 @@ def test_the_backward_pass_keeps_no_widened_matrix(kind):
     assert not floats & whole
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_a_base_that_is_read_layer_by_layer_is_the_one_that_was_made(tmp_path: Path, kind):
     params = tiny_params(ROUTED)
@@ -177,6 +182,7 @@ def test_a_base_that_is_read_layer_by_layer_is_the_one_that_was_made(tmp_path: P
     }
 
 
+@pytest.mark.full
 def test_a_merged_model_is_written_layer_by_layer_as_it_is_merged_whole(tmp_path: Path):
     lora, adapter = an_adapter(ROUTED)
     base = base_of(ROUTED, "nf4", tiny_params(ROUTED))
@@ -188,6 +194,7 @@ def test_a_merged_model_is_written_layer_by_layer_as_it_is_merged_whole(tmp_path
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), read, whole)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["int8", "nf4", "int4"])
 def test_a_quantised_base_alone_is_written_as_what_it_stands_for(tmp_path: Path, kind):
     """And read again in the same form it is the same, but in int4, whose largest weight may be
@@ -223,6 +230,7 @@ def test_four_bits_take_little_more_than_half_a_byte_a_weight():
     assert taken["nf4"] == taken["int4"] == 0.5625 and 1 < taken["int8"] < 1.05
 
 
+@pytest.mark.full
 def test_groups_divide_the_inputs_and_devices_divide_whole_groups():
     table = weight_table(tiny_spec(40, layers=1, width=96, heads=4, head_dim=24))["layers"]
     assert group_of("q", table["q"], 64) == 48 and group_of("o", table["o"], 64) == 24

@@ -77,6 +77,7 @@ def of_sampler(params, spec: ModelSpec = SPEC, *, fused: bool = False) -> np.nda
     return np.asarray(logprobs(params))[np.arange(len(IDS) - 1), IDS[1:]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind", ["", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in ("q", "int8", "nf4"))]
 )
@@ -152,7 +153,7 @@ def test_on_a_tpu_pages_are_read_in_place_and_count_whole_registers() -> None:
         assert not kv_plan(SPEC, fits, jnp.bfloat16, mesh=chip).copy_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_pages_of_both_forms_give_the_same_tokens() -> None:
     """The plain one of the kernel's references, and gathering."""

@@ -13,6 +13,8 @@ from tpu_interpreter import LATE, no_races
 from jaxrl_async.model import latent_pages
 from jaxrl_async.model.latent_pages import attend_latent_pages
 
+pytestmark = pytest.mark.full
+
 P, G, T = 40, 8, 6
 
 
@@ -96,7 +98,7 @@ FEW = ("decode in parts", "chunks in parts")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in FEW else pytest.mark.slow) for n in CASES]
+    "name", [pytest.param(n, marks=[] if n in FEW else pytest.mark.full) for n in CASES]
 )
 def test_each_query_attends_to_the_tokens_up_to_its_own(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -106,7 +108,7 @@ def test_each_query_attends_to_the_tokens_up_to_its_own(
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in FEW else pytest.mark.slow) for n in CASES]
+    "name", [pytest.param(n, marks=[] if n in FEW else pytest.mark.full) for n in CASES]
 )
 def test_it_waits_for_each_copy_before_it_uses_what_is_copied(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -116,7 +118,6 @@ def test_it_waits_for_each_copy_before_it_uses_what_is_copied(
     np.testing.assert_allclose(got, wanted, atol=3e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decode as wide as DeepSeek-V3", "chunks in parts"])
 def test_in_bfloat16_shares_and_results_are_rounded_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -126,7 +127,6 @@ def test_in_bfloat16_shares_and_results_are_rounded_alone(
     np.testing.assert_allclose(got, wanted, atol=2 * 4.5 * 2**-9)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("heads", [4, 5])
 def test_on_a_mesh_tensor_divides_the_heads_if_it_can(
     heads: int, monkeypatch: pytest.MonkeyPatch

@@ -62,7 +62,7 @@ def test_a_gathered_weight_is_whole_and_its_gradient_is_shared():
     np.testing.assert_allclose(grad, jax.grad(lambda w: jnp.sum(jnp.sin(x @ w)))(w), rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 2}])
 def test_layers_gather_weights_and_no_hidden_states(axes):
     """In the compiled gradient: whole matrices, keys and values over context; never tokens x width,
@@ -89,7 +89,7 @@ def test_layers_gather_weights_and_no_hidden_states(axes):
     assert not [g for g in gathers if any(shape in g for shape in wide)]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["reference", "splash"])
 def test_attention_over_context_equals_whole_rows(name):
     """The output and the gradients, of 2 query heads a kv head and odd segments."""

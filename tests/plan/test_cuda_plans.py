@@ -281,7 +281,7 @@ PROGRAMS = {"gradient", "update", "cast", "prepare", "prefill", "decode"}
 
 
 @plugin
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_all_programs_of_a_run_on_one_card_are_compiled_and_kept(tmp_path):
     done = plan(tmp_path, TINY, "--topology", "h100-1")
@@ -308,7 +308,7 @@ def test_all_programs_of_a_run_on_one_card_are_compiled_and_kept(tmp_path):
 
 
 @plugin
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_host_of_cards_is_divided_and_each_side_compiled_for_its_own(tmp_path):
     split = TINY.replace(
@@ -327,7 +327,7 @@ def test_a_host_of_cards_is_divided_and_each_side_compiled_for_its_own(tmp_path)
 
 
 @plugin
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_two_hosts_of_cards_sum_gradients_over_the_network(tmp_path):
     mesh = "mesh: {trainer: {data: 2, fsdp: 4}, samplers_in: external}"
@@ -345,7 +345,7 @@ def test_two_hosts_of_cards_sum_gradients_over_the_network(tmp_path):
 
 
 @plugin
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_every_card_can_be_described_and_compiled_for():
     """In the compiler's environment, as a program of its own; nothing of it is heard."""
@@ -382,7 +382,7 @@ def test_every_card_can_be_described_and_compiled_for():
 
 
 @plugin
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_attention_on_the_pages_fits_the_shared_memory_of_the_smallest_card():
     """An L4's, of 99 KiB a program: the widest heads of a model, in float32, as keys that are
@@ -460,7 +460,7 @@ FITS = {
 
 
 @plugin
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FITS)
 def test_a_plan_that_ships_fits_by_the_compiler(tmp_path, name):

@@ -87,6 +87,7 @@ def places():
     return dict(zip(CASES, json.loads(done.stdout), strict=True))
 
 
+@pytest.mark.full
 @compiler
 def test_slices_of_their_own_may_have_several_hosts_and_another_generation(places):
     found = places["apart"]
@@ -257,6 +258,7 @@ print(json.dumps({"slices": [[d.slice_index for d in row.flat] for row in mesh.d
 """
 
 
+@pytest.mark.full
 @compiler
 def test_the_compiler_says_what_goes_between_two_slices():
     """Of a gradient in shares of four chips, 1 MiB each, half goes each way, twice."""
@@ -320,7 +322,7 @@ print(json.dumps(sent))
 
 
 @compiler
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("axes", "shape"),

@@ -28,7 +28,7 @@ trainer: {micro_batch_tokens: 1024}
 """
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None,
         reason="libtpu, which holds the TPU compiler, is not installed: pip install 'jax[tpu]'",

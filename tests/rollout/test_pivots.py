@@ -144,7 +144,7 @@ def sampler():
 PLAN = PivotPlan(continuations=3, members=2, per_member=2, where="lowest_logprob")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_continuations_are_those_of_a_direct_call_on_prefix_key_and_branch(sampler) -> None:
     groups, _, stats, observed = played(sampler, PLAN)
@@ -178,7 +178,7 @@ def test_continuations_are_those_of_a_direct_call_on_prefix_key_and_branch(sampl
     assert all(len(group.episodes) == 3 for group in observed), "a prompt's difficulty"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_is_judged_is_the_whole_answer_and_what_is_learnt_each_token_once(sampler) -> None:
     groups, judge, stats, _ = played(sampler, PLAN)
     by_prompt = {tuple(e[0].token_ids[:9]): e for e in judge.seen}
@@ -206,7 +206,7 @@ def test_what_is_judged_is_the_whole_answer_and_what_is_learnt_each_token_once(s
     assert len(marks) == learnt, "each drawn token once"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_prefix_is_prefilled_from_its_last_full_page_on_alone() -> None:
     """The sampler's own counters: what continuations computed of their prompts."""
@@ -246,7 +246,7 @@ class Failing:
         return futures
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_group_goes_on_without_a_continuation_that_fails(sampler, caplog) -> None:
     groups, _, stats, _ = played(Failing(sampler), PLAN)
     assert len(groups) == 3 and stats.failures == 0

@@ -112,7 +112,7 @@ def continues(answer: Answer, prompt: str, partial: Partial) -> bool:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_what_a_killed_trainer_saved_half_drawn_is_kept_by_another_number_of_samplers(
     tmp_path: Path,
@@ -147,7 +147,7 @@ def test_what_a_killed_trainer_saved_half_drawn_is_kept_by_another_number_of_sam
         assert run.step == 9 and not run.problems()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_samplers_that_leave_or_are_cut_off_in_mid_answer_change_no_token(tmp_path: Path) -> None:
     steps = 4

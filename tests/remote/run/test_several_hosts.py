@@ -153,7 +153,7 @@ def reward_model(folder: Path) -> str:
     return f"reward.model={folder}"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_reward_model_and_a_curriculum_go_on_in_a_trainer_over_two_processes(
     tmp_path: Path,

@@ -16,7 +16,7 @@ def saved_versions(run: JoinedRun) -> list[int]:
     return sorted(int(f.name) for f in (run.run / "checkpoints").glob("[0-9]*"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_ctrl_c_before_any_sampler_has_come_ends_the_run_saved(tmp_path: Path) -> None:
     with joined_run(tmp_path, *SETTINGS) as run:
@@ -29,7 +29,7 @@ def test_ctrl_c_before_any_sampler_has_come_ends_the_run_saved(tmp_path: Path) -
         assert saved_versions(run) == [0] and not run.problems()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 0)])
 def test_a_stop_is_heard_while_an_evaluation_has_lost_its_only_sampler(
