@@ -98,6 +98,7 @@ def test_numbers_that_are_not_finite_are_valid_json(proof, tmp_path):
     assert found["loss"] is None and found["deep"] == {"x": None}
 
 
+@pytest.mark.full
 def test_only_wheels_of_missing_packages_are_installed(proof, tmp_path):
     wheels = tmp_path / "wheels"
     wheels.mkdir()
@@ -133,7 +134,7 @@ def test_what_cannot_be_run_is_refused(proof, words, told, tmp_path, monkeypatch
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_kernel_that_ignores_windows_is_found(proof, tmp_path, monkeypatch):
     from jaxrl_async.model import attention
     from jaxrl_async.model.kernels import PLAIN
@@ -184,7 +185,7 @@ def test_every_stage_is_in_one_part_and_in_the_table_of_the_docs(proof):
     assert {"two processes, shared_memory", "two processes, device", "doctor"} < shown
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.timeout(PART_S + 20)
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part[0])

@@ -274,6 +274,7 @@ def in_a_folder_with_policies(tmp_path, monkeypatch):
 PYTHON_PAGE = (ROOT / "docs/python.md").read_text("utf-8")
 
 
+@pytest.mark.full
 def test_the_sampler_in_docs_runs(tmp_path, monkeypatch):
     in_a_folder_with_policies(tmp_path, monkeypatch)
     names: dict = {}
@@ -328,7 +329,7 @@ def test_a_notebook_is_kept_with_the_small_outputs_of_a_whole_run(path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
 def test_a_notebook_runs(path):
     done = subprocess.run(

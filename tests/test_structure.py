@@ -5,6 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from pathlib import Path
 
@@ -30,6 +31,7 @@ WINGS = {
     "remote",
     "view",
 }
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 ENTRIES = ("command", "api", "testing", "sample.py", "serve.py", "audit.py", "__init__.py")
 """Parts above the wings, which may name them."""
 MOST_IMPORTED = 420
@@ -71,6 +73,7 @@ def named_modules(tree: ast.Module) -> set[str]:
     return {n for n in dotted if PACKAGE.joinpath(*n.split(".")).with_suffix(".py").is_file()}
 
 
+@pytest.mark.full
 def test_one_file_of_the_core_names_the_wings():
     """And one the built-in tasks, of which some are games. Imports are .importlinter's."""
     naming = {
@@ -99,6 +102,7 @@ def constructed(tree: ast.Module, name: str) -> bool:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["Sampler", "WeightChannel", "Learner"])
 def test_builders_alone_make_the_parts_of_a_run(name):
     """And what serves or asks a policy without a run."""
@@ -111,7 +115,7 @@ def test_builders_alone_make_the_parts_of_a_run(name):
     assert all(path.startswith("run/builders/") for path in makes - allowed), makes
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_main_job_imports_few_files_and_no_wing_that_it_does_not_use(tmp_path):
     code = (
         "import sys\n"
@@ -140,6 +144,26 @@ HOME_MADE = re.compile(
 learned, sampled again, which part, without, gets an error or is logged, dashboard, alongside."""
 
 
+def marks_in(tree: ast.Module) -> set[str]:
+    """Return the names of pytest's marks that a module of tests uses."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pytest.mark"
+    }
+
+
+def test_marks_say_only_when_a_test_runs():
+    """The marks of CONTRIBUTING, and pytest's and its plugins' own."""
+    of_pytest = {"parametrize", "skipif", "xfail", "filterwarnings", "timeout", "asyncio"}
+    of_pytest |= {"usefixtures"}
+    used = {mark for path in TESTS for mark in marks_in(ast.parse(path.read_text("utf-8")))}
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    declared = settings["tool"]["pytest"]["ini_options"]["markers"]
+    assert {text.partition(":")[0] for text in declared} == used - of_pytest
+    assert used - of_pytest == {"full", "exhaustive", "large"}
+
+
 def prose_of(path: Path) -> list[tuple[int, str]]:
     """Return the lines of a module that people read: docstrings and comments."""
     text = path.read_text(encoding="utf-8")
@@ -154,6 +178,7 @@ def prose_of(path: Path) -> list[tuple[int, str]]:
     return [(n, lines[n - 1]) for n in sorted(numbers)]
 
 
+@pytest.mark.full
 def test_prose_speaks_in_the_fields_words():
     found = [
         f"{path.relative_to(ROOT)}:{number}: {match[0]}: {line.strip()}"

@@ -83,7 +83,7 @@ def same(one: Completion, other: Completion) -> None:
     np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", [pytest.param("llama"), "qwen3_moe"])
 def test_eight_adapters_in_one_block_draw_what_each_draws_alone(family: str) -> None:
@@ -110,7 +110,7 @@ def test_eight_adapters_in_one_block_draw_what_each_draws_alone(family: str) -> 
             same(mixed[done.request_id], done)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_on_a_mesh_they_draw_the_same() -> None:
     one = adapter(SPEC, lora(SPEC), 3)
@@ -148,7 +148,7 @@ def swapped_midway(mode: str):
     return made, *answers
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["continue", "recompute", "drain", "restart"])
 def test_a_swap_of_one_changes_no_bit_of_the_others(mode: str) -> None:
@@ -173,6 +173,7 @@ def test_a_swap_of_one_changes_no_bit_of_the_others(mode: str) -> None:
         same(done[0], before[0])
 
 
+@pytest.mark.full
 def test_no_kv_goes_from_one_adapter_to_another() -> None:
     """Nor from one version to the next; within one it is found again, and shared in a group."""
     prompt = {"token_ids": np.arange(1, 34, dtype=np.int32), "max_new_tokens": 3}
@@ -200,7 +201,7 @@ def test_no_kv_goes_from_one_adapter_to_another() -> None:
         sampler.between_blocks(sampler.loop.batch.check_integrity)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_saved_request_goes_on_with_its_adapter() -> None:
     made = {n: adapter(SPEC, lora(SPEC), i) for i, n in enumerate(("a", "b"))}
@@ -222,6 +223,7 @@ def test_a_saved_request_goes_on_with_its_adapter() -> None:
         assert set(other.versions[len(saved.token_ids) :].tolist()) == {1}
 
 
+@pytest.mark.full
 def test_names_and_adapters_are_checked_where_they_come_in() -> None:
     one = adapter(SPEC, lora(SPEC), 0)
     with make(room=AdapterRoom(places=1, rank=4)) as sampler:
@@ -277,7 +279,7 @@ def _changing():
     return Changing()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_an_adapter_in_use_is_unloaded_after_its_last_request() -> None:
     one = adapter(SPEC, lora(SPEC), 0)
@@ -335,6 +337,7 @@ steps = st.lists(
 )
 
 
+@pytest.mark.full
 def test_a_probe_refuses_an_adapter_that_computes_something_else() -> None:
     one = adapter(SPEC, lora(SPEC), 0)
     ids = np.arange(1, 9, dtype=np.int32)
@@ -400,7 +403,7 @@ async def play(sampler: Sampler, plan: list) -> list[tuple[str, int, int, Comple
     return answers + [(n, k, m, await f) for n, k, m, f in waiting]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mode", "more"),
@@ -435,7 +438,7 @@ def test_in_any_traffic_each_draws_what_its_adapter_draws_alone(
         assert stats.cancelled > 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_nothing_is_compiled_after_the_first_adapter_has_answered() -> None:
     made = [adapter(SPEC, lora(SPEC, r), r) for r in (1, 2, 3, 4)]

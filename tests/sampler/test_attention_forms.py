@@ -53,13 +53,14 @@ def wanted() -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
     [
         {"reserve": 1.0, "block": 16},
         {"cpu_kernels": False},
         *(
-            pytest.param(settings, marks=[pytest.mark.slow, pytest.mark.exhaustive])
+            pytest.param(settings, marks=[pytest.mark.full, pytest.mark.exhaustive])
             for settings in (
                 {"attention": "ragged", "prefill_chunk": 7, "page_tokens": 8, "block": 3},
                 {"attention": "ragged", "prefill_chunk": 300, "page_tokens": 8},
@@ -92,6 +93,7 @@ def random_waves(sampler: Sampler, waves: int, *, seed: int = 0) -> None:
         sampler.generate(wishes)
 
 
+@pytest.mark.full
 def test_with_the_cpus_own_kernels_no_traffic_needs_more_than_ten_programs() -> None:
     """By XLA's attention each width of context and each padding has programs of its own."""
     needs_cpu_kernels()
@@ -115,6 +117,7 @@ def compiled_now():
 GREEDY_TOO = (Mix(), Mix(greedy=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("placed", [False, True])
 @pytest.mark.parametrize("many_logits", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_what_is_compiled_ahead_is_all_that_traffic_needs(
@@ -137,6 +140,7 @@ def test_what_is_compiled_ahead_is_all_that_traffic_needs(
     sampler.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("placed", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("many_logits", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_on_a_tpu_no_traffic_needs_a_program_that_was_not_compiled_ahead(
@@ -165,6 +169,7 @@ def test_on_a_tpu_no_traffic_needs_a_program_that_was_not_compiled_ahead(
     sampler.close()
 
 
+@pytest.mark.full
 def test_a_sampler_compiles_beside_its_first_blocks_what_it_will_need(compiled_now) -> None:
     needs_cpu_kernels()
     settings = SamplerSettings(mixes=GREEDY_TOO, name="early")
@@ -178,6 +183,7 @@ def test_a_sampler_compiles_beside_its_first_blocks_what_it_will_need(compiled_n
     sampler.close()
 
 
+@pytest.mark.full
 def test_a_sampler_that_is_closed_compiles_no_more(compiled_now, monkeypatch) -> None:
     needs_cpu_kernels()
     held, real = threading.Event(), Engine.compile_generate
@@ -228,7 +234,7 @@ gc.collect()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_program_that_forgets_its_sampler_ends_while_it_compiles(tmp_path) -> None:
     """A thread in the compiler at the interpreter's end would abort the process."""
     needs_cpu_kernels()
@@ -250,6 +256,7 @@ def test_a_program_that_forgets_its_sampler_ends_while_it_compiles(tmp_path) -> 
     assert done.stdout == "True\n", "it was compiling"
 
 
+@pytest.mark.full
 def test_a_sampler_that_fails_leaves_no_thread(monkeypatch) -> None:
     needs_cpu_kernels()
     settings = SamplerSettings(mixes=GREEDY_TOO, name="failing")
@@ -269,6 +276,7 @@ def test_a_sampler_that_fails_leaves_no_thread(monkeypatch) -> None:
     sampler.close()
 
 
+@pytest.mark.full
 def test_the_kernel_reads_no_rows_behind_the_last_that_runs(monkeypatch) -> None:
     seen: list[int] = []
 
@@ -304,6 +312,7 @@ def test_rows_are_taken_over_in_mid_block() -> None:
     sampler.close()
 
 
+@pytest.mark.full
 def test_many_that_begin_at_once_are_inserted_in_turns(monkeypatch) -> None:
     """On a TPU, so many at a time as a chunk has prompts at most; each follower's last page is a
     copy."""
@@ -339,7 +348,7 @@ def test_ragged_kv_can_be_saved_and_swapped() -> None:
     assert both[0] == both[1]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_ragged_sampler_over_two_devices() -> None:
     section = SECTION.model_copy(update={"attention": "ragged"})
@@ -352,7 +361,7 @@ def test_a_ragged_sampler_over_two_devices() -> None:
     one.close()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("calls", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_the_tpu_kernel_itself_draws_the_same_tokens(calls, wanted, monkeypatch) -> None:
     """Prefills and the whole decode loop with the Pallas kernel in interpret mode; page tables that
@@ -382,13 +391,13 @@ def interpreted_tokens(sampler: Sampler, params: Any, **changes: Any) -> list[li
         return [c.token_ids.tolist() for c in other.generate(WISHES[:4])]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_kernel_that_draws_draws_the_same_tokens(wanted) -> None:
     with Sampler((SPEC, PARAMS), section=SECTION) as plain:
         assert interpreted_tokens(plain, PARAMS, draws_by_kernel=True) == wanted[:4]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3"])
 def test_wide_heads_decode_on_the_pages_by_a_kernel_of_our_own(family: str) -> None:
@@ -404,6 +413,7 @@ def test_wide_heads_decode_on_the_pages_by_a_kernel_of_our_own(family: str) -> N
         assert interpreted_tokens(pages, params, on_tpu=True) == wanted
 
 
+@pytest.mark.full
 def test_bfloat16_products_of_a_model_in_bfloat16_change_nothing() -> None:
     settings, answers = SamplerSettings(dtype=jnp.bfloat16), []
     for matmul in ("full", "bfloat16"):

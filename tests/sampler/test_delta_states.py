@@ -20,6 +20,8 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import kv_plan
 from jaxrl_async.types import Completion, Partial, Request, SamplingParams, VersionedParams
 
+pytestmark = pytest.mark.full
+
 SPECS = {  # eps: the smaller, the more the two forms of the rule differ by rounding
     family: dataclasses.replace(
         tiny_spec(40, family=family, layers=4, experts=experts, head_dim=8, tied=False),
@@ -75,7 +77,7 @@ def drawn(spec: ModelSpec, asked: list[Request], **settings: Any) -> list[Comple
     [
         ("qwen3_next", {"reserve": 1.0}, 9),
         *(
-            pytest.param(family, settings, 18, marks=[pytest.mark.slow, pytest.mark.exhaustive])
+            pytest.param(family, settings, 18, marks=[pytest.mark.full, pytest.mark.exhaustive])
             for family, settings in (
                 ("qwen3_5_text", {}),
                 ("qwen3_5_moe_text", {"reserve": 1.0}),
@@ -94,7 +96,6 @@ def test_log_probs_of_groups_are_the_trainers(
     check(spec, tiny_params(spec), asked, drawn(spec, asked, **settings))
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["continue", "recompute", "drain", "restart"])
 def test_new_weights_leave_right_states(policy: str) -> None:
@@ -117,7 +118,6 @@ def test_new_weights_leave_right_states(policy: str) -> None:
     assert seen == {0, 1}, "new weights came while answers were drawn"
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_saved_request_goes_on_without_its_kv() -> None:
     spec, (wish,) = SPECS["qwen3_next"], wishes(1, max_new_tokens=20, forced_length=20)
@@ -154,7 +154,6 @@ def test_states_take_their_part_of_the_memory() -> None:
     assert sum(x.nbytes for x in jax.tree.leaves(pages)) == plan.kv_bytes
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", sorted(SPECS))
 def test_a_sampler_over_two_devices_keeps_the_same_states(family: str) -> None:

@@ -28,6 +28,7 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return x - np.log(np.exp(x - x.max()).sum()) - x.max()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -67,6 +68,7 @@ def test_masks_and_both_log_probs_are_those_of_the_definition(sampling) -> None:
             assert len(kept) == VOCAB
 
 
+@pytest.mark.full
 def test_a_request_that_truncates_nothing_keeps_every_token_whatever_its_neighbours_ask_for():
     """Logits down to -70: in float32 the likelier tokens already add up to 1 before the tail."""
     logits = jnp.asarray(np.linspace(0, -70, 101)[None].repeat(6, 0), jnp.float32)
@@ -88,7 +90,7 @@ def test_each_key_and_each_position_has_a_number_of_its_own():
     assert ((found >= 0) & (found < 1)).all()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_masks_are_the_same_where_pages_run_out_and_sequences_go_on_later() -> None:
     wishes = [
         request(
@@ -108,6 +110,7 @@ def test_masks_are_the_same_where_pages_run_out_and_sequences_go_on_later() -> N
     crowded.close()
 
 
+@pytest.mark.full
 def test_without_asking_nothing_extra_is_carried() -> None:
     sampler = make_sampler()
     done = sampler.generate([request(33)])[0]

@@ -27,6 +27,8 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings, kv_plan
 from jaxrl_async.types import Request, SamplingParams
 
+pytestmark = pytest.mark.full
+
 VOCAB = 40
 SECTION = schema.SamplerSection(
     slots=4, reserve=0.25, max_length=64, max_new_tokens=32, block=4, page_tokens=4,
@@ -110,7 +112,7 @@ def answers(sampler: Sampler) -> list[list[int]]:
     return [c.token_ids.tolist() for c in (*first, *second)]
 
 
-EXHAUSTIVE = [pytest.mark.slow, pytest.mark.exhaustive]
+EXHAUSTIVE = [pytest.mark.full, pytest.mark.exhaustive]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +148,6 @@ def test_it_draws_the_same_tokens(case, interpreted) -> None:
     assert sampler.engine.spec.prefills_in_pages == (case["family"] != "qwen3_next")
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["gemma2", "qwen3"])
 def test_a_prompt_loses_no_token_of_a_window_where_a_round_takes_several_programs(
@@ -165,7 +166,6 @@ def test_a_prompt_loses_no_token_of_a_window_where_a_round_takes_several_program
     sampler.close()
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "case",
@@ -201,7 +201,6 @@ def test_no_traffic_needs_a_program_that_was_not_compiled_ahead(
     sampler.close()
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("saves", [0, 1])
 @pytest.mark.parametrize(

@@ -248,6 +248,7 @@ def driven_by_numpy(mode: str, pages: int, window: int = 0) -> Driven:
     return Driven(mode, pages=pages, device=device)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 def test_no_cell_is_older_than_its_mode_allows_and_every_token_is_its_own(mode) -> None:
     for seed in range(12):
@@ -256,6 +257,7 @@ def test_no_cell_is_older_than_its_mode_allows_and_every_token_is_its_own(mode) 
         own_tokens(driven.asked)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 def test_the_same_where_a_layer_has_a_window_and_keeps_its_pages_alone(mode) -> None:
     """Windows that end within pages, at their ends, and beyond every sequence."""
@@ -322,7 +324,7 @@ MODELS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mode", MODES)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny import make_sampler, request
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.full, pytest.mark.exhaustive]
 
 
 def test_ten_thousand_requests_leave_nothing_behind(resident_mib) -> None:

@@ -87,13 +87,13 @@ def assert_same(found: list[Completion], wanted: list[Completion]) -> None:
         np.testing.assert_array_equal(a.expert_ids, b.expert_ids)  # dense: None
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "axes"), MESHES, ids=str)
 def test_every_mesh_draws_what_one_device_does(name, axes):
     assert_same(drawn(name, **axes), alone(name))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "axes"),
     [

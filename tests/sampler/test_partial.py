@@ -50,6 +50,7 @@ def whole():
     return done
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("with_kv", [True, False])
 def test_a_saved_request_goes_on_in_another_sampler(whole, with_kv, tmp_path) -> None:
     first = make_sampler(block=2)
@@ -69,6 +70,7 @@ def test_a_saved_request_goes_on_in_another_sampler(whole, with_kv, tmp_path) ->
     assert computed == (1 if with_kv else 20 + len(partial.token_ids)), "KV is a short cut"
 
 
+@pytest.mark.full
 def test_what_has_drawn_elsewhere_overtakes_those_that_wait_and_have_not(whole) -> None:
     first = make_sampler(block=2)
     partial = caught_in_flight(first, WISH)
@@ -199,7 +201,7 @@ def test_progress_leaves_it_to_the_sampler_to_hand_out() -> None:
     sampler.close()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_save_kill_the_process_resume_in_a_new_one(whole, tmp_path) -> None:
     code = """
         import sys, time
@@ -247,6 +249,7 @@ def test_a_fork_goes_on_in_different_ways_from_one_prefix(whole) -> None:
     sampler.close()
 
 
+@pytest.mark.full
 def test_extras_survive_a_save(tmp_path) -> None:
     wish = request(
         22, request_id="x", max_new_tokens=20, stop_token_ids=(), extras=True,
@@ -288,6 +291,7 @@ def test_what_is_wrong_is_said(tmp_path) -> None:
     sampler.close()
 
 
+@pytest.mark.full
 def test_a_request_that_still_waits_can_be_saved_and_stopped() -> None:
     sampler = make_sampler(slots=1, reserve=0.0)
     futures = sampler.start_many(
@@ -318,6 +322,7 @@ def test_forks_of_forks_are_all_different() -> None:
     assert branches(later, 1)[0].request.branch != children[0].request.branch
 
 
+@pytest.mark.full
 def test_a_request_saved_in_bfloat16_goes_on_and_kv_of_another_cache_is_refused(tmp_path) -> None:
     def sampler():
         settings = SamplerSettings(dtype=jnp.bfloat16)

@@ -25,7 +25,7 @@ CROWDS = {
         "kv_memory_mib": 16 * PAGES_MIB,
     },
 }
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 arrivals = st.lists(
     st.tuples(

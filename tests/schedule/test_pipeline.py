@@ -40,6 +40,8 @@ from jaxrl_async.types import EpisodeLimits, SamplingParams, Score
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.link import FunctionLink
 
+pytestmark = pytest.mark.full
+
 INTERLEAVINGS = int(os.environ.get("INTERLEAVINGS", "5000"))
 """Explored by the main test; set it higher for a night."""
 EVENTS = (20, 64)
@@ -664,7 +666,6 @@ def played(setup, schedule, **kinds):
 SCHEDULES = st.binary(min_size=EVENTS[0], max_size=EVENTS[1])
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 @SETTINGS
 @given(setups(), SCHEDULES)
@@ -672,7 +673,6 @@ def test_in_any_order_of_events_the_invariants_hold_and_the_run_goes_on(setup, s
     played(setup, schedule)
 
 
-@pytest.mark.slow
 @settings(SETTINGS, max_examples=INTERLEAVINGS // 12)
 @given(setups(), SCHEDULES)
 def test_in_many_orders_of_events_the_invariants_hold_and_the_run_goes_on(setup, schedule):

@@ -123,6 +123,7 @@ def load_from(logits: Any, real: Any, learns: bool = True) -> ExpertLoad:
     return ExpertLoad(chosen, odds, tokens[0])
 
 
+@pytest.mark.full
 def test_value_and_gradient_of_the_loss_are_transformers():
     torch = pytest.importorskip("torch")
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
@@ -170,6 +171,7 @@ def test_measures_of_an_even_and_of_a_one_sided_load():
 # ---- in the decoder
 
 
+@pytest.mark.full
 def test_layers_are_counted_in_their_order_and_padding_is_not():
     spec = tiny_spec(VOCAB, family="glm4_moe", **{**SIZES, "layers": 4})
     assert spec.routed_layers == (1, 2, 3), "the first is dense"
@@ -197,7 +199,7 @@ def assert_close(found: Any, wanted: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=limit, err_msg=str(path))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_neither_micro_batches_nor_rows_change_a_balanced_update():
     params = uneven(ROUTED)
@@ -219,7 +221,7 @@ def test_neither_micro_batches_nor_rows_change_a_balanced_update():
     assert told["experts/balance_loss"] == pytest.approx(report["experts/balance_loss"])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "axes",
@@ -255,6 +257,7 @@ def worked(pair: PreferencePair) -> tuple[np.ndarray, np.ndarray]:
     return token_ids, np.arange(len(token_ids)) >= len(pair.prompt_ids)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "job",
     [
@@ -291,7 +294,7 @@ def test_other_jobs_balance_over_all_of_their_micro_batches(job):
     assert measured["train/loss"] == pytest.approx(wanted["train/loss"]), "held out: not added"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_balance_improves_and_without_it_does_not():
     maxima = {}
@@ -312,6 +315,7 @@ def test_balance_improves_and_without_it_does_not():
 # ---- the correction
 
 
+@pytest.mark.full
 def test_an_update_moves_each_correction_by_the_rate_towards_an_even_load():
     rate, params, batch = 0.01, uneven(CORRECTED), packed()
     load = load_of(CORRECTED, params, batch)
@@ -331,6 +335,7 @@ def test_an_update_moves_each_correction_by_the_rate_towards_an_even_load():
     assert report["experts/load_max"] > 1
 
 
+@pytest.mark.full
 def test_a_skipped_update_moves_no_correction():
     params = uneven(CORRECTED)
     step = step_of(CORRECTED, BalanceSection(bias_rate=0.01))
@@ -375,6 +380,7 @@ def test_masters_keep_steps_that_bfloat16_would_lose():
 # ---- what is refused
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("spec", "section", "said"),
     [

@@ -26,6 +26,8 @@ from jaxrl_async.trainer.pack import TrainSequence, pack
 from jaxrl_async.trainer.update import Update
 from jaxrl_async.trainer.update_programs import NOTHING_FROZEN, probe_ids
 
+pytestmark = pytest.mark.full
+
 VOCAB, ROW, ROWS = 16, 32, 8
 DENSE = ModelSpec.from_architecture(
     schema.ArchitectureSection(layers=2, width=16, heads=4, kv_heads=2, head_dim=8, mlp=16), VOCAB
@@ -133,21 +135,18 @@ def alone() -> Any:
     return of
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("axes", meshes("data", "fsdp", "context", "tensor"), ids=str)
 def test_every_mesh_learns_what_one_device_does(axes, alone):
     params, wanted = alone(DENSE)
     assert_same(outcome(step_on(DENSE, axes), params), wanted)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{}, {"data": 2, "tensor": 2}, {"context": 2}], ids=str)
 def test_the_cpus_own_kernels_learn_what_xlas_programs_do(axes, alone):
     params, wanted = alone(DENSE)
     assert_same(outcome(step_on(DENSE, axes, cpu_kernels=False), params), wanted)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
     meshes("data", "fsdp", "expert", "context", "tensor", having="expert"),

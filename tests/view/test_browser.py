@@ -15,7 +15,7 @@ from jaxrl_async.metrics.trace_file import TraceFile
 from jaxrl_async.view.__main__ import made_server
 from jaxrl_async.view.report import write_report
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.full, pytest.mark.exhaustive]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 

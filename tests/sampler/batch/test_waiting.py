@@ -133,7 +133,7 @@ def test_without_priorities_the_order_of_arrival_holds() -> None:
         max_size=3,
     )
 )
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_sampler_serves_random_traffic_of_threads_as_the_rules_say(one_slot, traffic) -> None:
     """What its thread did to its queue, done again to the rules by one thread."""

@@ -62,7 +62,7 @@ CASES = [
     pytest.param(
         form,
         vocab,
-        marks=[pytest.mark.slow, pytest.mark.exhaustive]
+        marks=[pytest.mark.full, pytest.mark.exhaustive]
         if form == "kernel" and vocab != 1000
         else [],
     )
@@ -97,6 +97,7 @@ def logits_of(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
     return np.where(absent, -np.inf, logits).astype(np.float32)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("form", "vocab"), CASES)
 def test_a_token_is_the_one_whose_interval_holds_the_number(form: str, vocab: int) -> None:
     rng = np.random.default_rng(vocab)
@@ -112,6 +113,7 @@ def test_a_token_is_the_one_whose_interval_holds_the_number(form: str, vocab: in
     np.testing.assert_allclose(logprobs, np.log(own), atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_a_small_vocabulary_is_one_block_without_padding() -> None:
     """The same bits as with words behind it that cannot be, whatever their number."""
     rng = np.random.default_rng(3)
@@ -125,6 +127,7 @@ def test_a_small_vocabulary_is_one_block_without_padding() -> None:
         assert f"x{vocab}xf32>" in text and (f"x{BLOCK}xf32>" not in text)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("form", "vocab"), CASES)
 def test_a_greedy_row_takes_the_first_of_the_likeliest(form: str, vocab: int) -> None:
     rng = np.random.default_rng(vocab)
@@ -137,6 +140,7 @@ def test_a_greedy_row_takes_the_first_of_the_likeliest(form: str, vocab: int) ->
     np.testing.assert_allclose(logprobs, np.log(share), atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", DRAWS)
 def test_numbers_at_both_ends_find_a_token_that_can_be(form: str) -> None:
     """Hardly any mass behind the likeliest, and blocks without any."""
@@ -149,6 +153,7 @@ def test_numbers_at_both_ends_find_a_token_that_can_be(form: str) -> None:
         assert np.asarray(tokens).tolist() == [3 * BLOCK + 5, BLOCK, 0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", DRAWS)
 def test_draws_have_the_distribution_of_the_logits(form: str) -> None:
     """2,000 numbers at equal distances: each token comes as often as it is likely."""
@@ -160,6 +165,7 @@ def test_draws_have_the_distribution_of_the_logits(form: str) -> None:
     assert np.abs(counts - n * probabilities(logits[None])[0]).max() <= 2
 
 
+@pytest.mark.full
 def test_a_row_draws_the_same_whatever_rows_there_are_beside_it() -> None:
     rng = np.random.default_rng(1)
     logits = logits_of(rng, 32, 1000)
@@ -203,8 +209,9 @@ def sorted_set(logits: np.ndarray, k: int, p: float, m: float, slack: float) -> 
     return (logits >= ranked[kept].min()) & likely & (logits > -np.inf)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "form", ["xla", pytest.param("kernel", marks=[pytest.mark.slow, pytest.mark.exhaustive])]
+    "form", ["xla", pytest.param("kernel", marks=[pytest.mark.full, pytest.mark.exhaustive])]
 )
 @settings(deadline=None, max_examples=80)
 @given(
@@ -253,6 +260,7 @@ def kept_by_definition(logits: np.ndarray, k: int, p: float, m: float) -> list[i
 FORMS = {"xla": None, "kernel": partial(drawn_by_kernel, interpret=True)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("truncated", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_token_that_cannot_be_is_never_kept(form: str, truncated: bool) -> None:
@@ -290,6 +298,7 @@ def test_a_token_that_cannot_be_is_never_kept(form: str, truncated: bool) -> Non
         assert not (kept & np.isneginf(logits)).any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", KEEPS)
 def test_equals_at_the_edge_are_kept_together(form: str) -> None:
     """By hand: 4 tokens of 2, 4 of 1, 92 of -9; top-k 2 and 5, top-p 0.4 and 0.7."""
@@ -313,6 +322,7 @@ def test_ranks_have_the_order_of_the_numbers() -> None:
     assert (np.diff(np.delete(ranks, 4).astype(np.int64)) > 0).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "vocab", "takes"),
     [

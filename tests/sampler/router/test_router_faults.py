@@ -278,6 +278,7 @@ EVENTS = (
 )
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=150)
 @given(
     st.integers(1, 3),
@@ -347,7 +348,7 @@ def requests():
     return [request(i, sampling=request(0).sampling, stop_token_ids=()) for i in range(8)]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_successor_draws_the_same_tokens_with_the_same_programs(requests):
     expected = make_sampler().generate(requests)
     faults = FaultCounts()
@@ -364,7 +365,7 @@ def test_a_successor_draws_the_same_tokens_with_the_same_programs(requests):
     router.close()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_sampler_that_died_goes_with_its_weights_without_pythons_collector(requests):
     def strike():
         try:
@@ -389,7 +390,7 @@ def test_a_sampler_that_died_goes_with_its_weights_without_pythons_collector(req
     router.close()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_sampler_that_hangs_is_left_behind_and_ends_when_it_wakes(requests):
     clock = VirtualClock()
     router = Router(
@@ -422,7 +423,7 @@ def test_a_sampler_that_hangs_is_left_behind_and_ends_when_it_wakes(requests):
     router.close()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_successor_has_the_newest_weights_and_publishing_never_waits_for_the_dead(requests):
     devices = jax.devices()[:2]
     channel = WeightChannel([FunctionLink(lambda p, d=d: jax.device_put(p, d)) for d in devices])
