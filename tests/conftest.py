@@ -36,7 +36,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # How slow a machine is says nothing of what is tested.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
-settings.register_profile(  # pytest -n0 -m '' --timeout=0 --hypothesis-profile=long -k fuzz tests/...
+settings.register_profile(  # pytest -n0 -m '' --timeout=0 --hypothesis-profile=long -k fuzz
     "long",
     max_examples=20_000,
     deadline=None,
