@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.config.former import NAMES, Replaced, renew_names
+from jaxrl_async.config.former import Replaced, now_of, renew_names
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
+from jaxrl_async.config.several import section_of
 from jaxrl_async.data.chat_formats.chat_messages import without_filled
 from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.model.policy import Policy
@@ -84,12 +85,13 @@ def configured(
     Raises ConfigError and DataError.
     """
     tree = _tree_of(config)
+    replaces = None if _continues(tree) else tree.get("run", {}).pop("overwrite", None)
     brought, sections = _without_sections(brought)
     for one in _put_all(tree, {**sections, **settings}):
         log.warning("train: %s", one.told)
     run = tree.setdefault("run", {})
-    if not (run.get("resume") or run.get("resume_or_start")):
-        run.setdefault("overwrite", True)
+    if not _continues(tree):  # the config.yaml of a run that is continued says how it began
+        run.setdefault("overwrite", replaces is not False)
     job = run.get("job", "rl")
     folder = given_folder(load({"run": run}, where="train").run)
     if brought.model is not None:
@@ -120,6 +122,12 @@ def configured(
     return load(tree, where="train"), task
 
 
+def _continues(tree: Mapping[str, Any]) -> bool:
+    """Return whether settings continue a run that exists."""
+    run = tree.get("run") or {}
+    return bool(run.get("resume") or run.get("resume_or_start"))
+
+
 def check_given(
     brought: Brought, config: str | Path | Mapping[str, Any] | Config | None, settings: Mapping
 ) -> None:
@@ -131,11 +139,12 @@ def check_given(
     _put_all(tree, {**sections, **settings})
     data, model = tree.get("data") or {}, tree.get("model") or {}
     brings = brought.data is not None or brought.task is not None or bool(tree.get("task"))
-    asks = bool({"source", "addition"} & data.keys()) or bool(tree.get("runs"))
+    reads = bool((data.get("jsonl") or {}).get("path"))
+    asks = reads or data.get("addition") is not None or bool(tree.get("runs"))
     if not (brings or asks):
         raise ConfigError(
             "train: there is no data. Give records (data=[{'question': ..., 'answer': ...}]), a "
-            "file of them, or a task; data={'source': 'addition'} or config='recipe:addition' "
+            "file of them, or a task; data={'addition': {}} or config='recipe:addition' "
             "trains on the embedded one."
         )
     if brought.model is None and not {"architecture", "path", "decoder"} & model.keys():
@@ -151,7 +160,8 @@ def _without_sections(brought: Brought) -> tuple[Brought, dict[str, Mapping[str,
     sections = {
         name: value
         for name, value in given.items()
-        if isinstance(value, Mapping) and value.keys() <= _names_in(name)
+        if isinstance(value, Mapping)
+        and all(key in _names_in(name) or now_of(f"{name}.{key}") for key in value)
     }
     return dataclasses.replace(brought, **dict.fromkeys(sections)), sections
 
@@ -160,7 +170,7 @@ def _names_in(section: str) -> set[str]:
     """Return the names of a section's settings; a section within another is written with a dot."""
     kind: Any = Config
     for name in section.split("."):
-        kind = kind.model_fields[name].annotation
+        kind = section_of(kind.model_fields[name])
     return set() if kind is None else set(kind.model_fields)
 
 
@@ -197,7 +207,7 @@ def _put(tree: dict[str, Any], name: str, value: Any) -> None:
             tree[name] = dict(value) if isinstance(value, Mapping) else value
         return
     for section in FLAT:
-        if name in _names_in(section) or f"{section}.{name}" in NAMES:
+        if name in _names_in(section) or now_of(f"{section}.{name}"):
             outer, _, inner = section.partition(".")
             found = {inner: {name: value}} if inner else {name: value}
             tree[outer] = _joined(tree.get(outer) or {}, found)
@@ -288,7 +298,7 @@ def _taken_columns(tree: dict[str, Any]) -> dict[str, str]:
         if isinstance(jsonl.get(setting), str)
     }
     if taken:
-        tree["data"] = {**data, "jsonl": jsonl}
+        tree["data"] = {**data, "jsonl": jsonl or None}
     return taken
 
 
@@ -418,7 +428,7 @@ def _put_files(tree: dict[str, Any], brought: Brought, folder: Path) -> None:
         return
     data = tree.setdefault("data", {})
     jsonl = data["jsonl"] = dict(data.get("jsonl") or {})
-    data["source"] = "jsonl"
+    data["addition"] = None
     for name, key, given in (
         ("data", "path", brought.data),
         ("eval_data", "eval_path", brought.eval_data),

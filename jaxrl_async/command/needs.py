@@ -45,9 +45,8 @@ def _task(library: str) -> Callable[[Config], str | None]:
 
 
 def _records(config: Config) -> str | None:
-    files, paths = config.data.jsonl, [config.warm_start.path]
-    if config.data.source == "jsonl":
-        paths += [files.path, files.eval_path]
+    files = config.data.record_fields
+    paths = [config.warm_start.path, files.path, files.eval_path]
     tables = [p for p in paths if p and (p.endswith(".parquet") or os.path.isdir(p))]
     return f"records in {tables[0]}" if tables else None
 
@@ -75,7 +74,7 @@ EXTRAS = (
     Extra(
         name="serve",
         module="uvicorn",
-        used_by=lambda config: "endpoint.enabled=true" if config.endpoint.enabled else None,
+        used_by=lambda config: None if config.endpoint is None else "endpoint",
     ),
 )
 

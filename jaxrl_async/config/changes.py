@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jaxrl_async.config.former import OFF, renewed_table
+from jaxrl_async.config.former import OFF, renew_names, turn_off
 from jaxrl_async.config.load import flattened
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.section import Section
-from jaxrl_async.config.several import section_of
+from jaxrl_async.config.several import is_optional, section_of
 
 
 class Change(NamedTuple):
@@ -25,26 +25,48 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Chang
     `before` may be of an older version: missing settings have their defaults, and renamed ones are
     read by their current names. A section that is null now differs by its main setting.
     """
-    before, defaults = renewed_table(before), _defaults()
-    null = tuple(f"{section}." for section in OFF if section in now and now[section] is None)
+    before, defaults = _renewed(before), _defaults()
+    null = tuple(f"{name}." for name in _optional() if name in now and now[name] is None)
+    switched = tuple(f"{section}." for section in OFF)
     main = {f"{section}.{key}" for section, (key, _) in OFF.items()}
     for name in sorted(before.keys() | now.keys()):
-        if name.startswith(null) and name not in main:
-            continue
         was = before[name] if name in before else defaults.get(name)
+        is_main = name in main if name.startswith(switched) else was != defaults.get(name)
+        if name.startswith(null) and not is_main:
+            continue
         if was != now.get(name):
             yield Change(name, was, now.get(name))
+
+
+def _renewed(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the current form of settings by dotted names."""
+    tree: dict[str, Any] = {}
+    for dotted, value in table.items():
+        inner, (*sections, name) = tree, dotted.split(".")
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = value
+    renew_names(tree)
+    turn_off(tree)
+    return flattened(tree)
+
+
+def _optional(section: type[Section] = Config, path: str = "") -> dict[str, type[Section]]:
+    """Return the sections that may be null, by dotted names."""
+    found: dict[str, type[Section]] = {}
+    for name, target in section.model_fields.items():
+        if (inner := section_of(target)) is None:
+            continue
+        if is_optional(target):
+            found[f"{path}{name}"] = inner
+        found |= _optional(inner, f"{path}{name}.")
+    return found
 
 
 def _defaults() -> dict[str, Any]:
     """Return the defaults of all settings by dotted names, of those in null sections, too."""
     found = flattened(Config().model_dump(mode="json"))
-    for section in OFF:
-        kind: type[Section] | None = Config
-        for name in section.split("."):
-            assert kind is not None
-            kind = section_of(kind.model_fields[name])
-        assert kind is not None
+    for name, kind in _optional().items():
         inner = kind.model_construct().model_dump(mode="json")  # without what has no default
-        found |= flattened(inner, f"{section}.")
+        found |= flattened(inner, f"{name}.")
     return found

@@ -1,8 +1,9 @@
 """Settings of prompts and records. Needs no JAX."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jaxrl_async.config.section import Count, Positive, Section
 
@@ -23,11 +24,11 @@ class JsonlSection(Section):
     """Records with a question or chat messages and an answer, or (preference jobs) prompt, chosen
     and rejected, or prompt, completion and label."""
 
-    path: str = ""
+    path: str | None = None
     """Training records: a file with one JSON object per line, also packed by gzip, bz2 or xz; or
     (extra [datasets]) a FILE.parquet, a folder of such files or of one split that `datasets` saved,
     or OWNER/NAME:CONFIG:SPLIT on the Hugging Face hub (SPLIT defaults to train, and CONFIG to
-    the only one)."""
+    the only one). null: the section only says how the records of warm_start.path are read."""
     eval_path: str | None = None
     """File of held-out records, or OWNER/NAME:CONFIG:SPLIT; null: the last eval_size records of
     path."""
@@ -55,12 +56,12 @@ class JsonlSection(Section):
 
 
 class DataSection(Section):
-    source: Literal["addition", "jsonl"] = "addition"
-    """Source of the prompts: the embedded addition task, or records (data.jsonl; parquet, too)."""
-    addition: AdditionSection = AdditionSection()
-    """Settings of the embedded task."""
-    jsonl: JsonlSection = JsonlSection()
-    """Settings of the record file."""
+    """Prompts of one source: data.addition or data.jsonl; a task may bring its own records."""
+
+    addition: AdditionSection | None = AdditionSection()
+    """The embedded task, which is the source where data.jsonl.path is not set."""
+    jsonl: JsonlSection | None = None
+    """Records of a file or of the hub (parquet, too)."""
     tokenizer: str | None = None
     """Hugging Face tokenizer directory, or OWNER/NAME on the hub; null: the tokenizer of
     model.path, or of the embedded task."""
@@ -86,3 +87,28 @@ class DataSection(Section):
     """Upcoming prompts that a curriculum chooses among; each is used exactly once in any case."""
     curriculum_threshold: float = 0.5
     """Rewards above this count as correct in the pass rate."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_one_source(cls, given: Any) -> Any:
+        """Leave the embedded task out where records are given and the task is not mentioned."""
+        if not isinstance(given, Mapping) or "addition" in given:
+            return given
+        jsonl = given.get("jsonl")
+        path = jsonl.get("path") if isinstance(jsonl, Mapping) else getattr(jsonl, "path", None)
+        return {**given, "addition": None} if path else given
+
+    @property
+    def problems(self) -> AdditionSection | None:
+        """The embedded task, if it is the source."""
+        return None if self.records_path else self.addition
+
+    @property
+    def records_path(self) -> str | None:
+        """The training records, if they are the source."""
+        return None if self.jsonl is None else self.jsonl.path
+
+    @property
+    def record_fields(self) -> JsonlSection:
+        """How the fields of records are read."""
+        return JsonlSection() if self.jsonl is None else self.jsonl

@@ -8,10 +8,8 @@ from jaxrl_async.types import LARGEST_REWARD
 
 class EndpointSection(Section):
     """The policy over HTTP while it is trained, for agent programs and for guests
-    (docs/endpoint.md)."""
+    (docs/endpoint.md). null: it is served, with the defaults, only if a task's program needs it."""
 
-    enabled: bool = False
-    """Serve the run's policy. It is served in any case where a task's program needs it."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every IPv4 address. Nothing is encrypted."""
     port: int = Field(0, ge=0, le=65_535)

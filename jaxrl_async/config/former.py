@@ -35,6 +35,13 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 """Former values by setting (its current name), each with its current value."""
 
 
+REPLACED: Mapping[str, str] = {
+    "data.source": "data.addition={} or data.jsonl.path=FILE",
+    "endpoint.enabled": "endpoint={}",
+}
+"""Former switches, and how the section that is chosen now is given instead."""
+
+
 class Renewed(NamedTuple):
     """A setting by its current name, with its current value."""
 
@@ -64,15 +71,9 @@ def turns_off(name: str, value: Any) -> bool:
     return off and not isinstance(value, bool)  # False == 0
 
 
-def renewed_table(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current form of settings by dotted names."""
-    now = dict(renewed(*one) for one in table.items())
-    for section, (key, _) in OFF.items():
-        switch = f"{section}.{key}"
-        if switch in now and turns_off(switch, now[switch]):
-            now = {name: v for name, v in now.items() if not name.startswith(f"{section}.")}
-            now[section] = None
-    return now
+def now_of(name: str) -> str | None:
+    """Return how a former setting is written now; None: it is not one."""
+    return NAMES.get(name) or REPLACED.get(name)
 
 
 def renew_names(tree: dict[str, Any]) -> list[Replaced]:
@@ -95,7 +96,43 @@ def renew_names(tree: dict[str, Any]) -> list[Replaced]:
             told = f"{written} is not read: it is now written {now.name}, which is given, too"
         settings.setdefault(own, now.value)
         replaced.append(Replaced(written, now.name, told))
-    return replaced
+    return [*replaced, *_choose_source(tree), *_choose_endpoint(tree)]
+
+
+def _choose_source(tree: dict[str, Any]) -> list[Replaced]:
+    """Make null the source of prompts that data.source does not name."""
+    data = _inner(tree, ["data"])
+    source = data.get("source")
+    if source not in ("addition", "jsonl"):
+        return []
+    del data["source"]
+    other = "jsonl" if source == "addition" else "addition"
+    if not isinstance(data.get(source), dict):
+        data[source] = {}
+    records = data.get("jsonl")
+    if other == "jsonl" and _inner(tree, ["warm_start"]).get("path") and isinstance(records, dict):
+        data["jsonl"] = {k: v for k, v in records.items() if k not in ("path", "eval_path")}
+        told = "data.source=addition is now written data.addition={}, without data.jsonl.path"
+    else:
+        data[other] = None
+        given = "data.addition={}" if source == "addition" else "data.jsonl.path=FILE"
+        told = f"data.source={source} is now written {given}, with data.{other}=null"
+    return [Replaced("data.source", f"data.{source}", told)]
+
+
+def _choose_endpoint(tree: dict[str, Any]) -> list[Replaced]:
+    """Make the endpoint null where endpoint.enabled turned it off, unless its settings were read
+    nevertheless: for a task's program or external agents."""
+    endpoint = _inner(tree, ["endpoint"])
+    on = endpoint.get("enabled")
+    if not isinstance(on, bool):
+        return []
+    del endpoint["enabled"]
+    if not on and not (tree.get("task") or endpoint.get("external_agents")):
+        tree["endpoint"] = None
+    now = "null" if tree["endpoint"] is None else "{...}, without enabled" if endpoint else "{}"
+    told = f"endpoint.enabled={_written(on)} is now written endpoint={now}"
+    return [Replaced("endpoint.enabled", "endpoint", told)]
 
 
 def turn_off(tree: dict[str, Any]) -> list[Replaced]:

@@ -30,7 +30,15 @@ from jaxrl_async.config.draft import (
     read_draft,
     shown,
 )
-from jaxrl_async.config.former import NAMES, Replaced, renew_names, turn_off, turns_off
+from jaxrl_async.config.former import (
+    NAMES,
+    VALUES,
+    Replaced,
+    now_of,
+    renew_names,
+    turn_off,
+    turns_off,
+)
 from jaxrl_async.config.recipes import PREFIX, recipe_file, with_own_paths
 from jaxrl_async.config.rules import RULES
 from jaxrl_async.config.schema import RUN_NAME, Choice, Choices, Config
@@ -278,7 +286,8 @@ def help_of_fields(section: type[Section] = Config, path: KeyPath = ()) -> Itera
         if inner is None:
             yield FieldHelp(here, about, _default(target), _allowed(target))
         else:
-            yield FieldHelp(here, about, is_null=is_optional(target))
+            is_null = target.get_default(call_default_factory=True) is None
+            yield FieldHelp(here, about, is_null=is_null)
             yield from help_of_fields(inner, (*path, name))
 
 
@@ -287,6 +296,11 @@ def help_text(prefix: str = "") -> str:
 
     prefix: only this section or setting; "": all. Raises ConfigError.
     """
+    now = now_of(prefix)
+    if now is not None and prefix not in NAMES:
+        raise ConfigError(f"{prefix} is now written {now}.")
+    lines = [] if now is None else [f"{prefix} is now called {now}:"]
+    prefix = now or prefix
     path = tuple(prefix.split(".")) if prefix else ()
     target = _find(path) if path else None
     if path and target is None:
@@ -296,7 +310,6 @@ def help_text(prefix: str = "") -> str:
         found = list(help_of_fields(inner, path))
     else:
         found = [one for one in help_of_fields() if one.path == prefix]
-    lines = []
     for one in found:
         if one.default is None:
             null = " = null" if one.is_null else ""
@@ -318,46 +331,54 @@ def _apply(draft: Draft, text: str) -> None:
     """Write one `section.key=value` into the draft's tree."""
     dotted, equals, raw = text.partition("=")
     name = ".".join(part.strip() for part in dotted.split("."))
-    if name in NAMES:
-        log.warning("%s: %s is now called %s", COMMAND_LINE, name, NAMES[name])
-        name = NAMES[name]
     path = tuple(name.split("."))
     if not equals or not all(path):
         draft.problems.append(
             f"{COMMAND_LINE}: {shown(text)} is not an override. Write section.key=value."
         )
         return
-    target = _find(path)
-    if target is None and not _below_choice(path):
+    target = _find(tuple(NAMES.get(name, name).split(".")))
+    if target is None and not _below_choice(path) and now_of(name) is None:
         draft.overridden.add(path)
         draft.complain(path, _unknown(path))
         return
     try:
         value = _override_value(raw.strip(), target, name)
     except ConfigError as error:
-        draft.problems.append(f"{COMMAND_LINE}: {'.'.join(path)}: {error}")
+        draft.problems.append(f"{COMMAND_LINE}: {name}: {error}")
         return
-    value = _renewed_value(path, value)
-    if _is_section(target) and isinstance(value, dict):
-        for key, inner in value.items():
-            _store(draft, (*path, str(key)), inner)
-    else:
+    if not (_is_section(target) or now_of(name) or name in VALUES):
         _store(draft, path, value)
-
-
-def _renewed_value(path: KeyPath, value: Any) -> Any:
-    """Return the value of an override, whose path is of now, without former names and values."""
+        return
     tree = value
     for key in reversed(path):
         tree = {key: tree}
-    _renew_names(draft := Draft(file=COMMAND_LINE, tree=tree))
-    tree = draft.tree
-    for key in path:
-        tree = tree[key]
-    return tree
+    _renew_names(own := Draft(file=COMMAND_LINE, tree=tree))
+    _store_section(draft, own.tree, (), path)
 
 
-def _store(draft: Draft, path: KeyPath, value: Any) -> None:
+def _store_section(draft: Draft, settings: Tree, path: KeyPath, given: KeyPath) -> None:
+    """Write settings of a section into the draft's tree; {} keeps the settings that are there.
+
+    given: the path of the override: it and the sections on the way to it are merged, and what is
+    deeper is replaced.
+    """
+    if path and not settings:
+        _store(draft, path, {}, replaces=False)
+    for key, value in settings.items():
+        here = (*path, str(key))
+        is_section = _is_section(_find(here)) and isinstance(value, dict)
+        if is_section and (len(here) <= len(given) or not value):
+            _store_section(draft, value, here, given)
+        else:
+            _store(draft, here, value)
+
+
+def _store(draft: Draft, path: KeyPath, value: Any, *, replaces: bool = True) -> None:
+    """Write one value into the draft's tree.
+
+    replaces: False: a section that has settings keeps them.
+    """
     draft.overridden.add(path)
     tree: Any = draft.tree
     for depth, key in enumerate(path[:-1]):
@@ -374,7 +395,8 @@ def _store(draft: Draft, path: KeyPath, value: Any) -> None:
             inner = {}  # another function is chosen
         tree[key] = inner
         tree = inner
-    tree[path[-1]] = value
+    if replaces or not isinstance(tree.get(path[-1]), dict):
+        tree[path[-1]] = value
 
 
 def _override_value(raw: str, target: Any, name: str) -> Any:

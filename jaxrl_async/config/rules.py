@@ -244,10 +244,29 @@ def the_reference_moves_in_one_way(config: Config) -> Iterator[str]:
 
 
 @rule("data")
-def a_source_of_records_has_a_file(config: Config) -> Iterator[str]:
-    """Require a file with data.source=jsonl."""
-    if config.data.source == "jsonl" and not config.data.jsonl.path:
-        yield "data.jsonl.path is needed with data.source=jsonl: give the file of records."
+def prompts_have_one_source(config: Config) -> Iterator[str]:
+    """Require the embedded task or a file of records, not both, unless a task has its own data."""
+    data = config.data
+    if data.records_path and data.addition is not None:
+        yield (
+            f"data.jsonl.path ({data.records_path}) and data.addition are two sources of prompts. "
+            "Set data.addition=null, or data.jsonl=null."
+        )
+    elif data.jsonl is not None and not data.jsonl.path and not _describes_records(config):
+        yield (
+            "data.jsonl is given without path. Set data.jsonl.path to the file of records, or "
+            "data.jsonl=null."
+        )
+    elif data.addition is None and not data.records_path and config.task is None:
+        yield (
+            "data.addition and data.jsonl are null: there are no prompts. Set data.jsonl.path to a "
+            "file of records, data.addition={} for the embedded task, or a task."
+        )
+
+
+def _describes_records(config: Config) -> bool:
+    """Return whether data.jsonl without a path only says how warm_start.path is read."""
+    return config.warm_start.path is not None and config.data.record_fields.eval_path is None
 
 
 # --- staleness and buffer ------------------------------------------------------------------------
@@ -376,8 +395,9 @@ def a_micro_batch_holds_a_row(config: Config) -> Iterator[str]:
 @rule()
 def records_have_the_answers_asked_for(config: Config) -> Iterator[str]:
     """Require answers in the records if a setting needs them."""
-    jsonl = config.data.jsonl
-    if config.data.source != "jsonl" or jsonl.answer_field is not None or config.task is not None:
+    jsonl = config.data.record_fields
+    of_file = config.data.records_path is not None and config.task is None
+    if not of_file or jsonl.answer_field is not None:
         return
     judges = sorted(GRADERS & config.reward.weights.keys())
     needs_answers = {

@@ -106,7 +106,7 @@ class Config(Section):
     run: RunSection = RunSection()
     distributed: DistributedSection = DistributedSection()
     mesh: MeshSection = MeshSection()
-    endpoint: EndpointSection = EndpointSection()
+    endpoint: EndpointSection | None = None
     remote: RemoteSection = RemoteSection()
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
@@ -149,6 +149,11 @@ class Config(Section):
             return self
         chosen = dtype_on(platform, capability)
         return self.model_copy(update={"model": self.model.model_copy(update={"dtype": chosen})})
+
+    @property
+    def serving(self) -> EndpointSection:
+        """The settings with which the endpoint serves, if it does."""
+        return EndpointSection() if self.endpoint is None else self.endpoint
 
     @property
     def refers(self) -> bool:

@@ -119,6 +119,7 @@ def each_run_serves_its_own_metrics(config: Config) -> Iterator[str]:
 def _shared_in(own: Mapping[str, Any]) -> list[str]:
     """Return the settings among a run's own that all runs share."""
     of_run = [f"run.{key}" for key in own.get("run", {}) if key not in OWN_OF_RUN]
-    of_shared = [f"{s}.{key}" for s in SHARED for key in own.get(s, {})]
+    of_shared = [f"{s}.{key}" for s in SHARED for key in own.get(s) or {}]
+    of_shared += [s for s in SHARED if s in own and own[s] is None]
     of_shared += ["checkpoint.dir"] if "dir" in own.get("checkpoint", {}) else []
     return [*of_run, *of_shared, *(["runs"] if "runs" in own else [])]

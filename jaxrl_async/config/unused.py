@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.config import function_facts as facts
-from jaxrl_async.config.endpoint_section import EndpointSection
 from jaxrl_async.config.lora_section import FOUR_BITS
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.rule import as_text
@@ -109,7 +108,6 @@ def warnings_of_unused(config: Config) -> Iterator[str]:
 def unread_with_records(config: Config, task: str) -> list[str]:
     """Return a sentence for each data setting that a task with records makes ineffective."""
     keys = (
-        "data.source",
         *_keys("data.addition", AdditionSection),
         *_keys("data.jsonl", JsonlSection),
         "data.max_prompt_tokens",
@@ -200,7 +198,7 @@ def _of_other_jobs(config: Config) -> Iterator[Use]:
 
 
 def _reads_jsonl(config: Config) -> bool:
-    return config.data.source == "jsonl"
+    return config.data.records_path is not None
 
 
 def _mixes(config: Config) -> bool:
@@ -291,20 +289,10 @@ OF_EVERY_JOB = (
         lambda c: c.model.lora is not None and c.model.lora.base in FOUR_BITS,
         "model.lora.base in 4 bits",
     ),
-    Use(("data.jsonl.path", "data.jsonl.eval_path"), _reads_jsonl, "data.source=jsonl"),
-    Use(
-        (
-            "data.jsonl.prompt_field",
-            "data.jsonl.messages_field",
-            "data.jsonl.template",
-        ),
-        lambda c: _reads_jsonl(c) or c.warm_start.path is not None,
-        "data.source=jsonl or warm_start.path",
-    ),
     Use(
         ("data.system_prompt", "data.chat_format", "data.chat_arguments", "data.keep_thinking"),
         lambda c: _reads_jsonl(c) or c.warm_start.path is not None or c.task is not None,
-        "data.source=jsonl, warm_start.path or task",
+        "data.jsonl.path, warm_start.path or task",
     ),
     Use(
         ("warm_start.path",),
@@ -328,7 +316,7 @@ def _samples(config: Config) -> bool:
 OF_RL = (
     Use(
         _keys("env", EnvSection),
-        lambda c: c.task is not None or c.endpoint.external_agents,
+        lambda c: c.task is not None or c.serving.external_agents,
         "task, or endpoint.external_agents",
         ("task",),
     ),
@@ -352,17 +340,14 @@ OF_RL = (
     ),
     Use(("priorities.later_turns",), lambda c: c.task is not None, "task", ("task",)),
     Use(
-        (
-            "priorities.guests",
-            *_keys("endpoint", EndpointSection, "enabled", "external_agents", *OF_OUTSIDERS),
-        ),
-        lambda c: c.endpoint.enabled or c.endpoint.external_agents or c.task is not None,
-        "endpoint.enabled, endpoint.external_agents, or a task with a program",
-        ("endpoint.enabled", "endpoint.external_agents", "task"),
+        ("priorities.guests",),
+        lambda c: c.endpoint is not None or c.task is not None,
+        "endpoint, or a task with a program",
+        ("endpoint", "task"),
     ),
     Use(
         tuple(f"endpoint.{name}" for name in OF_OUTSIDERS),
-        lambda c: c.endpoint.external_agents,
+        lambda c: c.serving.external_agents,
         "endpoint.external_agents",
         ("endpoint.external_agents",),
     ),

@@ -142,9 +142,8 @@ def demonstrations(
     The embedded task provides answers with the work, and only the sum for a share of 1 -
     data.addition.worked_share of its problems. Raises DataError or ConfigError.
     """
-    if data.source == "jsonl":
+    if (section := data.problems) is None:
         return _read(data, lambda path: _read_demonstrations(path, data, tokenizer, most_tokens))
-    section = data.addition
     _check_longest(section.digits, tokenizer, most_tokens)
     train = AdditionSource(AdditionStream(section, seed), tokenizer, section.worked_share)
     held = AdditionSource(
@@ -174,7 +173,7 @@ def _read_demonstrations(
     return parse_rows(
         path,
         parse,
-        data.jsonl.max_bad_share,
+        data.record_fields.max_bad_share,
         FIELDS,
     )
 
@@ -222,11 +221,10 @@ def preferences(
     The embedded task pairs the answer with the work with one of addition.wrong_answer. halves: True
     if single judged answers can be used. Raises DataError or ConfigError.
     """
-    if data.source == "jsonl":
+    if (section := data.problems) is None:
         return _read(
             data, lambda path: _read_pairs(path, data, tokenizer, most_tokens, halves=halves)
         )
-    section = data.addition
     _check_longest(section.digits, tokenizer, most_tokens)
     problems = AdditionStream(section, seed)
     return ExampleSplit(
@@ -268,8 +266,8 @@ def _read_pairs(
 def _read(data: DataSection, read: Callable[[str], list[T]]) -> ExampleSplit[T]:
     """Return both splits of the record files; each file is read once."""
     once = cache(read)
-    train = jsonl_split(data.jsonl, "train", once)
-    return ExampleSplit(train, jsonl_split(data.jsonl, "eval", once))
+    train = jsonl_split(data.record_fields, "train", once)
+    return ExampleSplit(train, jsonl_split(data.record_fields, "eval", once))
 
 
 def _check_longest(digits: int, tokenizer: Tokenizer, most_tokens: int) -> None:

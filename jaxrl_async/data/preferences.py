@@ -78,7 +78,7 @@ def read_preferences(
     pairs = parse_rows(
         path,
         lambda fields: _pair_of(fields, reader, max_tokens),
-        data.jsonl.max_bad_share,
+        data.record_fields.max_bad_share,
         "give each record prompt, chosen and rejected, or prompt, completion and a label: true or "
         "false, 1 or 0",
     )

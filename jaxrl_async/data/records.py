@@ -139,10 +139,10 @@ def read_records(
     records = parse_rows(
         path,
         RecordReader(data, tokenizer, taught=taught, graded=graded).record,
-        data.jsonl.max_bad_share,
+        data.record_fields.max_bad_share,
         FIELDS,
     )
-    _log_unmarked(path, data.jsonl.answer_mark, records)
+    _log_unmarked(path, data.record_fields.answer_mark, records)
     return records
 
 
@@ -219,7 +219,7 @@ class RecordReader:
             ConfigError: data.jsonl.template is malformed, or data.system_prompt is set without a
                 chat format.
         """
-        section = data.jsonl
+        section = data.record_fields
         if section.template is not None:
             check_template(section.template)
         self._data, self._tokenizer, self._given = data, tokenizer, chat
@@ -244,7 +244,7 @@ class RecordReader:
         if isinstance(asked, str) and not self._asks_in_chat:
             self._check_no_tools(fields)
             answer, reference = self._answer_of(fields, None)
-            template = self._data.jsonl.template
+            template = self._data.record_fields.template
             with refused_as(Bad.TOO_LONG):
                 token_ids = self._tokenizer.encode_prompt(asked, template)
             return Record(
@@ -281,7 +281,7 @@ class RecordReader:
         asked: text or messages. tools: shown with the prompt. Raises BadRecord.
         """
         if isinstance(asked, str) and not self._asks_in_chat and _are_texts(replies) and not tools:
-            encode, template = self._tokenizer.encode_answer, self._data.jsonl.template
+            encode, template = self._tokenizer.encode_answer, self._data.record_fields.template
             with refused_as(Bad.TOO_LONG):
                 token_ids = self._fitting(self._tokenizer.encode_prompt(asked, template))
             with refused_as(Bad.PAIR_TOO_LONG):
@@ -300,7 +300,7 @@ class RecordReader:
 
     def _prompt_of(self, fields: Mapping[str, Any]) -> Any:
         """Return the question as text, or the messages unchanged; None: no prompt, if allowed."""
-        section = self._data.jsonl
+        section = self._data.record_fields
         names = [section.prompt_field, section.messages_field]
         if not self._needs_answers:
             names.append("prompt")
@@ -323,7 +323,7 @@ class RecordReader:
     def tools_of(self, fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
         """Return the tools of a record. Raises BadRecord."""
         try:
-            return record_tools(fields, self._data.jsonl.tools_field)
+            return record_tools(fields, self._data.record_fields.tools_field)
         except DataError as error:
             raise BadRecord(Bad.TOOLS, str(error)) from None
 
@@ -393,7 +393,7 @@ class RecordReader:
         self, fields: Mapping[str, Any], reply: Message | None
     ) -> tuple[str | None, str]:
         """Return the whole answer, None if it is not text, and the reference for the reward."""
-        section = self._data.jsonl
+        section = self._data.record_fields
         name = section.answer_field
         said = "" if reply is None else reply["content"]
         value = said if name is None else fields.get(name)
@@ -493,9 +493,11 @@ def jsonl_split(section: JsonlSection, split: Split, read: Callable[[str], list[
 
     read: returns the usable records of a file. Raises DataError if none is left to train on.
     """
+    path = section.path
+    assert path is not None, "a rule requires it"
     if section.eval_path is not None:
         if split == "train":
-            return read(section.path)
+            return read(path)
         held_out = read(section.eval_path)
         if len(held_out) > section.eval_size:
             log.info(
@@ -505,10 +507,10 @@ def jsonl_split(section: JsonlSection, split: Split, read: Callable[[str], list[
                 len(held_out),
             )
         return held_out[: section.eval_size]
-    records = read(section.path)
+    records = read(path)
     if len(records) <= section.eval_size:
         raise DataError(
-            f"{section.path}: {len(records)} usable records, but data.jsonl.eval_size = "
+            f"{path}: {len(records)} usable records, but data.jsonl.eval_size = "
             f"{section.eval_size} are held out: none is left to train on. Lower eval_size or set "
             "data.jsonl.eval_path."
         )
@@ -540,13 +542,13 @@ def make_source(
 ) -> RecordSource:
     """Return the records of one split. taught, graded: see read_records. Raises DataError,
     ConfigError."""
-    if data.source == "jsonl":
-        return jsonl_split(
-            data.jsonl,
-            split,
-            lambda path: read_records(path, data, tokenizer, taught=taught, graded=graded),
-        )
-    return _addition_split(data.addition, tokenizer, seed, split)
+    if (section := data.problems) is not None:
+        return _addition_split(section, tokenizer, seed, split)
+    return jsonl_split(
+        data.record_fields,
+        split,
+        lambda path: read_records(path, data, tokenizer, taught=taught, graded=graded),
+    )
 
 
 def supervised_pair(record: Record, tokenizer: Tokenizer) -> tuple[IntArray, BoolArray]:

@@ -25,9 +25,9 @@ def make_members(
     """Make the MakeEnv for programs or external agents, and a function that returns the age of the
     oldest running program, seconds. Arguments and errors as for make_programs."""
     programs = make_programs(config, task, serving, count)
-    if not config.endpoint.external_agents:
+    if not config.serving.external_agents:
         return programs, programs.oldest_s
-    tries = config.endpoint.agent_tries
+    tries = config.serving.agent_tries
     outside = ExternalAgentMembers(programs=programs, lobby=serving.lobby, tries=tries)
     return outside, programs.oldest_s
 
@@ -50,14 +50,14 @@ def make_programs(
         max_tokens=section.program_max_tokens,
         idle_s=section.program_idle_s,
         total_s=section.program_timeout_s,
-        max_reward=config.endpoint.max_reward,
+        max_reward=config.serving.max_reward,
     )
     if section.program_variables and callable(task.program):
         raise ConfigError(
             "env.program_variables: the task's program is a function, which runs in this process "
             "and sees all variables. Remove it."
         )
-    endpoint = ProgramEndpoint(address=serving.address, model=config.endpoint.model)
+    endpoint = ProgramEndpoint(address=serving.address, model=config.serving.model)
     try:
         return AgentPrograms(
             task.program,

@@ -33,7 +33,6 @@ class RunServing:
         self,
         section: EndpointSection,
         *,
-        needed: bool = False,
         count: Callable[[str, int], None] = lambda name, number: None,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
@@ -41,14 +40,12 @@ class RunServing:
 
         Args:
             section: the settings.
-            needed: whether the run needs the endpoint even if endpoint.enabled is false.
             count: called with the name and number of faults (metrics/fault_counts.py).
             environ: environment variables with the keys.
 
-        Raises ConfigError without the key for external agents, MissingExtraError if the endpoint is
-        needed but its dependencies are missing.
+        Raises ConfigError without the key for external agents, MissingExtraError if its
+        dependencies are missing.
         """
-        self.needed = needed or section.enabled
         self._guest_key = environ.get(section.key_variable, "").strip()
         self._agent_key = environ.get(section.agent_key_variable, "").strip()
         self.lobby = TaskQueue()
@@ -62,8 +59,7 @@ class RunServing:
                 f"endpoint: {section.key_variable} and {section.agent_key_variable} hold the same "
                 "key, which could not distinguish guests from agents. Choose another one."
             )
-        if self.needed:
-            serving_module("uvicorn")
+        serving_module("uvicorn")
         self.sessions = Sessions(max_open=section.max_sessions, count=count)
         self._section = section
         self._endpoint: Endpoint | None = None
@@ -132,7 +128,7 @@ def served_by_run(
     """
     section = config.sampler
     return Served(
-        name=config.endpoint.model,
+        name=config.serving.model,
         generate=generate,
         tokenizer=tokenizer,
         chat=chat,

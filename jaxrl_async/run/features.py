@@ -61,10 +61,9 @@ def several_runs() -> Any:
 
 def serving(config: Config, task: Task, count: Count) -> Serving:
     """Return the endpoint of a run, not open yet. Raises ConfigError, MissingExtraError."""
-    section, needed = config.endpoint, task.program is not None
-    if not (needed or section.enabled or section.external_agents):
+    if config.endpoint is None and task.program is None:
         return NoServing()
-    made: Serving = _of("endpoint.run_serving", "RunServing")(section, needed=needed, count=count)
+    made: Serving = _of("endpoint.run_serving", "RunServing")(config.serving, count=count)
     return made
 
 

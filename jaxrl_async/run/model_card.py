@@ -65,7 +65,7 @@ def model_card(paths: Paths, *, step: int | None = None, adapter: bool = False) 
 
 def _front(config: Config, *, adapter: bool) -> dict[str, Any]:
     base = _base(config)
-    records = None if config.data.source != "jsonl" else hub_records(config.data.jsonl.path or "")
+    records = hub_records(config.data.records_path or "")
     how = {"rl": "reinforcement-learning", "preference": "preference-optimization"}
     return {
         **({"base_model": base} if base else {}),

@@ -134,9 +134,8 @@ def _folders(config: Config) -> Iterator[tuple[str, str | None]]:
 
 def _files(config: Config) -> Iterator[tuple[str, str | None]]:
     """Yield the files of records that the run will read."""
-    if config.data.source == "jsonl":
-        yield "data.jsonl.path", config.data.jsonl.path
-        yield "data.jsonl.eval_path", config.data.jsonl.eval_path
+    yield "data.jsonl.path", config.data.records_path
+    yield "data.jsonl.eval_path", config.data.record_fields.eval_path
     if config.data.chat_format.endswith(".jinja"):
         yield "data.chat_format", config.data.chat_format
     if config.warm_start.steps:

@@ -13,7 +13,7 @@ from datasets import Dataset
 
 import jaxrl_async
 from jaxrl_async.api.arguments import Brought, check_given, configured
-from jaxrl_async.config.load import load
+from jaxrl_async.config.load import dump, load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import CheckpointError, ConfigError, DataError
 from jaxrl_async.tasks.named_tasks import load_task
@@ -34,6 +34,24 @@ def settled(tmp_path: Path, config: Any = None, /, **given: Any) -> tuple[Config
     if task is None and resolved.task is not None:
         task = load_task(resolved.task)
     return resolved, task
+
+
+def test_the_file_of_a_first_run_is_continued_by_resume_alone(tmp_path) -> None:
+    first, _ = settled(tmp_path, data=RECORDS)
+    file = tmp_path / "config.yaml"
+    file.write_text(dump(first), encoding="utf-8")
+    assert first.run.overwrite, "as a first run from Python writes down"
+
+    def run_of(**settings: Any) -> tuple[bool, bool]:
+        config, _ = settled(tmp_path, str(file), data=RECORDS, settings=settings)
+        return config.run.resume, config.run.overwrite
+
+    assert run_of(resume=True) == (True, False)
+    assert run_of() == (False, True) and run_of(overwrite=False) == (False, False)
+    with pytest.raises(ConfigError, match="exclude each other"):
+        run_of(resume=True, overwrite=True)
+    with pytest.raises(ConfigError, match="exclude each other"):
+        settled(tmp_path, {"run": {"resume": True, "overwrite": True}}, data=RECORDS)
 
 
 def test_records_and_functions_become_a_task_that_no_configuration_can_name(tmp_path) -> None:
@@ -101,9 +119,8 @@ class Asks(Environment):
         ({"model": "m", "reward": right, "config": {"run": {"dir": "r"}}}, "there is no data"),
         ({"model": "m", "reward": right, "config": {"data": {"tokenizer": "t"}}}, "is no data"),
         ({"model": "m", "reward": right, "config": Config()}, "there is no data"),
-        ({"model": "m", "reward": right, "jsonl": {"path": "d"}}, "without data.source=jsonl"),
         ({"model": "m", "reward": right, "data": {"max_prompt_tokens": 9}}, "there is no data"),
-        ({"model": "m", "reward": right, "answer_field": None}, "there is no data"),
+        ({"model": "m", "reward": right, "answer_field": None}, "given without path"),
         ({"data": RECORDS, "reward": right, "config": {"run": {"dir": "r"}}}, "there is no model"),
         ({"data": RECORDS, "on_step": lambda: None}, "on_step is called with the update's number"),
         (
@@ -129,6 +146,8 @@ def test_a_call_that_lacks_something_is_refused_before_anything_is_made(
         {"config": {"data": {"source": "addition"}}, "model": "m"},
         {"data": {"source": "addition"}, "model": "m"},
         {"source": "addition", "model": {"architecture": {"layers": 2}}},
+        {"data": {"addition": {}}, "model": "m"},
+        {"jsonl": {"path": "d"}, "model": "m"},
         {"config": {"data": {"source": "jsonl", "jsonl": {"path": "d"}}}, "model": "m"},
         {"task": "reasoning_gym:chain_sum", "model": "m"},
     ],
@@ -176,7 +195,7 @@ def test_columns_of_records_may_have_any_name(tmp_path) -> None:
     assert (question_of(first), first["answer"], first["source"]) == ("1 + 1", "2", "a book")
     assert opening_of(first, "first") == ([], None), "messages are another column here"
     assert opening_of(second, "second") == (talk, None) and second["answer"] == "4"
-    assert config.data.jsonl.prompt_field == "question", "a task's records do not read it"
+    assert config.data.jsonl is None, "a task's records do not read it"
     with pytest.raises(DataError, match=r"data\[1\] has no column 'asked', only prompt, wanted"):
         wrong = [records[0], {"prompt": "3", "wanted": "3"}]
         settled(tmp_path, data=wrong, reward=right, settings={"prompt_field": "asked"})
@@ -232,7 +251,7 @@ def test_rewards_by_name_and_as_functions_stand_beside_each_other(tmp_path) -> N
 def test_data_of_a_job_without_rollouts_is_written_to_files(tmp_path) -> None:
     config, task = settled(tmp_path, data=RECORDS, settings={"job": "sft"})
     file = config.data.jsonl.path
-    assert task is None and config.data.source == "jsonl"
+    assert task is None and config.data.addition is None
     assert Path(file).read_text(encoding="utf-8").count("\n") == len(RECORDS)
     assert settled(tmp_path, data="a.jsonl")[0].data.jsonl.path == "a.jsonl"
 

@@ -7,10 +7,11 @@ import yaml
 
 from jaxrl_async.config.changes import changes
 from jaxrl_async.config.former import NAMES, OFF, VALUES
-from jaxrl_async.config.load import dump, flattened, load, setting_names
+from jaxrl_async.config.load import dump, flattened, help_text, load, setting_names
 from jaxrl_async.config.recipes import recipe_file
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.several import runs_of
+from jaxrl_async.errors import ConfigError
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_a_former_name_is_read_with_a_warning_that_shows_the_new_form(write, cap
     assert config.remote.min_samplers == 3 and config.algorithm.min_members == 2
     assert f"{file}, line 2: eval.beside is now written eval.asynchronous=true" in caplog.text
     assert "line 3: mesh.samplers_in is now written mesh.samplers_in=external" in caplog.text
-    assert "command line: remote.least is now called remote.min_samplers" in caplog.text
+    assert "command line: remote.least is now written remote.min_samplers=3" in caplog.text
     assert "algorithm.least_members is now written algorithm.min_members=2" in caplog.text
 
 
@@ -172,13 +173,115 @@ def test_a_section_that_is_added_or_removed_differs_by_what_it_sets():
     assert list(changes(of_older, on)) == []
 
 
+OLD_DATA = {
+    "addition": {"digits": 4, "eval_size": 256, "worked_share": 1.0},
+    "jsonl": {"path": "", "eval_path": None, "eval_size": 64, "prompt_field": "question"},
+}
+"""Both sections of data, as a version with data.source wrote them."""
+
+
+@pytest.mark.parametrize(
+    ("before", "overrides", "now"),
+    [
+        ({"source": "addition", **OLD_DATA}, [], {}),
+        ({"source": "addition", "addition": {"digits": 2}}, [], {"addition": {"digits": 2}}),
+        (
+            {"source": "jsonl", **OLD_DATA, "jsonl": {"path": "x"}},
+            [],
+            {"jsonl": {"path": "x"}},
+        ),
+        ({"source": "addition", **OLD_DATA}, ["data.source=jsonl", "data.jsonl.path=x"],
+         {"jsonl": {"path": "x"}}),
+        ({"source": "addition", **OLD_DATA}, ["data.jsonl.path=x", "data.source=jsonl"],
+         {"jsonl": {"path": "x"}}),
+        ({"source": "addition", **OLD_DATA}, ["data={source: jsonl, jsonl: {path: x}}"],
+         {"jsonl": {"path": "x"}}),
+        ({"source": "jsonl", "jsonl": {"path": "x"}}, ["data.source=addition"], {}),
+        ({"source": "jsonl", "jsonl": {"path": "x"}}, ["data.jsonl.path=y"],
+         {"jsonl": {"path": "y"}}),
+        ({"source": "addition", **OLD_DATA}, ["data.addition=null", "data.jsonl.path=x"],
+         {"jsonl": {"path": "x"}}),
+    ],
+)  # fmt: skip
+def test_a_former_source_chooses_one_section(write, caplog, before, overrides, now):
+    assert load(write(yaml.safe_dump({"data": before})), overrides) == load({"data": now})
+    assert f"data.source={before['source']} is now written data." in caplog.text
+    given = load({"data": before}, overrides)  # from Python
+    assert given == load({"data": now}) and load(write(dump(given))) == given
+
+
+def test_a_former_source_keeps_how_demonstrations_are_read(write):
+    own = {"source": "addition", "jsonl": {"path": "", "prompt_field": "q"}}
+    config = load(write(yaml.safe_dump({"data": own, "warm_start": {"path": "x", "steps": 3}})))
+    assert config.data.problems is not None and config.data.record_fields.prompt_field == "q"
+
+
+def test_runs_of_several_may_have_other_sources(write):
+    text = "model: {lora: {rank: 4}}\ndata: {source: addition, addition: {digits: 2}}\nruns:\n"
+    several = load(write(text + "  a: {data: {source: jsonl, jsonl: {path: x}}}\n  b: {}\n"))
+    one = runs_of(several)
+    assert one["a"].data.records_path == "x" and one["a"].data.addition is None
+    assert one["b"].data.problems == several.data.addition
+
+
+@pytest.mark.parametrize(
+    ("before", "overrides", "now"),
+    [
+        ({"enabled": True}, [], {}),
+        ({"enabled": False}, [], None),
+        ({"enabled": False, "port": 80}, [], None),
+        ({"enabled": True, "port": 80}, [], {"port": 80}),
+        ({"enabled": True, "port": 80}, ["endpoint.enabled=false"], None),
+        ({"enabled": False, "external_agents": True}, [], {"external_agents": True}),
+        (None, ["endpoint.enabled=true", "endpoint.port=80"], {"port": 80}),
+        ({"port": 80}, ["endpoint.enabled=true"], {"port": 80}),
+        ({"port": 80}, ["endpoint={}"], {"port": 80}),
+        (None, ["endpoint={}"], {}),
+        (None, ["endpoint={enabled: true, port: 80}"], {"port": 80}),
+    ],
+)
+def test_a_former_switch_of_the_endpoint_is_its_section(write, before, overrides, now):
+    file = write(yaml.safe_dump({"endpoint": before}))
+    assert load(file, overrides).endpoint == load({"endpoint": now}).endpoint
+
+
+def test_a_task_whose_program_used_the_endpoint_keeps_its_port(write):
+    task = {"task": "x", "endpoint": {"enabled": False, "port": 80}}
+    assert load(write(yaml.safe_dump(task))).serving.port == 80
+
+
+def test_a_source_of_an_older_run_has_not_changed():
+    before = flattened({"data": {"source": "addition", **OLD_DATA}, "endpoint": {"enabled": False}})
+    now = flattened(Config().model_dump(mode="json"))
+    assert list(changes(before, now)) == []
+    other = flattened(load({"data": {"jsonl": {"path": "x"}}}).model_dump(mode="json"))
+    assert {one.name: one.now for one in changes(before, other)} == {"data.jsonl.path": "x"}
+    assert [one.name for one in changes(now, {**now, "endpoint": None})] == []
+
+
+def test_an_empty_section_on_a_command_line_is_the_section_with_its_defaults(write, refusal):
+    assert load(write(""), ["endpoint={}"]).endpoint is not None
+    assert load(write(""), ["reward={}"]) == Config()
+    assert "teacher is given without source" in refusal(write(""), "teacher={}")
+    file = write("teacher: {source: self, top_k: 0}")
+    assert load(file, ["teacher={}"]) == load(file)
+
+
+def test_help_of_a_former_setting_names_the_current_one():
+    assert "eval.beside is now called eval.asynchronous:" in help_text("eval.beside")
+    assert "eval.asynchronous = false" in help_text("eval.beside")
+    with pytest.raises(ConfigError, match=r"data\.source is now written data\.addition=\{\} or"):
+        help_text("data.source")
+
+
 def test_a_file_of_an_older_run_is_no_page_of_warnings(write, caplog):
-    tree = yaml.safe_load(dump(Config()))
+    of_now = load({"endpoint": {}})
+    tree = yaml.safe_load(dump(of_now))
     for was, now in NAMES.items():
         section, _, key = was.partition(".")
         if tree[section] is not None:
             tree[section][key] = tree[section].pop(now.partition(".")[2])
-    assert load(write(yaml.safe_dump(tree))) == Config()
+    assert load(write(yaml.safe_dump(tree))) == of_now
     first, more = caplog.messages
     assert "algorithm.least_members is now written algorithm.min_members=null" in first
     assert more == "and 5 more; --print-config prints how all are written now"

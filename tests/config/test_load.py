@@ -55,7 +55,7 @@ def test_an_exponent_without_a_point_is_a_number(write):
     ],
 )
 def test_text_on_the_command_line_is_taken_as_it_stands(write, override, value):
-    given = ["data.source=jsonl", "data.jsonl.path=x", override]
+    given = ["data.jsonl.path=x", override]
     assert load(write(""), given).data.jsonl.template == value
 
 
@@ -195,7 +195,7 @@ def test_help_explains_every_field():
         for name, field in section.model_fields.items():
             inner = section_of(field)
             if inner is not None:
-                null = " = null:" if is_optional(field) else ""
+                null = " = null:" if is_optional(field) and field.default is None else ""
                 assert f"{'.'.join([*path, name])}{null}" in text
                 check(inner, [*path, name])
             else:

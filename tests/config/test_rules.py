@@ -293,7 +293,7 @@ BROKEN = {
         "algorithm": {"kl_coefficient": 0.1},
         "reference": {"refresh_every": 2, "ema": 0.5},
     },
-    "a_source_of_records_has_a_file": {"data": {"source": "jsonl"}},
+    "prompts_have_one_source": {"data": {"addition": None}},
     "a_step_can_be_filled": {"staleness": {"lookahead": 9}},
     "dropping_leaves_rollouts_a_chance": {
         "staleness": {"when_too_old": "drop", "max_staleness": 0}
@@ -305,9 +305,7 @@ BROKEN = {
     "a_row_holds_the_longest_episode": {"trainer": {"row_length": 127}},
     "context_devices_share_a_row_evenly": {"mesh": {"trainer": {"context": 3}}},
     "a_micro_batch_holds_a_row": {"trainer": {"micro_batch_tokens": 127}},
-    "records_have_the_answers_asked_for": {
-        "data": {"source": "jsonl", "jsonl": {"path": "x", "answer_field": None}}
-    },
+    "records_have_the_answers_asked_for": {"data": {"jsonl": {"path": "x", "answer_field": None}}},
     "sft_needs_no_warm_start": {"run": {"job": "sft"}, "warm_start": {"steps": 1}},
     "products_in_eight_bits_take_weights_in_eight_bits": {
         "sampler": {"matmul": "int8"},

@@ -93,9 +93,7 @@ def test_files_are_split_and_long_prompts_are_counted(tmp_path):
     lines = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "0"} for i in range(6)]
     path.write_text("\n".join(map(json.dumps, [*lines, {**lines[0], "prompt": "1" * 20}])))
     section = {"path": str(path), "eval_size": 2, "max_bad_share": 0.2}
-    data = DataSection.model_validate(
-        {"source": "jsonl", "jsonl": section, "max_prompt_tokens": 10}
-    )
+    data = DataSection.model_validate({"jsonl": section, "max_prompt_tokens": 10})
     split = pairs(data=data)
     assert [text(p.prompt_ids) for p in split.train] == ["0+1=", "1+1=", "2+1=", "3+1="]
     assert [text(p.prompt_ids) for p in split.held_out] == ["4+1=", "5+1="]

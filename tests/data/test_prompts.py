@@ -47,7 +47,7 @@ def jsonl(tmp_path, lines, **settings):
         b"\n".join(x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines)
     )
     own = JsonlSection(path=str(path), **settings)
-    return DataSection(source="jsonl", max_prompt_tokens=64, jsonl=own)
+    return DataSection(max_prompt_tokens=64, jsonl=own)
 
 
 def section(max_prompt_tokens=64, **settings):
@@ -197,7 +197,7 @@ def test_blank_lines_windows_line_ends_and_a_byte_order_mark_do_no_harm(tmp_path
     path = tmp_path / "d.jsonl"
     lines = "\r\n".join(["", json.dumps(question(1)), " ", json.dumps(question(2)), ""])
     path.write_bytes(b"\xef\xbb\xbf" + lines.encode())
-    data = DataSection(source="jsonl", jsonl=JsonlSection(path=str(path), eval_size=1))
+    data = DataSection(jsonl=JsonlSection(path=str(path), eval_size=1))
     assert [p.text for p in eval_prompts(data, TOKENIZER)] == ["q2"]
 
 
@@ -205,9 +205,7 @@ def test_empty_missing_and_too_small_files_are_refused(tmp_path):
     with pytest.raises(DataError, match="empty"):
         make_prompts(jsonl(tmp_path, []), TOKENIZER, 0)
     with pytest.raises(DataError, match="cannot be read"):
-        make_prompts(
-            DataSection(source="jsonl", jsonl=JsonlSection(path=str(tmp_path / "no"))), TOKENIZER, 0
-        )
+        make_prompts(DataSection(jsonl=JsonlSection(path=str(tmp_path / "no"))), TOKENIZER, 0)
     with pytest.raises(DataError, match="none is left to train on"):
         make_prompts(jsonl(tmp_path, [question(0)], eval_size=1), TOKENIZER, 0)
 
@@ -288,7 +286,6 @@ def test_a_warm_start_in_which_no_pair_fits_is_refused(tmp_path):
 def test_gsm8k_goes_through_the_pipeline_with_a_real_tokenizer():
     tokenizer = load_tokenizer(SHARED / "gpt2_tokenizer")
     data = DataSection(
-        source="jsonl",
         max_prompt_tokens=320,
         jsonl=JsonlSection(
             path=str(SHARED / "gsm8k" / "test.jsonl"),
@@ -471,7 +468,7 @@ def test_records_need_no_answers_where_the_run_says_that_they_have_none(tmp_path
     ids=str,
 )
 def test_a_run_that_asks_for_answers_is_refused_where_there_are_none(tmp_path, change):
-    data = {"source": "jsonl", "jsonl": {"path": "x", "answer_field": None}}
+    data = {"jsonl": {"path": "x", "answer_field": None}}
     own = {"reward": {"function": "mine.py:f"}}
     check_rules(Config(data=data, **own))
     check_rules(Config(data=data, run={"job": "preference"}))

@@ -63,10 +63,10 @@ def make_tokenizer(data: DataSection, model: ModelSection, task: Task = NO_TASK)
             "the task needs a tokenizer: set data.tokenizer or model.path to a Hugging Face "
             "directory, or give the task its own words."
         )
-    if data.source != "addition":
+    if data.problems is None:
         raise ConfigError(
-            f"data.source={data.source} needs a tokenizer: set data.tokenizer or model.path to a "
-            "Hugging Face directory."
+            f"data.jsonl.path={data.records_path} needs a tokenizer: set data.tokenizer or "
+            "model.path to a Hugging Face directory."
         )
     return addition_tokenizer()
 

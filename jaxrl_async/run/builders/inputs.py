@@ -121,7 +121,7 @@ def check_inputs(
     pairs = warm_pairs(config, tokenizer, play.own) if config.warm_start.steps else None
     references = (*prompts.references, *(p.reference for p in held_out))
     if graded:
-        check_answers(references, config.data.jsonl.max_bad_share)
+        check_answers(references, config.data.record_fields.max_bad_share)
         try_references(graders, references)
     tokenizer.images = check_images(config, tokenizer.images)
     inputs = Inputs(

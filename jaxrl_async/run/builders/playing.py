@@ -84,7 +84,7 @@ def find_task(config: Config, given: Task | None = None) -> Task:
 def _for_outsiders(config: Config, task: Task) -> Task:
     """Return the task as external agents play it, if endpoint.external_agents is set. Raises
     ConfigError."""
-    if not config.endpoint.external_agents:
+    if not config.serving.external_agents:
         return task
     if (pivots := config.algorithm.pivots) is not None:
         raise ConfigError(

@@ -148,7 +148,7 @@ def _asks(config: Config, task: Task) -> tuple[str, ...]:
     """Return the columns that may hold a record's question, in order of preference."""
     if task.records is not None:
         return ("messages", *QUESTIONS)
-    section = config.data.jsonl
+    section = config.data.record_fields
     names = (section.prompt_field, section.messages_field, "prompt")
     return tuple(name for name in names if name is not None)
 

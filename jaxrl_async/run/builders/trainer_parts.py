@@ -106,7 +106,7 @@ def make_evaluation(config: Config, side: RolloutSide, lockstep: Lockstep) -> Ev
             ),
         ),
         effort=EvalEffort(
-            at_once=min(config.eval.episodes_at_once, config.endpoint.max_sessions),
+            at_once=min(config.eval.episodes_at_once, config.serving.max_sessions),
             retries=config.env.retries,
             backoff_s=config.faults.backoff_s,
             count=inputs.faults.add,

@@ -32,7 +32,7 @@ def image_store(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ImageS
         config.run.job not in WITH_IMAGES
         or path is None
         or config.task is not None
-        or config.data.source != "jsonl"
+        or config.data.records_path is None
     ):
         return None
     folder, sizes = Path(path), vision_spec(Path(path))
@@ -75,8 +75,8 @@ def check_images(config: Config, store: ImageStore | None) -> ImageStore | None:
         return None
     if found := next(_obstacles(config), None):
         raise ConfigError(
-            f"the records of {config.data.jsonl.path} have images, which do not work with {found}. "
-            "See docs/images.md."
+            f"the records of {config.data.records_path} have images, which do not work with "
+            f"{found}. See docs/images.md."
         )
     store.seal()
     store.embeddings(np.array([store.form.vocab], np.int32))
@@ -91,7 +91,7 @@ def _obstacles(config: Config) -> Iterator[str]:
         "several processes": jax.process_count() > 1,
         "samplers elsewhere (mesh.sampler, remote)": draws and c.mesh.remote,
         f"sampler.engine={c.sampler.engine}": draws and c.sampler.engine != "native",
-        "endpoint.external_agents": c.endpoint.external_agents,
+        "endpoint.external_agents": c.serving.external_agents,
         "runs (several adapters)": bool(c.runs),
         "trainer.share_prefixes": c.trainer.share_prefixes,
         f"mesh.trainer.context={context}": context != 1,
