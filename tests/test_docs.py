@@ -223,7 +223,7 @@ BESIDE = {
     "sampler.engine=": ["sampler.engine_urls=[http://127.0.0.1:1]", "mesh.samplers_in=external"],
     "sampler.engine_": ["sampler.engine=vllm", "mesh.samplers_in=external"],
     "remote.": ["mesh.samplers_in=external"],
-    **{start: ["data.source=jsonl", "data.jsonl.path=mine.jsonl", "warm_start.steps=0",
+    **{start: ["data.addition=null", "data.jsonl.path=mine.jsonl", "warm_start.steps=0",
                "reward.function=mine.py:judged"]
        for start in ("data.jsonl.", "data.chat_", "data.keep_thinking", "data.system_prompt")},
     "algorithm.signal_": ["algorithm.dynamic_sampling=true"],

@@ -83,7 +83,7 @@ def test_json_is_json(page: str, text: str) -> None:
 @pytest.mark.parametrize(("page", "text"), of("yaml"))
 def test_settings_are_those_of_a_configuration(page: str, text: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("chat.yaml").write_text("data: {source: jsonl, jsonl: {path: c.jsonl}}\n", "utf-8")
+    Path("chat.yaml").write_text("data: {jsonl: {path: c.jsonl}}\n", "utf-8")
     load(yaml.safe_load(text))
 
 

@@ -120,7 +120,7 @@ def test_sft_then_a_reward_model_then_rl(tmp_path):
         config={
             "run": {"dir": str(tmp_path), "name": "made", "job": "sft", "steps": 1},
             "model": {"architecture": {"layers": 1, "width": 16, "heads": 2, "head_dim": 8}},
-            "data": {"source": "addition"},
+            "data": {"addition": {}},
             "warm_start": {"steps": 0},
         }
     )

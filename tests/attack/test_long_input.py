@@ -198,7 +198,7 @@ def test_half_a_surrogate_pair_in_a_long_text_is_refused_as_such():
 def test_records_that_cannot_fit_are_refused_as_too_long(tmp_path, caplog):
     tokenizer = chat_tokenizer()
     tokenizer.max_tokens = 64
-    data = schema.DataSection(source="jsonl", max_prompt_tokens=64)
+    data = schema.DataSection(addition=None, max_prompt_tokens=64)
     long = "1" * (LEAST_LOOSE + 1)
     with pytest.raises(BadRecord) as refused:
         RecordReader(data, tokenizer).record({"question": long, "answer": "2"})

@@ -57,8 +57,8 @@ def test_the_default_job_is_well_here(tmp_path, monkeypatch, capsys):
 def test_what_is_missing_is_an_error_with_what_to_do(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(needs, "find_spec", lambda name: None)
-    words = ["data.source=jsonl", "data.jsonl.path=x.parquet", "model.path=nowhere",
-             "reward.function=no.py:f", "warm_start.steps=0", "endpoint.enabled=true"]  # fmt: skip
+    words = ["data.addition=null", "data.jsonl.path=x.parquet", "model.path=nowhere",
+             "reward.function=no.py:f", "warm_start.steps=0", "endpoint={}"]  # fmt: skip
     assert main(["recipe:gsm8k", *words]) == 1
     told = capsys.readouterr().out
     assert "pip install 'jaxrl_async[datasets]'" in told

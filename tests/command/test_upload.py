@@ -174,9 +174,8 @@ def test_a_card_names_base_and_records_of_the_hub(run):
     cached = "/home/ada/.cache/models--Qwen--Qwen3-0.6B/snapshots/abc"
     text = paths.config.read_text().replace("path: null", f"path: {cached}", 1)
     assert cached in text
-    words = text.replace("source: addition", "source: jsonl")
-    config = yaml.safe_load(words)
-    config["data"]["jsonl"]["path"] = "openai/gsm8k:main"
+    config = yaml.safe_load(text)
+    config["data"] |= {"addition": None, "jsonl": {"path": "openai/gsm8k:main"}}
     paths.config.write_text(yaml.safe_dump(config))
     card = model_card(paths)
     front = yaml.safe_load(card.split("---\n")[1])

@@ -128,7 +128,7 @@ def test_a_missing_package_is_named(monkeypatch):
 
 def test_a_configuration_gets_paths_of_this_machine(bucket, tmp_path):
     words = ["model.path=memory://bucket/model", "data.jsonl.path=memory://bucket/data/2.jsonl"]
-    (tmp_path / "x.yaml").write_text("data: {source: jsonl, tokenizer: 'memory://bucket/model'}")
+    (tmp_path / "x.yaml").write_text("data: {tokenizer: 'memory://bucket/model'}")
     config = with_hub_folders(load(str(tmp_path / "x.yaml"), words))
     check_paths(config)
     assert Path(config.model.path).name == "model" and config.data.jsonl.path.endswith("2.jsonl")

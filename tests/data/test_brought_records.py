@@ -47,7 +47,6 @@ FLAT = {"name": "zq", "parameters": {"type": "object", "properties": {"a": {"typ
 
 def section(**jsonl):
     return DataSection(
-        source="jsonl",
         max_prompt_tokens=jsonl.pop("max_prompt_tokens", 500),
         jsonl=JsonlSection(path="x", **{"max_bad_share": 0.5, **jsonl}),
     )

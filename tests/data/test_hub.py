@@ -148,7 +148,7 @@ def test_without_a_network_the_command_to_download_is_told(cache):
     told = str(refused.value)
     assert "model.path = 'Qwen/Qwen3-0.6B'" in told and "HF_HUB_OFFLINE is set" in told
     assert "run `hf download Qwen/Qwen3-0.6B`" in told and "\n" not in told
-    words = ["data.source=jsonl", "data.jsonl.path=openai/gsm8k:main", "warm_start.steps=0",
+    words = ["data.addition=null", "data.jsonl.path=openai/gsm8k:main", "warm_start.steps=0",
              "reward.function=gsm8k"]  # fmt: skip
     with pytest.raises(ConfigError, match="hf download openai/gsm8k --repo-type dataset`"):
         with_hub_folders(load("recipe:addition", words))
@@ -226,7 +226,7 @@ def test_a_run_of_names_trains_and_its_adapter_names_the_base(cache, policy, rec
     pytest.importorskip("datasets")
     into_cache(policy, cache, "tiny/adder", "model")
     into_cache(records, cache, "tiny/sums", "dataset")
-    names = ("model.path=tiny/adder", "data.source=jsonl", "data.jsonl.path=tiny/sums:main")
+    names = ("model.path=tiny/adder", "data.addition=null", "data.jsonl.path=tiny/sums:main")
     metrics = run_job("addition", Path("runs"), *names, *SMALL, many_digits(Path()))
     assert [line["step"] for line in metrics] == [0, 1]
     adapter = json.loads(Path("runs/addition/adapter/adapter_config.json").read_text())

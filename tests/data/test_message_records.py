@@ -31,7 +31,6 @@ def section(path="", *, max_prompt_tokens=200, **settings):
     of_file = {k: v for k, v in settings.items() if k in names}
     rest = {k: v for k, v in settings.items() if k not in names}
     return DataSection(
-        source="jsonl",
         max_prompt_tokens=max_prompt_tokens,
         jsonl=JsonlSection(path=str(path), eval_size=1, **of_file),
         **rest,

@@ -15,10 +15,9 @@ import openai
 import pytest
 from chat_tokenizers import CHATML, byte_tokenizer
 from endpoint_rig import KEY, SECTION, Speaker, closed, serve, tiny_policy
-from runs import CONFIGS, config_of, many_digits, metrics_of
+from runs import config_of, many_digits, metrics_of
 
 from jaxrl_async.config.judge_section import JudgeSection
-from jaxrl_async.config.load import load
 from jaxrl_async.endpoint.sampling_request import CallerLimits
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.judge.judge import JudgeService
@@ -41,7 +40,7 @@ TINY = (
     "run.steps=6",
     "eval.every=3",
     "metrics.peak_flops=1e9",
-    "endpoint.enabled=true",
+    "endpoint={}",
 )
 
 
@@ -112,11 +111,6 @@ def test_a_port_that_is_taken_is_a_config_error():
     with pytest.raises(ConfigError, match=r"port 99999: .*must be 0-65535"):
         Endpoint(rig.desk, port=99999)
     closed(rig)
-
-
-def test_settings_of_an_endpoint_that_is_off_are_refused():
-    with pytest.raises(ConfigError, match=r"endpoint\.port"):
-        load(CONFIGS / "addition.yaml", ["endpoint.port=8000"])
 
 
 @pytest.mark.exhaustive

@@ -414,7 +414,7 @@ def test_records_that_cannot_be_used_are_refused_with_their_line(
 ):
     file = tmp_path / "d.jsonl"
     file.write_bytes(content)
-    data = f"data={{source: jsonl, jsonl: {{path: '{file}'}}}}"
+    data = f"data={{addition: null, jsonl: {{path: '{file}'}}}}"
     code = command(tmp_path, f"model.path={model}", data, f"run.job={job}", "warm_start.steps=0")
     check_refusal(capsys, code, 1, "DataError: ", str(file), told)
 
@@ -429,7 +429,7 @@ def test_a_data_file_that_is_none_is_refused(tmp_path, capsys, model):
         (tmp_path / "none", nothing),
         ("a" * 300, nothing),
     ):
-        data = f"data={{source: jsonl, jsonl: {{path: '{path}'}}}}"
+        data = f"data={{addition: null, jsonl: {{path: '{path}'}}}}"
         code = command(tmp_path, f"model.path={model}", data)
         check_refusal(capsys, code, *told)
 

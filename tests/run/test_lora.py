@@ -135,7 +135,7 @@ def test_the_other_jobs_train_an_adapter(tmp_path: Path, job: str) -> None:
     if job != "sft":
         (tmp_path / "pairs.jsonl").write_text(PAIRS)
         file = f"data.jsonl={{path: {tmp_path}/pairs.jsonl, eval_size: 1, max_bad_share: 1}}"
-        data = ("data.source=jsonl", file)
+        data = ("data.addition=null", file)
     config = config_of(
         "sft" if job == "sft" else "dpo",
         tmp_path,

@@ -82,7 +82,7 @@ def assert_same_run(one: tuple, other: tuple) -> None:
 def records(folder: Path, *lines: dict) -> str:
     path = folder / "records.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in lines))
-    return f"data={{source: jsonl, jsonl: {{path: {path}, eval_size: 2}}, max_prompt_tokens: 16}}"
+    return f"data={{addition: null, jsonl: {{path: {path}, eval_size: 2}}, max_prompt_tokens: 16}}"
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ def test_priorities_change_no_token_of_a_synchronous_run(tmp_path: Path) -> None
     "setting, needs",
     [
         ("priorities.later_turns=-1", "task"),
-        ("priorities.guests=1", "endpoint.enabled"),
+        ("priorities.guests=1", "endpoint, or a task"),
         ("priorities.evaluation=5000", "1000"),
     ],
 )

@@ -202,7 +202,7 @@ def test_a_task_of_the_users_file_runs_with_stale_weights_and_resumes(tmp_path: 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["data.source=jsonl", "data.jsonl.path={bad}"], "data.source .jsonl. has no effect"),
+        (["data.addition=null", "data.jsonl.path={bad}"], r"data.jsonl.path .* has no effect"),
         (["data.addition.digits=3"], r"data.addition.digits \(3\) has no effect"),
         (["task=addition", "env={}"], "task = 'addition' is unknown"),
         (["task={bad}:task"], "tried on the first held-out record: the environment's reset raised"),

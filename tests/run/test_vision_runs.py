@@ -66,7 +66,7 @@ def overrides(folder: Path, *more: str) -> list[str]:
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     return [
         f"model.path={folder / 'gemma'}",
-        "data.source=jsonl",
+        "data.addition=null",
         f"data.jsonl.path={coloured_squares(folder)}",
         "data.jsonl.messages_field=messages",
         "data.jsonl.answer_field=answer",

@@ -211,7 +211,7 @@ REFUSED = {
     "a model that is not there": ("model.path=Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B"),
     "a tokenizer that is not there": ("data.tokenizer=./none", "there is no such folder here"),
     "records that are not there": (
-        "data={source: jsonl, jsonl: {path: openai/gsm8k}}",
+        "data={addition: null, jsonl: {path: openai/gsm8k}}",
         "hf download openai/gsm8k --repo-type dataset",
     ),
     "an unknown loss": ("algorithm.loss=ppo_clp", "did you mean 'ppo_clip'"),
