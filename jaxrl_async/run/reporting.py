@@ -44,7 +44,7 @@ from jaxrl_async.run.shown_contexts import contexts_of
 from jaxrl_async.run.signals import LOOK_S
 from jaxrl_async.tasks.usercode import run_loop
 from jaxrl_async.trainer.outlets import Finish
-from jaxrl_async.trainer.token_view import SHOWN_EPISODES, SHOWN_GROUPS, TokenSight
+from jaxrl_async.trainer.token_view import SHOWN_EPISODES, SHOWN_GROUPS, TokenView
 from jaxrl_async.types import (
     CORRECT,
     Episode,
@@ -148,7 +148,7 @@ class StepReporter:
     samples_every: int  # updates; 0: no samples
     lockstep: Lockstep
     opponents: SeatFillers
-    sights: Callable[[], Sequence[TokenSight]] = tuple  # of the reported step
+    sights: Callable[[], Sequence[TokenView]] = tuple  # of the reported step
     symptoms: Symptoms = field(default_factory=Symptoms)
 
     def report(
@@ -210,7 +210,7 @@ def unknown_tokens(groups: Sequence[EpisodeGroup], tokenizer: Tokenizer) -> dict
 
 
 def sample_records(
-    groups: Sequence[EpisodeGroup], tokenizer: Tokenizer, sights: Sequence[TokenSight] = ()
+    groups: Sequence[EpisodeGroup], tokenizer: Tokenizer, sights: Sequence[TokenView] = ()
 ) -> list[dict[str, Any]]:
     """Return the first episodes of some groups, for people, with the trainer's values.
 
@@ -238,13 +238,13 @@ def sample_records(
 
 
 def token_facts(
-    episode: Episode, tokenizer: Tokenizer, sights: Sequence[TokenSight] = ()
+    episode: Episode, tokenizer: Tokenizer, sights: Sequence[TokenView] = ()
 ) -> dict[str, Any]:
     """Return text, log-prob and version of an episode's tokens from the first sampled one on, at
     most MAX_SAMPLE_TOKENS; None for a token that was not sampled. left_out: number of tokens after
     the last one.
 
-    With a TokenSight of the episode also each token's advantage, and `difference`: the trainer's
+    With a TokenView of the episode also each token's advantage, and `difference`: the trainer's
     log-prob minus the sampler's, nats.
     """
     begin = int(episode.drawn.argmax()) if episode.num_drawn else len(episode.token_ids)

@@ -46,7 +46,7 @@ from jaxrl_async.trainer.pair_credit import PairCredit
 from jaxrl_async.trainer.steered_coefficients import SteeredCoefficients
 from jaxrl_async.trainer.step_data import PackedStep, StepRows, deal, pack_step
 from jaxrl_async.trainer.token_columns import NO_SAMPLER_COLUMNS, SamplerColumns
-from jaxrl_async.trainer.token_view import TokenSight, shown_episodes, sights_of
+from jaxrl_async.trainer.token_view import TokenView, shown_episodes, sights_of
 from jaxrl_async.trainer.update import Update
 from jaxrl_async.trainer.update_programs import Frozen, TrainState
 from jaxrl_async.types import EpisodeGroup, FloatArray, IntArray, PackedBatch
@@ -116,7 +116,7 @@ class Learner:
             for choice in self._algorithm.shaping
         )
         self._pairs_taken = 0
-        self.sights: list[TokenSight] = []  # of the last step, if it keeps them
+        self.sights: list[TokenView] = []  # of the last step, if it keeps them
         self.frozen = FrozenModels(
             companions.reference,
             companions.teacher,
@@ -231,7 +231,7 @@ class Learner:
         results: PassResults,
         version: int,
         device_lock: AnyDeviceLock,
-    ) -> list[TokenSight]:
+    ) -> list[TokenView]:
         """Return the values of the step's first tokens, if the step is to be shown.
 
         Their log-probs need one more pass over these few sequences, unless they are known. Its

@@ -14,7 +14,7 @@ SHOWN_GROUPS, SHOWN_EPISODES = 2, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenSight:
+class TokenView:
     """The trainer's values of an episode's tokens, in the episode's order."""
 
     episode: Episode
@@ -32,7 +32,7 @@ def sights_of(
     episodes: Sequence[Episode],
     proximal: FloatArray | None,
     logprobs_of: Callable[[PackedBatch], FloatArray],
-) -> list[TokenSight]:
+) -> list[TokenView]:
     """Return the values of some episodes; episodes that the step left out are missing.
 
     Args:
@@ -52,6 +52,5 @@ def sights_of(
         logprobs = RowIndex.of(batch).to_sequences(logprobs_of(batch))
     advantages = step.index.to_sequences(step.batch.advantages)
     return [
-        TokenSight(episode=there[n], advantages=advantages[n], logprobs=logprobs[n])
-        for n in numbers
+        TokenView(episode=there[n], advantages=advantages[n], logprobs=logprobs[n]) for n in numbers
     ]
