@@ -109,7 +109,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def _of_caches() -> Path:
-    """Raises RuntimeError if there is no home directory."""
+    """Return the folder of caches. Raises RuntimeError if there is no home directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrl_async"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import jaxrl_async
-from jaxrl_async.config.load import setting_names
+from jaxrl_async.config.load import help_of_fields, setting_names
 
 PACKAGE = Path(jaxrl_async.__file__).parent
 ROOT = PACKAGE.parent
@@ -162,6 +162,90 @@ def test_marks_say_only_when_a_test_runs():
     declared = settings["tool"]["pytest"]["ini_options"]["markers"]
     assert {text.partition(":")[0] for text in declared} == used - of_pytest
     assert used - of_pytest == {"full", "exhaustive", "large"}
+
+
+LEXICON = {
+    "beside": "alongside, asynchronous",
+    "desk": "service",
+    "elders": "opponents",
+    "learnt": "trained",
+    "nobody": "no one",
+    "ours": "native",
+    "outsider": "external agent",
+    "seam": "protocol",
+    "sight": "view",
+    "strand": "branch",
+    "tethered": "ends with its parent",
+    "told": "reported",
+    "urgency": "priority",
+    "wish": "sampling request",
+}
+"""Words that name no file, setting or public class, and the field's words for what they meant."""
+ONE_MEANING = {
+    "route": {"model", "sampler"},  # of a token to its experts; requests are dispatched
+    "seat": {"config", "games", "run", "tasks"},  # of a player in a game
+    "session": {"config", "endpoint", "errors.py", "remote", "tasks", "testing"},  # of an agent,
+    # or of two processes, which a connection carries
+}
+"""Words with one meaning each, and the parts of the package whose classes and files use them."""
+
+
+def parts_of(name: str) -> set[str]:
+    """Return the words of a name in snake case or camel case, without a plural's s."""
+    words = re.findall(r"[A-Z]?[a-z]+", name)
+    return {word.lower() for word in words} | {word.lower().removesuffix("s") for word in words}
+
+
+def public_names() -> list[tuple[str, str]]:
+    """Return the names of files, settings, public classes and the API, each with its part."""
+    found = [(setting, "config") for setting in setting_names()]
+    found += [(name, "api") for name in jaxrl_async.__all__]
+    for path, tree in TREES.items():
+        classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        names = [path.stem, *(name for name in classes if not name.startswith("_"))]
+        found += [(name, part_of(path)) for name in names]
+    return found
+
+
+def test_names_are_of_the_fields_words_with_one_meaning_each():
+    found = {
+        f"{part}: {name}: {', '.join(sorted(refused))}"
+        for name, part in public_names()
+        if (
+            refused := set(parts_of(name) & LEXICON.keys())
+            | {w for w in parts_of(name) & ONE_MEANING.keys() if part not in ONE_MEANING[w]}
+        )
+    }
+    assert not found, f"say {LEXICON} instead, and see ONE_MEANING: {sorted(found)}"
+
+
+def test_settings_carry_their_unit():
+    """A time in seconds ends in _s and a size in MiB in _mib, and nothing else does."""
+    units = {"_s": r"\bseconds\b", "_mib": r"\bMiB\b"}
+    for one in help_of_fields():
+        if one.default is None:
+            continue
+        for ending, unit in units.items():
+            if one.path.endswith(ending):
+                assert re.search(unit, one.about), f"{one.path} is of another unit"
+            else:
+                assert not re.search(f", {unit}", one.about), f"{one.path} ends in {ending}"
+
+
+def test_docstrings_of_functions_begin_with_a_verb():
+    """In the imperative. Properties are named by nouns, and so are their docstrings."""
+    found = []
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            is_property = any("property" in ast.unparse(one) for one in node.decorator_list)
+            if is_property or node.name == "__init__":
+                continue
+            first = (ast.get_docstring(node) or "Do").split()[0].strip(",.:")
+            if re.fullmatch(r"Whether|The|An?|This|It|[A-Z][a-z]+[^s]s", first):
+                found.append(f"{path.relative_to(ROOT)}: {node.name}: {first}")
+    assert not found, "\n".join(found)
 
 
 def prose_of(path: Path) -> list[tuple[int, str]]:

@@ -156,7 +156,8 @@ class RewardArguments:
             )
 
         def value_of(name: str) -> Any:
-            """Values of the run have priority over columns, except for a list of references."""
+            """Return an argument: a value of the run rather than a column, except for a list of
+            references."""
             if name == "columns":
                 return copied_columns(prompt.columns)
             if name in answers:

@@ -289,7 +289,7 @@ def _graded_text(
     if any. marks: as in RewardScorer."""
 
     def text_of(token_ids: IntArray) -> str:
-        """The text from the last mark on, since the answer cannot be before it."""
+        """Return the text from the last mark on, since the answer cannot be before it."""
         last = next(iter(np.flatnonzero(np.isin(token_ids, [*marks]))[::-1]), None)
         if last is None:
             return decode(token_ids)

@@ -38,8 +38,8 @@ def _renew(batch: Batch, adapter: str, version: int) -> None:
 
 
 def under_way(batch: Batch, adapter: str = "") -> bool:
-    """Whether a request of an adapter has a slot, or was preempted with tokens of its current
-    weights."""
+    """Return whether a request of an adapter has a slot, or was preempted with tokens of its
+    current weights."""
     version = batch.weights.version_of(adapter)
     return bool(placed_of(batch, adapter) or batch.admission.begun(adapter, version))
 

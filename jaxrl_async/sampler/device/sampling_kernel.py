@@ -141,7 +141,7 @@ def _draw(
         return pl.ds(c * TILES, TILES)
 
     def logits_of(c: Any) -> tuple[Any, Any]:
-        """Logits [TILES, 8, 128], and whether each belongs to a token."""
+        """Return logits [TILES, 8, 128], and whether each belongs to a token."""
         width = TILES * LANES
         row = logits[:, pl.ds(pl.multiple_of(c * width, width), width)]
         tiles = [row[:, t * LANES : (t + 1) * LANES] for t in range(TILES)]
