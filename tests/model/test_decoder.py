@@ -176,6 +176,7 @@ def test_a_weights_first_value_depends_on_its_name_only():
     assert not np.array_equal(init_params(spec_of(), jax.random.key(4))["embed"], large["embed"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_head_is_the_embedding_where_they_are_tied(tied):
     spec = spec_of(tied=tied)

@@ -15,6 +15,8 @@ from jaxrl_async.model.delta_layer import read_states
 from jaxrl_async.model.layout import ONE_DEVICE
 from jaxrl_async.model.spec import ModelSpec
 
+pytestmark = pytest.mark.full
+
 VOCAB, TOKENS = 40, 48
 IDS = np.arange(TOKENS, dtype=np.int32) * 7 % VOCAB
 LAST = np.array([13, 30, 47], np.int32)

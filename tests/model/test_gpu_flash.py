@@ -25,6 +25,8 @@ from jaxrl_async.model.attention import PART_ATTENTION, TREE_PARTS, visible_unti
 from jaxrl_async.model.kernels import PLAIN, Scoring, per_shard
 from jaxrl_async.model.layout import Layout
 
+pytestmark = pytest.mark.full
+
 SINKS = np.array([0.3, -1.0, 2.0, 0.0], np.float32)
 
 

@@ -42,6 +42,7 @@ def runs(ids: list[int]) -> Segments:
     return found
 
 
+@pytest.mark.full
 @given(st.tuples(*[st.lists(st.integers(1, 5), max_size=6)] * 2))
 def test_offsets_say_where_each_run_begins_and_how_long_it_is(rows):
     ids = [row_of(lengths, 32) for lengths in rows]
@@ -54,6 +55,7 @@ def test_offsets_say_where_each_run_begins_and_how_long_it_is(rows):
         assert lengths.tolist() == [n for _, n in found] + missing
 
 
+@pytest.mark.full
 def test_jax_hands_cudnn_each_segment_of_all_rows_in_order():
     """What JAX makes of our offsets for cuDNN: those of all rows, in numbers of the arrays, which
     are those of the keys only if keys have as many heads as queries."""
@@ -120,6 +122,7 @@ def in_place_of_cudnn(calls: list[tuple[str, int]]) -> PackedKernels:
     return PackedKernels(lambda *x: forward(*x, name="attend")[0], forward, backward)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("many", [False, True], ids=["by offsets", "of more segments"])
 @pytest.mark.parametrize(("T", "window"), [(37, 0), (64, 0), (50, 6)])
 def test_the_wrapper_gives_what_float64_gives(T, window, many):
@@ -154,6 +157,7 @@ def equations(program: Any) -> Iterator[Any]:
             yield from equations(inner)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("remat", "times"), [("none", 1), ("layer", 2), ("attention", 1)])
 def test_attention_runs_forward_no_more_often_than_a_layer_is_computed(remat, times):
     """In the gradient's program; its two branches are cuDNN's and flash."""
@@ -181,6 +185,7 @@ def as_on_hopper(monkeypatch):
     return private
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("window", [0, 6])
 def test_our_backward_pass_is_the_call_that_jax_makes(as_on_hopper, window):
     """By the same rule, with arguments of the same order, shapes and types: operand by operand they
@@ -206,6 +211,7 @@ def test_our_backward_pass_is_the_call_that_jax_makes(as_on_hopper, window):
     assert [str(x.aval) for x in own.invars] == [str(x.aval) for x in theirs.invars]
 
 
+@pytest.mark.full
 def test_padding_of_a_row_is_defined():
     """Every token is in a segment, so cuDNN leaves no output or gradient unwritten."""
     ids = jnp.asarray([row_of([3], 8), row_of([], 8), row_of([1] * 7, 8)])
@@ -215,6 +221,7 @@ def test_padding_of_a_row_is_defined():
     assert covered == [list(range(8))] * 3
 
 
+@pytest.mark.full
 def test_arrays_too_large_for_its_offsets_go_to_the_other_kernels(monkeypatch):
     monkeypatch.setattr(gpu_packed, "MOST_ELEMENTS", 100)
     q, k, v, _ = arrays(8)
@@ -232,6 +239,7 @@ def test_a_jax_whose_function_takes_other_arguments_is_noticed(monkeypatch, chan
     assert cudnn_attention.__wrapped__() is None
 
 
+@pytest.mark.full
 def test_a_jax_without_the_private_function_is_noticed(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax._src.cudnn", None)
     monkeypatch.setitem(sys.modules, "jax._src.cudnn.fused_attention_stablehlo", None)

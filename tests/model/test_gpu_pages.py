@@ -137,6 +137,7 @@ CASES = {
 USUAL = ("decode in splits, a window, sinks", "prompts whose pages lack them", "latent")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [n if n in USUAL else pytest.param(n, marks=pytest.mark.exhaustive) for n in CASES],
@@ -184,6 +185,7 @@ def test_devices_have_heads_of_their_own(case) -> None:
 PLANS = jax.jit(plan_of, static_argnums=(0, 1))
 
 
+@pytest.mark.full
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=6, max_size=6),
     most=st.sampled_from([1, 8, 32]),

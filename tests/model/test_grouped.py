@@ -19,6 +19,8 @@ from jaxrl_async.model.grouped import (
 )
 from jaxrl_async.testing.interpreted import interpreted_kernels
 
+pytestmark = pytest.mark.full
+
 SIZES = np.asarray([3, 0, 7, 300], np.int32)
 N, D, F = 320, 6, 5
 

@@ -46,6 +46,7 @@ def test_parameters_have_the_tables_tree_and_shapes(head):
     assert "lm_head" not in params and ("bias" in params[HEAD]) == (head == "value")
 
 
+@pytest.mark.full
 def test_a_critic_starts_at_zero_and_a_reward_model_does_not():
     value, reward = (with_head(SPEC, POLICY, h, jax.random.key(1)) for h in ("value", "reward"))
     assert not np.any(token_values(SPEC, value, TokenRows(*BATCH)))
@@ -59,6 +60,7 @@ def test_a_critic_starts_at_zero_and_a_reward_model_does_not():
     assert sequence_scores(SPEC, reward, TokenRows(*BATCH)).any()
 
 
+@pytest.mark.full
 def test_a_value_is_of_the_state_before_its_token():
     params = head_params("value")
     hidden = np.asarray(row_states(SPEC, params, *BATCH))
@@ -76,6 +78,7 @@ def test_a_value_is_of_the_state_before_its_token():
     np.testing.assert_allclose(moved[0, 4:], got[0, 4:], atol=1e-6)  # another segment
 
 
+@pytest.mark.full
 def test_a_score_lies_at_each_segments_last_token_and_does_not_depend_on_packing():
     params = head_params("reward")
     got = np.asarray(sequence_scores(SPEC, params, TokenRows(*BATCH)))
@@ -99,6 +102,7 @@ def test_what_is_saved_is_loaded_on_a_mesh_too(tmp_path, head):
     assert again[HEAD]["kernel"].sharding.spec == jax.sharding.PartitionSpec("fsdp")
 
 
+@pytest.mark.full
 def test_a_policys_directory_is_not_a_critics(tmp_path):
     Policy(SPEC, POLICY).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"score\.weight"):

@@ -57,6 +57,7 @@ def exact(
     return logprobs[np.arange(TOKENS), np.asarray(targets)], -(probs * logprobs).sum(-1), probs
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("chunk", [4, TOKENS, 1024])
 def test_logprobs_and_entropy_equal_float64_numpy(inputs, chunk, temperature):
@@ -67,6 +68,7 @@ def test_logprobs_and_entropy_equal_float64_numpy(inputs, chunk, temperature):
     np.testing.assert_allclose(entropy, expected[1], atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_the_gradient_is_the_formulas(inputs, temperature):
     """d logprob / d logits = (onehot - p) / temperature; d entropy = -p (log p + entropy) / t."""
@@ -106,6 +108,7 @@ def test_bits_are_unpacked_as_numpy_packs_them(kept):
     np.testing.assert_array_equal(unpacked(jnp.asarray(bits_of(kept)), VOCAB), kept)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("chunk", "temperature"), [(4, 0.7), (TOKENS, 1.0), (1024, 1.7)])
 def test_masked_logprobs_are_those_of_the_kept_tokens(inputs, kept, chunk, temperature):
     hidden, head, targets = inputs
@@ -121,6 +124,7 @@ def test_masked_logprobs_are_those_of_the_kept_tokens(inputs, kept, chunk, tempe
     assert (logprobs >= whole - 1e-6).all() and (logprobs - whole).max() > 0.1
 
 
+@pytest.mark.full
 def test_the_masked_gradient_is_the_float64_differences_and_finite_even_for_large_logits(
     inputs, kept
 ):
@@ -160,6 +164,7 @@ def test_the_masked_gradient_is_the_float64_differences_and_finite_even_for_larg
     assert never.any() and (np.asarray(to_head)[:, never] == 0).all()
 
 
+@pytest.mark.full
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, TOKENS + 3))
 def test_the_chunk_does_not_show(chunk):
@@ -209,6 +214,7 @@ def test_bfloat16_hidden_states_give_float32_logprobs(inputs):
     np.testing.assert_allclose(logprobs, expected, atol=1e-3)
 
 
+@pytest.mark.full
 def test_a_token_gets_its_logprob_from_the_position_before_it():
     params = tiny_params(SPEC)
     segments = np.array([[1, 1, 1, 2, 2, 0, 0], [1, 2, 2, 2, 2, 2, 0]], np.int32)
@@ -228,6 +234,7 @@ def test_a_token_gets_its_logprob_from_the_position_before_it():
         assert entropy[b, t] == pytest.approx(spread, abs=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("learnt", ["head", "frozen head", "frozen head, entropy"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("masked", [False, True])
@@ -273,6 +280,7 @@ def test_what_is_not_wanted_costs_nothing_and_changes_nothing(learnt, share, mas
     np.testing.assert_allclose(plain[0], got[0], atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 4}, {"data": 2, "fsdp": 2}])
 def test_a_head_shared_over_fsdp_gives_the_same_by_parts_of_the_vocabulary(axes):
     """Log-probs, entropies, and the gradients of both with respect to hidden states and head."""

@@ -13,6 +13,8 @@ from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.lora import Lora, adapter_table, joined, lora_of, merged
 from jaxrl_async.model.spec import LORA_A, LORA_B, ModelSpec, contracted, weight_table
 
+pytestmark = pytest.mark.full
+
 WIDTH = 16  # of everything, so that one rank is full for all matrices
 RATE, STEPS = 0.05, 4
 IDS = jnp.asarray(np.random.default_rng(0).integers(0, 24, (2, 12)))

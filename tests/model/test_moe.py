@@ -38,6 +38,7 @@ def test_forced_experts_replace_the_choice_and_not_the_weights():
     np.testing.assert_allclose(weights[2], [1 / (1 + e), e / (1 + e)], rtol=1e-6)
 
 
+@pytest.mark.full
 def test_the_gradient_flows_through_the_weights_of_forced_experts_alone():
     logits = np.random.default_rng(1).normal(size=(4, EXPERTS))
     forced = np.array([[7, 0, 30, 2], [1, 2, 31, 9], [3, 6, 5, 4], [5, 4, 11, 10]])
@@ -85,6 +86,7 @@ def logprobs_of(weights: Any, forced: Any = None, *, as_sampler: bool = False) -
     return jax.nn.log_softmax(x @ weights["head"]), jnp.stack(chosen, axis=1)
 
 
+@pytest.mark.full
 def test_replayed_experts_give_ratio_one_where_numerics_turn_the_choice(weights):
     behavior, drawn_by = logprobs_of(weights, as_sampler=True)
     tokens = jnp.argmax(behavior + jax.random.gumbel(jax.random.key(0), behavior.shape), axis=-1)
@@ -178,6 +180,7 @@ def replayed(params: Any, experts: Any, remat: str = "none") -> tuple[Any, Any]:
     return (PULL * logprobs).sum(), changed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("remat", ["none", pytest.param("layer", marks=pytest.mark.exhaustive)])
 def test_value_and_gradients_under_replay_are_those_of_a_one_hot_in_float64(params, remat):
     experts = random_experts(7)
@@ -197,6 +200,7 @@ def test_value_and_gradients_under_replay_are_those_of_a_one_hot_in_float64(para
     np.testing.assert_array_equal(changed, differ.sum(axis=-1))
 
 
+@pytest.mark.full
 def test_experts_that_the_router_would_choose_itself_change_no_bit_of_the_value(params):
     """Told for all tokens, for some, or for none: the others are free. The gradient's sums may be
     fused in another order, which the last bits show."""
@@ -226,6 +230,7 @@ def test_ids_take_one_byte_up_to_128_experts():
     assert np.iinfo(id_dtype(129)).max >= 512 and id_dtype(512) == np.int16
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("odds", ["softmax", "sigmoid"])
 def test_a_correction_and_groups_change_who_is_chosen(odds):
     """DeepSeek-V3 (arXiv:2412.19437, sec. 2.1.2): of 4 groups of 4 the 2 whose 2 best experts have
@@ -247,6 +252,7 @@ def test_a_correction_and_groups_change_who_is_chosen(odds):
         assert set(chosen) == set(sorted(allowed, key=lambda e: -token[e])[:3])
 
 
+@pytest.mark.full
 def test_load_counts_real_tokens_alone():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
     real = jnp.array([True, False, True, True])

@@ -13,6 +13,8 @@ from jaxrl_async.model.decoder import init_params, init_table
 from jaxrl_async.model.lora import adapter_table, joined, lora_of, scale_of
 from jaxrl_async.model.spec import ModelSpec
 
+pytestmark = pytest.mark.full
+
 SIZES: dict[str, Any] = {
     "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp": 48,
 }  # fmt: skip

@@ -107,6 +107,7 @@ def drawn(policy, mesh=None, prompt=IDS[:5]):
     return np.concatenate([prompt, done.token_ids]), np.asarray(done.logprobs)
 
 
+@pytest.mark.full
 def test_the_trainer_computes_what_an_independent_pass_does():
     ours = trainer_logprobs(SPEC, PARAMS, IDS)
     np.testing.assert_allclose(ours, reference_logprobs(PARAMS, IDS), atol=1e-5, rtol=0)

@@ -19,6 +19,8 @@ from jaxrl_async.model.quantize import quantize
 from jaxrl_async.model.spec import ModelSpec, Params, weight_table
 from jaxrl_async.sampler.setup import SamplerSettings, build_setup
 
+pytestmark = pytest.mark.full
+
 SIZES = {"layers": 2, "mlp": 64, "tied": False}  # outputs that fill panels of 32
 MODELS = {
     "dense": tiny_spec(96, **SIZES),

@@ -45,6 +45,7 @@ def always_ends():
     return {**zero, **ones, "lm_head": head}
 
 
+@pytest.mark.full
 def test_transformers_stops_where_the_policy_ends_its_answer(tmp_path):
     torch = pytest.importorskip("torch", reason="needs torch (extra [dev])")
     transformers = pytest.importorskip("transformers")
@@ -110,6 +111,7 @@ def test_a_policy_is_like_another_whatever_its_special_tokens(saved):
     assert not SPEC.is_like(ModelSpec.from_architecture(SHAPE, 25))
 
 
+@pytest.mark.full
 def test_loading_a_policy_does_not_import_transformers(saved):
     code = (
         "import sys; from jaxrl_async import Policy; "
@@ -118,6 +120,7 @@ def test_loading_a_policy_does_not_import_transformers(saved):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
+@pytest.mark.full
 def test_a_sampler_beyond_the_models_positions_is_refused(saved):
     config = {**content(saved), "max_position_embeddings": 64}
     (saved / "config.json").write_text(json.dumps(config))

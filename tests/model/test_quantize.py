@@ -21,6 +21,7 @@ def leaves(table: dict) -> dict[str, Weight]:
     return dict(table["layers"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("spec", [DENSE, ROUTED], ids=["dense", "experts"])
 def test_each_weight_is_its_value_times_the_scale_of_its_output(kind, spec):
@@ -57,6 +58,7 @@ def test_the_table_says_the_tree_and_the_shapes(spec):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("spec", [DENSE, ROUTED], ids=["dense", "experts"])
 def test_the_decoder_multiplies_with_what_the_weights_stand_for(spec):
     table, params = weight_table(spec), init_params(spec, jax.random.key(0))

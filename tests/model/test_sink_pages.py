@@ -22,6 +22,7 @@ SINKS = jnp.asarray([-1.0, 0.5, 2.0, 30.0])
 VOCAB = 40
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "dtype", [pytest.param(jnp.float32, marks=pytest.mark.exhaustive), jnp.bfloat16], ids=str
 )
@@ -50,6 +51,7 @@ def test_heads_without_spare_columns_and_windows_are_refused() -> None:
         kernels.ragged_paged(jnp.zeros((1, 4, 64)), *rest, Scoring(window=5), SINKS)
 
 
+@pytest.mark.full
 def test_a_budget_holds_as_many_pages_as_heads_padded_to_registers_leave() -> None:
     sizes = schema.ArchitectureSection(layers=2, width=16, heads=4, kv_heads=2, head_dim=64, mlp=24)
     spec = ModelSpec.from_architecture(sizes, VOCAB)

@@ -59,6 +59,7 @@ def same(got: list[Any], wanted: list[Any]) -> None:
         np.testing.assert_allclose(one, other, atol=3e-5)
 
 
+@pytest.mark.full
 def test_the_reference_is_a_softmax_with_one_more_logit() -> None:
     q, k, v, segments = rows()
     out = reference(q, k, v, segments, Scoring(window=5), SINKS)
@@ -118,6 +119,7 @@ def test_meshes_divide_the_sinks_as_heads(axes, name) -> None:
     np.testing.assert_allclose(np.asarray(got)[:, back] * real, wanted[0], atol=3e-5)
 
 
+@pytest.mark.full
 def test_decode_and_prefill_equal_the_reference() -> None:
     q, k, v, _ = rows()
     ones = jnp.ones((B, T), jnp.int32)
@@ -151,6 +153,7 @@ def test_decode_and_prefill_equal_the_reference() -> None:
     np.testing.assert_allclose(paged(PLAIN, SINKS)[0], wanted[0, -1], atol=1e-5)
 
 
+@pytest.mark.full
 def test_kernels_without_sinks_say_so() -> None:
     q, k, v, segments = rows()
     with pytest.raises(ConfigError, match="cudnn has no attention sinks"):

@@ -164,6 +164,7 @@ def arrays(T: int, K: int = 8) -> tuple[Any, ...]:
     return q, k, v, segments
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scoring", [Scoring(5), Scoring(0, 1.5), Scoring(3, 1.5)])
 def test_the_reference_is_what_loops_give(scoring):
     q, k, v, segments = arrays(24)
@@ -192,6 +193,7 @@ def test_splash_sees_the_same_window_and_cap(scoring):
         np.testing.assert_allclose(a, b, atol=5e-5)
 
 
+@pytest.mark.full
 def test_pages_are_read_through_the_same_window():
     q, k, v, _ = arrays(24)
     scoring = Scoring(5, 1.5)
@@ -219,6 +221,7 @@ def test_a_window_that_no_layer_has_is_refused():
         spec_of("llama")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "family", ["gemma3_text", pytest.param("mistral", marks=pytest.mark.exhaustive)]
 )
@@ -271,6 +274,7 @@ def test_the_pages_of_a_window_hold_each_of_its_tokens(window, page_tokens):
             assert row[(token - first) // page_tokens] == 100 + token // page_tokens
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("window", [0, 1, 3, 9])
 def test_what_a_query_sees_is_its_segment_up_to_itself_within_the_window(window):
     segments = np.array([[1, 1, 1, 1, 2, 2, 0, 0], [1, 2, 2, 2, 2, 2, 2, 0]])

@@ -392,6 +392,7 @@ def test_a_configuration_may_name_every_family() -> None:
     assert set(ROUTED_FAMILIES) == {name for name, family in FAMILIES.items() if family.routed}
 
 
+@pytest.mark.full
 @OFTEN
 def test_logits_agree_with_transformers(checkpoint) -> None:
     model, folder = checkpoint

@@ -166,6 +166,7 @@ def test_every_architecture_that_is_read_is_tested_here() -> None:
     assert {WRITTEN.get(kind, kind) for kind in kinds} == set(ARCHITECTURES)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [n if n in EACH_TIME else pytest.param(n, marks=pytest.mark.exhaustive) for n in MODELS],
@@ -187,6 +188,7 @@ def test_logprobs_agree_with_the_model_that_was_written(name: str, tmp_path: Pat
     np.testing.assert_allclose(theirs(again.eval()), theirs(model), atol=2e-5, rtol=0)
 
 
+@pytest.mark.full
 def test_an_architecture_that_is_not_read_is_named_with_what_to_do(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
     writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))

@@ -19,6 +19,8 @@ from jaxrl_async.model.heads import (
 from jaxrl_async.model.hf import load_params
 from jaxrl_async.model.spec import ModelSpec
 
+pytestmark = pytest.mark.full
+
 torch = pytest.importorskip("torch", reason="parity needs torch (extra [dev])")
 transformers = pytest.importorskip("transformers", reason="parity needs transformers")
 

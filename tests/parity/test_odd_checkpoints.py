@@ -87,6 +87,7 @@ def same(folder):
     return policy
 
 
+@pytest.mark.full
 def test_a_policy_saved_over_shards_is_what_is_read(tmp_path):
     made(tmp_path, shards=True)
     old = {file.name for file in tmp_path.glob("*.safetensors")}

@@ -15,9 +15,10 @@ from jaxrl_async.model.lora import lora_of
 from jaxrl_async.model.peft import load_peft, save_peft
 from jaxrl_async.model.policy import Policy
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*is_gradient_checkpointing.*:FutureWarning"
-)  # of PEFT
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),  # of PEFT
+]
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

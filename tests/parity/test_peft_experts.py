@@ -24,6 +24,7 @@ from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, Weight
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
     # PEFT compares patterns with modules alone, and applies them to parameters, too
     pytest.mark.filterwarnings("ignore:.*rank_pattern keys did not match.*:RuntimeWarning"),

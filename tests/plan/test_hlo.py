@@ -316,6 +316,7 @@ def test_collectives_are_found_with_axis_and_bytes():
     assert found.flops == 2 * 8 * 64 * 32, "each device its half of the rows"
 
 
+@pytest.mark.full
 def test_a_sum_over_all_devices_is_sent_twice_round():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))
     x = jax.ShapeDtypeStruct(

@@ -74,6 +74,7 @@ def plain() -> dict[str, Lowered]:
     return programs_of(config_of())
 
 
+@pytest.mark.full
 def test_nothing_is_compiled_to_lower_the_programs_and_the_push_is_lowered_once(monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("compiled")
@@ -87,6 +88,7 @@ def test_nothing_is_compiled_to_lower_the_programs_and_the_push_is_lowered_once(
     assert len(calls) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("axes", "kind"), [({}, None), ({"tensor": 2}, "int8"), ({"data": 2, "tensor": 2}, None)]
 )
@@ -110,6 +112,7 @@ def test_prepared_weights_lie_where_they_are_said_to(axes, kind):
 # ---- what the Learner gives a gradient
 
 
+@pytest.mark.full
 def test_an_offloaded_reference_comes_as_a_column(plain):
     kl = {"algorithm": {**BASE["algorithm"], "kl_coefficient": 0.1}}
     held = arguments(programs_of(config_of(**kl))["gradient"])
@@ -120,6 +123,7 @@ def test_an_offloaded_reference_comes_as_a_column(plain):
     assert len(held) > len(none) + 5, "its weights"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("algorithm", "sampler", "more"),
     [
@@ -144,6 +148,7 @@ def test_a_gradient_takes_the_columns_of_its_algorithm(plain, algorithm, sampler
     assert ("uint8[4, 160, 4]" in found) == ("uint8" in more), "a bit for each of 32 tokens"
 
 
+@pytest.mark.full
 def test_an_update_takes_masters_where_weights_in_bfloat16_have_them(plain):
     def wide(program: Lowered) -> int:
         return sum(x.startswith("float32") for x in arguments(program))
@@ -157,6 +162,7 @@ def test_an_update_takes_masters_where_weights_in_bfloat16_have_them(plain):
     assert wide(masters) == wide(stochastic) + leaves
 
 
+@pytest.mark.full
 def test_masks_that_are_kept_come_out_of_the_decode_block(plain):
     sampler = BASE["sampler"] | {"top_k": 5}
     keeps = config_of(algorithm=BASE["algorithm"] | {"keep_sampling_mask": True}, sampler=sampler)
@@ -167,6 +173,7 @@ def test_masks_that_are_kept_come_out_of_the_decode_block(plain):
     assert results(programs_of(keeps)["decode"]) == results(plain["decode"]) + 2
 
 
+@pytest.mark.full
 def test_experts_that_are_replayed_come_out_of_the_sampler_and_into_the_gradient():
     experts = {"family": "qwen3_moe", "experts": 4, "experts_per_token": 2}
     model = {"architecture": BASE["model"]["architecture"] | experts}
@@ -179,6 +186,7 @@ def test_experts_that_are_replayed_come_out_of_the_sampler_and_into_the_gradient
         assert len(told) == len(silent) + 1 and {str(x.dtype) for x in told} >= {"int8"}
 
 
+@pytest.mark.full
 def test_a_prefill_counts_the_tokens_that_it_was_compiled_for():
     config = config_of()
     found, held = lowered(config, lowering.spec_of(config), places_on_cpu(config))
@@ -238,6 +246,7 @@ def test_on_a_tpu_a_token_in_the_pages_costs_kimi_k2_640_and_512_columns_in_each
     assert lowering.pair_kernel(replace(engine, ragged=False)) is None
 
 
+@pytest.mark.full
 def test_a_plan_has_the_prefill_that_a_tpus_sampler_compiles():
     config = config_of(sampler={"attention": "ragged", "prefill_chunk": 300})
     found, held = lowered(config, lowering.spec_of(config), places_on_cpu(config))
@@ -246,6 +255,7 @@ def test_a_plan_has_the_prefill_that_a_tpus_sampler_compiles():
     assert len(jax.tree.leaves(prefill.program.out_info)) == 1 + 2, "logits, and each layer's pages"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_an_adapter_alone_is_learnt_and_sent_beside_its_base(plain, dtype):
     lora = {**BASE["model"], "lora": {"rank": 4, "dropout": 0.1}}
@@ -305,6 +315,7 @@ def test_a_sampler_that_is_no_slice_is_refused_with_what_was_asked(
         make_places(config, parse_slice(f"{generation}-4"), (CHIPS[generation], chips))
 
 
+@pytest.mark.full
 def test_two_programs_of_other_devices_have_keys_of_their_own(plain):
     """The text is the same; the topology is not."""
     from jaxrl_async.plan.compiled import key_of

@@ -77,6 +77,7 @@ def run(pipeline: Pipeline) -> SimulationResult:
     return simulate(pipeline, updates=12, warm_up=3)
 
 
+@pytest.mark.full
 @given(pipelines())
 @settings(max_examples=150, deadline=None)
 def test_staleness_tokens_and_shares_keep_their_bounds(pipeline):
@@ -92,6 +93,7 @@ def test_staleness_tokens_and_shares_keep_their_bounds(pipeline):
         assert told.dropped_groups == 0
 
 
+@pytest.mark.full
 @given(pipelines())
 @settings(max_examples=50, deadline=None)
 def test_the_trainer_takes_the_groups_that_the_buffer_would_select(pipeline):
@@ -117,6 +119,7 @@ def test_the_trainer_takes_the_groups_that_the_buffer_would_select(pipeline):
     assert calls
 
 
+@pytest.mark.full
 @given(pipelines())
 @settings(max_examples=30, deadline=None)
 def test_the_same_pipeline_and_seed_have_the_same_outcome(pipeline):
@@ -210,6 +213,7 @@ def test_two_samplers_share_the_groups():
     assert told.updates_per_s == pytest.approx(whole.updates_per_s)
 
 
+@pytest.mark.full
 @given(pipelines())
 @settings(max_examples=50, deadline=None)
 def test_no_side_is_quicker_than_its_own_work_allows(pipeline):
@@ -220,6 +224,7 @@ def test_no_side_is_quicker_than_its_own_work_allows(pipeline):
     assert told.drawn_tokens <= told.wall_s * most * (1 + 1e-9)
 
 
+@pytest.mark.full
 @given(pipelines(), st.sampled_from(["update_s", "transfer_s", "publish_s", "report_s"]))
 @settings(max_examples=50, deadline=None)
 def test_in_turns_whatever_takes_longer_makes_the_run_longer(pipeline, name):

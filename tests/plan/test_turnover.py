@@ -104,6 +104,7 @@ def unfinished(run):
     return groups, [n for part in parts for n in (part[LEFT] + part[DRAWN]).tolist()]
 
 
+@pytest.mark.full
 @given(fleets())
 @settings(max_examples=150, deadline=None)
 def test_whoever_joins_and_leaves_nothing_is_lost_and_staleness_keeps_its_bound(pipeline):
@@ -127,6 +128,7 @@ def test_whoever_joins_and_leaves_nothing_is_lost_and_staleness_keeps_its_bound(
         assert fleet.lost == fleet.begun_again == 0
 
 
+@pytest.mark.full
 @given(fleets())
 @settings(max_examples=30, deadline=None)
 def test_the_same_turnover_and_seed_have_the_same_outcome(pipeline):
@@ -370,6 +372,7 @@ def test_samplers_that_join_make_a_run_quicker():
     assert quick < 0.85 * slow and quick == pytest.approx(four, rel=0.1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "says"),
     [

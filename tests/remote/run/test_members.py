@@ -74,6 +74,7 @@ def owner(of: Members, name: str = "echo") -> WireSession | None:
     return session
 
 
+@pytest.mark.full
 def test_a_name_is_taken_from_one_that_says_nothing_and_from_no_other(tmp_path: Path) -> None:
     silence_s = 4.0
     with (

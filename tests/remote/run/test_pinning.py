@@ -49,6 +49,7 @@ def test_gpus_are_those_that_this_process_was_lent():
         place_of_sampler(mesh, "gpu", 1, cores=[0], gpus=["4", "5"])
 
 
+@pytest.mark.full
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=70, unique=True), st.integers(1, 9))
 def test_cores_are_shared_out_evenly_and_the_trainer_keeps_some(cores, samplers):
     mesh = mesh_of(1, 1, samplers)
