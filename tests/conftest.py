@@ -45,7 +45,7 @@ settings.register_profile(  # pytest -n0 -m '' --timeout=0 --hypothesis-profile=
 
 
 MANY = 20
-"""Full tests in a file that begins before the others."""
+"""Exhaustive tests in a file that begins before the others although time is limited."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,7 +82,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     places: dict[Path, float] = {item.path: -full[item.path] for item in items}
     if (until := config.getoption("until")) is not None:
         draw = random.Random(f"{until // 86_400} {sys.version_info.minor}")
-        places |= {path: draw.random() for path in sorted(places) if full[path] < MANY}
+        begin = Counter(
+            i.path for i in items if full[i.path] and i.get_closest_marker("exhaustive")
+        )
+        places |= {path: draw.random() for path in sorted(places) if begin[path] < MANY}
     items.sort(key=lambda item: places[item.path])
 
 

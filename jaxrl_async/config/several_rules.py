@@ -75,7 +75,7 @@ def runs_share_model_and_samplers(config: Config) -> Iterator[str]:
     for name, own in config.runs.items():
         if name in FILES:
             yield f"runs.{name}: RUN/{name} is another file of the run. Choose another name."
-        for setting in _shared_in(own):
+        for setting in _shared_in(own, config):
             yield (
                 f"runs.{name}.{setting} is shared by all runs, and cannot differ in one. Set "
                 f"{setting} outside of `runs` for all, or start {name} separately."
@@ -116,10 +116,14 @@ def each_run_serves_its_own_metrics(config: Config) -> Iterator[str]:
             )
 
 
-def _shared_in(own: Mapping[str, Any]) -> list[str]:
+def _shared_in(own: Mapping[str, Any], config: Config) -> list[str]:
     """Return the settings among a run's own that all runs share."""
     of_run = [f"run.{key}" for key in own.get("run", {}) if key not in OWN_OF_RUN]
-    of_shared = [f"{s}.{key}" for s in SHARED for key in own.get(s) or {}]
-    of_shared += [s for s in SHARED if s in own and own[s] is None]
+    of_shared: list[str] = []
+    for name in SHARED:
+        if name in own and None in (own[name], getattr(config, name)):
+            of_shared.append(name)  # a section that one of both lacks
+        else:
+            of_shared += [f"{name}.{key}" for key in own.get(name, {})]
     of_shared += ["checkpoint.dir"] if "dir" in own.get("checkpoint", {}) else []
     return [*of_run, *of_shared, *(["runs"] if "runs" in own else [])]

@@ -224,6 +224,12 @@ def test_runs_of_several_may_have_other_sources(write):
     assert one["b"].data.problems == several.data.addition
 
 
+def test_a_shared_section_that_one_run_alone_has_is_refused_once(write, refusal):
+    text = "model: {lora: {rank: 4}}\nruns: {a: {endpoint: {port: 80}}, b: {}}\n"
+    told = refusal(write(text))
+    assert told.count("is shared by all runs") == 1 and "runs.a.endpoint is shared" in told
+
+
 @pytest.mark.parametrize(
     ("before", "overrides", "now"),
     [
