@@ -16,6 +16,8 @@ import yaml
 from jaxrl_async.command.front_door import COMMANDS
 from jaxrl_async.config.load import load
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 LANGUAGES = {"bash", "python", "yaml", "json", "text"}

@@ -11,6 +11,8 @@ from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.run import threads
 from jaxrl_async.run.signals import Stop
 
+pytestmark = pytest.mark.full
+
 
 class Part:
     """Waits until it is closed, and may fail to."""

@@ -15,6 +15,8 @@ from jaxrl_async.run import threads
 from jaxrl_async.testing import sabotage as faults
 from jaxrl_async.testing.sabotage import Hits, injected
 
+pytestmark = pytest.mark.full
+
 TINY = (
     "model.architecture={layers: 2, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
     "data.addition.eval_size=8",
@@ -53,7 +55,6 @@ def assert_each_group_has_one_fate(folder: Path) -> None:
     assert len(ended) == len(set(ended))
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_with_two_samplers_survives_everything_at_once(tmp_path: Path) -> None:
     async def no_reply() -> Reply:
@@ -111,7 +112,6 @@ def reward(prompt, completion, reference):
 """
 
 
-@pytest.mark.full
 def test_a_held_out_record_whose_scorer_fails_is_left_out_and_counted(tmp_path: Path) -> None:
     prompts = {problem.prompt for problem in held_out(4, 8)}
     (tmp_path / "judge.py").write_text(NOT_AT_FIRST.format(held_out=prompts))
@@ -121,7 +121,6 @@ def test_a_held_out_record_whose_scorer_fails_is_left_out_and_counted(tmp_path: 
     assert told(lines) == {"eval_left_out": 1}
 
 
-@pytest.mark.full
 def test_at_max_staleness_0_a_lost_sampler_changes_no_token_and_no_weight(tmp_path: Path) -> None:
     weights, rewards = [], []
     for name, broken in (("whole", ()), ("hurt", (faults.sampler_dies(Hits(after=7)),))):
@@ -137,7 +136,6 @@ def test_at_max_staleness_0_a_lost_sampler_changes_no_token_and_no_weight(tmp_pa
         np.testing.assert_allclose(values, weights[1][key], atol=1e-5, err_msg=key)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("broken", "error", "words"),
     [

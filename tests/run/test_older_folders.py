@@ -10,8 +10,9 @@ from jaxrl_async.config.load import load
 from jaxrl_async.run.loop import train
 from jaxrl_async.train_command import main
 
+pytestmark = pytest.mark.full
 
-@pytest.mark.full
+
 def test_a_run_resumes_by_the_configuration_that_an_older_version_wrote(tmp_path: Path) -> None:
     run = {"dir": str(tmp_path), "name": "old", "steps": 1}
     config = load({**SMALL_JOB, "run": run, "sampler": {**SMALL_JOB["sampler"], "slots": 8}})

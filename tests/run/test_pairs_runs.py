@@ -14,6 +14,8 @@ from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.run.loop import train
 
+pytestmark = pytest.mark.full
+
 TINY = (
     "model.architecture={layers: 1, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
     "sampler.slots=16",

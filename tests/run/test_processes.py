@@ -25,6 +25,8 @@ from two_processes import (
 
 from jaxrl_async.metrics.recorder import read_lines
 
+pytestmark = pytest.mark.full
+
 WORKER = Path(__file__).with_name("update_worker.py")
 
 
@@ -34,7 +36,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_in_two_processes_told_to_stop_and_resumed_equals_one_in_one_process(runs):
     judged = judge(runs / "judge")
@@ -63,7 +64,6 @@ def test_a_run_in_two_processes_told_to_stop_and_resumed_equals_one_in_one_proce
     assert "report.html" in first and "report.html" not in second
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_supervised_training_in_two_processes_equals_one_in_one(runs):
     job = ("run.job=sft", "warm_start.steps=0", "sft.batch_size=8", "run.steps=2")
@@ -73,7 +73,6 @@ def test_supervised_training_in_two_processes_equals_one_in_one(runs):
     assert_same_run(results(runs, "sft1"), results(runs, "sft2"))
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_an_adapter_in_two_processes_stopped_and_resumed_equals_one_in_one(runs):
     lora = ("model.lora={rank: 2, alpha: 4, dropout: 0.2}", "checkpoint.every=1", "eval.every=0")
@@ -91,7 +90,6 @@ def test_an_adapter_in_two_processes_stopped_and_resumed_equals_one_in_one(runs)
         np.testing.assert_allclose(two[name], array, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_process_whose_companion_dies_ends_too(runs):
     job = ("run.job=sft", "warm_start.steps=0", "sft.batch_size=8", "run.steps=100000")
@@ -102,7 +100,6 @@ def test_a_process_whose_companion_dies_ends_too(runs):
     assert code != 0, output
 
 
-@pytest.mark.full
 def test_an_update_over_two_processes_gives_the_losses_of_one():
     """The policy's update alone, on a mesh over the devices of both."""
     address = f"localhost:{free_port()}"

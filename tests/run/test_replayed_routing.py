@@ -46,6 +46,8 @@ from jaxrl_async.types import (
     Ticket,
 )
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 VOCAB, ROW = 44, 64
 SHAPE = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp": 32}
@@ -173,7 +175,6 @@ def test_with_replay_the_ratio_is_one_though_the_routers_differ_and_without_it_i
     assert not any(key.startswith("routing/") for key in free)
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_the_proximal_pass_replays_and_a_reference_chooses_for_itself():
     """The pass and the update agree on the policy; a reference of the policy's own weights is not
@@ -193,7 +194,6 @@ def test_the_proximal_pass_replays_and_a_reference_chooses_for_itself():
     assert stats["policy/kl_reference"] == pytest.approx(gap.mean(), rel=1e-3)
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", ["bfloat16", "int8"])
 def test_a_sampler_of_fewer_bits_agrees_better_where_its_experts_are_replayed(number):
@@ -215,7 +215,6 @@ MESHES = (
 )  # fmt: skip
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_replay_learns_on_every_mesh_what_one_device_does(axes):
@@ -274,14 +273,12 @@ def assert_replayed(lines: Sequence[dict[str, Any]], *, one_version: bool = True
         assert fresh and max(fresh) < 1e-4, "with the same weights the ratio is 1"
 
 
-@pytest.mark.full
 def test_an_asynchronous_run_replays_every_token(tmp_path: Path):
     lines = run(tmp_path)[1:]
     assert_replayed(lines)
     assert len(lines) == 4 and max(line["staleness/max"] for line in lines) == 1
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_that_is_resumed_replays_what_its_checkpoint_holds(tmp_path: Path):
     wishes = ("algorithm={epochs: 2, kl_coefficient: 0.01}", "checkpoint.every=2")
@@ -292,7 +289,6 @@ def test_a_run_that_is_resumed_replays_what_its_checkpoint_holds(tmp_path: Path)
     assert_replayed(lines, one_version=False)
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_on_meshes_with_several_samplers_replays(tmp_path: Path):
     lines = run(

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from jaxrl_async.rollout.evaluate import EvalSample
 from jaxrl_async.run.shown_answers import (
     MOST_CHARACTERS,
@@ -9,6 +11,8 @@ from jaxrl_async.run.shown_answers import (
     answers_writer,
     before_and_after,
 )
+
+pytestmark = pytest.mark.full
 
 
 def sample(number, version, completion="x", reward=0.0):

@@ -1,9 +1,12 @@
 """Episodes of several turns, for people: parts by who said them, and contexts that branch."""
 
 import numpy as np
+import pytest
 
 from jaxrl_async.run.shown_contexts import common_tokens, contexts_of
 from jaxrl_async.types import NOT_DRAWN, Episode, StopReason
+
+pytestmark = pytest.mark.full
 
 
 class Letters:

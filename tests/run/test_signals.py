@@ -12,6 +12,8 @@ import pytest
 
 from jaxrl_async.run.signals import EXIT_CODE, PREEMPTED_CODE, Stop
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -13,6 +13,8 @@ from jaxrl_async.errors import JaxrlError, StopTraining
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.run.loop import train
 
+pytestmark = pytest.mark.full
+
 TINY = [
     "model.architecture={layers: 1, width: 16, heads: 2, kv_heads: 1, head_dim: 8, mlp: 16}",
     "sampler={slots: 8, max_new_tokens: 8}",
@@ -49,7 +51,6 @@ def seconds(spans: list[dict], name: str) -> float:
     return sum(e["dur"] for e in spans if e["name"] == name) / 1e6
 
 
-@pytest.mark.full
 def test_the_spans_of_a_run_agree_with_its_metrics(tmp_path: Path) -> None:
     folder = train(load({"run": {"dir": str(tmp_path)}}, RL))
     tracks = tracks_of(folder / "trace.json")
@@ -81,7 +82,6 @@ def test_the_spans_of_a_run_agree_with_its_metrics(tmp_path: Path) -> None:
     assert [e["args"]["number"] for e in tracks["MainThread"] if e["name"] == "update"] == [1, 2]
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_that_fails_leaves_its_spans(tmp_path: Path) -> None:
     def fails(step, values):
@@ -94,7 +94,6 @@ def test_a_run_that_fails_leaves_its_spans(tmp_path: Path) -> None:
     assert [e["args"]["version"] for e in tracks["trainer"] if e["name"] == "learn"] == [1, 2]
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_that_is_refused_leaves_the_spans_of_the_one_that_is_there(tmp_path: Path) -> None:
     given = {"run": {"dir": str(tmp_path)}}
@@ -109,7 +108,6 @@ def test_a_run_that_is_refused_leaves_the_spans_of_the_one_that_is_there(tmp_pat
         assert trace.read_bytes() == before
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_sampler_processes_write_their_spans_beside_their_output(tmp_path: Path) -> None:
     """On the same clock as the trainer's."""
@@ -124,7 +122,6 @@ def test_sampler_processes_write_their_spans_beside_their_output(tmp_path: Path)
     assert any(first < e["ts"] < last for e in blocks)
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_supervised_updates_have_spans(tmp_path: Path) -> None:
     def leaves(step, values):

@@ -22,6 +22,8 @@ from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.run.loop import train
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 GPT2 = ROOT.parent / "shared" / "data" / "gpt2_tokenizer"
@@ -69,7 +71,6 @@ def synchronous(tmp_path_factory: pytest.TempPathFactory) -> tuple:
     return run(tmp_path_factory.mktemp("sync"), "staleness.max_staleness=0")
 
 
-@pytest.mark.full
 def test_at_max_staleness_0_two_runs_are_the_same_bit_for_bit(
     synchronous: tuple, tmp_path: Path
 ) -> None:
@@ -77,7 +78,6 @@ def test_at_max_staleness_0_two_runs_are_the_same_bit_for_bit(
     assert all(line.get("staleness/max", 0) == 0 for line in synchronous[0])
 
 
-@pytest.mark.full
 def test_training_2_steps_and_resuming_to_4_equals_training_4(
     synchronous: tuple, tmp_path: Path
 ) -> None:
@@ -86,7 +86,6 @@ def test_training_2_steps_and_resuming_to_4_equals_training_4(
     assert_same_run(synchronous, resumed)
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_eight_devices_agree_with_one_on_the_losses_of_the_first_steps(
     synchronous: tuple, tmp_path: Path
@@ -103,7 +102,6 @@ def test_eight_devices_agree_with_one_on_the_losses_of_the_first_steps(
         assert many["train/tokens"] == one["train/tokens"]
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_colocated_and_asynchronous_stays_within_the_bound(tmp_path: Path) -> None:
     metrics, _ = run(tmp_path, "mesh.colocated=true", "staleness.max_staleness=2", "run.steps=6")
@@ -118,7 +116,6 @@ def paced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("paced")
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_dropping_a_curriculum_and_an_adapted_limit_run_together(paced: Path) -> None:
     metrics, _ = run(
@@ -144,7 +141,6 @@ def test_dropping_a_curriculum_and_an_adapted_limit_run_together(paced: Path) ->
     assert told == len(stale)
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_at_max_staleness_0_a_curriculum_resumes_bit_for_bit(paced: Path) -> None:
     wishes = (
@@ -174,7 +170,6 @@ REPLAYED = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "kind",
     [
@@ -194,7 +189,6 @@ def test_a_recorded_run_is_replayed_bit_for_bit_each_time(kind: str, tmp_path: P
     assert any(line.get("staleness/max", 0) > 0 for line in first[0])
 
 
-@pytest.mark.full
 def test_the_ledger_tells_one_fate_for_each_group(tmp_path: Path) -> None:
     run(tmp_path, "staleness.max_staleness=1")
     lines = [json.loads(s) for s in (tmp_path / "addition/ledger.jsonl").read_text().splitlines()]
@@ -206,7 +200,6 @@ def test_the_ledger_tells_one_fate_for_each_group(tmp_path: Path) -> None:
     assert all(line["version"] - line["oldest"] <= 1 for line in lines if line["fate"] == "trained")
 
 
-@pytest.mark.full
 def test_a_kl_to_the_reference_and_a_longer_menu_run(tmp_path: Path) -> None:
     metrics, _ = run(
         tmp_path,
@@ -223,7 +216,6 @@ def test_a_kl_to_the_reference_and_a_longer_menu_run(tmp_path: Path) -> None:
     assert metrics[2]["policy/kl_reference"] > 0
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive  # its data is not part of the project: elsewhere it is skipped
 @pytest.mark.skipif(not GSM8K.exists(), reason="needs ../shared/data/gsm8k")
 def test_gsm8k_runs_from_a_model_directory_and_ends_as_one(tmp_path: Path) -> None:
@@ -266,7 +258,6 @@ def test_gsm8k_runs_from_a_model_directory_and_ends_as_one(tmp_path: Path) -> No
     assert final.spec.family == "qwen2"
 
 
-@pytest.mark.full
 def test_ctrl_c_once_finishes_the_step_saves_and_exits_0(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "jaxrl_async.train", str(ROOT / "configs/addition.yaml")]
     overrides = [*TINY, f"run.dir={tmp_path}", "run.steps=100000", "eval.every=0"]
@@ -288,7 +279,6 @@ def test_ctrl_c_once_finishes_the_step_saves_and_exits_0(tmp_path: Path) -> None
     assert (tmp_path / "addition" / "policy" / "model.safetensors").exists()
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_sigterm_saves_what_is_being_drawn_and_the_resumed_run_goes_on_with_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -325,7 +315,6 @@ def test_sigterm_saves_what_is_being_drawn_and_the_resumed_run_goes_on_with_it(
     assert (admitted - done) & later, "groups from before the signal are trained on after it"
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_sampler_with_weights_of_eight_bits_and_what_the_rounding_does(tmp_path: Path) -> None:
     """Checksums and the probe hold with them, too; the mismatch is measured, and small."""
@@ -348,7 +337,6 @@ async def digits(completions, group):
 """
 
 
-@pytest.mark.full
 def test_several_rewards_of_a_run_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "groups.py").write_text(GROUP_REWARD)
     listed = f"reward.function=[exact, {{{tmp_path}/groups.py:digits: {{weight: 0.5}}}}]"

@@ -14,11 +14,12 @@ from jaxrl_async.audit import audit_run
 from jaxrl_async.metrics.metric import comparable
 from jaxrl_async.train_command import RESUME
 
+pytestmark = pytest.mark.full
+
 SHORT = (*TINY, "staleness.max_staleness=0", "checkpoint.every=0", "run.steps=3", "mesh.samplers=2")
 LONG = ("staleness.max_staleness=2", "checkpoint={every: 1, keep: 2}")
 
 
-@pytest.mark.full
 def test_two_processes_give_the_metrics_and_weights_of_two_threads_bit_by_bit(
     tmp_path: Path,
 ) -> None:
@@ -37,7 +38,6 @@ def test_two_processes_give_the_metrics_and_weights_of_two_threads_bit_by_bit(
     assert not found.problems and found.steps == 3
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_samplers_come_and_go_and_nothing_is_lost(tmp_path: Path) -> None:
     with joined_run(tmp_path, *LONG, "run.steps=40", "remote.wait_s=60") as run:
@@ -64,7 +64,6 @@ def test_samplers_come_and_go_and_nothing_is_lost(tmp_path: Path) -> None:
         assert run.step == 40 and not run.problems()
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_killed_trainer_finds_its_samplers_again_and_more_of_them(tmp_path: Path) -> None:
     with joined_run(tmp_path, *LONG, "run.steps=24") as run:
@@ -83,7 +82,6 @@ def test_a_killed_trainer_finds_its_samplers_again_and_more_of_them(tmp_path: Pa
         assert not run.problems() and run.step == 24
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_that_is_left_alone_ends_saved_and_goes_on_with_another_sampler(
     tmp_path: Path,
@@ -104,7 +102,6 @@ def test_a_run_that_is_left_alone_ends_saved_and_goes_on_with_another_sampler(
         assert run.step == 12 > saved and not run.problems()
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_what_a_newcomer_does_wrong_is_said_and_harms_nobody(tmp_path: Path) -> None:
     with joined_run(tmp_path, *LONG, "run.steps=1000") as run:
@@ -132,7 +129,6 @@ def test_what_a_newcomer_does_wrong_is_said_and_harms_nobody(tmp_path: Path) -> 
         assert run.code("trainer") == 75 and not run.problems()
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_one_that_was_started_again_takes_the_place_of_its_silent_predecessor(
     tmp_path: Path,

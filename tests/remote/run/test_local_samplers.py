@@ -17,6 +17,8 @@ from jaxrl_async.remote.run import local_samplers
 from jaxrl_async.remote.run.local_samplers import LocalSamplers
 from jaxrl_async.run.pinning import ProcessPlacement
 
+pytestmark = pytest.mark.full
+
 PLACES = (
     ProcessPlacement(environment={"CHIP": "0"}, cores=(0,)),
     ProcessPlacement(environment={"CHIP": "1"}),

@@ -14,6 +14,8 @@ from jaxrl_async.errors import RolloutError
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.sampler.sampler import Sampler
 
+pytestmark = pytest.mark.full
+
 GROUPS, MEMBERS = 10, 3
 
 

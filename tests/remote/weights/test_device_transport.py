@@ -28,6 +28,8 @@ from jaxrl_async.remote.weights.transport_choice import make_fetching, make_offe
 from jaxrl_async.remote.weights.transport_trial import DEVICE, TCP, FasterWay
 from jaxrl_async.remote.weights.verification import compare_with_offer
 
+pytestmark = pytest.mark.full
+
 SECTION = RemoteSection(transfer="device", silence_s=0.5)
 
 

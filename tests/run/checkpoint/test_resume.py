@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 
 import numpy as np
+import pytest
 
 from jaxrl_async.audit import Rules, audit
 from jaxrl_async.buffer.contents import BufferState
@@ -25,6 +26,8 @@ from jaxrl_async.run.checkpoint.rollout_state import (
 from jaxrl_async.run.lockstep import Lockstep, OwnAccounts
 from jaxrl_async.testing.fakes import make_group, make_prompt
 from jaxrl_async.types import Drop
+
+pytestmark = pytest.mark.full
 
 
 class Rollouts:

@@ -19,6 +19,8 @@ from jaxrl_async.run.checkpoint.store import Saved
 from jaxrl_async.testing.fakes import make_group, make_prompt
 from jaxrl_async.types import Completion, StopReason, Ticket
 
+pytestmark = pytest.mark.full
+
 
 def completion(drawn: int) -> Completion:
     return Completion(
