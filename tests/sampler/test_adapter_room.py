@@ -12,6 +12,8 @@ from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings, build_setup, kv_plan, roomy_section
 
+pytestmark = pytest.mark.full
+
 ROOM = AdapterRoom(places=3, rank=4)
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from jaxrl_async.model.cache import attend_chunk
 
+pytestmark = pytest.mark.full
+
 
 def expected(q, k, v, visible, context, seen):
     """In float64, one query and head after another."""

@@ -20,6 +20,8 @@ from tiny import make_sampler, request
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.sampler.router.router import Router
 
+pytestmark = pytest.mark.full
+
 HERE = Path(__file__).parent
 LONG = {"max_new_tokens": 24, "stop_token_ids": ()}
 

@@ -16,6 +16,8 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.types import Completion, Request, SamplingParams
 
+pytestmark = pytest.mark.full
+
 VOCAB = 48
 SHAPE = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp": 32}
 SPECS = {
@@ -87,13 +89,11 @@ def assert_same(found: list[Completion], wanted: list[Completion]) -> None:
         np.testing.assert_array_equal(a.expert_ids, b.expert_ids)  # dense: None
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("name", "axes"), MESHES, ids=str)
 def test_every_mesh_draws_what_one_device_does(name, axes):
     assert_same(drawn(name, **axes), alone(name))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "axes"),
     [

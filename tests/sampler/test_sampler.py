@@ -35,6 +35,8 @@ from jaxrl_async.types import (
     VersionedParams,
 )
 
+pytestmark = pytest.mark.full
+
 SPEC = ModelSpec.from_architecture(
     schema.ArchitectureSection(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64), 48
 )

@@ -11,6 +11,8 @@ from whole_rows import logprobs_of
 from jaxrl_async.ports.weights import FixedWeights
 from jaxrl_async.types import SamplingParams, VersionedParams
 
+pytestmark = pytest.mark.full
+
 
 def long_request(number: int = 5, **wishes: object):
     greedy = SamplingParams(temperature=0.0)

@@ -22,6 +22,8 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import kv_plan
 from jaxrl_async.types import Completion, Partial, Request, SamplingParams
 
+pytestmark = pytest.mark.full
+
 VOCAB, WINDOW, PAGE, LONGEST = 40, 6, 4, 96
 
 

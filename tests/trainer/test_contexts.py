@@ -31,6 +31,8 @@ from jaxrl_async.trainer.step_data import deal, pack_step
 from jaxrl_async.trainer.token_columns import Routing, SamplerColumns
 from jaxrl_async.types import EpisodeGroup, Prompt, Score, StopReason, Ticket
 
+pytestmark = pytest.mark.full
+
 VOCAB, ROW = 24, 32
 SPEC = ModelSpec.from_architecture(
     schema.ArchitectureSection(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=24), VOCAB

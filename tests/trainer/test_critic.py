@@ -19,6 +19,8 @@ from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.objectives.critic_objective import CriticData
 from jaxrl_async.trainer.pack import pack_pairs
 
+pytestmark = pytest.mark.full
+
 VOCAB, ROW = 12, 16
 SPEC = ModelSpec.from_architecture(
     schema.ArchitectureSection(layers=1, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48), VOCAB

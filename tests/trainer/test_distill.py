@@ -28,6 +28,8 @@ from jaxrl_async.trainer.distill import (
     teacher_advantages,
 )
 
+pytestmark = pytest.mark.full
+
 TOKENS, VOCAB = 5, 11
 RNG = np.random.default_rng(0)
 STUDENT, TEACHER = RNG.normal(size=(2, TOKENS, VOCAB)) * 2

@@ -37,6 +37,8 @@ from jaxrl_async.types import (
     Ticket,
 )
 
+pytestmark = pytest.mark.full
+
 VOCAB, ROW = 24, 16
 SPEC = ModelSpec.from_architecture(
     schema.ArchitectureSection(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=24), VOCAB

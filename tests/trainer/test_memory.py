@@ -23,6 +23,8 @@ from jaxrl_async.trainer.pack_pairs import pack_preference
 from jaxrl_async.trainer.update import MOST_OF_FREE
 from jaxrl_async.trainer.update_programs import NOTHING_FROZEN
 
+pytestmark = pytest.mark.full
+
 VOCAB, ROW, ROWS = 24, 16, 6
 ARCHITECTURE = schema.ArchitectureSection(
     layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=16

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from jaxrl_async.trainer.micro_sizes import MAX_SIZES, MOST_EMPTY, MicroSizes
 
+pytestmark = pytest.mark.full
+
 
 @given(st.integers(1, 500), st.integers(1, 100), st.sampled_from([1, 2, 4, 8]))
 def test_micro_batches_hold_all_rows_and_are_of_at_most_three_sizes(rows, times, multiple):

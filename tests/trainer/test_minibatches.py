@@ -21,6 +21,8 @@ from jaxrl_async.trainer.row_index import RowIndex, moved, repacked
 from jaxrl_async.trainer.step_data import PackedStep, StepRows, deal
 from jaxrl_async.types import PackedBatch
 
+pytestmark = pytest.mark.full
+
 VOCAB = 24
 SPEC = ModelSpec.from_architecture(
     schema.ArchitectureSection(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=24), VOCAB

@@ -24,6 +24,8 @@ from jaxrl_async.trainer.optimizer import optimizer_bytes, rounded_tree, stochas
 from jaxrl_async.trainer.update import Update
 from jaxrl_async.trainer.update_programs import TrainState, WithMasters
 
+pytestmark = pytest.mark.full
+
 MESH = make_slices(schema.MeshSection(), jax.devices()).trainer
 SHAPE = (64, 64)
 TABLE = {"w": Weight(shape=SHAPE, axes=("embed", "vocab"), init="normal")}

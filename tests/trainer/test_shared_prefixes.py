@@ -36,6 +36,8 @@ from jaxrl_async.trainer.step_data import deal, pack_step
 from jaxrl_async.trainer.token_columns import Routing, SamplerColumns
 from jaxrl_async.types import Episode, EpisodeGroup, KeptTokens, Prompt, Score, StopReason, Ticket
 
+pytestmark = pytest.mark.full
+
 VOCAB, ROW = 24, 48
 SPEC = ModelSpec.from_architecture(
     schema.ArchitectureSection(layers=2, width=16, heads=4, kv_heads=2, head_dim=8, mlp=16), VOCAB

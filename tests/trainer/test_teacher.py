@@ -28,6 +28,8 @@ from jaxrl_async.trainer.distill import TeacherTop, distill_rows, distill_top
 from jaxrl_async.trainer.pack import TrainSequence, pack
 from jaxrl_async.types import PackedBatch
 
+pytestmark = pytest.mark.full
+
 LETTERS = "abcdefghijklmnopqrst"  # 24 tokens with <pad>, <bos>, <eos> and <unk>
 TOKENIZER = character_tokenizer(LETTERS)
 SLICES = make_slices(schema.MeshSection(), jax.devices())

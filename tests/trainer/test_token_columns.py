@@ -17,6 +17,8 @@ from jaxrl_async.trainer.sparse_bits import SparseBits
 from jaxrl_async.trainer.token_columns import Routing, SamplerColumns, sequence_masks
 from jaxrl_async.types import Episode, EpisodeGroup, KeptTokens, Prompt, Score, StopReason, Ticket
 
+pytestmark = pytest.mark.full
+
 VOCAB, ROUTING = 29, Routing(layers=3, chosen=2, dtype=np.int8)
 PROMPT = Prompt(prompt_id=0, position=0, token_ids=np.zeros(1, np.int32), text="", reference="")
 

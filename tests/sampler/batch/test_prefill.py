@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from tiny import SPEC
 
 from jaxrl_async.sampler.batch.decoding import form_of
@@ -17,6 +18,8 @@ from jaxrl_async.sampler.batch.prefill import (
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Prefilling
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.types import Request
+
+pytestmark = pytest.mark.full
 
 ENGINE = EngineSpec(model=SPEC, slots=4, max_length=32, pages=20, page_tokens=4)
 

@@ -19,6 +19,8 @@ from jaxrl_async.sampler.device import insertion
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 
+pytestmark = pytest.mark.full
+
 SMALL = EngineSpec(model=SPEC, slots=3, reserve=2, max_length=16, pages=7, page_tokens=4)
 
 

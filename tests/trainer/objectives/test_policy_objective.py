@@ -27,6 +27,8 @@ from jaxrl_async.trainer.pack import TrainSequence, pack, pack_pairs
 from jaxrl_async.trainer.update import Update
 from jaxrl_async.trainer.update_programs import Frozen, TrainState, decayed
 
+pytestmark = pytest.mark.full
+
 VOCAB, ROW = 24, 16
 ARCHITECTURE = schema.ArchitectureSection(
     layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48

@@ -27,6 +27,8 @@ from jaxrl_async.trainer.pack_pairs import PreferenceBatch, pack_preference
 from jaxrl_async.trainer.update import Update
 from jaxrl_async.trainer.update_programs import NOTHING_FROZEN, Frozen
 
+pytestmark = pytest.mark.full
+
 VOCAB, ROW = 14, 16
 SPEC = ModelSpec.from_architecture(
     schema.ArchitectureSection(layers=1, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48), VOCAB

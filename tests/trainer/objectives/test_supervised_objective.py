@@ -19,6 +19,8 @@ from jaxrl_async.trainer.objectives.supervised_objective import (
 from jaxrl_async.trainer.pack import pack_pairs
 from jaxrl_async.trainer.update import Update
 
+pytestmark = pytest.mark.full
+
 VOCAB, ROW = 8, 16
 SPEC = ModelSpec.from_architecture(
     schema.ArchitectureSection(layers=1, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48), VOCAB
