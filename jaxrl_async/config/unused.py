@@ -85,10 +85,9 @@ def unused_settings(config: Config) -> Unused:
         if use.is_read(config):
             continue
         for key in use.keys:
-            section, name = _owner(config, key)
-            if section is NOTHING or not section.is_set(name):
+            if not _is_set(config, key):
                 continue
-            shown = f"{key} ({as_text(getattr(section, name))})"
+            shown = f"{key} ({as_text(_value(config, key))})"
             if off := [switch for switch in use.switches if _is_given(config, switch)]:
                 unused.turned_off.setdefault(off[0], []).append(shown)
             else:
@@ -125,10 +124,9 @@ def unread_with_records(config: Config, task: str) -> list[str]:
     without = keys if config.warm_start.path is None else [k for k in keys if k not in read]
     found = []
     for key in without:
-        section, name = _owner(config, key)
-        if section.is_set(name):
+        if _is_set(config, key):
             found.append(
-                f"{key} ({as_text(getattr(section, name))}) has no effect: the task {task} "
+                f"{key} ({as_text(_value(config, key))}) has no effect: the task {task} "
                 f"has its own records. Leave {key} out."
             )
     return found
@@ -143,6 +141,12 @@ def _owner(config: Config, key: str) -> tuple[Section, str]:
         if section is None:
             return NOTHING, name
     return section, name
+
+
+def _is_set(config: Config, key: str) -> bool:
+    """Return whether a setting differs from its default; no setting of a null section does."""
+    section, name = _owner(config, key)
+    return section is not NOTHING and section.is_set(name)
 
 
 def _is_given(config: Config, key: str) -> bool:

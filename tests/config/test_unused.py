@@ -7,6 +7,7 @@ import yaml
 
 from jaxrl_async.config.load import dump, load
 from jaxrl_async.config.schema import Config
+from jaxrl_async.config.unused import unread_with_records
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -230,3 +231,12 @@ def test_one_configuration_may_say_how_rollouts_are_made_for_several_jobs(write)
     shared = ["sampler.slots=4", "staleness.max_staleness=2", "algorithm.group_size=2"]
     for job in ("sft", "preference", "reward_model"):
         load(write(""), [f"run.job={job}", *shared])
+
+
+def test_records_of_a_task_leave_no_source_of_data_with_an_effect():
+    assert unread_with_records(Config(), "x") == []
+    assert unread_with_records(Config(data={"addition": None}), "x") == []
+    told = unread_with_records(load({"data": {"jsonl": {"path": "y"}}}), "x")
+    assert [one.partition(" has no effect")[0] for one in told] == ["data.jsonl.path (y)"]
+    told = unread_with_records(load({"data": {"addition": {"digits": 3}}}), "x")
+    assert [one.partition(" has no effect")[0] for one in told] == ["data.addition.digits (3)"]
