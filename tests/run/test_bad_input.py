@@ -26,6 +26,8 @@ from jaxrl_async.run.start_checks import check_names
 from jaxrl_async.train_command import main
 from jaxrl_async.trainer.update import Update
 
+pytestmark = pytest.mark.full
+
 WEIGHTS = "model.safetensors"
 SMALL = (
     "data.addition.eval_size=4",
