@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxrl_async.config.former import NAMES, Replaced, renew_names
 from jaxrl_async.config.load import load
+from jaxrl_async.config.peers.peer_hints import peer_hint
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.chat_formats.chat_messages import without_filled
 from jaxrl_async.errors import ConfigError, DataError
@@ -49,6 +50,11 @@ FLAT = (
 """Sections whose settings may be given by their own names, such as learning_rate=1e-5; the first
 that has the name is meant. All others are given as a section: warm_start={"steps": 100}."""
 
+AMBIGUOUS = ("epsilon",)
+"""Settings of these sections that have the name of another setting in TRL or Tunix: of the clip
+range there, and of AdamW here. They are only accepted in their section."""
+MANY = 3
+"""Settings of another library from which on its whole configuration is better converted."""
 QUESTIONS = ("question", "prompt", "messages")
 """Columns in which a record's question is looked for."""
 COLUMNS = {"prompt": "prompt_field", "messages": "messages_field", "answer": "answer_field"}
@@ -179,6 +185,7 @@ def _put_all(tree: dict[str, Any], settings: Mapping[str, Any]) -> list[Replaced
     """Write settings over those of the tree; return what both wrote in a former way. Raises
     ConfigError."""
     replaced = renew_names(tree)
+    _check_names(settings)
     for name, value in settings.items():
         own: dict[str, Any] = {}
         _put(own, name, value)
@@ -189,23 +196,71 @@ def _put_all(tree: dict[str, Any], settings: Mapping[str, Any]) -> list[Replaced
 
 
 def _put(tree: dict[str, Any], name: str, value: Any) -> None:
-    """Write a setting that has this name into the tree. Raises ConfigError."""
+    """Write a setting that has this name into the tree."""
     if name in Config.model_fields:
         if isinstance(value, Mapping) and isinstance(tree.get(name), Mapping):
             tree[name] = _joined(tree[name], value)
         else:
             tree[name] = dict(value) if isinstance(value, Mapping) else value
         return
-    for section in FLAT:
-        if name in _names_in(section) or f"{section}.{name}" in NAMES:
-            outer, _, inner = section.partition(".")
-            found = {inner: {name: value}} if inner else {name: value}
-            tree[outer] = _joined(tree.get(outer) or {}, found)
-            return
+    section = _section_of(name)
+    assert section is not None, "names were checked"
+    outer, _, inner = section.partition(".")
+    found = {inner: {name: value}} if inner else {name: value}
+    tree[outer] = _joined(tree.get(outer) or {}, found)
+
+
+def _section_of(name: str) -> str | None:
+    """Return the section of FLAT that a setting by its own name is in; None: it is in none."""
+    within = (s for s in FLAT if name in _names_in(s) or f"{s}.{name}" in NAMES)
+    return next(within, None)
+
+
+def _check_names(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError with all names that are not settings, or that mean something else in
+    another library."""
+    wrong = {
+        name: value
+        for name, value in settings.items()
+        if name in AMBIGUOUS or (name not in Config.model_fields and _section_of(name) is None)
+    }
+    if wrong:
+        told = [f"train: {_hint(name, value, settings)}" for name, value in wrong.items()]
+        if sum(" here" in one for one in told) >= MANY:
+            told.append("jaxrl_async.from_trl(args, ...) converts a whole GRPOConfig.")
+        raise ConfigError("\n  ".join(told))
+
+
+def _hint(name: str, value: Any, settings: Mapping[str, Any]) -> str:
+    """Return what may be meant by a name that is not a setting."""
+    if hint := peer_hint(name, value, settings, _as_argument):
+        if section := _section_of(name):
+            return (
+                f"{name} means two things: {hint}; of the section {section} it is "
+                f"{section}={{{name!r}: ...}}."
+            )
+        return f"{name} is not a setting; {hint}."
+    of_section = [
+        f"{section}={{{name[len(section) + 1 :]!r}: ...}}"
+        for section in Config.model_fields
+        if name.startswith(f"{section}_") and name[len(section) + 1 :] in _names_in(section)
+    ]
     known = {*Config.model_fields, *(n for section in FLAT for n in _names_in(section))}
-    near = get_close_matches(name, known, n=1)
+    near = of_section or get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else "jaxrl_async.train takes all settings of a file."
-    raise ConfigError(f"train: {name} is not a setting; {hint}")
+    return f"{name} is not a setting; {hint}"
+
+
+def _as_argument(path: str, value: Any) -> str:
+    """Return a setting as an argument of train."""
+    *sections, name = path.split(".")
+    if not sections:
+        return f"{name}={value!r}"
+    if _section_of(name) == ".".join(sections):
+        return f"{name}={value!r}"
+    for section in (name, *reversed(sections[1:])):
+        value = {section: value}
+    return f"{sections[0]}={value!r}"
 
 
 def _joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
