@@ -4,6 +4,7 @@ model     DIR | Policy          model.path
 data      list | dataset | path    records of the task, or data.jsonl.path
 reward    function | name | list   the task's reward, reward.function
 task      Task | class | name      task
+tools     list of functions        the task's tools
 **settings    learning_rate=..., sampler={...}    as in a file
 """
 
@@ -29,7 +30,8 @@ from jaxrl_async.model.policy import Policy
 from jaxrl_async.run.folder import given_folder
 from jaxrl_async.tasks.game import Game
 from jaxrl_async.tasks.named_tasks import HANDED_OVER
-from jaxrl_async.tasks.task import Environment, Task
+from jaxrl_async.tasks.task import Environment, Task, Tool
+from jaxrl_async.tasks.toolbox import tool_schema
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ class Brought:
     eval_data: Data | None = None
     reward: Reward | Sequence[Reward] | None = None
     task: str | Mapping[str, Any] | Task | type | None = None
+    tools: Sequence[Tool] = ()
 
 
 def configured(
@@ -103,7 +106,7 @@ def configured(
     functions, named = _rewards_of(brought.reward)
     if named:
         tree.setdefault("reward", {})["function"] = named[0] if len(named) == 1 else named
-    task = _task_of(brought.task)
+    task = _with_tools(_task_of(brought.task), brought.tools)
     if isinstance(task, str | Mapping) and not functions:
         tree["task"], task = task, None
     elif isinstance(task, str | Mapping):
@@ -318,6 +321,25 @@ def _task_of(task: Any) -> str | Mapping[str, Any] | Task | None:
         f"train: task is a {type(task).__name__}. Give a Task, an Environment or Game class, or a "
         "name as in a configuration."
     )
+
+
+def _with_tools(task: Any, tools: Sequence[Tool]) -> Any:
+    """Return a task, or a new one, with these tools in addition. Raises ConfigError."""
+    if callable(tools) or isinstance(tools, str):
+        raise ConfigError(f"train: tools is a {type(tools).__name__}. Give a list of functions.")
+    if not tools:
+        return task
+    for tool in tools:
+        tool_schema(tool)  # refuses what is no tool
+    if isinstance(task, str | Mapping):
+        raise ConfigError(
+            "train: a task by name has its own tools, and takes no others. Give the task as an "
+            "object, or leave tools out."
+        )
+    task = task or Task()
+    if task.program is not None or task.game is not None:
+        raise ConfigError("train: a program or a game calls no tools. Leave tools out.")
+    return dataclasses.replace(task, tools=(*task.tools, *tools))
 
 
 def _with_records(task: Task, brought: Brought, columns: Mapping[str, str]) -> Task:

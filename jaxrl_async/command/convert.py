@@ -1,15 +1,16 @@
 """Write a configuration of TRL or verl as ours, and list what has no counterpart.
 
-    jaxrl-async convert trl_config.yaml -o mine.yaml          a file of `trl grpo --config`
+    jaxrl-async convert trl_config.yaml --out mine.yaml       a file as TRL's own command takes it
     jaxrl-async convert ppo_trainer.yaml data.train_batch_size=256        a file of verl, changed
     jaxrl-async convert verl data.train_files=gsm8k.parquet actor_rollout_ref.rollout.n=8
-    jaxrl-async convert trl --num_generations 8 --max_steps 100 --learning_rate 1e-6
+    jaxrl-async convert trl num_generations=8 max_steps=100 learning_rate=1e-6
 
 In a script of verl's, replace `python3 -m verl.trainer.main_ppo` by `jaxrl-async convert verl`; in a
-command of TRL's, `trl grpo` by `jaxrl-async convert trl`. Settings with the default of both libraries
-are left out, as are those with ours. From Python, jaxrl_async.from_trl does the same for a GRPOConfig.
+command of TRL's, `trl grpo` by `jaxrl-async convert trl`: its options with two dashes are read, too.
+Settings that have the same value here by default are left out. From Python, jaxrl_async.from_trl does
+the same for a GRPOConfig.
 
-    -o FILE         write to a new FILE; else the configuration is printed
+    --out FILE      write to a new FILE; else the configuration is printed
     --devices N     number of devices that train there, for batch sizes that are for each (1)
     --records N     number of training records, for lengths in epochs
 
@@ -32,8 +33,8 @@ from jaxrl_async.config.peers.peer_files import (
 )
 from jaxrl_async.errors import ConfigError
 
-USAGE = "usage: jaxrl-async convert FILE|trl|verl|tunix [NAME=VALUE ...] [-o FILE]"
-OWN = {"-o": "out", "--devices": DEVICES, "--records": RECORDS}
+USAGE = "usage: jaxrl-async convert FILE|trl|verl|tunix [NAME=VALUE ...] [--out FILE]"
+OWN = {"--out": "out", "--devices": DEVICES, "--records": RECORDS}
 """Options of this command; all other words are the library's."""
 
 
@@ -70,10 +71,11 @@ def _converted(own: dict[str, str], words: list[str], *, source: str) -> int:
     if out is not None and out.exists():
         raise ConfigError(f"{out} already exists. Give a new file.")
     devices, records = (_number(own.get(name), name) for name in (DEVICES, RECORDS))
-    peer, given = peer_of(source), {}
+    given = fields_of_words(words)
+    peer = peer_of(source)
     if peer is None:
-        peer, given = fields_of_file(Path(source))
-    given |= fields_of_words(words)
+        peer, of_file = fields_of_file(Path(source))
+        given = of_file | given
     found = converted(peer, given, devices=devices or 1, records=records)
     text = written(peer, found, source)
     if out is None:

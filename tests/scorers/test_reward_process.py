@@ -19,8 +19,9 @@ from jaxrl_async.away import asked_wait_s, away_in
 from jaxrl_async.config.schema import RewardSection
 from jaxrl_async.errors import ConfigError, RolloutError, RolloutTimeout
 from jaxrl_async.run.watchdog import Reading, Watchdog
-from jaxrl_async.scorers.reward_process import RewardProcesses, source_of
+from jaxrl_async.scorers.reward_process import RewardProcesses
 from jaxrl_async.scorers.rewards import Judge, RewardScorer, make_scorer
+from jaxrl_async.tasks.function_source import source_of
 from jaxrl_async.types import Score
 
 

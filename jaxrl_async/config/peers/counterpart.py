@@ -136,7 +136,7 @@ def same_value(value: Any, default: Any) -> bool:
         return False
     if value is default or value == default:
         return True
-    empty = (None, False, "", [], {}, ())
+    empty: tuple[Any, ...] = (None, False, "", [], {}, ())
     return default in empty and (value in empty or not is_plain(value))
 
 
