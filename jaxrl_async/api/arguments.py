@@ -162,7 +162,8 @@ def _without_sections(brought: Brought) -> tuple[Brought, dict[str, Mapping[str,
         for name, value in given.items()
         if isinstance(value, Mapping) and value.keys() <= _names_in(name)
     }
-    return dataclasses.replace(brought, **dict.fromkeys(sections)), sections
+    rest: dict[str, Any] = dict.fromkeys(sections)
+    return dataclasses.replace(brought, **rest), sections
 
 
 def _names_in(section: str) -> set[str]:

@@ -23,6 +23,7 @@ from jaxrl_async.scorers.process_pool import ProcessPool, close_all
 from jaxrl_async.scorers.reward_arguments import reward_arguments_of
 from jaxrl_async.scorers.reward_call import RewardCall, called, scores_of
 from jaxrl_async.tasks.function_source import FunctionSource, loaded
+from jaxrl_async.tasks.user_process import UserProcess, serve_requests
 from jaxrl_async.tasks.usercode import TooLate, told
 from jaxrl_async.types import Score
 
