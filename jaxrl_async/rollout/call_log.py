@@ -12,7 +12,7 @@ exactly the tokens that the policy saw.
 """
 
 import hashlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -94,7 +94,7 @@ class Trace:
         differently; the first call uses those of a plain request.
         """
         prompt_ids = np.array(prompt_ids, np.int32)
-        digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=16).digest()
+        digest = _digest(prompt_ids)
         earlier = self._asked[digest]
         context = self._extended_by(prompt_ids, voice)
         if context is None:
@@ -207,28 +207,33 @@ def _saved(context: _Context, numbers: Sequence[int], ends: Sequence[int]) -> Sa
 
 
 class KeptAnswers:
-    """Answers to a session's calls before a resume: each is given once, to a call of the same voice
-    with exactly the same tokens. Not thread safe."""
+    """Answers to a session's calls before a resume: each is given once, to a call with exactly the
+    same tokens. Not thread safe.
+
+    A voice may have another name than before: its first call that repeats one takes that call's
+    voice over.
+    """
 
     def __init__(self, calls: Iterable[SavedCalls] = ()) -> None:
         """calls: of the checkpoint."""
         found = [(n, of, k) for of in calls for k, n in enumerate(of.numbers)]
-        self._left: dict[tuple[str, bytes], deque[tuple[SavedCalls, int]]] = {}
+        self._left: dict[bytes, list[tuple[SavedCalls, int]]] = {}
+        self._voices: dict[str, str] = {}  # names of now, by the name before
         for _, of, k in sorted(found, key=lambda one: one[0]):
-            key = _key_of(of.voice, of.token_ids[: of.begins[k]])
-            self._left.setdefault(key, deque()).append((of, k))
+            digest = _digest(of.token_ids[: of.begins[k]])
+            self._left.setdefault(digest, []).append((of, k))
 
     def take(self, prompt_ids: IntArray, voice: str) -> Completion | None:
         """Return the answer to a call with these tokens, [prompt] int32, and forget it; None: there
         is none."""
-        key = _key_of(voice, prompt_ids)
-        left = self._left.get(key)
-        if not left:
-            return None
-        of, k = left.popleft()
-        if not left:
-            del self._left[key]
-        return of.completions[k]
+        left = self._left.get(_digest(prompt_ids), [])
+        taken = voice in self._voices.values()
+        for place, (of, k) in enumerate(left):
+            if self._voices.get(of.voice, None if taken else voice) == voice:
+                self._voices[of.voice] = voice
+                del left[place]
+                return of.completions[k]
+        return None
 
     @property
     def left(self) -> tuple[SavedCalls, ...]:
@@ -246,9 +251,9 @@ class KeptAnswers:
         )
 
 
-def _key_of(voice: str, prompt_ids: IntArray) -> tuple[str, bytes]:
+def _digest(prompt_ids: IntArray) -> bytes:
     data = np.ascontiguousarray(prompt_ids, np.int32).tobytes()
-    return voice, hashlib.blake2b(data, digest_size=16).digest()
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def cut_completion(completion: Completion, count: int, prompt: int) -> Completion:

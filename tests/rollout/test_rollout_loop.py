@@ -814,7 +814,7 @@ def test_programs_beyond_the_group_are_ended_and_what_they_drew_is_counted():
     sessions = Sessions()
 
     def make(prompt):
-        return program_envs(sessions, stays=next(made) == 1)(prompt)
+        return program_envs(sessions, stays=2 * (next(made) == 1))(prompt)
 
     gate, generate = ScriptedGate(1), EchoGenerate()
     loop = make_loop(gate, generate, make_env=make, group_size=2, oversample=1)

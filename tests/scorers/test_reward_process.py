@@ -239,8 +239,8 @@ def test_a_process_whose_run_was_killed_ends():
     del processes, source
     pid = int(score.reward)
     (process,) = scorer._processes._pool.free
-    process._popen.stdin.close()  # as at the end of the run's process
-    assert process._popen.wait(30) == 0
+    process._process._popen.stdin.close()  # as at the end of the run's process
+    assert process._process._popen.wait(30) == 0
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
