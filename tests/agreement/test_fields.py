@@ -10,7 +10,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def told_by(library: str, folder: Path) -> dict:

@@ -17,7 +17,7 @@ from rollout_rig import EchoGenerate, PositionScorer, ScriptedGate, make_loop, p
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramEndpoint
 from jaxrl_async.endpoint.sessions import SessionLimits, Sessions
-from jaxrl_async.errors import Closed, EndpointMisset, RolloutError
+from jaxrl_async.errors import Closed, EndpointMisset, RolloutError, StartOver
 from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.rollout.episode import SavedEpisode
@@ -447,9 +447,42 @@ def test_an_environment_goes_on_where_it_was_or_its_episode_starts_over(env):
     gate, again = ScriptedGate(), SavingGenerate()
     gate.total = 1
     gate.all_back.clear()
-    asyncio.run(make_loop(gate, again, saved=saved, make_env=env).run())
+    resumed = make_loop(gate, again, saved=saved, make_env=env)
+    asyncio.run(resumed.run())
+    counted = resumed.stats().continued_episodes, resumed.stats().restarted_episodes
+    assert counted == ((2, 0) if goes_on else (0, 2))
     turn = 1 if goes_on else 0
     assert again.calls[0] == [f"g0/m0/t{turn}", f"g0/m1/t{turn}"]
+    (played,) = gate.put_groups
+    assert [e.token_ids.tolist() for e in played.episodes] == [[1, 0, 9, 0, 5, 9, 0]] * 2
+
+
+class Gone(Counting):
+    """The same, on a server that has forgotten the episode."""
+
+    restored = False
+
+    def restore(self, state):
+        self.restored = True
+
+    async def step(self, prompt, completion):
+        if self.restored:
+            raise StartOver("The server answers in another way.")
+        return await super().step(prompt, completion)
+
+
+def test_an_episode_whose_environment_cannot_be_restored_starts_over_and_is_counted(caplog):
+    gate = ScriptedGate(1)
+    generate = SavingGenerate(delay=lambda r: 9.0 * r.request_id.endswith("t1"))
+    saved, _ = saved_while(generate, gate, lambda loop: len(generate.asked) == 4, make_env=Gone)
+    gate, again = ScriptedGate(), SavingGenerate()
+    gate.total = 1
+    gate.all_back.clear()
+    resumed = make_loop(gate, again, saved=saved, make_env=Gone, outages=QuickOutages())
+    asyncio.run(resumed.run())
+    asked = [getattr(r, "request", r).request_id for r in again.asked]
+    assert sorted(asked) == sorted(f"g0/m{m}/t{t}" for m in (0, 1) for t in (1, 0, 1))
+    assert resumed.stats().restarted_episodes == 2 and "It starts over." in caplog.text
     (played,) = gate.put_groups
     assert [e.token_ids.tolist() for e in played.episodes] == [[1, 0, 9, 0, 5, 9, 0]] * 2
 

@@ -253,7 +253,7 @@ def call_of(name, **arguments):
     return {"name": name, "arguments": json.dumps(arguments)}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_tools_that_set_signals_run_in_processes_of_their_own(caplog):
     for _ in range(2):  # the first call finds it, the second knows
         (said,), faults = ask(call_of("query", sql="x"), tools=(query,))
