@@ -208,6 +208,8 @@ def test_calls_that_are_not_repeated_yet_are_kept_again(seed, repeated):
     for number in sorted(calls)[:repeated]:
         prompt = calls[number].prompt
         again.end(again.begin(prompt).number, kept.take(prompt, ""))
+    for one in kept.left:  # each alone, as it was
+        assert one.token_ids[one.begins[0] :].tolist() == one.completions[0].token_ids.tolist()
     second = KeptAnswers((*again.saved_calls(), *kept.left))
     for number in sorted(calls):
         answer = second.take(calls[number].prompt, "")
