@@ -14,6 +14,7 @@ __version__ = "0.4.0.dev0"
 _HOMES = {
     "train": "jaxrl_async.api.training",
     "steps": "jaxrl_async.api.training",
+    "from_trl": "jaxrl_async.api.from_peers",
     "plan": "jaxrl_async.api.planning",
     "PlannedRun": "jaxrl_async.api.planning",
     "generate": "jaxrl_async.api.asking",

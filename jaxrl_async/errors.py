@@ -119,6 +119,11 @@ class Away(RolloutError):
         self.wait_s = wait_s
 
 
+class StartOver(RolloutError):
+    """A saved episode cannot continue, since its environment is not in the saved state; it is
+    played again from its beginning."""
+
+
 class GivenUp(RolloutError):
     """A call was retried for long enough during an outage; its episode or group fails. The user's
     code is not at fault."""

@@ -25,6 +25,7 @@ PARTNERS = {
     "python.md": "a policy of the page's own name: tests/test_docs.py",
     "own_model.md": "the hub: notebooks/your_own_model.ipynb",
     "README.md": "as docs/python.md",
+    "args = GRPOConfig": "TRL: tests/agreement/test_fields.py",
     "gemma-3-4b-it": "a model with a tower: tests/api/test_asking.py",
     "import openai": "a server: tests/endpoint/test_served.py",
     "import httpx": "a run with agents outside: tests/endpoint/test_external_agents.py",

@@ -4,6 +4,7 @@ model     DIR | Policy          model.path
 data      list | dataset | path    records of the task, or data.jsonl.path
 reward    function | name | list   the task's reward, reward.function
 task      Task | class | name      task
+tools     list of functions        the task's tools
 **settings    learning_rate=..., sampler={...}    as in a file
 """
 
@@ -21,6 +22,7 @@ import numpy as np
 
 from jaxrl_async.config.former import Replaced, now_of, renew_names
 from jaxrl_async.config.load import load
+from jaxrl_async.config.peers.peer_hints import peer_hint
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.several import section_of
 from jaxrl_async.data.chat_formats.chat_messages import without_filled
@@ -29,7 +31,8 @@ from jaxrl_async.model.policy import Policy
 from jaxrl_async.run.folder import given_folder
 from jaxrl_async.tasks.game import Game
 from jaxrl_async.tasks.named_tasks import HANDED_OVER
-from jaxrl_async.tasks.task import Environment, Task
+from jaxrl_async.tasks.task import Environment, Task, Tool
+from jaxrl_async.tasks.toolbox import tool_schema
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,11 @@ FLAT = (
 """Sections whose settings may be given by their own names, such as learning_rate=1e-5; the first
 that has the name is meant. All others are given as a section: warm_start={"steps": 100}."""
 
+AMBIGUOUS = ("epsilon",)
+"""Settings of these sections that have the name of another setting in TRL or Tunix: of the clip
+range there, and of AdamW here. They are only accepted in their section."""
+MANY = 3
+"""Settings of another library from which on its whole configuration is better converted."""
 QUESTIONS = ("question", "prompt", "messages")
 """Columns in which a record's question is looked for."""
 COLUMNS = {"prompt": "prompt_field", "messages": "messages_field", "answer": "answer_field"}
@@ -70,6 +78,7 @@ class Brought:
     eval_data: Data | None = None
     reward: Reward | Sequence[Reward] | None = None
     task: str | Mapping[str, Any] | Task | type | None = None
+    tools: Sequence[Tool] = ()
 
 
 def configured(
@@ -99,7 +108,7 @@ def configured(
     functions, named = _rewards_of(brought.reward)
     if named:
         tree.setdefault("reward", {})["function"] = named[0] if len(named) == 1 else named
-    task = _task_of(brought.task)
+    task = _with_tools(_task_of(brought.task), brought.tools)
     if isinstance(task, str | Mapping) and not functions:
         tree["task"], task = task, None
     elif isinstance(task, str | Mapping):
@@ -163,7 +172,8 @@ def _without_sections(brought: Brought) -> tuple[Brought, dict[str, Mapping[str,
         if isinstance(value, Mapping)
         and all(key in _names_in(name) or now_of(f"{name}.{key}") for key in value)
     }
-    return dataclasses.replace(brought, **dict.fromkeys(sections)), sections
+    rest: dict[str, Any] = dict.fromkeys(sections)
+    return dataclasses.replace(brought, **rest), sections
 
 
 def _names_in(section: str) -> set[str]:
@@ -189,6 +199,7 @@ def _put_all(tree: dict[str, Any], settings: Mapping[str, Any]) -> list[Replaced
     """Write settings over those of the tree; return what both wrote in a former way. Raises
     ConfigError."""
     replaced = renew_names(tree)
+    _check_names(settings)
     for name, value in settings.items():
         own: dict[str, Any] = {}
         _put(own, name, value)
@@ -199,23 +210,71 @@ def _put_all(tree: dict[str, Any], settings: Mapping[str, Any]) -> list[Replaced
 
 
 def _put(tree: dict[str, Any], name: str, value: Any) -> None:
-    """Write a setting that has this name into the tree. Raises ConfigError."""
+    """Write a setting that has this name into the tree."""
     if name in Config.model_fields:
         if isinstance(value, Mapping) and isinstance(tree.get(name), Mapping):
             tree[name] = _joined(tree[name], value)
         else:
             tree[name] = dict(value) if isinstance(value, Mapping) else value
         return
-    for section in FLAT:
-        if name in _names_in(section) or now_of(f"{section}.{name}"):
-            outer, _, inner = section.partition(".")
-            found = {inner: {name: value}} if inner else {name: value}
-            tree[outer] = _joined(tree.get(outer) or {}, found)
-            return
+    section = _section_of(name)
+    assert section is not None, "names were checked"
+    outer, _, inner = section.partition(".")
+    found = {inner: {name: value}} if inner else {name: value}
+    tree[outer] = _joined(tree.get(outer) or {}, found)
+
+
+def _section_of(name: str) -> str | None:
+    """Return the section of FLAT that a setting by its own name is in; None: it is in none."""
+    within = (s for s in FLAT if name in _names_in(s) or now_of(f"{s}.{name}"))
+    return next(within, None)
+
+
+def _check_names(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError with all names that are not settings, or that mean something else in
+    another library."""
+    wrong = {
+        name: value
+        for name, value in settings.items()
+        if name in AMBIGUOUS or (name not in Config.model_fields and _section_of(name) is None)
+    }
+    if wrong:
+        told = [f"train: {_hint(name, value, settings)}" for name, value in wrong.items()]
+        if sum(" here" in one for one in told) >= MANY:
+            told.append("jaxrl_async.from_trl(args, ...) converts a whole GRPOConfig.")
+        raise ConfigError("\n  ".join(told))
+
+
+def _hint(name: str, value: Any, settings: Mapping[str, Any]) -> str:
+    """Return what may be meant by a name that is not a setting."""
+    if hint := peer_hint(name, value, settings, _as_argument):
+        if section := _section_of(name):
+            return (
+                f"{name} means two things: {hint}; of the section {section} it is "
+                f"{section}={{{name!r}: ...}}."
+            )
+        return f"{name} is not a setting; {hint}."
+    of_section = [
+        f"{section}={{{name[len(section) + 1 :]!r}: ...}}"
+        for section in Config.model_fields
+        if name.startswith(f"{section}_") and name[len(section) + 1 :] in _names_in(section)
+    ]
     known = {*Config.model_fields, *(n for section in FLAT for n in _names_in(section))}
-    near = get_close_matches(name, known, n=1)
+    near = of_section or get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else "jaxrl_async.train takes all settings of a file."
-    raise ConfigError(f"train: {name} is not a setting; {hint}")
+    return f"{name} is not a setting; {hint}"
+
+
+def _as_argument(path: str, value: Any) -> str:
+    """Return a setting as an argument of train."""
+    *sections, name = path.split(".")
+    if not sections:
+        return f"{name}={value!r}"
+    if _section_of(name) == ".".join(sections):
+        return f"{name}={value!r}"
+    for section in (name, *reversed(sections[1:])):
+        value = {section: value}
+    return f"{sections[0]}={value!r}"
 
 
 def _joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,6 +332,25 @@ def _task_of(task: Any) -> str | Mapping[str, Any] | Task | None:
         f"train: task is a {type(task).__name__}. Give a Task, an Environment or Game class, or a "
         "name as in a configuration."
     )
+
+
+def _with_tools(task: Any, tools: Sequence[Tool]) -> Any:
+    """Return a task, or a new one, with these tools in addition. Raises ConfigError."""
+    if callable(tools) or isinstance(tools, str):
+        raise ConfigError(f"train: tools is a {type(tools).__name__}. Give a list of functions.")
+    if not tools:
+        return task
+    for tool in tools:
+        tool_schema(tool)  # refuses what is no tool
+    if isinstance(task, str | Mapping):
+        raise ConfigError(
+            "train: a task by name has its own tools, and takes no others. Give the task as an "
+            "object, or leave tools out."
+        )
+    task = task or Task()
+    if task.program is not None or task.game is not None:
+        raise ConfigError("train: a program or a game calls no tools. Leave tools out.")
+    return dataclasses.replace(task, tools=(*task.tools, *tools))
 
 
 def _with_records(task: Task, brought: Brought, columns: Mapping[str, str]) -> Task:

@@ -20,7 +20,7 @@ from jaxrl_async.errors import ConfigError, StopTraining
 from jaxrl_async.metrics.console import OnStep
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.run import loop
-from jaxrl_async.tasks.task import Task
+from jaxrl_async.tasks.task import Task, Tool
 
 
 def train(
@@ -29,6 +29,7 @@ def train(
     reward: Reward | Sequence[Reward] | None = None,
     *,
     task: str | Mapping[str, Any] | Task | type | None = None,
+    tools: Sequence[Tool] | None = None,
     eval_data: Data | None = None,
     config: str | Path | Mapping[str, Any] | Config | None = None,
     on_step: OnStep | None = None,
@@ -48,6 +49,8 @@ def train(
             name) or, as elsewhere, of (prompts, completions, and columns), all lists with one item
             an answer; the name of a built-in one; or a list of these, which are added up.
         task: environments, games, tools or a program; see docs/tasks.md.
+        tools: functions with type hints that the policy may call, in addition to the task's; after
+            its last call, the reward judges the whole answer.
         eval_data: held-out records; None: the last tenth of data, 64 at most.
         config: what the settings change: a YAML file, sections, or a Config.
         on_step: called after each update with its number and its metrics; StopTraining ends the
@@ -61,7 +64,9 @@ def train(
         JaxrlError: the run failed; what it says is what to do.
     """
     end_loading()
-    brought = Brought(model=model, data=data, eval_data=eval_data, reward=reward, task=task)
+    brought = Brought(
+        model=model, data=data, eval_data=eval_data, reward=reward, task=task, tools=tools or ()
+    )
     if on_step is not None:
         _check_callback(on_step)
     resolved, own_task = configured(brought, config, settings)

@@ -22,6 +22,7 @@ CONFIGURED = ("train", "plan", "doctor")
 OPTIONS = {
     "train": "--help --print-config --resume --replay-schedule",
     "plan": "--help --topology --num-slices --sampler-topology --lengths --write --json --cache",
+    "convert": "--help --out --devices --records",
     "doctor": "--help --timeout",
     "view": "--help --host --port",
     "sample": "--help --join --mesh --name --process --coordinator --wait --data-port --once "

@@ -35,6 +35,7 @@ COMMANDS = {
         "train", "train a policy or a reward model: CONFIG [section.key=value ...]", computes=True
     ),
     "recipes": Command("command.recipe_list", "list the configurations that come with the package"),
+    "convert": Command("command.convert", "write a configuration of TRL or verl as ours: FILE"),
     "plan": Command(
         "plan.__main__", "compile a run for TPU slices or NVIDIA cards that need not exist"
     ),

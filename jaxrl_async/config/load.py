@@ -6,6 +6,7 @@ A problem names its place (file and line, or command line), the key path, the va
 values. Needs no JAX.
 """
 
+import importlib
 import logging
 import re
 import types
@@ -47,6 +48,7 @@ from jaxrl_async.config.several import differences, is_optional, merged, section
 from jaxrl_async.config.unused import warnings_of_unused
 from jaxrl_async.errors import ConfigError
 
+NOT_GIVEN: Any = object()
 log = logging.getLogger(__name__)
 
 MAX_PROBLEMS = 20
@@ -340,7 +342,7 @@ def _apply(draft: Draft, text: str) -> None:
     target = _find(tuple(NAMES.get(name, name).split(".")))
     if target is None and not _below_choice(path) and now_of(name) is None:
         draft.overridden.add(path)
-        draft.complain(path, _unknown(path))
+        draft.complain(path, _unknown(path, _value_of_unknown(raw), draft.tree))
         return
     try:
         value = _override_value(raw.strip(), target, name)
@@ -426,7 +428,7 @@ def _keep_known(
         here = (*path, str(key))
         target = section.model_fields.get(key) if isinstance(key, str) else None
         if target is None:
-            draft.complain(here, _unknown(here))
+            draft.complain(here, _unknown(here, value, draft.tree))
             continue
         inner = section_of(target)
         if inner is not None and isinstance(value, dict):
@@ -499,11 +501,38 @@ def _not_allowed(path: KeyPath, value: Any, target: FieldInfo) -> str:
     return f"{'.'.join(path)} = {shown(value)} is not allowed; it must be {allowed}."
 
 
-def _unknown(path: KeyPath) -> str:
+def _unknown(path: KeyPath, value: Any = NOT_GIVEN, given: Mapping[str, Any] | None = None) -> str:
+    """Return what is wrong with a setting that does not exist, and what may be meant.
+
+    Args:
+        path: its key path.
+        value: its value, which is converted if another library has a setting of this name.
+        given: everything that is written, by section.
+    """
+    hints = importlib.import_module("jaxrl_async.config.peers.peer_hints")  # only where it is wrong
+    value = hints.NOT_GIVEN if value is NOT_GIVEN else value
+    dotted = ".".join(path)
+    if hint := hints.peer_hint(dotted, value, given, whole_name=True):
+        return f"{dotted} is not a setting; {hint}."
     path = path[: len(_known_prefix(path)) + 1]
-    near = _nearest(path)
+    near = _nearest(path) if _has_namesake(path) else []
+    if not near and (hint := hints.peer_hint(dotted, value, given)):
+        return f"{dotted} is not a setting; {hint}."
+    near = near or _nearest(path)
     hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all keys."
     return f"{'.'.join(path)} is not a setting; {hint}"
+
+
+def _value_of_unknown(raw: str) -> Any:
+    try:
+        return parse_yaml(raw.strip(), COMMAND_LINE)
+    except ConfigError:
+        return raw.strip()
+
+
+def _has_namesake(path: KeyPath) -> bool:
+    """Return whether another section has a setting of this name."""
+    return any(known[-1] == path[-1] for known, _ in _all_paths(Config, ()))
 
 
 def _nearest(path: KeyPath) -> list[str]:

@@ -43,8 +43,9 @@ from jaxrl_async.metrics.fault_counts import UnderWay
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.ports.run import Clock
+from jaxrl_async.rollout.call_log import KeptAnswers
 from jaxrl_async.rollout.command_groups import COMMANDS
-from jaxrl_async.rollout.episode import NOTHING
+from jaxrl_async.rollout.episode import NOTHING, SavedCalls
 from jaxrl_async.shown_environment import is_the_runs, unseen, without_secrets
 from jaxrl_async.tasks.game import SeatScore
 from jaxrl_async.tasks.usercode import run_async
@@ -147,10 +148,22 @@ class ProgramMember:
     def __init__(self, programs: AgentPrograms, run: Program) -> None:
         self._programs, self._run = programs, run
         self._session: PolicySession | None = None  # set while it plays
+        self._kept: Sequence[SavedCalls] = ()  # calls before a resume, until it plays
 
     def drawn_versions(self) -> IntArray:
         """See ports.Plays."""
-        return NOTHING if self._session is None else self._session.drawn_versions()
+        made = NOTHING if self._session is None else self._session.drawn_versions()
+        waiting = self._kept if self._session is None else self._session.not_repeated()
+        kept = (completion.versions for calls in waiting for completion in calls.completions)
+        return np.concatenate([made, *kept]).astype(np.int32)
+
+    def calls(self) -> tuple[SavedCalls, ...]:
+        """See ports.KeepsCalls."""
+        return tuple(self._kept) if self._session is None else self._session.saved_calls()
+
+    def keep(self, calls: Sequence[SavedCalls]) -> None:
+        """See ports.KeepsCalls."""
+        self._kept = calls
 
     async def step(self, prompt: Prompt, completion: Completion) -> Reply:
         """Raise RolloutError: a program plays its turns itself."""
@@ -174,7 +187,8 @@ class ProgramMember:
         """
         programs, clock = self._programs, asyncio.get_running_loop().time
         place = SessionPlace(prompt=prompt, label=label, member=member)
-        session = programs.sessions.open(generate, place, limits, programs.bounds)
+        kept, self._kept = KeptAnswers(self._kept), ()
+        session = programs.sessions.open(generate, place, limits, programs.bounds, kept=kept)
         self._session = session
         started = clock()
         try:
@@ -279,6 +293,7 @@ class ProgramMember:
             "cancelled_calls": counts.cancelled_calls,
             "overridden_calls": counts.overridden_calls,
             "late_calls": counts.late_calls,
+            "unrepeated_calls": len(session.not_repeated()),
         }
         for name, number in numbers.items():
             if number:

@@ -28,8 +28,8 @@ from jaxrl_async.lent import as_json
 from jaxrl_async.metrics.metric import names_a_metric, part_name
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.run import Clock
-from jaxrl_async.rollout.call_log import Trace, cut_completion
-from jaxrl_async.rollout.episode import check_kept, make_request, unplayed_episode
+from jaxrl_async.rollout.call_log import KeptAnswers, Trace, cut_completion
+from jaxrl_async.rollout.episode import SavedCalls, check_kept, make_request, unplayed_episode
 from jaxrl_async.types import (
     CORRECT,
     Completion,
@@ -108,6 +108,7 @@ class PolicySession:
         bounds: SessionLimits,
         *,
         key: str | None = None,
+        kept: KeptAnswers | None = None,
         clock: Clock = time.monotonic,
         run_stops: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -119,6 +120,7 @@ class PolicySession:
             limits: sampling settings, and the maximum length of each sequence.
             bounds: limits of the whole session.
             key: key for callers; None: an unguessable one.
+            kept: answers to the calls that repeat those before a resume.
             clock: clock of its time limits.
             run_stops: whether the run is stopping, which then is the reason for its end.
         """
@@ -131,6 +133,7 @@ class PolicySession:
         self._lock = threading.Lock()
         self._told_reward_key = False
         self._trace, self._given = Trace(), _Given()
+        self._kept = kept or KeptAnswers()
         self._ended: str | None = None
         self._exhausted: str | None = None
         self._refused: IntArray | None = None  # [prompt] of a call that left no room
@@ -218,9 +221,11 @@ class PolicySession:
         try:
             if began is not None:
                 began(request.request_id)
-            future = self._generate.submit_many([request])[0]
-            self._wait_for(number, future)
-            completion = await (future if early is None else _first_of(future, early))
+            completion = self._kept_answer(request, voice)
+            if completion is None:
+                future = self._generate.submit_many([request])[0]
+                self._wait_for(number, future)
+                completion = await (future if early is None else _first_of(future, early))
             check_kept(completion, self.limits, len(request.token_ids))
             kept = None if cut is None else cut(completion.token_ids)
         except BaseException as error:
@@ -356,6 +361,16 @@ class PolicySession:
         with self._lock:
             return self._trace.drawn_versions()
 
+    def saved_calls(self) -> tuple[SavedCalls, ...]:
+        """Return its finished calls, and those before a resume that were not repeated yet."""
+        with self._lock:
+            return (*self._trace.saved_calls(), *self._kept.left)
+
+    def not_repeated(self) -> tuple[SavedCalls, ...]:
+        """Return the calls before a resume that were not repeated yet."""
+        with self._lock:
+            return self._kept.left
+
     def counts(self) -> "SessionCounts":
         """Return the counts of its calls so far."""
         with self._lock:
@@ -470,6 +485,13 @@ class PolicySession:
         if own and seed is not None:
             request = replace(request, key=(seed % 2**31, 0), branch=0)
         return request, begun.number
+
+    def _kept_answer(self, request: Request, voice: str) -> Completion | None:
+        """Return the answer that a call of the same tokens got before a resume; None: it is to be
+        sampled."""
+        with self._lock:
+            found = self._kept.take(request.token_ids, voice)
+        return None if found is None else replace(found, request_id=request.request_id)
 
     def _check_open(self) -> None:
         if self._ended is not None:
@@ -586,6 +608,7 @@ class Sessions:
         bounds: SessionLimits,
         *,
         key: str | None = None,
+        kept: KeptAnswers | None = None,
     ) -> PolicySession:
         """Open a session; its owner must call its `end`. Arguments as PolicySession.
 
@@ -597,6 +620,7 @@ class Sessions:
             limits,
             bounds,
             key=key,
+            kept=kept,
             clock=self._clock,
             run_stops=lambda: self._closed,
         )

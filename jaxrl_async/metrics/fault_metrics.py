@@ -73,7 +73,26 @@ FAULT_METRICS: tuple[Metric, ...] = (
         (
             "faults/restarted_groups",
             "groups",
-            "Groups that programs were playing at the checkpoint; the resumed run restarted them.",
+            "Groups of the checkpoint with a program's or game's episode of which no call was "
+            "kept; the resumed run restarted them.",
+        ),
+        (
+            "faults/continued_episodes",
+            "episodes",
+            "Unfinished episodes of the checkpoint that the resumed run continued from their last "
+            "complete turn, or within it.",
+        ),
+        (
+            "faults/restarted_episodes",
+            "episodes",
+            "Unfinished episodes of the checkpoint with tokens of the policy that the resumed run "
+            "restarted: their environment has no state(), or could not restore it.",
+        ),
+        (
+            "faults/unrepeated_calls",
+            "calls",
+            "Calls of a program before a resume that it did not repeat afterwards, token for "
+            "token; their answers were dropped.",
         ),
         ("faults/failed_programs", "programs", "Programs that raised, or exited with an error."),
         ("faults/session_timeouts", "sessions", "Programs that timed out or stopped responding."),

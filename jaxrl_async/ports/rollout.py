@@ -113,6 +113,19 @@ class Plays(Protocol):
         ...
 
 
+@runtime_checkable
+class KeepsCalls(Protocol):
+    """A ports.Plays whose finished calls a checkpoint can keep."""
+
+    def calls(self) -> Sequence[Any]:
+        """Return its calls so far, as records for a checkpoint."""
+        ...
+
+    def keep(self, calls: Sequence[Any]) -> None:
+        """Give these answers, bit for bit, to the calls that repeat them. Called before `play`."""
+        ...
+
+
 class Player(Protocol):
     """Fills a seat of a game instead of the policy: an older version, or another model."""
 

@@ -13,13 +13,13 @@ exactly the tokens that the policy saw.
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from jaxrl_async.rollout.context_branch import context_branch
-from jaxrl_async.rollout.episode import Turn, assemble_episode, joined_contexts
+from jaxrl_async.rollout.episode import SavedCalls, Turn, assemble_episode, joined_contexts
 from jaxrl_async.types import (
     Completion,
     Episode,
@@ -94,7 +94,7 @@ class Trace:
         differently; the first call uses those of a plain request.
         """
         prompt_ids = np.array(prompt_ids, np.int32)
-        digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=16).digest()
+        digest = _digest(prompt_ids)
         earlier = self._asked[digest]
         context = self._extended_by(prompt_ids, voice)
         if context is None:
@@ -154,6 +154,17 @@ class Trace:
         ]
         return replace(joined_contexts(episodes), stop=stop)
 
+    def saved_calls(self) -> tuple[SavedCalls, ...]:
+        """Return the calls that have ended, by context, for a checkpoint."""
+        numbers: dict[int, list[int]] = {}
+        for number, (context, _) in sorted(self._ends.items()):
+            numbers.setdefault(id(context), []).append(number)
+        return tuple(
+            _saved(c, numbers[id(c)], [self._ends[n][1] for n in numbers[id(c)]])
+            for c in self._contexts
+            if c.turns
+        )
+
     def token_rewards(self, rewards: Mapping[int, float]) -> FloatArray | None:
         """Return the rewards of calls, placed at each call's last token, [length] of `episode`.
 
@@ -180,6 +191,69 @@ class Trace:
             and np.array_equal(c.token_ids, prompt_ids[: len(c.token_ids)])
         ]
         return max(found, key=lambda c: len(c.token_ids), default=None)
+
+
+def _saved(context: _Context, numbers: Sequence[int], ends: Sequence[int]) -> SavedCalls:
+    """Return the finished calls of a context. ends: index of each call's last sampled token."""
+    completions = tuple(turn.completion for turn in context.turns)
+    begins = [end + 1 - len(c.token_ids) for end, c in zip(ends, completions, strict=True)]
+    return SavedCalls(
+        token_ids=context.token_ids[: max(ends) + 1],
+        voice=context.voice,
+        numbers=tuple(numbers),
+        begins=tuple(begins),
+        completions=completions,
+    )
+
+
+class KeptAnswers:
+    """Answers to a session's calls before a resume: each is given once, to a call with exactly the
+    same tokens. Not thread safe.
+
+    A voice may have another name than before: its first call that repeats one takes that call's
+    voice over.
+    """
+
+    def __init__(self, calls: Iterable[SavedCalls] = ()) -> None:
+        """calls: of the checkpoint."""
+        found = [(n, of, k) for of in calls for k, n in enumerate(of.numbers)]
+        self._left: dict[bytes, list[tuple[SavedCalls, int]]] = {}
+        self._voices: dict[str, str] = {}  # names of now, by the name before
+        for _, of, k in sorted(found, key=lambda one: one[0]):
+            digest = _digest(of.token_ids[: of.begins[k]])
+            self._left.setdefault(digest, []).append((of, k))
+
+    def take(self, prompt_ids: IntArray, voice: str) -> Completion | None:
+        """Return the answer to a call with these tokens, [prompt] int32, and forget it; None: there
+        is none."""
+        left = self._left.get(_digest(prompt_ids), [])
+        taken = voice in self._voices.values()
+        for place, (of, k) in enumerate(left):
+            if self._voices.get(of.voice, None if taken else voice) == voice:
+                self._voices[of.voice] = voice
+                del left[place]
+                return of.completions[k]
+        return None
+
+    @property
+    def left(self) -> tuple[SavedCalls, ...]:
+        """The calls that were not repeated yet, each alone."""
+        return tuple(
+            replace(
+                of,
+                token_ids=of.token_ids[: of.begins[k] + len(of.completions[k].token_ids)],
+                numbers=of.numbers[k : k + 1],
+                begins=of.begins[k : k + 1],
+                completions=of.completions[k : k + 1],
+            )
+            for answers in self._left.values()
+            for of, k in answers
+        )
+
+
+def _digest(prompt_ids: IntArray) -> bytes:
+    data = np.ascontiguousarray(prompt_ids, np.int32).tobytes()
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def cut_completion(completion: Completion, count: int, prompt: int) -> Completion:

@@ -29,6 +29,7 @@ from jaxrl_async.errors import (
     GivenUp,
     RolloutError,
     RolloutTimeout,
+    StartOver,
     TextTooLong,
 )
 from jaxrl_async.lent import as_json
@@ -435,7 +436,7 @@ def value_of(outcome: CallOutcome, method: str) -> Any:
     """Return a method's result; convert its error to RolloutError."""
     try:
         return outcome.get()
-    except (Away, EndpointMisset):
+    except (Away, EndpointMisset, StartOver):
         raise
     except RolloutError as error:
         kind = GivenUp if isinstance(error, GivenUp) else RolloutError

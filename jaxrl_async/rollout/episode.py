@@ -8,6 +8,7 @@ a new context.
 """
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -15,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.errors import RolloutError
+from jaxrl_async.errors import RolloutError, StartOver
 from jaxrl_async.outages import ENVIRONMENT, Outages
 from jaxrl_async.ports.generate import Generate
-from jaxrl_async.ports.rollout import Concludes, Env, Opens, Plays, Reply
+from jaxrl_async.ports.rollout import Concludes, Env, KeepsCalls, Opens, Plays, Reply
 from jaxrl_async.ports.run import SavesState
 from jaxrl_async.rollout.context_branch import branch_after
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn, snapshot
@@ -39,6 +40,8 @@ from jaxrl_async.types import (
     Score,
     StopReason,
 )
+
+log = logging.getLogger(__name__)
 
 NOTHING: IntArray = np.zeros(0, np.int32)
 CUT_OFF: Message = {"role": "assistant"}
@@ -75,6 +78,17 @@ class EpisodeProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCalls:
+    """Finished calls of a program in one growing sequence, for checkpoints."""
+
+    token_ids: IntArray  # [length] int32, up to the end of the last answer
+    voice: str
+    numbers: tuple[int, ...]  # of the calls, in the order in which the session's calls started
+    begins: tuple[int, ...]  # number of tokens before each answer
+    completions: tuple[Completion, ...]  # the answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SavedEpisode:
     """An EpisodeProgress as data, for checkpoints."""
 
@@ -86,6 +100,14 @@ class SavedEpisode:
     opening: IntArray | None = None
     verdict: Score | None = None
     left_out: bool = False  # as in EpisodeProgress
+    calls: tuple[SavedCalls, ...] = ()  # of a program, which repeats them
+    restarts: bool = False  # it has tokens of the policy, but cannot continue
+
+    @property
+    def continues(self) -> bool:
+        """Whether it is unfinished, and continues with the policy's tokens so far."""
+        begun = self.calls or self.turns or self.completion is not None or self.partial is not None
+        return bool(begun) and self.stop is None and not self.left_out
 
 
 def assemble_contexts(
@@ -341,9 +363,13 @@ def saved_episode(progress: EpisodeProgress, partial: Partial | None) -> SavedEp
         return SavedEpisode(
             turns=turns, stop=progress.stop, opening=opening, verdict=progress.verdict
         )
-    begun = bool(turns) or opening is not None
-    if isinstance(progress.env, Plays) or (begun and progress.env_state is None):
-        return SavedEpisode()  # the environment cannot be restored: start the episode over
+    if isinstance(progress.env, Plays):
+        calls = tuple(progress.env.calls()) if isinstance(progress.env, KeepsCalls) else ()
+        return SavedEpisode(
+            calls=calls, restarts=not calls and len(progress.env.drawn_versions()) > 0
+        )
+    if (turns or opening is not None) and progress.env_state is None:
+        return SavedEpisode(restarts=bool(turns))  # the environment cannot be restored
     if waiting is not None and waiting.done() and not waiting.cancelled():
         completion = None if waiting.exception() else waiting.result()
     return SavedEpisode(
@@ -359,6 +385,8 @@ def resumed_progress(saved: SavedEpisode, env: Env) -> EpisodeProgress:
     """Convert saved data back, with a new environment; the next turn is not requested yet."""
     if saved.env_state is not None and isinstance(env, SavesState):
         env.restore(saved.env_state)
+    if saved.calls and isinstance(env, KeepsCalls):
+        env.keep(saved.calls)
     waiting = None
     if saved.completion is not None:
         waiting = asyncio.get_running_loop().create_future()
@@ -602,6 +630,7 @@ class PlayAgain:
 
     make_env: MakeEnv
     outages: Outages
+    started_over: Callable[[], None] = lambda: None  # called for a saved episode that restarts
 
     async def played(
         self,
@@ -617,11 +646,10 @@ class PlayAgain:
         """Play as `play_episode` does."""
         begun = False
 
-        async def attempt() -> tuple[Episode, ...]:
-            nonlocal begun
-            if begun:
-                begin_again(generate, self.make_env, prompt, progress, label, member, limits)
-            begun = True
+        def again() -> None:
+            begin_again(generate, self.make_env, prompt, progress, label, member, limits)
+
+        async def play() -> tuple[Episode, ...]:
             return await play_episode(
                 generate,
                 prompt,
@@ -631,6 +659,19 @@ class PlayAgain:
                 limits=limits,
                 spent_s=spent_s,
             )
+
+        async def attempt() -> tuple[Episode, ...]:
+            nonlocal begun
+            if begun:
+                again()
+            begun = True
+            try:
+                return await play()
+            except StartOver as error:
+                log.warning("prompt %d: %s It starts over.", prompt.prompt_id, error)
+                self.started_over()
+                again()
+                return await play()
 
         return await self.outages.until_answered(ENVIRONMENT, attempt, about=prompt.prompt_id)
 

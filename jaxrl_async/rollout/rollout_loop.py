@@ -40,6 +40,7 @@ from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.rollout.episode import (
     EpisodeProgress,
     PlayAgain,
+    SavedCalls,
     SavedEpisode,
     Turn,
     begin_groups,
@@ -112,7 +113,7 @@ class SavedGroup:
     episodes: tuple[SavedEpisode, ...]
 
 
-SAVED_KINDS: tuple[type, ...] = (SavedGroup, SavedEpisode, Turn)
+SAVED_KINDS: tuple[type, ...] = (SavedGroup, SavedEpisode, SavedCalls, Turn)
 """Record types of the rollouts in a checkpoint."""
 
 
@@ -123,6 +124,8 @@ class RolloutStats:
     groups: int  # put into the gate
     failures: int  # given back to the gate
     restarts: int  # groups of a checkpoint, played by programs, that were started over
+    continued_episodes: int  # unfinished episodes of a checkpoint that continue
+    restarted_episodes: int  # those that had tokens of the policy and start over
     lost_members: int  # failed members whose groups continued without them
     cancelled_members: int  # started beyond group_size, and not among the first to end
     cancelled_turn_tokens: int  # sampled by cancelled members in turns that had ended
@@ -186,7 +189,11 @@ class RolloutLoop:
         self._gate = gate
         self._settings = settings
         self._make_env, self._observe, self._begins = make_env, observe, begins
-        self._again = None if outages is None else PlayAgain(make_env=make_env, outages=outages)
+        self._again = (
+            None
+            if outages is None
+            else PlayAgain(make_env=make_env, outages=outages, started_over=self._note_started_over)
+        )
         self._clock, self._rests_until_s = clock, 0.0
         self._restored: tuple[SavedGroup, ...] = ()  # played before all others
         self._playing: dict[int, Playing] = {}  # by number; groups that fail or close remain
@@ -197,6 +204,7 @@ class RolloutLoop:
         self._aged = asyncio.Event()  # `_oldest` has risen
         self._oldest = 0  # version of the oldest tokens that may still be trained on
         self._groups = self._failures = self._active = self._restarts = 0
+        self._started_over = 0  # restored episodes whose environment could not be restored
         self._lost_members = self._cancelled_members = self._cancelled_turn_tokens = 0
         self._forks = self._lost_forks = self._fork_tokens = self._shared_tokens = 0
         self._env_s = self._score_s = self._gate_wait_s = 0.0
@@ -207,6 +215,9 @@ class RolloutLoop:
             groups=self._groups,
             failures=self._failures,
             restarts=self._restarts,
+            continued_episodes=sum(e.continues for g in self._restored for e in g.episodes),
+            restarted_episodes=sum(e.restarts for g in self._restored for e in g.episodes)
+            + self._started_over,
             lost_members=self._lost_members,
             cancelled_members=self._cancelled_members,
             cancelled_turn_tokens=self._cancelled_turn_tokens,
@@ -244,7 +255,7 @@ class RolloutLoop:
                 running.add(tasks.create_task(self._cancel_old_groups()))
                 try:
                     burst = self._begin(self._restored) if self._restored else []
-                    self._note_restarts(burst)
+                    self._note_restarts(self._restored, burst)
                     while burst or (burst := await self._next_burst()):
                         for group in burst:
                             task = tasks.create_task(self._play(group))
@@ -403,10 +414,21 @@ class RolloutLoop:
         self._playing |= {group.ticket.group: group for group in burst}
         return burst
 
-    def _note_restarts(self, burst: Sequence[Playing]) -> None:
-        """Count and log restored groups that are played by programs and games, which are not
-        saved."""
-        groups = [g for g in burst if any(isinstance(m.env, Plays) for m in g.members)]
+    def _note_started_over(self) -> None:
+        """Count a restored episode whose environment could not be restored."""
+        self._started_over += 1
+
+    def _note_restarts(self, saved: Sequence[SavedGroup], burst: Sequence[Playing]) -> None:
+        """Count and log restored groups with a member, played by a program or a game, of which no
+        call was saved."""
+        groups = [
+            group
+            for of_group, group in zip(saved, burst, strict=False)
+            if any(
+                isinstance(member.env, Plays) and not (one.calls or one.left_out)
+                for one, member in zip(of_group.episodes, group.members, strict=False)
+            )
+        ]
         self._restarts += len(groups)
         if groups:
             log.warning(

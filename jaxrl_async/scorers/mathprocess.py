@@ -19,8 +19,9 @@ import sys
 from typing import TextIO
 
 from jaxrl_async.errors import RolloutError
-from jaxrl_async.scorers.process_pool import ProcessPool, import_path
+from jaxrl_async.scorers.process_pool import ProcessPool
 from jaxrl_async.shown_environment import without_secrets
+from jaxrl_async.tasks.function_source import import_path
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,5 @@
 """A pool of processes that judge answers, each used by one thread at a time. Needs no JAX."""
 
-import os
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -49,8 +47,3 @@ def close_all(processes: Sequence[Closes]) -> None:
     """End these processes."""
     for process in processes:
         process.close()
-
-
-def import_path() -> str:
-    """Return the PYTHONPATH with which another process finds this one's imports."""
-    return os.pathsep.join(p or os.getcwd() for p in sys.path)

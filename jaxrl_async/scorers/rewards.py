@@ -35,7 +35,8 @@ from jaxrl_async.scorers.reward_call import (
     last_turn,
     scores_of,
 )
-from jaxrl_async.scorers.reward_process import LOAD_S, FunctionSource, RewardProcesses, source_of
+from jaxrl_async.scorers.reward_process import LOAD_S, RewardProcesses
+from jaxrl_async.tasks.function_source import FunctionSource, source_of
 from jaxrl_async.tasks.usercode import CallOutcome, Threads, TooLate, run_async, side_by_side
 from jaxrl_async.types import Episode, IntArray, Prompt, Score
 

@@ -8,13 +8,15 @@ a message an action.
 
 import asyncio
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from jaxrl_async.config.userfile import load_attribute
-from jaxrl_async.errors import ConfigError, RolloutError
+from jaxrl_async.errors import ConfigError, RolloutError, StartOver
 from jaxrl_async.tasks.openenv_client import (
     EnvConnection,
     Observed,
@@ -170,12 +172,15 @@ class OpenEnvEnvironment(Environment):
         """Do not connect yet."""
         self._place, self._speech = place, speech
         self._connection: EnvConnection | None = None
+        self._asked: dict[str, Any] = {}  # arguments of the reset
+        self._taken: list[dict[str, Any]] = []  # actions so far, with what the server answered
 
     async def reset(self, record: TaskRecord) -> Said:
         """See Environment. The record's column `reset`, or else its `seed`, holds the arguments of
         the reset."""
         await self._speech.learn()
         arguments = record.get("reset") or {k: record[k] for k in ("seed",) if k in record}
+        self._asked = dict(arguments)
         self._connection, first = await EnvConnection.begin(self._place, arguments)
         if first.done:
             raise RolloutError(f"{self._place.url}: the episode is already over after the reset.")
@@ -185,20 +190,58 @@ class OpenEnvEnvironment(Environment):
 
     async def step(self, message: Message) -> Step | Said:
         """See Environment. The policy gets an error for a message that is not an action."""
-        assert self._connection is not None, "reset comes first"
         try:
-            reply: Observed = await self._connection.step(self._speech.action(message))
+            action = dict(self._speech.action(message))
         except ValueError as error:
             return str(error)
-        except RefusedAction as error:
-            return f"The environment refused this action. {error}"
+        reply = await self._act(action)
+        if isinstance(reply, RefusedAction):
+            return f"The environment refused this action. {reply}"
         said = None if reply.done else self._speech.messages(reply.observation)
         return Step(messages=said, reward=reply.reward, done=reply.done)
+
+    async def _act(self, action: Mapping[str, Any]) -> Observed | RefusedAction:
+        """Take an action, and note it with a digest of the answer."""
+        assert self._connection is not None, "reset comes first"
+        reply: Observed | RefusedAction
+        try:
+            reply = await self._connection.step(action)
+        except RefusedAction as error:
+            reply = error
+        self._taken.append({"action": dict(action), "answer": _digest(reply)})
+        return reply
+
+    def state(self) -> Any:
+        """Return the arguments of the reset, and all actions: a server keeps no environment for a
+        client that is gone."""
+        return {"reset": self._asked, "taken": list(self._taken)}
+
+    async def restore(self, state: Any) -> None:
+        """Reset an environment as before, and take the same actions. Raises StartOver if it answers
+        differently."""
+        await self._speech.learn()
+        self._asked = dict(state["reset"])
+        self._connection, _ = await EnvConnection.begin(self._place, self._asked)
+        for number, taken in enumerate(state["taken"], 1):
+            await self._act(taken["action"])
+            if self._taken[-1]["answer"] != taken["answer"]:
+                await self.close()
+                raise StartOver(
+                    f"{self._place.url} answers action {number} of {len(state['taken'])} in "
+                    "another way than before the resume."
+                )
 
     async def close(self) -> None:
         """See Environment."""
         if self._connection is not None:
             await self._connection.close()
+
+
+def _digest(reply: Observed | RefusedAction) -> str:
+    """Return a digest of a server's answer."""
+    told: Any = str(reply) if isinstance(reply, RefusedAction) else asdict(reply)
+    text = json.dumps(told, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _as_messages(said: Said) -> list[Message]:

@@ -24,7 +24,9 @@ from pydantic.errors import PydanticUserError
 from jaxrl_async.away import not_begun_in
 from jaxrl_async.errors import ConfigError, GivenUp, RolloutError
 from jaxrl_async.outages import Outages
+from jaxrl_async.tasks.function_source import FunctionSource, source_of
 from jaxrl_async.tasks.task import Tool
+from jaxrl_async.tasks.tool_process import LOAD_S, tool_processes
 from jaxrl_async.tasks.usercode import CallOutcome, Threads, TooLate, run_async, side_by_side
 from jaxrl_async.types import Message
 
@@ -45,6 +47,8 @@ BLOCK = re.compile(
     r"^\s*(?:Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?):\s*$", re.M
 )
 """Start of a block of a docstring."""
+SETS_SIGNALS: dict[Tool, FunctionSource] = {}
+"""Tools that were found to set signals, and where processes find them."""
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -129,16 +133,31 @@ class Toolbox:
         except ValueError as error:
             return await self._refused(f"error: {name}: {error}")
         try:
-            outcome = await self._waited_for(name, functools.partial(tool.function, **given))
+            outcome = await self._outcome(name, tool, given, arguments)
         except TooLate:
             self._count("tool_timeouts")
             return f"error: {name} took more than {self._limits.timeout_s:g} s"
-        if isinstance(outcome.error, ValueError) and MAIN_THREAD in str(outcome.error):
-            _warn_of_signals(name)
         if outcome.error is not None:
-            kind = type(outcome.error).__name__
-            return await self._refused(f"error: {name}: {kind}: {_shown_error(outcome.error)}")
+            kind = getattr(outcome.error, "kind", type(outcome.error).__name__)
+            return await self._refused(f"error: {name}: {kind}: {shown_error(outcome.error)}")
         return self._cut(outcome.value)
+
+    async def _outcome(
+        self, name: str, tool: "_Bound", given: Mapping[str, Any], arguments: Any
+    ) -> CallOutcome:
+        """Call a tool: in a thread, or in a process once it was found to set a signal. The call
+        that finds it is made again."""
+        if tool.function not in SETS_SIGNALS:
+            outcome = await self._waited_for(name, functools.partial(tool.function, **given))
+            found = isinstance(outcome.error, ValueError) and MAIN_THREAD in str(outcome.error)
+            if not (found and _runs_in_a_process(name, tool.function)):
+                return outcome
+        limit_s, source = self._limits.timeout_s, SETS_SIGNALS[tool.function]
+        work = functools.partial(tool_processes().call, source, arguments, limit_s)
+        outcome = await self._threads.run(work, limit_s + 2 * LOAD_S)
+        if isinstance(outcome.error, TooLate):
+            raise outcome.error
+        return outcome
 
     async def _waited_for(self, name: str, work: functools.partial[Any]) -> CallOutcome:
         """Call a tool, with a few retries if its service did not accept the call."""
@@ -176,7 +195,7 @@ class Toolbox:
         return text if len(text) <= ERROR_CHARS else text[: ERROR_CHARS - 3] + "..."
 
     def _cut(self, result: Any) -> str:
-        text = result if isinstance(result, str) else _as_json(result)
+        text = text_of(result)
         most = self._limits.result_chars
         if len(text) <= most:
             return _sayable(text)
@@ -280,6 +299,12 @@ def _asked(call: Mapping[str, Any]) -> tuple[str, Any]:
     return str(function.get("name", "")), function.get("arguments", {})
 
 
+def checked_arguments(tool: Tool, arguments: Any) -> dict[str, Any]:
+    """Return a tool's arguments by name, from JSON or its value; raise ValueError with a short text
+    if they do not fit."""
+    return _checked(_bound(tool), arguments)
+
+
 def _checked(tool: _Bound, arguments: Any) -> dict[str, Any]:
     """Return the arguments by name; raise ValueError with a short text if they do not fit."""
     try:
@@ -304,7 +329,10 @@ def _checked(tool: _Bound, arguments: Any) -> dict[str, Any]:
     }
 
 
-def _as_json(result: Any) -> str:
+def text_of(result: Any) -> str:
+    """Return a tool's result as the policy sees it: a text, or JSON."""
+    if isinstance(result, str):
+        return result
     try:
         return json.dumps(result, ensure_ascii=False, default=str)
     except (TypeError, ValueError, RecursionError):
@@ -316,21 +344,38 @@ def _sayable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _shown_error(error: BaseException) -> str:
+def shown_error(error: BaseException) -> str:
+    """Return an exception's message on one line."""
     try:
         return " ".join(str(error).split())
     except Exception:
         return "(its message cannot be shown)"
 
 
+def _runs_in_a_process(name: str, tool: Tool) -> bool:
+    """Return whether a tool that sets a signal can run in a process, from now on; log it once."""
+    if not hasattr(tool, "__self__"):  # a method belongs to an episode's object
+        try:
+            SETS_SIGNALS[tool] = source_of(tool, name, f"the tool {name}")
+            tool_processes()
+        except ConfigError:
+            return _warn_of_signals(name)
+        log.info("the tool %s sets a signal (SIGALRM): it is called in processes of its own", name)
+        return True
+    return _warn_of_signals(name)
+
+
 @functools.cache
-def _warn_of_signals(name: str) -> None:
+def _warn_of_signals(name: str) -> bool:
+    """Log once that each call of a tool fails; return False."""
     log.warning(
         "the tool %s sets a signal (SIGALRM, as a time limit), which works only in the main "
-        "thread, and tools run in others: each call fails. Remove it: env.tool_timeout_s limits "
+        "thread, and it cannot run in a process, since it is not a function at a module's top "
+        "level: each call fails. Move it there, or remove the signal: env.tool_timeout_s limits "
         "each call.",
         name,
     )
+    return False
 
 
 def _told(call: Any, text: str) -> Message:

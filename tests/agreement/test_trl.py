@@ -33,6 +33,8 @@ from jaxrl_async.algorithms.preference_losses import (
     simpo,
     summed_pairs,
 )
+from jaxrl_async.config.peers.counterpart import converted
+from jaxrl_async.config.peers.trl_fields import TRL
 from jaxrl_async.model.divergence import Kind
 from jaxrl_async.trainer.distill import (
     distill_logits,
@@ -231,6 +233,54 @@ def test_corrections_between_sampler_and_learner(both, name):
     correction = CORRECTED[name][-1]
     ours = policy_loss(a, behavior="behavior", anchor="proximal", correction=correction)
     agree(f"correction: {name}", "GRPOTrainer", ours, trl[name])
+
+
+CONVERTED = ("loss", "aggregate", "kl", "kl_coefficient", "correction", "anchor")
+"""Settings of a converted configuration that decide a policy loss."""
+
+
+def converted_algorithm(given):
+    """The settings of the algorithm that jaxrl-async convert makes of TRL's."""
+    found = converted(TRL, {**given, "max_completion_length": LENGTH})
+    assert set(found.left) <= {"max_steps"}, found.left  # epochs of unknown records
+    settings = {k.removeprefix("algorithm."): v for k, v in found.settings.items()}
+    return {
+        name: settings[name] for name in (*CONVERTED, "entropy_coefficient") if name in settings
+    }
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, (theirs, _) in POLICY.items() if "trainer" not in theirs]
+)
+def test_converted_settings_make_the_same_first_update(both, name):
+    a, trl = both
+    theirs, ours = POLICY[name]
+    own = converted_algorithm(theirs)
+    if "correction" in own and "correction" in ours:  # ours adds the default for a sampler's age
+        assert own["correction"] == ["truncate_token", ours["correction"]]
+        own["correction"] = ours["correction"]
+    agree(f"converted: {name}", "GRPOTrainer", policy_loss(a, **own), trl[name])
+
+
+@pytest.mark.parametrize("name", CORRECTED)
+def test_converted_corrections_make_the_same_first_update(both, name):
+    a, trl = both
+    mode, cap, low, _ = CORRECTED[name]
+    own = converted_algorithm(vllm(mode, cap, low))
+    assert own["anchor"] == "proximal"
+    ours = policy_loss(a, behavior="behavior", **own)
+    agree(f"converted correction: {name}", "GRPOTrainer", ours, trl[name])
+
+
+@pytest.mark.parametrize("name", ["group_mean", "group_normalized"])
+def test_converted_advantages_are_trls(both, name):
+    """Up to the standard deviation of a sample and of a population."""
+    a, trl = both
+    choice = converted(TRL, ADVANTAGES[name]).settings["algorithm.advantage"]
+    found = per_sequence(our_advantages(a, choice, rewards=a["rewards"].sum(1)).advantages)
+    factor = np.sqrt((GROUP - 1) / GROUP) if name == "group_normalized" else 1.0
+    theirs = trl[f"advantage {name}"]["advantages"]
+    assert np.allclose(factor * found, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_loss_correction_kl_and_entropy_together(both):

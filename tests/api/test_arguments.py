@@ -1,8 +1,10 @@
 """The arguments of jaxrl_async.train as a configuration and a task."""
 
+import asyncio
 import importlib
 import itertools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ import pytest
 from datasets import Dataset
 
 import jaxrl_async
-from jaxrl_async.api.arguments import Brought, check_given, configured
+from jaxrl_async.api.arguments import AMBIGUOUS, Brought, _section_of, check_given, configured
 from jaxrl_async.config.load import dump, load
+from jaxrl_async.config.peers.trl_fields import TRL
+from jaxrl_async.config.peers.tunix_fields import TUNIX
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import CheckpointError, ConfigError, DataError
 from jaxrl_async.tasks.named_tasks import load_task
@@ -294,3 +298,122 @@ def test_the_public_name_trains_also_once_the_module_of_this_name_is_imported() 
     assert callable(jaxrl_async.train) and "train" in jaxrl_async.__all__
     with pytest.raises(ConfigError, match="reward has a int"):
         jaxrl_async.train(reward=[3])
+
+
+# ---- tools, and scripts of TRL
+
+
+def look_up(word: str) -> str:
+    """Look a word up."""
+    return word
+
+
+def test_tools_stand_beside_data_and_a_reward(tmp_path) -> None:
+    _, task = settled(tmp_path, data=RECORDS, reward=right, tools=[look_up])
+    assert task is not None and task.tools == (look_up,) and task.rewards == (right,)
+    assert list(task.records or ()) == RECORDS
+    _, task = settled(tmp_path, data="file.jsonl", reward=right, tools=[look_up])
+    assert task is not None and task.tools == (look_up,) and task.records is None
+    _, task = settled(tmp_path, data=RECORDS, task=Task(tools=[right_tool]), tools=[look_up])
+    assert task is not None and task.tools == (right_tool, look_up)
+    for wrong, told in (
+        ({"tools": look_up}, "Give a list of functions"),
+        ({"tools": [lambda word: word]}, "needs a type hint"),
+        ({"tools": [look_up], "task": "calculator"}, "a task by name has its own tools"),
+        ({"tools": [look_up], "task": Task(program=["x"])}, "calls no tools"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            settled(tmp_path, data=RECORDS, **wrong)
+
+
+def right_tool(number: int) -> int:
+    """Return a number."""
+    return number
+
+
+def test_trls_names_are_refused_together_with_what_to_write(tmp_path) -> None:
+    names = {"num_generations": 4, "max_completion_length": 64, "report_to": "wandb"}
+    with pytest.raises(ConfigError) as error:
+        settled(tmp_path, data=RECORDS, settings={**names, "train_dataset": [], "nonsense": 1})
+    told = str(error.value)
+    assert "TRL's and Tunix's num_generations is group_size=4 here" in told
+    assert "max_completion_length is max_new_tokens=64 and max_length=576 here" in told
+    assert "report_to is wandb={'project': 'huggingface'} here" in told
+    assert "train_dataset is data= here" in told and "nonsense is not a setting" in told
+    assert "jaxrl_async.from_trl(args, ...) converts a whole GRPOConfig" in told
+    with pytest.raises(ConfigError, match=r"did you mean eval=\{'every'"):
+        settled(tmp_path, data=RECORDS, settings={"eval_every": 3})
+
+
+def test_a_name_with_two_meanings_is_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"means two things.*clip_low.*trainer=\{'epsilon'"):
+        settled(tmp_path, data=RECORDS, settings={"epsilon": 0.2})
+    config, _ = settled(tmp_path, data=RECORDS, settings={"trainer": {"epsilon": 1e-6}})
+    assert config.trainer.epsilon == 1e-6
+
+
+def test_names_with_two_meanings_are_those_of_the_tables() -> None:
+    """Of each setting by its own name, TRL's and Tunix's counterpart is the same setting."""
+    conflicts = {
+        name
+        for peer in (TRL, TUNIX)
+        for name, one in peer.fields.items()
+        if one.settings and (section := _section_of(name)) is not None
+        if f"{section}.{name}" not in {setting.path for setting in one.settings}
+    }
+    # dtype: an option of the command `trl grpo`, not an argument of Python
+    assert conflicts - {"dtype"} == set(AMBIGUOUS)
+
+
+@dataclass
+class Arguments:
+    """Some fields of TRL's GRPOConfig."""
+
+    num_generations: int = 4
+    per_device_train_batch_size: int = 8
+    learning_rate: float = 1e-5
+    max_completion_length: int = 32
+    num_train_epochs: float = 2.0
+    reward_weights: list[float] | None = None
+    use_liger_kernel: bool = True
+    generation_batch_size: int | None = 8
+
+
+async def waited(completion: str) -> dict[str, float | None]:
+    return {"a": 1.0, "b": None}
+
+
+def test_a_script_of_trl_becomes_a_call(tmp_path, caplog) -> None:
+    weighed = Arguments(reward_weights=[1.0, 0.5])
+    peft = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    call = jaxrl_async.from_trl(
+        weighed,
+        model="m",
+        reward_funcs=[right, waited],
+        train_dataset=RECORDS,
+        peft_config=peft,
+        tools=[look_up],
+        callbacks=["c"],
+        devices=2,
+    )
+    assert call["data"] is RECORDS and call["model"] == "m" and call["tools"] == [look_up]
+    assert "use_liger_kernel has no counterpart" in caplog.text
+    assert "callbacks has no counterpart: give on_step= to train" in caplog.text
+    rest = {k: v for k, v in call.items() if k not in ("config", "model")}
+    config, task = settled(tmp_path, call["config"], **rest)
+    assert config.algorithm.group_size == 4 and config.algorithm.groups_per_step == 4
+    assert config.run.steps == 2 * (30 // 4) and config.algorithm.learning_rate == 1e-5
+    assert config.model.lora is not None and config.model.lora.rank == 8
+    assert config.trainer.schedule == "linear"  # TRL's default
+    first, second = call["reward"]
+    assert first.__name__ == "right" and first("a", answer="a") == 1.0
+    assert asyncio.run(second("x")) == {"a": 0.5, "b": None}
+    assert task is not None and task.tools == (look_up,)
+    for wrong, told in (
+        ({"args": 3}, "Give TRL's GRPOConfig"),
+        ({"args": weighed, "reward_funcs": [right]}, "2 reward_weights"),
+        ({"args": {}, "no_such": 1}, "has no argument no_such"),
+        ({"args": {}, "peft_config": {**peft, "use_dora": True}}, "DoRA"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            jaxrl_async.from_trl(**wrong)

@@ -21,9 +21,10 @@ from jaxrl_async.endpoint.agent_programs import AgentSession, ProgramCommand
 from jaxrl_async.errors import RolloutError, RolloutTimeout
 from jaxrl_async.rollout.command_groups import COMMANDS
 from jaxrl_async.scorers.reward_call import RewardCall
-from jaxrl_async.scorers.reward_process import FunctionSource, RewardProcesses
+from jaxrl_async.scorers.reward_process import RewardProcesses
 from jaxrl_async.shown_environment import hide_secrets, without_secrets
 from jaxrl_async.tasks import usercode
+from jaxrl_async.tasks.function_source import FunctionSource
 from jaxrl_async.testing.fakes import make_episode, make_prompt
 
 ROOT = Path(__file__).parents[2]

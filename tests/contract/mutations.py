@@ -975,4 +975,37 @@ GROUPS = (
             ('if group in self.ended and fate != "returned":', "if False:"),
         ),
     ),
+    Group(
+        "config/peers/trl_fields",
+        ("config/test_peers.py",),
+        (
+            ("sequences = _rows(f) * max(", "sequences = _rows(f) * min("),
+            ('return int(f["num_iterations"]) * _minibatches(f)', "return _minibatches(f)"),
+            ('math.ceil(f["max_steps"] / _updates(f))', 'f["max_steps"] // _updates(f)'),
+            ('{"cispo": {"clip_high": high - 1}}', '{"cispo": {"clip_high": high}}'),
+            ("* _steps(f) * _updates(f))", "* _steps(f) + _updates(f))"),
+            ('"unbiased" if f["use_bias_correction_kl"] else', '"k2" if f["beta"] else'),
+            ('own = [] if found else ["truncate_token"]', "own: list[Any] = []"),
+        ),
+    ),
+    Group(
+        "config/peers/verl_fields",
+        ("config/test_peers.py",),
+        (
+            ("* _minibatches(f))", "* 1)"),
+            ("f[RECORDS] // f[", "f[RECORDS] / f["),
+            ("return max(prompts // part, 1)", "return prompts"),
+        ),
+    ),
+    Group(
+        "rollout/call_log",
+        ("rollout/test_call_log.py",),
+        (
+            ("end + 1 - len(c.token_ids)", "end - len(c.token_ids)"),
+            ("self._voices.get(of.voice, None if taken else voice)", "voice"),
+            ("del left[place]", "pass"),
+            ("key=lambda one: one[0]", "key=lambda one: -one[0]"),
+            ("of.begins[k] + len(of.completions[k].token_ids)", "of.begins[k]"),
+        ),
+    ),
 )

@@ -279,8 +279,7 @@ def test_killed_and_stopped_with_sessions_open_nothing_is_lost_or_trained_twice(
     before = run.steps_done()
     run.start("--resume")
     run.until(lambda: run.steps_done() > before)
-    (restarted,) = restarts(run)
-    assert 1 <= restarted <= len(killed) // GROUP
+    assert sum(restarts(run)) <= len(killed) // GROUP
     stopped = run.hold()
     assert len(stopped) % GROUP == 0 and run.steps_done() < STEPS - 1
     callers = [Caller(stopped[0]) for _ in range(8)]  # some call is under way when it stops
@@ -296,8 +295,11 @@ def test_killed_and_stopped_with_sessions_open_nothing_is_lost_or_trained_twice(
 
     run.start("--resume")
     assert run.process.wait(300) == 0, run.log[-3000:]
-    assert restarts(run)[0] == restarted and 1 <= restarts(run)[1] <= len(stopped) // GROUP
     lines = run.metrics()
+    # Of the sessions in a checkpoint, those with a finished call continue; groups without restart.
+    resumed = sum(line["faults/continued_episodes"] for line in lines)
+    assert resumed + sum(restarts(run)) >= 1
+    assert not any(line["faults/unrepeated_calls"] for line in lines)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert sum(line["faults/restarted_groups"] for line in lines) == sum(restarts(run))
     assert not any(line["faults/failed_groups"] for line in lines)

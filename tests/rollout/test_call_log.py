@@ -6,8 +6,10 @@ from call_trees import completion_of, random_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_async.rollout.call_log import Trace, cut_completion
+from jaxrl_async.codec import dumps, loads
+from jaxrl_async.rollout.call_log import KeptAnswers, Trace, cut_completion
 from jaxrl_async.rollout.context_branch import context_branch
+from jaxrl_async.rollout.episode import SavedCalls
 from jaxrl_async.types import NOT_DRAWN, StopReason
 
 
@@ -170,3 +172,65 @@ def test_a_cut_completion_is_as_if_no_more_had_been_drawn(count):
     assert cut.token_ids.tolist() == [5, 6, 7][:count] and cut.stop is StopReason.EOS
     assert len(cut.logprobs) == len(cut.versions) == count and len(cut.kept.starts) == count + 1
     assert len(cut.expert_ids) == 2 + count - 1
+
+
+# ---- calls that a checkpoint keeps
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_repeated_calls_get_the_same_answers_after_a_resume(seed):
+    """A program that repeats its calls in the order of their start has the same episode."""
+    trace, calls = random_trace(seed, one_at_a_time=True)
+    kept = KeptAnswers(loads(dumps(trace.saved_calls()), (SavedCalls,)))
+    again = Trace()
+    for place, number in enumerate(sorted(calls)):
+        call = calls[number]
+        assert sum(len(c.numbers) for c in kept.left) == len(calls) - place
+        assert kept.take(np.append(call.prompt, 99), "") is None, "another call"
+        answer = kept.take(call.prompt, "")
+        assert answer is not None
+        # of several calls with the same tokens each gets its own answer, the earlier one first
+        assert answer.request_id == call.completion.request_id
+        np.testing.assert_array_equal(answer.logprobs, call.completion.logprobs)
+        again.end(again.begin(call.prompt).number, answer)
+    assert kept.left == () and kept.take(calls[min(calls)].prompt, "") is None
+    ours, theirs = again.episode(StopReason.EOS), trace.episode(StopReason.EOS)
+    for name in ("token_ids", "drawn", "logprobs", "versions"):
+        np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10**6), repeated=st.integers(0, 7))
+def test_calls_that_are_not_repeated_yet_are_kept_again(seed, repeated):
+    trace, calls = random_trace(seed, one_at_a_time=True)
+    kept, again = KeptAnswers(trace.saved_calls()), Trace()
+    for number in sorted(calls)[:repeated]:
+        prompt = calls[number].prompt
+        again.end(again.begin(prompt).number, kept.take(prompt, ""))
+    for one in kept.left:  # each alone, as it was
+        assert one.token_ids[one.begins[0] :].tolist() == one.completions[0].token_ids.tolist()
+    second = KeptAnswers((*again.saved_calls(), *kept.left))
+    for number in sorted(calls):
+        answer = second.take(calls[number].prompt, "")
+        assert answer is not None and len(answer.token_ids)
+    assert second.left == ()
+
+
+def test_a_player_may_have_another_name_after_a_resume():
+    """verifiers names its players anew each time; two with the same question are not mixed."""
+    trace = Trace()
+    for voice, first in (("north", 7), ("south", 8)):
+        number = trace.begin(ids(1, 2), voice).number
+        trace.end(number, completion_of(voice, 2, ids(first), 1))
+    for voice, first in (("north", 7), ("south", 8)):
+        number = trace.begin(ids(1, 2, first, 5), voice).number
+        trace.end(number, completion_of(f"{voice} again", 4, ids(first), 2))
+    kept = KeptAnswers(trace.saved_calls())
+    assert kept.take(ids(1, 2), "a").request_id == "north"
+    assert kept.take(ids(1, 2), "a") is None, "north has said it once"
+    assert kept.take(ids(1, 2, 8, 5), "a") is None, "south's"
+    assert kept.take(ids(1, 2), "b").request_id == "south"
+    assert kept.take(ids(1, 2, 8, 5), "b").request_id == "south again"
+    assert kept.take(ids(1, 2, 7, 5), "c") is None
+    assert kept.take(ids(1, 2, 7, 5), "a").request_id == "north again"

@@ -5,7 +5,9 @@ import contextlib
 import itertools
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from rollout_rig import EchoGenerate, PositionScorer, ScriptedGate, make_loop, p
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramEndpoint
 from jaxrl_async.endpoint.sessions import SessionLimits, Sessions
-from jaxrl_async.errors import Closed, EndpointMisset, RolloutError
+from jaxrl_async.errors import Closed, EndpointMisset, RolloutError, StartOver
 from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.rollout.episode import SavedEpisode
@@ -445,9 +447,42 @@ def test_an_environment_goes_on_where_it_was_or_its_episode_starts_over(env):
     gate, again = ScriptedGate(), SavingGenerate()
     gate.total = 1
     gate.all_back.clear()
-    asyncio.run(make_loop(gate, again, saved=saved, make_env=env).run())
+    resumed = make_loop(gate, again, saved=saved, make_env=env)
+    asyncio.run(resumed.run())
+    counted = resumed.stats().continued_episodes, resumed.stats().restarted_episodes
+    assert counted == ((2, 0) if goes_on else (0, 2))
     turn = 1 if goes_on else 0
     assert again.calls[0] == [f"g0/m0/t{turn}", f"g0/m1/t{turn}"]
+    (played,) = gate.put_groups
+    assert [e.token_ids.tolist() for e in played.episodes] == [[1, 0, 9, 0, 5, 9, 0]] * 2
+
+
+class Gone(Counting):
+    """The same, on a server that has forgotten the episode."""
+
+    restored = False
+
+    def restore(self, state):
+        self.restored = True
+
+    async def step(self, prompt, completion):
+        if self.restored:
+            raise StartOver("The server answers in another way.")
+        return await super().step(prompt, completion)
+
+
+def test_an_episode_whose_environment_cannot_be_restored_starts_over_and_is_counted(caplog):
+    gate = ScriptedGate(1)
+    generate = SavingGenerate(delay=lambda r: 9.0 * r.request_id.endswith("t1"))
+    saved, _ = saved_while(generate, gate, lambda loop: len(generate.asked) == 4, make_env=Gone)
+    gate, again = ScriptedGate(), SavingGenerate()
+    gate.total = 1
+    gate.all_back.clear()
+    resumed = make_loop(gate, again, saved=saved, make_env=Gone, outages=QuickOutages())
+    asyncio.run(resumed.run())
+    asked = [getattr(r, "request", r).request_id for r in again.asked]
+    assert sorted(asked) == sorted(f"g0/m{m}/t{t}" for m in (0, 1) for t in (1, 0, 1))
+    assert resumed.stats().restarted_episodes == 2 and "It starts over." in caplog.text
     (played,) = gate.put_groups
     assert [e.token_ids.tolist() for e in played.episodes] == [[1, 0, 9, 0, 5, 9, 0]] * 2
 
@@ -455,46 +490,144 @@ def test_an_environment_goes_on_where_it_was_or_its_episode_starts_over(env):
 # ---- programs
 
 
-def program_envs(sessions, *, stays):
-    """Members that draw two turns through their sessions; with `stays` they then wait for ever."""
+def program_envs(sessions, *, stays=0, calls=2, turn=3, count=lambda name, number: None):
+    """Members that draw `calls` turns through their sessions; with `stays` they wait for ever after
+    so many. `turn` is the token that the program writes between two turns."""
 
     async def program(agent):
         session, tokens = sessions.find(agent.api_key), np.array([1], np.int32)
-        for _ in range(2):
+        for number in range(calls):
+            if stays and number == stays:
+                await asyncio.sleep(60)
             done = await session.draw(tokens)
-            tokens = np.concatenate([tokens, done.token_ids, [3]]).astype(np.int32)
+            tokens = np.concatenate([tokens, done.token_ids, [turn]]).astype(np.int32)
         if stays:
             await asyncio.sleep(60)
 
     endpoint = ProgramEndpoint(address=lambda: "http://127.0.0.1:9")
     return AgentPrograms(
-        program, sessions, endpoint, SessionLimits(), judge=lambda value, episode: None
+        program,
+        sessions,
+        endpoint,
+        SessionLimits(),
+        judge=lambda value, episode: None,
+        count=count,
     )
 
 
-def test_groups_that_programs_play_hold_their_tickets_and_begin_anew_in_a_resumed_run(caplog):
-    gate, generate, sessions = ScriptedGate(2), SavingGenerate(), Sessions()
+def programs_resumed(saved, total=2, **program):
+    """Play saved groups of programs; return the gate, the sampler, the loop, and the counts."""
+    gate, again, counts = ScriptedGate(), SavingGenerate(), Counter()
+    gate.total = total
+    gate.all_back.clear()
+
+    def count(name, number):
+        counts[name] += number
+
+    resumed = make_loop(
+        gate, again, saved=saved, make_env=program_envs(Sessions(), count=count, **program)
+    )
+    asyncio.run(resumed.run())
+    return gate, again, resumed, counts
+
+
+def test_groups_of_programs_without_a_finished_call_hold_their_tickets_and_restart(caplog):
+    gate, generate, sessions = ScriptedGate(2), SavingGenerate(delay=lambda r: 9.0), Sessions()
     saved, loop = saved_while(
         generate,
         gate,
-        lambda loop: len(generate.asked) == 8,
-        make_env=program_envs(sessions, stays=True),
+        lambda loop: len(generate.asked) == 4,
+        make_env=program_envs(sessions, stays=1),
     )
     assert gate.put_groups == [] and sessions.all() == () and loop.stats().active == 0
     assert [g.episodes for g in saved] == [(SavedEpisode(),) * 2] * 2
-
-    gate, again = ScriptedGate(), SavingGenerate()
-    gate.total = 2
-    gate.all_back.clear()
-    resumed = make_loop(gate, again, saved=saved, make_env=program_envs(sessions, stays=False))
-    asyncio.run(resumed.run())
-    assert sorted(r.request_id for r in again.asked) == sorted(r.request_id for r in generate.asked)
+    gate, again, resumed, _ = programs_resumed(saved)
     assert {r.key for r in again.asked} == {r.key for r in generate.asked}
-    assert (
-        sorted(g.ticket.group for g in gate.put_groups) == [0, 1] and resumed.stats().restarts == 2
-    )
+    assert sorted(g.ticket.group for g in gate.put_groups) == [0, 1]
+    assert resumed.stats().restarts == 2 and resumed.stats().continued_episodes == 0
     assert "2 groups with open sessions or games start over" in caplog.text
     assert loop.stats().restarts == 0
+
+
+def test_programs_continue_from_their_last_complete_turn_in_a_resumed_run(caplog):
+    gate, generate, sessions = ScriptedGate(2), SavingGenerate(), Sessions()
+    saved, _ = saved_while(
+        generate,
+        gate,
+        lambda loop: len(generate.asked) == 8 and not any(not f.done() for f in generate.futures),
+        make_env=program_envs(sessions, stays=2, calls=3),
+    )
+    assert [[len(e.calls[0].completions) for e in g.episodes] for g in saved] == [[2, 2]] * 2
+    drawn = {r.request_id for r in generate.asked}
+
+    # The first two calls are answered as before; only the third is sampled.
+    gate, again, resumed, counts = programs_resumed(saved, calls=3)
+    assert sorted(r.request_id for r in again.asked) == [
+        f"g{g}/m{m}/t2" for g in range(2) for m in range(2)
+    ]
+    assert not drawn & {r.request_id for r in again.asked}
+    stats = resumed.stats()
+    assert stats.continued_episodes == 4 and stats.restarts == stats.restarted_episodes == 0
+    assert not counts["unrepeated_calls"] and "start over" not in caplog.text
+    whole, plain, _, _ = programs_resumed(
+        tuple(replace(g, episodes=(SavedEpisode(),) * 2) for g in saved), calls=3
+    )
+    assert len(plain.asked) == 12
+    before = {g.ticket.group: g for g in whole.put_groups}
+    for group in gate.put_groups:
+        for played, other in zip(group.episodes, before[group.ticket.group].episodes, strict=True):
+            assert np.array_equal(played.token_ids, other.token_ids)
+            assert np.array_equal(played.drawn, other.drawn) and played.drawn.sum() == 6
+            assert np.array_equal(played.logprobs, other.logprobs)
+            assert np.array_equal(played.versions, other.versions)
+
+
+def test_a_program_that_does_not_repeat_its_calls_is_sampled_anew_and_counted():
+    gate, generate = ScriptedGate(1), SavingGenerate()
+    saved, _ = saved_while(
+        generate,
+        gate,
+        lambda loop: len(generate.asked) == 4 and not any(not f.done() for f in generate.futures),
+        make_env=program_envs(Sessions(), stays=2, calls=3),
+    )
+    # The first call is the same; what the program writes behind it is not.
+    gate, again, _, counts = programs_resumed(saved, total=1, calls=3, turn=4)
+    assert sorted(r.request_id for r in again.asked) == [
+        f"g0/m{m}/t{t}" for m in range(2) for t in (1, 2)
+    ]
+    assert counts["unrepeated_calls"] == 2  # the second of each member
+    (group,) = gate.put_groups
+    assert all(e.token_ids.tolist()[:4] == [1, 9, 0, 4] for e in group.episodes)
+
+
+def test_a_run_that_is_killed_again_before_a_program_has_repeated_its_calls_keeps_them():
+    gate, generate = ScriptedGate(1), SavingGenerate()
+    first, _ = saved_while(
+        generate,
+        gate,
+        lambda loop: len(generate.asked) == 4 and not any(not f.done() for f in generate.futures),
+        make_env=program_envs(Sessions(), stays=2, calls=3),
+    )
+    gate, generate = ScriptedGate(), SavingGenerate()
+    gate.total = 1
+    gate.all_back.clear()
+    loops = []
+
+    def until(loop):  # one of two calls is repeated
+        loops.append(loop)
+        members = [m.env for p in loop._playing.values() for m in p.members]
+        return bool(members) and all(m._session and m._session.num_calls for m in members)
+
+    second, _ = saved_while(
+        generate, gate, until, saved=first, make_env=program_envs(Sessions(), stays=1, calls=3)
+    )
+    assert generate.asked == []
+    for of_first, of_second in zip(first[0].episodes, second[0].episodes, strict=True):
+        numbers = [n for calls in of_second.calls for n in calls.numbers]
+        assert sorted(numbers) == [0, 1] == sorted(of_first.calls[0].numbers)
+    gate, again, _, counts = programs_resumed(second, total=1, calls=3)
+    assert sorted(r.request_id for r in again.asked) == ["g0/m0/t2", "g0/m1/t2"]
+    assert not counts["unrepeated_calls"]
 
 
 # ---- more members than are needed, and fewer
@@ -714,7 +847,7 @@ def test_programs_beyond_the_group_are_ended_and_what_they_drew_is_counted():
     sessions = Sessions()
 
     def make(prompt):
-        return program_envs(sessions, stays=next(made) == 1)(prompt)
+        return program_envs(sessions, stays=2 * (next(made) == 1))(prompt)
 
     gate, generate = ScriptedGate(1), EchoGenerate()
     loop = make_loop(gate, generate, make_env=make, group_size=2, oversample=1)
@@ -731,7 +864,7 @@ def test_a_group_that_programs_play_is_as_old_as_the_calls_that_they_have_made()
             return ()
 
     sessions, gate = Sessions(), ScriptedGate(1)
-    loop = make_loop(gate, OneVersion(), make_env=program_envs(sessions, stays=True))
+    loop = make_loop(gate, OneVersion(), make_env=program_envs(sessions, stays=2))
 
     async def go():
         running = asyncio.create_task(loop.run())

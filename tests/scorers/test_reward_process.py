@@ -19,8 +19,9 @@ from jaxrl_async.away import asked_wait_s, away_in
 from jaxrl_async.config.schema import RewardSection
 from jaxrl_async.errors import ConfigError, RolloutError, RolloutTimeout
 from jaxrl_async.run.watchdog import Reading, Watchdog
-from jaxrl_async.scorers.reward_process import RewardProcesses, source_of
+from jaxrl_async.scorers.reward_process import RewardProcesses
 from jaxrl_async.scorers.rewards import Judge, RewardScorer, make_scorer
+from jaxrl_async.tasks.function_source import source_of
 from jaxrl_async.types import Score
 
 
@@ -238,8 +239,8 @@ def test_a_process_whose_run_was_killed_ends():
     del processes, source
     pid = int(score.reward)
     (process,) = scorer._processes._pool.free
-    process._popen.stdin.close()  # as at the end of the run's process
-    assert process._popen.wait(30) == 0
+    process._process._popen.stdin.close()  # as at the end of the run's process
+    assert process._process._popen.wait(30) == 0
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 

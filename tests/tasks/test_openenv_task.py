@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_async.errors import Away, ConfigError, RolloutError
+from jaxrl_async.codec import dumps, loads
+from jaxrl_async.errors import Away, ConfigError, RolloutError, StartOver
 from jaxrl_async.tasks.named_tasks import load_task
 from jaxrl_async.tasks.openenv_client import ServerPlace, checked_url, read_observed
 from jaxrl_async.tasks.openenv_task import (
@@ -279,6 +280,24 @@ async def test_an_environment_that_raises_and_a_server_that_stays_full_fail_the_
         await environment(server, patience_s=0.5).reset({"seed": 0})
     for one in full:
         await one.close()
+
+
+@pytest.mark.exhaustive
+async def test_an_episode_continues_after_a_resume_where_the_server_answers_as_before(server: str):
+    env = environment(server)
+    await env.reset({"seed": 3})
+    assert (await env.step(said("1"))).messages == "higher"
+    state = loads(dumps(env.state()))
+    await env.close()  # the trainer has died, and the server's environment with it
+    resumed = environment(server)
+    await resumed.restore(state)
+    assert resumed.state() == state
+    assert (await resumed.step(said("4"))).reward == 1.0
+    await resumed.close()
+    # A server that was changed meanwhile.
+    for wrong in ({"reset": {"seed": 0}}, {"taken": [{**state["taken"][0], "answer": "another"}]}):
+        with pytest.raises(StartOver, match="answers action 1 of 1 in another way"):
+            await environment(server).restore({**state, **wrong})
 
 
 @pytest.mark.exhaustive

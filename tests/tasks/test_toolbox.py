@@ -1,7 +1,11 @@
 """Schemas of Python functions as tools, and calls with wrong arguments."""
 
 import asyncio
+import json
+import os
 import signal
+import time
+from contextlib import contextmanager
 from typing import Annotated, Literal
 
 import pytest
@@ -203,3 +207,77 @@ def test_of_a_tool_that_sets_a_signal_the_user_is_warned_once(caplog):
     assert faults == ["tool_errors"] * 2
     assert caplog.text.count("the tool guarded sets a signal") == 1
     assert "env.tool_timeout_s" in caplog.text
+
+
+# ---- tools that set signals, as TRL's examples do
+
+
+@contextmanager
+def alarmed(seconds: float):
+    """Raise TimeoutError in the block after some seconds."""
+
+    def late(number, frame):
+        raise TimeoutError("late")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def query(sql: str, wait_s: float = 0.0, limit_s: float = 5.0) -> list[dict[str, int]]:
+    """Execute a query.
+
+    Args:
+        sql: what to execute.
+    """
+    with alarmed(limit_s):
+        time.sleep(wait_s)
+        if sql == "wrong":
+            raise LookupError("no such table")
+        if sql == "die":
+            os._exit(3)
+        return [{"a": 1, "pid": os.getpid()}]
+
+
+async def slow_query(sql: str) -> str:
+    """Execute a query."""
+    with alarmed(5.0):
+        await asyncio.sleep(0.01)
+        return sql.upper()
+
+
+def call_of(name, **arguments):
+    return {"name": name, "arguments": json.dumps(arguments)}
+
+
+@pytest.mark.full
+def test_tools_that_set_signals_run_in_processes_of_their_own(caplog):
+    for _ in range(2):  # the first call finds it, the second knows
+        (said,), faults = ask(call_of("query", sql="x"), tools=(query,))
+        (row,) = json.loads(said)
+        assert row["a"] == 1 and row["pid"] != os.getpid() and faults == []
+    # Its own limit, its errors, and arguments that do not fit, are told to the policy.
+    texts, faults = ask(
+        call_of("query", sql="x", wait_s=2.0, limit_s=0.1),
+        call_of("query", sql="wrong"),
+        call_of("query", sql=3),
+        call_of("query", sql="die"),
+        call_of("slow_query", sql="x"),
+        tools=(query, slow_query),
+    )
+    assert texts[0] == "error: query: TimeoutError: late"
+    assert texts[1] == "error: query: LookupError: no such table"
+    assert texts[2].startswith("error: query: sql: Input should be a valid string")
+    assert "ended its process, with code 3" in texts[3]
+    assert texts[4] == "X"
+    assert faults == ["tool_errors"] * 4
+    # The run's limit ends the process.
+    box = Toolbox([query], Threads(4), ToolLimits(timeout_s=0.5), lambda name: None)
+    message = {"tool_calls": [{"id": "c", "function": call_of("query", sql="x", wait_s=60.0)}]}
+    (late,) = asyncio.run(box({"role": "assistant", **message}))
+    assert late["content"] == "error: query took more than 0.5 s"
+    (said,), _ = ask(call_of("query", sql="x"), tools=(query,))  # by another process
+    assert json.loads(said)[0]["a"] == 1

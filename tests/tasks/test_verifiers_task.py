@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from chat_tokenizers import CHATML, byte_tokenizer
 
+from jaxrl_async.codec import dumps, loads
 from jaxrl_async.config import schema
 from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramEndpoint
 from jaxrl_async.endpoint.sessions import SessionLimits
 from jaxrl_async.errors import ConfigError, MissingExtraError, RolloutError
-from jaxrl_async.rollout.episode import SavedEpisode, begin_groups, play_group
+from jaxrl_async.rollout.episode import SavedEpisode, begin_groups, play_group, saved_episode
+from jaxrl_async.rollout.rollout_loop import SAVED_KINDS
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.scorers.results import score_of
 from jaxrl_async.tasks import verifiers_task as module
@@ -48,8 +50,12 @@ class Remembers:
         return getattr(self._sampler, name)
 
 
-def played(task, records, *, members=2):
-    """Play each record by a group; return the groups and what the sampler drew for all of them."""
+def played(task, records, *, members=2, saved=None, kept=None):
+    """Play each record by a group; return the groups and what the sampler drew for all of them.
+
+    saved: the episodes of each group from a checkpoint; kept: gets them as a checkpoint at the end
+    would have them.
+    """
     tokenizer, (spec, params) = byte_tokenizer(CHATML), tiny_policy()
     limits = EpisodeLimits(
         sampling=SamplingParams(),
@@ -70,17 +76,20 @@ def played(task, records, *, members=2):
             (
                 f"g{n}",
                 replace(make_prompt(n, token_ids=()), columns=record),
-                (SavedEpisode(),) * members,
+                (SavedEpisode(),) * members if saved is None else saved[n],
             )
             for n, record in enumerate(records)
         ]
         begun = begin_groups(sampler, programs, asked, limits)
-        return await asyncio.gather(
+        done = await asyncio.gather(
             *(
                 play_group(sampler, prompt, group, label=label, limits=limits)
                 for (label, prompt, _), group in zip(asked, begun, strict=True)
             )
         )
+        if kept is not None:
+            kept.extend([saved_episode(member, None) for member in group] for group in begun)
+        return done
 
     with Sampler((spec, params), section=SECTION, seed=5) as inner:
         sampler = Remembers(inner)
@@ -113,6 +122,34 @@ def test_an_episode_has_the_samplers_own_tokens_and_the_environments_score():
             parts = episode.score.parts
             assert episode.score.reward == 2.0 * parts["share"]
             assert set(parts) == {"share", "letters"}
+
+
+def up_to_the_first_answer(saved):
+    """A saved episode of one context as it was after its first turn."""
+    (calls,) = saved.calls
+    end = calls.begins[0] + len(calls.completions[0].token_ids)
+    first = {name: getattr(calls, name)[:1] for name in ("numbers", "begins", "completions")}
+    return SavedEpisode(calls=(replace(calls, token_ids=calls.token_ids[:end], **first),))
+
+
+@pytest.mark.exhaustive
+def test_an_environment_continues_from_its_last_complete_turn_after_a_resume():
+    task, saved = load_task({NAME: TWO_TURNS}), []
+    whole, drawn, _ = played(task, task.records[3:5], kept=saved)
+    assert len(drawn) == 8
+    cut = [[up_to_the_first_answer(member) for member in group] for group in saved]
+    cut = loads(dumps(cut), SAVED_KINDS)
+    groups, drawn, _ = played(task, task.records[3:5], saved=cut)
+    assert sorted(drawn) == [f"g{g}/m{m}/t1" for g in range(2) for m in range(2)]
+    for group, before in zip(groups, whole, strict=True):
+        for episode, other in zip(group, before, strict=True):
+            for name in ("token_ids", "drawn", "versions"):
+                np.testing.assert_array_equal(getattr(episode, name), getattr(other, name))
+            ours, theirs = episode.logprobs[episode.drawn], other.logprobs[other.drawn]
+            kept = len(cut[0][0].calls[0].completions[0].token_ids)
+            np.testing.assert_array_equal(ours[:kept], theirs[:kept])  # the second: sampled again
+            np.testing.assert_allclose(ours, theirs, atol=1e-5)
+            assert episode.score == other.score and episode.messages == other.messages
 
 
 @pytest.mark.exhaustive

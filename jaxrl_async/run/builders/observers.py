@@ -43,6 +43,8 @@ def make_observer(
                 "lost_members": played.lost_members,
                 "lost_forks": played.lost_forks,
                 "restarted_groups": played.restarts,
+                "continued_episodes": played.continued_episodes,
+                "restarted_episodes": played.restarted_episodes,
             },
             judge=scorers.judges.cost(),
             process=scorers.judges.tally(),
