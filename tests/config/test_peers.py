@@ -316,7 +316,7 @@ def test_the_command_converts_a_file_of_trl(tmp_path, capsys):
     words = [str(file), "--max_completion_length", "256", "beta=0.1", "--out", str(out)]
     assert main([*words, "--devices", "2"]) == 0
     config = load(out)
-    assert config.model.path == "Qwen/Qwen3-0.6B" and config.data.source == "jsonl"
+    assert config.model.path == "Qwen/Qwen3-0.6B" and config.data.addition is None
     assert config.data.jsonl.path == "openai/gsm8k:main:train"
     assert config.model.lora.rank == 8 and config.model.lora.targets == "all-linear"
     assert (config.algorithm.group_size, config.algorithm.groups_per_step) == (4, 4)

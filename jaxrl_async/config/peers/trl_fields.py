@@ -345,7 +345,6 @@ EVAL = Setting("eval.every", _every("eval_strategy", "eval_steps"), joint=True)
 SAVE = Setting("checkpoint.every", _every("save_strategy", "save_steps"), joint=True)
 LORA = Setting("model.lora", _script_lora)
 DATASET = (
-    Setting("data.source", lambda f: "jsonl" if f["dataset_name"] else KEEP),
     Setting("data.jsonl.path", lambda f: _dataset(f, "dataset_train_split")),
     Setting(
         "data.jsonl.eval_path",

@@ -260,10 +260,6 @@ _FIELDS = {
     "data.train_files": _field(
         None,
         Setting("data.jsonl.path", _file("data.train_files")),
-        Setting(
-            "data.source",
-            lambda f: KEEP if _file("data.train_files")(f) is KEEP else "jsonl",
-        ),
     ),
     "data.val_files": _field(None, Setting("data.jsonl.eval_path", _file("data.val_files"))),
     "data.prompt_key": _field(
