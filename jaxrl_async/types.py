@@ -99,6 +99,8 @@ class LogprobRequest:
     """The log-probs that a request asks for, in addition to those of its generated tokens."""
 
     prompt: bool = False  # of the prompt's tokens
+    # first of these: earlier positions are NaN, and their KV may come from another request
+    start: int = 0
     # the likeliest tokens of each position: of the prompt's, if `prompt`, and of generated tokens
     top: int = 0
     ids: tuple[int, ...] = ()  # these token ids at each of these positions
@@ -108,9 +110,10 @@ class LogprobRequest:
 class PositionLogprobs:
     """Log-probs at n positions of a sequence, each given the tokens before it.
 
-    Of a prompt they are the policy's own (temperature 1, no truncation), and its first position is
-    NaN, with ids of -1: no token precedes it. Of generated tokens they are of the distribution that
-    each was sampled from (SamplingParams), -inf for a token that was impossible.
+    Of a prompt they are the policy's own (temperature 1, no truncation). Its first position, which
+    no token precedes, and those before LogprobRequest.start are NaN, with ids of -1. Of generated
+    tokens they are of the distribution that each was sampled from (SamplingParams), -inf for a
+    token that was impossible.
     """
 
     logprobs: FloatArray  # [n] float32, of the token that stands there

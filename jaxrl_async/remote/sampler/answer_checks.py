@@ -9,6 +9,11 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.errors import RolloutError, printable
+from jaxrl_async.sampler.logprob_checks import (
+    check_has_logprobs,
+    check_logprobs,
+    scores_prompt,
+)
 from jaxrl_async.sampler.request_checks import (
     Room,
     check_expert_ids,
@@ -61,6 +66,10 @@ def checked_completion(
     if full is not None and not _is_column(full, np.float32, count):
         raise RolloutError(f"{name}: full_logprobs is not one number for each token.")
     check_masks(name, completion, request, count)
+    check_logprobs(name, completion, request)
+    check_has_logprobs(name, completion, request)
+    if scores_prompt(request) and completion.prompt_logprobs is None and not stopped:
+        raise RolloutError(f"{name}: prompt_logprobs are missing.")
     _check_drawable(name, completion, room)
     check_expert_ids(name, completion, len(request.token_ids) + count - 1, room)
     return replace(completion, request_id=request.request_id)
