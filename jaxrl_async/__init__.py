@@ -18,6 +18,8 @@ _HOMES = {
     "PlannedRun": "jaxrl_async.api.planning",
     "generate": "jaxrl_async.api.asking",
     "Asker": "jaxrl_async.api.asking",
+    "score": "jaxrl_async.api.asking",
+    "ScoredText": "jaxrl_async.api.scored_text",
     "Run": "jaxrl_async.api.finished_run",
     "StopTraining": "jaxrl_async.errors",
     "JaxrlError": "jaxrl_async.errors",
