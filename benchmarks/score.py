@@ -14,7 +14,7 @@ from jaxrl_async.types import LogprobRequest, Request
 
 PROMPTS = 8
 """Prompts of a row."""
-WISHES = {
+KINDS = {
     "prefill": (1, None),
     "scored": (1, LogprobRequest(prompt=True)),
     "only scored": (0, LogprobRequest(prompt=True)),
@@ -41,13 +41,13 @@ def main() -> None:
 
 
 def rows_of(sampler: Sampler, model: str, length: int, repeats: int) -> list[Row]:
-    """Measure the kinds of requests in turns: each is compared with prefills of the same minute."""
+    """Measure each kind of request, after the prefills with which it is compared."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, MODELS[model].vocab, (PROMPTS, length), dtype=np.int32)
     rows: list[Row] = []
-    for name, (new, wish) in WISHES.items():
+    for name, (new, logprobs) in KINDS.items():
         asked = [
-            Request(request_id=f"r{i}", token_ids=prompt, max_new_tokens=new, logprobs=wish)
+            Request(request_id=f"r{i}", token_ids=prompt, max_new_tokens=new, logprobs=logprobs)
             for i, prompt in enumerate(prompts)
         ]
         taken = measure(lambda asked=asked: sampler.generate(asked), repeats)

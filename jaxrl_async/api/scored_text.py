@@ -22,7 +22,7 @@ VERBATIM = "{prompt}"
 class ScoredText:
     """The log-probs of a text's n tokens, each given the tokens before it.
 
-    Those of the first token, and of a pair's prompt, are NaN, with top_ids of -1.
+    The first token, and the tokens of a pair's prompt, have NaN and top_ids of -1.
     """
 
     text: str  # of all tokens, special ones included
@@ -97,11 +97,11 @@ def tokens_to_score(
 
 def scored_text(request: Request, done: Completion, tokenizer: Tokenizer) -> ScoredText:
     """Return a sampler's answer to a request that scores its prompt."""
-    found, wish = done.prompt_logprobs, request.logprobs
-    assert found is not None and found.version is not None and wish is not None
+    found, asked = done.prompt_logprobs, request.logprobs
+    assert found is not None and found.version is not None and asked is not None
     pieces = [tokenizer.token_bytes(int(i)) for i in request.token_ids]
-    first, ids = max(wish.start, 1), request.token_ids
-    greedy = bool((found.top_ids[first:, 0] == ids[first:]).all()) if wish.top else None
+    first, ids = max(asked.start, 1), request.token_ids
+    greedy = bool((found.top_ids[first:, 0] == ids[first:]).all()) if asked.top else None
     return ScoredText(
         text=b"".join(pieces).decode(errors="replace"),
         token_ids=ids,

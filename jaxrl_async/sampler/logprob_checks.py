@@ -25,23 +25,23 @@ def checked_logprobs(request: Request, tokens: int, vocab: int | None) -> Logpro
         tokens: of its prompt.
         vocab: of the model; None: unknown.
     """
-    wish = request.logprobs
-    if wish is None:
+    asked = request.logprobs
+    if asked is None:
         return None
     name = f"request {request.request_id!r}: logprobs"
-    if not isinstance(wish, LogprobRequest):
-        raise RolloutError(f"{name} must be a LogprobRequest or None, not {wish!r:.80}.")
-    if not isinstance(wish.prompt, bool | np.bool_):
-        raise RolloutError(f"{name}.prompt must be True or False, not {wish.prompt!r:.80}.")
-    given: Any = wish.ids
+    if not isinstance(asked, LogprobRequest):
+        raise RolloutError(f"{name} must be a LogprobRequest or None, not {asked!r:.80}.")
+    if not isinstance(asked.prompt, bool | np.bool_):
+        raise RolloutError(f"{name}.prompt must be True or False, not {asked.prompt!r:.80}.")
+    given: Any = asked.ids
     if not isinstance(given, tuple | list | np.ndarray) or len(given) > MAX_LOGPROB_IDS:
         raise RolloutError(f"{name}.ids must be a tuple of at most {MAX_LOGPROB_IDS} token ids.")
     most = MAX_TOP_LOGPROBS if vocab is None else min(MAX_TOP_LOGPROBS, vocab)
     end = 2**31 if vocab is None else vocab
     return LogprobRequest(
-        prompt=bool(wish.prompt),
-        start=_whole(f"{name}.start", wish.start, tokens),
-        top=_whole(f"{name}.top", wish.top, most),
+        prompt=bool(asked.prompt),
+        start=_whole(f"{name}.start", asked.start, tokens),
+        top=_whole(f"{name}.top", asked.top, most),
         ids=tuple(_whole(f"{name}.ids", one, end - 1) for one in given),
     )
 
@@ -55,8 +55,8 @@ def _whole(name: str, value: Any, most: int) -> int:
 
 def names_tokens(request: Request) -> bool:
     """Return whether a request wants log-probs of named tokens at its generated tokens."""
-    wish = request.logprobs
-    return wish is not None and (wish.top > 0 or len(wish.ids) > 0)
+    asked = request.logprobs
+    return asked is not None and (asked.top > 0 or len(asked.ids) > 0)
 
 
 def scores_prompt(request: Request) -> bool:
@@ -70,25 +70,25 @@ def check_logprobs(name: str, record: TokenRecord, request: Request) -> None:
 
     name: of the record.
     """
-    wish = request.logprobs or LogprobRequest()
+    asked = request.logprobs or LogprobRequest()
     for field, rows, wanted in (
         ("top_logprobs", len(record.token_ids), names_tokens(request)),
-        ("prompt_logprobs", len(request.token_ids), wish.prompt),
+        ("prompt_logprobs", len(request.token_ids), asked.prompt),
     ):
         found: Any = getattr(record, field)
         if found is None:
             continue
         shapes = {
             "logprobs": (rows,),
-            "top_ids": (rows, wish.top),
-            "top_logprobs": (rows, wish.top),
-            "id_logprobs": (rows, len(wish.ids)),
+            "top_ids": (rows, asked.top),
+            "top_logprobs": (rows, asked.top),
+            "id_logprobs": (rows, len(asked.ids)),
         }
         good = wanted and isinstance(found, PositionLogprobs)
         if not (good and all(_fits(getattr(found, n), n, s) for n, s in shapes.items())):
             raise RolloutError(
                 f"{name}: {field} are not what request {request.request_id!r} wants of {rows} "
-                f"tokens: {wish.top} likeliest tokens and {len(wish.ids)} named ids each."
+                f"tokens: {asked.top} likeliest tokens and {len(asked.ids)} named ids each."
             )
 
 

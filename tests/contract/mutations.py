@@ -775,7 +775,7 @@ GROUPS = (
             "sampler/test_scores.py::test_a_saved_request_keeps_its_log_probs",
         ),
         (
-            ("self.wish.start - 1)", "self.wish.start)"),
+            ("self.asked.start - 1)", "self.wish.start)"),
             ("self.tokens - 1)", "self.tokens - 2)"),
             ("saved.prompt_logprobs is not None", "saved.prompt_logprobs is None"),
         ),

@@ -143,6 +143,25 @@ def test_every_way_of_a_prefill_gives_the_log_probs_of_the_definition(settings) 
         sampler.between_blocks(sampler.loop.batch.check_integrity)
 
 
+def test_generated_tokens_have_log_probs_of_their_own_distribution() -> None:
+    """Tempered, greedy (of the untempered one) and truncated, in one batch with plain requests."""
+    hot = SamplingParams(temperature=1.7)
+    kinds = (hot, SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, top_k=4))
+    wish = LogprobRequest(top=6, ids=(3, 7, 11))
+    asked = [
+        request(i, sampling=kinds[i % 3], logprobs=wish, max_new_tokens=8, stop_token_ids=())
+        for i in range(6)
+    ]
+    with make_sampler() as sampler:
+        done = sampler.generate([*asked, request(20)])
+    for one, found in zip(asked, done, strict=False):
+        check_answer(one, found)
+    kept = done[2].top_logprobs.top_logprobs
+    assert np.isfinite(kept[:, :4]).all() and np.isneginf(kept[:, 4:]).all()
+    np.testing.assert_allclose(np.exp(kept.astype(np.float64)).sum(-1), 1, atol=1e-5)
+    assert done[-1].top_logprobs is None
+
+
 def random_requests(seed: int, count: int) -> list[Request]:
     """Requests that score, generate, or both, some of them with equal prompts."""
     rng, found = np.random.default_rng(seed), []

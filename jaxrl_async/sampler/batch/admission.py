@@ -219,7 +219,7 @@ requests with equal content share a prefill."""
 
 def content_of(salt: bytes, token_ids: IntArray, scores: PromptScores | None) -> Content:
     """Return the content of a request."""
-    return salt, token_ids.tobytes(), None if scores is None else scores.wish
+    return salt, token_ids.tobytes(), None if scores is None else scores.asked
 
 
 class Admission:
@@ -308,7 +308,7 @@ class Admission:
         if leader is not None:
             table = self._cache.allocate_follower(len(token_ids), spare=spare)
         else:
-            reusable = None if scores is None else max(scores.wish.start, 1)
+            reusable = None if scores is None else max(scores.asked.start, 1)
             table, prefilled = self._cache.allocate(
                 token_ids, spare=spare, salt=weights.salt, reusable=reusable
             )

@@ -457,7 +457,7 @@ class Batch:
         if not isinstance(stage, Running):
             return live_of(stage).saved_output
         slot = stage.slot_index
-        output = self.slots.output(slot, extras=stage.request.extras, wish=stage.request.logprobs)
+        output = self.slots.output(slot, extras=stage.request.extras, asked=stage.request.logprobs)
         drawn = len(output.token_ids)
         tokens = len(stage.request.token_ids) + drawn - 1 if drawn else 0
         pages = self.slots.tables[slot, 0, : self.cache.form.num_pages(tokens)]

@@ -20,21 +20,21 @@ class PromptScores:
     """The log-probs of one prompt, all by one version of the weights: if these change before the
     prompt is computed, it starts again. Used only by the sampler's thread."""
 
-    def __init__(self, wish: LogprobRequest, tokens: int, version: int) -> None:
+    def __init__(self, asked: LogprobRequest, tokens: int, version: int) -> None:
         """Start without any.
 
         Args:
-            wish: what is wanted.
+            asked: what is wanted.
             tokens: of the prompt.
             version: of the weights.
         """
-        self.wish, self.tokens, self.version = wish, tokens, version
+        self.asked, self.tokens, self.version = asked, tokens, version
         self._found: list[_Found] = []
 
     def scored(self, begin: int, end: int) -> range:
         """Return which of the sequence's tokens from `begin` to `end` are scored: the token after
         each is in the prompt, and its log-prob is wanted."""
-        return range(max(begin, self.wish.start - 1), min(end, self.tokens - 1))
+        return range(max(begin, self.asked.start - 1), min(end, self.tokens - 1))
 
     def expect(self, begin: int, rows: slice, scores: TokenScores) -> None:
         """Add a prefill's results, which the device may still compute.
@@ -48,7 +48,7 @@ class PromptScores:
 
     def result(self) -> PositionLogprobs:
         """Return the log-probs, [tokens]. Waits for the device."""
-        n, top, ids = self.tokens, self.wish.top, len(self.wish.ids)
+        n, top, ids = self.tokens, self.asked.top, len(self.asked.ids)
         result = PositionLogprobs(
             logprobs=np.full(n, np.nan, np.float32),
             top_ids=np.full((n, top), -1, np.int32),
@@ -68,7 +68,11 @@ class PromptScores:
 def scores_for(request: Request, saved: Partial | None, version: int) -> PromptScores | None:
     """Return the empty log-probs of a request whose prompt will be computed by weights of this
     version; None if it wants none, or if it has them (`saved`)."""
-    wish = request.logprobs
-    if wish is None or not wish.prompt or (saved is not None and saved.prompt_logprobs is not None):
+    asked = request.logprobs
+    if (
+        asked is None
+        or not asked.prompt
+        or (saved is not None and saved.prompt_logprobs is not None)
+    ):
         return None
-    return PromptScores(wish, len(request.token_ids), version)
+    return PromptScores(asked, len(request.token_ids), version)

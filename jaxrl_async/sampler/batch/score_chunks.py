@@ -16,7 +16,7 @@ from jaxrl_async.types import IntArray
 
 
 def divided_parts(parts: Sequence[Part]) -> tuple[list[Part], list[Part]]:
-    """Return the parts of which no token is scored, and the others."""
+    """Return the parts without a scored token, and the others."""
 
     def is_scored(part: Part) -> bool:
         prefilling, count = part
@@ -31,8 +31,8 @@ def score_args(chunk: Chunk, images: ImageStore | None) -> tuple[ScoreArgs, int]
     """Return the arguments of a scoring prefill of this chunk, all of whose requests want
     log-probs, and the number of likeliest tokens that it returns. Call before Chunk.advance."""
     indices, targets, rows, begin = list[IntArray](), list[IntArray](), list[IntArray](), 0
-    wishes = [p.scores.wish for p, _ in chunk.parts if p.scores is not None]
-    size = named_size(max(len(wish.ids) for wish in wishes))
+    all_asked = [p.scores.asked for p, _ in chunk.parts if p.scores is not None]
+    size = named_size(max(len(asked.ids) for asked in all_asked))
     ids = np.zeros((len(chunk.args.lengths), size), np.int32)
     for row, (prefilling, _) in enumerate(chunk.parts):
         scored = np.asarray(_scored(chunk, row), np.int32)
@@ -40,7 +40,7 @@ def score_args(chunk: Chunk, images: ImageStore | None) -> tuple[ScoreArgs, int]
         indices.append(scored - prefilling.prefilled + begin)
         targets.append(after if images is None else images.plain(after))
         rows.append(np.full(len(scored), row, np.int32))
-        ids[row, : len(wishes[row].ids)] = wishes[row].ids
+        ids[row, : len(all_asked[row].ids)] = all_asked[row].ids
         begin += chunk.parts[row][1]
     n = len(chunk.args.token_ids)
     args = ScoreArgs(
@@ -50,7 +50,7 @@ def score_args(chunk: Chunk, images: ImageStore | None) -> tuple[ScoreArgs, int]
         rows=pad_to(n, np.concatenate(rows), 0),
         ids=ids,
     )
-    return args, named_size(max(wish.top for wish in wishes))
+    return args, named_size(max(asked.top for asked in all_asked))
 
 
 def expect_scores(chunk: Chunk, scores: TokenScores) -> None:

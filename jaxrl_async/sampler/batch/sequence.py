@@ -73,7 +73,7 @@ class Prefilling:
     prefilled: int = 0  # of token_ids
     kv_version: int | None  # the version that computed all its KV; None: several did
     place: int = 0  # of its adapter; 0: no adapter
-    # same tokens and wished log-probs: share its prefill
+    # same tokens and wanted log-probs: share its prefill
     followers: list["Prefilling"] = field(default_factory=list)
     scores: PromptScores | None = None  # of its prompt; None: not wanted, or there already
 

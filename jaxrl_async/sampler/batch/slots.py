@@ -104,22 +104,24 @@ class Slots:
         self._ends[slot] = end
         return True
 
-    def output(self, slot: int, *, extras: bool, wish: LogprobRequest | None = None) -> TokenRecord:
+    def output(
+        self, slot: int, *, extras: bool, asked: LogprobRequest | None = None
+    ) -> TokenRecord:
         """Return a copy of the tokens that a slot's sequence has sampled so far."""
         n = int(self.drawn[slot])
-        named = wish is not None and (wish.top > 0 or len(wish.ids) > 0)
+        named = asked is not None and (asked.top > 0 or len(asked.ids) > 0)
         return TokenRecord(
             token_ids=self.tokens[slot, :n].copy(),
             logprobs=self.logprobs[slot, :n].copy(),
             versions=self.versions[slot, :n].copy(),
             full_logprobs=self.full_logprobs[slot, :n].copy() if extras else None,
             kept=_joined(self.kept[slot]) if extras else None,
-            top_logprobs=self._named(slot, wish) if wish is not None and named else None,
+            top_logprobs=self._named(slot, asked) if asked is not None and named else None,
         )
 
-    def _named(self, slot: int, wish: LogprobRequest) -> PositionLogprobs:
+    def _named(self, slot: int, asked: LogprobRequest) -> PositionLogprobs:
         """Return the log-probs that a request wants of its sampled tokens."""
-        top, ids, parts = wish.top, len(wish.ids), self.named[slot]
+        top, ids, parts = asked.top, len(asked.ids), self.named[slot]
         empty = np.zeros((0, top), np.int32), np.zeros((0, top), np.float32)
         return PositionLogprobs(
             logprobs=self.logprobs[slot, : int(self.drawn[slot])].copy(),
