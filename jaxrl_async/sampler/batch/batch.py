@@ -180,13 +180,14 @@ class Batch:
         self._admit_scores(held, by_content)
 
     def _admit_scores(self, held: frozenset[str], by_content: dict[Content, Prefilling]) -> None:
-        """Admit the next requests that only score, to places after the slots, while the tokens to
-        prefill are fewer than a round's: later requests with slots wait for one round at most."""
+        """Admit the next requests that only score, to places after the slots: one at any time, and
+        more while the tokens to prefill are fewer than a round's. So later requests with slots wait
+        for one round and one such prompt at most."""
         S = self.spec.total_slots
         for place in range(S, 2 * S):
             left = sum(len(p.token_ids) - p.prefilled for p in self.prefilling)
-            live = self.admission.next_score(held)
-            if live is None or left >= self._chunk:
+            live, scoring = self.admission.next_score(held), any(i >= S for i in self.placed)
+            if live is None or (scoring and left >= self._chunk):
                 return
             if place in self.placed:
                 continue

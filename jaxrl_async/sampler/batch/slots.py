@@ -175,7 +175,7 @@ class Slots:
                 words = extras.kept.reshape(-1, extras.kept.shape[-1])[taken]
                 self.kept[slot] += [unpacked_bits(row) for row in words]
             if extras is not None and extras.named is not None and slot in named:
-                of_slot = (x.reshape(-1, x.shape[-1])[taken] for x in extras.named)
+                of_slot = (x.reshape(owners.size, x.shape[-1])[taken] for x in extras.named)
                 self.named[slot].append(tuple(of_slot))
             self.logits_versions[slot] = versions[slot]
             self.drawn[slot] = end
