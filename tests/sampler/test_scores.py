@@ -115,7 +115,7 @@ def scoring(number: int, **more: object) -> Request:
         {},
         {"prefill_chunk": 7, "page_tokens": 8, "cpu_kernels": False},
         *(
-            pytest.param(settings, marks=[pytest.mark.slow, pytest.mark.exhaustive])
+            pytest.param(settings, marks=[pytest.mark.full, pytest.mark.exhaustive])
             for settings in (
                 {"prefill_chunk": 7, "page_tokens": 8},
                 {"attention": "ragged", "page_tokens": 8},
@@ -190,7 +190,7 @@ def random_requests(seed: int, count: int) -> list[Request]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(4))
 def test_random_traffic_gives_what_each_request_gets_alone(seed: int) -> None:
@@ -290,9 +290,8 @@ def test_all_log_probs_of_a_prompt_are_by_one_version(mode: str) -> None:
 
 def test_a_request_is_scored_with_its_adapter() -> None:
     given = [adapter(SPEC, lora(SPEC), seed) for seed in (1, 2)]
-    asked = [
-        scoring(i, adapter=("", "a", "b")[i % 3], token_ids=scoring(0).token_ids) for i in range(6)
-    ]
+    prompt, names = scoring(0).token_ids, ("", "a", "b")
+    asked = [scoring(i, adapter=names[i % 3], token_ids=prompt) for i in range(6)]
     with make() as sampler:
         for name, one in zip("ab", given, strict=True):
             sampler.adapters.load(name, one)
@@ -413,7 +412,7 @@ def test_the_head_is_applied_to_a_few_tokens_at_a_time(monkeypatch) -> None:
     assert not ours.logprobs[16:].any(), "the third turn has no token to score"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("kernels", [True, False])
 def test_the_logits_of_a_long_prompt_are_never_in_memory_together(kernels: bool) -> None:
     """4,096 tokens of 151,936 have 2.3 GiB of logits in float32. A scoring prefill has 64 MiB of
