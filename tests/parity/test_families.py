@@ -43,8 +43,8 @@ transformers = pytest.importorskip("transformers", reason="parity needs transfor
 peft = pytest.importorskip("peft")
 
 VOCAB, LENGTH = 96, 40
-CLOSE = 1e-5
-"""Largest difference of a log-prob; both sides are float32."""
+CLOSE = 2e-5
+"""Largest difference of a log-prob: each side is within 1e-5 of float64, rounded in its own order."""
 COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
