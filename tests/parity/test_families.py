@@ -44,7 +44,7 @@ peft = pytest.importorskip("peft")
 
 VOCAB, LENGTH = 96, 40
 CLOSE = 2e-5
-"""Largest difference of a log-prob: each side is within 1e-5 of float64, rounded in its own order."""
+"""Largest difference of a log-prob: each side is within 1e-5 of float64, in its own order."""
 COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 32,

@@ -1,10 +1,9 @@
 """The log-probs of one prompt, as prefills find them. Pure host code."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_async.sampler.device.program_arguments import TokenScores
 from jaxrl_async.types import LogprobRequest, Partial, PositionLogprobs, Request
 
 
@@ -13,7 +12,7 @@ class _Found(NamedTuple):
 
     begin: int  # first position that has a log-prob
     rows: slice  # in the prefill's results
-    scores: TokenScores  # on the device
+    scores: Any  # program_arguments.TokenScores, on the device
 
 
 class PromptScores:
@@ -36,13 +35,13 @@ class PromptScores:
         each is in the prompt, and its log-prob is wanted."""
         return range(max(begin, self.asked.start - 1), min(end, self.tokens - 1))
 
-    def expect(self, begin: int, rows: slice, scores: TokenScores) -> None:
+    def expect(self, begin: int, rows: slice, scores: Any) -> None:
         """Add a prefill's results, which the device may still compute.
 
         Args:
             begin: first position that has a log-prob there.
             rows: this prompt's, of all results.
-            scores: all results.
+            scores: all results, program_arguments.TokenScores.
         """
         self._found.append(_Found(begin, rows, scores))
 
