@@ -1,6 +1,6 @@
 """The arrays of a decode block, and KV read back from the pages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import jax
@@ -17,6 +17,7 @@ from jaxrl_async.sampler.batch.slots import Slots
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.program_arguments import DecodeArgs
 from jaxrl_async.sampler.device.sampling import AnyArray
+from jaxrl_async.types import IntArray
 
 
 def form_of(spec: EngineSpec) -> TableForm:
@@ -51,6 +52,15 @@ def decode_args(
         places=None if spec.room is None else slots.places.copy(),
     )
     return args, context_pages
+
+
+def named_ids(running: Mapping[int, Running], total_slots: int, size: int) -> IntArray:
+    """Return the token ids that the requests in slots name, [total_slots, size]; the rest is 0."""
+    ids = np.zeros((total_slots, size), np.int32)
+    for slot, one in running.items():
+        if one.request.logprobs is not None:
+            ids[slot, : len(one.request.logprobs.ids)] = one.request.logprobs.ids
+    return ids
 
 
 def empty_decode_args(spec: EngineSpec, rows: int, context_pages: int) -> DecodeArgs:
