@@ -9,7 +9,7 @@ run, and each update publishes the next version. A token's version is the versio
 that computed the logits from which it was sampled.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Literal, Self
@@ -115,6 +115,12 @@ class LogitShaping:
     repetition_penalty: float = 1.0
     constraint: Constraint | None = None
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether it has penalties, which depend on the tokens so far."""
+        penalties = self.frequency_penalty, self.presence_penalty, self.repetition_penalty
+        return penalties != (0.0, 0.0, 1.0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -141,22 +147,103 @@ class Request:
     for_training: bool = True  # False: for an evaluation or a guest; counted separately
     shaping: LogitShaping | None = None  # None: the model's logits
 
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the answer must match; its completion then has `kept`."""
+        return None if self.shaping is None else self.shaping.constraint
+
+    @property
+    def needs_extras(self) -> bool:
+        """Whether the device must return masks: not for a constraint alone, which the host has."""
+        return self.extras or (self.constraint is not None and self.sampling.truncates)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTokens:
     """The sampling mask of each generated token: the token ids with a probability above 0. A token
-    without ids was sampled from the whole vocabulary."""
+    whose set has no ids was sampled from the whole vocabulary.
 
-    ids: IntArray  # [sum of kept tokens] int32, ascending for each generated token
-    starts: IntArray  # [drawn + 1] int32: token t has ids[starts[t] : starts[t + 1]]
+    Tokens with equal masks share a set, and a set holds what is shorter: the ids that were
+    possible, or the ids that were not. Text in JSON has few masks, which allow nearly every token.
+    """
+
+    ids: IntArray  # [sum of the sets] int32, ascending in each set
+    starts: IntArray  # [sets + 1] int32: set s is ids[starts[s] : starts[s + 1]]
+    which: IntArray | None = None  # [drawn] int32, the set of each token; None: token t has set t
+    left_out: BoolArray | None = None  # [sets] it holds the impossible ids; None: no set does
+    vocab: int = 0  # number of ids that a set with impossible ids excludes them from
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of generated tokens that have a mask."""
+        return len(self.starts) - 1 if self.which is None else len(self.which)
+
+    @property
+    def set_of(self) -> IntArray:
+        """The set of each generated token, [drawn]."""
+        sets = np.arange(len(self.starts) - 1, dtype=np.int32)
+        return sets if self.which is None else self.which
+
+    @property
+    def holds_impossible(self) -> BoolArray:
+        """Whether a set holds the impossible ids, [sets]."""
+        none = np.zeros(len(self.starts) - 1, bool)
+        return none if self.left_out is None else self.left_out
+
+    @property
+    def sizes(self) -> IntArray:
+        """Number of possible ids of each generated token, [drawn]; 0: the whole vocabulary."""
+        listed = np.diff(self.starts)
+        possible = np.where(self.holds_impossible & (listed > 0), self.vocab - listed, listed)
+        return possible.astype(np.int32)[self.set_of]
 
     def of(self, token: int) -> IntArray:
         """Return the ids from which generated token number `token` was sampled."""
-        return self.ids[self.starts[token] : self.starts[token + 1]]
+        one = int(self.set_of[token])
+        ids = self.ids[self.starts[one] : self.starts[one + 1]]
+        if not self.holds_impossible[one]:
+            return ids
+        possible = np.ones(self.vocab, bool)
+        possible[ids] = False
+        return np.flatnonzero(possible).astype(np.int32)
+
+    def excludes(self, token_ids: IntArray) -> BoolArray:
+        """Return whether the mask of each generated token excludes it, [drawn]."""
+        end = 1 + max(int(self.ids.max(initial=0)), int(token_ids.max(initial=0)))
+        counts, sets = np.diff(self.starts), self.set_of
+        keys = np.repeat(np.arange(len(counts)), counts) * end + self.ids
+        wanted = sets.astype(np.int64) * end + token_ids
+        found = np.append(keys, -1)[np.searchsorted(keys, wanted)] == wanted
+        excluded: BoolArray = (counts[sets] > 0) & (found == self.holds_impossible[sets])
+        return excluded
 
     def first(self, count: int) -> "KeptTokens":
         """Return the masks of the first `count` drawn tokens."""
-        return KeptTokens(ids=self.ids[: self.starts[count]], starts=self.starts[: count + 1])
+        if self.which is not None:
+            return replace(self, which=self.which[:count])
+        return replace(
+            self,
+            ids=self.ids[: self.starts[count]],
+            starts=self.starts[: count + 1],
+            left_out=None if self.left_out is None else self.left_out[:count],
+        )
+
+    @staticmethod
+    def joined(masks: Sequence["KeptTokens"]) -> "KeptTokens":
+        """Return the masks of several rows of tokens, one after another."""
+        ends = np.cumsum([0, *(len(m.ids) for m in masks)])
+        sets = np.cumsum([0, *(len(m.starts) - 1 for m in masks)])
+        starts = [m.starts[:-1] + begin for m, begin in zip(masks, ends, strict=False)]
+        shares = any(m.which is not None for m in masks)
+        inverts = any(m.left_out is not None for m in masks)
+        which = [m.set_of + begin for m, begin in zip(masks, sets, strict=False)]
+        return KeptTokens(
+            ids=np.concatenate([np.zeros(0, np.int32), *(m.ids for m in masks)]),
+            starts=np.concatenate([*starts, ends[-1:]]).astype(np.int64),
+            which=np.concatenate(which).astype(np.int32) if shares else None,
+            left_out=np.concatenate([m.holds_impossible for m in masks]) if inverts else None,
+            vocab=max((m.vocab for m in masks), default=0),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

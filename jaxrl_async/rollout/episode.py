@@ -239,13 +239,7 @@ def _joined_masks(completions: Sequence[Completion]) -> KeptTokens | None:
 
 def _joined_kept(masks: Sequence[KeptTokens]) -> KeptTokens | None:
     """Concatenate sampling masks; None if there are no masks."""
-    if not masks:
-        return None
-    counts = np.concatenate([np.diff(m.starts) for m in masks])
-    return KeptTokens(
-        ids=np.concatenate([m.ids for m in masks]),
-        starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-    )
+    return KeptTokens.joined(masks) if masks else None
 
 
 def _joined_experts(completions: Sequence[Completion], length: int) -> ExpertIds | None:
@@ -315,7 +309,7 @@ def check_kept(completion: Completion, limits: EpisodeLimits, before: int) -> No
     drawn = len(completion.token_ids)
     if not drawn:
         return
-    masks = 0 if completion.kept is None else len(completion.kept.starts) - 1
+    masks = 0 if completion.kept is None else completion.kept.num_tokens
     if limits.keep_mask and masks != drawn:
         raise RolloutError(
             f"request {completion.request_id}: the sampler returned {drawn} tokens, but sampling "

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from jaxrl_async.sampler.grammar import Matching
 from jaxrl_async.types import IntArray, Partial, Request, TokenRecord
 
 NOTHING_DRAWN = TokenRecord(
@@ -90,6 +91,7 @@ class Running:
     order: int  # number of its admission
     num_prefilled: int  # tokens, when it came to its slot
     kv_version: int | None  # the version that computed all its KV; None: several did
+    matching: Matching | None = None  # the state of its constraint; None: it has none
 
     @property
     def request(self) -> Request:

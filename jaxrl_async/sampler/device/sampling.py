@@ -41,16 +41,21 @@ class Mix(NamedTuple):
     truncated: bool = False  # a request uses top-k, top-p or min-p
     greedy: bool = False  # a request has temperature 0
     extras: bool = False  # a request wants TokenExtras
+    shaped: bool = False  # a request has Request.shaping
+    penalized: bool = False  # a request's shaping has penalties
 
 
 def mix_of(requests: Iterable[Request]) -> Mix:
     """Return the kinds of sampling that these requests ask for."""
     requests = list(requests)
     sampling = [r.sampling for r in requests]
+    shaping = [r.shaping for r in requests if r.shaping is not None]
     return Mix(
         truncated=any(s.truncates for s in sampling),
         greedy=any(s.temperature == 0 for s in sampling),
-        extras=any(r.extras for r in requests),
+        extras=any(r.needs_extras for r in requests),
+        shaped=bool(shaping),
+        penalized=any(s.penalizes for s in shaping),
     )
 
 
@@ -89,6 +94,7 @@ def sample(
     positions: Array,
     mix: Mix,
     kernel: Kernel | None = None,
+    full: Array | None = None,
 ) -> SampledTokens:
     """Sample a token for each slot by inverting the cumulative distribution at the slot's number;
     a greedy slot takes the first of the likeliest tokens.
@@ -105,14 +111,17 @@ def sample(
         positions: [S] int32, position of the new token in its sequence.
         mix: the kinds of sampling of the slots.
         kernel: sampling_kernel.drawn_by_kernel where devices support it; None: XLA's programs.
+        full: the model's own logits, if `logits` were changed; None: `logits`.
     """
+    full = logits if full is None else full
     u = uniforms(keys, positions)
     if kernel is not None:
         numbers = [controls.temperature, controls.top_p, jnp.log(controls.min_p), u]
         tokens, logprobs, least = kernel(
             logits, jnp.stack(numbers, axis=1), controls.top_k[:, None], truncated=mix.truncated
         )
-        return _with_extras(logits, tokens, logprobs, logits >= least[:, None], mix)
+        kept = (logits >= least[:, None]) & (logits > MASKED)
+        return _with_extras(full, tokens, logprobs, kept, mix)
     greedy = controls.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, controls.temperature)[:, None]
     if mix.truncated:
@@ -120,7 +129,7 @@ def sample(
         scaled = jnp.where(kept, scaled, MASKED)
     picks = greedy if mix.greedy else None
     tokens, logprobs = drawn(scaled, u, picks)
-    return _with_extras(logits, tokens, logprobs, scaled > MASKED, mix)
+    return _with_extras(full, tokens, logprobs, scaled > MASKED, mix)
 
 
 def _with_extras(
@@ -130,7 +139,7 @@ def _with_extras(
     if not mix.extras:
         return SampledTokens(tokens, logprobs)
     full = _at(jax.nn.log_softmax(logits, axis=-1), tokens)
-    extras = TokenExtras(full, packed_bits(kept & (logits > MASKED)))
+    extras = TokenExtras(full, packed_bits(kept))
     return SampledTokens(tokens, logprobs, extras)
 
 
