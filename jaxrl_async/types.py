@@ -9,7 +9,8 @@ run, and each update publishes the next version. A token's version is the versio
 that computed the logits from which it was sampled.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Literal, Self
@@ -97,6 +98,18 @@ class Constraint:
     # the schema as JSON, the pattern, the grammar in llguidance's Lark, or the texts of a choice as
     # a JSON list; "" for json_object
     text: str = ""
+
+    @classmethod
+    def schema(cls, schema: Mapping[str, Any] | None = None) -> Self:
+        """Return the constraint to JSON of a JSON schema; None: to any JSON object."""
+        if schema is None:
+            return cls(kind="json_object")
+        return cls(kind="json_schema", text=json.dumps(schema))
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Self:
+        """Return the constraint to one of several texts."""
+        return cls(kind="choice", text=json.dumps(list(texts)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +240,11 @@ class KeptTokens:
             starts=self.starts[: count + 1],
             left_out=None if self.left_out is None else self.left_out[:count],
         )
+
+    @staticmethod
+    def whole(count: int) -> "KeptTokens":
+        """Return the masks of `count` tokens that were sampled from the whole vocabulary."""
+        return KeptTokens(ids=np.zeros(0, np.int32), starts=np.zeros(count + 1, np.int32))
 
     @staticmethod
     def joined(masks: Sequence["KeptTokens"]) -> "KeptTokens":
@@ -536,7 +554,9 @@ class EpisodeLimits:
     stop_token_ids: tuple[int, ...]
     max_new_tokens: int  # of one turn
     max_length: int  # of the whole sequence, including prompt and replies
-    keep_mask: bool = False  # completions must contain each sampled token's sampling mask
+    keep_mask: bool = False  # sampling masks are trained with: of all tokens, if sampling truncates
     keep_routing: bool = False  # completions must contain each token's experts
     priority: TurnPriority = BY_ARRIVAL  # of the requests
     for_training: bool = True  # False: of an evaluation
+    # what each turn of a prompt's answer must match; None: no prompt has a constraint
+    constraint: Callable[[Prompt], Constraint | None] | None = None

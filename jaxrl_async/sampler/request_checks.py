@@ -37,6 +37,8 @@ INT32_END = 2**31
 """The maximum of int32 plus 1: keys, branches and counts are below it."""
 LARGEST_BIAS, LARGEST_PENALTY = 100, 2
 """Limits of a logit bias, and of frequency and presence penalties, as of OpenAI's API."""
+LARGEST_VOCAB = 2**24
+"""Limit of the vocabulary of a sampling mask, to refuse masks that would not fit in memory."""
 FRESH = -1
 """First number of the keys that requests without a key get; no prompt has it."""
 
@@ -422,7 +424,7 @@ def check_masks(name: str, saved: TokenRecord, request: Request, count: int) -> 
 def _shares_sets(kept: KeptTokens, count: int) -> bool:
     """Return whether each of `count` tokens has one of the sets, and each set its kind."""
     sets, which, left_out = len(kept.starts) - 1, kept.which, kept.left_out
-    if not _is_whole(kept.vocab):
+    if not _is_whole(kept.vocab) or not 0 <= kept.vocab < LARGEST_VOCAB:
         return False
     if left_out is not None:
         good = isinstance(left_out, np.ndarray) and left_out.dtype == np.bool_

@@ -333,7 +333,13 @@ def _masks_of(sequences: Sequence[TrainSequence], wanted: SamplerColumns) -> lis
     vocab = wanted.mask_vocab
     if vocab is None:
         return []
-    return [sequence_masks(s.kept, s.token_ids, _drawn(s), vocab) for s in sequences]
+    return [sequence_masks(_kept(s, wanted), s.token_ids, _drawn(s), vocab) for s in sequences]
+
+
+def _kept(sequence: TrainSequence, wanted: SamplerColumns) -> KeptTokens | None:
+    if sequence.kept is None and not wanted.masks_all:
+        return KeptTokens.whole(int(np.count_nonzero(_drawn(sequence))))
+    return sequence.kept
 
 
 def _drawn(sequence: TrainSequence) -> BoolArray:

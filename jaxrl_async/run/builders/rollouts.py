@@ -21,6 +21,7 @@ from jaxrl_async.ports.rollout import Gate
 from jaxrl_async.rollout.pivots import PivotPlan
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
 from jaxrl_async.run import features
+from jaxrl_async.run.builders.constraints import prompt_constraint
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.builders.learning import sampling_params
 from jaxrl_async.run.builders.samplers import (
@@ -236,6 +237,7 @@ def make_rollouts(
         priority=TurnPriority(
             later=config.priorities.later_turns, older_first=config.priorities.older_first
         ),
+        constraint=prompt_constraint(inputs.play.task),
     )
     return RolloutLoop(
         prompts,

@@ -39,9 +39,11 @@ class MaskSets:
         """Add the masks of tokens that were sampled elsewhere."""
         width = -(-max(self._vocab, 1 + int(kept.ids.max(initial=-1))) // 32)
         of_sets: dict[int, Words] = {}
+        sizes = kept.sizes
         for token, one in enumerate(kept.set_of.tolist()):
             if one not in of_sets:
-                of_sets[one] = packed_words(kept.of(token), width)
+                ids = kept.of(token) if sizes[token] else np.arange(self._vocab)
+                of_sets[one] = packed_words(ids, width)
             self.add(of_sets[one])
 
     def record(self) -> KeptTokens:

@@ -11,6 +11,10 @@ from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.device.shaping import MAX_BIASED, Penalties, Shaping
 
+MOST_WAITED = 4
+"""Maximum steps of a block for the sake of requests without a constraint, while others wait: a
+larger number saves little (the host's time between two blocks is divided by it), and slows the
+others in proportion."""
 EVERY_TURN = 2**30
 """Turns of a slot that takes part in all steps of a block."""
 
@@ -86,11 +90,12 @@ def take_masks(span: Span, slots: Slots, one: Running) -> None:
 
 
 def steps_of(rows: Iterable[Running], spec: EngineSpec) -> int:
-    """Return the steps of a block. A constrained row takes a turn and its forced tokens, then waits
-    for its next mask while the others decode."""
+    """Return the steps of a block. A constrained row makes its certain steps and one more, then
+    waits for its next mask: the others make at most MOST_WAITED steps meanwhile, and fewer, the
+    more rows would wait."""
     matchings = [r.matching for r in rows]
-    waiting = [len(m.forced) + 1 for m in matchings if m is not None]
-    if not waiting:
+    turns = [len(m.forced) + 1 for m in matchings if m is not None]
+    if not turns:
         return spec.block
-    others = len(matchings) - len(waiting)
-    return min(spec.block, max(max(waiting), -(-others // len(waiting))))
+    others = len(matchings) - len(turns)
+    return min(spec.block, max(*turns, min(MOST_WAITED, -(-others // len(turns)))))
