@@ -30,6 +30,8 @@ NOT_DRAWN = -1
 """Version of a token that the policy did not generate (prompt, tool reply, padding)."""
 MAX_STOP_TOKENS = 8
 """Maximum stop tokens of one request."""
+MAX_BIASED = 512
+"""Maximum number of tokens of a request that have a bias."""
 
 
 class StopReason(StrEnum):

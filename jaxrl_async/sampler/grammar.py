@@ -118,11 +118,11 @@ class Grammars:
                 "this sampler knows no tokenizer. Give SamplerSettings(tokenizer=...), or a policy "
                 "with its tokenizer."
             )
-        if self._tokenizer.bytes_in_text is None:
+        if not self._tokenizer.writes_bytes:
             raise ValueError(
                 "the tokenizer is not byte-level: a text is not just the bytes of its tokens, so "
-                "no token can be judged alone. Use a model with a byte-level tokenizer (BPE as of "
-                "GPT-2, Llama 3, Qwen or SmolLM), or no constraint."
+                "no token can be judged alone. Use a model with a byte-level tokenizer (as of "
+                "Llama 3, Qwen, SmolLM or Gemma), or no constraint."
             )
         if not self._tokenizer.eos_ids:
             raise ValueError("the tokenizer names no end token.")
@@ -140,7 +140,7 @@ class _Tokens:
         self.eos_token_id = int(tokenizer.eos_ids[0])
         known = min(vocab, tokenizer.vocab_size)
         special = {**tokenizer.special_tokens}
-        self.tokens = [tokenizer.bytes_in_text(i) for i in range(known)]
+        self.tokens = [tokenizer.token_bytes(i) for i in range(known)]
         for i in (*special, *tokenizer.eos_ids):
             self.tokens[i] = special.get(i, f"<end {i}>").encode()
         self.tokens += [b""] * (vocab - known)

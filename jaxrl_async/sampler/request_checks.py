@@ -15,9 +15,9 @@ import numpy as np
 from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
-from jaxrl_async.sampler.device.shaping import MAX_BIASED
 from jaxrl_async.sampler.grammar import KINDS, LONGEST, Grammars
 from jaxrl_async.types import (
+    MAX_BIASED,
     MAX_STOP_TOKENS,
     Constraint,
     IntArray,

@@ -9,7 +9,8 @@ from jaxrl_async.sampler.batch.sequence import Running
 from jaxrl_async.sampler.batch.slots import Slots, Span
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Mix
-from jaxrl_async.sampler.device.shaping import MAX_BIASED, Penalties, Shaping
+from jaxrl_async.sampler.device.shaping import Penalties, Shaping
+from jaxrl_async.types import MAX_BIASED
 
 MOST_WAITED = 4
 """Maximum steps of a block for the sake of requests without a constraint, while others wait: a

@@ -15,8 +15,6 @@ from jaxrl_async.sampler.device.sampling import MASKED
 
 AnyArray = Any
 """An array of a program: traced, on the device, or in NumPy before or after."""
-MAX_BIASED = 512
-"""Maximum number of tokens of a request that have a bias."""
 
 
 class Shaping(NamedTuple):
