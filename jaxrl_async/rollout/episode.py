@@ -300,7 +300,7 @@ def make_request(
         key=(prompt.position, member),
         branch=branch,
         priority=limits.priority.of(prompt, turn),
-        extras=limits.keep_mask and limits.sampling.truncates,
+        extras=limits.keep_mask,
         for_training=limits.for_training,
         shaping=_shaping(prompt, limits),
     )
@@ -329,7 +329,7 @@ def check_kept(completion: Completion, limits: EpisodeLimits, before: int) -> No
     if not drawn:
         return
     masks = 0 if completion.kept is None else completion.kept.num_tokens
-    if limits.keep_mask and limits.sampling.truncates and masks != drawn:
+    if limits.keep_mask and masks != drawn:
         raise RolloutError(
             f"request {completion.request_id}: the sampler returned {drawn} tokens, but sampling "
             f"masks for {masks}. algorithm.keep_sampling_mask needs a sampler that fills "

@@ -232,7 +232,8 @@ def make_rollouts(
         stop_token_ids=inputs.play.stop_token_ids,
         max_new_tokens=config.sampler.max_new_tokens,
         max_length=config.sampler.max_length,
-        keep_mask=inputs.keep_mask,
+        keep_mask=inputs.keep_mask and config.sampler.truncates,
+        takes_masks=inputs.keep_mask,
         keep_routing=config.algorithm.keep_routing,
         priority=TurnPriority(
             later=config.priorities.later_turns, older_first=config.priorities.older_first
