@@ -22,9 +22,9 @@ class SamplerColumns(NamedTuple):
     """The sampler's choices that are packed with the tokens."""
 
     mask_vocab: int | None = None  # vocabulary size of sampling masks; None: masks are not packed
-    masks_all: bool = True  # False: a sequence without masks was sampled from the whole vocabulary
     routing: Routing | None = None  # of expert ids; None: these are not packed
     images: ImageStore | None = None  # referenced by token ids; None: no images
+    masks_all: bool = True  # False: a sequence without masks was sampled from the whole vocabulary
 
 
 NO_SAMPLER_COLUMNS = SamplerColumns()
