@@ -185,7 +185,7 @@ def make_learner(
         critic_warmup=config.critic.warmup_steps,
         sampler_columns=SamplerColumns(
             mask_vocab=policy.spec.vocab if keep_mask else None,
-            masks_all=config.sampler.truncates,
+            masks_all=config.sampler.truncates or not keep_mask,
             routing=routing_of(policy.spec) if algorithm.keep_routing else None,
             images=tokenizer.images,
         ),
