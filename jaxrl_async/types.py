@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,7 +96,7 @@ class Constraint:
     """What the text of an answer must match. Only tokens that can still lead to a match, and the
     stop tokens once the text matches, are sampled."""
 
-    kind: Literal["json_object", "json_schema", "regex", "lark", "choice"]
+    kind: str  # json_object, json_schema, regex, lark (a grammar) or choice (one of several texts)
     # the schema as JSON, the pattern, the grammar in llguidance's Lark, or the texts of a choice as
     # a JSON list; "" for json_object
     text: str = ""

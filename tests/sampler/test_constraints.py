@@ -191,7 +191,7 @@ def test_others_sample_the_same_tokens_as_without_a_constrained_neighbour() -> N
     mixed = [*mixed[:3], *mixed[4:7]]
     for one, other in zip(alone, mixed, strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
-        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=5e-6)  # sums of other rows
         assert (one.kept is None) == (other.kept is None)
 
 
@@ -366,5 +366,5 @@ def test_constraints_travel_to_a_remote_sampler_and_errors_come_back() -> None:
             same(one, future.result(60))
         with pytest.raises(RolloutError, match="Invalid type"):
             futures[3].result(60)
-        replica.abandon()
         server.close()
+        pair.close()
