@@ -42,7 +42,7 @@ def task_of(constraint: Any) -> jr.Task:
     return jr.Task(words=tuple("0123456789+="), constraint=constraint)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_samples_and_trains_within_its_tasks_constraint(tmp_path: Path) -> None:
     SEEN.clear()
     run = jr.train(

@@ -41,6 +41,7 @@ from jaxrl_async.types import (
     VersionedParams,
 )
 
+pytestmark = pytest.mark.full
 TOKENS = byte_level_tokenizer()
 VOCAB = 416  # some ids without a token, as in padded vocabularies
 ROW = 256
@@ -145,7 +146,6 @@ def test_finished_answers_are_valid_and_the_trainers_ratio_is_1() -> None:
     assert worst < 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_thousand_random_schemas_are_followed() -> None:
     finished, worst = check_schemas(1000, 1, SPEC, PARAMS, TOKENS)

@@ -13,6 +13,7 @@ from jaxrl_async.errors import RolloutError
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import LogitShaping, Request, SamplingParams
 
+pytestmark = pytest.mark.full
 CASES = (
     LogitShaping(bias=((3, 2.5), (7, -100.0), (11, -1.0))),
     LogitShaping(frequency_penalty=0.7),
