@@ -18,8 +18,8 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 @pytest.mark.parametrize(
     "name",
     [
-        "weight_transfer", "generate", "train_step", "shared_prefixes", "end_to_end", "limits",
-        "swap", "checkpoint", "chaos", "faults", "soak --job all", "simulate", "wire",
+        "weight_transfer", "generate", "score", "train_step", "shared_prefixes", "end_to_end",
+        "limits", "swap", "checkpoint", "chaos", "faults", "soak --job all", "simulate", "wire",
         "weight_transfer --remote", "samplers_at_scale", "sleeping_tools", "offers",
         "lora", "adapters", "asynchrony", "host_work",
         pytest.param("real_model", marks=[pytest.mark.large, pytest.mark.skipif(

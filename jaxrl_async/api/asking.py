@@ -1,4 +1,4 @@
-"""Ask a policy: texts or conversations in, texts out, complete or streamed."""
+"""Ask a policy: texts or conversations in, texts out, complete or streamed, or their log-probs."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,6 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_async.api.scored_text import (
+    Scored,
+    ScoredText,
+    listed_texts,
+    scored_text,
+    tokens_to_score,
+)
 from jaxrl_async.config.schema import SamplerSection
 from jaxrl_async.data.chat import chat_format
 from jaxrl_async.data.images import ImageStore, holds_images, taken_images
@@ -22,6 +29,7 @@ from jaxrl_async.types import (
     Constraint,
     IntArray,
     LogitShaping,
+    LogprobRequest,
     Message,
     Request,
     SamplingParams,
@@ -113,6 +121,44 @@ class Asker:
         asked = listed_prompts(prompts)
         requests = [self._request(p, max_new_tokens, sampling, constraint) for p in asked]
         return [self._text(c.token_ids) for c in self._sampler.generate(requests)]
+
+    def score(
+        self,
+        texts: Scored | Sequence[Scored],
+        *,
+        top: int = 0,
+        ids: Sequence[int] = (),
+    ) -> list[ScoredText]:
+        """Return the log-probs of each text's tokens, in this order; blocks. Nothing is generated.
+
+        Args:
+            texts: a text or its token ids, or a list of these and of pairs. A pair, the tuple
+                (prompt, completion), gives the log-probs of the completion; its prompt may also be
+                a conversation (messages). Texts are written as they are, after the tokens that the
+                tokenizer adds before a text (bos).
+            top: number of likeliest tokens whose log-probs are given at each position, at most 128.
+            ids: token ids whose log-probs are given at each position, at most 128.
+
+        Raises DataError for what cannot be written as tokens, RolloutError for a text that is too
+        long.
+        """
+        requests = [
+            self._scoring(one, index, top, ids) for index, one in enumerate(listed_texts(texts))
+        ]
+        answers = self._sampler.generate(requests)
+        pairs = zip(requests, answers, strict=True)
+        return [scored_text(request, done, self._tokenizer) for request, done in pairs]
+
+    def _scoring(self, one: Scored, index: int, top: int, ids: Sequence[int]) -> Request:
+        self._count += 1
+        tokens, first = tokens_to_score(one, index, self._tokenizer, self._conversation)
+        return Request(
+            request_id=f"score-{self._count}",
+            token_ids=tokens,
+            max_new_tokens=0,
+            logprobs=LogprobRequest(prompt=True, start=first, top=top, ids=tuple(ids)),
+            for_training=False,
+        )
 
     def stream(
         self,
@@ -245,3 +291,16 @@ def generate(
             top_k=top_k,
             constraint=constraint,
         )
+
+
+def score(
+    policy: Policy | str | Path,
+    texts: Scored | Sequence[Scored],
+    *,
+    top: int = 0,
+    ids: Sequence[int] = (),
+) -> list[ScoredText]:
+    """Return the log-probs that a policy, or the one in a directory, gives to the tokens of each
+    text or completion; see Asker.score, which is quicker for several calls."""
+    with Asker(policy) as asker:
+        return asker.score(texts, top=top, ids=ids)

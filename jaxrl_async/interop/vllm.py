@@ -233,6 +233,11 @@ class VllmSampler(Living):
                     f"request {request.request_id!r}: shaping (a constraint, biases or penalties) "
                     "is not passed on to a vLLM server. Remove it, or use jaxrl_async.Sampler."
                 )
+            if request.logprobs is not None:
+                raise RolloutError(
+                    f"request {request.request_id!r}: logprobs: from a vLLM server only the "
+                    "log-probs of sampled tokens are read. Remove it, or use jaxrl_async.Sampler."
+                )
             if 0 < request.sampling.temperature < LEAST_TEMPERATURE:
                 raise RolloutError(
                     f"request {request.request_id!r}: sampling.temperature must be 0 or at least "

@@ -58,6 +58,7 @@ MACHINE_METRICS: tuple[Metric, ...] = (
             "tokens",
             "Tokens prefilled again after a swap or a preemption.",
         ),
+        ("sampler/scored_tokens", "tokens", "Prompt tokens whose log-probs were computed."),
         ("sampler/gate_wait_share", "share", "Wall time for which rollouts waited at the gate."),
         ("sampler/queue_s", "s", "Mean time from submit to prefill."),
         ("sampler/joins", "samplers", "Samplers in separate processes that joined the run."),

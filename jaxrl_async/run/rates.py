@@ -119,6 +119,7 @@ ADDED = (
     "sampler/restarted",
     "sampler/discarded_tokens",
     "sampler/recomputed_tokens",
+    "sampler/scored_tokens",
     "sampler/in_flight",
     "throughput/generated_tokens_per_s",
     "throughput/aside_tokens_per_s",
@@ -210,7 +211,9 @@ def kv_use(was: SamplerStats, now: SamplerStats) -> dict[str, float]:
     used = now.waiting_used_slot_steps - was.waiting_used_slot_steps
     hit = now.prefix_hit_tokens - was.prefix_hit_tokens
     counted = ("failed", "preempted", "restarted", "discarded_tokens", "recomputed_tokens")
+    scored = now.scored_tokens - was.scored_tokens
     return {
+        **({"sampler/scored_tokens": float(scored)} if scored else {}),
         **({"sampler/occupancy_while_waiting": used / waiting} if waiting else {}),
         **({"sampler/prefix_hit_share": hit / asked} if asked else {}),
         **{f"sampler/{name}": float(getattr(now, name) - getattr(was, name)) for name in counted},

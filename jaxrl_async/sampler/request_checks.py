@@ -16,6 +16,12 @@ from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
 from jaxrl_async.sampler.grammar import KINDS, LONGEST, Grammars
+from jaxrl_async.sampler.logprob_checks import (
+    check_has_logprobs,
+    check_logprobs,
+    checked_logprobs,
+    scores_prompt,
+)
 from jaxrl_async.types import (
     MAX_BIASED,
     MAX_STOP_TOKENS,
@@ -123,6 +129,7 @@ def checked_request(request: Request | Partial, room: Room, *, answer_fits: bool
     if not isinstance(request.adapter, str):
         _refuse(request, "adapter", request.adapter, "text")
     token_ids = _prompt(request, room)
+    logprobs = checked_logprobs(request, len(token_ids), room.vocab)
     forced = request.forced_length
     _check_room(request, len(token_ids), room, answer_fits=answer_fits)
     checked = replace(
@@ -142,6 +149,7 @@ def checked_request(request: Request | Partial, room: Room, *, answer_fits: bool
         extras=bool(request.extras),
         for_training=bool(request.for_training),
         shaping=_shaping(request, room),
+        logprobs=logprobs,
     )
     if room.grammars is not None:
         room.grammars.check(checked)
@@ -171,7 +179,7 @@ def checked_partial(saved: Partial, room: Room) -> Partial:
     if isinstance(drawn, str):
         raise RolloutError(f"{name}: token_ids {drawn}. Give what a sampler saved.")
     count, wanted = len(drawn), num_wanted(request)
-    if count >= wanted:
+    if count and count >= wanted:
         raise RolloutError(
             f"{name} has {count} sampled tokens of at most {wanted} (max_new_tokens): nothing is "
             "left to do. Raise its max_new_tokens."
@@ -189,6 +197,8 @@ def checked_partial(saved: Partial, room: Room) -> Partial:
                 "sampler saved."
             )
     check_masks(name, saved, request, count)
+    check_logprobs(name, saved, request)
+    check_has_logprobs(name, saved, request)
     _check_kv(name, saved, len(request.token_ids) + count, room)
     check_expert_ids(name, saved, len(request.token_ids) + count - 1, room)
     return replace(saved, request=request, token_ids=drawn, **columns)
@@ -247,7 +257,9 @@ def _prompt(request: Request, room: Room) -> IntArray:
 
 def _check_room(request: Request, prompt: int, room: Room, *, answer_fits: bool) -> None:
     """Raise RolloutError, which names the setting, unless prompt and answer fit. Nothing is cut."""
-    if prompt >= room.max_length:
+    scores = scores_prompt(request)
+    only_scores = scores and request.max_new_tokens == 0 and request.forced_length is None
+    if prompt >= room.max_length + only_scores:
         raise RolloutError(
             f"request {request.request_id!r}: the prompt has {prompt} tokens, but a slot holds "
             f"{room.max_length} with at least one new token. Shorten the prompt or raise "
@@ -257,7 +269,7 @@ def _check_room(request: Request, prompt: int, room: Room, *, answer_fits: bool)
         asked = getattr(request, field)
         if asked is None and field == "forced_length":
             continue
-        asked = _whole(request, field, asked, 1, INT32_END)
+        asked = _whole(request, field, asked, 1 - scores, INT32_END)
         if field == "max_new_tokens" and request.forced_length is not None:
             continue  # forced_length counts instead
         if room.max_new_tokens is not None and asked > room.max_new_tokens:

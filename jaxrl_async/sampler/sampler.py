@@ -37,7 +37,7 @@ from jaxrl_async.sampler.adapters import AdapterChanges, SamplerAdapters
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.batch.finish import ended, request_as_data
 from jaxrl_async.sampler.batch.new_weights import new_version
-from jaxrl_async.sampler.batch.sequence import Running, Stage, live_of
+from jaxrl_async.sampler.batch.sequence import Prefilling, Running, Stage, live_of
 from jaxrl_async.sampler.compile_ahead import CompilingAhead
 from jaxrl_async.sampler.device.program_arguments import Block
 from jaxrl_async.sampler.intake import NO_FOLLOWERS, Receiver, TakesIn
@@ -372,7 +372,8 @@ class DecodeLoop:
         self._one_process = not spans_processes(setup.engine.spec.mesh)
         self.batch: Batch | None = None  # made by the thread
         self.changing = Lock()  # held while the batch, or `finished`, changes
-        self.finished: list[tuple[Running, TokenRecord]] = []  # not handed out yet
+        # not handed out yet
+        self.finished: list[tuple[Running | Prefilling, TokenRecord]] = []
         self.stats = SamplerStats()
         self.blamed: frozenset[str] = frozenset()
         self._compiling: CompilingAhead | None = None  # started after the first block
@@ -541,6 +542,7 @@ class DecodeLoop:
             with span("prefill"):
                 batch.prefill(self.weights.prepared)
             batch.start_block(self.weights.prepared)
+            self.finished += batch.take_scored()
             self._hand_out(batch)
 
     def _finish_block(self, batch: Batch, block: Block | None) -> None:
@@ -572,7 +574,7 @@ class DecodeLoop:
         self._count(
             batch,
             requests_done=len(done),
-            truncated=sum(c.stop is StopReason.LENGTH for _, c in done),
+            truncated=sum(c.stop is StopReason.LENGTH and len(c.token_ids) > 0 for _, c in done),
             failed=len(failed),
         )
         resolve([*done, *((s.owner, error) for s, error in failed)])

@@ -55,6 +55,7 @@ class SamplerStats:
     aside_tokens: int = _is(COUNTER)  # of these, for evaluations, guests and opponents
     prefill_tokens: int = _is(COUNTER)  # computed, without padding
     recomputed_tokens: int = _is(COUNTER)  # of these, again after a swap or a preemption
+    scored_tokens: int = _is(COUNTER)  # of prompts, whose log-probs were computed
     prefix_hit_tokens: int = _is(COUNTER)  # prompt tokens found in the prefix store
     prefix_hidden_tokens: int = _is(COUNTER)  # found except in layers with a window
     prefix_asked_tokens: int = _is(COUNTER)  # prompt tokens looked up there

@@ -8,6 +8,7 @@ from builders import tiny_params, tiny_spec
 from chat_tokenizers import qwen3_tokenizer
 from gemma_vision import IMAGE, saved
 from PIL import Image
+from whole_rows import logprobs_of
 
 import jaxrl_async as jr
 from jaxrl_async.data.chat_formats.template_format import TemplateFormat
@@ -42,6 +43,64 @@ def test_arguments_of_the_chat_template_reach_texts_and_conversations() -> None:
     with jr.Asker(POLICY, chat_arguments=arguments) as asker, jr.Asker(POLICY) as plain:
         for prompt in ("a question", QUESTION):
             assert asked_tokens(asker, prompt) == wanted != asked_tokens(plain, prompt)
+
+
+def test_texts_and_completions_have_the_log_probs_of_the_trainer() -> None:
+    """Of a text and its ids all tokens, of a pair those of the completion alone."""
+    text, prompt, answer = "wörld, and more", "wörld,", " and more"
+    ids = TOKENIZER.encode(text)
+    opened = TemplateFormat(TOKENIZER).opening(QUESTION, ())
+    with jr.Asker(POLICY) as asker:
+        texts = [
+            text,
+            ids,
+            (prompt, answer),
+            (QUESTION, answer),
+            (opened, TOKENIZER.encode(answer)),
+        ]
+        found = asker.score(texts, top=3, ids=(5,))
+        (greedy,) = asker.score([(opened, asked_greedy(asker))], top=1)
+        assert [one.token_ids.tolist() for one in asker.score(text)] == [ids.tolist()]
+    wanted = logprobs_of(SPEC, POLICY.params, ids)
+    for one in found[:2]:
+        assert one.token_ids.tolist() == ids.tolist() and one.text == text and not one.greedy
+        assert np.isnan(one.logprobs[0]) and one.version == 0
+        np.testing.assert_allclose(one.logprobs[1:], wanted[1:], atol=1e-5, rtol=0)
+        assert one.total == pytest.approx(float(wanted[1:].sum()), abs=1e-4)
+        assert one.top_ids.shape == (len(ids), 3) and one.id_logprobs.shape == (len(ids), 1)
+    first = len(TOKENIZER.encode(prompt))
+    assert found[2].token_ids.tolist() == ids.tolist() and np.isnan(found[2].logprobs[:first]).all()
+    assert found[2].total == pytest.approx(float(wanted[first:].sum()), abs=1e-4)
+    assert text[found[2].starts[first] :] == answer
+    of_chat = logprobs_of(SPEC, POLICY.params, found[3].token_ids)[len(opened) :]
+    for one in found[3:]:
+        assert one.token_ids[: len(opened)].tolist() == opened.tolist()
+        assert one.total == pytest.approx(float(of_chat.sum()), abs=1e-4)
+    assert greedy.greedy and greedy.total == pytest.approx(np.nansum(greedy.top_logprobs))
+
+
+def asked_greedy(asker: jr.Asker) -> list[int]:
+    """Return the four likeliest tokens after the question."""
+    request = asker._request(QUESTION, 4, jr.SamplingParams(temperature=0))
+    return asker._sampler.generate([request])[0].token_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("texts", "problem"),
+    [
+        (5, "texts is a int"),
+        ([{"role": "user"}], r"texts\[0\] is .* Give a text, token ids"),
+        ([("a", "b", "c")], r"texts\[0\] is"),
+        ([("a", None)], r"texts\[0\]: the completion is None"),
+        ([(3, "a")], r"texts\[0\]: the prompt is 3"),
+        ([("a", "")], r"texts\[0\]: the completion has no tokens"),
+        ([[10**6]], "token_ids must be from 0"),
+        (["a " * 4000], "a slot holds"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(texts, problem) -> None:
+    with pytest.raises(jr.JaxrlError, match=problem):
+        jr.score(POLICY, texts)
 
 
 def test_an_image_for_a_policy_that_reads_text_alone_is_refused() -> None:

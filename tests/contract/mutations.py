@@ -758,6 +758,8 @@ GROUPS = (
             "sampler/device/test_sampling.py::test_equals_at_the_edge_are_kept_together",
             "sampler/device/test_sampling.py::test_ranks_have_the_order_of_the_numbers",
             "sampler/test_extras.py::test_masks_and_both_log_probs_are_those_of_the_definition",
+            "sampler/test_scores.py::test_the_likeliest_are_those_of_a_whole_sort_also_where_many_are_equal",
+            "sampler/test_scores.py::test_generated_tokens_have_log_probs_of_their_own_distribution",
         ),
         (
             ("jnp.where(share < 1, nucleus, floor)", "nucleus"),
@@ -769,7 +771,49 @@ GROUPS = (
                 "jax.random.wrap_key_data(key)",
             ),
             ("<= (target - before)[:, None]", "<= target[:, None]"),
-            ("_at(jax.nn.log_softmax(logits, axis=-1), tokens)", "logprobs"),
+            ("_at(jax.nn.log_softmax(full, axis=-1), new.tokens)", "new.logprobs"),
+            ("found - largest - total", "found - largest"),
+            ("of_ids - largest - total", "of_ids - largest"),
+            ("logits / tempered[:, None]", "logits"),
+            (
+                "jnp.sort(jax.lax.top_k(jnp.max(blocks, axis=-1), k)[1], axis=-1)",
+                "jax.lax.top_k(jnp.max(blocks, axis=-1), k)[1]",
+            ),
+            ("jnp.max(blocks, axis=-1), k)[1]", "jnp.max(blocks, axis=-1), k - 1)[1]"),
+        ),
+    ),
+    Group(
+        "sampler/device/token_scores",
+        ("sampler/test_scores.py::test_the_head_is_applied_to_a_few_tokens_at_a_time",),
+        (
+            ("scored.count) + size - 1) // size", "scored.count)) // size"),
+            ("begin = step * size", "begin = step * (size - 1)"),
+            ("x[some(scored.indices, begin)]", "x[some(scored.rows, begin)]"),
+            ("jnp.concatenate([targets[:, None], ids]", "jnp.concatenate([ids[:, :1], ids]"),
+        ),
+    ),
+    Group(
+        "sampler/batch/prompt_scores",
+        (
+            "sampler/test_scores.py::test_every_way_of_a_prefill_gives_the_log_probs_of_the_definition",
+            "sampler/test_scores.py::test_stored_kv_is_used_before_the_first_scored_position_alone",
+            "sampler/test_scores.py::test_a_saved_request_keeps_its_log_probs",
+        ),
+        (
+            ("self.asked.start - 1)", "self.wish.start)"),
+            ("self.tokens - 1)", "self.tokens - 2)"),
+            ("saved.prompt_logprobs is not None", "saved.prompt_logprobs is None"),
+        ),
+    ),
+    Group(
+        "sampler/batch/score_chunks",
+        (
+            "sampler/test_scores.py::test_every_way_of_a_prefill_gives_the_log_probs_of_the_definition",
+        ),
+        (
+            ("token_ids[scored + 1]", "token_ids[scored]"),
+            ("scored - prefilling.prefilled + begin", "scored + begin"),
+            ("scored.start + 1, rows", "scored.start, rows"),
         ),
     ),
     Group(

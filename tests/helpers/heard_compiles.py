@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import jax
 
-PROGRAMS = ("prefill", "prefill_in_pages", "insert", "generate")
+PROGRAMS = ("prefill", "prefill_in_pages", "score", "score_in_pages", "insert", "generate")
 
 
 @contextmanager

@@ -256,6 +256,16 @@ def test_prompts_are_prefilled_on_the_pages_in_place(programs):
     assert insert["alias_bytes"] >= insert["pages_bytes"]
 
 
+def test_a_prompt_is_scored_without_its_logits(programs):
+    """4,096 tokens of 151,936: logits of all are 2.3 GiB, of as many as are computed together 64
+    MiB, and their likeliest tokens are found among copies of them."""
+    for kind in ("", " on tensor"):
+        score = programs[f"sampler score{kind}"]
+        assert score["tokens"] == 4096 and score["kernels"] == 2
+        assert score["temp_bytes"] < 2**28
+        assert score["alias_bytes"] >= score["pages_bytes"], "no copy"
+
+
 def test_page_tables_beyond_the_scalar_memory_are_divided_among_calls(programs):
     """256 rows of up to 32,768 tokens, whose page numbers alone take more than 1 MiB."""
     assert programs["sampler block of long contexts"]["kernels"] == 2 * 3, "three calls a layer"

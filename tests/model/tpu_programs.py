@@ -40,7 +40,7 @@ from jaxrl_async.sampler.batch.prefill import (
 )
 from jaxrl_async.sampler.device.engine import Engine, weight_shardings
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
-from jaxrl_async.sampler.device.program_arguments import DecodeArgs
+from jaxrl_async.sampler.device.program_arguments import DecodeArgs, ScoreArgs
 from jaxrl_async.sampler.device.sampling import Controls, Mix, sample
 from jaxrl_async.sampler.device.sampling_kernel import drawn_by_kernel
 from jaxrl_async.trainer.learning_settings import LearningSettings
@@ -72,11 +72,11 @@ def array(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.Sha
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
 
-def compiled(function: Any, *arguments: Any) -> dict[str, Any]:
+def compiled(function: Any, *arguments: Any, **static: Any) -> dict[str, Any]:
     """Call sites of kernels; on a chip, bytes of temporary memory and of arguments that results
     lie in."""
     lower = function.lower if hasattr(function, "lower") else jax.jit(function).lower
-    program = lower(*arguments).compile()
+    program = lower(*arguments, **static).compile()
     memory = program.memory_analysis()
     return {
         "kernels": program.as_text().count('custom_call_target="tpu_custom_call"'),
@@ -378,6 +378,7 @@ def sampler_program(
     context_pages: int = 2,
     max_length: int = 512,
     budget: int = 256,
+    vocab: int = 1024,
     **axes: int,
 ) -> dict[str, Any]:
     """A prefill or a whole decode block of the sampler's engine, on one chip or on these axes."""
@@ -389,7 +390,7 @@ def sampler_program(
         mlp=512,
         **{"head_dim": 128} | (shape or {"layers": 2}),
     )
-    spec = ModelSpec.from_architecture(sizes, 1024)
+    spec = ModelSpec.from_architecture(sizes, vocab)
     engine_spec = EngineSpec(
         model=spec, slots=slots, reserve=8, max_length=max_length, pages=256, page_tokens=32,
         block=16, mesh=mesh, dtype=jnp.bfloat16, ragged=True,
@@ -423,6 +424,14 @@ def sampler_program(
             return compiled(engine.programs.prefill, weights, state.kv, chunk, state.states)
         found = compiled(engine.programs.prefill_in_pages, weights, state.kv, chunk)
         return {**found, "pages_bytes": pages_bytes}
+    if name == "score":
+        chunk = make_chunk([], prefill_sizes(engine_spec, budget)[-1], engine_spec).args
+        n, given = len(chunk.token_ids), np.zeros(len(chunk.token_ids), np.int32)
+        ids = np.zeros((len(chunk.lengths), 8), np.int32)
+        scored = ScoreArgs(given, np.int32(n), given, given, ids)
+        program = engine.programs.score_in_pages
+        found = compiled(program, weights, state.kv, chunk, scored, top=8)
+        return {**found, "pages_bytes": pages_bytes, "tokens": n}
     run = DecodeArgs(
         rows=np.arange(slots, dtype=np.int32),
         reserve=np.zeros(8, np.int32),
@@ -467,6 +476,10 @@ GEMMA3 = {"family": "gemma3_text", "layers": 12, "window": 100}
 
 PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "sampler prefill": partial(sampler_program, "prefill"),
+    "sampler score": partial(sampler_program, "score", max_length=4096, budget=4096, vocab=151_936),
+    "sampler score on tensor": partial(
+        sampler_program, "score", kv_heads=4, tensor=4, max_length=4096, budget=4096, vocab=151_936
+    ),
     "sampler block": partial(sampler_program, "block"),
     "sampler block of long contexts": partial(
         sampler_program, "block", slots=256, context_pages=1024

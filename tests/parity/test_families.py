@@ -33,7 +33,7 @@ from jaxrl_async.model.peft import load_peft, save_peft
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.sampler.sampler import Sampler
-from jaxrl_async.types import Request, SamplingParams
+from jaxrl_async.types import LogprobRequest, Request, SamplingParams
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),  # of PEFT
@@ -43,6 +43,8 @@ transformers = pytest.importorskip("transformers", reason="parity needs transfor
 peft = pytest.importorskip("peft")
 
 VOCAB, LENGTH = 96, 40
+CLOSE = 2e-5
+"""Largest difference of a log-prob: each side is within 1e-5 of float64, in its own order."""
 COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -446,6 +448,37 @@ def test_a_sampler_draws_what_transformers_would_and_the_trainer_gives_the_same(
     hits = sampler.stats().prefix_hit_tokens
     assert hits >= 16 or (policy.spec.delta and not hits), "states are not stored"
     sampler.close()
+
+
+@pytest.mark.exhaustive
+@SAMPLED
+def test_a_sampler_scores_as_transformers_does(checkpoint) -> None:
+    """Log-probs of a prompt and of its likeliest and named tokens, in small pages and chunks."""
+    model, folder = checkpoint
+    policy = Policy.from_pretrained(folder)
+    section = schema.SamplerSection(
+        slots=3, max_length=64, max_new_tokens=24, block=4, page_tokens=8, prefill_chunk=13
+    )
+    wish = LogprobRequest(prompt=True, top=5, ids=(7, 90))
+    prompts = [tokens()[0, :36], tokens()[1, :5], tokens()[1, :29]]
+    asked = [
+        Request(request_id=f"r{i}", token_ids=prompt, max_new_tokens=0, logprobs=wish)
+        for i, prompt in enumerate(prompts)
+    ]
+    with Sampler(policy, section=section) as sampler:
+        answers = sampler.generate(asked)
+    for prompt, done in zip(prompts, answers, strict=True):
+        said, found, n = theirs(model, prompt[None])[0], done.prompt_logprobs, len(prompt) - 1
+        said = np.asarray(said, np.float64)[:-1]
+        said -= np.log(np.exp(said).sum(-1, keepdims=True))
+        order = np.argsort(-said, axis=-1)[:, :5]
+        assert found.top_ids[1:].tolist() == order.tolist()
+        for ours, wanted in (
+            (found.logprobs, said[np.arange(n), prompt[1:]]),
+            (found.top_logprobs, np.take_along_axis(said, order, -1)),
+            (found.id_logprobs, said[:, [7, 90]]),
+        ):
+            np.testing.assert_allclose(ours[1:], wanted, atol=CLOSE, rtol=0)
 
 
 @pytest.mark.exhaustive

@@ -25,6 +25,7 @@ pytestmark = [
     ),
 ]
 
+import jaxrl_async as jr  # noqa: E402
 from jaxrl_async.config.schema import SamplerSection  # noqa: E402
 from jaxrl_async.data.addresses import folder_here  # noqa: E402
 from jaxrl_async.data.chat import chat_format  # noqa: E402
@@ -105,6 +106,32 @@ def test_logprobs_agree_with_transformers(policy, theirs):
     ids = policy.tokenizer.encode("Albert Einstein was born in Ulm, on 14 March 1879. " * 4)
     ours = logprobs_of(policy.spec, policy.params, ids)[1:]
     np.testing.assert_allclose(ours, theirs_of(theirs, ids), atol=1e-4, rtol=0)
+
+
+def test_scores_agree_with_transformers(policy, theirs):
+    """Of whole texts and of completions, with the likeliest and named tokens of each position."""
+    text = "Albert Einstein was born in Ulm, on 14 March 1879. " * 4
+    pair = ("The capital of France is", " Paris, and that of Peru is Lima.")
+    whole, completion = jr.score(policy, [text, pair], top=20, ids=(253, 7042))
+    for found in (whole, completion):
+        ids, first = found.token_ids, int(np.isnan(found.logprobs).sum())
+        with torch.no_grad():
+            logits = theirs(torch.tensor(ids[None], dtype=torch.long)).logits[0, :-1]
+        wanted = torch.log_softmax(logits.double(), -1).numpy()[first - 1 :]
+        at = np.arange(len(wanted))
+        order = np.argsort(-wanted, axis=-1)[:, :20]
+        for ours, said in (
+            (found.logprobs, wanted[at, ids[first:]]),
+            (found.top_logprobs, np.take_along_axis(wanted, order, -1)),
+            (found.id_logprobs, wanted[:, [253, 7042]]),
+        ):
+            np.testing.assert_allclose(ours[first:], said, atol=1e-5, rtol=0)
+        assert np.isnan(found.logprobs[:first]).all() and found.greedy is False
+        assert found.total == pytest.approx(wanted[at, ids[first:]].sum(), abs=1e-4)
+        assert found.text == policy.tokenizer.decode_all(ids)
+    assert completion.text == "".join(pair)
+    begin = int(np.flatnonzero(~np.isnan(completion.logprobs))[0])
+    assert completion.text[: completion.starts[begin]] == pair[0]
 
 
 @pytest.mark.parametrize("talk", TALKS, ids=lambda talk: f"{len(talk)} messages")

@@ -9,6 +9,11 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.errors import RolloutError, printable
+from jaxrl_async.sampler.logprob_checks import (
+    check_has_logprobs,
+    check_logprobs,
+    scores_prompt,
+)
 from jaxrl_async.sampler.request_checks import (
     Room,
     check_expert_ids,
@@ -61,6 +66,9 @@ def checked_completion(
     if full is not None and not _is_column(full, np.float32, count):
         raise RolloutError(f"{name}: full_logprobs is not one number for each token.")
     check_masks(name, completion, request, count)
+    check_logprobs(name, completion, request)
+    check_has_logprobs(name, completion, request)
+    _check_scores(name, completion, request, newest, stopped=stopped)
     _check_drawable(name, completion, room)
     check_expert_ids(name, completion, len(request.token_ids) + count - 1, room)
     return replace(completion, request_id=request.request_id)
@@ -154,6 +162,27 @@ def _check_new(name: str, drawn: Any, request: Request, begun: Partial | None, o
                 f"{name}: {field} have {odd[0]:g}, which is not a log-prob of a sampled token: it "
                 f"must lie between {lowest:g} and 0."
             )
+
+
+def _check_scores(
+    name: str, completion: Completion, request: Request, newest: int, *, stopped: bool
+) -> None:
+    """Raise RolloutError unless an answer has possible log-probs of the prompt and of named tokens,
+    if the request wants them. A request that was stopped early may lack the prompt's."""
+    found = completion.prompt_logprobs
+    if scores_prompt(request) and found is None and not stopped:
+        raise RolloutError(f"{name}: prompt_logprobs are missing.")
+    version = None if found is None else found.version
+    if found is not None and not (type(version) is int and 0 <= version <= newest):
+        raise RolloutError(
+            f"{name}: prompt_logprobs have version {version}, but {newest} is newest."
+        )
+    for field, of in (("prompt_logprobs", found), ("top_logprobs", completion.top_logprobs)):
+        if of is not None and any(
+            (values > HIGHEST_LOGPROB).any()
+            for values in (of.logprobs, of.top_logprobs, of.id_logprobs)
+        ):
+            raise RolloutError(f"{name}: {field} have a number above 0, which is no log-prob.")
 
 
 def _check_drawable(name: str, drawn: TokenRecord, room: Room) -> None:

@@ -19,8 +19,9 @@ from typing import Generic, Protocol, TypeVar
 
 from jaxrl_async.sampler.batch.adapter_places import PlacedAdapter
 from jaxrl_async.sampler.batch.kv_cache import KvCache
+from jaxrl_async.sampler.batch.prompt_scores import PromptScores, scores_for
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Prefilling
-from jaxrl_async.types import Request
+from jaxrl_async.types import IntArray, LogprobRequest, Request
 
 OVERTAKES = 64
 """Maximum admissions in a row that pass the longest-waiting request."""
@@ -118,6 +119,55 @@ class WaitingQueue(Generic[A]):
         return next(iter(self._where))
 
 
+class RequestQueue(WaitingQueue[LiveRequest]):
+    """The waiting requests of a sampler. Those that only score wait in a queue of their own, since
+    they need no slot."""
+
+    def __init__(self, *, apart: bool) -> None:
+        """apart: False puts requests that only score among the others."""
+        super().__init__()
+        self.scores: WaitingQueue[LiveRequest] = WaitingQueue()
+        self._apart = apart
+
+    def is_apart(self, live: LiveRequest) -> bool:
+        """Return whether a request waits among the scores."""
+        return self._apart and live.only_scores
+
+    def __len__(self) -> int:
+        return super().__len__() + len(self.scores)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        """Iterate over the requests that need a slot, and then over the others."""
+        return itertools.chain(super().__iter__(), self.scores)
+
+    def __contains__(self, one: object) -> bool:
+        return super().__contains__(one) or one in self.scores
+
+    def add(self, incoming: Iterable[LiveRequest]) -> None:
+        """See WaitingQueue."""
+        incoming = list(incoming)
+        super().add(live for live in incoming if not self.is_apart(live))
+        self.scores.add(live for live in incoming if self.is_apart(live))
+
+    def put_back(self, those: Sequence[LiveRequest], *, behind: int = 0) -> None:
+        """See WaitingQueue. behind: of those that need a slot."""
+        super().put_back([live for live in those if not self.is_apart(live)], behind=behind)
+        self.scores.put_back([live for live in those if self.is_apart(live)])
+
+    def admit(self, one: LiveRequest) -> None:
+        """See WaitingQueue."""
+        self.scores.admit(one) if self.is_apart(one) else super().admit(one)
+
+    def remove(self, one: LiveRequest) -> None:
+        """See WaitingQueue."""
+        self.scores.remove(one) if self.is_apart(one) else super().remove(one)
+
+    def clear(self) -> None:
+        """See WaitingQueue."""
+        super().clear()
+        self.scores.clear()
+
+
 HIGH = 0.9
 """Share of the pages in use above which the limit falls."""
 LOW = 0.6
@@ -162,15 +212,22 @@ def adjusted_limit(limit: Limit, load: SamplerLoad) -> Limit:
     return limit
 
 
-Content = tuple[bytes, bytes]
-"""The salt of a request's adapter, and its tokens: requests with equal content share a prefill."""
+Content = tuple[bytes, bytes, LogprobRequest | None]
+"""The salt of a request's adapter, its tokens, and the log-probs that it wants of its prompt:
+requests with equal content share a prefill."""
+
+
+def content_of(salt: bytes, token_ids: IntArray, scores: PromptScores | None) -> Content:
+    """Return the content of a request."""
+    return salt, token_ids.tobytes(), None if scores is None else scores.asked
 
 
 class Admission:
     """The queue, and the limit of requests in flight. Changed only by the sampler's thread."""
 
-    def __init__(self, cache: KvCache, total_slots: int) -> None:
-        self.queue: WaitingQueue[LiveRequest] = WaitingQueue()
+    def __init__(self, cache: KvCache, total_slots: int, *, apart: bool = True) -> None:
+        """apart: requests that only score need no slot."""
+        self.queue = RequestQueue(apart=apart)
         self.limit = Limit(value=total_slots, least=1, most=total_slots)
         self._cache = cache
         self._orders = itertools.count()
@@ -204,10 +261,11 @@ class Admission:
         """
         if not held:
             return self.queue.head
+        queue = [live for live in self.queue if not self.queue.is_apart(live)]
         begun = {name: self.begun(name, version_of(name)) for name in held}
         allowed = [
             live
-            for live in self.queue
+            for live in queue
             if live.request.adapter not in held or live in begun[live.request.adapter]
         ]
         left = iter(allowed)
@@ -216,6 +274,13 @@ class Admission:
             return next(left, None)
 
         return following
+
+    def next_score(self, held: frozenset[str]) -> LiveRequest | None:
+        """Return the next request that only scores, or None. held: see `order`."""
+        if not held:
+            return self.queue.scores.head()
+        allowed = (live for live in self.queue.scores if live.request.adapter not in held)
+        return next(allowed, None)
 
     def place(
         self,
@@ -237,12 +302,16 @@ class Admission:
             spare: pages that must stay free.
         """
         token_ids = live.known_tokens
-        content, prefilled = (weights.salt, token_ids.tobytes()), 0
+        scores, prefilled = scores_for(live.request, live.partial, weights.version), 0
+        content = content_of(weights.salt, token_ids, scores)
         leader = leaders.get(content)
         if leader is not None:
             table = self._cache.allocate_follower(len(token_ids), spare=spare)
         else:
-            table, prefilled = self._cache.allocate(token_ids, spare=spare, salt=weights.salt)
+            reusable = None if scores is None else max(scores.asked.start, 1)
+            table, prefilled = self._cache.allocate(
+                token_ids, spare=spare, salt=weights.salt, reusable=reusable
+            )
         if table is None:
             return None
         prefilling = Prefilling(
@@ -254,6 +323,7 @@ class Admission:
             prefilled=prefilled,
             kv_version=weights.version,
             place=weights.place,
+            scores=scores,
         )
         if leader is not None:
             leader.followers.append(prefilling)

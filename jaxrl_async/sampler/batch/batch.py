@@ -22,8 +22,8 @@ import numpy as np
 from jaxrl_async.data.images import ImageStore
 from jaxrl_async.model.moe import id_dtype
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, WeightsInUse
-from jaxrl_async.sampler.batch.admission import Admission, Content
-from jaxrl_async.sampler.batch.decoding import decode_args, form_of
+from jaxrl_async.sampler.batch.admission import Admission, Content, content_of
+from jaxrl_async.sampler.batch.decoding import decode_args, form_of, named_ids
 from jaxrl_async.sampler.batch.expert_routing import NoRoutes, Routes
 from jaxrl_async.sampler.batch.kv_cache import KvCache, Table
 from jaxrl_async.sampler.batch.prefill import (
@@ -37,6 +37,7 @@ from jaxrl_async.sampler.batch.prefill import (
     saved_chunk,
     saved_tokens,
 )
+from jaxrl_async.sampler.batch.score_chunks import divided_parts, expect_scores, score_args
 from jaxrl_async.sampler.batch.sequence import (
     BatchStats,
     LiveRequest,
@@ -54,7 +55,7 @@ from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.program_arguments import Block, DecodeState, EngineWeights, Prefix
 from jaxrl_async.sampler.device.sampling import Mix, mix_of, together
 from jaxrl_async.sampler.grammar import Grammars
-from jaxrl_async.types import IntArray, TokenRecord
+from jaxrl_async.types import IntArray, PositionLogprobs, TokenRecord
 
 log = logging.getLogger(__name__)
 
@@ -114,11 +115,14 @@ class Batch:
         )
         self._routes = _routes_of(self.spec)
         self.state: DecodeState = engine.init_decode_state()
-        self.admission = Admission(self.cache, self.spec.total_slots)
+        self.admission = Admission(
+            self.cache, self.spec.total_slots, apart=not self.spec.model.delta
+        )
         self.queue, self.enqueue = self.admission.queue, self.admission.enqueue
         self.placed: dict[int, Placed] = {}  # by slot index, in order of admission
         self.stats = BatchStats()
         self._failed: list[tuple[LiveRequest, Exception]] = []
+        self._scored: list[Prefilling] = []  # that only score, and are done
         self._block: _StartedBlock | None = None
 
     # ---- queries
@@ -163,14 +167,15 @@ class Batch:
 
         held: adapters for which only requests with tokens of the current weights are admitted.
         """
-        free = deque(i for i in range(self.spec.total_slots) if i not in self.placed)
+        S = self.spec.total_slots
+        free = deque(i for i in range(S) if i not in self.placed)
         by_content = {
-            (used.salt, p.token_ids.tobytes()): p
+            content_of(used.salt, p.token_ids, p.scores): p
             for p in self.prefilling
             if p.kv_version == (used := self.weights.of(p.request)).version  # no older KV
         }
         following = self.admission.order(held, self.weights.version_of)
-        while free and len(self.placed) < self.admission.limit.requests:
+        while free and S - len(free) < self.admission.limit.requests:
             live = following()
             if live is None:
                 break
@@ -179,6 +184,22 @@ class Batch:
                 break
             if admitted:
                 free.popleft()
+        self._admit_scores(held, by_content)
+
+    def _admit_scores(self, held: frozenset[str], by_content: dict[Content, Prefilling]) -> None:
+        """Admit the next requests that only score, to places after the slots: one at any time, and
+        more while the tokens to prefill are fewer than a round's. So later requests with slots wait
+        for one round and one such prompt at most."""
+        S = self.spec.total_slots
+        for place in range(S, 2 * S):
+            left = sum(len(p.token_ids) - p.prefilled for p in self.prefilling)
+            live, scoring = self.admission.next_score(held), any(i >= S for i in self.placed)
+            if live is None or (scoring and left >= self._chunk):
+                return
+            if place in self.placed:
+                continue
+            if self.guarded(live, partial(self._admit, by_content, place)) is False:
+                return
 
     def _admit(
         self, by_content: dict[Content, Prefilling], slot_index: int, live: LiveRequest
@@ -207,21 +228,28 @@ class Batch:
         for prefilling in self.prefilling:
             if prefilling.live.partial is not None and not prefilling.prefilled:
                 self.guarded(prefilling, self._restore_kv)
-        for chunk in chunks_of(self._parts(), self._chunk, self.spec, self._images):
-            prefix = self._prefilled(weights, chunk)
-            self.stats = self.stats.plus(prefill_tokens=chunk.num_tokens)
-            done = chunk.advance()
-            copies = self._insert(prefix._replace(routes=None), chunk, done)
-            pages, offsets = chunk.cells
-            self._routes.expect(prefix.routes, pages[0], offsets, *copies)
-            self._keep_pages(chunk)
-            for _, leader in done:
-                followers, leader.followers = leader.followers, []
-                for follower in followers:
-                    self.cache.share(leader.table, follower.table, len(leader.token_ids))
-                for prefilling in (leader, *followers):  # all have the leader's KV
-                    prefilling.kv_version = leader.kv_version
-                    self.guarded(prefilling, self._start_running)
+        plain, scored = divided_parts(self._parts())
+        for chunk in chunks_of(plain, self._chunk, self.spec, self._images):
+            self._place(chunk, self._prefilled(weights, chunk))
+        for chunk in chunks_of(scored, self._chunk, self.spec, self._images):
+            self._place(chunk, self._with_scores(weights, chunk))
+
+    def _place(self, chunk: Chunk, prefix: Prefix) -> None:
+        """Insert a computed chunk, and start the requests that it completes."""
+        self.stats = self.stats.plus(prefill_tokens=chunk.num_tokens)
+        done = chunk.advance()
+        copies = self._insert(prefix._replace(routes=None), chunk, done)
+        pages, offsets = chunk.cells
+        self._routes.expect(prefix.routes, pages[0], offsets, *copies)
+        self._keep_pages(chunk)
+        for _, leader in done:
+            followers, leader.followers = leader.followers, []
+            for follower in followers:
+                self.cache.share(leader.table, follower.table, len(leader.token_ids))
+            for prefilling in (leader, *followers):  # all have the leader's KV and log-probs
+                prefilling.kv_version, prefilling.scores = leader.kv_version, leader.scores
+                only_scores = prefilling.live.only_scores
+                self.guarded(prefilling, self._end_scored if only_scores else self._start_running)
 
     def _prefilled(self, weights: EngineWeights, chunk: Chunk) -> Prefix:
         """Compute a chunk. Chunks with cells have their KV in the pages already."""
@@ -229,6 +257,27 @@ class Batch:
             return self.engine.prefill(weights, self.state, chunk.args)
         prefix, self.state = self.engine.prefill_in_pages(weights, self.state, chunk.args)
         return prefix
+
+    def _with_scores(self, weights: EngineWeights, chunk: Chunk) -> Prefix:
+        """Compute a chunk with the log-probs that its requests want of their prompts."""
+        args, top = score_args(chunk, self._images)
+        prefix, self.state, scores = self.engine.score(
+            weights, self.state, chunk.args, args, top=top
+        )
+        expect_scores(chunk, scores)
+        self.stats = self.stats.plus(scored_tokens=int(args.count))
+        return prefix
+
+    def _end_scored(self, prefilling: Prefilling) -> None:
+        """Take out a request that only scores."""
+        self.leave(prefilling)
+        self._scored.append(prefilling)
+
+    def take_scored(self) -> list[tuple[Prefilling, TokenRecord]]:
+        """Return the requests that only score and are done since the last call, with their
+        log-probs. Waits for their prefill."""
+        scored, self._scored = self._scored, []
+        return [(p, replace(self.output(p), prompt_logprobs=_result(p))) for p in scored]
 
     def _insert(
         self, prefix: Prefix, chunk: Chunk, done: Sequence[tuple[int, Prefilling]]
@@ -293,6 +342,7 @@ class Batch:
             num_prefilled=num_prefilled,
             kv_version=prefilling.kv_version,
             matching=matching,
+            scores=prefilling.scores,
         )
         self.slots.occupy(slot, num_prefilled, prefilling.table, used.version, used.place)
         if prefilling.live.partial is not None:
@@ -303,6 +353,8 @@ class Batch:
         saved = prefilling.live.partial
         if saved is None or saved.kv is None or self.spec.model.delta:
             return  # states of gated delta nets are not saved: prefilled again
+        if prefilling.scores is not None:
+            return  # prefilled again, for its log-probs
         if saved.kv_version != self.weights.of(prefilling.request).version:
             return
         if not self._routes.cover(saved):
@@ -334,6 +386,8 @@ class Batch:
             mix = together([mix, *self._mixes])
         shaping = shaping_of(running, self.slots, self.spec, mix)
         args, context_pages = decode_args(rows, reserve, self.slots, self.spec, shaping)
+        if mix.ids:
+            args = args._replace(ids=named_ids(running, self.spec.total_slots, mix.ids))
         self.state, block = self.engine.generate(
             weights, self.state, args, context_pages=context_pages, mix=mix
         )
@@ -385,6 +439,7 @@ class Batch:
             started.versions,
             block.extras,
             wanted={slot for slot, r in started.running.items() if r.request.needs_extras},
+            named={slot for slot, r in started.running.items() if r.request.logprobs},
         )
         for span in spans:
             one = started.running[span.slot]
@@ -422,13 +477,23 @@ class Batch:
             return live_of(stage).saved_output
         slot = stage.slot_index
         request = stage.request
-        masks = request.constraint is not None
-        output = self.slots.output(slot, extras=request.extras, masks=masks)
+        output = self.slots.output(
+            slot,
+            extras=request.extras,
+            masks=request.constraint is not None,
+            asked=request.logprobs,
+        )
         drawn = len(output.token_ids)
         tokens = len(stage.request.token_ids) + drawn - 1 if drawn else 0
         pages = self.slots.tables[slot, 0, : self.cache.form.num_pages(tokens)]
-        experts = self._routes.of_request(pages, tokens, stage.live.partial)
-        return replace(output, expert_ids=experts)
+        experts, saved = (
+            self._routes.of_request(pages, tokens, stage.live.partial),
+            stage.live.partial,
+        )
+        scores = None if saved is None else saved.prompt_logprobs
+        if stage.scores is not None:
+            scores = stage.scores.result()
+        return replace(output, expert_ids=experts, prompt_logprobs=scores)
 
     # ---- leaving early
 
@@ -464,6 +529,10 @@ class Batch:
             self.leave(placed)
         elif live in self.queue:
             self.queue.remove(live)
+
+
+def _result(prefilling: Prefilling) -> PositionLogprobs | None:
+    return None if prefilling.scores is None else prefilling.scores.result()
 
 
 def _routes_of(spec: EngineSpec) -> Routes | NoRoutes:

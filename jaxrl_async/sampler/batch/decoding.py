@@ -1,6 +1,6 @@
 """The arrays of a decode block, and KV read back from the pages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import jax
@@ -19,6 +19,7 @@ from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.program_arguments import DecodeArgs
 from jaxrl_async.sampler.device.sampling import AnyArray, Mix
 from jaxrl_async.sampler.device.shaping import Shaping
+from jaxrl_async.types import IntArray
 
 
 def form_of(spec: EngineSpec) -> TableForm:
@@ -59,6 +60,15 @@ def decode_args(
         shaping=shaping,
     )
     return args, context_pages
+
+
+def named_ids(running: Mapping[int, Running], total_slots: int, size: int) -> IntArray:
+    """Return the token ids that the requests in slots name, [total_slots, size]; the rest is 0."""
+    ids = np.zeros((total_slots, size), np.int32)
+    for slot, one in running.items():
+        if one.request.logprobs is not None:
+            ids[slot, : len(one.request.logprobs.ids)] = one.request.logprobs.ids
+    return ids
 
 
 def empty_decode_args(

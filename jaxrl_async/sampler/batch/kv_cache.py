@@ -309,7 +309,12 @@ class KvCache:
         self.prefixes = PrefixStore(self.pages, form, enabled=stores)
 
     def allocate(
-        self, token_ids: IntArray, *, spare: int, salt: bytes = b""
+        self,
+        token_ids: IntArray,
+        *,
+        spare: int,
+        salt: bytes = b"",
+        reusable: int | None = None,
     ) -> tuple[Table | None, int]:
         """Return the table of a prompt, and the number of its tokens whose KV is there already.
 
@@ -320,9 +325,10 @@ class KvCache:
             token_ids: the prompt.
             spare: pages that must stay free; the table is None if fewer would be left.
             salt: of the request's adapter.
+            reusable: of the first tokens, all but the last may be found stored; None: of all.
         """
         form, tokens = self.form, len(token_ids)
-        matched, hidden = self.prefixes.match(token_ids, salt)
+        matched, hidden = self.prefixes.match(token_ids[:reusable], salt)
         table, found = form.empty(), matched.shape[1]
         table[:, :found] = matched
         firsts = np.maximum(form.first_pages(tokens), found)

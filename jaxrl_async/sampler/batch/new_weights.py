@@ -6,6 +6,7 @@ Used only by the sampler's thread, between two blocks.
 
 from jaxrl_async.sampler.batch.adapter_places import PlacedAdapter
 from jaxrl_async.sampler.batch.batch import Batch
+from jaxrl_async.sampler.batch.prompt_scores import scores_for
 from jaxrl_async.sampler.batch.sequence import Placed, Prefilling, Running
 
 
@@ -33,6 +34,12 @@ def drop_adapter(batch: Batch, name: str) -> None:
 
 def _renew(batch: Batch, adapter: str, version: int) -> None:
     for placed in placed_of(batch, adapter):
+        if batch.placed.get(placed.slot_index) is not placed:
+            continue  # a follower of one that starts again
+        if isinstance(placed, Prefilling) and placed.scores is not None:
+            batch.leave(placed)  # its log-probs are all by the same weights
+            batch.queue.put_back([placed.live])
+            continue
         begun = isinstance(placed, Running) or placed.prefilled
         placed.kv_version = None if begun else version
 
@@ -69,6 +76,7 @@ def recompute(batch: Batch, adapter: str = "") -> None:
         else:
             lost = placed.prefilled
             placed.prefilled, placed.kv_version = 0, used.version
+            placed.scores = scores_for(placed.request, placed.live.partial, used.version)
         batch.stats = batch.stats.plus(recomputed_tokens=lost)
 
 

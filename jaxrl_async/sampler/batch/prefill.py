@@ -223,9 +223,15 @@ class Placing(NamedTuple):
 def placings(done: Iterable[tuple[int, Prefilling]], spec: EngineSpec) -> list[list[Placing]]:
     """Return the placings of each insert; inserted_sizes bounds the number of one insert.
 
-    done: leaders whose last token a chunk holds, each with its row.
+    done: leaders whose last token a chunk holds, each with its row. Requests that only score are
+    not placed.
     """
-    all_of_them = [Placing(row, p, own) for row, p in done for own in (p, *p.followers)]
+    all_of_them = [
+        Placing(row, p, own)
+        for row, p in done
+        for own in (p, *p.followers)
+        if not own.live.only_scores
+    ]
     most = inserted_sizes(spec)[-1]
     return [all_of_them[i : i + most] for i in range(0, max(len(all_of_them), 1), most)]
 

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from jaxrl_async.sampler.batch.prompt_scores import PromptScores
 from jaxrl_async.sampler.grammar import Matching
 from jaxrl_async.types import IntArray, Partial, Request, TokenRecord
 
@@ -33,6 +34,11 @@ class LiveRequest:
     owner: Any = None  # the caller that waits for it; opaque to the batch
     partial: Partial | None = None  # the saved tokens that it continues from
     number: int = -1  # in the order of arrival, in a sampler of several processes
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether it wants log-probs of its prompt, and no token."""
+        return self.max_new == 0
 
     @property
     def has_drawn(self) -> bool:
@@ -68,7 +74,9 @@ class Prefilling:
     prefilled: int = 0  # of token_ids
     kv_version: int | None  # the version that computed all its KV; None: several did
     place: int = 0  # of its adapter; 0: no adapter
-    followers: list["Prefilling"] = field(default_factory=list)  # same tokens: share its prefill
+    # same tokens and wanted log-probs: share its prefill
+    followers: list["Prefilling"] = field(default_factory=list)
+    scores: PromptScores | None = None  # of its prompt; None: not wanted, or there already
 
     @property
     def request(self) -> Request:
@@ -92,6 +100,7 @@ class Running:
     num_prefilled: int  # tokens, when it came to its slot
     kv_version: int | None  # the version that computed all its KV; None: several did
     matching: Matching | None = None  # the state of its constraint; None: it has none
+    scores: PromptScores | None = None  # of its prompt; None: see Prefilling
 
     @property
     def request(self) -> Request:
@@ -132,6 +141,7 @@ class BatchStats:
     waiting_slot_steps: int = 0  # slot_steps of blocks at whose end requests still waited
     waiting_used_slot_steps: int = 0
     prefill_tokens: int = 0  # computed, padding not counted
+    scored_tokens: int = 0  # of prompts, whose log-probs were computed
     recomputed_tokens: int = 0  # of prefill_tokens, computed again after a swap or a preemption
     preempted: int = 0
     restarted: int = 0

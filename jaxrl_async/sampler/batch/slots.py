@@ -11,7 +11,17 @@ import numpy as np
 
 from jaxrl_async.sampler.batch.kv_cache import KvCache, Table
 from jaxrl_async.sampler.batch.mask_sets import MaskSets
-from jaxrl_async.types import FloatArray, IntArray, Partial, TokenRecord
+from jaxrl_async.types import (
+    FloatArray,
+    IntArray,
+    LogprobRequest,
+    Partial,
+    PositionLogprobs,
+    TokenRecord,
+)
+
+NamedArrays = tuple[IntArray, FloatArray, FloatArray]
+"""Of some tokens: ids and log-probs of the likeliest [n, k], and log-probs of named ids [n, i]."""
 
 
 class Span(NamedTuple):
@@ -42,6 +52,7 @@ class Slots:
         self.versions = np.zeros((total_slots, max_new), np.int32)
         self.full_logprobs = np.zeros((total_slots, max_new), np.float32)
         self.masks = [MaskSets(vocab) for _ in range(total_slots)]
+        self.named: list[list[NamedArrays]] = [[] for _ in range(total_slots)]  # in order
 
     def occupy(self, slot: int, length: int, table: Table, version: int, place: int = 0) -> None:
         """Fill a slot with a sequence of `length` tokens, prefilled by weights of `version` and the
@@ -50,7 +61,7 @@ class Slots:
         self._ends[slot], self._at[slot] = self.cache.form.end(table), 0
         self.lengths[slot], self.drawn[slot] = length, 0
         self.logits_versions[slot], self.places[slot] = version, place
-        self.masks[slot] = MaskSets(self._vocab)
+        self.masks[slot], self.named[slot] = MaskSets(self._vocab), []
 
     def recall(self, slot: int, partial: Partial) -> None:
         """Write the tokens that a sequence sampled before it came to this slot."""
@@ -61,13 +72,16 @@ class Slots:
             self.full_logprobs[slot, :n] = partial.full_logprobs
         if partial.kept is not None:
             self.masks[slot].recall(partial.kept)
+        if partial.top_logprobs is not None:
+            top = partial.top_logprobs
+            self.named[slot] = [(top.top_ids, top.top_logprobs, top.id_logprobs)]
 
     def free(self, slot: int) -> Table:
         """Empty a slot; return its table, whose pages stay held."""
         table = self.tables[slot].copy()
         self.tables[slot] = self.cache.form.no_page
         self.lengths[slot] = self.drawn[slot] = self.places[slot] = 0
-        self.masks[slot] = MaskSets(self._vocab)
+        self.masks[slot], self.named[slot] = MaskSets(self._vocab), []
         return table
 
     def release_hidden(self, slot: int) -> None:
@@ -90,18 +104,40 @@ class Slots:
         self._ends[slot] = end
         return True
 
-    def output(self, slot: int, *, extras: bool, masks: bool = False) -> TokenRecord:
+    def output(
+        self,
+        slot: int,
+        *,
+        extras: bool,
+        masks: bool = False,
+        asked: LogprobRequest | None = None,
+    ) -> TokenRecord:
         """Return a copy of the tokens that a slot's sequence has sampled so far.
 
-        extras: with full log-probs and masks. masks: with masks.
+        extras: with full log-probs and masks. masks: with masks. asked: further log-probs.
         """
         n = int(self.drawn[slot])
+        named = asked is not None and (asked.top > 0 or len(asked.ids) > 0)
         return TokenRecord(
             token_ids=self.tokens[slot, :n].copy(),
             logprobs=self.logprobs[slot, :n].copy(),
             versions=self.versions[slot, :n].copy(),
             full_logprobs=self.full_logprobs[slot, :n].copy() if extras else None,
             kept=self.masks[slot].record() if extras or masks else None,
+            top_logprobs=self._named(slot, asked) if asked is not None and named else None,
+        )
+
+    def _named(self, slot: int, asked: LogprobRequest) -> PositionLogprobs:
+        """Return the log-probs that a request wants of its sampled tokens."""
+        top, ids, parts = asked.top, len(asked.ids), self.named[slot]
+        empty = np.zeros((0, top), np.int32), np.zeros((0, top), np.float32)
+        return PositionLogprobs(
+            logprobs=self.logprobs[slot, : int(self.drawn[slot])].copy(),
+            top_ids=np.concatenate([empty[0], *(part[0][:, :top] for part in parts)]),
+            top_logprobs=np.concatenate([empty[1], *(part[1][:, :top] for part in parts)]),
+            id_logprobs=np.concatenate(
+                [np.zeros((0, ids), np.float32), *(part[2][:, :ids] for part in parts)]
+            ),
         )
 
     def take(
@@ -112,6 +148,7 @@ class Slots:
         version: int | IntArray,
         extras: Any = None,
         wanted: Collection[int] = (),
+        named: Collection[int] = (),
     ) -> list[Span]:
         """Add a block's tokens [R, block] to their slots; return the new tokens of each slot.
 
@@ -122,7 +159,8 @@ class Slots:
             version: of the weights that computed the block, of all slots or [S] of each. A slot's
                 first token was sampled from earlier logits and has their version.
             extras: sampling.TokenExtras [R, block, ...]; None: no request wants them.
-            wanted: slots whose requests want them. Only these store them.
+            wanted: slots whose requests want masks. Only these store them.
+            named: slots whose requests want log-probs of named tokens.
         """
         versions = np.broadcast_to(np.asarray(version, np.int32), len(self.tables))
         flat = owners.reshape(-1)
@@ -144,6 +182,9 @@ class Slots:
                 words = extras.kept.reshape(-1, extras.kept.shape[-1])[taken]
                 for row in words:
                     self.masks[slot].add(row)
+            if extras is not None and extras.named is not None and slot in named:
+                of_slot = (x.reshape(owners.size, x.shape[-1])[taken] for x in extras.named)
+                self.named[slot].append(tuple(of_slot))
             self.logits_versions[slot] = versions[slot]
             self.drawn[slot] = end
             self.lengths[slot] += int(count)

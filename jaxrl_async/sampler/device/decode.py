@@ -100,21 +100,25 @@ def generate(
             more &= jnp.any(loop.alive | loop.free)
         return (loop.step < args.steps) & more
 
+    def ids(loop: _Loop) -> Array | None:
+        slots = jnp.minimum(loop.rows, spec.total_slots - 1)
+        return None if args.ids is None else jnp.asarray(args.ids)[slots]
+
     def one_step(loop: _Loop) -> _Loop:
         if args.reserve.shape[0]:
             loop = _take_over(spec, loop, state, args, context_pages)
         params, positions = loop.slot_params, loop.next_positions
-        given = params.controls, params.keys, positions, mix, draw_kernel(spec)
+        given = params.controls, params.keys, positions, mix, draw_kernel(spec), ids(loop)
         new = sample(_shaped(loop), *given, full=loop.logits)
         loop = _record(spec, loop, new)
         return _forward(spec, weights, loop, new.tokens, context_pages)
 
-    start = _begin(spec, state, args, context_pages, extras=mix.extras)
+    start = _begin(spec, state, args, context_pages, mix)
     return _finish(spec, state, args, jax.lax.while_loop(has_work, one_step, start))
 
 
 def _begin(
-    spec: EngineSpec, state: DecodeState, args: DecodeArgs, context_pages: int, *, extras: bool
+    spec: EngineSpec, state: DecodeState, args: DecodeArgs, context_pages: int, mix: Mix
 ) -> _Loop:
     """Copy the slots' state to the rows that decode for them."""
     S, R, T, V = spec.total_slots, args.rows.shape[0], spec.block, spec.model.vocab
@@ -156,7 +160,7 @@ def _begin(
             owners=jnp.full((R, T), S, jnp.int32),
             ends=jnp.zeros((R, T), bool),
             steps=jnp.int32(0),
-            extras=no_extras((R, T), V) if extras else None,
+            extras=no_extras((R, T), V, mix),
             routes=jnp.zeros((R, T, *experts), id_dtype(spec.model.experts))
             if spec.keeps_routes
             else None,

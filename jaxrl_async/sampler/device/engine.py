@@ -35,6 +35,8 @@ from jaxrl_async.sampler.device.program_arguments import (
     InsertArgs,
     PrefillArgs,
     Prefix,
+    ScoreArgs,
+    TokenScores,
 )
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.types import MAX_STOP_TOKENS, IntArray
@@ -57,6 +59,8 @@ class Programs(NamedTuple):
     probe: Program
     prefill: Program
     prefill_in_pages: Program
+    score: Program
+    score_in_pages: Program
     insert: Program
     generate: Program
     empty: Program
@@ -94,6 +98,15 @@ def programs_of(spec: EngineSpec) -> Programs:
             partial(prefilling.prefill_in_pages, spec),
             donate_argnums=(1,),
             out_shardings=results.prefill_in_pages,
+        ),
+        score=jit(
+            partial(prefilling.score, spec), static_argnames=("top",), out_shardings=results.score
+        ),
+        score_in_pages=jit(
+            partial(prefilling.score_in_pages, spec),
+            donate_argnums=(1,),
+            static_argnames=("top",),
+            out_shardings=results.score_in_pages,
         ),
         insert=jit(
             partial(insertion.insert, spec), donate_argnums=(1,), out_shardings=results.insert
@@ -134,6 +147,8 @@ class _Results(NamedTuple):
 
     prefill: Shardings = None
     prefill_in_pages: Shardings = None
+    score: Shardings = None
+    score_in_pages: Shardings = None
     insert: Shardings = None
     generate: Shardings = None
 
@@ -147,10 +162,13 @@ def _result_shardings(spec: EngineSpec, state: Shardings) -> _Results:
     chosen: Any = None
     read = whole if several else chosen  # by the host
     prefix = Prefix(chosen, chosen, read if spec.keeps_routes else chosen, chosen)
+    # logits as the state has them: one insert for all prefills
+    in_pages = prefix._replace(logits=whole)
     return _Results(
         prefill=prefix if several else chosen,
-        # logits as the state has them: one insert for all prefills
-        prefill_in_pages=(prefix._replace(logits=whole), state.kv),
+        prefill_in_pages=(in_pages, state.kv),
+        score=(prefix if several else chosen, read),
+        score_in_pages=(in_pages, state.kv, read),
         insert=state,
         generate=(state, read),
     )
@@ -278,6 +296,33 @@ class Engine:
         """
         prefix, kv = self.programs.prefill_in_pages(weights, state.kv, chunk)
         return prefix, state._replace(kv=kv)
+
+    def score(
+        self,
+        weights: EngineWeights,
+        state: DecodeState,
+        chunk: PrefillArgs,
+        scored: ScoreArgs,
+        *,
+        top: int,
+    ) -> tuple[Prefix, DecodeState, TokenScores]:
+        """Compute what prefill() or prefill_in_pages() does, and the log-probs after the scored
+        tokens.
+
+        Args:
+            weights: of `prepare`.
+            state: donated if the chunk has cells.
+            chunk: new tokens.
+            scored: those of them that are scored.
+            top: number of likeliest tokens after each, one of sampling.NAMED_SIZES.
+        """
+        if chunk.cells is None:
+            prefix, scores = self.programs.score(
+                weights, state.kv, chunk, state.states, scored, top=top
+            )
+            return prefix, state, scores
+        prefix, kv, scores = self.programs.score_in_pages(weights, state.kv, chunk, scored, top=top)
+        return prefix, state._replace(kv=kv), scores
 
     def insert(self, prefix: Prefix, state: DecodeState, args: InsertArgs) -> DecodeState:
         """Write a chunk's KV into pages, copy pages for slots that share a prefix, and set up the

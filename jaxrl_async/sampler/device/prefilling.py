@@ -4,6 +4,7 @@ Shapes: see sampler/device/program_arguments.py.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,14 @@ from jaxrl_async.sampler.device.passes import (
     ragged_kernel,
     stacked_routes,
 )
-from jaxrl_async.sampler.device.program_arguments import EngineWeights, PrefillArgs, Prefix
+from jaxrl_async.sampler.device.program_arguments import (
+    EngineWeights,
+    PrefillArgs,
+    Prefix,
+    ScoreArgs,
+    TokenScores,
+)
+from jaxrl_async.sampler.device.token_scores import token_scores
 
 
 def prefill(
@@ -36,6 +44,36 @@ def prefill(
 
     kv: None where the tables name no page. states: of all slots, see DecodeState.
     """
+    return _prefilled(spec, weights, kv, chunk, states, None, 0)[0]
+
+
+def score(
+    spec: EngineSpec,
+    weights: EngineWeights,
+    kv: PagedKV | None,
+    chunk: PrefillArgs,
+    states: tuple[DeltaState, ...],
+    scored: ScoreArgs,
+    *,
+    top: int,
+) -> tuple[Prefix, TokenScores]:
+    """Compute what `prefill` does, and the log-probs after the scored tokens.
+
+    top: number of likeliest tokens whose log-probs are returned.
+    """
+    return _prefilled(spec, weights, kv, chunk, states, scored, top)
+
+
+def _prefilled(
+    spec: EngineSpec,
+    weights: EngineWeights,
+    kv: PagedKV | None,
+    chunk: PrefillArgs,
+    states: tuple[DeltaState, ...],
+    scored: ScoreArgs | None,
+    top: int,
+) -> tuple[Prefix, Any]:
+    """Compute `score`, or `prefill` with None instead of log-probs."""
     sinks = decoder.sinks_in(spec.model, weights.layers)
     if spec.cpu_attention and chunk.images is None:
         assert kv is not None
@@ -52,8 +90,8 @@ def prefill(
         return attend_one(i, q, k, v)
 
     read, left = _read_padded(states, chunk)
-    logits, routes = _computed(spec, weights, chunk, attend, read)
-    return Prefix(NewKV(tuple(keys), tuple(values)), logits, routes, tuple(left))
+    logits, routes, scores = _computed(spec, weights, chunk, attend, read, scored, top)
+    return Prefix(NewKV(tuple(keys), tuple(values)), logits, routes, tuple(left)), scores
 
 
 def prefill_in_pages(
@@ -61,11 +99,37 @@ def prefill_in_pages(
 ) -> tuple[Prefix, PagedKV]:
     """Write the KV of new tokens to `chunk.cells`, and compute their next logits on the pages of
     `chunk.tables` by the decode kernel, which needs no program for each length."""
+    return _prefilled_in_pages(spec, weights, kv, chunk, None, 0)[:2]
+
+
+def score_in_pages(
+    spec: EngineSpec,
+    weights: EngineWeights,
+    kv: PagedKV,
+    chunk: PrefillArgs,
+    scored: ScoreArgs,
+    *,
+    top: int,
+) -> tuple[Prefix, PagedKV, TokenScores]:
+    """Compute what `prefill_in_pages` does, and the log-probs after the scored tokens. top: as of
+    `score`."""
+    return _prefilled_in_pages(spec, weights, kv, chunk, scored, top)
+
+
+def _prefilled_in_pages(
+    spec: EngineSpec,
+    weights: EngineWeights,
+    kv: PagedKV,
+    chunk: PrefillArgs,
+    scored: ScoreArgs | None,
+    top: int,
+) -> tuple[Prefix, PagedKV, Any]:
+    """Compute `score_in_pages`, or `prefill_in_pages` with None instead of log-probs."""
     pages = list(kv.k)
     sinks = decoder.sinks_in(spec.model, weights.layers)
     attend = _attend_by_kernel(spec, pages, chunk, sinks)
-    logits, routes = _computed(spec, weights, chunk, attend)
-    return Prefix(None, logits, routes), kv._replace(k=tuple(pages))
+    logits, routes, scores = _computed(spec, weights, chunk, attend, None, scored, top)
+    return Prefix(None, logits, routes), kv._replace(k=tuple(pages)), scores
 
 
 def _computed(
@@ -73,13 +137,16 @@ def _computed(
     weights: EngineWeights,
     chunk: PrefillArgs,
     attend: decoder.Attend,
-    read: decoder.ReadStates | None = None,
-) -> tuple[Array, Array | None]:
-    """Run the new tokens through the decoder; return the next logits of each sequence [B, V], and
-    with keeps_routes the tokens' experts."""
+    read: decoder.ReadStates | None,
+    scored: ScoreArgs | None,
+    top: int,
+) -> tuple[Array, Array | None, TokenScores | None]:
+    """Run the new tokens through the decoder; return the next logits of each sequence [B, V], with
+    keeps_routes the tokens' experts, and the log-probs after scored tokens."""
     lengths, chosen = _without_padding(chunk), list[Array]()
     counted = jnp.arange(chunk.token_ids.shape[0]) < jnp.sum(lengths)
     last = chunk.token_indices[:, 0] + chunk.lengths - 1  # a sequence's tokens are contiguous
+    of_all = spec.keeps_routes or scored is not None
     x = forward(
         spec,
         of_tokens(spec, weights, counted),
@@ -90,12 +157,13 @@ def _computed(
         places=chunk.places,
         images=chunk.images,
         read=read,
-        last=None if spec.keeps_routes else (last, lengths > 0),  # routes of all tokens
+        last=None if of_all else (last, lengths > 0),
     )
-    x = x[last] if spec.keeps_routes else x
+    scores = None if scored is None else token_scores(spec, weights, x, scored, top)
+    x = x[last] if of_all else x
     params = of_tokens(spec, weights, lengths > 0).params
     logits = decoder.next_logits(spec.model, params, x, mixed=spec.mixed)
-    return logits, stacked_routes(spec, chosen)
+    return logits, stacked_routes(spec, chosen), scores
 
 
 def _read_padded(

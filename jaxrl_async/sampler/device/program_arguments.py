@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jaxrl_async.model.cache import NewKV, PagedKV
 from jaxrl_async.model.delta_layer import DeltaState
 from jaxrl_async.model.spec import Params
-from jaxrl_async.sampler.device.sampling import AnyArray, Controls, TokenExtras
+from jaxrl_async.sampler.device.sampling import AnyArray, Controls, Named, TokenExtras
 from jaxrl_async.sampler.device.shaping import Shaping
 
 
@@ -46,6 +46,23 @@ class PrefillArgs(NamedTuple):
     images: tuple[AnyArray, AnyArray] | None = None  # None: no images
     slots: AnyArray | None = None  # [B] int32, slot of each sequence's states; None: no states
     cells: Cells | None = None  # where prefill_in_pages writes the tokens; None: insert does
+
+
+class ScoreArgs(NamedTuple):
+    """The tokens of a chunk that are scored: the log-prob of the token after each is wanted."""
+
+    indices: AnyArray  # [n] int32, index in the chunk; the rest is padding
+    count: AnyArray  # [] int32, number of scored tokens
+    targets: AnyArray  # [n] int32, the token after each
+    rows: AnyArray  # [n] int32, sequence of each in the chunk
+    ids: AnyArray  # [B, I] int32, token ids that each sequence names
+
+
+class TokenScores(NamedTuple):
+    """Log-probs after the scored tokens, in their order, under the untempered distribution."""
+
+    logprobs: AnyArray  # [n] float32, of the targets
+    named: Named  # [n, ...]
 
 
 class Prefix(NamedTuple):
@@ -92,6 +109,7 @@ class DecodeArgs(NamedTuple):
     steps: AnyArray  # [] int32, at most the engine's block
     places: AnyArray | None = None  # [S] int32, place of each slot's adapter; 0: no adapter
     shaping: Shaping | None = None  # of each slot; None: no request has any
+    ids: AnyArray | None = None  # [S, I] int32, token ids that each slot names; None: Mix.ids is 0
 
 
 class DecodeState(NamedTuple):

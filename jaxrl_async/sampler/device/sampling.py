@@ -40,9 +40,25 @@ class Mix(NamedTuple):
 
     truncated: bool = False  # a request uses top-k, top-p or min-p
     greedy: bool = False  # a request has temperature 0
-    extras: bool = False  # a request wants TokenExtras
+    extras: bool = False  # a request wants its sampling masks
     shaped: bool = False  # a request has Request.shaping
     penalized: bool = False  # a request's shaping has penalties
+    top: int = 0  # likeliest tokens that a request wants at most, one of NAMED_SIZES
+    ids: int = 0  # token ids that a request names at most, one of NAMED_SIZES
+
+    @property
+    def names(self) -> bool:
+        """Whether log-probs of named tokens are wanted."""
+        return bool(self.top or self.ids)
+
+
+NAMED_SIZES = (0, 8, 32, 128)
+"""The numbers of likeliest tokens, and of named ids, that programs are compiled for."""
+
+
+def named_size(count: int) -> int:
+    """Return the number for which a program is compiled that returns `count` or more."""
+    return next(size for size in NAMED_SIZES if size >= count)
 
 
 def mix_of(requests: Iterable[Request]) -> Mix:
@@ -56,27 +72,56 @@ def mix_of(requests: Iterable[Request]) -> Mix:
         extras=any(r.needs_extras for r in requests),
         shaped=bool(shaping),
         penalized=any(s.penalizes for s in shaping),
+        top=named_size(max((r.logprobs.top for r in requests if r.logprobs), default=0)),
+        ids=named_size(max((len(r.logprobs.ids) for r in requests if r.logprobs), default=0)),
     )
 
 
 def together(mixes: Iterable[Mix]) -> Mix:
     """Return the union of several mixes."""
-    return Mix(*(any(asked) for asked in zip(Mix(), *mixes, strict=True)))
+    return Mix(*(max(asked) for asked in zip(Mix(), *mixes, strict=True)))
+
+
+class Named(NamedTuple):
+    """Log-probs of the K likeliest tokens and of I named ids, of distributions [...]."""
+
+    top_ids: AnyArray  # [..., K] int32, the lowest id of equal ones first
+    top_logprobs: AnyArray  # [..., K] float32, descending
+    id_logprobs: AnyArray  # [..., I] float32
 
 
 class TokenExtras(NamedTuple):
-    """The values that requests with `extras` get for each token of a step's slots [S], or of a
-    block's rows and steps [R, block]. A further value is one more field here, in `no_extras` and in
-    `_with_extras`; blocks carry all of them."""
+    """The values that some requests want for each token of a step's slots [S], or of a block's rows
+    and steps [R, block]; None: no request wants them. A further value is one more field here, in
+    `no_extras` and in `_with_extras`; blocks carry all of them."""
 
-    full_logprobs: AnyArray  # [...] float32, under the model's own distribution
-    kept: AnyArray  # [..., V / 32] uint32, a bit for each possible token
+    full_logprobs: AnyArray | None = None  # [...] float32, under the model's own distribution
+    kept: AnyArray | None = None  # [..., V / 32] uint32, a bit for each possible token
+    named: Named | None = None
 
 
-def no_extras(shape: tuple[int, ...], vocab: int) -> TokenExtras:
-    """Return zeros, for tokens [shape] that are not sampled yet."""
-    words = -(-vocab // 32)
-    return TokenExtras(jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, words), jnp.uint32))
+def no_extras(shape: tuple[int, ...], vocab: int, mix: Mix) -> TokenExtras | None:
+    """Return zeros, for tokens [shape] that are not sampled yet; None: the mix asks for none."""
+    if not (mix.extras or mix.names):
+        return None
+    found = TokenExtras()
+    if mix.extras:
+        words = -(-vocab // 32)
+        kept = jnp.zeros((*shape, words), jnp.uint32)
+        found = found._replace(full_logprobs=jnp.zeros(shape, jnp.float32), kept=kept)
+    if mix.names:
+        found = found._replace(named=no_names(shape, vocab, mix.top, mix.ids))
+    return found
+
+
+def no_names(shape: tuple[int, ...], vocab: int, top: int, ids: int) -> Named:
+    """Return zeros, for distributions [shape] that are not known yet."""
+    k = min(top, vocab)
+    return Named(
+        jnp.zeros((*shape, k), jnp.int32),
+        jnp.zeros((*shape, k), jnp.float32),
+        jnp.zeros((*shape, ids), jnp.float32),
+    )
 
 
 class SampledTokens(NamedTuple):
@@ -94,6 +139,7 @@ def sample(
     positions: Array,
     mix: Mix,
     kernel: Kernel | None = None,
+    ids: Array | None = None,
     full: Array | None = None,
 ) -> SampledTokens:
     """Sample a token for each slot by inverting the cumulative distribution at the slot's number;
@@ -111,6 +157,7 @@ def sample(
         positions: [S] int32, position of the new token in its sequence.
         mix: the kinds of sampling of the slots.
         kernel: sampling_kernel.drawn_by_kernel where devices support it; None: XLA's programs.
+        ids: [S, I] token ids that the slots name; None: mix.ids is 0.
         full: the model's own logits, if `logits` were changed; None: `logits`.
     """
     full = logits if full is None else full
@@ -120,8 +167,9 @@ def sample(
         tokens, logprobs, least = kernel(
             logits, jnp.stack(numbers, axis=1), controls.top_k[:, None], truncated=mix.truncated
         )
+        new = SampledTokens(tokens, logprobs)
         kept = (logits >= least[:, None]) & (logits > MASKED)
-        return _with_extras(full, tokens, logprobs, kept, mix)
+        return _with_extras(new, logits, full, kept, controls, mix, ids)
     greedy = controls.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, controls.temperature)[:, None]
     if mix.truncated:
@@ -129,18 +177,66 @@ def sample(
         scaled = jnp.where(kept, scaled, MASKED)
     picks = greedy if mix.greedy else None
     tokens, logprobs = drawn(scaled, u, picks)
-    return _with_extras(full, tokens, logprobs, scaled > MASKED, mix)
+    new = SampledTokens(tokens, logprobs)
+    return _with_extras(new, logits, full, scaled > MASKED, controls, mix, ids)
 
 
 def _with_extras(
-    logits: Array, tokens: Array, logprobs: Array, kept: Array, mix: Mix
+    new: SampledTokens,
+    logits: Array,
+    full: Array,
+    kept: Array,
+    controls: Controls,
+    mix: Mix,
+    ids: Array | None,
 ) -> SampledTokens:
-    """Return sampled tokens with the extras that the mix asks for."""
-    if not mix.extras:
-        return SampledTokens(tokens, logprobs)
-    full = _at(jax.nn.log_softmax(logits, axis=-1), tokens)
-    extras = TokenExtras(full, packed_bits(kept))
-    return SampledTokens(tokens, logprobs, extras)
+    """Return sampled tokens with the extras that the mix asks for. full: the model's logits."""
+    if not (mix.extras or mix.names):
+        return new
+    extras = TokenExtras()
+    if mix.extras:
+        whole = _at(jax.nn.log_softmax(full, axis=-1), new.tokens)
+        extras = extras._replace(full_logprobs=whole, kept=packed_bits(kept))
+    if mix.names:
+        tempered = jnp.where(controls.temperature == 0, 1.0, controls.temperature)
+        scaled = jnp.where(kept, logits / tempered[:, None], MASKED)
+        extras = extras._replace(named=named_logprobs(scaled, ids, mix.top))
+    return new._replace(extras=extras)
+
+
+# ---- log-probs of named tokens
+
+
+def named_logprobs(logits: Array, ids: Array | None, top: int) -> Named:
+    """Return the log-probs of the `top` likeliest tokens and of ids [S, I] under softmax(logits)
+    [S, V]; ids: None: of no ids."""
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    total = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
+    top_ids, found = likeliest(logits, min(top, logits.shape[-1]))
+    if ids is None:
+        ids = jnp.zeros((len(logits), 0), jnp.int32)
+    of_ids = jnp.take_along_axis(logits, ids, axis=-1)
+    return Named(top_ids, found - largest - total, of_ids - largest - total)
+
+
+def likeliest(logits: Array, k: int) -> tuple[Array, Array]:
+    """Return the ids of the k largest logits, [S, V] -> [S, k] int32, and these logits, descending,
+    the lowest id of equal ones first.
+
+    They are in the k blocks of BLOCK tokens with the largest maxima: any other block has k blocks
+    before it, each with a token that comes before all of its own.
+    """
+    S, V = logits.shape
+    if k == 0 or 2 * k * BLOCK >= V:
+        values, ids = jax.lax.top_k(logits, k)
+        return ids.astype(jnp.int32), values
+    blocks = jnp.pad(logits, ((0, 0), (0, -V % BLOCK)), constant_values=MASKED)
+    blocks = blocks.reshape(S, -1, BLOCK)
+    of_these = jnp.sort(jax.lax.top_k(jnp.max(blocks, axis=-1), k)[1], axis=-1)
+    inner = jnp.take_along_axis(blocks, of_these[:, :, None], axis=1)
+    values, places = jax.lax.top_k(inner.reshape(S, -1), k)
+    ids = jnp.take_along_axis(of_these, places // BLOCK, axis=-1) * BLOCK + places % BLOCK
+    return ids.astype(jnp.int32), values
 
 
 def packed_bits(mask: Array) -> Array:

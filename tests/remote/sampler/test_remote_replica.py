@@ -29,7 +29,7 @@ from jaxrl_async.remote.wire.messages import (
 from jaxrl_async.remote.wire.session import WireLimits
 from jaxrl_async.sampler.request_checks import RequestCheck, Room
 from jaxrl_async.testing.session_pair import session_pair
-from jaxrl_async.types import Completion, Partial, StopReason
+from jaxrl_async.types import Completion, LogprobRequest, Partial, PositionLogprobs, StopReason
 
 PLACES, NEWEST = 2, 5
 
@@ -195,6 +195,51 @@ def test_what_cannot_be_true_ends_the_session_and_nothing_of_it_counts(played, c
         played.replica.start_many(wishes)
     until(lambda: played.pair.sampler.ended is not None)
     assert played.replica.blamed == {"g1/m0/t0", "g2/m0/t0"}
+
+
+def scores(tokens: int = 4, **changes) -> PositionLogprobs:
+    """Log-probs of a prompt: two likeliest tokens and one named id at each position."""
+    values = {
+        "logprobs": np.array([np.nan] + [-1] * (tokens - 1), np.float32),
+        "top_ids": np.ones((tokens, 2), np.int32),
+        "top_logprobs": np.full((tokens, 2), -1, np.float32),
+        "id_logprobs": np.full((tokens, 1), -2, np.float32),
+        "version": NEWEST,
+    }
+    return PositionLogprobs(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("found", "good"),
+    [
+        (scores(), True),
+        (None, False),
+        (scores(3), False),
+        (scores(version=NEWEST + 1), False),
+        (scores(version=None), False),
+        (scores(top_ids=np.ones((4, 3), np.int32)), False),
+        (scores(logprobs=np.array([np.nan, -1, 0.5, -1], np.float32)), False),
+    ],
+    ids=["good", "none", "short", "future", "unknown", "wide", "positive"],
+)
+def test_log_probs_of_a_prompt_arrive_and_are_what_was_wished(played, found, good):
+    wish = LogprobRequest(prompt=True, top=2, ids=(5,))
+    asked = wished(1, token_ids=np.arange(4, dtype=np.int32), max_new_tokens=0, logprobs=wish)
+    future = played.replica.start_many([asked])[0]
+    until(lambda: played.started)
+    assert played.started[0].logprobs == wish
+    nothing = {
+        "token_ids": np.zeros(0, np.int32),
+        "logprobs": np.zeros(0, np.float32),
+        "versions": np.zeros(0, np.int32),
+    }
+    played.answer(played.started[0], prompt_logprobs=found, **nothing)
+    if not good:
+        refused(played, future)
+        return
+    arrived = future.result(5).prompt_logprobs
+    for name in ("logprobs", "top_ids", "top_logprobs", "id_logprobs", "version"):
+        np.testing.assert_array_equal(getattr(arrived, name), getattr(found, name))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,108 @@
+"""Checks of the log-probs that requests want, and of those in records of other processes. Pure host
+code."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.errors import RolloutError
+from jaxrl_async.types import (
+    MAX_LOGPROB_IDS,
+    MAX_TOP_LOGPROBS,
+    LogprobRequest,
+    PositionLogprobs,
+    Request,
+    TokenRecord,
+)
+
+
+def checked_logprobs(request: Request, tokens: int, vocab: int | None) -> LogprobRequest | None:
+    """Return a copy of what log-probs a request wants, in the sampler's types. Raises RolloutError,
+    which names the field.
+
+    Args:
+        request: as it arrived.
+        tokens: of its prompt.
+        vocab: of the model; None: unknown.
+    """
+    asked = request.logprobs
+    if asked is None:
+        return None
+    name = f"request {request.request_id!r}: logprobs"
+    if not isinstance(asked, LogprobRequest):
+        raise RolloutError(f"{name} must be a LogprobRequest or None, not {asked!r:.80}.")
+    if not isinstance(asked.prompt, bool | np.bool_):
+        raise RolloutError(f"{name}.prompt must be True or False, not {asked.prompt!r:.80}.")
+    given: Any = asked.ids
+    if not isinstance(given, tuple | list | np.ndarray) or len(given) > MAX_LOGPROB_IDS:
+        raise RolloutError(f"{name}.ids must be a tuple of at most {MAX_LOGPROB_IDS} token ids.")
+    most = MAX_TOP_LOGPROBS if vocab is None else min(MAX_TOP_LOGPROBS, vocab)
+    end = 2**31 if vocab is None else vocab
+    return LogprobRequest(
+        prompt=bool(asked.prompt),
+        start=_whole(f"{name}.start", asked.start, tokens),
+        top=_whole(f"{name}.top", asked.top, most),
+        ids=tuple(_whole(f"{name}.ids", one, end - 1) for one in given),
+    )
+
+
+def _whole(name: str, value: Any, most: int) -> int:
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not (whole and 0 <= value <= most):
+        raise RolloutError(f"{name} must be a whole number from 0 to {most}, not {value!r:.80}.")
+    return int(value)
+
+
+def names_tokens(request: Request) -> bool:
+    """Return whether a request wants log-probs of named tokens at its generated tokens."""
+    asked = request.logprobs
+    return asked is not None and (asked.top > 0 or len(asked.ids) > 0)
+
+
+def scores_prompt(request: Request) -> bool:
+    """Return whether a request wants log-probs of its prompt."""
+    return request.logprobs is not None and request.logprobs.prompt
+
+
+def check_logprobs(name: str, record: TokenRecord, request: Request) -> None:
+    """Raise RolloutError unless a record of another process has log-probs of the prompt, and of
+    named tokens, only in the shapes that the request wants.
+
+    name: of the record.
+    """
+    asked = request.logprobs or LogprobRequest()
+    for field, rows, wanted in (
+        ("top_logprobs", len(record.token_ids), names_tokens(request)),
+        ("prompt_logprobs", len(request.token_ids), asked.prompt),
+    ):
+        found: Any = getattr(record, field)
+        if found is None:
+            continue
+        shapes = {
+            "logprobs": (rows,),
+            "top_ids": (rows, asked.top),
+            "top_logprobs": (rows, asked.top),
+            "id_logprobs": (rows, len(asked.ids)),
+        }
+        good = wanted and isinstance(found, PositionLogprobs)
+        if not (good and all(_fits(getattr(found, n), n, s) for n, s in shapes.items())):
+            raise RolloutError(
+                f"{name}: {field} are not what request {request.request_id!r} wants of {rows} "
+                f"tokens: {asked.top} likeliest tokens and {len(asked.ids)} named ids each."
+            )
+
+
+def check_has_logprobs(name: str, record: TokenRecord, request: Request) -> None:
+    """Raise RolloutError unless a record has the log-probs of named tokens that its request wants
+    at its generated tokens. name: of the record."""
+    if names_tokens(request) and len(record.token_ids) > 0 and record.top_logprobs is None:
+        raise RolloutError(
+            f"{name}: it wants log-probs of named tokens (logprobs.top, .ids), but has none "
+            "of its generated tokens. Resume it without, or start it again."
+        )
+
+
+def _fits(values: Any, name: str, shape: tuple[int, ...]) -> bool:
+    kind = np.integer if name == "top_ids" else np.floating
+    good = isinstance(values, np.ndarray) and values.shape == shape
+    return good and np.issubdtype(values.dtype, kind)
