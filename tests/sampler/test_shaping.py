@@ -78,7 +78,7 @@ def test_shaped_requests_do_not_depend_on_slots_or_preemption() -> None:
 
 
 def test_reserve_slots_have_their_own_counts() -> None:
-    wishes = [asked(100 + i, CASES[1 + i % 4], max_new_tokens=3 + 5 * (i % 3)) for i in range(9)]
+    wishes = [asked(100 + i, CASES[i % 4], max_new_tokens=3 + 5 * (i % 3)) for i in range(9)]
     section = schema.SamplerSection(
         slots=2, reserve=1.0, max_length=64, max_new_tokens=32, block=8, page_tokens=16
     )
