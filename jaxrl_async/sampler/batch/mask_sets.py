@@ -25,7 +25,7 @@ class MaskSets:
 
     def add(self, words: Words) -> None:
         """Add the mask of the next token."""
-        digest = hashlib.blake2b(np.ascontiguousarray(words, "<u4"), digest_size=16).digest()
+        digest = hashlib.blake2b(words.astype("<u4").tobytes(), digest_size=16).digest()
         if digest not in self._known:
             self._known[digest] = len(self._ids)
             bits, vocab = unpacked_bits(words), self._vocab
@@ -42,7 +42,8 @@ class MaskSets:
         sizes = kept.sizes
         for token, one in enumerate(kept.set_of.tolist()):
             if one not in of_sets:
-                ids = kept.of(token) if sizes[token] else np.arange(self._vocab)
+                every = np.arange(self._vocab, dtype=np.int32)
+                ids: IntArray = kept.of(token) if sizes[token] else every
                 of_sets[one] = packed_words(ids, width)
             self.add(of_sets[one])
 
