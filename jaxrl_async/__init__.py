@@ -32,6 +32,8 @@ _HOMES = {
     "LogprobRequest": "jaxrl_async.types",
     "PositionLogprobs": "jaxrl_async.types",
     "SamplingParams": "jaxrl_async.types",
+    "Constraint": "jaxrl_async.types",
+    "LogitShaping": "jaxrl_async.types",
     "Router": "jaxrl_async.sampler.router.router",
     "save_partial": "jaxrl_async.sampler.partial",
     "load_partial": "jaxrl_async.sampler.partial",

@@ -9,7 +9,8 @@ run, and each update publishes the next version. A token's version is the versio
 that computed the logits from which it was sampled.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Self
@@ -29,6 +30,8 @@ NOT_DRAWN = -1
 """Version of a token that the policy did not generate (prompt, tool reply, padding)."""
 MAX_STOP_TOKENS = 8
 """Maximum stop tokens of one request."""
+MAX_BIASED = 512
+"""Maximum number of tokens of a request that have a bias."""
 
 
 class StopReason(StrEnum):
@@ -135,6 +138,52 @@ class PositionLogprobs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """What the text of an answer must match. Only tokens that can still lead to a match, and the
+    stop tokens once the text matches, are sampled."""
+
+    kind: str  # json_object, json_schema, regex, lark (a grammar) or choice (one of several texts)
+    # the schema as JSON, the pattern, the grammar in llguidance's Lark, or the texts of a choice as
+    # a JSON list; "" for json_object
+    text: str = ""
+
+    @classmethod
+    def schema(cls, schema: Mapping[str, Any] | None = None) -> Self:
+        """Return the constraint to JSON of a JSON schema; None: to any JSON object."""
+        if schema is None:
+            return cls(kind="json_object")
+        return cls(kind="json_schema", text=json.dumps(schema))
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Self:
+        """Return the constraint to one of several texts."""
+        return cls(kind="choice", text=json.dumps(list(texts)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitShaping:
+    """Changes of the logits before the temperature. Log-probs are those of the changed
+    distribution. The default changes nothing."""
+
+    bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit: -100 to 100)
+    min_tokens: int = 0  # stop tokens are impossible before this many generated tokens
+    # penalties of tokens that the answer has already: OpenAI's, subtracted from the logit, once for
+    # each time (frequency) or once in all (presence)
+    frequency_penalty: float = 0.0  # -2 to 2
+    presence_penalty: float = 0.0  # -2 to 2
+    # of tokens that prompt or answer have: positive logits are divided by it, others multiplied
+    # (CTRL, arXiv:1909.05858, equation 1, and vLLM's repetition_penalty)
+    repetition_penalty: float = 1.0
+    constraint: Constraint | None = None
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether it has penalties, which depend on the tokens so far."""
+        penalties = self.frequency_penalty, self.presence_penalty, self.repetition_penalty
+        return penalties != (0.0, 0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One sequence to generate, or, with `logprobs` of the prompt, to score."""
 
@@ -157,24 +206,112 @@ class Request:
     # the sampler's adapter to generate with; its tokens' versions are that adapter's versions
     adapter: str = ""  # empty: no adapter
     for_training: bool = True  # False: for an evaluation or a guest; counted separately
+    shaping: LogitShaping | None = None  # None: the model's logits
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the answer must match; its completion then has `kept`."""
+        return None if self.shaping is None else self.shaping.constraint
+
+    @property
+    def needs_extras(self) -> bool:
+        """Whether the device must return masks: not for a constraint alone, which the host has."""
+        return self.extras or (self.constraint is not None and self.sampling.truncates)
+
     logprobs: LogprobRequest | None = None  # None: those of the generated tokens alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTokens:
     """The sampling mask of each generated token: the token ids with a probability above 0. A token
-    without ids was sampled from the whole vocabulary."""
+    whose set has no ids was sampled from the whole vocabulary.
 
-    ids: IntArray  # [sum of kept tokens] int32, ascending for each generated token
-    starts: IntArray  # [drawn + 1] int32: token t has ids[starts[t] : starts[t + 1]]
+    Tokens with equal masks share a set, and a set holds what is shorter: the ids that were
+    possible, or the ids that were not. Text in JSON has few masks, which allow nearly every token.
+    """
+
+    ids: IntArray  # [sum of the sets] int32, ascending in each set
+    starts: IntArray  # [sets + 1] int32: set s is ids[starts[s] : starts[s + 1]]
+    which: IntArray | None = None  # [drawn] int32, the set of each token; None: token t has set t
+    left_out: BoolArray | None = None  # [sets] it holds the impossible ids; None: no set does
+    vocab: int = 0  # number of ids that a set with impossible ids excludes them from
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of generated tokens that have a mask."""
+        return len(self.starts) - 1 if self.which is None else len(self.which)
+
+    @property
+    def set_of(self) -> IntArray:
+        """The set of each generated token, [drawn]."""
+        sets = np.arange(len(self.starts) - 1, dtype=np.int32)
+        return sets if self.which is None else self.which
+
+    @property
+    def holds_impossible(self) -> BoolArray:
+        """Whether a set holds the impossible ids, [sets]."""
+        none = np.zeros(len(self.starts) - 1, bool)
+        return none if self.left_out is None else self.left_out
+
+    @property
+    def sizes(self) -> IntArray:
+        """Number of possible ids of each generated token, [drawn]; 0: the whole vocabulary."""
+        listed = np.diff(self.starts)
+        possible = np.where(self.holds_impossible & (listed > 0), self.vocab - listed, listed)
+        return possible.astype(np.int32)[self.set_of]
 
     def of(self, token: int) -> IntArray:
         """Return the ids from which generated token number `token` was sampled."""
-        return self.ids[self.starts[token] : self.starts[token + 1]]
+        one = int(self.set_of[token])
+        ids = self.ids[self.starts[one] : self.starts[one + 1]]
+        if not self.holds_impossible[one]:
+            return ids
+        possible = np.ones(self.vocab, bool)
+        possible[ids] = False
+        return np.flatnonzero(possible).astype(np.int32)
+
+    def excludes(self, token_ids: IntArray) -> BoolArray:
+        """Return whether the mask of each generated token excludes it, [drawn]."""
+        end = 1 + max(int(self.ids.max(initial=0)), int(token_ids.max(initial=0)))
+        counts, sets = np.diff(self.starts), self.set_of
+        keys = np.repeat(np.arange(len(counts)), counts) * end + self.ids
+        wanted = sets.astype(np.int64) * end + token_ids
+        found = np.append(keys, -1)[np.searchsorted(keys, wanted)] == wanted
+        excluded: BoolArray = (counts[sets] > 0) & (found == self.holds_impossible[sets])
+        return excluded
 
     def first(self, count: int) -> "KeptTokens":
         """Return the masks of the first `count` drawn tokens."""
-        return KeptTokens(ids=self.ids[: self.starts[count]], starts=self.starts[: count + 1])
+        if self.which is not None:
+            return replace(self, which=self.which[:count])
+        return replace(
+            self,
+            ids=self.ids[: self.starts[count]],
+            starts=self.starts[: count + 1],
+            left_out=None if self.left_out is None else self.left_out[:count],
+        )
+
+    @staticmethod
+    def whole(count: int) -> "KeptTokens":
+        """Return the masks of `count` tokens that were sampled from the whole vocabulary."""
+        return KeptTokens(ids=np.zeros(0, np.int32), starts=np.zeros(count + 1, np.int32))
+
+    @staticmethod
+    def joined(masks: Sequence["KeptTokens"]) -> "KeptTokens":
+        """Return the masks of several rows of tokens, one after another."""
+        ends = np.cumsum([0, *(len(m.ids) for m in masks)])
+        sets = np.cumsum([0, *(len(m.starts) - 1 for m in masks)])
+        starts = [m.starts[:-1] + begin for m, begin in zip(masks, ends, strict=False)]
+        shares = any(m.which is not None for m in masks)
+        inverts = any(m.left_out is not None for m in masks)
+        which = [m.set_of + begin for m, begin in zip(masks, sets, strict=False)]
+        return KeptTokens(
+            ids=np.concatenate([np.zeros(0, np.int32), *(m.ids for m in masks)]),
+            starts=np.concatenate([*starts, ends[-1:]]).astype(np.int64),
+            which=np.concatenate(which).astype(np.int32) if shares else None,
+            left_out=np.concatenate([m.holds_impossible for m in masks]) if inverts else None,
+            vocab=max((m.vocab for m in masks), default=0),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -473,6 +610,9 @@ class EpisodeLimits:
     max_new_tokens: int  # of one turn
     max_length: int  # of the whole sequence, including prompt and replies
     keep_mask: bool = False  # completions must contain each sampled token's sampling mask
+    takes_masks: bool = False  # the trainer takes the masks that constrained requests have
     keep_routing: bool = False  # completions must contain each token's experts
     priority: TurnPriority = BY_ARRIVAL  # of the requests
     for_training: bool = True  # False: of an evaluation
+    # what each turn of a prompt's answer must match; None: no prompt has a constraint
+    constraint: Callable[[Prompt], Constraint | None] | None = None

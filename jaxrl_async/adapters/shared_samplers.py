@@ -91,6 +91,7 @@ def make_shared_samplers(
     settings = replace(
         sampler_settings(config, spec, probe_ids),
         device_lock=locks.sampler,
+        tokenizer=base.tokenizer,
         adapters=AdapterRoom(places=len(config.runs), rank=lora.rank, targets=lora.targets),
     )
     several = len(slices.samplers) > 1

@@ -25,7 +25,15 @@ from jaxrl_async.model.vision.reading import images_of
 from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
-from jaxrl_async.types import IntArray, LogprobRequest, Message, Request, SamplingParams
+from jaxrl_async.types import (
+    Constraint,
+    IntArray,
+    LogitShaping,
+    LogprobRequest,
+    Message,
+    Request,
+    SamplingParams,
+)
 
 LOOK_S = 0.02
 """How often `stream` looks for new tokens, seconds."""
@@ -92,6 +100,7 @@ class Asker:
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
+        constraint: Constraint | None = None,
     ) -> list[str]:
         """Return an answer to each prompt, or to the only one, in this order; blocks.
 
@@ -102,12 +111,15 @@ class Asker:
             temperature: 0: the most likely tokens.
             top_p: least probability of the tokens to choose among, the likeliest first.
             top_k: number of tokens to choose among; 0: all.
+            constraint: what each answer must match, such as Constraint.schema({...}); an answer
+                that reaches max_new_tokens before is cut off. None: anything.
 
         Raises DataError for what cannot be written as tokens, RolloutError for a prompt that is too
-        long.
+        long, and for a constraint that cannot be followed.
         """
         sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
-        requests = [self._request(p, max_new_tokens, sampling) for p in listed_prompts(prompts)]
+        asked = listed_prompts(prompts)
+        requests = [self._request(p, max_new_tokens, sampling, constraint) for p in asked]
         return [self._text(c.token_ids) for c in self._sampler.generate(requests)]
 
     def score(
@@ -156,11 +168,12 @@ class Asker:
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
+        constraint: Constraint | None = None,
     ) -> Iterator[str]:
         """Yield the answer to a prompt in pieces while it is sampled. Arguments and errors as in
         `generate`. Leaving the loop early cancels the answer."""
         sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
-        request = self._request(prompt, max_new_tokens, sampling)
+        request = self._request(prompt, max_new_tokens, sampling, constraint)
         (answer,) = self._sampler.start_many([request])
         told = ""
         try:
@@ -178,7 +191,9 @@ class Asker:
         finally:
             answer.cancel()
 
-    def _request(self, prompt: Asked, most: int, sampling: SamplingParams) -> Request:
+    def _request(
+        self, prompt: Asked, most: int, sampling: SamplingParams, constraint: Constraint | None
+    ) -> Request:
         self._count += 1
         if isinstance(prompt, str) and self._chat_arguments:
             prompt = [{"role": "user", "content": prompt}]
@@ -193,6 +208,7 @@ class Asker:
             max_new_tokens=min(most, self._sampler.section.max_new_tokens),
             sampling=sampling,
             stop_token_ids=stop_ids(self._tokenizer, chat),
+            shaping=None if constraint is None else LogitShaping(constraint=constraint),
         )
 
     def _conversation(self, messages: list[Any]) -> IntArray:
@@ -262,6 +278,7 @@ def generate(
     top_k: int = 0,
     seed: int = 0,
     chat_arguments: Mapping[str, Any] | None = None,
+    constraint: Constraint | None = None,
 ) -> list[str]:
     """Return the answer of a policy, or of the one in a directory, to each prompt, or to the only
     one; see Asker.generate, which is quicker for several calls."""
@@ -272,6 +289,7 @@ def generate(
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
+            constraint=constraint,
         )
 
 

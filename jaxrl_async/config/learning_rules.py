@@ -61,7 +61,7 @@ def a_whole_kl_is_in_the_loss(config: Config) -> Iterator[str]:
 def masked_sampling_compares_no_whole_distribution(config: Config) -> Iterator[str]:
     """Refuse a comparison of whole distributions if sampling masks hide part of them."""
     kept = config.keeps_masks or config.algorithm.keep_sampling_mask
-    if kept and (_whole_kl(config) or _distils_by_loss(config)):
+    if kept and compares_whole_distributions(config):
         s = config.sampler
         yield (
             f"sampler.top_k={s.top_k}, top_p={s.top_p:g} and min_p={s.min_p:g} with "
@@ -70,6 +70,11 @@ def masked_sampling_compares_no_whole_distribution(config: Config) -> Iterator[s
             "of them. Set algorithm.kl=k3 and teacher.form=advantage, or sample without top_k, "
             "top_p and min_p, or accept a biased ratio with keep_sampling_mask=false."
         )
+
+
+def compares_whole_distributions(config: Config) -> bool:
+    """Return whether a loss compares the probabilities of all tokens of the vocabulary."""
+    return _whole_kl(config) or _distils_by_loss(config)
 
 
 def _distils_by_loss(config: Config) -> bool:

@@ -68,6 +68,17 @@ def joins_bytes(backend: Backend) -> bool:
     return [step.get("type") for step in steps] == ["ByteLevel"]
 
 
+WRITES_BYTES = (["ByteLevel"], ["Fuse"], ["Replace", "ByteFallback", "Fuse"])
+"""Decoders whose texts are the bytes of their tokens: of GPT-2, of tokens that are words, and of
+SentencePiece with a token for each byte (Gemma's). Half a character may decode otherwise."""
+
+
+def writes_bytes(backend: Backend) -> bool:
+    """Return True if whole texts are exactly the bytes of their tokens, one after another."""
+    steps = _decoders(json.loads(backend.to_str()).get("decoder"))
+    return [step.get("type") for step in steps] in WRITES_BYTES
+
+
 def _decoders(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     """Return the steps of a decoder, with sequences flattened."""
     if decoder is None:

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 
 from jaxrl_async.data.images import ImageStore
 from jaxrl_async.data.text_bounds import chars_per_token, most_chars
-from jaxrl_async.data.token_bytes import bytes_of_tokens, joins_bytes
+from jaxrl_async.data.token_bytes import bytes_of_tokens, joins_bytes, writes_bytes
 from jaxrl_async.errors import ConfigError, DataError, TextTooLong, in_a_line
 from jaxrl_async.types import IntArray, Message
 from jaxrl_async.whole_files import replacing
@@ -283,6 +283,11 @@ class Tokenizer:
             return None
         silent = {*self.special_tokens, *self.eos_ids}
         return lambda token_id: b"" if token_id in silent else self.token_bytes(token_id)
+
+    @property
+    def writes_bytes(self) -> bool:
+        """Whether a text is just the bytes of its tokens (token_bytes), one after another."""
+        return writes_bytes(self.hf.backend_tokenizer)
 
     @cached_property
     def _bytes_of(self) -> Callable[[int], bytes | None]:

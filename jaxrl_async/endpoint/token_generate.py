@@ -122,7 +122,7 @@ def _entries(drawn: Completion, words: AnswerFormat) -> list[dict[str, Any]]:
 
 
 def _mask(kept: KeptTokens) -> list[list[int]]:
-    return [kept.of(token).tolist() for token in range(len(kept.starts) - 1)]
+    return [kept.of(token).tolist() for token in range(kept.num_tokens)]
 
 
 def routed_experts(expert_ids: ExpertIds, start: int) -> dict[str, Any]:

@@ -264,6 +264,7 @@ class ForeignSampler(Living):
             f"adapter is {request.adapter!r}": bool(request.adapter),
             "forced_length is set": request.forced_length is not None,
             "extras (sampling masks, experts) are requested": request.extras,
+            "shaping (a constraint, biases or penalties) is set": request.shaping is not None,
             "logprobs are requested": request.logprobs is not None,
         }
         return next((what for what, is_so in asked.items() if is_so), None)

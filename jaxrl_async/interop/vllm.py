@@ -228,6 +228,11 @@ class VllmSampler(Living):
                     f"request {request.request_id!r}: a vLLM server returns no extras. Submit it "
                     "without them, or use jaxrl_async.Sampler."
                 )
+            if request.shaping is not None:
+                raise RolloutError(
+                    f"request {request.request_id!r}: shaping (a constraint, biases or penalties) "
+                    "is not passed on to a vLLM server. Remove it, or use jaxrl_async.Sampler."
+                )
             if request.logprobs is not None:
                 raise RolloutError(
                     f"request {request.request_id!r}: logprobs: from a vLLM server only the "

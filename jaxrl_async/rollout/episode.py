@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.errors import RolloutError, StartOver
+from jaxrl_async.errors import RolloutError, StartOver, in_a_line
 from jaxrl_async.outages import ENVIRONMENT, Outages
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Concludes, Env, KeepsCalls, Opens, Plays, Reply
@@ -33,6 +33,7 @@ from jaxrl_async.types import (
     FloatArray,
     IntArray,
     KeptTokens,
+    LogitShaping,
     Message,
     Partial,
     Prompt,
@@ -254,20 +255,17 @@ def assemble_episode(prompt_ids: IntArray, turns: Sequence[Turn], stop: StopReas
 
 
 def _joined_masks(completions: Sequence[Completion]) -> KeptTokens | None:
-    """Join the sampling masks of all sampled tokens; None if a completion has none."""
-    masks = [c.kept for c in completions if c.kept is not None]
-    return _joined_kept(masks) if len(masks) == len(completions) else None
+    """Join the sampling masks of all sampled tokens; None if no completion has any. Completions
+    without masks were sampled from the whole vocabulary (check_kept)."""
+    if all(c.kept is None for c in completions):
+        return None
+    masks = [KeptTokens.whole(len(c.token_ids)) if c.kept is None else c.kept for c in completions]
+    return _joined_kept(masks)
 
 
 def _joined_kept(masks: Sequence[KeptTokens]) -> KeptTokens | None:
     """Concatenate sampling masks; None if there are no masks."""
-    if not masks:
-        return None
-    counts = np.concatenate([np.diff(m.starts) for m in masks])
-    return KeptTokens(
-        ids=np.concatenate([m.ids for m in masks]),
-        starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-    )
+    return KeptTokens.joined(masks) if masks else None
 
 
 def _joined_experts(completions: Sequence[Completion], length: int) -> ExpertIds | None:
@@ -306,8 +304,8 @@ def make_request(
     Randomness is keyed by the prompt's position in the stream, the member, and each token's
     position in the sequence, so no turn reuses an earlier turn's random numbers. The request is
     limited to the rest of max_length; an answer cut there ends with StopReason.LENGTH. Raises
-    RolloutError if nothing is left. branch: accounts for its context, and for earlier requests with
-    the same tokens.
+    RolloutError if nothing is left, or if the task's constraint raises an exception. branch:
+    accounts for its context, and for earlier requests with the same tokens.
     """
     if len(token_ids) >= limits.max_length:
         raise RolloutError(
@@ -326,7 +324,22 @@ def make_request(
         priority=limits.priority.of(prompt, turn),
         extras=limits.keep_mask,
         for_training=limits.for_training,
+        shaping=_shaping(prompt, limits),
     )
+
+
+def _shaping(prompt: Prompt, limits: EpisodeLimits) -> LogitShaping | None:
+    """Return what shapes the logits of a prompt's answers. Raises RolloutError."""
+    if limits.constraint is None:
+        return None
+    try:
+        constraint = limits.constraint(prompt)
+    except Exception as error:
+        raise RolloutError(
+            f"prompt {prompt.prompt_id}: the task's constraint raised {type(error).__name__}: "
+            f"{in_a_line(error)}"
+        ) from error
+    return None if constraint is None else LogitShaping(constraint=constraint)
 
 
 def check_kept(completion: Completion, limits: EpisodeLimits, before: int) -> None:
@@ -337,7 +350,7 @@ def check_kept(completion: Completion, limits: EpisodeLimits, before: int) -> No
     drawn = len(completion.token_ids)
     if not drawn:
         return
-    masks = 0 if completion.kept is None else len(completion.kept.starts) - 1
+    masks = 0 if completion.kept is None else completion.kept.num_tokens
     if limits.keep_mask and masks != drawn:
         raise RolloutError(
             f"request {completion.request_id}: the sampler returned {drawn} tokens, but sampling "

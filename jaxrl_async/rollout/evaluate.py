@@ -25,6 +25,7 @@ from jaxrl_async.rollout.episode import (
 from jaxrl_async.rollout.quorum import all_or_none
 from jaxrl_async.types import (
     CORRECT,
+    Constraint,
     Episode,
     EpisodeLimits,
     IntArray,
@@ -96,6 +97,7 @@ async def evaluate(
     num_samples: int = 8,
     level: int = 0,
     effort: EvalEffort = ONE_TRY,
+    constraint: Callable[[Prompt], Constraint | None] | None = None,
 ) -> EvalResult:
     """Play every prompt once and score it. The first turns of all prompts of tokens are queued in
     one call.
@@ -116,6 +118,7 @@ async def evaluate(
         max_length=max_length,
         priority=TurnPriority(first=level, later=level),
         for_training=False,
+        constraint=constraint,
     )
     playing = _HeldOutPlay(generate, prompts, make_env, limits, effort)
     busy, failed = asyncio.Semaphore(SCORED_AT_ONCE), list[int]()

@@ -383,4 +383,5 @@ class Evaluation:
             decode=self.decode,
             level=self.limits.priority.first,
             effort=self.effort,
+            constraint=self.limits.constraint,
         )

@@ -90,7 +90,7 @@ def _blocks(
     sizes = sorted({padded_rows(spec, n) for n in range(1, spec.slots + 1)}, reverse=True)
     of_blocks = [together(mixes)] if spec.ragged else dict.fromkeys([*mixes, together(mixes)])
     for rows, pages, mix in product(sizes, context_widths(spec), of_blocks):
-        args = empty_decode_args(spec, rows, pages)
+        args = empty_decode_args(spec, rows, pages, mix)
         engine.compile_generate(weights, state, args, context_pages=pages, mix=mix)
         yield "generate"
 

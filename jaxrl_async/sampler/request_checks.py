@@ -15,6 +15,7 @@ import numpy as np
 from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
+from jaxrl_async.sampler.grammar import KINDS, LONGEST, Grammars
 from jaxrl_async.sampler.logprob_checks import (
     check_has_logprobs,
     check_logprobs,
@@ -22,9 +23,12 @@ from jaxrl_async.sampler.logprob_checks import (
     scores_prompt,
 )
 from jaxrl_async.types import (
+    MAX_BIASED,
     MAX_STOP_TOKENS,
+    Constraint,
     IntArray,
     KeptTokens,
+    LogitShaping,
     Partial,
     Request,
     SamplingParams,
@@ -37,6 +41,10 @@ LARGEST = float(np.finfo(np.float32).max)
 """Maximum of float32, the type on the device."""
 INT32_END = 2**31
 """The maximum of int32 plus 1: keys, branches and counts are below it."""
+LARGEST_BIAS, LARGEST_PENALTY = 100, 2
+"""Limits of a logit bias, and of frequency and presence penalties, as of OpenAI's API."""
+LARGEST_VOCAB = 2**24
+"""Limit of the vocabulary of a sampling mask, to refuse masks that would not fit in memory."""
 FRESH = -1
 """First number of the keys that requests without a key get; no prompt has it."""
 
@@ -53,6 +61,7 @@ class Room:
     kv_dtype: str | None = None
     experts: tuple[int, int, int] | None = None  # layers, experts per token, experts of a layer
     images: ImageStore | None = None  # whose ids follow the vocabulary's in prompts
+    grammars: Grammars | None = None  # which constraints are checked with
 
 
 class RequestCheck:
@@ -123,7 +132,7 @@ def checked_request(request: Request | Partial, room: Room, *, answer_fits: bool
     logprobs = checked_logprobs(request, len(token_ids), room.vocab)
     forced = request.forced_length
     _check_room(request, len(token_ids), room, answer_fits=answer_fits)
-    return replace(
+    checked = replace(
         request,
         token_ids=token_ids,
         max_new_tokens=int(request.max_new_tokens),
@@ -139,8 +148,12 @@ def checked_request(request: Request | Partial, room: Room, *, answer_fits: bool
         forced_length=None if forced is None else int(forced),
         extras=bool(request.extras),
         for_training=bool(request.for_training),
+        shaping=_shaping(request, room),
         logprobs=logprobs,
     )
+    if room.grammars is not None:
+        room.grammars.check(checked)
+    return checked
 
 
 def num_wanted(request: Request) -> int:
@@ -320,6 +333,61 @@ def _sampling(request: Request) -> SamplingParams:
     )
 
 
+def _shaping(request: Request, room: Room) -> LogitShaping | None:
+    """Return what shapes the logits; None if it changes nothing."""
+    given = request.shaping
+    if given is None:
+        return None
+    if not isinstance(given, LogitShaping):
+        _refuse(request, "shaping", given, "LogitShaping or None")
+    constraint = given.constraint
+    good = isinstance(constraint, Constraint) and constraint.kind in KINDS
+    good = good and isinstance(constraint.text, str) and len(constraint.text) <= LONGEST
+    if constraint is not None and not good:
+        wanted = f"a Constraint of kind {', '.join(KINDS)}, of at most {LONGEST} characters"
+        _refuse(request, "shaping.constraint", constraint, wanted)
+    repetition = _number(request, "shaping.repetition_penalty", given.repetition_penalty)
+    if not 0 < repetition <= LARGEST:
+        _refuse(request, "shaping.repetition_penalty", repetition, "above 0")
+    least = _whole(request, "shaping.min_tokens", given.min_tokens, 0, INT32_END)
+    if least > num_wanted(request):
+        _refuse(request, "shaping.min_tokens", least, f"at most {num_wanted(request)}, its length")
+    checked = LogitShaping(
+        bias=_bias(request, given.bias, room),
+        min_tokens=least,
+        frequency_penalty=_penalty(request, "frequency_penalty", given.frequency_penalty),
+        presence_penalty=_penalty(request, "presence_penalty", given.presence_penalty),
+        repetition_penalty=repetition,
+        constraint=constraint,
+    )
+    return None if checked == LogitShaping() else checked
+
+
+def _bias(request: Request, given: Any, room: Room) -> tuple[tuple[int, float], ...]:
+    pairs = isinstance(given, tuple | list) and all(
+        isinstance(pair, tuple | list) and len(pair) == 2 for pair in given
+    )
+    if not pairs or len(given) > MAX_BIASED:
+        wanted = f"at most {MAX_BIASED} pairs of a token id and a number"
+        _refuse(request, "shaping.bias", given, wanted)
+    end = INT32_END if room.vocab is None else room.vocab
+    name = "shaping.bias"
+    checked = tuple((_whole(request, name, i, 0, end), _number(request, name, b)) for i, b in given)
+    if any(abs(value) > LARGEST_BIAS for _, value in checked):
+        _refuse(request, name, given, f"pairs with a number of -{LARGEST_BIAS} to {LARGEST_BIAS}")
+    if len(dict(checked)) < len(checked):
+        _refuse(request, name, given, "pairs with different token ids")
+    return checked
+
+
+def _penalty(request: Request, field: str, value: Any) -> float:
+    number = _number(request, f"shaping.{field}", value)
+    if abs(number) > LARGEST_PENALTY:
+        limits = f"from -{LARGEST_PENALTY} to {LARGEST_PENALTY}"
+        _refuse(request, f"shaping.{field}", value, limits)
+    return number
+
+
 def _number(request: Request, field: str, value: Any) -> float:
     is_number = isinstance(value, int | float | np.integer | np.floating)
     if not is_number or isinstance(value, bool) or not math.isfinite(value):
@@ -339,6 +407,10 @@ def _row(values: Any, count: int, dtype: type) -> Any:
 def check_masks(name: str, saved: TokenRecord, request: Request, count: int) -> None:
     """Raise RolloutError unless the columns that `extras` asks for cover every sampled token."""
     kept = saved.kept
+    if request.constraint is not None and count and kept is None:
+        raise RolloutError(
+            f"{name}: it has a constraint, but kept of its tokens was not saved. Start it again."
+        )
     if request.extras and count and not saved.has_extras:
         raise RolloutError(
             f"{name}: it asks for extras, but full_logprobs and kept of its tokens were not "
@@ -352,13 +424,29 @@ def check_masks(name: str, saved: TokenRecord, request: Request, count: int) -> 
     )
     if good:
         starts = kept.starts
-        good = len(starts) == count + 1 and starts[0] == 0 and starts[-1] == len(kept.ids)
-        good = good and bool((np.diff(starts) >= 0).all())
+        good = len(starts) > 0 and starts[0] == 0 and starts[-1] == len(kept.ids)
+        good = good and bool((np.diff(starts) >= 0).all()) and _shares_sets(kept, count)
     if not good:
         raise RolloutError(
             f"{name}: kept is not one set of token ids for each of its {count} tokens. Give what a "
             "sampler saved."
         )
+
+
+def _shares_sets(kept: KeptTokens, count: int) -> bool:
+    """Return whether each of `count` tokens has one of the sets, and each set its kind."""
+    sets, which, left_out = len(kept.starts) - 1, kept.which, kept.left_out
+    if not _is_whole(kept.vocab) or not 0 <= kept.vocab < LARGEST_VOCAB:
+        return False
+    if left_out is not None:
+        good = isinstance(left_out, np.ndarray) and left_out.dtype == np.bool_
+        if not good or left_out.shape != (sets,) or (kept.ids >= kept.vocab).any():
+            return False
+    if which is None:
+        return sets == count
+    good = isinstance(which, np.ndarray) and which.shape == (count,)
+    good = good and bool(np.issubdtype(which.dtype, np.integer))
+    return good and bool(((which >= 0) & (which < sets)).all())
 
 
 def _check_kv(name: str, saved: Partial, tokens: int, room: Room) -> None:

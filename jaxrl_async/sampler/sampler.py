@@ -434,6 +434,7 @@ class DecodeLoop:
                 adapters=self._setup.places,
                 images=self._setup.settings.images,
                 mixes=self._setup.settings.mixes,
+                grammars=self._setup.room.grammars,
             )
         new_version(self.batch, self.weights.version)
         return self.batch

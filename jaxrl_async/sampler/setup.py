@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ from jaxrl_async.sampler.batch.kv_budget import MemoryPlan, plan_memory
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.sampling import Mix
+from jaxrl_async.sampler.grammar import Grammars
 from jaxrl_async.sampler.intake import NO_FOLLOWERS, Followers
 from jaxrl_async.sampler.probe import Probe
 from jaxrl_async.sampler.request_checks import INT32_END, Room
@@ -69,6 +70,7 @@ class SamplerSettings:
     one_thread: bool = False  # on a CPU, use one core: for several samplers on one host
     adapters: AdapterRoom | None = None  # that requests may name; None: no adapters
     images: ImageStore | None = None  # that token ids of prompts name; None: no images
+    tokenizer: Any = None  # a Tokenizer, for constraints; None: the policy's, if it has one
     probe: Probe | None = None  # to check new weights on; None: no check
     schedule: Schedule = UNRECORDED  # records or prescribes the intake between blocks
     followers: Followers = NO_FOLLOWERS  # the sampler's other processes
@@ -109,6 +111,8 @@ def set_up(
     """Return the setup of a Sampler and its parameters on the mesh; arguments as Sampler's. Raises
     ConfigError."""
     spec, params = policy if isinstance(policy, tuple) else (policy.spec, policy.whole)
+    if isinstance(policy, Policy) and settings.tokenizer is None:
+        settings = replace(settings, tokenizer=policy.tokenizer)
     setup = build_setup(spec, section, mesh, seed, settings)
     has_one = any(adapted_names(params[stack]) for stack in stacks_in(params))
     if settings.adapters is not None and has_one:
@@ -162,7 +166,7 @@ def build_setup(
         section=section,
         plan=plan,
         engine=engine,
-        room=room_of(spec, section, seed, settings),
+        room=room_of(spec, section, seed, settings, Grammars(settings.tokenizer, spec.vocab)),
         seed=seed,
         settings=settings,
         places=AdapterPlaces(0 if room is None else room.places),
@@ -170,9 +174,16 @@ def build_setup(
 
 
 def room_of(
-    spec: ModelSpec, section: schema.SamplerSection, seed: int, settings: SamplerSettings
+    spec: ModelSpec,
+    section: schema.SamplerSection,
+    seed: int,
+    settings: SamplerSettings,
+    grammars: Grammars | None = None,
 ) -> Room:
-    """Return the limits that requests to samplers of these settings are checked against."""
+    """Return the limits that requests to samplers of these settings are checked against.
+
+    grammars: which constraints are checked with; None: the sampler itself checks them.
+    """
     experts = (spec.layers, spec.experts_per_token, spec.experts)
     return Room(
         max_length=section.max_length,
@@ -183,6 +194,7 @@ def room_of(
         kv_dtype=jnp.dtype(settings.dtype).name,
         experts=experts if settings.keep_routing else None,
         images=settings.images,
+        grammars=grammars,
     )
 
 

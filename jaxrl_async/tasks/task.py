@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 from jaxrl_async.data.chat_formats.chat_messages import as_messages
 from jaxrl_async.tasks.game import Game
 from jaxrl_async.tasks.record import Said, TaskRecord
-from jaxrl_async.types import Message
+from jaxrl_async.types import Constraint, Message
 
 Records = Sequence[TaskRecord] | Callable[[str], Sequence[TaskRecord]]
 """Records, or a function of the split ("train" or "eval") that returns them."""
@@ -116,6 +116,9 @@ class Task:
     reward: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None
     tools: Sequence[Tool] = ()  # in addition to the environment's own
     system_prompt: str | None = None  # put before conversations without one
+    # what each answer of the policy must match: one for all records, or a function that returns a
+    # record's (None: no constraint); not for a program, whose calls ask for theirs
+    constraint: Constraint | Callable[[TaskRecord], Constraint | None] | None = None
     # Each text is one token of a tokenizer that is created for the task if neither data.tokenizer
     # nor model.path names one: for tiny models that learn the task from scratch
     words: Sequence[str] = ()

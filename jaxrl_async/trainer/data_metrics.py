@@ -111,8 +111,10 @@ def _seat_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
 def _mask_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     """Report the mean number of tokens in a sampling mask; {} without masks."""
     masks = [e.kept for g in groups for e in g.episodes if e.kept is not None]
-    drawn = sum(int(np.count_nonzero(np.diff(m.starts))) for m in masks)
-    return {"rollout/kept_mean": sum(len(m.ids) for m in masks) / drawn} if drawn else {}
+    sizes = [m.sizes for m in masks]
+    drawn = sum(int(np.count_nonzero(of_tokens)) for of_tokens in sizes)
+    kept = sum(int(of_tokens.sum(dtype=np.int64)) for of_tokens in sizes)
+    return {"rollout/kept_mean": kept / drawn} if drawn else {}
 
 
 def _lags_of(groups: Sequence[EpisodeGroup], version: int) -> IntArray:

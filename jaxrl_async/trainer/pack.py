@@ -22,7 +22,7 @@ from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import DataError
 from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.prefix_plan import LaidContext, PrefixKey, plan_rows, prefix_key
-from jaxrl_async.trainer.sparse_bits import NO_MASK, SparseBits, joined_masks
+from jaxrl_async.trainer.sparse_bits import NO_MASK, SparseBits
 from jaxrl_async.trainer.token_columns import (
     NO_SAMPLER_COLUMNS,
     SamplerColumns,
@@ -110,7 +110,7 @@ def pack(
         _write_choices(batch, sequences, sampler_columns, laid, masks)
     if sampler_columns.mask_vocab is None:
         return batch
-    kept = SparseBits(joined_masks(masks), batch.kept, sampler_columns.mask_vocab)
+    kept = SparseBits(KeptTokens.joined(masks), batch.kept, sampler_columns.mask_vocab)
     return replace(batch, kept=kept)
 
 
@@ -317,7 +317,7 @@ def _write_choices(
     ends = np.cumsum([len(s.token_ids) for s in sequences])
     begins = ends - [len(s.token_ids) for s in sequences]
     bounds = np.searchsorted(laid.tokens, [begins, ends])  # laid tokens ascend
-    before = np.cumsum([0, *(len(m.starts) - 1 for m in masks)]).tolist()
+    before = np.cumsum([0, *(m.num_tokens for m in masks)]).tolist()
     for index, (sequence, begin, first, last) in enumerate(
         zip(sequences, begins, *bounds, strict=True)
     ):
@@ -333,7 +333,13 @@ def _masks_of(sequences: Sequence[TrainSequence], wanted: SamplerColumns) -> lis
     vocab = wanted.mask_vocab
     if vocab is None:
         return []
-    return [sequence_masks(s.kept, s.token_ids, _drawn(s), vocab) for s in sequences]
+    return [sequence_masks(_kept(s, wanted), s.token_ids, _drawn(s), vocab) for s in sequences]
+
+
+def _kept(sequence: TrainSequence, wanted: SamplerColumns) -> KeptTokens | None:
+    if sequence.kept is None and not wanted.masks_all:
+        return KeptTokens.whole(int(np.count_nonzero(_drawn(sequence))))
+    return sequence.kept
 
 
 def _drawn(sequence: TrainSequence) -> BoolArray:

@@ -4,7 +4,6 @@ For a vocabulary of 151,936 a mask is 19 kB of bits, but often only a few token 
 of 512 answers of 2048 tokens would be 20 GB, so only one micro-batch is expanded at a time.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,27 +44,29 @@ class SparseBits:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[np.uint8]:
         """Expand the masks to bits."""
-        places = self.index.ravel()
+        places, masks = self.index.ravel(), self.masks
+        if masks.which is None and masks.left_out is None:
+            return self._bits_of(places).reshape(self.shape)
+        sets = np.where(places < 0, NO_MASK, np.append(masks.set_of, NO_MASK)[places])
+        distinct, of_token = np.unique(sets, return_inverse=True)
+        bits = self._bits_of(distinct)
+        listed = np.diff(masks.starts, append=masks.starts[-1:]) > 0
+        bits[np.append(masks.holds_impossible, False)[distinct] & listed[distinct]] ^= ALL_BITS
+        return bits[of_token].reshape(self.shape)
+
+    def _bits_of(self, sets: NDArray[Any]) -> NDArray[np.uint8]:
+        """Return the ids of sets [n] as bits, [n, ceil(vocab / 8)]; all bits for NO_MASK and for
+        sets without ids."""
         kept, starts = self.masks, self.masks.starts
-        counts = np.where(places < 0, 0, starts[places + 1] - starts[places])
-        bits = np.zeros((len(places), self.shape[-1]), np.uint8)
+        counts = np.where(sets < 0, 0, starts[sets + 1] - starts[sets])
+        bits = np.zeros((len(sets), self.shape[-1]), np.uint8)
         bits[counts == 0] = ALL_BITS
-        rows = np.repeat(np.arange(len(places)), counts)
+        rows = np.repeat(np.arange(len(sets)), counts)
         within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        ids = kept.ids[np.repeat(np.where(places < 0, 0, starts[places]), counts) + within]
+        ids = kept.ids[np.repeat(np.where(sets < 0, 0, starts[sets]), counts) + within]
         flat = rows * bits.shape[1] + (ids >> 3)
         firsts = np.flatnonzero(np.diff(flat, prepend=-1))  # of the ids that share a byte
         if len(firsts):
             values = np.left_shift(1, ids & 7, dtype=np.uint8, casting="unsafe")
             bits.reshape(-1)[flat[firsts]] = np.bitwise_or.reduceat(values, firsts)
-        return bits.reshape(self.shape)
-
-
-def joined_masks(masks: Sequence[KeptTokens]) -> KeptTokens:
-    """Return the concatenated masks of several sequences."""
-    ends = np.cumsum([0, *(len(m.ids) for m in masks)])
-    starts = [m.starts[:-1] + begin for m, begin in zip(masks, ends, strict=False)]
-    return KeptTokens(
-        ids=np.concatenate([np.zeros(0, np.int32), *(m.ids for m in masks)]),
-        starts=np.concatenate([*starts, ends[-1:]]).astype(np.int64),
-    )
+        return bits

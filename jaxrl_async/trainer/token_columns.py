@@ -24,6 +24,7 @@ class SamplerColumns(NamedTuple):
     mask_vocab: int | None = None  # vocabulary size of sampling masks; None: masks are not packed
     routing: Routing | None = None  # of expert ids; None: these are not packed
     images: ImageStore | None = None  # referenced by token ids; None: no images
+    masks_all: bool = True  # False: a sequence without masks was sampled from the whole vocabulary
 
 
 NO_SAMPLER_COLUMNS = SamplerColumns()
@@ -46,8 +47,8 @@ def sequence_masks(
     places = np.flatnonzero(drawn)
     if not len(places):
         return NO_MASKS
-    if kept is None or len(kept.starts) - 1 != len(places):
-        masked = "no tokens" if kept is None else f"{len(kept.starts) - 1} tokens"
+    if kept is None or kept.num_tokens != len(places):
+        masked = "no tokens" if kept is None else f"{kept.num_tokens} tokens"
         raise DataError(
             f"an episode with {len(places)} sampled tokens has sampling masks for {masked}. "
             "algorithm.keep_sampling_mask needs a sampler that returns Completion.kept for every "
@@ -59,15 +60,13 @@ def sequence_masks(
             f"vocabulary has {vocab}. Give the sampler and the trainer the same model."
         )
     counts = np.diff(kept.starts)
-    keys = np.repeat(np.arange(len(places)), counts) * vocab + kept.ids
+    keys = np.repeat(np.arange(len(counts)), counts) * vocab + kept.ids
     if (np.diff(keys) <= 0).any():
         raise DataError(
             "a sampling mask holds token ids out of order or twice. The sampler's KeptTokens.ids "
             "must ascend for each sampled token; correct the sampler."
         )
-    wanted = np.arange(len(places)) * vocab + token_ids[places]
-    found = np.append(keys, -1)[np.searchsorted(keys, wanted)]
-    excluded = np.flatnonzero((counts > 0) & (found != wanted))
+    excluded = np.flatnonzero(kept.excludes(token_ids[places]))
     if len(excluded):
         place = places[excluded[0]]
         raise DataError(

@@ -282,7 +282,32 @@ GROUPS = (
     Group(
         "trainer/sparse_bits",
         ("trainer/test_token_columns.py",),
-        (("        bits[counts == 0] = ALL_BITS\n", ""),),
+        (
+            ("        bits[counts == 0] = ALL_BITS\n", ""),
+            ("& listed[distinct]] ^= ALL_BITS", "& listed[distinct]] ^= 0"),
+        ),
+    ),
+    Group(
+        "sampler/device/shaping",
+        ("sampler/test_shaping.py", "sampler/test_constraints.py"),
+        (
+            ("(drawn < of.min_tokens)", "(drawn <= of.min_tokens)"),
+            ("jnp.where(logits > 0, logits / factor", "jnp.where(logits < 0, logits / factor"),
+            ("of.frequency[:, None] * counts.answer", "of.frequency[:, None]"),
+            ("(counts.answer > 0) | (counts.prompt > 0)", "counts.answer > 0"),
+            ("add(~in_prompt", "add(in_prompt | True"),
+            ("jnp.where(forced >= 0, jnp.arange(V) == forced, possible)", "possible"),
+        ),
+    ),
+    Group(
+        "sampler/grammar",
+        ("sampler/test_constraints.py",),
+        (
+            ("if accepts and not too_early", "if accepts"),
+            ("others = words & self._no_stops", "others = words"),
+            ("< self._least and others.any()", "< self._least"),
+            ("else [*alone, self.mask()]", "else [*alone, ~self.mask()]"),
+        ),
     ),
     Group(
         "sampler/batch/slots",
@@ -746,7 +771,7 @@ GROUPS = (
                 "jax.random.wrap_key_data(key)",
             ),
             ("<= (target - before)[:, None]", "<= target[:, None]"),
-            ("_at(jax.nn.log_softmax(logits, axis=-1), new.tokens)", "new.logprobs"),
+            ("_at(jax.nn.log_softmax(full, axis=-1), new.tokens)", "new.logprobs"),
             ("found - largest - total", "found - largest"),
             ("of_ids - largest - total", "of_ids - largest"),
             ("logits / tempered[:, None]", "logits"),

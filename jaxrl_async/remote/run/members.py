@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxrl_async.codec import Bytes
 from jaxrl_async.config.schema import AxesSection, Config
 from jaxrl_async.errors import Disconnected, JoinRefused, RolloutError
 from jaxrl_async.metrics.profiles import SUFFIXES, sampler_process
@@ -67,6 +68,7 @@ class Invitation:
     layout_hash: str  # of the offered weights
     places: int  # requests that a sampler holds at the same time
     probe_ids: IntArray | None = None  # tokens to check new weights on; None: any
+    tokenizer: Bytes | None = None  # as in Welcome
 
     def welcome(self, hello: Hello) -> Welcome:
         """Return the Welcome for a sampler. Raises JoinRefused."""
@@ -88,6 +90,7 @@ class Invitation:
             layout_hash=self.layout_hash,
             run=self.config.run.name,
             probe_ids=self.probe_ids,
+            tokenizer=self.tokenizer,
         )
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config
+from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, shardings
 from jaxrl_async.metrics.json_logs import LOGS_VARIABLE
@@ -21,6 +22,7 @@ from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.remote.run.host_offers import HostOffers, PartPublisher, distributed_store
 from jaxrl_async.remote.run.local_samplers import LocalSamplers
 from jaxrl_async.remote.run.members import Invitation, Members
+from jaxrl_async.remote.run.sent_tokenizer import sent_tokenizer
 from jaxrl_async.remote.sampler.rendezvous import tell_everybody
 from jaxrl_async.remote.weights.outbox import WeightOutbox
 from jaxrl_async.remote.weights.protocols import Offering
@@ -103,7 +105,7 @@ def make_remote_sampling(
             router=router, channel=channel, publisher=PartPublisher(channel), probe=probe
         )
     members = Members(
-        invitation(config, spec, sent, run_probe_ids(inputs)),
+        invitation(config, spec, sent, run_probe_ids(inputs), inputs.tokenizer),
         channel,
         outbox,
         router,
@@ -145,7 +147,11 @@ def _base_to_send(config: Config, inputs: Inputs, base: Params | None) -> Params
 
 
 def invitation(
-    config: Config, spec: ModelSpec, sent: SentWeights, probe_ids: IntArray
+    config: Config,
+    spec: ModelSpec,
+    sent: SentWeights,
+    probe_ids: IntArray,
+    tokenizer: Tokenizer | None = None,
 ) -> Invitation:
     """Return the configuration that a joining sampler gets and must match."""
     dtype, keeps = jnp.dtype(config.model.computes_in), config.algorithm.keep_routing
@@ -156,6 +162,7 @@ def invitation(
         layout_hash=manifest_of(sent.lowered).layout_hash,
         places=plan.slots + plan.reserve,
         probe_ids=probe_ids,
+        tokenizer=None if tokenizer is None else sent_tokenizer(tokenizer),
     )
 
 

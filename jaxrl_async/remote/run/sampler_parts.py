@@ -30,6 +30,7 @@ from jaxrl_async.model.moe import check_experts
 from jaxrl_async.model.own_code import OwnCode, is_loaded
 from jaxrl_async.model.own_spec import check_own
 from jaxrl_async.model.spec import ModelSpec, Params
+from jaxrl_async.remote.run.sent_tokenizer import ArrivedTokenizer
 from jaxrl_async.remote.weights.base_delivery import BaseBringer
 from jaxrl_async.remote.weights.protocols import Fetching
 from jaxrl_async.remote.weights.receiver import WeightReceiver
@@ -68,10 +69,12 @@ class SamplerParts:
 
     def setup(self, followers: Followers = NO_FOLLOWERS) -> SamplerSetup:
         """Return the setup of the sampler. followers: its other processes, if this one leads."""
+        sent = self.welcome.tokenizer
         settings = replace(
             sampler_settings(self.config, self.spec, self.welcome.probe_ids),
             one_thread=uses_one_thread(self.mesh, colocated=False),
             followers=followers,
+            tokenizer=None if sent is None else ArrivedTokenizer(sent),
         )
         check_sampler_fits(self.config, self.spec, self.mesh)
         return build_setup(self.spec, self.config.sampler, self.mesh, self.welcome.seed, settings)

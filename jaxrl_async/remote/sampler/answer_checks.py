@@ -192,11 +192,9 @@ def _check_drawable(name: str, drawn: TokenRecord, room: Room) -> None:
         return
     if isinstance(checked_ids(kept.ids, room.vocab), str):
         raise RolloutError(f"{name}: kept has ids outside the vocabulary.")
-    sizes = np.diff(kept.starts)
-    owners = np.repeat(np.arange(len(sizes)), sizes)
-    found = np.zeros(len(sizes), bool)
-    found[owners[kept.ids == drawn.token_ids[owners]]] = True
-    missing = np.flatnonzero((sizes > 0) & ~found)
+    if not 0 <= kept.vocab <= (room.vocab or kept.vocab):
+        raise RolloutError(f"{name}: kept is of {kept.vocab} ids, not of the vocabulary.")
+    missing = np.flatnonzero(kept.excludes(drawn.token_ids))
     if len(missing):
         raise RolloutError(f"{name}: token {missing[0]} is not among the tokens in kept.")
 

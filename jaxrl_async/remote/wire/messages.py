@@ -49,6 +49,7 @@ class Welcome:
     layout_hash: str  # of the offered weights (weights.manifest)
     run: str  # name of the run
     probe_ids: IntArray | None = None  # [probe] tokens to check new weights on; None: any
+    tokenizer: Bytes | None = None  # remote.run.sent_tokenizer, for constraints; None: refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

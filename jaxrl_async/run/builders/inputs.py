@@ -19,6 +19,7 @@ from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.outages import Outages
 from jaxrl_async.rollout.env import GuardedEnvs
 from jaxrl_async.run import features
+from jaxrl_async.run.builders.constraints import check_constraint
 from jaxrl_async.run.builders.device_memory import check_devices_hold
 from jaxrl_async.run.builders.devices import Locks, claim_devices, make_locks
 from jaxrl_async.run.builders.frozen_weights import check_advisers, check_frozen
@@ -109,7 +110,8 @@ def check_inputs(
     )
     check_routing(config.algorithm, config.model, spec)
     check_critic(config.critic, config.algorithm.advantage, config.run.steps)
-    keep_mask = keeps_masks(config)
+    keep_mask = keeps_masks(config, task)
+    check_constraint(config, task, held_out, tokenizer, spec.vocab)
     check_advisers(config, spec, tokenizer)
     check_devices_hold(config, spec, slices)
     note_process_rewards(config)

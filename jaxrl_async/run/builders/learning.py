@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxrl_async.algorithms.advantages import needs_critic
 from jaxrl_async.algorithms.corrections import correction_of, weighs
 from jaxrl_async.config.balance_section import BalanceSection
+from jaxrl_async.config.learning_rules import compares_whole_distributions
 from jaxrl_async.config.schema import (
     AlgorithmSection,
     Choice,
@@ -44,6 +45,7 @@ from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.run.warm_start import nothing_meanwhile, warm_pairs, warm_start
+from jaxrl_async.tasks.task import NO_TASK, Task
 from jaxrl_async.trainer.critic import make_critic
 from jaxrl_async.trainer.frozen_models import copied
 from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings
@@ -183,6 +185,7 @@ def make_learner(
         critic_warmup=config.critic.warmup_steps,
         sampler_columns=SamplerColumns(
             mask_vocab=policy.spec.vocab if keep_mask else None,
+            masks_all=config.sampler.truncates or not keep_mask,
             routing=routing_of(policy.spec) if algorithm.keep_routing else None,
             images=tokenizer.images,
         ),
@@ -319,9 +322,22 @@ def sampling_params(section: SamplerSection) -> SamplingParams:
     )
 
 
-def keeps_masks(config: Config) -> bool:
-    """Return whether sampling masks come with the tokens; log if they are missing or useless."""
+def keeps_masks(config: Config, task: Task = NO_TASK) -> bool:
+    """Return whether sampling masks are trained with; log if they are missing or useless. They are
+    also kept for the constraints of a task, and, if keep_sampling_mask says so, of a program's
+    calls. Raises ConfigError if a constraint does not fit the loss."""
     s, wanted = config.sampler, config.algorithm.keep_sampling_mask
+    if task.constraint is not None and wanted is not False and config.pairs is None:
+        check_masks_fit(config)
+        return True
+    if wanted and task.program is not None:
+        return True
+    if task.constraint is not None and config.pairs is None:
+        log.warning(
+            "the task's constraint limits what is sampled, while the trainer computes log-probs "
+            "over the whole vocabulary: the ratio is biased, see mismatch/mean. Set "
+            "algorithm.keep_sampling_mask=null."
+        )
     if wanted and not s.truncates:
         log.info(
             "algorithm.keep_sampling_mask has no effect: sampler.top_k, top_p and min_p keep the "
@@ -337,6 +353,18 @@ def keeps_masks(config: Config) -> bool:
             s.min_p,
         )
     return config.keeps_masks
+
+
+def check_masks_fit(config: Config) -> None:
+    """Raise ConfigError if a loss compares whole distributions, of which a constraint hides a
+    part."""
+    if compares_whole_distributions(config):
+        raise ConfigError(
+            "the task has a constraint, whose answers are sampled from a part of the vocabulary, "
+            "and algorithm.kl=full or teacher.form=loss compare all of it. Set algorithm.kl=k3 and "
+            "teacher.form=advantage, or accept a biased ratio with "
+            "algorithm.keep_sampling_mask=false."
+        )
 
 
 def check_critic(critic: CriticSection, advantage: Choice, steps: int) -> None:

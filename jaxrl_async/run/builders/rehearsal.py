@@ -110,7 +110,8 @@ class Rehearsal:
         prompts = inputs.held_out[: config.algorithm.groups_per_step]
         members = config.algorithm.group_size
         sampling = sampling_params(config.sampler)
-        yield rehearsed(prompts, members, sampling, config, extras=inputs.keep_mask)
+        extras = inputs.keep_mask and sampling.truncates
+        yield rehearsed(prompts, members, sampling, config, extras=extras)
 
 
 def no_weights(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Params, Params]:

@@ -21,6 +21,7 @@ from jaxrl_async.ports.rollout import Gate
 from jaxrl_async.rollout.pivots import PivotPlan
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
 from jaxrl_async.run import features
+from jaxrl_async.run.builders.constraints import prompt_constraint
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.builders.learning import sampling_params
 from jaxrl_async.run.builders.samplers import (
@@ -231,11 +232,13 @@ def make_rollouts(
         stop_token_ids=inputs.play.stop_token_ids,
         max_new_tokens=config.sampler.max_new_tokens,
         max_length=config.sampler.max_length,
-        keep_mask=inputs.keep_mask,
+        keep_mask=inputs.keep_mask and config.sampler.truncates,
+        takes_masks=inputs.keep_mask,
         keep_routing=config.algorithm.keep_routing,
         priority=TurnPriority(
             later=config.priorities.later_turns, older_first=config.priorities.older_first
         ),
+        constraint=prompt_constraint(inputs.play.task),
     )
     return RolloutLoop(
         prompts,

@@ -21,6 +21,7 @@ from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports.generate import Generate, Replica
 from jaxrl_async.ports.weights import Publisher
+from jaxrl_async.run.builders.constraints import constrained
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.optional_parts import JoinedSamplers, SamplerProcesses
 from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule
@@ -252,9 +253,12 @@ def asked_mixes(config: Config) -> tuple[Mix, ...]:
 
 def settings_here(config: Config, inputs: Inputs, mesh: Mesh) -> SamplerSettings:
     """Return the settings of a sampler on a mesh of this process."""
+    settings = sampler_settings(config, inputs.spec, run_probe_ids(inputs))
     return replace(
-        sampler_settings(config, inputs.spec, run_probe_ids(inputs)),
+        settings,
         images=inputs.tokenizer.images,
+        tokenizer=inputs.tokenizer,
+        mixes=constrained(settings.mixes, inputs.play.task),
         one_thread=uses_one_thread(mesh, colocated=inputs.slices.colocated),
     )
 

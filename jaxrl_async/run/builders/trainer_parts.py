@@ -9,6 +9,7 @@ from jaxrl_async.mesh import NO_DEVICE_LOCK
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.profiling import StepTraces, TracedSamplers
 from jaxrl_async.rollout.evaluate import EvalEffort
+from jaxrl_async.run.builders.constraints import prompt_constraint
 from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.rollouts import RolloutSide
 from jaxrl_async.run.checkpoint.rollout_state import RunSaver
@@ -104,6 +105,7 @@ def make_evaluation(config: Config, side: RolloutSide, lockstep: Lockstep) -> Ev
             priority=TurnPriority(
                 first=config.priorities.evaluation, later=config.priorities.evaluation
             ),
+            constraint=prompt_constraint(inputs.play.task),
         ),
         effort=EvalEffort(
             at_once=min(config.eval.episodes_at_once, config.serving.max_sessions),

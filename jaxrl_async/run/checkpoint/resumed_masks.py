@@ -5,7 +5,6 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import yaml
 
 from jaxrl_async.config.sampler_section import SamplerSection
@@ -65,8 +64,7 @@ def _num_missing(value: Any) -> int:
 def _filled(value: Any) -> Any:
     """Return the records with masks that exclude no token where they had none."""
     if _lacks(value):
-        starts = np.zeros(_num_drawn(value) + 1, np.int32)
-        return replace(value, kept=KeptTokens(ids=np.zeros(0, np.int32), starts=starts))
+        return replace(value, kept=KeptTokens.whole(_num_drawn(value)))
     if isinstance(value, tuple):
         return tuple(_filled(part) for part in value)
     changed = {

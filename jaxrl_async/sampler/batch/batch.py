@@ -48,11 +48,13 @@ from jaxrl_async.sampler.batch.sequence import (
     live_of,
     running_of,
 )
+from jaxrl_async.sampler.batch.shaping import shaping_of, take_masks
 from jaxrl_async.sampler.batch.slots import Slots
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.program_arguments import Block, DecodeState, EngineWeights, Prefix
 from jaxrl_async.sampler.device.sampling import Mix, mix_of, together
+from jaxrl_async.sampler.grammar import Grammars
 from jaxrl_async.types import IntArray, PositionLogprobs, TokenRecord
 
 log = logging.getLogger(__name__)
@@ -84,6 +86,7 @@ class Batch:
         adapters: AdapterPlaces | None = None,
         images: ImageStore | None = None,
         mixes: Sequence[Mix] = (),
+        grammars: Grammars | None = None,
     ) -> None:
         """Set up empty slots and pages on the engine's device.
 
@@ -98,14 +101,18 @@ class Batch:
             adapters: that requests may name; None: no adapters.
             images: that token ids of prompts name; None: no images.
             mixes: the kinds of sampling that requests will ask for, if known.
+            grammars: of requests' constraints; None: no request has any.
         """
         self._images, self._mixes = images, mixes
+        self._grammars = Grammars(None, engine.spec.model.vocab) if grammars is None else grammars
         self.engine, self.spec = engine, engine.spec
         self.seed, self._chunk, self._one_version = seed, prefill_chunk, one_version
         self.weights = WeightsInUse(AdapterPlaces() if adapters is None else adapters)
         stores = prefix_cache and not self.spec.model.delta  # whose states are not in pages
         self.cache = KvCache(form_of(self.spec), self.spec.pages, stores=stores)
-        self.slots = Slots(self.spec.total_slots, max_new=max_new, cache=self.cache)
+        self.slots = Slots(
+            self.spec.total_slots, max_new=max_new, cache=self.cache, vocab=self.spec.model.vocab
+        )
         self._routes = _routes_of(self.spec)
         self.state: DecodeState = engine.init_decode_state()
         self.admission = Admission(
@@ -326,12 +333,15 @@ class Batch:
         """Move a prefilled request to its slot; it decodes from the next block on."""
         slot, num_prefilled = prefilling.slot_index, len(prefilling.token_ids)
         used = self.weights.of(prefilling.request)
+        known = prefilling.live.saved_output.token_ids
+        matching = self._grammars.matching(prefilling.request, known.tolist())
         self.placed[slot] = Running(
             live=prefilling.live,
             slot_index=slot,
             order=prefilling.order,
             num_prefilled=num_prefilled,
             kv_version=prefilling.kv_version,
+            matching=matching,
             scores=prefilling.scores,
         )
         self.slots.occupy(slot, num_prefilled, prefilling.table, used.version, used.place)
@@ -364,15 +374,18 @@ class Batch:
 
     def start_block(self, weights: EngineWeights) -> None:
         """Dispatch one decode block of the running requests."""
+        for constrained in [r for r in running_of(self.placed.values()) if r.matching is not None]:
+            self.guarded(constrained, lambda r: r.matching.mask())
         rows, reserve = self._with_pages(self.spec.block)
         self._block = None
         if not rows:
             return
         running = {r.slot_index: r for r in (*rows, *reserve)}
-        args, context_pages = decode_args(rows, reserve, self.slots, self.spec)
         mix = mix_of(r.request for r in running.values())
         if self.spec.ragged:  # sampling in every way costs a TPU less than another program
             mix = together([mix, *self._mixes])
+        shaping = shaping_of(running, self.slots, self.spec, mix)
+        args, context_pages = decode_args(rows, reserve, self.slots, self.spec, shaping)
         if mix.ids:
             args = args._replace(ids=named_ids(running, self.spec.total_slots, mix.ids))
         self.state, block = self.engine.generate(
@@ -425,9 +438,13 @@ class Batch:
             block.owners,
             started.versions,
             block.extras,
-            wanted={slot for slot, r in started.running.items() if r.request.extras},
+            wanted={slot for slot, r in started.running.items() if r.request.needs_extras},
             named={slot for slot, r in started.running.items() if r.request.logprobs},
         )
+        for span in spans:
+            one = started.running[span.slot]
+            if one.matching is not None:
+                self.guarded(one, partial(take_masks, span, self.slots))
         self._routes.take(block.routes, block.owners, spans, self.slots)
         used, steps = sum(s.end - s.start for s in spans), int(block.steps)
         aside = sum(
@@ -445,7 +462,8 @@ class Batch:
             waiting_used_slot_steps=used * waiting,
         )
         ended = [started.running[int(slot)] for slot in block.owners[block.ends]]
-        return sorted(ended, key=lambda r: r.order)
+        there = [r for r in ended if self.placed.get(r.slot_index) is r]
+        return sorted(there, key=lambda r: r.order)
 
     # ---- sampled tokens
 
@@ -458,7 +476,13 @@ class Batch:
         if not isinstance(stage, Running):
             return live_of(stage).saved_output
         slot = stage.slot_index
-        output = self.slots.output(slot, extras=stage.request.extras, asked=stage.request.logprobs)
+        request = stage.request
+        output = self.slots.output(
+            slot,
+            extras=request.extras,
+            masks=request.constraint is not None,
+            asked=request.logprobs,
+        )
         drawn = len(output.token_ids)
         tokens = len(stage.request.token_ids) + drawn - 1 if drawn else 0
         pages = self.slots.tables[slot, 0, : self.cache.form.num_pages(tokens)]

@@ -13,10 +13,12 @@ from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.kv_cache import Table, TableForm
 from jaxrl_async.sampler.batch.sequence import Running
 from jaxrl_async.sampler.batch.shapes import pad_to
+from jaxrl_async.sampler.batch.shaping import empty_shaping, steps_of
 from jaxrl_async.sampler.batch.slots import Slots
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.program_arguments import DecodeArgs
-from jaxrl_async.sampler.device.sampling import AnyArray
+from jaxrl_async.sampler.device.sampling import AnyArray, Mix
+from jaxrl_async.sampler.device.shaping import Shaping
 from jaxrl_async.types import IntArray
 
 
@@ -32,11 +34,16 @@ def form_of(spec: EngineSpec) -> TableForm:
 
 
 def decode_args(
-    rows: Sequence[Running], reserve: Sequence[Running], slots: Slots, spec: EngineSpec
+    rows: Sequence[Running],
+    reserve: Sequence[Running],
+    slots: Slots,
+    spec: EngineSpec,
+    shaping: Shaping | None = None,
 ) -> tuple[DecodeArgs, int]:
     """Return the arguments of a block, and the number of pages that hold the longest row's tokens.
 
     rows: requests that decode. reserve: requests that take over ended rows, in this order.
+    shaping: of all of them (shaping_of).
     """
     longest = max(int(slots.lengths[r.slot_index]) for r in (*rows, *reserve))
     context_pages = context_pages_of(spec, longest)
@@ -48,8 +55,9 @@ def decode_args(
         lengths=slots.lengths.copy(),
         drawn=slots.drawn.copy(),
         tables=slots.tables[:, :, : context_pages + spec.num_pages(spec.block) + 1].copy(),
-        steps=np.int32(spec.block),
+        steps=np.int32(steps_of(rows, spec)),
         places=None if spec.room is None else slots.places.copy(),
+        shaping=shaping,
     )
     return args, context_pages
 
@@ -63,7 +71,12 @@ def named_ids(running: Mapping[int, Running], total_slots: int, size: int) -> In
     return ids
 
 
-def empty_decode_args(spec: EngineSpec, rows: int, context_pages: int) -> DecodeArgs:
+def empty_decode_args(
+    spec: EngineSpec,
+    rows: int,
+    context_pages: int,
+    mix: Mix = Mix(),  # noqa: B008 (frozen)
+) -> DecodeArgs:
     """Return the arguments of a block of `rows` rows that do not decode, to compile it."""
     S, groups = spec.total_slots, len(spec.kv_layout.groups)
     width = context_pages + spec.num_pages(spec.block) + 1
@@ -77,6 +90,7 @@ def empty_decode_args(spec: EngineSpec, rows: int, context_pages: int) -> Decode
         tables=np.full((S, groups, width), spec.pages, np.int32),
         steps=np.int32(spec.block),
         places=None if spec.room is None else nothing,
+        shaping=empty_shaping(spec, mix),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from jaxrl_async.sampler.batch.prompt_scores import PromptScores
+from jaxrl_async.sampler.grammar import Matching
 from jaxrl_async.types import IntArray, Partial, Request, TokenRecord
 
 NOTHING_DRAWN = TokenRecord(
@@ -98,6 +99,7 @@ class Running:
     order: int  # number of its admission
     num_prefilled: int  # tokens, when it came to its slot
     kv_version: int | None  # the version that computed all its KV; None: several did
+    matching: Matching | None = None  # the state of its constraint; None: it has none
     scores: PromptScores | None = None  # of its prompt; None: see Prefilling
 
     @property

@@ -4,17 +4,16 @@ S slots, decoding and reserve. The device treats both alike: a block's arguments
 decode.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl_async.sampler.batch.kv_cache import KvCache, Table
+from jaxrl_async.sampler.batch.mask_sets import MaskSets
 from jaxrl_async.types import (
-    BoolArray,
     FloatArray,
     IntArray,
-    KeptTokens,
     LogprobRequest,
     Partial,
     PositionLogprobs,
@@ -36,8 +35,9 @@ class Span(NamedTuple):
 class Slots:
     """Lengths, page tables and sampled tokens. Changed only by the sampler's thread."""
 
-    def __init__(self, total_slots: int, *, max_new: int, cache: KvCache) -> None:
-        self.cache = cache
+    def __init__(self, total_slots: int, *, max_new: int, cache: KvCache, vocab: int = 0) -> None:
+        """Make empty slots. vocab: number of token ids, for sampling masks; 0: unknown."""
+        self.cache, self._vocab = cache, vocab
         self.tables: IntArray = np.stack([cache.form.empty()] * total_slots)  # [S, groups, width]
         self._ends = np.zeros(total_slots, np.int32)  # end of the pages that a slot has
         self._at = np.zeros(
@@ -51,7 +51,7 @@ class Slots:
         self.logprobs = np.zeros((total_slots, max_new), np.float32)
         self.versions = np.zeros((total_slots, max_new), np.int32)
         self.full_logprobs = np.zeros((total_slots, max_new), np.float32)
-        self.kept: list[list[IntArray]] = [[] for _ in range(total_slots)]
+        self.masks = [MaskSets(vocab) for _ in range(total_slots)]
         self.named: list[list[NamedArrays]] = [[] for _ in range(total_slots)]  # in order
 
     def occupy(self, slot: int, length: int, table: Table, version: int, place: int = 0) -> None:
@@ -61,7 +61,7 @@ class Slots:
         self._ends[slot], self._at[slot] = self.cache.form.end(table), 0
         self.lengths[slot], self.drawn[slot] = length, 0
         self.logits_versions[slot], self.places[slot] = version, place
-        self.kept[slot], self.named[slot] = [], []
+        self.masks[slot], self.named[slot] = MaskSets(self._vocab), []
 
     def recall(self, slot: int, partial: Partial) -> None:
         """Write the tokens that a sequence sampled before it came to this slot."""
@@ -71,7 +71,7 @@ class Slots:
         if partial.full_logprobs is not None:
             self.full_logprobs[slot, :n] = partial.full_logprobs
         if partial.kept is not None:
-            self.kept[slot] = [partial.kept.of(t) for t in range(n)]
+            self.masks[slot].recall(partial.kept)
         if partial.top_logprobs is not None:
             top = partial.top_logprobs
             self.named[slot] = [(top.top_ids, top.top_logprobs, top.id_logprobs)]
@@ -81,7 +81,7 @@ class Slots:
         table = self.tables[slot].copy()
         self.tables[slot] = self.cache.form.no_page
         self.lengths[slot] = self.drawn[slot] = self.places[slot] = 0
-        self.kept[slot], self.named[slot] = [], []
+        self.masks[slot], self.named[slot] = MaskSets(self._vocab), []
         return table
 
     def release_hidden(self, slot: int) -> None:
@@ -105,9 +105,17 @@ class Slots:
         return True
 
     def output(
-        self, slot: int, *, extras: bool, asked: LogprobRequest | None = None
+        self,
+        slot: int,
+        *,
+        extras: bool,
+        masks: bool = False,
+        asked: LogprobRequest | None = None,
     ) -> TokenRecord:
-        """Return a copy of the tokens that a slot's sequence has sampled so far."""
+        """Return a copy of the tokens that a slot's sequence has sampled so far.
+
+        extras: with full log-probs and masks. masks: with masks. asked: further log-probs.
+        """
         n = int(self.drawn[slot])
         named = asked is not None and (asked.top > 0 or len(asked.ids) > 0)
         return TokenRecord(
@@ -115,7 +123,7 @@ class Slots:
             logprobs=self.logprobs[slot, :n].copy(),
             versions=self.versions[slot, :n].copy(),
             full_logprobs=self.full_logprobs[slot, :n].copy() if extras else None,
-            kept=_joined(self.kept[slot]) if extras else None,
+            kept=self.masks[slot].record() if extras or masks else None,
             top_logprobs=self._named(slot, asked) if asked is not None and named else None,
         )
 
@@ -151,8 +159,7 @@ class Slots:
             version: of the weights that computed the block, of all slots or [S] of each. A slot's
                 first token was sampled from earlier logits and has their version.
             extras: sampling.TokenExtras [R, block, ...]; None: no request wants them.
-            wanted: slots whose requests want masks. Only these store them: the mask of a request
-                that leaves no token out is its whole vocabulary, 4 bytes an id, for each token.
+            wanted: slots whose requests want masks. Only these store them.
             named: slots whose requests want log-probs of named tokens.
         """
         versions = np.broadcast_to(np.asarray(version, np.int32), len(self.tables))
@@ -173,7 +180,8 @@ class Slots:
             if extras is not None and slot in wanted:
                 self.full_logprobs[slot, begin:end] = extras.full_logprobs.reshape(-1)[taken]
                 words = extras.kept.reshape(-1, extras.kept.shape[-1])[taken]
-                self.kept[slot] += [unpacked_bits(row) for row in words]
+                for row in words:
+                    self.masks[slot].add(row)
             if extras is not None and extras.named is not None and slot in named:
                 of_slot = (x.reshape(owners.size, x.shape[-1])[taken] for x in extras.named)
                 self.named[slot].append(tuple(of_slot))
@@ -182,17 +190,3 @@ class Slots:
             self.lengths[slot] += int(count)
             spans.append(Span(int(slot), begin, end))
         return spans
-
-
-def _joined(masks: Sequence[IntArray]) -> KeptTokens:
-    ids = np.concatenate(masks) if masks else np.zeros(0, np.int32)
-    starts = np.cumsum([0, *map(len, masks)], dtype=np.int32)
-    return KeptTokens(ids=ids.astype(np.int32), starts=starts)
-
-
-def unpacked_bits(words: Any) -> IntArray:
-    """Return the indices of the bits that are set in [V / 32] uint32, ascending."""
-    bits: BoolArray = np.unpackbits(
-        np.ascontiguousarray(words, "<u4").view(np.uint8), bitorder="little"
-    ).astype(bool)
-    return np.flatnonzero(bits).astype(np.int32)

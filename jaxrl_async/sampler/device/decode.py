@@ -38,6 +38,7 @@ from jaxrl_async.sampler.device.program_arguments import (
     SlotParams,
 )
 from jaxrl_async.sampler.device.sampling import AnyArray, Mix, SampledTokens, no_extras, sample
+from jaxrl_async.sampler.device.shaping import Counts, Shaping, counted, counts_of, shaped
 
 
 class _Loop(NamedTuple):
@@ -58,11 +59,25 @@ class _Loop(NamedTuple):
     places: Array | None  # [R] of its adapter
     positions: Array  # [R, block]
     out: Block
+    shaping: "_Shaping | None" = None
+
+    @property
+    def free(self) -> Array:
+        """[R] bool: the row's request has ended."""
+        return ~self.alive if self.shaping is None else ~(self.alive | self.shaping.waits)
 
     @property
     def next_positions(self) -> Array:
         """[R] position of the token that this step samples."""
         return self.base + self.step - self.joined
+
+
+class _Shaping(NamedTuple):
+    """What shapes the rows' logits; a row whose turns are over waits for the next block."""
+
+    of_rows: Shaping  # [R]
+    counts: Counts | None
+    waits: Array  # [R] bool
 
 
 def generate(
@@ -81,6 +96,8 @@ def generate(
 
     def has_work(loop: _Loop) -> Array:
         more = jnp.any(loop.alive) | (loop.head < args.num_reserve)
+        if loop.shaping is not None:  # a waiting row is not free for the reserve
+            more &= jnp.any(loop.alive | loop.free)
         return (loop.step < args.steps) & more
 
     def ids(loop: _Loop) -> Array | None:
@@ -91,9 +108,8 @@ def generate(
         if args.reserve.shape[0]:
             loop = _take_over(spec, loop, state, args, context_pages)
         params, positions = loop.slot_params, loop.next_positions
-        new = sample(
-            loop.logits, params.controls, params.keys, positions, mix, draw_kernel(spec), ids(loop)
-        )
+        given = params.controls, params.keys, positions, mix, draw_kernel(spec), ids(loop)
+        new = sample(_shaped(loop), *given, full=loop.logits)
         loop = _record(spec, loop, new)
         return _forward(spec, weights, loop, new.tokens, context_pages)
 
@@ -118,6 +134,11 @@ def _begin(
     if not spec.in_pages:
         kv = _context(spec, state.kv, tables, per_row(args.lengths), context_pages, extra=T)
 
+    shaping = None
+    if args.shaping is not None:
+        of_rows = jax.tree.map(per_row, args.shaping)
+        counts = None if of_rows.penalties is None else counts_of(of_rows.penalties, V)
+        shaping = _Shaping(of_rows, counts, jnp.zeros(R, bool))
     return _Loop(
         step=jnp.int32(0),
         head=jnp.int32(0),
@@ -144,7 +165,17 @@ def _begin(
             if spec.keeps_routes
             else None,
         ),
+        shaping=shaping,
     )
+
+
+def _shaped(loop: _Loop) -> Array:
+    """Return the logits that the rows sample from, [R, V]."""
+    if loop.shaping is None:
+        return loop.logits
+    turn, stop_ids = loop.step - loop.joined, loop.slot_params.stop_ids
+    of, counts = loop.shaping.of_rows, loop.shaping.counts
+    return shaped(loop.logits, of, turn, loop.drawn, stop_ids, counts)
 
 
 def _context(
@@ -171,10 +202,10 @@ def _take_over(
     """Give ended rows to the next reserve slots, one by one."""
 
     def possible(loop: _Loop) -> Array:
-        return (loop.head < args.num_reserve) & ~jnp.all(loop.alive)
+        return (loop.head < args.num_reserve) & jnp.any(loop.free)
 
     def one(loop: _Loop) -> _Loop:
-        row, slot = jnp.argmin(loop.alive), jnp.asarray(args.reserve)[loop.head]
+        row, slot = jnp.argmax(loop.free), jnp.asarray(args.reserve)[loop.head]
         table = jnp.asarray(args.tables)[slot]
 
         def put(into: Array, value: AnyArray) -> Array:
@@ -192,6 +223,15 @@ def _take_over(
                 return jax.lax.dynamic_update_slice(into, new, (row, 0, 0, 0))
 
             kv = jax.tree.map(overwrite, kv, context)
+        shaping = loop.shaping
+        if shaping is not None:
+            of_rows = jax.tree.map(of_slot, shaping.of_rows, args.shaping)
+            counts = shaping.counts
+            if of_rows.penalties is not None:
+                own = jax.tree.map(lambda x: x[row][None], of_rows.penalties)
+                new = jax.tree.map(lambda x: x[0], counts_of(own, spec.model.vocab))
+                counts = jax.tree.map(put, counts, new)
+            shaping = shaping._replace(of_rows=of_rows, counts=counts)
         return loop._replace(
             head=loop.head + 1,
             kv=kv,
@@ -205,6 +245,7 @@ def _take_over(
             slot_params=jax.tree.map(of_slot, loop.slot_params, state.slot_params),
             states=jax.tree.map(of_slot, loop.states, state.states),
             places=None if loop.places is None else of_slot(loop.places, args.places),
+            shaping=shaping,
         )
 
     return jax.lax.while_loop(possible, one, loop)
@@ -220,9 +261,16 @@ def _record(spec: EngineSpec, loop: _Loop, new: SampledTokens) -> _Loop:
     drawn = loop.drawn + alive
     stopped = jnp.any(new.tokens[:, None] == params.stop_ids, axis=-1) & ~params.ignores_stop
     ends = alive & (stopped | (drawn >= params.max_new))
+    left, shaping = alive & ~ends, loop.shaping
+    if shaping is not None:
+        waits = left & (loop.step - loop.joined + 1 >= shaping.of_rows.turns)
+        counts = None if shaping.counts is None else counted(shaping.counts, new.tokens, alive)
+        left &= ~waits
+        shaping = shaping._replace(waits=shaping.waits | waits, counts=counts)
     return loop._replace(
         drawn=drawn,
-        alive=alive & ~ends,
+        alive=left,
+        shaping=shaping,
         positions=column(loop.positions, loop.next_positions),
         out=out._replace(
             tokens=column(out.tokens, new.tokens),
@@ -264,12 +312,21 @@ def _forward(
     if routes is not None:
         routes = jax.lax.dynamic_update_index_in_dim(out.routes, routes, loop.step, 1)
         out = out._replace(routes=routes)
+    logits = decoder.next_logits(spec.model, weights.params, x, mixed=spec.mixed)
+    after = tuple(states)
+    if loop.shaping is not None:  # a waiting row keeps what its last token led to
+        sampled = _running(spec, loop)
+
+        def kept(new: Array, old: Array) -> Array:
+            return jnp.where(sampled.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+        logits, after = jax.tree.map(kept, (logits, after), (loop.logits, loop.states))
     return loop._replace(
         out=out,
         step=loop.step + 1,
         kv=loop.kv._replace(k=tuple(keys), v=tuple(values)),
-        states=tuple(states),
-        logits=decoder.next_logits(spec.model, weights.params, x, mixed=spec.mixed),
+        states=after,
+        logits=logits,
     )
 
 

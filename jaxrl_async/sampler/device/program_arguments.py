@@ -13,6 +13,7 @@ from jaxrl_async.model.cache import NewKV, PagedKV
 from jaxrl_async.model.delta_layer import DeltaState
 from jaxrl_async.model.spec import Params
 from jaxrl_async.sampler.device.sampling import AnyArray, Controls, Named, TokenExtras
+from jaxrl_async.sampler.device.shaping import Shaping
 
 
 class EngineWeights(NamedTuple):
@@ -107,6 +108,7 @@ class DecodeArgs(NamedTuple):
     tables: AnyArray  # [S, L, W] int32, each slot's pages, including those that the block will fill
     steps: AnyArray  # [] int32, at most the engine's block
     places: AnyArray | None = None  # [S] int32, place of each slot's adapter; 0: no adapter
+    shaping: Shaping | None = None  # of each slot; None: no request has any
     ids: AnyArray | None = None  # [S, I] int32, token ids that each slot names; None: Mix.ids is 0
 
 

@@ -41,6 +41,8 @@ class Mix(NamedTuple):
     truncated: bool = False  # a request uses top-k, top-p or min-p
     greedy: bool = False  # a request has temperature 0
     extras: bool = False  # a request wants its sampling masks
+    shaped: bool = False  # a request has Request.shaping
+    penalized: bool = False  # a request's shaping has penalties
     top: int = 0  # likeliest tokens that a request wants at most, one of NAMED_SIZES
     ids: int = 0  # token ids that a request names at most, one of NAMED_SIZES
 
@@ -63,10 +65,13 @@ def mix_of(requests: Iterable[Request]) -> Mix:
     """Return the kinds of sampling that these requests ask for."""
     requests = list(requests)
     sampling = [r.sampling for r in requests]
+    shaping = [r.shaping for r in requests if r.shaping is not None]
     return Mix(
         truncated=any(s.truncates for s in sampling),
         greedy=any(s.temperature == 0 for s in sampling),
-        extras=any(r.extras for r in requests),
+        extras=any(r.needs_extras for r in requests),
+        shaped=bool(shaping),
+        penalized=any(s.penalizes for s in shaping),
         top=named_size(max((r.logprobs.top for r in requests if r.logprobs), default=0)),
         ids=named_size(max((len(r.logprobs.ids) for r in requests if r.logprobs), default=0)),
     )
@@ -135,6 +140,7 @@ def sample(
     mix: Mix,
     kernel: Kernel | None = None,
     ids: Array | None = None,
+    full: Array | None = None,
 ) -> SampledTokens:
     """Sample a token for each slot by inverting the cumulative distribution at the slot's number;
     a greedy slot takes the first of the likeliest tokens.
@@ -152,15 +158,18 @@ def sample(
         mix: the kinds of sampling of the slots.
         kernel: sampling_kernel.drawn_by_kernel where devices support it; None: XLA's programs.
         ids: [S, I] token ids that the slots name; None: mix.ids is 0.
+        full: the model's own logits, if `logits` were changed; None: `logits`.
     """
+    full = logits if full is None else full
     u = uniforms(keys, positions)
     if kernel is not None:
         numbers = [controls.temperature, controls.top_p, jnp.log(controls.min_p), u]
         tokens, logprobs, least = kernel(
             logits, jnp.stack(numbers, axis=1), controls.top_k[:, None], truncated=mix.truncated
         )
-        kept = logits >= least[:, None]
-        return _with_extras(SampledTokens(tokens, logprobs), logits, kept, controls, mix, ids)
+        new = SampledTokens(tokens, logprobs)
+        kept = (logits >= least[:, None]) & (logits > MASKED)
+        return _with_extras(new, logits, full, kept, controls, mix, ids)
     greedy = controls.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, controls.temperature)[:, None]
     if mix.truncated:
@@ -169,20 +178,25 @@ def sample(
     picks = greedy if mix.greedy else None
     tokens, logprobs = drawn(scaled, u, picks)
     new = SampledTokens(tokens, logprobs)
-    return _with_extras(new, logits, scaled > MASKED, controls, mix, ids)
+    return _with_extras(new, logits, full, scaled > MASKED, controls, mix, ids)
 
 
 def _with_extras(
-    new: SampledTokens, logits: Array, kept: Array, controls: Controls, mix: Mix, ids: Array | None
+    new: SampledTokens,
+    logits: Array,
+    full: Array,
+    kept: Array,
+    controls: Controls,
+    mix: Mix,
+    ids: Array | None,
 ) -> SampledTokens:
-    """Return sampled tokens with the extras that the mix asks for."""
+    """Return sampled tokens with the extras that the mix asks for. full: the model's logits."""
     if not (mix.extras or mix.names):
         return new
     extras = TokenExtras()
     if mix.extras:
-        full = _at(jax.nn.log_softmax(logits, axis=-1), new.tokens)
-        bits = packed_bits(kept & (logits > MASKED))
-        extras = extras._replace(full_logprobs=full, kept=bits)
+        whole = _at(jax.nn.log_softmax(full, axis=-1), new.tokens)
+        extras = extras._replace(full_logprobs=whole, kept=packed_bits(kept))
     if mix.names:
         tempered = jnp.where(controls.temperature == 0, 1.0, controls.temperature)
         scaled = jnp.where(kept, logits / tempered[:, None], MASKED)

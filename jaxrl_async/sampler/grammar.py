@@ -1,0 +1,280 @@
+"""Constraints of answers: which tokens may come next, by llguidance, on the host.
+
+    Constraint ──check, at submit──> compiled, once ──matching──> Matching of one request
+                                                                   ready: forced tokens, mask
+                                                                   take:  the tokens that came
+
+Everything depends on the constraint and the request's tokens alone: a request that was preempted,
+saved or moved gets the same masks again. The library is imported at the first constraint.
+"""
+
+import json
+import logging
+import threading
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.errors import RolloutError, in_a_line
+from jaxrl_async.sampler.batch.mask_sets import Words, packed_words
+from jaxrl_async.types import Constraint, Request
+
+log = logging.getLogger(__name__)
+
+COMPILED = 256
+"""Number of compiled constraints that a sampler keeps."""
+SPACES = r"[\x20\x0A\x0D\x09]{0,8}"
+"""Whitespace between the parts of JSON: an endless row of spaces would match an unbounded pattern.
+A schema's `x-guidance` may set another `whitespace_pattern`."""
+KINDS = ("json_object", "json_schema", "regex", "lark", "choice")
+"""Kinds of Constraint."""
+LONGEST = 2**20
+"""Maximum characters of a constraint."""
+
+
+class Grammars:
+    """Compiled constraints for the tokens of one tokenizer. Thread-safe."""
+
+    def __init__(self, tokenizer: Any, vocab: int) -> None:
+        """Read nothing yet.
+
+        Args:
+            tokenizer: a data.tokenizer.Tokenizer; None: constraints are refused.
+            vocab: number of token ids of the model; ids without a token never match.
+        """
+        self._tokenizer, self.vocab = tokenizer, vocab
+        self._lock = threading.Lock()
+        self._compiled = lru_cache(maxsize=COMPILED)(self._compile)
+
+    def check(self, request: Request) -> None:
+        """Raise RolloutError, with the library's reason, unless the request's constraint can be
+        followed. A request without one always passes."""
+        constraint = request.constraint
+        if constraint is None:
+            return
+        name = f"request {request.request_id!r}: shaping.constraint"
+        if not request.stop_token_ids:
+            raise RolloutError(
+                f"{name} needs a stop token, which ends the answer once the text matches. Give "
+                "stop_token_ids, such as the tokenizer's end token."
+            )
+        if request.forced_length is not None:
+            raise RolloutError(f"{name} does not go with forced_length, which ignores the text.")
+        try:
+            with self._lock:
+                self._compiled(constraint)
+        except ValueError as error:
+            raise RolloutError(f"{name} ({constraint.kind}) cannot be used: {error}") from None
+
+    def matching(self, request: Request, token_ids: Sequence[int]) -> "Matching | None":
+        """Return the state of a request's constraint after the tokens that it has sampled; None:
+        it has no constraint. Raises RolloutError if these do not match."""
+        if request.constraint is None:
+            return None
+        with self._lock:
+            matcher = self._compiled(request.constraint).deep_copy()
+        shaping = request.shaping
+        assert shaping is not None
+        found = Matching(
+            matcher,
+            name=request.request_id,
+            stop_ids=request.stop_token_ids,
+            ends=tuple(self._tokenizer.eos_ids),
+            vocab=self.vocab,
+            min_tokens=shaping.min_tokens,
+        )
+        for token in token_ids:
+            found.force()
+            found.take([int(token)])
+        return found
+
+    def _compile(self, constraint: Constraint) -> Any:
+        """Return a matcher at its start. Raises ValueError."""
+        library, tokens = self._library
+        grammar = _grammar(library, constraint)
+        failed, messages = library.validate_grammar_with_warnings(grammar, tokens)
+        if failed:
+            raise ValueError(_reason(messages[0]))
+        for warning in messages:
+            log.warning("a constraint (%s): %s", constraint.kind, _reason(warning))
+        matcher = library(tokens, grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError(_reason(matcher.get_error()))
+        return matcher
+
+    @cached_property
+    def _library(self) -> tuple[Any, Any]:
+        """llguidance's matcher, and the tokenizer in its form. Raises ValueError."""
+        try:
+            import llguidance
+        except ImportError:
+            raise ValueError(
+                "it needs llguidance: pip install 'jaxrl_async[structured]'."
+            ) from None
+        if self._tokenizer is None:
+            raise ValueError(
+                "this sampler knows no tokenizer. Give SamplerSettings(tokenizer=...), or a policy "
+                "with its tokenizer."
+            )
+        if not self._tokenizer.writes_bytes:
+            raise ValueError(
+                "the tokenizer is not byte-level: a text is not just the bytes of its tokens, so "
+                "no token can be judged alone. Use a model with a byte-level tokenizer (as of "
+                "Llama 3, Qwen, SmolLM or Gemma), or no constraint."
+            )
+        if not self._tokenizer.eos_ids:
+            raise ValueError("the tokenizer names no end token.")
+        wrapped = llguidance.TokenizerWrapper(_Tokens(self._tokenizer, self.vocab))
+        return llguidance.LLMatcher, llguidance.LLTokenizer(wrapped, n_vocab=self.vocab)
+
+
+class _Tokens:
+    """A tokenizer as llguidance reads it."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Any, vocab: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = int(tokenizer.eos_ids[0])
+        known = min(vocab, tokenizer.vocab_size)
+        special = {**tokenizer.special_tokens}
+        self.tokens = [tokenizer.token_bytes(i) for i in range(known)]
+        for i in (*special, *tokenizer.eos_ids):
+            self.tokens[i] = special.get(i, f"<end {i}>").encode()
+        self.tokens += [b""] * (vocab - known)
+        self.special_token_ids = sorted({*special, *tokenizer.eos_ids})
+
+    def __call__(self, text: str) -> list[int]:
+        """Tokenize a text that is certain to come."""
+        if isinstance(text, bytes):
+            raise TypeError("text, not bytes")  # llguidance asks which one is taken
+        ids: list[int] = self._tokenizer.encode(text).tolist()
+        return ids
+
+
+def _grammar(library: Any, constraint: Constraint) -> str:
+    """Return a constraint as llguidance's grammar. Raises ValueError."""
+    kind, text = constraint.kind, constraint.text
+    if kind == "regex":
+        return str(library.grammar_from_regex(text))
+    if kind == "lark":
+        return str(library.grammar_from_lark(text))
+    if kind == "choice":
+        try:
+            texts = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"its text is not a JSON list: {error}.") from None
+        if not (isinstance(texts, list) and texts and all(isinstance(t, str) for t in texts)):
+            raise ValueError("its text must be a JSON list of at least one text.")
+        return str(library.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts))))
+    schema = text if kind == "json_schema" else '{"type": "object"}'
+    try:
+        return str(
+            library.grammar_from_json_schema(schema, defaults={"whitespace_pattern": SPACES})
+        )
+    except ValueError as error:
+        raise ValueError(f"its text is no JSON schema: {_reason(str(error))}") from None
+
+
+def _reason(message: str) -> str:
+    return in_a_line(ValueError(message), 400)
+
+
+class Matching:
+    """The state of a constraint in one request. Only the sampler's thread uses it.
+
+    Tokens that are certain (a schema's key after its first letter) are forced: each is its
+    position's only possible token, of log-prob 0. Which are certain depends on the tokens before
+    them alone.
+    """
+
+    def __init__(
+        self,
+        matcher: Any,
+        *,
+        name: str,
+        stop_ids: tuple[int, ...],
+        ends: tuple[int, ...],
+        vocab: int,
+        min_tokens: int,
+    ) -> None:
+        """Begin before the first token.
+
+        Args:
+            matcher: an LLMatcher of its own.
+            name: the request's id, for errors.
+            stop_ids: possible only where the text matches.
+            ends: the tokenizer's end tokens.
+            vocab: number of token ids.
+            min_tokens: stop tokens are possible from here on, or if no other token is.
+        """
+        self._matcher, self._name = matcher, name
+        self._stop_ids = stop_ids
+        self._vocab, self._width, self._least = vocab, -(-vocab // 32), min_tokens
+        self._stops = packed_words(np.asarray(stop_ids, np.int32), self._width)
+        ends_too = np.asarray([*stop_ids, *ends], np.int32)
+        self._no_stops = ~packed_words(ends_too, self._width)
+        self._num = 0  # tokens taken
+        self.forced: list[int] = []  # tokens that come next; the matcher has them already
+        self._mask: Words | None = None  # of the token after them
+        self._looked = False  # whether `forced` was asked for since the last free token
+
+    def force(self) -> None:
+        """Find the tokens that are certain to come next."""
+        if self._looked:
+            return
+        self._looked = True
+        forced = [int(t) for t in self._matcher.compute_ff_tokens()]
+        stop = next((i for i, t in enumerate(forced) if self._is_end(t)), len(forced))
+        self.forced = forced[:stop]
+        if self.forced and not self._matcher.consume_tokens(self.forced):
+            self._fail()
+
+    def mask(self) -> Words:
+        """Return the possible tokens after `forced` as bits, [ceil(vocab / 32)]."""
+        self.force()
+        if self._mask is None:
+            words = np.zeros(self._width, "<u4")
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            if self._matcher.is_error():
+                self._fail()
+            accepts = self._matcher.is_accepting()
+            others = words & self._no_stops
+            too_early = self._num + len(self.forced) < self._least and others.any()
+            self._mask = others | self._stops if accepts and not too_early else others
+            if not self._mask.any():
+                self._fail()
+        return self._mask
+
+    def masks_of(self, count: int) -> list[Words]:
+        """Return the masks of the next `count` tokens; at most one comes after `forced`."""
+        alone = [packed_words(np.asarray([t]), self._width) for t in self.forced[:count]]
+        return alone if count <= len(alone) else [*alone, self.mask()]
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Note tokens that were sampled. Raises RolloutError for one that does not match."""
+        for token in token_ids:
+            self._num += 1
+            if self.forced:
+                if token != self.forced.pop(0):
+                    self._fail(token)
+                continue
+            self._looked, self._mask = False, None
+            if token in self._stop_ids:
+                self._looked = True
+            elif not self._matcher.consume_token(token):
+                self._fail(token)
+
+    def _is_end(self, token: int) -> bool:
+        words = self._no_stops
+        return not int(words[token // 32]) >> (token % 32) & 1
+
+    def _fail(self, token: int | None = None) -> None:
+        why = self._matcher.get_error() or "no token can follow"
+        where = "" if token is None else f" token {token} does not match:"
+        raise RolloutError(
+            f"request {self._name!r}: its constraint failed after {self._num} tokens:{where} "
+            f"{_reason(why)}"
+        )
