@@ -12,7 +12,7 @@ that computed the logits from which it was sampled.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +89,34 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """What the text of an answer must match. Only tokens that can still lead to a match, and the
+    stop tokens once the text matches, are sampled."""
+
+    kind: Literal["json_object", "json_schema", "regex", "lark", "choice"]
+    # the schema as JSON, the pattern, the grammar in llguidance's Lark, or the texts of a choice as
+    # a JSON list; "" for json_object
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitShaping:
+    """Changes of the logits before the temperature. Log-probs are those of the changed
+    distribution. The default changes nothing."""
+
+    bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit: -100 to 100)
+    min_tokens: int = 0  # stop tokens are impossible before this many generated tokens
+    # penalties of tokens that the answer has already: OpenAI's, subtracted from the logit, once for
+    # each time (frequency) or once in all (presence)
+    frequency_penalty: float = 0.0  # -2 to 2
+    presence_penalty: float = 0.0  # -2 to 2
+    # of tokens that prompt or answer have: positive logits are divided by it, others multiplied
+    # (CTRL, arXiv:1909.05858, equation 1, and vLLM's repetition_penalty)
+    repetition_penalty: float = 1.0
+    constraint: Constraint | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One sequence to generate."""
 
@@ -111,6 +139,7 @@ class Request:
     # the sampler's adapter to generate with; its tokens' versions are that adapter's versions
     adapter: str = ""  # empty: no adapter
     for_training: bool = True  # False: for an evaluation or a guest; counted separately
+    shaping: LogitShaping | None = None  # None: the model's logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
