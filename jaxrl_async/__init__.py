@@ -26,6 +26,8 @@ _HOMES = {
     "Policy": "jaxrl_async.model.policy",
     "Sampler": "jaxrl_async.sampler.sampler",
     "Request": "jaxrl_async.types",
+    "LogprobRequest": "jaxrl_async.types",
+    "PositionLogprobs": "jaxrl_async.types",
     "SamplingParams": "jaxrl_async.types",
     "Router": "jaxrl_async.sampler.router.router",
     "save_partial": "jaxrl_async.sampler.partial",

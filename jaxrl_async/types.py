@@ -88,6 +88,49 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
+MAX_TOP_LOGPROBS = 128
+"""Maximum likeliest tokens of a position that a request may ask for."""
+MAX_LOGPROB_IDS = 128
+"""Maximum token ids whose log-probs at every position a request may ask for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobRequest:
+    """The log-probs that a request asks for, in addition to those of its generated tokens."""
+
+    prompt: bool = False  # of the prompt's tokens
+    # the likeliest tokens of each position: of the prompt's, if `prompt`, and of generated tokens
+    top: int = 0
+    ids: tuple[int, ...] = ()  # these token ids at each of these positions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionLogprobs:
+    """Log-probs at n positions of a sequence, each given the tokens before it.
+
+    Of a prompt they are the policy's own (temperature 1, no truncation), and its first position is
+    NaN, with ids of -1: no token precedes it. Of generated tokens they are of the distribution that
+    each was sampled from (SamplingParams), -inf for a token that was impossible.
+    """
+
+    logprobs: FloatArray  # [n] float32, of the token that stands there
+    top_ids: IntArray  # [n, top] int32, the likeliest tokens; the lowest id of equal ones first
+    top_logprobs: FloatArray  # [n, top] float32, descending
+    id_logprobs: FloatArray  # [n, ids] float32, in the order of LogprobRequest.ids
+    # of the weights that computed a prompt's; None: of generated tokens, see TokenRecord.versions
+    version: int | None = None
+
+    def first(self, count: int) -> "PositionLogprobs":
+        """Return those of the first `count` positions."""
+        return PositionLogprobs(
+            logprobs=self.logprobs[:count],
+            top_ids=self.top_ids[:count],
+            top_logprobs=self.top_logprobs[:count],
+            id_logprobs=self.id_logprobs[:count],
+            version=self.version,
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
     """What the text of an answer must match. Only tokens that can still lead to a match, and the
@@ -118,11 +161,11 @@ class LogitShaping:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to generate."""
+    """One sequence to generate, or, with `logprobs` of the prompt, to score."""
 
     request_id: str  # "g5/m2/t0": group 5, member 2, turn 0
     token_ids: IntArray  # [prompt] int32
-    max_new_tokens: int
+    max_new_tokens: int  # 0: none; only with logprobs.prompt
     sampling: SamplingParams = SamplingParams()
     stop_token_ids: tuple[int, ...] = ()
     # (group or prompt, member): with seed and position, all that randomness depends on. None: the
@@ -140,6 +183,7 @@ class Request:
     adapter: str = ""  # empty: no adapter
     for_training: bool = True  # False: for an evaluation or a guest; counted separately
     shaping: LogitShaping | None = None  # None: the model's logits
+    logprobs: LogprobRequest | None = None  # None: those of the generated tokens alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +220,9 @@ class TokenRecord:
     # The last token has none: it produced no logits. [0, ...]: nothing was generated. None: the
     # sampler runs without keep_routing
     expert_ids: ExpertIds | None = None
+    # of the generated tokens, if Request.logprobs asks for `top` or `ids`
+    top_logprobs: PositionLogprobs | None = None
+    prompt_logprobs: PositionLogprobs | None = None  # if Request.logprobs asks for `prompt`
 
     @property
     def has_extras(self) -> bool:
@@ -190,6 +237,7 @@ class TokenRecord:
     def first(self, count: int, prompt: int) -> Self:
         """Return the record of the first `count` tokens, which follow `prompt` others."""
         full, kept, experts = self.full_logprobs, self.kept, self.expert_ids
+        top = self.top_logprobs
         return replace(
             self,
             token_ids=self.token_ids[:count],
@@ -198,6 +246,7 @@ class TokenRecord:
             full_logprobs=None if full is None else full[:count],
             kept=None if kept is None else kept.first(count),
             expert_ids=None if experts is None else experts[: max(prompt + count - 1, 0)],
+            top_logprobs=None if top is None else top.first(count),
         )
 
 
