@@ -4,7 +4,7 @@ POST /v1/chat/completions   POST /v1/messages               POST /v1/session/rew
 POST /v1/completions        POST /v1/messages/count_tokens  POST /v1/session/end
 GET  /v1/models             POST /inference/v1/generate     POST /v1/session/begin
 POST /v1/responses          GET  /health                    POST /v1/[un]load_lora_adapter
-POST /v1/session/reward_key
+POST /v1/session/reward_key   POST /tokenize  POST /detokenize  GET /version  GET /metrics
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jaxrl_async import __version__
 from jaxrl_async.endpoint.adapter_admin import LOAD, UNLOAD, AdapterAdmin
 from jaxrl_async.endpoint.anthropic_messages import messages_call
 from jaxrl_async.endpoint.body_fields import BodyFields, parsed_json
@@ -33,6 +34,7 @@ from jaxrl_async.endpoint.http_exchange import (
 )
 from jaxrl_async.endpoint.openai_chat import chat_call
 from jaxrl_async.endpoint.openai_text import TextWriter, text_call
+from jaxrl_async.endpoint.prometheus_text import CONTENT_TYPE, prometheus_text
 from jaxrl_async.endpoint.responses_call import (
     PREFIX,
     ResponsesCall,
@@ -49,6 +51,7 @@ from jaxrl_async.endpoint.streams import (
     StreamedText,
 )
 from jaxrl_async.endpoint.token_generate import token_body, token_call
+from jaxrl_async.endpoint.tokenize_call import detokenize_call, tokenize_body, tokenize_call
 from jaxrl_async.types import LARGEST_REWARD, Message
 
 CONVERSATION = "x-session-id"
@@ -77,6 +80,8 @@ class EndpointApp:
             "/v1/messages": self._messages,
             "/v1/messages/count_tokens": self._count_tokens,
             "/inference/v1/generate": self._generate,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
             "/v1/session/reward_key": self._reward_key,
             **{REWARD: self._reward, END: self._end},
             BEGIN: self._begin,
@@ -88,7 +93,8 @@ class EndpointApp:
         """Serve one connection's call; see ASGI."""
         if scope["type"] != "http":
             raise RuntimeError(f"the endpoint does not serve {scope['type']}")
-        exchange = HttpExchange(scope, receive, send)
+        origins = self._desk.cors_origins
+        exchange = HttpExchange(scope, receive, send, cors_origins=origins)
         try:
             await self._serve(exchange)
         except ClientGone:
@@ -103,13 +109,10 @@ class EndpointApp:
     async def _serve(self, exchange: HttpExchange) -> None:
         """Route a call to its handler."""
         path = exchange.path.rstrip("/")
-        if exchange.method == "GET" and path == "/health":
-            await exchange.reply(200, {"status": "ok"})
-            return
         handler = self._posts.get(path)
-        if exchange.method == "GET" and (path == "/v1/models" or path.startswith("/v1/models/")):
-            self._desk.caller(exchange.key, None)
-            await exchange.reply(200, self._models(path))
+        if exchange.method in ("GET", "HEAD") and await self._told(exchange, path):
+            return
+        if exchange.method == "OPTIONS" and await exchange.reply_preflight():
             return
         if handler is None:
             raise CallRefused(f"{exchange.method} {path} is not served here", status=404)
@@ -125,6 +128,25 @@ class EndpointApp:
             most, within_s = self._desk.max_body_bytes, self._desk.limits.body_s
             work = self._handled(handler, exchange, await exchange.body(most, within_s, hold))
             await self._until_gone(exchange, work)
+
+    async def _told(self, exchange: HttpExchange, path: str) -> bool:
+        """Answer a GET or HEAD; return False for a path that has none. Raises CallRefused."""
+        desk = self._desk
+        if path == "/health":
+            await exchange.reply(200, {"status": "ok"})
+            return True
+        is_model = path == "/v1/models" or path.startswith("/v1/models/")
+        if not (is_model or path in ("/version", "/metrics")):
+            return False
+        desk.caller(exchange.key, None)
+        if is_model:
+            await exchange.reply(200, self._models(path))
+        elif path == "/version":
+            await exchange.reply(200, {"version": __version__})
+        else:
+            text = prometheus_text(desk.counts.by_name(), {"open_calls": desk.num_open})
+            await exchange.reply_bytes(200, text.encode(), CONTENT_TYPE)
+        return True
 
     async def _handled(self, handler: Handler, exchange: HttpExchange, body: bytes) -> None:
         """Parse a body and run its handler."""
@@ -262,12 +284,19 @@ class EndpointApp:
     async def _text(self, exchange: HttpExchange, body: Any) -> None:
         desk, call = self._desk, await self._aside(exchange, text_call, body)
         caller = self._caller(exchange, body)
-        if isinstance(call.prompt, str):
-            prompt = await desk.text_prompt(caller, call.prompt, is_long=exchange.is_long)
-        else:
-            prompt = np.array(call.prompt, np.int32)
+        desk.ignore(call.ignored)
+        prompts = tuple(
+            [
+                await desk.text_prompt(
+                    caller, given, adds_special=call.adds_special, is_long=exchange.is_long
+                )
+                if isinstance(given, str)
+                else np.array(given, np.int32)
+                for given in call.prompts
+            ]
+        )
         heading = desk.heading(caller, "cmpl", next(self._numbers))
-        writer = TextWriter(call=call, heading=heading, prompt=prompt, words=desk.words)
+        writer = TextWriter(call=call, heading=heading, prompts=prompts, words=desk.words)
         streamed = StreamedText(desk, caller, writer)
         if call.stream:
             await self._stream(exchange, streamed.events(), b": waiting\n\n", b"data: [DONE]\n\n")
@@ -277,11 +306,30 @@ class EndpointApp:
     async def _generate(self, exchange: HttpExchange, body: Any) -> None:
         desk, call = self._desk, await self._aside(exchange, token_call, body)
         caller = self._caller(exchange, body)
+        desk.ignore(call.ignored)
         prompt = np.array(call.token_ids, np.int32)
-        async with desk.drawing(caller, prompt, call.wish, parts=False) as drawing:
+        async with desk.drawing(caller, [prompt], call.wish, parts=False) as drawing:
             answers = await drawing.answers()
         heading = desk.heading(caller, "generate", next(self._numbers))
         await exchange.reply(200, token_body(call, heading, answers, desk.words))
+
+    async def _tokenize(self, exchange: HttpExchange, body: Any) -> None:
+        desk, call = self._desk, await self._aside(exchange, tokenize_call, body)
+        caller = self._caller(exchange, body, exchange.header(CONVERSATION))
+        if isinstance(call.prompt, str):
+            tokens = await desk.text_prompt(
+                caller, call.prompt, adds_special=call.adds_special, is_long=exchange.is_long
+            )
+        else:
+            chat = await desk.chat_prompt(caller, call.prompt, is_long=exchange.is_long)
+            tokens = chat.token_ids
+        most = caller.terms.max_length
+        await exchange.reply(200, tokenize_body(call, tokens, desk.words, most))
+
+    async def _detokenize(self, exchange: HttpExchange, body: Any) -> None:
+        tokens = await self._aside(exchange, detokenize_call, body)
+        text = await self._desk.aside(lambda: self._desk.served.tokenizer.decode_all(tokens))
+        await exchange.reply(200, {"prompt": text})
 
     async def _reward_key(self, exchange: HttpExchange, body: Any) -> None:
         BodyFields(body).close()

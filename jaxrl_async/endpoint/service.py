@@ -10,20 +10,35 @@ Used on the server's event loop; `counts` may be read from any thread.
 import asyncio
 import gc
 import hmac
+import json
 import logging
+import re
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+import numpy as np
+
+from jaxrl_async.data.chat_formats.written_turn import call_id
 from jaxrl_async.data.tokenizer import BARE, Tokenizer
 from jaxrl_async.endpoint.adapter_admin import AdapterAdmin
+from jaxrl_async.endpoint.answer_constraint import turn_constraint
+from jaxrl_async.endpoint.body_fields import SHOWN_NAME
 from jaxrl_async.endpoint.callers import Caller, Guest, Member
 from jaxrl_async.endpoint.conversations import Conversations, PromptTokens
 from jaxrl_async.endpoint.generation import CallGeneration, GrowingAnswer
-from jaxrl_async.endpoint.http_answers import AnswerFormat, AnswerHeader, ChatAnswer, chat_answer
+from jaxrl_async.endpoint.http_answers import (
+    AnswerFormat,
+    AnswerHeader,
+    ChatAnswer,
+    chat_answer,
+    visible_turn,
+)
 from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.openai_chat import ChatCall
 from jaxrl_async.endpoint.progress_watch import ProgressWatch
@@ -39,6 +54,7 @@ from jaxrl_async.endpoint.sessions import REWARD_KEY, PolicySession, Sessions
 from jaxrl_async.endpoint.task_lease import TaskLeases
 from jaxrl_async.errors import (
     Closed,
+    ConfigError,
     DataError,
     RolloutError,
     SessionEnded,
@@ -48,7 +64,7 @@ from jaxrl_async.errors import (
 from jaxrl_async.host import give_back_memory
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import ChatFormat
-from jaxrl_async.types import IntArray
+from jaxrl_async.types import IntArray, LogitShaping, Message
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +78,12 @@ BODY_LEAST, BYTES_PER_TOKEN = 2**20, 128
 MOST_HELD = 2**30
 """Maximum bytes of bodies held in memory. Beyond it, long bodies are rejected (429). Short ones
 count, but are not rejected."""
+MAX_FORMATS = 16
+"""Maximum number of chat formats with arguments of calls that are kept; the oldest are dropped."""
+SERVER_BYTES = 6
+"""Random bytes in the ids of a server's answers."""
+MAX_LOGGED = 256
+"""Maximum number of fields without effect that are logged."""
 TRIM_S = 3.0
 """Delay after a long body before freed memory is returned to the system, seconds."""
 BUSY_S = 1.0
@@ -110,6 +132,7 @@ class EndpointCounts:
     stalled: int = 0  # client did not read the answer
     continued: int = 0  # chat prompts that start with the tokens of an earlier call
     opened: int = 0  # chat prompts that were tokenised from the start
+    ignored: int = 0  # fields of calls that were accepted without effect
 
     def by_name(self) -> dict[str, int]:
         """Return them by the names of their metrics."""
@@ -128,6 +151,7 @@ class EndpointService:
         guest_keys: tuple[str, ...] = (),
         door: TaskLeases | None = None,
         adapters: AdapterAdmin | None = None,
+        cors_origins: tuple[str, ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Serve nothing yet.
@@ -139,6 +163,7 @@ class EndpointService:
             guest_keys: keys of callers whose answers do not become an episode; (): none.
             door: gives tasks to external agents; None: programs of the run play.
             adapters: resolves the model that a guest names; None: any name is the one model.
+            cors_origins: pages whose scripts may call, such as https://example.org; *: all.
             clock: for idle guests.
         """
         self.served, self.limits, self.counts = served, limits, EndpointCounts()
@@ -150,7 +175,10 @@ class EndpointService:
             label=served.label,
         )
         self._sessions, self._guest_keys, self._clock = sessions, guest_keys, clock
-        self._door, self.adapters = door, adapters
+        self._door, self.adapters, self.cors_origins = door, adapters, cors_origins
+        self._server = secrets.token_hex(SERVER_BYTES)
+        self._ignored: set[str] = set()  # fields whose first time was logged
+        self._formats: OrderedDict[str, ChatFormat] = OrderedDict()  # by their arguments
         self._watch = ProgressWatch(served.generate)
         self._open = self._held = 0
         self._trimming: asyncio.TimerHandle | None = None
@@ -167,6 +195,15 @@ class EndpointService:
         self.counts = replace(
             self.counts, **{name: getattr(self.counts, name) + n for name, n in more.items()}
         )
+
+    def ignore(self, fields: Sequence[str]) -> None:
+        """Count fields of a call that have no effect; each name is logged once."""
+        self.count(ignored=len(fields))
+        for name in fields:
+            kind = re.sub(r"\d+", "", name)[:SHOWN_NAME]
+            if kind not in self._ignored and len(self._ignored) < MAX_LOGGED:
+                self._ignored.add(kind)
+                log.info("the field %s of calls has no effect here (docs/endpoint.md)", kind)
 
     async def close(self) -> None:
         """Stop reading progress, and cancel work that waits for a thread."""
@@ -308,7 +345,14 @@ class EndpointService:
     def heading(self, caller: Caller, prefix: str, number: int, *, mark: str = "-") -> AnswerHeader:
         """Return the heading of an answer. mark: separates the two parts of its id."""
         model = caller.adapter or self.served.name
-        return AnswerHeader(id=f"{prefix}{mark}{number}", created=int(time.time()), model=model)
+        server = self._server if mark == "-" else ""  # a response's prefix is unguessable
+        name = f"{prefix}{mark}{server}{number}"
+        return AnswerHeader(id=name, created=int(time.time()), model=model)
+
+    @property
+    def num_open(self) -> int:
+        """Number of open calls."""
+        return self._open
 
     @property
     def max_body_bytes(self) -> int:
@@ -349,16 +393,78 @@ class EndpointService:
         self, caller: Caller, call: ChatCall, *, is_long: bool = False
     ) -> PromptTokens:
         """Return a chat call's prompt as tokens; is_long: for a long body. Raises CallRefused."""
+        self.ignore(call.ignored)
         chat, conversations = self._chat(), caller.conversations
-        return await self._prompt(
-            caller, lambda: conversations.prompt(chat, call.messages, call.tools), is_long
-        )
+        taken: dict[str, Any] = {}
+        for name, arguments in call.template.items():
+            own = {k: v for k, v in arguments.items() if chat.takes(k)}
+            if caller.terms.fixed_sampling or not own:
+                self.ignore([name])
+            else:
+                taken = {**own, **taken}
+        encode = self.served.tokenizer
 
-    async def text_prompt(self, caller: Caller, text: str, *, is_long: bool = False) -> IntArray:
-        """Return a text as tokens, with the tokenizer's initial tokens; is_long: for a long body.
-        Raises CallRefused."""
-        encode = self.served.tokenizer.encode_prompt
-        return await self._prompt(caller, lambda: encode(text, BARE), is_long)
+        def written() -> PromptTokens:
+            used = self._with_arguments(chat, taken)
+            prompt = conversations.prompt(used, call.messages, call.tools, taken)
+            if not call.prefix:
+                return prompt
+            before = encode.decode_all(prompt.token_ids)
+            begun = encode.encode_after(before, call.prefix)
+            whole = np.concatenate([prompt.token_ids, begun]).astype(np.int32)
+            return replace(prompt, token_ids=whole, prefix=len(begun))
+
+        return await self._prompt(caller, written, is_long)
+
+    def _with_arguments(self, chat: ChatFormat, arguments: Mapping[str, Any]) -> ChatFormat:
+        """Return a chat format with these variables. On any thread."""
+        if not arguments:
+            return chat
+        key = json.dumps(arguments, sort_keys=True)
+        found = self._formats.get(key) or chat.with_arguments(arguments)
+        self._formats[key] = found
+        while len(self._formats) > MAX_FORMATS:
+            self._formats.popitem(last=False)
+        return found
+
+    def turn_wish(self, call: ChatCall, prompt: PromptTokens) -> SamplingOptions:
+        """Return a chat call's wish with what its whole turn must match. Raises CallRefused."""
+        wish, marks, tools = call.wish, prompt.chat.marks, call.tools if call.reads_tools else ()
+        shaping = wish.shaping or LogitShaping()
+        forced = call.choice.mode == "required"
+        if shaping.constraint is None and not forced:
+            return wish
+        if tools and marks.calls == "other":
+            self.ignore(["tool_choice" if forced else "response_format"])
+            return replace(wish, shaping=replace(shaping, constraint=None))
+        if marks.thinking == "other":
+            raise CallRefused(
+                "this model's chat format writes more than the text of an answer, so its form "
+                "cannot be required; ask for it in a message",
+                field="response_format",
+            )
+        if call.prefix and marks.thinking == "may":
+            marks = replace(marks, thinking="")
+        whole = turn_constraint(shaping.constraint, tools, call.choice, marks)
+        return replace(wish, shaping=replace(shaping, constraint=whole))
+
+    async def text_prompt(
+        self, caller: Caller, text: str, *, adds_special: bool = True, is_long: bool = False
+    ) -> IntArray:
+        """Return a text as tokens. Raises CallRefused.
+
+        Args:
+            caller: the caller.
+            text: of the prompt.
+            adds_special: add the tokenizer's initial tokens.
+            is_long: for a long body.
+        """
+        tokenizer = self.served.tokenizer
+        return await self._prompt(
+            caller,
+            lambda: tokenizer.encode_prompt(text, BARE) if adds_special else tokenizer.encode(text),
+            is_long,
+        )
 
     async def _prompt(self, caller: Caller, work: Callable[[], T], is_long: bool) -> T:
         """Run the work that tokenises a prompt. Raises CallRefused."""
@@ -385,7 +491,7 @@ class EndpointService:
             return await asyncio.get_running_loop().run_in_executor(pool, work)
         except TextTooLong:
             raise
-        except DataError as error:
+        except (ConfigError, DataError) as error:
             raise CallRefused(str(error), field="messages") from None
 
     def _chat(self) -> ChatFormat:
@@ -397,28 +503,30 @@ class EndpointService:
 
     @asynccontextmanager
     async def drawing(
-        self, caller: Caller, token_ids: IntArray, wish: SamplingOptions, *, parts: bool
+        self, caller: Caller, prompts: Sequence[IntArray], wish: SamplingOptions, *, parts: bool
     ) -> AsyncIterator[CallGeneration]:
         """Sample the answers of a call; unfinished ones are cancelled when the block is left.
 
         Args:
             caller: the caller.
-            token_ids: [prompt] int32.
+            prompts: [prompt] int32 each.
             wish: the call's sampling parameters.
             parts: whether the answers are streamed.
         """
-        try:
-            draft: RequestDraft = drafted(wish, caller.terms, len(token_ids))
-        except CallRefused as refused:
-            if refused.code == TOO_LONG:
-                caller.exhaust(refused.message, token_ids)
-            raise
-        self.count(capped=draft.capped)
+        drafts: list[RequestDraft] = []
+        for token_ids in prompts:
+            try:
+                drafts.append(drafted(wish, caller.terms, len(token_ids)))
+            except CallRefused as refused:
+                if refused.code == TOO_LONG:
+                    caller.exhaust(refused.message, token_ids)
+                raise
+        self.count(capped=any(draft.capped for draft in drafts))
         watches = self.served.streams_early and (parts or bool(wish.stops))
         drawing = CallGeneration(
             caller,
-            token_ids,
-            draft,
+            prompts,
+            drafts,
             wish,
             decode=self.served.tokenizer.decode,
             watch=self._watch if watches else None,
@@ -433,19 +541,47 @@ class EndpointService:
         self, caller: Caller, call: ChatCall, prompt: PromptTokens, strand: GrowingAnswer
     ) -> ChatAnswer:
         """Return a finished answer as a message, and store it."""
-        answer, chat = strand.answer, self._chat()
+        answer = strand.answer
         assert answer is not None, "the answer is finished"
         drawn = answer.completion.token_ids
-        message = await self.aside(lambda: chat.message(drawn, call.tools))
-        said = chat_answer(answer, message, reads_tools=call.reads_tools)
-        caller.conversations.remember(prompt, drawn, said.message())
-        caller.talked(call.messages, said.message())
+        message = await self.aside(lambda: _turn(call, prompt, strand))
+        said = chat_answer(answer, message, call.choice)
+        whole = said.message()
+        whole["content"] = call.prefix + whole["content"]
+        caller.conversations.remember(prompt, drawn, whole)
+        caller.talked(call.messages, whole)
         return said
 
-    async def so_far(self, call: ChatCall, strand: GrowingAnswer) -> Mapping[str, Any]:
+    async def so_far(
+        self, call: ChatCall, prompt: PromptTokens, strand: GrowingAnswer
+    ) -> Mapping[str, Any]:
         """Return an unfinished answer as a message."""
-        chat = self._chat()
-        return await self.aside(lambda: chat.message(strand.token_ids, call.tools))
+        return await self.aside(lambda: _turn(call, prompt, strand))
+
+
+def _turn(call: ChatCall, prompt: PromptTokens, strand: GrowingAnswer) -> Message:
+    """Return an answer as its caller sees it: without the prefix, and with ids of its calls that
+    depend on the request and the tokens before it. Other answers, also of other servers, have
+    other ids; the same answer of a replayed run has the same ones."""
+    turn = strand.token_ids
+    message = prompt.chat.message(turn, call.tools)
+    if prompt.prefix:  # the prefix may have begun a call or the reasoning
+        turn = np.concatenate([prompt.token_ids[-prompt.prefix :], turn]).astype(np.int32)
+        whole = prompt.chat.message(turn, call.tools)
+        if str(whole["content"]).startswith(call.prefix):
+            message = {**whole, "content": whole["content"][len(call.prefix) :]}
+        else:
+            turn = strand.token_ids
+    text = "" if call.reads_tools else strand.flow.whole()
+    shown = visible_turn(message, text, reads_tools=call.reads_tools)
+    if not shown.get("tool_calls"):
+        return shown
+    before = f"{strand.request_id}\n".encode() + prompt.token_ids.tobytes()
+    calls = [
+        {**made, "id": call_id(turn, i, before)} if made["id"] == call_id(turn, i) else made
+        for i, made in enumerate(shown["tool_calls"])
+    ]
+    return {**shown, "tool_calls": calls}
 
 
 def _free() -> None:

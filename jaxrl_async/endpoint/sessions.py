@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from jaxrl_async.endpoint.sampling_request import fixed_shaping
 from jaxrl_async.errors import Closed, JaxrlError, RolloutError, SessionEnded, SessionLimit
 from jaxrl_async.lent import as_json
 from jaxrl_async.metrics.metric import names_a_metric, part_name
@@ -37,6 +38,8 @@ from jaxrl_async.types import (
     EpisodeLimits,
     FloatArray,
     IntArray,
+    LogitShaping,
+    LogprobRequest,
     Message,
     Prompt,
     Request,
@@ -185,6 +188,8 @@ class PolicySession:
         stop_token_ids: tuple[int, ...] = (),
         sampling: SamplingParams | None = None,
         seed: int | None = None,
+        shaping: LogitShaping | None = None,
+        logprobs: LogprobRequest | None = None,
         cut: Callable[[IntArray], int | None] | None = None,
         early: "asyncio.Future[Completion] | None" = None,
         began: Callable[[str], None] | None = None,
@@ -202,6 +207,9 @@ class PolicySession:
             stop_token_ids: end the completion, in addition to the run's.
             sampling: the distribution, in a session with own_sampling; else it is counted.
             seed: makes sampling reproducible, in a session with own_sampling; else it is counted.
+            shaping: changes of the logits. Without own_sampling only its constraint applies, and
+                the rest is counted.
+            logprobs: other log-probs that the completion has.
             cut: given the sampled tokens, returns how many of them count; None: all. For stop
                 strings. The other tokens are discarded.
             early: set to the first part of the completion by a watcher of Generate.progress that
@@ -213,8 +221,9 @@ class PolicySession:
         SessionLimit if it may sample no more, RolloutError for a request that cannot be served.
         """
         request, number = self._begin(
-            token_ids, max_new_tokens, stop_token_ids, sampling, seed, voice
+            token_ids, max_new_tokens, stop_token_ids, sampling, seed, shaping, voice
         )
+        request = replace(request, logprobs=logprobs)
         try:
             if began is not None:
                 began(request.request_id)
@@ -432,6 +441,7 @@ class PolicySession:
         stop_token_ids: tuple[int, ...],
         sampling: SamplingParams | None,
         seed: int | None,
+        shaping: LogitShaping | None,
         voice: str,
     ) -> tuple[Request, int]:
         """Check that a call is allowed, and register it."""
@@ -456,7 +466,9 @@ class PolicySession:
             )
             own = self.bounds.own_sampling
             self._overridden += not own and (
-                seed is not None or sampling not in (None, request.sampling)
+                seed is not None
+                or sampling not in (None, request.sampling)
+                or fixed_shaping(shaping) != shaping
             )
             stops = (*request.stop_token_ids, *stop_token_ids)
             request = replace(
@@ -464,6 +476,7 @@ class PolicySession:
                 max_new_tokens=min(request.max_new_tokens, max_new_tokens or left, left),
                 stop_token_ids=tuple(dict.fromkeys(stops)),
                 branch=begun.branch,
+                shaping=shaping if own else fixed_shaping(shaping),
             )
         if own and sampling is not None:
             request = replace(request, sampling=sampling)
