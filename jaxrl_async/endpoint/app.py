@@ -51,7 +51,12 @@ from jaxrl_async.endpoint.streams import (
     StreamedText,
 )
 from jaxrl_async.endpoint.token_generate import token_body, token_call
-from jaxrl_async.endpoint.tokenize_call import detokenize_call, tokenize_body, tokenize_call
+from jaxrl_async.endpoint.tokenize_call import (
+    detokenize_call,
+    tokenize_body,
+    tokenize_call,
+    tokenizer_info,
+)
 from jaxrl_async.types import LARGEST_REWARD, Message
 
 CONVERSATION = "x-session-id"
@@ -136,13 +141,15 @@ class EndpointApp:
             await exchange.reply(200, {"status": "ok"})
             return True
         is_model = path == "/v1/models" or path.startswith("/v1/models/")
-        if not (is_model or path in ("/version", "/metrics")):
+        if not (is_model or path in ("/version", "/metrics", "/tokenizer_info")):
             return False
         desk.caller(exchange.key, None)
         if is_model:
             await exchange.reply(200, self._models(path))
         elif path == "/version":
             await exchange.reply(200, {"version": __version__})
+        elif path == "/tokenizer_info":
+            await exchange.reply(200, tokenizer_info(desk.served.tokenizer))
         else:
             text = prometheus_text(desk.counts.by_name(), {"open_calls": desk.num_open})
             await exchange.reply_bytes(200, text.encode(), CONTENT_TYPE)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NoReturn
 
-from jaxrl_async.endpoint.http_errors import CallRefused
+from jaxrl_async.endpoint.http_errors import UNSUPPORTED, CallRefused
 from jaxrl_async.endpoint.json_shape import check_shape
 from jaxrl_async.endpoint.request_fields import FieldRule, Use
 from jaxrl_async.errors import in_a_line
@@ -138,7 +138,7 @@ class BodyFields:
             raise CallRefused(
                 f"is not supported (its value is {quoted(value)}); remove it",
                 field=self.name(field),
-                code="unsupported_parameter",
+                code=UNSUPPORTED,
             )
 
     def settle(self, rules: Mapping[str, FieldRule]) -> tuple[str, ...]:
@@ -158,7 +158,7 @@ class BodyFields:
                 raise CallRefused(
                     f"is not supported{why} (its value is {quoted(value)}); remove it",
                     field=self.name(field),
-                    code="unsupported_parameter",
+                    code=UNSUPPORTED,
                 )
             if rule.use is Use.COUNTED:
                 counted.append(self.name(field))

@@ -218,13 +218,13 @@ class TextWriter:
             return self.words.token(token, ids_as_tokens=self.call.ids_as_tokens)
 
         shown, ids = self.call.shown, row.token_ids.tolist()
-        numbers: list[float | None] = [json_number(x) for x in row.logprobs.tolist()]
+        numbers = [json_number(x) for x in row.logprobs.tolist()]
         tops = []
         for place, pair in enumerate(zip(ids, numbers, strict=True)):
-            likely = [*row.likely(place, shown.top, shown.ids), pair]
-            # of tokens with the same text, the likeliest is last; the one that stands here wins
-            tops.append({word(token): number for token, number in reversed(likely[:-1])})
-            tops[-1][word(pair[0])] = pair[1]
+            found: dict[str, float] = {}  # of tokens with the same text, the likeliest
+            for token, number in (*row.likely(place, shown.top, shown.ids), pair):
+                found[word(token)] = max(number, found.get(word(token), number))
+            tops.append(found)
         return {
             "tokens": [word(token) for token in ids],
             "token_logprobs": numbers,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.endpoint.body_fields import BodyFields
 from jaxrl_async.endpoint.call_messages import MAX_TOOLS, read_tools
 from jaxrl_async.endpoint.http_answers import AnswerFormat
@@ -70,6 +71,18 @@ def tokenize_body(
         "max_model_len": max_length,
         "tokens": ids,
         "token_strs": [words.text_of(token) for token in ids] if call.texts else None,
+    }
+
+
+def tokenizer_info(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what vLLM's /tokenizer_info tells: class, chat template and special tokens."""
+    hf = tokenizer.hf
+    named = {name: str(token) for name, token in hf.special_tokens_map.items()}
+    return {
+        "tokenizer_class": type(hf).__name__,
+        "chat_template": hf.chat_template,
+        "model_max_length": tokenizer.max_tokens,
+        **named,
     }
 
 
