@@ -86,7 +86,7 @@ def visible_turn(message: Message, text: str, *, reads_tools: bool) -> Message:
         text: the turn's text.
         reads_tools: whether calls are parsed.
     """
-    if reads_tools or not message.get("tool_calls"):
+    if reads_tools or not (message.get("tool_calls") or message.get("tool_call_errors")):
         return message
     shown: dict[str, Any] = {"role": "assistant", "content": text}
     if (reasoning := message.get("reasoning_content")) is not None:
