@@ -181,6 +181,7 @@ GENERATE: Mapping[str, FieldRule] = {
     **_LABELS,
     **_ELSEWHERE,
     **_rules(Use.HONOURED, "token_ids sampling_params return_sampling_mask return_token_ids"),
+    **_rules(Use.HONOURED, "request_id"),
     **_counted("tokens are not parsed", "reasoning_ended reasoning_parser_kwargs output_mode"),
     **_counted("positions are counted in tokens", "token_offsets"),
     **_refused("use /v1/completions for a stream", "stream", False),
@@ -242,3 +243,8 @@ def table_lines() -> Iterator[str]:
         rows.setdefault((meaning, tuple(named)), []).append(f"`{name}`")
     for (meaning, named), names in sorted(rows.items()):
         yield f"| {', '.join(sorted(names))} | {', '.join(named)} | {meaning} |"
+
+
+if __name__ == "__main__":
+    for line in table_lines():
+        print(line)

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxrl_async.data.chat_formats.written_turn import call_id
+from jaxrl_async.data.chat_formats.written_turn import CALL, call_id
 from jaxrl_async.data.tokenizer import BARE, Tokenizer
 from jaxrl_async.endpoint.adapter_admin import AdapterAdmin
 from jaxrl_async.endpoint.answer_constraint import turn_constraint
@@ -547,7 +547,8 @@ class EndpointService:
         message = await self.aside(lambda: _turn(call, prompt, strand))
         said = chat_answer(answer, message, call.choice)
         whole = said.message()
-        whole["content"] = call.prefix + whole["content"]
+        if not (said.tool_calls and CALL in call.prefix):
+            whole["content"] = call.prefix + whole["content"]
         caller.conversations.remember(prompt, drawn, whole)
         caller.talked(call.messages, whole)
         return said
@@ -555,7 +556,10 @@ class EndpointService:
     async def so_far(
         self, call: ChatCall, prompt: PromptTokens, strand: GrowingAnswer
     ) -> Mapping[str, Any]:
-        """Return an unfinished answer as a message."""
+        """Return an unfinished answer as a message; empty while it is a call that its prefix has
+        begun."""
+        if CALL in call.prefix and call.reads_tools:
+            return {}
         return await self.aside(lambda: _turn(call, prompt, strand))
 
 
@@ -570,6 +574,8 @@ def _turn(call: ChatCall, prompt: PromptTokens, strand: GrowingAnswer) -> Messag
         whole = prompt.chat.message(turn, call.tools)
         if str(whole["content"]).startswith(call.prefix):
             message = {**whole, "content": whole["content"][len(call.prefix) :]}
+        elif CALL in call.prefix and whole.get("tool_calls"):
+            message = whole
         else:
             turn = strand.token_ids
     text = "" if call.reads_tools else strand.flow.whole()
