@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from jaxrl_async.endpoint.http_errors import UNSUPPORTED, CallRefused
 from jaxrl_async.endpoint.json_shape import check_shape
-from jaxrl_async.endpoint.request_fields import FieldRule, Use
+from jaxrl_async.endpoint.request_fields import FieldRule, FieldUse
 from jaxrl_async.errors import in_a_line
 
 SHOWN_NAME = 80
@@ -153,16 +153,16 @@ class BodyFields:
             known = rule is not None and any(_equal(value, neutral) for neutral in rule.neutral)
             if value is None or known:
                 continue
-            if rule is None or rule.use is Use.REFUSED:
+            if rule is None or rule.use is FieldUse.REFUSED:
                 why = f": {rule.note}" if rule is not None else ""
                 raise CallRefused(
                     f"is not supported{why} (its value is {quoted(value)}); remove it",
                     field=self.name(field),
                     code=UNSUPPORTED,
                 )
-            if rule.use is Use.COUNTED:
+            if rule.use is FieldUse.COUNTED:
                 counted.append(self.name(field))
-            assert rule.use in (Use.COUNTED, Use.LABEL) or field in self._read, field
+            assert rule.use in (FieldUse.COUNTED, FieldUse.LABEL) or field in self._read, field
         return tuple(counted)
 
 

@@ -159,7 +159,7 @@ def _tool_call(value: Any, where: str) -> dict[str, Any]:
             "arguments": function.text("arguments", ""),
         },
     }
-    function.close()
+    function.close(frozenset({"parsed_arguments"}))
     fields.close(frozenset({"index"}))
     return call
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 
-class Use(StrEnum):
+class FieldUse(StrEnum):
     """What the endpoint does with a field."""
 
     HONOURED = "honoured"
@@ -26,26 +26,26 @@ class Use(StrEnum):
 class FieldRule:
     """The meaning of one field."""
 
-    use: Use
+    use: FieldUse
     note: str = ""  # why it is refused, or what to use instead
     neutral: tuple[Any, ...] = ()  # values that ask for what is done in any case
 
 
-def _rules(use: Use, names: str) -> dict[str, FieldRule]:
+def _rules(use: FieldUse, names: str) -> dict[str, FieldRule]:
     return {name: FieldRule(use=use) for name in names.split()}
 
 
 def _refused(note: str, names: str, *neutral: Any) -> dict[str, FieldRule]:
-    rule = FieldRule(use=Use.REFUSED, note=note, neutral=neutral)
+    rule = FieldRule(use=FieldUse.REFUSED, note=note, neutral=neutral)
     return dict.fromkeys(names.split(), rule)
 
 
 def _counted(note: str, names: str, *neutral: Any) -> dict[str, FieldRule]:
-    return dict.fromkeys(names.split(), FieldRule(use=Use.COUNTED, note=note, neutral=neutral))
+    return dict.fromkeys(names.split(), FieldRule(use=FieldUse.COUNTED, note=note, neutral=neutral))
 
 
 _LABELS = _rules(
-    Use.LABEL,
+    FieldUse.LABEL,
     "model user metadata service_tier safety_identifier prompt_cache_key prompt_cache_options "
     "prompt_cache_retention cache_salt priority request_id session_id return_token_offsets "
     "return_mm_kwargs",
@@ -55,12 +55,16 @@ _ELSEWHERE = _refused(
     "kv_transfer_params ec_transfer_params mm_payload",
 )
 _SAMPLING = {
-    **_rules(Use.GUESTS, "temperature top_p top_k min_p seed frequency_penalty presence_penalty"),
-    **_rules(Use.GUESTS, "repetition_penalty logit_bias min_tokens"),
-    **_rules(Use.HONOURED, "n stop stop_token_ids ignore_eos prompt_logprobs logprob_token_ids"),
-    **_rules(Use.HONOURED, "response_format structured_outputs guided_json guided_regex"),
-    **_rules(Use.HONOURED, "guided_choice guided_grammar guided_json_object"),
-    **_rules(Use.LABEL, "guided_decoding_backend detokenize"),
+    **_rules(
+        FieldUse.GUESTS, "temperature top_p top_k min_p seed frequency_penalty presence_penalty"
+    ),
+    **_rules(FieldUse.GUESTS, "repetition_penalty logit_bias min_tokens"),
+    **_rules(
+        FieldUse.HONOURED, "n stop stop_token_ids ignore_eos prompt_logprobs logprob_token_ids"
+    ),
+    **_rules(FieldUse.HONOURED, "response_format structured_outputs guided_json guided_regex"),
+    **_rules(FieldUse.HONOURED, "guided_choice guided_grammar guided_json_object"),
+    **_rules(FieldUse.LABEL, "guided_decoding_backend detokenize"),
     **_counted("only the form of free white space", "guided_whitespace_pattern"),
     **_counted("parts are sent as blocks end", "stream_interval"),
     **_counted("the thinking is not cut", "thinking_token_budget", -1),
@@ -80,10 +84,10 @@ _SAMPLING = {
     **_refused("answers have no watermark", "watermarking", False),
 }
 _OUTPUT = _rules(
-    Use.HONOURED,
+    FieldUse.HONOURED,
     "stream stream_options logprobs return_token_ids return_tokens_as_token_ids",
 )
-_TEMPLATE = _rules(Use.GUESTS, "chat_template_kwargs")
+_TEMPLATE = _rules(FieldUse.GUESTS, "chat_template_kwargs")
 _OTHER_TEMPLATE = {
     **_refused("set it for the server: --chat-format, data.chat_format", "chat_template"),
     **_refused("the server prepares images", "media_io_kwargs mm_processor_kwargs", {}),
@@ -101,11 +105,11 @@ CHAT: Mapping[str, FieldRule] = {
     **_OTHER_TEMPLATE,
     **_ELSEWHERE,
     **_NO_MEDIA,
-    **_rules(Use.LABEL, "store"),
-    **_rules(Use.GUESTS, "reasoning_effort"),
-    **_rules(Use.HONOURED, "messages max_tokens max_completion_tokens top_logprobs tools"),
-    **_rules(Use.HONOURED, "tool_choice parallel_tool_calls continue_final_message"),
-    **_rules(Use.HONOURED, "add_generation_prompt"),
+    **_rules(FieldUse.LABEL, "store"),
+    **_rules(FieldUse.GUESTS, "reasoning_effort"),
+    **_rules(FieldUse.HONOURED, "messages max_tokens max_completion_tokens top_logprobs tools"),
+    **_rules(FieldUse.HONOURED, "tool_choice parallel_tool_calls continue_final_message"),
+    **_rules(FieldUse.HONOURED, "add_generation_prompt"),
     **_counted("no model here has such a level", "verbosity"),
     **_counted("nothing is guessed in advance", "prediction"),
     **_counted("the reasoning is always returned", "include_reasoning", True),
@@ -124,7 +128,7 @@ TEXT: Mapping[str, FieldRule] = {
     **_SAMPLING,
     **_OUTPUT,
     **_ELSEWHERE,
-    **_rules(Use.HONOURED, "prompt max_tokens max_completion_tokens echo add_special_tokens"),
+    **_rules(FieldUse.HONOURED, "prompt max_tokens max_completion_tokens echo add_special_tokens"),
     **_refused("answers follow their prompt", "suffix", ""),
     **_refused("use n", "best_of", 1),
     **_refused("send the prompt's text or token ids", "prompt_embeds"),
@@ -139,11 +143,13 @@ RESPONSES: Mapping[str, FieldRule] = {
     **_OTHER_TEMPLATE,
     **_ELSEWHERE,
     **_NO_MEDIA,
-    **_rules(Use.LABEL, "client_metadata access_programs"),
-    **_rules(Use.GUESTS, "reasoning"),
-    **_rules(Use.HONOURED, "input instructions include max_output_tokens parallel_tool_calls"),
-    **_rules(Use.HONOURED, "previous_response_id store stream stream_options text tool_choice"),
-    **_rules(Use.HONOURED, "tools max_tokens max_completion_tokens"),
+    **_rules(FieldUse.LABEL, "client_metadata access_programs"),
+    **_rules(FieldUse.GUESTS, "reasoning"),
+    **_rules(FieldUse.HONOURED, "input instructions include max_output_tokens parallel_tool_calls"),
+    **_rules(
+        FieldUse.HONOURED, "previous_response_id store stream stream_options text tool_choice"
+    ),
+    **_rules(FieldUse.HONOURED, "tools max_tokens max_completion_tokens"),
     **_counted("it limits tools of a server, which are refused", "max_tool_calls"),
     **_counted("a prompt is never cut: one that is too long is refused", "truncation", "disabled"),
     **_counted("a prompt is never shortened", "context_management", []),
@@ -162,11 +168,13 @@ MESSAGES: Mapping[str, FieldRule] = {
     **{name: rule for name, rule in _LABELS.items() if name != "user"},
     **_TEMPLATE,
     **_ELSEWHERE,
-    **_rules(Use.LABEL, "inference_geo betas cache_control diagnostics user_profile_id"),
-    **_rules(Use.LABEL, "workspace_id billing_policy fallback_credit_token"),
-    **_rules(Use.GUESTS, "temperature top_p top_k thinking"),
-    **_rules(Use.HONOURED, "messages system max_tokens stop_sequences stream tools tool_choice"),
-    **_rules(Use.HONOURED, "output_config output_format"),
+    **_rules(FieldUse.LABEL, "inference_geo betas cache_control diagnostics user_profile_id"),
+    **_rules(FieldUse.LABEL, "workspace_id billing_policy fallback_credit_token"),
+    **_rules(FieldUse.GUESTS, "temperature top_p top_k thinking"),
+    **_rules(
+        FieldUse.HONOURED, "messages system max_tokens stop_sequences stream tools tool_choice"
+    ),
+    **_rules(FieldUse.HONOURED, "output_config output_format"),
     **_counted("there is one speed", "speed", "standard"),
     **_counted("there is one model", "fallbacks", []),
     **_counted("a prompt is never shortened", "context_management compaction"),
@@ -180,8 +188,8 @@ MESSAGES: Mapping[str, FieldRule] = {
 GENERATE: Mapping[str, FieldRule] = {
     **_LABELS,
     **_ELSEWHERE,
-    **_rules(Use.HONOURED, "token_ids sampling_params return_sampling_mask return_token_ids"),
-    **_rules(Use.HONOURED, "request_id"),
+    **_rules(FieldUse.HONOURED, "token_ids sampling_params return_sampling_mask return_token_ids"),
+    **_rules(FieldUse.HONOURED, "request_id"),
     **_counted("tokens are not parsed", "reasoning_ended reasoning_parser_kwargs output_mode"),
     **_counted("positions are counted in tokens", "token_offsets"),
     **_refused("use /v1/completions for a stream", "stream", False),
@@ -191,26 +199,26 @@ GENERATE: Mapping[str, FieldRule] = {
 """Fields of /inference/v1/generate."""
 SAMPLING_PARAMS: Mapping[str, FieldRule] = {
     **_SAMPLING,
-    **_rules(Use.HONOURED, "max_tokens max_completion_tokens logprobs"),
-    **{"routed_experts_prompt_start": FieldRule(use=Use.HONOURED)},
-    **{"skip_special_tokens": FieldRule(use=Use.LABEL)},
-    **_rules(Use.LABEL, "output_kind output_text_buffer_length skip_clone"),
-    **_rules(Use.LABEL, "skip_reading_prefix_cache trace_decode_token_ids"),
+    **_rules(FieldUse.HONOURED, "max_tokens max_completion_tokens logprobs"),
+    **{"routed_experts_prompt_start": FieldRule(use=FieldUse.HONOURED)},
+    **{"skip_special_tokens": FieldRule(use=FieldUse.LABEL)},
+    **_rules(FieldUse.LABEL, "output_kind output_text_buffer_length skip_clone"),
+    **_rules(FieldUse.LABEL, "skip_reading_prefix_cache trace_decode_token_ids"),
     **_refused("log-probs are a list for each position", "flat_logprobs", False),
     **_refused("use logprob_token_ids", "prompt_logprob_token_ids"),
     **_refused("prompt_logprobs cover the whole prompt", "prompt_logprob_start", 0),
 }
 """Fields of sampling_params of /inference/v1/generate."""
-_COMMON = _rules(Use.LABEL, "model")
+_COMMON = _rules(FieldUse.LABEL, "model")
 TOKENIZE: Mapping[str, FieldRule] = {
     **_COMMON,
     **_TEMPLATE,
     **_OTHER_TEMPLATE,
-    **_rules(Use.HONOURED, "prompt messages tools add_special_tokens return_token_strs"),
-    **_rules(Use.HONOURED, "add_generation_prompt continue_final_message"),
+    **_rules(FieldUse.HONOURED, "prompt messages tools add_special_tokens return_token_strs"),
+    **_rules(FieldUse.HONOURED, "add_generation_prompt continue_final_message"),
 }
 """Fields of /tokenize, with a prompt or with messages."""
-DETOKENIZE: Mapping[str, FieldRule] = {**_COMMON, **_rules(Use.HONOURED, "tokens")}
+DETOKENIZE: Mapping[str, FieldRule] = {**_COMMON, **_rules(FieldUse.HONOURED, "tokens")}
 """Fields of /detokenize."""
 TABLES: Mapping[str, Mapping[str, FieldRule]] = {
     "chat": CHAT,

@@ -11,7 +11,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 
 from jaxrl_async.endpoint.body_fields import BodyFields
 from jaxrl_async.endpoint.http_errors import CallRefused
-from jaxrl_async.endpoint.request_fields import TABLES, FieldRule, Use, table_lines
+from jaxrl_async.endpoint.request_fields import TABLES, FieldRule, FieldUse, table_lines
 
 VLLM = {
     "chat": "add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt "
@@ -125,17 +125,17 @@ def test_a_field_does_what_its_row_says(path, name):
         del place["prompt"]
     place[name] = odd
     field = f"sampling_params.{name}" if path == "sampling_params" else name
-    if rule.use is Use.REFUSED:
+    if rule.use is FieldUse.REFUSED:
         with pytest.raises(CallRefused, match="is not supported") as refused:
             read(path, body)
         assert refused.value.field == field and rule.note in str(refused.value)
         for neutral in rule.neutral:
             place[name] = neutral
             read(path, body)
-    elif rule.use in (Use.LABEL, Use.COUNTED):
+    elif rule.use in (FieldUse.LABEL, FieldUse.COUNTED):
         call = read(path, body)
         counted = getattr(getattr(call, "chat", call), "ignored", ())
-        assert (field in counted) == (rule.use is Use.COUNTED)
+        assert (field in counted) == (rule.use is FieldUse.COUNTED)
     elif name not in ("chat_template_kwargs", "guided_json"):  # any object is a value
         try:
             read(path, body)
@@ -148,13 +148,13 @@ def test_a_field_does_what_its_row_says(path, name):
 def test_a_field_without_a_row_is_refused():
     fields = BodyFields({"a": 1, "b": 1, "c": 0, "d": None}, "inner")
     rules = {
-        "a": FieldRule(use=Use.COUNTED),
-        "b": FieldRule(use=Use.LABEL),
-        "c": FieldRule(use=Use.REFUSED, note="no", neutral=(0,)),
+        "a": FieldRule(use=FieldUse.COUNTED),
+        "b": FieldRule(use=FieldUse.LABEL),
+        "c": FieldRule(use=FieldUse.REFUSED, note="no", neutral=(0,)),
     }
     assert fields.settle(rules) == ("inner.a",)
     with pytest.raises(CallRefused, match=r"inner\.b: is not supported"):
-        fields.settle({**rules, "b": FieldRule(use=Use.REFUSED)})
+        fields.settle({**rules, "b": FieldRule(use=FieldUse.REFUSED)})
     del rules["b"]
     with pytest.raises(CallRefused, match=r"inner\.b: is not supported"):
         fields.settle(rules)
