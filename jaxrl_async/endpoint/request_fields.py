@@ -22,6 +22,9 @@ class FieldUse(StrEnum):
     REFUSED = "refused"
 
 
+HONOURED, GUESTS, COUNTED, LABEL, REFUSED = FieldUse
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldRule:
     """The meaning of one field."""
@@ -36,16 +39,16 @@ def _rules(use: FieldUse, names: str) -> dict[str, FieldRule]:
 
 
 def _refused(note: str, names: str, *neutral: Any) -> dict[str, FieldRule]:
-    rule = FieldRule(use=FieldUse.REFUSED, note=note, neutral=neutral)
+    rule = FieldRule(use=REFUSED, note=note, neutral=neutral)
     return dict.fromkeys(names.split(), rule)
 
 
 def _counted(note: str, names: str, *neutral: Any) -> dict[str, FieldRule]:
-    return dict.fromkeys(names.split(), FieldRule(use=FieldUse.COUNTED, note=note, neutral=neutral))
+    return dict.fromkeys(names.split(), FieldRule(use=COUNTED, note=note, neutral=neutral))
 
 
 _LABELS = _rules(
-    FieldUse.LABEL,
+    LABEL,
     "model user metadata service_tier safety_identifier prompt_cache_key prompt_cache_options "
     "prompt_cache_retention cache_salt priority request_id session_id return_token_offsets "
     "return_mm_kwargs",
@@ -55,16 +58,12 @@ _ELSEWHERE = _refused(
     "kv_transfer_params ec_transfer_params mm_payload",
 )
 _SAMPLING = {
-    **_rules(
-        FieldUse.GUESTS, "temperature top_p top_k min_p seed frequency_penalty presence_penalty"
-    ),
-    **_rules(FieldUse.GUESTS, "repetition_penalty logit_bias min_tokens"),
-    **_rules(
-        FieldUse.HONOURED, "n stop stop_token_ids ignore_eos prompt_logprobs logprob_token_ids"
-    ),
-    **_rules(FieldUse.HONOURED, "response_format structured_outputs guided_json guided_regex"),
-    **_rules(FieldUse.HONOURED, "guided_choice guided_grammar guided_json_object"),
-    **_rules(FieldUse.LABEL, "guided_decoding_backend detokenize"),
+    **_rules(GUESTS, "temperature top_p top_k min_p seed frequency_penalty presence_penalty"),
+    **_rules(GUESTS, "repetition_penalty logit_bias min_tokens"),
+    **_rules(HONOURED, "n stop stop_token_ids ignore_eos prompt_logprobs logprob_token_ids"),
+    **_rules(HONOURED, "response_format structured_outputs guided_json guided_regex"),
+    **_rules(HONOURED, "guided_choice guided_grammar guided_json_object"),
+    **_rules(LABEL, "guided_decoding_backend detokenize"),
     **_counted("only the form of free white space", "guided_whitespace_pattern"),
     **_counted("parts are sent as blocks end", "stream_interval"),
     **_counted("the thinking is not cut", "thinking_token_budget", -1),
@@ -84,10 +83,10 @@ _SAMPLING = {
     **_refused("answers have no watermark", "watermarking", False),
 }
 _OUTPUT = _rules(
-    FieldUse.HONOURED,
+    HONOURED,
     "stream stream_options logprobs return_token_ids return_tokens_as_token_ids",
 )
-_TEMPLATE = _rules(FieldUse.GUESTS, "chat_template_kwargs")
+_TEMPLATE = _rules(GUESTS, "chat_template_kwargs")
 _OTHER_TEMPLATE = {
     **_refused("set it for the server: --chat-format, data.chat_format", "chat_template"),
     **_refused("the server prepares images", "media_io_kwargs mm_processor_kwargs", {}),
@@ -105,11 +104,11 @@ CHAT: Mapping[str, FieldRule] = {
     **_OTHER_TEMPLATE,
     **_ELSEWHERE,
     **_NO_MEDIA,
-    **_rules(FieldUse.LABEL, "store"),
-    **_rules(FieldUse.GUESTS, "reasoning_effort"),
-    **_rules(FieldUse.HONOURED, "messages max_tokens max_completion_tokens top_logprobs tools"),
-    **_rules(FieldUse.HONOURED, "tool_choice parallel_tool_calls continue_final_message"),
-    **_rules(FieldUse.HONOURED, "add_generation_prompt"),
+    **_rules(LABEL, "store"),
+    **_rules(GUESTS, "reasoning_effort"),
+    **_rules(HONOURED, "messages max_tokens max_completion_tokens top_logprobs tools"),
+    **_rules(HONOURED, "tool_choice parallel_tool_calls continue_final_message"),
+    **_rules(HONOURED, "add_generation_prompt"),
     **_counted("no model here has such a level", "verbosity"),
     **_counted("nothing is guessed in advance", "prediction"),
     **_counted("the reasoning is always returned", "include_reasoning", True),
@@ -128,7 +127,7 @@ TEXT: Mapping[str, FieldRule] = {
     **_SAMPLING,
     **_OUTPUT,
     **_ELSEWHERE,
-    **_rules(FieldUse.HONOURED, "prompt max_tokens max_completion_tokens echo add_special_tokens"),
+    **_rules(HONOURED, "prompt max_tokens max_completion_tokens echo add_special_tokens"),
     **_refused("answers follow their prompt", "suffix", ""),
     **_refused("use n", "best_of", 1),
     **_refused("send the prompt's text or token ids", "prompt_embeds"),
@@ -143,13 +142,11 @@ RESPONSES: Mapping[str, FieldRule] = {
     **_OTHER_TEMPLATE,
     **_ELSEWHERE,
     **_NO_MEDIA,
-    **_rules(FieldUse.LABEL, "client_metadata access_programs"),
-    **_rules(FieldUse.GUESTS, "reasoning"),
-    **_rules(FieldUse.HONOURED, "input instructions include max_output_tokens parallel_tool_calls"),
-    **_rules(
-        FieldUse.HONOURED, "previous_response_id store stream stream_options text tool_choice"
-    ),
-    **_rules(FieldUse.HONOURED, "tools max_tokens max_completion_tokens"),
+    **_rules(LABEL, "client_metadata access_programs"),
+    **_rules(GUESTS, "reasoning"),
+    **_rules(HONOURED, "input instructions include max_output_tokens parallel_tool_calls"),
+    **_rules(HONOURED, "previous_response_id store stream stream_options text tool_choice"),
+    **_rules(HONOURED, "tools max_tokens max_completion_tokens"),
     **_counted("it limits tools of a server, which are refused", "max_tool_calls"),
     **_counted("a prompt is never cut: one that is too long is refused", "truncation", "disabled"),
     **_counted("a prompt is never shortened", "context_management", []),
@@ -168,13 +165,11 @@ MESSAGES: Mapping[str, FieldRule] = {
     **{name: rule for name, rule in _LABELS.items() if name != "user"},
     **_TEMPLATE,
     **_ELSEWHERE,
-    **_rules(FieldUse.LABEL, "inference_geo betas cache_control diagnostics user_profile_id"),
-    **_rules(FieldUse.LABEL, "workspace_id billing_policy fallback_credit_token"),
-    **_rules(FieldUse.GUESTS, "temperature top_p top_k thinking"),
-    **_rules(
-        FieldUse.HONOURED, "messages system max_tokens stop_sequences stream tools tool_choice"
-    ),
-    **_rules(FieldUse.HONOURED, "output_config output_format"),
+    **_rules(LABEL, "inference_geo betas cache_control diagnostics user_profile_id"),
+    **_rules(LABEL, "workspace_id billing_policy fallback_credit_token"),
+    **_rules(GUESTS, "temperature top_p top_k thinking"),
+    **_rules(HONOURED, "messages system max_tokens stop_sequences stream tools tool_choice"),
+    **_rules(HONOURED, "output_config output_format"),
     **_counted("there is one speed", "speed", "standard"),
     **_counted("there is one model", "fallbacks", []),
     **_counted("a prompt is never shortened", "context_management compaction"),
@@ -188,8 +183,8 @@ MESSAGES: Mapping[str, FieldRule] = {
 GENERATE: Mapping[str, FieldRule] = {
     **_LABELS,
     **_ELSEWHERE,
-    **_rules(FieldUse.HONOURED, "token_ids sampling_params return_sampling_mask return_token_ids"),
-    **_rules(FieldUse.HONOURED, "request_id"),
+    **_rules(HONOURED, "token_ids sampling_params return_sampling_mask return_token_ids"),
+    **_rules(HONOURED, "request_id"),
     **_counted("tokens are not parsed", "reasoning_ended reasoning_parser_kwargs output_mode"),
     **_counted("positions are counted in tokens", "token_offsets"),
     **_refused("use /v1/completions for a stream", "stream", False),
@@ -199,26 +194,26 @@ GENERATE: Mapping[str, FieldRule] = {
 """Fields of /inference/v1/generate."""
 SAMPLING_PARAMS: Mapping[str, FieldRule] = {
     **_SAMPLING,
-    **_rules(FieldUse.HONOURED, "max_tokens max_completion_tokens logprobs"),
-    **{"routed_experts_prompt_start": FieldRule(use=FieldUse.HONOURED)},
-    **{"skip_special_tokens": FieldRule(use=FieldUse.LABEL)},
-    **_rules(FieldUse.LABEL, "output_kind output_text_buffer_length skip_clone"),
-    **_rules(FieldUse.LABEL, "skip_reading_prefix_cache trace_decode_token_ids"),
+    **_rules(HONOURED, "max_tokens max_completion_tokens logprobs"),
+    **{"routed_experts_prompt_start": FieldRule(use=HONOURED)},
+    **{"skip_special_tokens": FieldRule(use=LABEL)},
+    **_rules(LABEL, "output_kind output_text_buffer_length skip_clone"),
+    **_rules(LABEL, "skip_reading_prefix_cache trace_decode_token_ids"),
     **_refused("log-probs are a list for each position", "flat_logprobs", False),
     **_refused("use logprob_token_ids", "prompt_logprob_token_ids"),
     **_refused("prompt_logprobs cover the whole prompt", "prompt_logprob_start", 0),
 }
 """Fields of sampling_params of /inference/v1/generate."""
-_COMMON = _rules(FieldUse.LABEL, "model")
+_COMMON = _rules(LABEL, "model")
 TOKENIZE: Mapping[str, FieldRule] = {
     **_COMMON,
     **_TEMPLATE,
     **_OTHER_TEMPLATE,
-    **_rules(FieldUse.HONOURED, "prompt messages tools add_special_tokens return_token_strs"),
-    **_rules(FieldUse.HONOURED, "add_generation_prompt continue_final_message"),
+    **_rules(HONOURED, "prompt messages tools add_special_tokens return_token_strs"),
+    **_rules(HONOURED, "add_generation_prompt continue_final_message"),
 }
 """Fields of /tokenize, with a prompt or with messages."""
-DETOKENIZE: Mapping[str, FieldRule] = {**_COMMON, **_rules(FieldUse.HONOURED, "tokens")}
+DETOKENIZE: Mapping[str, FieldRule] = {**_COMMON, **_rules(HONOURED, "tokens")}
 """Fields of /detokenize."""
 TABLES: Mapping[str, Mapping[str, FieldRule]] = {
     "chat": CHAT,
