@@ -22,6 +22,7 @@ from jaxrl_async.endpoint.adapter_admin import LOAD, UNLOAD, AdapterAdmin
 from jaxrl_async.endpoint.anthropic_messages import messages_call
 from jaxrl_async.endpoint.body_fields import BodyFields, parsed_json
 from jaxrl_async.endpoint.callers import Caller
+from jaxrl_async.endpoint.chat_turns import ChatTurns
 from jaxrl_async.endpoint.http_errors import CallRefused, anthropic_error, openai_error
 from jaxrl_async.endpoint.http_exchange import (
     ClientGone,
@@ -78,6 +79,7 @@ class EndpointApp:
     def __init__(self, desk: EndpointService) -> None:
         """desk: serves the calls."""
         self._desk, self._numbers = desk, itertools.count()
+        self._chats = ChatTurns(desk)
         self._posts: dict[str, Handler] = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._text,
@@ -145,7 +147,7 @@ class EndpointApp:
             return False
         desk.caller(exchange.key, None)
         if is_model:
-            await exchange.reply(200, self._models(path))
+            await exchange.reply(200, _models(desk, path))
         elif path == "/version":
             await exchange.reply(200, {"version": __version__})
         elif path == "/tokenizer_info":
@@ -200,27 +202,6 @@ class EndpointApp:
 
     # ---- handlers
 
-    def _models(self, path: str) -> dict[str, Any]:
-        served, adapters = self._desk.served, self._desk.adapters
-        model = {
-            "id": served.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "jaxrl_async",
-            "max_model_len": served.terms.max_length,
-        }
-        models = [model]
-        for adapter in () if adapters is None else adapters.names():
-            models.append({**model, "id": adapter, "parent": served.name})
-        name = path.removeprefix("/v1/models").lstrip("/")
-        if not name:
-            return {"object": "list", "data": models}
-        for one in models:
-            if one["id"] == name:
-                return one
-        names = ", ".join(str(one["id"]) for one in models)
-        raise CallRefused(f"the available models are {names}", status=404)
-
     async def _load(self, exchange: HttpExchange, body: Any) -> None:
         await exchange.reply(200, {"message": await self._adapters(exchange).load(body)})
 
@@ -243,9 +224,9 @@ class EndpointApp:
     async def _chat(self, exchange: HttpExchange, body: Any) -> None:
         desk, call = self._desk, await self._aside(exchange, chat_call, body)
         caller = self._caller(exchange, body, exchange.header(CONVERSATION))
-        prompt = await desk.chat_prompt(caller, call, is_long=exchange.is_long)
+        prompt = await self._chats.prompt(caller, call, is_long=exchange.is_long)
         heading = desk.heading(caller, "chatcmpl", next(self._numbers))
-        streamed = StreamedChat(desk, caller, call, prompt, heading)
+        streamed = StreamedChat(self._chats, caller, call, prompt, heading)
         if call.stream:
             await self._stream(exchange, streamed.events(), b": waiting\n\n", b"data: [DONE]\n\n")
         else:
@@ -254,9 +235,9 @@ class EndpointApp:
     async def _messages(self, exchange: HttpExchange, body: Any) -> None:
         desk, call = self._desk, await self._aside(exchange, messages_call, body)
         caller = self._caller(exchange, body, exchange.header(CONVERSATION))
-        prompt = await desk.chat_prompt(caller, call, is_long=exchange.is_long)
+        prompt = await self._chats.prompt(caller, call, is_long=exchange.is_long)
         heading = desk.heading(caller, "msg", next(self._numbers))
-        streamed = StreamedMessage(desk, caller, call, prompt, heading)
+        streamed = StreamedMessage(self._chats, caller, call, prompt, heading)
         if call.stream:
             ping = anthropic_event({"type": "ping"})
             await self._stream(exchange, streamed.events(), ping, b"")
@@ -273,9 +254,9 @@ class EndpointApp:
         before = _said_before(caller, call)
         said = (*before, *call.chat.messages)
         chat = replace(call.chat, messages=call.messages(before))
-        prompt = await desk.chat_prompt(caller, chat, is_long=exchange.is_long)
+        prompt = await self._chats.prompt(caller, chat, is_long=exchange.is_long)
         heading = desk.heading(caller, f"{PREFIX}{root}", next(self._numbers), mark="_")
-        streamed = StreamedResponse(desk, caller, call, said, prompt, heading)
+        streamed = StreamedResponse(self._chats, caller, call, said, prompt, heading)
         if call.chat.stream:
             await self._stream(exchange, streamed.events(), b": waiting\n\n", b"")
         else:
@@ -285,7 +266,7 @@ class EndpointApp:
         counted = functools.partial(messages_call, counting=True)
         call = await self._aside(exchange, counted, body)
         caller = self._desk.caller(exchange.key, exchange.header(CONVERSATION))
-        prompt = await self._desk.chat_prompt(caller, call, is_long=exchange.is_long)
+        prompt = await self._chats.prompt(caller, call, is_long=exchange.is_long)
         await exchange.reply(200, {"input_tokens": len(prompt.token_ids)})
 
     async def _text(self, exchange: HttpExchange, body: Any) -> None:
@@ -328,7 +309,7 @@ class EndpointApp:
                 caller, call.prompt, adds_special=call.adds_special, is_long=exchange.is_long
             )
         else:
-            chat = await desk.chat_prompt(caller, call.prompt, is_long=exchange.is_long)
+            chat = await self._chats.prompt(caller, call.prompt, is_long=exchange.is_long)
             tokens = chat.token_ids
         most = caller.terms.max_length
         await exchange.reply(200, tokenize_body(call, tokens, desk.words, most))
@@ -396,6 +377,29 @@ class EndpointApp:
         finally:
             pumping.cancel()
             await asyncio.gather(pumping, return_exceptions=True)
+
+
+def _models(desk: EndpointService, path: str) -> dict[str, Any]:
+    """Return the models, or the one that a path names. Raises CallRefused."""
+    served, adapters = desk.served, desk.adapters
+    model = {
+        "id": served.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "jaxrl_async",
+        "max_model_len": served.terms.max_length,
+    }
+    models = [model]
+    for adapter in () if adapters is None else adapters.names():
+        models.append({**model, "id": adapter, "parent": served.name})
+    name = path.removeprefix("/v1/models").lstrip("/")
+    if not name:
+        return {"object": "list", "data": models}
+    for one in models:
+        if one["id"] == name:
+            return one
+    names = ", ".join(str(one["id"]) for one in models)
+    raise CallRefused(f"the available models are {names}", status=404)
 
 
 def _forget(error: BaseException | None) -> None:

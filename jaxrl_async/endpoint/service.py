@@ -10,37 +10,27 @@ Used on the server's event loop; `counts` may be read from any thread.
 import asyncio
 import gc
 import hmac
-import json
 import logging
 import re
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-import numpy as np
-
-from jaxrl_async.data.chat_formats.written_turn import CALL, call_id
 from jaxrl_async.data.tokenizer import BARE, Tokenizer
 from jaxrl_async.endpoint.adapter_admin import AdapterAdmin
-from jaxrl_async.endpoint.answer_constraint import turn_constraint
 from jaxrl_async.endpoint.body_fields import SHOWN_NAME
 from jaxrl_async.endpoint.callers import Caller, Guest, Member
-from jaxrl_async.endpoint.conversations import Conversations, PromptTokens
-from jaxrl_async.endpoint.generation import CallGeneration, GrowingAnswer
+from jaxrl_async.endpoint.conversations import Conversations
+from jaxrl_async.endpoint.generation import CallGeneration
 from jaxrl_async.endpoint.http_answers import (
     AnswerFormat,
     AnswerHeader,
-    ChatAnswer,
-    chat_answer,
-    visible_turn,
 )
 from jaxrl_async.endpoint.http_errors import CallRefused
-from jaxrl_async.endpoint.openai_chat import ChatCall
 from jaxrl_async.endpoint.progress_watch import ProgressWatch
 from jaxrl_async.endpoint.responses_call import PREFIX
 from jaxrl_async.endpoint.sampling_request import (
@@ -64,7 +54,7 @@ from jaxrl_async.errors import (
 from jaxrl_async.host import give_back_memory
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import ChatFormat
-from jaxrl_async.types import IntArray, LogitShaping, Message
+from jaxrl_async.types import IntArray
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +68,6 @@ BODY_LEAST, BYTES_PER_TOKEN = 2**20, 128
 MOST_HELD = 2**30
 """Maximum bytes of bodies held in memory. Beyond it, long bodies are rejected (429). Short ones
 count, but are not rejected."""
-MAX_FORMATS = 16
-"""Maximum number of chat formats with arguments of calls that are kept; the oldest are dropped."""
 SERVER_BYTES = 6
 """Random bytes in the ids of a server's answers."""
 MAX_LOGGED = 256
@@ -178,7 +166,6 @@ class EndpointService:
         self._door, self.adapters, self.cors_origins = door, adapters, cors_origins
         self._server = secrets.token_hex(SERVER_BYTES)
         self._ignored: set[str] = set()  # fields whose first time was logged
-        self._formats: OrderedDict[str, ChatFormat] = OrderedDict()  # by their arguments
         self._watch = ProgressWatch(served.generate)
         self._open = self._held = 0
         self._trimming: asyncio.TimerHandle | None = None
@@ -389,65 +376,6 @@ class EndpointService:
         self._trimming = None
         self._long.submit(_free)
 
-    async def chat_prompt(
-        self, caller: Caller, call: ChatCall, *, is_long: bool = False
-    ) -> PromptTokens:
-        """Return a chat call's prompt as tokens; is_long: for a long body. Raises CallRefused."""
-        self.ignore(call.ignored)
-        chat, conversations = self._chat(), caller.conversations
-        taken: dict[str, Any] = {}
-        for name, arguments in call.template.items():
-            own = {k: v for k, v in arguments.items() if chat.takes(k)}
-            if caller.terms.fixed_sampling or not own:
-                self.ignore([name])
-            else:
-                taken = {**own, **taken}
-        encode = self.served.tokenizer
-
-        def written() -> PromptTokens:
-            used = self._with_arguments(chat, taken)
-            prompt = conversations.prompt(used, call.messages, call.tools, taken)
-            if not call.prefix:
-                return prompt
-            before = encode.decode_all(prompt.token_ids)
-            begun = encode.encode_after(before, call.prefix)
-            whole = np.concatenate([prompt.token_ids, begun]).astype(np.int32)
-            return replace(prompt, token_ids=whole, prefix=len(begun))
-
-        return await self._prompt(caller, written, is_long)
-
-    def _with_arguments(self, chat: ChatFormat, arguments: Mapping[str, Any]) -> ChatFormat:
-        """Return a chat format with these variables. On any thread."""
-        if not arguments:
-            return chat
-        key = json.dumps(arguments, sort_keys=True)
-        found = self._formats.get(key) or chat.with_arguments(arguments)
-        self._formats[key] = found
-        while len(self._formats) > MAX_FORMATS:
-            self._formats.popitem(last=False)
-        return found
-
-    def turn_wish(self, call: ChatCall, prompt: PromptTokens) -> SamplingOptions:
-        """Return a chat call's wish with what its whole turn must match. Raises CallRefused."""
-        wish, marks, tools = call.wish, prompt.chat.marks, call.tools if call.reads_tools else ()
-        shaping = wish.shaping or LogitShaping()
-        forced = call.choice.mode == "required"
-        if shaping.constraint is None and not forced:
-            return wish
-        if tools and marks.calls == "other":
-            self.ignore(["tool_choice" if forced else "response_format"])
-            return replace(wish, shaping=replace(shaping, constraint=None))
-        if marks.thinking == "other":
-            raise CallRefused(
-                "this model's chat format writes more than the text of an answer, so its form "
-                "cannot be required; ask for it in a message",
-                field="response_format",
-            )
-        if call.prefix and marks.thinking == "may":
-            marks = replace(marks, thinking="")
-        whole = turn_constraint(shaping.constraint, tools, call.choice, marks)
-        return replace(wish, shaping=replace(shaping, constraint=whole))
-
     async def text_prompt(
         self, caller: Caller, text: str, *, adds_special: bool = True, is_long: bool = False
     ) -> IntArray:
@@ -460,13 +388,13 @@ class EndpointService:
             is_long: for a long body.
         """
         tokenizer = self.served.tokenizer
-        return await self._prompt(
+        return await self.tokenised(
             caller,
             lambda: tokenizer.encode_prompt(text, BARE) if adds_special else tokenizer.encode(text),
             is_long,
         )
 
-    async def _prompt(self, caller: Caller, work: Callable[[], T], is_long: bool) -> T:
+    async def tokenised(self, caller: Caller, work: Callable[[], T], is_long: bool) -> T:
         """Run the work that tokenises a prompt. Raises CallRefused."""
         try:
             return await self.aside(work, is_long=is_long)
@@ -494,7 +422,8 @@ class EndpointService:
         except (ConfigError, DataError) as error:
             raise CallRefused(str(error), field="messages") from None
 
-    def _chat(self) -> ChatFormat:
+    def chat(self) -> ChatFormat:
+        """Return the model's chat format. Raises CallRefused if it has none."""
         if self.served.chat is None:
             raise CallRefused(
                 f"{self.served.name} has no chat template; use /v1/completions", status=400
@@ -536,58 +465,6 @@ class EndpointService:
                 yield drawing
         finally:
             await drawing.close()
-
-    async def said(
-        self, caller: Caller, call: ChatCall, prompt: PromptTokens, strand: GrowingAnswer
-    ) -> ChatAnswer:
-        """Return a finished answer as a message, and store it."""
-        answer = strand.answer
-        assert answer is not None, "the answer is finished"
-        drawn = answer.completion.token_ids
-        message = await self.aside(lambda: _turn(call, prompt, strand))
-        said = chat_answer(answer, message, call.choice)
-        whole = said.message()
-        if not (said.tool_calls and CALL in call.prefix):
-            whole["content"] = call.prefix + whole["content"]
-        caller.conversations.remember(prompt, drawn, whole)
-        caller.talked(call.messages, whole)
-        return said
-
-    async def so_far(
-        self, call: ChatCall, prompt: PromptTokens, strand: GrowingAnswer
-    ) -> Mapping[str, Any]:
-        """Return an unfinished answer as a message; empty while it is a call that its prefix has
-        begun."""
-        if CALL in call.prefix and call.reads_tools:
-            return {}
-        return await self.aside(lambda: _turn(call, prompt, strand))
-
-
-def _turn(call: ChatCall, prompt: PromptTokens, strand: GrowingAnswer) -> Message:
-    """Return an answer as its caller sees it: without the prefix, and with ids of its calls that
-    depend on the request and the tokens before it. Other answers, also of other servers, have
-    other ids; the same answer of a replayed run has the same ones."""
-    turn = strand.token_ids
-    message = prompt.chat.message(turn, call.tools)
-    if prompt.prefix:  # the prefix may have begun a call or the reasoning
-        turn = np.concatenate([prompt.token_ids[-prompt.prefix :], turn]).astype(np.int32)
-        whole = prompt.chat.message(turn, call.tools)
-        if str(whole["content"]).startswith(call.prefix):
-            message = {**whole, "content": whole["content"][len(call.prefix) :]}
-        elif CALL in call.prefix and whole.get("tool_calls"):
-            message = whole
-        else:
-            turn = strand.token_ids
-    text = "" if call.reads_tools else strand.flow.whole()
-    shown = visible_turn(message, text, reads_tools=call.reads_tools)
-    if not shown.get("tool_calls"):
-        return shown
-    before = f"{strand.request_id}\n".encode() + prompt.token_ids.tobytes()
-    calls = [
-        {**made, "id": call_id(turn, i, before)} if made["id"] == call_id(turn, i) else made
-        for i, made in enumerate(shown["tool_calls"])
-    ]
-    return {**shown, "tool_calls": calls}
 
 
 def _free() -> None:

@@ -205,17 +205,15 @@ class PolicySession:
                 completion, token for token, it continues that sequence.
             max_new_tokens: maximum number of tokens, capped by the run's limit; None: that limit.
             stop_token_ids: end the completion, in addition to the run's.
-            sampling: the distribution, in a session with own_sampling; else it is counted.
-            seed: makes sampling reproducible, in a session with own_sampling; else it is counted.
-            shaping: changes of the logits. Without own_sampling only its constraint applies, and
-                the rest is counted.
+            sampling, seed: with own_sampling, the distribution and random numbers; else counted.
+            shaping: changes of the logits; without own_sampling its constraint alone.
             logprobs: other log-probs that the completion has.
             cut: given the sampled tokens, returns how many of them count; None: all. For stop
                 strings. The other tokens are discarded.
             early: set to the first part of the completion by a watcher of Generate.progress that
                 finds its end there; its slot becomes free at the next block.
             began: called with the request's id before it is queued.
-            voice: the player of the episode that calls; empty: there is only one.
+            voice: the player that calls; empty: there is only one.
 
         Raises SessionEnded if the session has ended or ends meanwhile (Closed if the run stops),
         SessionLimit if it may sample no more, RolloutError for a request that cannot be served.

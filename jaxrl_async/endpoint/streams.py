@@ -10,6 +10,7 @@ from typing import Any
 from jaxrl_async.endpoint.anthropic_messages import BlockStream, MessageWriter
 from jaxrl_async.endpoint.callers import Caller
 from jaxrl_async.endpoint.chat_deltas import ChatDelta, ChatDeltas
+from jaxrl_async.endpoint.chat_turns import ChatTurns
 from jaxrl_async.endpoint.conversations import PromptTokens
 from jaxrl_async.endpoint.generation import GrowingAnswer
 from jaxrl_async.endpoint.http_answers import AnswerHeader, ChatAnswer, TokenRow
@@ -53,18 +54,18 @@ class _ChatSteps:
     """The answers of a chat call in parts, for any protocol."""
 
     def __init__(
-        self, desk: EndpointService, caller: Caller, call: ChatCall, prompt: PromptTokens
+        self, chats: ChatTurns, caller: Caller, call: ChatCall, prompt: PromptTokens
     ) -> None:
-        self.desk, self.caller, self.call, self.prompt = desk, caller, call, prompt
-        self._wish = desk.turn_wish(call, prompt)
-        desk.count(continued=prompt.continued, opened=not prompt.continued)
+        self._chats, self.caller, self.call, self.prompt = chats, caller, call, prompt
+        self._wish = chats.wish(call, prompt)
+        chats.desk.count(continued=prompt.continued, opened=not prompt.continued)
 
     async def whole(self) -> list[ChatAnswer]:
         """Return all answers."""
         async with self._drawing(parts=False) as drawing:
             await drawing.answers()
             return [
-                await self.desk.said(self.caller, self.call, self.prompt, strand)
+                await self._chats.said(self.caller, self.call, self.prompt, strand)
                 for strand in drawing.strands
             ]
 
@@ -79,18 +80,20 @@ class _ChatSteps:
             async for _ in drawing.steps():
                 for index, part in enumerate(parts):
                     if part.answer is None and part.strand.answer is not None:
-                        part.answer = await self.desk.said(
+                        part.answer = await self._chats.said(
                             self.caller, self.call, self.prompt, part.strand
                         )
                         yield index, list(part.deltas.end(part.answer)), part.row(), part.answer
                     elif part.answer is None and part.is_ripe:
                         part.read = len(part.strand.token_ids)
-                        message = await self.desk.so_far(self.call, self.prompt, part.strand)
+                        message = await self._chats.so_far(self.call, self.prompt, part.strand)
                         deltas = list(part.deltas.grow(message, part.strand.flow.held))
                         yield index, deltas, part.row(), None
 
     def _drawing(self, *, parts: bool) -> Any:
-        return self.desk.drawing(self.caller, [self.prompt.token_ids], self._wish, parts=parts)
+        return self._chats.desk.drawing(
+            self.caller, [self.prompt.token_ids], self._wish, parts=parts
+        )
 
 
 class StreamedChat:
@@ -98,16 +101,16 @@ class StreamedChat:
 
     def __init__(
         self,
-        desk: EndpointService,
+        chats: ChatTurns,
         caller: Caller,
         call: ChatCall,
         prompt: PromptTokens,
         heading: AnswerHeader,
     ) -> None:
         """Sample nothing yet."""
-        self._steps = _ChatSteps(desk, caller, call, prompt)
+        self._steps = _ChatSteps(chats, caller, call, prompt)
         self._writer = ChatWriter(
-            call=call, heading=heading, prompt=prompt.token_ids, words=desk.words
+            call=call, heading=heading, prompt=prompt.token_ids, words=chats.desk.words
         )
 
     async def whole(self) -> dict[str, Any]:
@@ -136,14 +139,14 @@ class StreamedMessage:
 
     def __init__(
         self,
-        desk: EndpointService,
+        chats: ChatTurns,
         caller: Caller,
         call: ChatCall,
         prompt: PromptTokens,
         heading: AnswerHeader,
     ) -> None:
         """Sample nothing yet."""
-        self._steps = _ChatSteps(desk, caller, call, prompt)
+        self._steps = _ChatSteps(chats, caller, call, prompt)
         self._writer = MessageWriter(heading=heading, prompt=prompt.token_ids)
 
     async def whole(self) -> dict[str, Any]:
@@ -171,7 +174,7 @@ class StreamedResponse:
 
     def __init__(
         self,
-        desk: EndpointService,
+        chats: ChatTurns,
         caller: Caller,
         call: ResponsesCall,
         messages: Sequence[Message],
@@ -181,14 +184,14 @@ class StreamedResponse:
         """Sample nothing yet.
 
         Args:
-            desk: serves the call.
+            chats: serves the call.
             caller: the caller.
             call: the call.
             messages: the whole conversation, without instructions.
             prompt: its tokens.
             heading: the response's id and creation time.
         """
-        self._steps = _ChatSteps(desk, caller, call.chat, prompt)
+        self._steps = _ChatSteps(chats, caller, call.chat, prompt)
         self._writer = ResponsesWriter(call=call, heading=heading, prompt=prompt.token_ids)
         self._log = caller.conversations.responses if call.stores else None
         self._messages = messages

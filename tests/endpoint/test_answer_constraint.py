@@ -129,6 +129,7 @@ def test_the_grammar_of_a_turn():
         'call: "<tool_call>\\n" (call0) "\\n</tool_call>"',
         call,
     ]
+    assert lines(JSON, [ADD], ToolChoice(mode="required", parallel=False), PLAIN) == forced
     named = lines(None, [SUB, ADD], ToolChoice(mode="required", names=("add",)), PLAIN)
     assert named[1] == 'calls: call ("\\n" call)*' and named[3:] == [call]
     either = lines(JSON, [ADD], ToolChoice(), MAY)

@@ -130,13 +130,10 @@ class TemplateFormat:
         """How the template writes the policy's turn; see ports.ChatFormat."""
         turns = self._turns
         thinks = self._knows_reasoning and THOUGHT not in turns.header
-        calls: Literal["hermes", "bare", "other"] = "hermes"
-        if turns.calls in ("bare", "other"):
-            calls = "bare" if turns.calls == "bare" else "other"
         return TurnMarks(
-            calls=calls,
+            calls=turns.calls if turns.calls in ("bare", "other") else "hermes",
             thinking="open" if turns.opens_thinking else "may" if thinks else "",
-            texts=(THINK, THOUGHT) if calls == "bare" else (THINK, THOUGHT, CALL),
+            texts=(THINK, THOUGHT) if turns.calls == "bare" else (THINK, THOUGHT, CALL),
         )
 
     def takes(self, argument: str) -> bool:
