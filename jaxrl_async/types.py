@@ -499,6 +499,7 @@ class EpisodeLimits:
     max_new_tokens: int  # of one turn
     max_length: int  # of the whole sequence, including prompt and replies
     keep_mask: bool = False  # completions must contain each sampled token's sampling mask
+    takes_masks: bool = False  # the trainer takes the masks that constrained requests have
     keep_routing: bool = False  # completions must contain each token's experts
     priority: TurnPriority = BY_ARRIVAL  # of the requests
     for_training: bool = True  # False: of an evaluation

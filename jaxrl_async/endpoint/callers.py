@@ -152,6 +152,7 @@ class Member:
             max_length=limits.max_length,
             fixed_sampling=not self.session.bounds.own_sampling,
             extras=limits.keep_mask,
+            takes_constraints=self.session.takes_constraints,
         )
 
     async def draw(self, ask: CallerAsk) -> Completion:

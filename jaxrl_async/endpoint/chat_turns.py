@@ -72,16 +72,17 @@ class ChatTurns:
             self._formats.popitem(last=False)
         return found
 
-    def wish(self, call: ChatCall, prompt: PromptTokens) -> SamplingOptions:
+    def wish(self, caller: Caller, call: ChatCall, prompt: PromptTokens) -> SamplingOptions:
         """Return a chat call's wish with what its whole turn must match. Raises CallRefused."""
         wish, marks, tools = call.wish, prompt.chat.marks, call.tools if call.reads_tools else ()
         shaping = wish.shaping or LogitShaping()
         forced = call.choice.mode == "required"
         if shaping.constraint is None and not forced:
             return wish
-        if tools and marks.calls == "other":
+        if not caller.terms.takes_constraints or (tools and marks.calls == "other"):
             self.desk.ignore(["tool_choice" if forced else "response_format"])
-            return replace(wish, shaping=replace(shaping, constraint=None))
+            rest = replace(shaping, constraint=None)
+            return replace(wish, shaping=None if rest == LogitShaping() else rest)
         if marks.thinking == "other":
             raise CallRefused(
                 "this model's chat format writes more than the text of an answer, so its form "

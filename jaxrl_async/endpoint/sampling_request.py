@@ -90,6 +90,7 @@ class CallerLimits:
     max_length: int  # prompt and answer, tokens
     fixed_sampling: bool = False  # whether calls cannot change `sampling`: a run trains on it
     extras: bool = False  # whether a run keeps sampling masks
+    takes_constraints: bool = True  # False: its trainer would not know their masks
     priority: tuple[int, int] = (0, 0)  # of a guest's requests
 
 
@@ -144,14 +145,21 @@ def drafted(wish: SamplingOptions, terms: CallerLimits, prompt: int) -> RequestD
         max_new_tokens=min(asked, most),
         extras=wish.extras or terms.extras,
         capped=asked > most,
-        shaping=fixed_shaping(wish.shaping) if fixed else wish.shaping,
+        shaping=fixed_shaping(wish.shaping, terms.takes_constraints) if fixed else wish.shaping,
     )
 
 
-def fixed_shaping(shaping: LogitShaping | None) -> LogitShaping | None:
-    """Return the part of a call's shaping that a run with its own distribution allows: the
-    constraint. Its mask is recorded, so the trainer knows the distribution."""
-    if shaping is None or shaping.constraint is None:
+def fixed_shaping(
+    shaping: LogitShaping | None, takes_constraints: bool = True
+) -> LogitShaping | None:
+    """Return the part of a call's shaping that a run with its own distribution allows.
+
+    Args:
+        shaping: that the call asks for.
+        takes_constraints: whether the trainer takes the recorded masks of constraints, so that it
+            knows the distribution.
+    """
+    if shaping is None or shaping.constraint is None or not takes_constraints:
         return None
     return LogitShaping(constraint=shaping.constraint)
 

@@ -46,6 +46,7 @@ from jaxrl_async.errors import (
     Closed,
     ConfigError,
     DataError,
+    MissingExtraError,
     RolloutError,
     SessionEnded,
     SessionLimit,
@@ -485,7 +486,7 @@ def refusal_of(error: BaseException) -> CallRefused:
             return CallRefused("the run is stopping", status=503, retry_after_s=STOPPED_S)
         case TimeoutError():
             return CallRefused("the answer took too long", status=503, retry_after_s=BUSY_S)
-        case RolloutError():
+        case RolloutError() | MissingExtraError():
             return CallRefused(str(error))
     log.error("a call failed: %s", error, exc_info=error)
     return CallRefused(f"the call failed: {type(error).__name__}", status=500)

@@ -178,6 +178,12 @@ class PolicySession:
         """Whether any call has sampled tokens."""
         return self._trace.num_turns > 0
 
+    @property
+    def takes_constraints(self) -> bool:
+        """Whether a call may constrain its answer: the trainer takes the mask, or there is none."""
+        limits = self.limits
+        return self.bounds.own_sampling or limits.takes_masks or not limits.for_training
+
     # ---- calls
 
     async def draw(
@@ -463,10 +469,9 @@ class PolicySession:
                 self.place.label, self.prompt, self.place.member, begun.number, tokens, self.limits
             )
             own = self.bounds.own_sampling
+            fixed = fixed_shaping(shaping, self.takes_constraints)
             self._overridden += not own and (
-                seed is not None
-                or sampling not in (None, request.sampling)
-                or fixed_shaping(shaping) != shaping
+                seed is not None or sampling not in (None, request.sampling) or fixed != shaping
             )
             stops = (*request.stop_token_ids, *stop_token_ids)
             request = replace(
@@ -474,7 +479,7 @@ class PolicySession:
                 max_new_tokens=min(request.max_new_tokens, max_new_tokens or left, left),
                 stop_token_ids=tuple(dict.fromkeys(stops)),
                 branch=begun.branch,
-                shaping=shaping if own else fixed_shaping(shaping),
+                shaping=shaping if own else fixed,
             )
         if own and sampling is not None:
             request = replace(request, sampling=sampling)

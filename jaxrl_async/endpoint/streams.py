@@ -57,7 +57,7 @@ class _ChatSteps:
         self, chats: ChatTurns, caller: Caller, call: ChatCall, prompt: PromptTokens
     ) -> None:
         self._chats, self.caller, self.call, self.prompt = chats, caller, call, prompt
-        self._wish = chats.wish(call, prompt)
+        self._wish = chats.wish(caller, call, prompt)
         chats.desk.count(continued=prompt.continued, opened=not prompt.continued)
 
     async def whole(self) -> list[ChatAnswer]:

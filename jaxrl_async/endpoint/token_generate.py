@@ -109,7 +109,7 @@ def _choice(
         **words.origin(drawn),
     }
     if drawn.kept is not None:
-        choice["sampling_mask"] = _mask(drawn.kept)
+        choice["sampling_mask"] = _mask(drawn.kept, len(drawn.token_ids))
     if drawn.expert_ids is not None:
         choice["routed_experts"] = routed_experts(drawn.expert_ids, call.routes_from)
     return choice
@@ -123,8 +123,8 @@ def _entries(call: TokenCall, drawn: Completion, words: AnswerFormat) -> list[di
     ]
 
 
-def _mask(kept: KeptTokens) -> list[list[int]]:
-    return [kept.of(token).tolist() for token in range(len(kept.starts) - 1)]
+def _mask(kept: KeptTokens, count: int) -> list[list[int]]:
+    return [kept.of(token).tolist() for token in range(count)]
 
 
 def routed_experts(expert_ids: ExpertIds, start: int) -> dict[str, Any]:

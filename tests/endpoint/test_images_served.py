@@ -19,7 +19,7 @@ from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.serve import served_policy
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.exhaustive
 def test_every_protocol_reads_the_same_image(tmp_path: Path) -> None:
     saved(tmp_path)

@@ -47,12 +47,13 @@ def texts(rig: Rig) -> list[str]:
     return rig.sampler.texts
 
 
-def session_of(rig: Rig, label: str = "g1"):
+def session_of(rig: Rig, label: str = "g1", **more):
     limits = EpisodeLimits(
         sampling=SamplingParams(),
         stop_token_ids=rig.tokenizer.eos_ids,
         max_new_tokens=4096,
         max_length=10**5,
+        **more,
     )
     place = SessionPlace(prompt=make_prompt(1), label=label)
     return rig.sessions.open(rig.sampler, place, limits, SessionLimits())
@@ -99,7 +100,7 @@ def test_the_logits_of_a_guest_are_shaped(rig: Rig):
     assert constraint.kind == "lark" and '%json {"type": "object"}' in constraint.text
     assert request.shaping == replace(shaping, constraint=constraint)
     assert request.sampling == SamplingParams(temperature=0.5)
-    session = session_of(rig, "g7")
+    session = session_of(rig, "g7", takes_masks=True)
     own = rig.openai.with_options(api_key=session.key)
     chat(rig, client=own, **asked)
     request = rig.sampler.requests[-1]
@@ -115,6 +116,28 @@ def test_the_logits_of_a_guest_are_shaped(rig: Rig):
     chat(rig, client=own, frequency_penalty=0.1)
     assert session.counts().overridden_calls == 2
     session.finish()
+
+
+def test_a_session_whose_trainer_takes_no_masks_is_not_constrained(rig: Rig):
+    forms = (
+        {"response_format": {"type": "json_object"}},
+        {"tools": TOOLS, "tool_choice": "required"},
+    )
+    for number, (more, is_honoured) in enumerate(
+        [({}, False), ({"takes_masks": True}, True), ({"for_training": False}, True)]
+    ):
+        session = session_of(rig, f"g2{number}", **more)
+        before = rig.desk.counts.ignored
+        for form in forms:
+            chat(rig, client=rig.openai.with_options(api_key=session.key), **form)
+            assert (rig.sampler.requests[-1].shaping is not None) == is_honoured
+        assert rig.desk.counts.ignored - before == (0 if is_honoured else 2)
+        body = {"prompt": "x", "guided_regex": "a+"}
+        rig.sampler.texts.append("a")
+        rig.http.post("/v1/completions", json=body, headers={"x-api-key": session.key})
+        assert (rig.sampler.requests[-1].shaping is not None) == is_honoured
+        assert session.counts().overridden_calls == (0 if is_honoured else 1)
+        session.finish()
 
 
 def test_fields_without_effect_are_counted(rig: Rig):
