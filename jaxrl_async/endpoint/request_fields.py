@@ -244,8 +244,8 @@ def table_lines() -> Iterator[str]:
     rows: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (meaning, name), named in paths.items():
         rows.setdefault((meaning, tuple(named)), []).append(f"`{name}`")
-    for (meaning, named), names in sorted(rows.items()):
-        yield f"| {', '.join(sorted(names))} | {', '.join(named)} | {meaning} |"
+    for (meaning, where), names in sorted(rows.items()):
+        yield f"| {', '.join(sorted(names))} | {', '.join(where)} | {meaning} |"
 
 
 if __name__ == "__main__":

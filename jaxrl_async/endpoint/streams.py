@@ -38,9 +38,9 @@ class _ChatStrand:
 
     @property
     def is_ripe(self) -> bool:
-        """Whether enough tokens have arrived to parse it again."""
+        """Whether enough tokens have arrived to parse it again, and no stop string has ended it."""
         count = len(self.strand.token_ids)
-        return count > self.read + self.read // READ_EVERY
+        return self.strand.flow.stop is None and count > self.read + self.read // READ_EVERY
 
     def row(self) -> TokenRow | None:
         """Return the tokens that were not sent yet; None: all were sent."""
