@@ -21,9 +21,11 @@ from pathlib import Path
 from jaxrl_async.config.schema import SamplerSection
 from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.data.chat import chat_format, has_chat_format
+from jaxrl_async.data.images import ImageStore
 from jaxrl_async.data.tokenizer import load_tokenizer
 from jaxrl_async.endpoint.adapter_admin import AdapterAdmin
 from jaxrl_async.endpoint.http_server import LOOPBACK, Endpoint
+from jaxrl_async.endpoint.image_chat import seeing
 from jaxrl_async.endpoint.sampling_request import CallerLimits, stop_ids
 from jaxrl_async.endpoint.service import EndpointLimits, EndpointService, Served
 from jaxrl_async.errors import ConfigError, JaxrlError
@@ -37,6 +39,7 @@ from jaxrl_async.model.lora import Lora
 from jaxrl_async.model.peft import load_peft
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import Params
+from jaxrl_async.model.vision.reading import images_of
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.run.builders.program_cache import verify_compiled_programs
 from jaxrl_async.run.signals import STOPPING, listens_to
@@ -82,7 +85,11 @@ def _serve(args: argparse.Namespace) -> int:
         verify_compiled_programs()
         policy = Policy.from_pretrained(args.folder, decoder=args.decoder)
         given = loaded_adapters(args, policy)
-        settings = SamplerSettings(adapters=adapter_room(args, [lora for _, lora, _ in given]))
+        images = None
+        if policy.tower is not None:
+            images = images_of(policy.tower, policy.spec, policy.tokenizer)
+        room = adapter_room(args, [lora for _, lora, _ in given])
+        settings = SamplerSettings(adapters=room, images=images)
         section = sampler_section(args, policy, settings.adapters)
         with (
             logs_as("text"),
@@ -90,12 +97,20 @@ def _serve(args: argparse.Namespace) -> int:
         ):
             for name, lora, adapter in given:
                 sampler.adapters.load(name, (lora, adapter))
-            served = served_policy(args.folder, sampler, sampler.section, args.chat_format)
+            served = served_policy(
+                args.folder, sampler, sampler.section, args.chat_format, images=images
+            )
             limits = EndpointLimits(max_open_calls=args.max_open_calls)
             door = None
             if settings.adapters is not None:
                 door = AdapterAdmin(served.name, sampler.adapters, loads_from=args.adapters_from)
-            desk = EndpointService(served, limits, guest_keys=(key,), adapters=door)
+            desk = EndpointService(
+                served,
+                limits,
+                guest_keys=(key,),
+                adapters=door,
+                cors_origins=tuple(args.cors),
+            )
             with Endpoint(desk, host=args.host, port=args.port) as endpoint, only_new_garbage():
                 print(f"serving {served.name} at {endpoint.address}/v1", flush=True)
                 ended.wait()
@@ -161,7 +176,12 @@ def sampler_section(
 
 
 def served_policy(
-    folder: Path, generate: Generate, section: SamplerSection, chat: str = "auto"
+    folder: Path,
+    generate: Generate,
+    section: SamplerSection,
+    chat: str = "auto",
+    *,
+    images: ImageStore | None = None,
 ) -> Served:
     """Return what the endpoint serves of a policy's folder. Raises DataError and ConfigError.
 
@@ -170,8 +190,10 @@ def served_policy(
         generate: the sampler.
         section: its settings.
         chat: the chat format; see data.chat_format.
+        images: of the sampler; None: the model reads texts alone.
     """
     tokenizer = load_tokenizer(folder)
+    tokenizer.images = images
     tokenizer.max_tokens = section.max_length
     found = None
     if has_chat_format(tokenizer, chat):
@@ -180,7 +202,7 @@ def served_policy(
         name=folder.resolve().name,
         generate=generate,
         tokenizer=tokenizer,
-        chat=found,
+        chat=seeing(found, images),
         terms=CallerLimits(
             sampling=SamplingParams(),
             stop_token_ids=stop_ids(tokenizer, found),
@@ -212,6 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-new-tokens", type=_count, help="maximum tokens of an answer")
     add("--kv-memory-mib", type=_count, help="memory of KV cache and adapters, MiB")
     add("--max-open-calls", type=_count, default=1024, help="concurrent calls; more get 429")
+    add("--cors", action="append", default=[], metavar="ORIGIN", help="web page that may call")
     add("--chat-format", default="auto", help="auto, template, FILE.jinja or a renderer's name")
     add("--adapter", action="append", default=[], metavar="NAME=DIR", help="PEFT adapter to serve")
     add("--adapters-from", type=Path, metavar="DIR", help="calls may load adapters from below here")

@@ -33,6 +33,8 @@ class EndpointSection(Section):
     """Timeout of one answer, seconds."""
     stall_s: float = Field(60.0, gt=0)
     """Time after which a client that does not read its answer is disconnected, seconds."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages whose scripts may call, such as https://example.org; *: all pages."""
     external_agents: bool = False
     """Let agents outside of the run play all episodes: they ask the endpoint for tasks."""
     agent_key_variable: str = "JAXRL_ASYNC_AGENT_KEY"

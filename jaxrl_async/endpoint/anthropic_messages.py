@@ -3,21 +3,29 @@ or to stream events. Pure."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxrl_async.endpoint.answer_constraint import anthropic_tool_choice, format_constraint
 from jaxrl_async.endpoint.body_fields import BodyFields, parsed_json
 from jaxrl_async.endpoint.call_messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    content_of,
     function_tool,
+    image_part,
+    joined_parts,
     joined_text,
+    promised_tools,
     read_messages,
+    text_part,
+    without_prefix,
 )
 from jaxrl_async.endpoint.chat_deltas import ChatDelta
 from jaxrl_async.endpoint.http_answers import AnswerHeader, ChatAnswer
 from jaxrl_async.endpoint.http_errors import CallRefused
-from jaxrl_async.endpoint.openai_chat import ChatCall
+from jaxrl_async.endpoint.openai_chat import ChatCall, effort_of, template_of
+from jaxrl_async.endpoint.request_fields import MESSAGES
 from jaxrl_async.endpoint.sampling_request import (
     MAX_ASKED,
     SamplingOptions,
@@ -26,18 +34,19 @@ from jaxrl_async.endpoint.sampling_request import (
     top_k_of,
     top_p_of,
 )
-from jaxrl_async.types import IntArray
+from jaxrl_async.types import Constraint, IntArray, LogitShaping
 
-HARMLESS = frozenset({"model", "metadata", "service_tier", "inference_geo", "betas"})
-"""Fields that do not affect the answer."""
-NEUTRAL: Mapping[str, Any] = {
-    "thinking": ({"type": "disabled"},),
-    "container": (),
-    "mcp_servers": ([],),
-    "context_management": (),
-    "output_config": ({},),
-}
-"""Unsupported fields, with the values that have no effect."""
+TOOL_LABELS = frozenset(
+    {
+        "cache_control",
+        "eager_input_streaming",
+        "strict",
+        "defer_loading",
+        "input_examples",
+        "allowed_callers",
+    }
+)
+"""Fields of a tool that change no answer, or are counted (strict)."""
 FINISHES = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 """Stop reasons: OpenAI's names to Anthropic's."""
 
@@ -54,25 +63,56 @@ def messages_call(body: Any, *, counting: bool = False) -> ChatCall:
     asked = fields.whole("max_tokens", 1, MAX_ASKED)
     if asked is None and not counting:
         fields.refuse("max_tokens", "a whole number of at least 1")
-    choice = fields.value("tool_choice")
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    if choice is not None and kind not in ("auto", "none"):
-        fields.refuse("tool_choice", "auto or none: forced tool calls are not supported")
+    given = fields.rows("tools", MAX_TOOLS)
+    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(given))
+    effort, constraint = _output(fields)
+    thinking, counted = _thinking(fields)
+    conversation, prefix = read_messages(messages), ""
+    if conversation[-1]["role"] == "assistant" and conversation[-1]["content"]:
+        conversation, prefix = without_prefix(conversation)
     call = ChatCall(
-        messages=read_messages(messages),
-        tools=tuple(_tool(t, f"tools[{i}]") for i, t in enumerate(fields.rows("tools", MAX_TOOLS))),
-        reads_tools=kind != "none",
+        messages=conversation,
+        prefix=prefix,
+        tools=tools,
+        choice=anthropic_tool_choice(fields, tools),
+        template=template_of(fields, {"thinking": thinking, "output_config.effort": effort}),
         wish=SamplingOptions(
             temperature=temperature_of(fields),
             top_k=top_k_of(fields),
             top_p=top_p_of(fields),
             max_new_tokens=asked,
             stops=stops_of(fields, "stop_sequences"),
+            shaping=None if constraint is None else LogitShaping(constraint=constraint),
         ),
         stream=fields.flag("stream"),
     )
-    fields.close(HARMLESS, NEUTRAL)
-    return call
+    return replace(call, ignored=(*fields.settle(MESSAGES), *counted, *promised_tools(given)))
+
+
+def _output(fields: BodyFields) -> tuple[Mapping[str, Any] | None, Constraint | None]:
+    """Return the template's variables for an effort, and what the text must match; None: not given.
+    Raises CallRefused."""
+    older = format_constraint(fields, "output_format")
+    value = fields.value("output_config")
+    inner = BodyFields({} if value is None else value, fields.name("output_config"))
+    effort, newer = effort_of(inner, "effort"), format_constraint(inner, "format")
+    inner.close()
+    return effort, newer or older
+
+
+def _thinking(fields: BodyFields) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
+    """Return the template's variables for `thinking`; None: not given; and the fields of it that
+    have no effect. Raises CallRefused."""
+    if (value := fields.value("thinking")) is None:
+        return None, ()
+    inner = BodyFields(value, fields.name("thinking"))
+    kind = inner.choice("type", ("enabled", "adaptive", "between_tools", "disabled"))
+    if kind is None:
+        inner.refuse("type", "'enabled', 'adaptive' or 'disabled'")
+    budget = inner.whole("budget_tokens", 0)
+    inner.close(frozenset({"display"}))
+    counted = () if budget is None else (inner.name("budget_tokens"),)
+    return {"enable_thinking": kind != "disabled"}, counted
 
 
 def _system(value: Any) -> Iterator[dict[str, Any]]:
@@ -84,13 +124,13 @@ def _turn(value: Any, where: str) -> list[dict[str, Any]]:
     """Convert a message of the body to messages in OpenAI's form. Tool results become separate
     messages."""
     fields = BodyFields(value, where)
-    role = fields.choice("role", ("user", "assistant"))
+    role = fields.choice("role", ("user", "assistant", "system", "developer"))
     if role is None:
-        fields.refuse("role", "'user' or 'assistant'")
+        fields.refuse("role", "'user', 'assistant' or 'system'")
     content = fields.value("content")
     fields.close()
-    if isinstance(content, str):
-        return [{"role": role, "content": content}]
+    if isinstance(content, str) or role in ("system", "developer"):
+        return [{"role": role, "content": joined_text(content, fields.name("content"))}]
     if not isinstance(content, list):
         fields.refuse("content", "a text or a list of blocks")
     place = fields.name("content")
@@ -107,7 +147,7 @@ class _Block:
 
     def refuse(self, wanted: str) -> None:
         """Raise CallRefused: this kind of block is not supported."""
-        self.fields.refuse("type", f"{wanted}: this model takes texts only")
+        self.fields.refuse("type", wanted)
 
     def close(self) -> None:
         """Raise CallRefused if a field was not read."""
@@ -115,27 +155,46 @@ class _Block:
 
 
 def _user(blocks: Sequence[_Block]) -> list[dict[str, Any]]:
-    results, texts = [], []
+    results: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
     for block in blocks:
         if block.kind == "text":
-            texts.append(block.fields.needed_text("text"))
+            parts.append(text_part(block.fields.needed_text("text")))
+        elif block.kind == "image":
+            parts.append(_image(block.fields))
         elif block.kind == "tool_result":
-            inner = block.fields.value("content")
-            name = block.fields.name("content")
-            text = "" if inner is None else joined_text(inner, name)
-            is_error = block.fields.flag("is_error")
-            results.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": block.fields.needed_text("tool_use_id"),
-                    "content": f"Error: {text}" if is_error else text,
-                }
-            )
+            results.append(_tool_result(block.fields))
         else:
-            block.refuse("'text' or 'tool_result'")
+            block.refuse("'text', 'image' or 'tool_result'")
         block.close()
-    said = [{"role": "user", "content": "".join(texts)}] if texts or not results else []
+    said = [{"role": "user", "content": joined_parts(parts)}] if parts or not results else []
     return results + said
+
+
+def _tool_result(fields: BodyFields) -> dict[str, Any]:
+    given, name = fields.value("content"), fields.name("content")
+    blocks = given if isinstance(given, list) else []
+    if any(isinstance(block, dict) and block.get("type") == "image" for block in blocks):
+        inner = [_Block(block, f"{name}[{i}]") for i, block in enumerate(blocks)]
+        content: Any = [
+            _image(b.fields) if b.kind == "image" else text_part(b.fields.needed_text("text"))
+            for b in inner
+        ]
+    else:
+        content = "" if given is None else content_of(given, name)
+    if fields.flag("is_error"):
+        content = f"Error: {joined_text(content, name)}"
+    call = fields.needed_text("tool_use_id")
+    return {"role": "tool", "tool_call_id": call, "content": content}
+
+
+def _image(fields: BodyFields) -> dict[str, Any]:
+    """Return an image block as a part in OpenAI's form. Raises CallRefused."""
+    source = BodyFields(fields.value("source"), fields.name("source"))
+    if source.text("type") != "base64":
+        image_part(None, source.name("type"))
+    kind, data = source.needed_text("media_type"), source.needed_text("data")
+    return image_part(f"data:{kind};base64,{data}", source.name("data"))
 
 
 def _assistant(blocks: Sequence[_Block]) -> list[dict[str, Any]]:
@@ -148,6 +207,8 @@ def _assistant(blocks: Sequence[_Block]) -> list[dict[str, Any]]:
             thought = block.fields.text("thinking") or ""
             message["reasoning_content"] = message.get("reasoning_content", "") + thought
             block.fields.value("signature")
+        elif block.kind == "redacted_thinking":
+            block.fields.value("data")  # another model's, which nothing here can read
         elif block.kind == "tool_use":
             arguments = BodyFields({"input": block.fields.value("input") or {}}).value("input")
             calls.append(
@@ -175,7 +236,7 @@ def _tool(value: Any, where: str) -> Mapping[str, Any]:
     tool = function_tool(
         fields.needed_text("name"), fields.text("description"), fields.value("input_schema")
     )
-    fields.close(frozenset({"cache_control", "eager_input_streaming"}))
+    fields.close(TOOL_LABELS)
     return tool
 
 

@@ -4,7 +4,7 @@ POST /v1/chat/completions   POST /v1/messages               POST /v1/session/rew
 POST /v1/completions        POST /v1/messages/count_tokens  POST /v1/session/end
 GET  /v1/models             POST /inference/v1/generate     POST /v1/session/begin
 POST /v1/responses          GET  /health                    POST /v1/[un]load_lora_adapter
-POST /v1/session/reward_key
+POST /v1/session/reward_key   POST /tokenize  POST /detokenize  GET /version  GET /metrics
 """
 
 import asyncio
@@ -17,10 +17,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jaxrl_async import __version__
 from jaxrl_async.endpoint.adapter_admin import LOAD, UNLOAD, AdapterAdmin
 from jaxrl_async.endpoint.anthropic_messages import messages_call
 from jaxrl_async.endpoint.body_fields import BodyFields, parsed_json
 from jaxrl_async.endpoint.callers import Caller
+from jaxrl_async.endpoint.chat_turns import ChatTurns
 from jaxrl_async.endpoint.http_errors import CallRefused, anthropic_error, openai_error
 from jaxrl_async.endpoint.http_exchange import (
     ClientGone,
@@ -33,6 +35,7 @@ from jaxrl_async.endpoint.http_exchange import (
 )
 from jaxrl_async.endpoint.openai_chat import chat_call
 from jaxrl_async.endpoint.openai_text import TextWriter, text_call
+from jaxrl_async.endpoint.prometheus_text import CONTENT_TYPE, prometheus_text
 from jaxrl_async.endpoint.responses_call import (
     PREFIX,
     ResponsesCall,
@@ -49,6 +52,12 @@ from jaxrl_async.endpoint.streams import (
     StreamedText,
 )
 from jaxrl_async.endpoint.token_generate import token_body, token_call
+from jaxrl_async.endpoint.tokenize_call import (
+    detokenize_call,
+    tokenize_body,
+    tokenize_call,
+    tokenizer_info,
+)
 from jaxrl_async.types import LARGEST_REWARD, Message
 
 CONVERSATION = "x-session-id"
@@ -70,6 +79,7 @@ class EndpointApp:
     def __init__(self, desk: EndpointService) -> None:
         """desk: serves the calls."""
         self._desk, self._numbers = desk, itertools.count()
+        self._chats = ChatTurns(desk)
         self._posts: dict[str, Handler] = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._text,
@@ -77,6 +87,8 @@ class EndpointApp:
             "/v1/messages": self._messages,
             "/v1/messages/count_tokens": self._count_tokens,
             "/inference/v1/generate": self._generate,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
             "/v1/session/reward_key": self._reward_key,
             **{REWARD: self._reward, END: self._end},
             BEGIN: self._begin,
@@ -88,7 +100,8 @@ class EndpointApp:
         """Serve one connection's call; see ASGI."""
         if scope["type"] != "http":
             raise RuntimeError(f"the endpoint does not serve {scope['type']}")
-        exchange = HttpExchange(scope, receive, send)
+        origins = self._desk.cors_origins
+        exchange = HttpExchange(scope, receive, send, cors_origins=origins)
         try:
             await self._serve(exchange)
         except ClientGone:
@@ -103,13 +116,10 @@ class EndpointApp:
     async def _serve(self, exchange: HttpExchange) -> None:
         """Route a call to its handler."""
         path = exchange.path.rstrip("/")
-        if exchange.method == "GET" and path == "/health":
-            await exchange.reply(200, {"status": "ok"})
-            return
         handler = self._posts.get(path)
-        if exchange.method == "GET" and (path == "/v1/models" or path.startswith("/v1/models/")):
-            self._desk.caller(exchange.key, None)
-            await exchange.reply(200, self._models(path))
+        if exchange.method in ("GET", "HEAD") and await self._told(exchange, path):
+            return
+        if exchange.method == "OPTIONS" and await exchange.reply_preflight():
             return
         if handler is None:
             raise CallRefused(f"{exchange.method} {path} is not served here", status=404)
@@ -125,6 +135,27 @@ class EndpointApp:
             most, within_s = self._desk.max_body_bytes, self._desk.limits.body_s
             work = self._handled(handler, exchange, await exchange.body(most, within_s, hold))
             await self._until_gone(exchange, work)
+
+    async def _told(self, exchange: HttpExchange, path: str) -> bool:
+        """Answer a GET or HEAD; return False for a path that has none. Raises CallRefused."""
+        desk = self._desk
+        if path == "/health":
+            await exchange.reply(200, {"status": "ok"})
+            return True
+        is_model = path == "/v1/models" or path.startswith("/v1/models/")
+        if not (is_model or path in ("/version", "/metrics", "/tokenizer_info")):
+            return False
+        desk.caller(exchange.key, None)
+        if is_model:
+            await exchange.reply(200, _models(desk, path))
+        elif path == "/version":
+            await exchange.reply(200, {"version": __version__})
+        elif path == "/tokenizer_info":
+            await exchange.reply(200, tokenizer_info(desk.served.tokenizer))
+        else:
+            text = prometheus_text(desk.counts.by_name(), {"open_calls": desk.num_open})
+            await exchange.reply_bytes(200, text.encode(), CONTENT_TYPE)
+        return True
 
     async def _handled(self, handler: Handler, exchange: HttpExchange, body: bytes) -> None:
         """Parse a body and run its handler."""
@@ -171,27 +202,6 @@ class EndpointApp:
 
     # ---- handlers
 
-    def _models(self, path: str) -> dict[str, Any]:
-        served, adapters = self._desk.served, self._desk.adapters
-        model = {
-            "id": served.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "jaxrl_async",
-            "max_model_len": served.terms.max_length,
-        }
-        models = [model]
-        for adapter in () if adapters is None else adapters.names():
-            models.append({**model, "id": adapter, "parent": served.name})
-        name = path.removeprefix("/v1/models").lstrip("/")
-        if not name:
-            return {"object": "list", "data": models}
-        for one in models:
-            if one["id"] == name:
-                return one
-        names = ", ".join(str(one["id"]) for one in models)
-        raise CallRefused(f"the available models are {names}", status=404)
-
     async def _load(self, exchange: HttpExchange, body: Any) -> None:
         await exchange.reply(200, {"message": await self._adapters(exchange).load(body)})
 
@@ -214,9 +224,9 @@ class EndpointApp:
     async def _chat(self, exchange: HttpExchange, body: Any) -> None:
         desk, call = self._desk, await self._aside(exchange, chat_call, body)
         caller = self._caller(exchange, body, exchange.header(CONVERSATION))
-        prompt = await desk.chat_prompt(caller, call, is_long=exchange.is_long)
+        prompt = await self._chats.prompt(caller, call, is_long=exchange.is_long)
         heading = desk.heading(caller, "chatcmpl", next(self._numbers))
-        streamed = StreamedChat(desk, caller, call, prompt, heading)
+        streamed = StreamedChat(self._chats, caller, call, prompt, heading)
         if call.stream:
             await self._stream(exchange, streamed.events(), b": waiting\n\n", b"data: [DONE]\n\n")
         else:
@@ -225,9 +235,9 @@ class EndpointApp:
     async def _messages(self, exchange: HttpExchange, body: Any) -> None:
         desk, call = self._desk, await self._aside(exchange, messages_call, body)
         caller = self._caller(exchange, body, exchange.header(CONVERSATION))
-        prompt = await desk.chat_prompt(caller, call, is_long=exchange.is_long)
+        prompt = await self._chats.prompt(caller, call, is_long=exchange.is_long)
         heading = desk.heading(caller, "msg", next(self._numbers))
-        streamed = StreamedMessage(desk, caller, call, prompt, heading)
+        streamed = StreamedMessage(self._chats, caller, call, prompt, heading)
         if call.stream:
             ping = anthropic_event({"type": "ping"})
             await self._stream(exchange, streamed.events(), ping, b"")
@@ -244,9 +254,9 @@ class EndpointApp:
         before = _said_before(caller, call)
         said = (*before, *call.chat.messages)
         chat = replace(call.chat, messages=call.messages(before))
-        prompt = await desk.chat_prompt(caller, chat, is_long=exchange.is_long)
+        prompt = await self._chats.prompt(caller, chat, is_long=exchange.is_long)
         heading = desk.heading(caller, f"{PREFIX}{root}", next(self._numbers), mark="_")
-        streamed = StreamedResponse(desk, caller, call, said, prompt, heading)
+        streamed = StreamedResponse(self._chats, caller, call, said, prompt, heading)
         if call.chat.stream:
             await self._stream(exchange, streamed.events(), b": waiting\n\n", b"")
         else:
@@ -256,18 +266,25 @@ class EndpointApp:
         counted = functools.partial(messages_call, counting=True)
         call = await self._aside(exchange, counted, body)
         caller = self._desk.caller(exchange.key, exchange.header(CONVERSATION))
-        prompt = await self._desk.chat_prompt(caller, call, is_long=exchange.is_long)
+        prompt = await self._chats.prompt(caller, call, is_long=exchange.is_long)
         await exchange.reply(200, {"input_tokens": len(prompt.token_ids)})
 
     async def _text(self, exchange: HttpExchange, body: Any) -> None:
         desk, call = self._desk, await self._aside(exchange, text_call, body)
         caller = self._caller(exchange, body)
-        if isinstance(call.prompt, str):
-            prompt = await desk.text_prompt(caller, call.prompt, is_long=exchange.is_long)
-        else:
-            prompt = np.array(call.prompt, np.int32)
+        desk.ignore(call.ignored)
+        prompts = tuple(
+            [
+                await desk.text_prompt(
+                    caller, given, adds_special=call.adds_special, is_long=exchange.is_long
+                )
+                if isinstance(given, str)
+                else np.array(given, np.int32)
+                for given in call.prompts
+            ]
+        )
         heading = desk.heading(caller, "cmpl", next(self._numbers))
-        writer = TextWriter(call=call, heading=heading, prompt=prompt, words=desk.words)
+        writer = TextWriter(call=call, heading=heading, prompts=prompts, words=desk.words)
         streamed = StreamedText(desk, caller, writer)
         if call.stream:
             await self._stream(exchange, streamed.events(), b": waiting\n\n", b"data: [DONE]\n\n")
@@ -277,11 +294,30 @@ class EndpointApp:
     async def _generate(self, exchange: HttpExchange, body: Any) -> None:
         desk, call = self._desk, await self._aside(exchange, token_call, body)
         caller = self._caller(exchange, body)
+        desk.ignore(call.ignored)
         prompt = np.array(call.token_ids, np.int32)
-        async with desk.drawing(caller, prompt, call.wish, parts=False) as drawing:
+        async with desk.drawing(caller, [prompt], call.wish, parts=False) as drawing:
             answers = await drawing.answers()
         heading = desk.heading(caller, "generate", next(self._numbers))
         await exchange.reply(200, token_body(call, heading, answers, desk.words))
+
+    async def _tokenize(self, exchange: HttpExchange, body: Any) -> None:
+        desk, call = self._desk, await self._aside(exchange, tokenize_call, body)
+        caller = self._caller(exchange, body, exchange.header(CONVERSATION))
+        if isinstance(call.prompt, str):
+            tokens = await desk.text_prompt(
+                caller, call.prompt, adds_special=call.adds_special, is_long=exchange.is_long
+            )
+        else:
+            chat = await self._chats.prompt(caller, call.prompt, is_long=exchange.is_long)
+            tokens = chat.token_ids
+        most = caller.terms.max_length
+        await exchange.reply(200, tokenize_body(call, tokens, desk.words, most))
+
+    async def _detokenize(self, exchange: HttpExchange, body: Any) -> None:
+        tokens = await self._aside(exchange, detokenize_call, body)
+        text = await self._desk.aside(lambda: self._desk.served.tokenizer.decode_all(tokens))
+        await exchange.reply(200, {"prompt": text})
 
     async def _reward_key(self, exchange: HttpExchange, body: Any) -> None:
         BodyFields(body).close()
@@ -341,6 +377,29 @@ class EndpointApp:
         finally:
             pumping.cancel()
             await asyncio.gather(pumping, return_exceptions=True)
+
+
+def _models(desk: EndpointService, path: str) -> dict[str, Any]:
+    """Return the models, or the one that a path names. Raises CallRefused."""
+    served, adapters = desk.served, desk.adapters
+    model = {
+        "id": served.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "jaxrl_async",
+        "max_model_len": served.terms.max_length,
+    }
+    models = [model]
+    for adapter in () if adapters is None else adapters.names():
+        models.append({**model, "id": adapter, "parent": served.name})
+    name = path.removeprefix("/v1/models").lstrip("/")
+    if not name:
+        return {"object": "list", "data": models}
+    for one in models:
+        if one["id"] == name:
+            return one
+    names = ", ".join(str(one["id"]) for one in models)
+    raise CallRefused(f"the available models are {names}", status=404)
 
 
 def _forget(error: BaseException | None) -> None:

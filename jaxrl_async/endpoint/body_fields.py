@@ -8,8 +8,9 @@ import json
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NoReturn
 
-from jaxrl_async.endpoint.http_errors import CallRefused
+from jaxrl_async.endpoint.http_errors import UNSUPPORTED, CallRefused
 from jaxrl_async.endpoint.json_shape import check_shape
+from jaxrl_async.endpoint.request_fields import FieldRule, FieldUse
 from jaxrl_async.errors import in_a_line
 
 SHOWN_NAME = 80
@@ -137,8 +138,37 @@ class BodyFields:
             raise CallRefused(
                 f"is not supported (its value is {quoted(value)}); remove it",
                 field=self.name(field),
-                code="unsupported_parameter",
+                code=UNSUPPORTED,
             )
+
+    def settle(self, rules: Mapping[str, FieldRule]) -> tuple[str, ...]:
+        """Return the fields that are accepted without effect. Raises CallRefused for a field
+        without a rule, and for one that is refused.
+
+        rules: what each field means.
+        """
+        counted = []
+        for field, value in self._record.items():
+            rule = rules.get(field)
+            known = rule is not None and any(_equal(value, neutral) for neutral in rule.neutral)
+            if value is None or known:
+                continue
+            if rule is None or rule.use is FieldUse.REFUSED:
+                why = f": {rule.note}" if rule is not None else ""
+                raise CallRefused(
+                    f"is not supported{why} (its value is {quoted(value)}); remove it",
+                    field=self.name(field),
+                    code=UNSUPPORTED,
+                )
+            if rule.use is FieldUse.COUNTED:
+                counted.append(self.name(field))
+            assert rule.use in (FieldUse.COUNTED, FieldUse.LABEL) or field in self._read, field
+        return tuple(counted)
+
+
+def _equal(value: Any, neutral: Any) -> bool:
+    """Return whether two values of JSON are equal: 1 is 1.0, but not true."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def quoted(value: Any) -> str:

@@ -15,7 +15,18 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 512
 """Maximum number of tools of one call, and of tool calls of one message."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
-HARMLESS: Set[str] = frozenset({"annotations", "parsed", "cache_control", "id", "object"})
+HARMLESS: Set[str] = frozenset(
+    {
+        "annotations",
+        "parsed",
+        "cache_control",
+        "id",
+        "object",
+        "provider_specific_fields",
+        "thinking_blocks",
+        "reasoning_details",
+    }
+)
 """Fields of a message that clients send back and that have no effect."""
 NEUTRAL: Mapping[str, Any] = {"refusal": ("",), "audio": (), "function_call": ()}
 """Unsupported fields of a message, with the values that have no effect."""
@@ -28,14 +39,23 @@ def read_messages(values: Sequence[Any], where: str = "messages") -> tuple[Messa
     """
     if not values:
         raise CallRefused("must hold at least one message", field=where)
-    messages = tuple(_message(value, f"{where}[{i}]") for i, value in enumerate(values))
-    if messages[-1]["role"] == "assistant":
+    return tuple(_message(value, f"{where}[{i}]") for i, value in enumerate(values))
+
+
+def without_prefix(
+    messages: tuple[Message, ...], where: str = "messages"
+) -> tuple[tuple[Message, ...], str]:
+    """Return the messages before the last one, which begins the answer, and its text. Raises
+    CallRefused if it is not a text of the assistant."""
+    *before, last = messages
+    is_text = isinstance(last["content"], str) and not last.get("tool_calls")
+    if last["role"] != "assistant" or not is_text or not before:
         raise CallRefused(
-            "the last message is the assistant's, but prefilled answers are not supported. "
-            "End with a message of the user or of a tool.",
-            field=f"{where}[{len(messages) - 1}].role",
+            "the last message begins the answer, so it must be a text of the assistant after "
+            "other messages",
+            field=f"{where}[{len(before)}]",
         )
-    return messages
+    return tuple(before), last["content"]
 
 
 def _message(value: Any, where: str) -> Message:
@@ -45,7 +65,7 @@ def _message(value: Any, where: str) -> Message:
         fields.refuse("role", " or ".join(map(repr, ROLES)))
     message: dict[str, Any] = {"role": "system" if role == "developer" else role}
     content = fields.value("content")
-    message["content"] = "" if content is None else joined_text(content, fields.name("content"))
+    message["content"] = "" if content is None else content_of(content, fields.name("content"))
     if name := fields.text("name"):
         message["name"] = name
     if role == "tool":
@@ -72,18 +92,59 @@ def _add_answer(fields: BodyFields, message: dict[str, Any]) -> None:
 
 def joined_text(content: Any, where: str) -> str:
     """Return a message's content as one text. Raises CallRefused if it is not only text."""
+    text = content_of(content, where)
+    if not isinstance(text, str):
+        raise CallRefused("must be a text or a list of text parts, without images", field=where)
+    return text
+
+
+def content_of(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Return a message's content: one text, or, with images, text and image_url parts in OpenAI's
+    form. Raises CallRefused for anything else."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise CallRefused("must be a text or a list of text parts", field=where)
-    texts = []
-    for i, part in enumerate(content):
-        fields = BodyFields(part, f"{where}[{i}]")
-        if fields.text("type", "text") != "text":
-            fields.refuse("type", "'text': this model takes texts only")
-        texts.append(fields.needed_text("text"))
-        fields.close(frozenset({"cache_control", "citations", "annotations"}))
-    return "".join(texts)
+    return joined_parts([_part(part, f"{where}[{i}]") for i, part in enumerate(content)])
+
+
+def joined_parts(parts: Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return text and image parts as one text if there are no images."""
+    if any(part["type"] != "text" for part in parts):
+        return list(parts)
+    return "".join(part["text"] for part in parts)
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """Return a text as a part of a content."""
+    return {"type": "text", "text": text}
+
+
+def image_part(url: Any, where: str) -> dict[str, Any]:
+    """Return an image as a part of a content. Raises CallRefused for one that is not in the
+    body."""
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise CallRefused(
+            "the server fetches no images; send it as a data: URL "
+            "(data:image/png;base64,...), or in Anthropic's form as a base64 source",
+            field=where,
+        )
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    fields = BodyFields(part, where)
+    kind = fields.text("type", "text")
+    if kind == "image_url":
+        image = fields.value("image_url")
+        url = image.get("url") if isinstance(image, dict) else image
+        found = image_part(url, fields.name("image_url"))
+    elif kind in ("text", "refusal"):
+        found = text_part(fields.needed_text("text" if kind == "text" else "refusal"))
+    else:
+        fields.refuse("type", "'text' or 'image_url'")
+    fields.close(frozenset({"cache_control", "citations", "annotations"}))
+    return found
 
 
 def _tool_call(value: Any, where: str) -> dict[str, Any]:
@@ -98,7 +159,7 @@ def _tool_call(value: Any, where: str) -> dict[str, Any]:
             "arguments": function.text("arguments", ""),
         },
     }
-    function.close()
+    function.close(frozenset({"parsed_arguments"}))
     fields.close(frozenset({"index"}))
     return call
 
@@ -116,9 +177,16 @@ def _tool(value: Any, where: str) -> Mapping[str, Any]:
     tool = function_tool(
         function.needed_text("name"), function.text("description"), function.value("parameters")
     )
-    function.close(neutral={"strict": (False,)})
-    fields.close(frozenset({"cache_control"}))
+    function.close(frozenset({"strict", "defer_loading"}))
+    fields.close(frozenset({"cache_control", "defer_loading"}))
     return tool
+
+
+def promised_tools(values: Sequence[Any], name: str = "tools.strict") -> tuple[str, ...]:
+    """Return the name of the field if any tool asks for calls that always match its schema. It is
+    counted: the policy is trained on what it calls, and only a required call is constrained."""
+    functions = [v.get("function", v) if isinstance(v, dict) else v for v in values]
+    return (name,) if any(isinstance(f, dict) and f.get("strict") for f in functions) else ()
 
 
 def function_tool(name: str, description: str | None, parameters: Any) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,7 +12,15 @@ from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.sampling_request import CallerLimits, RequestDraft
 from jaxrl_async.endpoint.sessions import PolicySession
 from jaxrl_async.ports.generate import Generate
-from jaxrl_async.types import Completion, IntArray, Message, Request, SamplingParams
+from jaxrl_async.types import (
+    Completion,
+    IntArray,
+    LogitShaping,
+    LogprobRequest,
+    Message,
+    Request,
+    SamplingParams,
+)
 
 Cut = Callable[[IntArray], int | None]
 """Given sampled tokens, returns how many of them count; None: all."""
@@ -24,6 +33,8 @@ class CallerAsk:
     token_ids: IntArray  # [prompt] int32
     draft: RequestDraft
     wanted: SamplingParams | None  # the sampling parameters that the caller set; None: not set
+    shaping: LogitShaping | None  # that the caller set
+    logprobs: LogprobRequest | None
     seed: int | None
     index: int  # of the answer in its call
     cut: Cut
@@ -66,6 +77,7 @@ class Guest:
     """A caller whose answers do not become an episode."""
 
     _numbers = itertools.count()
+    _server = secrets.token_hex(6)  # so that ids of other servers, and after a restart, differ
 
     def __init__(
         self,
@@ -90,7 +102,7 @@ class Guest:
         """See Caller. With a seed, the same tokens are sampled each time. Each answer of a call has
         separate random numbers: the request's key is (seed, index)."""
         request = Request(
-            request_id=f"guest{next(self._numbers)}/a{ask.index}",
+            request_id=f"guest-{self._server}-{next(self._numbers)}/a{ask.index}",
             token_ids=ask.token_ids,
             max_new_tokens=ask.draft.max_new_tokens,
             sampling=ask.draft.sampling,
@@ -100,6 +112,8 @@ class Guest:
             extras=ask.draft.extras,
             adapter=self.adapter,
             for_training=False,
+            shaping=ask.draft.shaping,
+            logprobs=ask.logprobs,
         )
         ask.began(request.request_id)
         future = self._generate.submit_many([request])[0]
@@ -138,6 +152,7 @@ class Member:
             max_length=limits.max_length,
             fixed_sampling=not self.session.bounds.own_sampling,
             extras=limits.keep_mask,
+            takes_constraints=self.session.takes_constraints,
         )
 
     async def draw(self, ask: CallerAsk) -> Completion:
@@ -153,6 +168,8 @@ class Member:
             stop_token_ids=draft.stop_token_ids,
             sampling=ask.wanted,
             seed=ask.seed,
+            shaping=ask.shaping,
+            logprobs=ask.logprobs,
             cut=ask.cut,
             early=ask.early,
             began=ask.began,

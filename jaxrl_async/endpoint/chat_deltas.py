@@ -1,8 +1,9 @@
 """The parts of a chat answer that can be sent before it is finished. Pure.
 
 A partial answer may parse differently from the complete one: `<tool_call>` may become a call, and
-trailing spaces may be cut. Text is therefore sent only up to a possible mark, and the rest when the
-answer is finished. The parts that were sent, joined, are the finished message.
+trailing spaces may be cut. Text is therefore sent only up to a mark of the chat format or the
+beginning of one, and the rest when the answer is finished. The parts that were sent, joined, are
+the finished message.
 """
 
 import re
@@ -10,17 +11,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxrl_async.data.chat_formats.written_turn import CALL, THINK, THOUGHT
 from jaxrl_async.endpoint.http_answers import ChatAnswer
 from jaxrl_async.endpoint.http_errors import CallRefused
-from jaxrl_async.endpoint.text_flow import HALF
+from jaxrl_async.endpoint.text_flow import HALF, overlap
+from jaxrl_async.ports.rollout import TurnMarks
 from jaxrl_async.types import Message
 
-STARTS = " \t\r\n{["
-"""First characters of a text that may become a call in bare JSON, or whose spaces may be cut."""
-MARK = re.compile(f"<|{HALF}")
-"""Possible start of reasoning, calls and incomplete characters."""
-MARK_WITH_TOOLS = re.compile(rf"[<\[{{]|{HALF}")
-"""The same if tools may be called."""
+ANY_MARK = ("<", "[", "{")
+"""Beginnings of the marks of a format whose marks are unknown."""
+BARE_CALL, BARE_START = '{"name":', 64
+"""Start of a turn that is a call in bare JSON, without spaces; characters that are looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +36,19 @@ class ChatDelta:
 class ChatDeltas:
     """One answer in parts."""
 
-    def __init__(self, *, has_tools: bool) -> None:
-        """has_tools: whether the prompt contains tools."""
-        self._mark = MARK_WITH_TOOLS if has_tools else MARK
+    def __init__(self, *, reads_tools: bool, marks: TurnMarks) -> None:
+        """Start without text.
+
+        Args:
+            reads_tools: whether calls are parsed from the answer.
+            marks: of the chat format.
+        """
+        self._reads_tools, self._is_bare = reads_tools, marks.calls == "bare"
+        texts = ANY_MARK if marks.texts is None else marks.texts
+        self._ends = (THOUGHT, CALL, *texts)  # of reasoning
+        self._calls: tuple[str, ...] = ()  # at which a call may begin
+        if marks.texts is None or reads_tools:
+            self._calls = tuple(text for text in texts if text not in (THINK, THOUGHT))
         self._reasoning = self._content = ""  # sent
 
     def grow(self, message: Message, held: int) -> Iterator[ChatDelta]:
@@ -49,15 +60,15 @@ class ChatDeltas:
         """
         content = message.get("content") or ""
         reasoning = message.get("reasoning_content") or ""
-        if message.get("tool_calls") or (content and content[0] in STARTS):
+        if message.get("tool_calls") or self._may_change(content):
             return
         if content:
-            sure = self._sure(content, held)
+            sure = self._sure(content, held, self._calls)
             if sure.startswith(self._content) and reasoning.startswith(self._reasoning):
                 yield from self._reason_to(reasoning)
                 yield from self._write_to(sure)
         else:
-            sure = self._sure(reasoning, held)
+            sure = self._sure(reasoning, held, self._ends).rstrip()
             if sure.startswith(self._reasoning):
                 yield from self._reason_to(sure)
 
@@ -76,11 +87,22 @@ class ChatDeltas:
         for place, call in enumerate(answer.tool_calls):
             yield ChatDelta(call=(place, call))
 
-    def _sure(self, text: str, held: int) -> str:
+    def _may_change(self, content: str) -> bool:
+        """Return whether a text may still become reasoning or a call as a whole, or lose its
+        leading spaces to one."""
+        start = content[:BARE_START].lstrip()
+        if content and (THINK.startswith(start) or (self._reads_tools and content[0].isspace())):
+            return True
+        compact = re.sub(r"\s", "", start)
+        is_call = compact.startswith(BARE_CALL) or BARE_CALL.startswith(compact)
+        return self._reads_tools and self._is_bare and bool(content) and is_call
+
+    def _sure(self, text: str, held: int, marks: tuple[str, ...]) -> str:
         """Return the prefix of a text that cannot change any more."""
         text = text[: len(text) - held] if held else text
-        mark = self._mark.search(text)
-        return (text if mark is None else text[: mark.start()]).rstrip()
+        found = [at for mark in (*marks, HALF) if (at := text.find(mark)) >= 0]
+        end = min(found, default=len(text) - max((overlap(text, m) for m in marks), default=0))
+        return text[:end].rstrip() if self._calls else text[:end]
 
     def _reason_to(self, text: str) -> Iterator[ChatDelta]:
         more, self._reasoning = text[len(self._reasoning) :], text

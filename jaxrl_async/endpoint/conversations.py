@@ -55,7 +55,9 @@ class PromptTokens:
     token_ids: IntArray  # [prompt] int32
     continued: bool  # they start with the tokens of an earlier call
     digest: bytes  # of the messages
+    chat: ChatFormat  # that wrote them
     before: Any = None  # the answer that they continue
+    prefix: int = 0  # number of tokens at their end that begin the answer
 
 
 class TurnLog:
@@ -95,11 +97,22 @@ class Conversations:
         self._count = 0
 
     def prompt(
-        self, chat: ChatFormat, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+        self,
+        chat: ChatFormat,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any] | None = None,
     ) -> PromptTokens:
         """Return the tokens of a conversation up to the policy's next turn. Raises DataError for
-        messages that the format does not support."""
-        found = digests(messages, tools)
+        messages that the format does not support.
+
+        Args:
+            chat: the chat format.
+            messages: the conversation.
+            tools: the tools that may be called.
+            arguments: variables of the format that the call has set, as `chat` has them.
+        """
+        found = digests(messages, [*tools, arguments] if arguments else tools)
         last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
         with self._lock:
             known = tuple(self._said.get(found[last + 1], ())) if last >= 0 else ()
@@ -114,10 +127,11 @@ class Conversations:
                 token_ids=np.concatenate([before, more]).astype(np.int32),
                 continued=True,
                 digest=found[-1],
+                chat=chat,
                 before=said,
             )
         opening = chat.opening(messages, tools)
-        return PromptTokens(token_ids=opening, continued=False, digest=found[-1])
+        return PromptTokens(token_ids=opening, continued=False, digest=found[-1], chat=chat)
 
     def remember(self, prompt: PromptTokens, drawn: IntArray, message: Message) -> None:
         """Store an answer.

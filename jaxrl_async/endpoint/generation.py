@@ -8,7 +8,7 @@ Used on one event loop.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,15 @@ from jaxrl_async.endpoint.progress_watch import ProgressWatch
 from jaxrl_async.endpoint.sampling_request import RequestDraft, SamplingOptions, wish_sampling
 from jaxrl_async.endpoint.text_flow import Decode, TextFlow
 from jaxrl_async.rollout.call_log import cut_completion
-from jaxrl_async.types import Completion, FloatArray, IntArray, Partial, StopReason
+from jaxrl_async.types import (
+    Completion,
+    FloatArray,
+    IntArray,
+    Partial,
+    PositionLogprobs,
+    StopReason,
+    TokenRecord,
+)
 
 REDRAWN = (
     "this answer was restarted by new weights or another sampler, and the part already sent is "
@@ -52,6 +60,8 @@ class GrowingAnswer:
         self._seen: IntArray = np.zeros(0, np.int32)  # passed to `flow`
         self.token_ids: IntArray = np.zeros(0, np.int32)  # that count, so far
         self.logprobs: FloatArray = np.zeros(0, np.float32)
+        self.top_logprobs: PositionLogprobs | None = None
+        self.prompt_logprobs: PositionLogprobs | None = None
         self.answer: GeneratedAnswer | None = None
         self.early: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
@@ -73,7 +83,7 @@ class GrowingAnswer:
     def grow(self, partial: Partial) -> None:
         """Process the tokens so far. Raises as `cut`."""
         count = self.cut(partial.token_ids)
-        self.token_ids, self.logprobs = partial.token_ids[:count], partial.logprobs[:count]
+        self._take(partial, count)
         if count is not None and not self.early.done():
             so_far = _as_completion(partial)
             self.early.set_result(cut_completion(so_far, count, len(partial.request.token_ids)))
@@ -85,10 +95,14 @@ class GrowingAnswer:
             prompt = 0 if completion.expert_ids is None else len(completion.expert_ids)
             prompt -= max(0, len(completion.token_ids) - 1)
             completion = cut_completion(completion, count, prompt)
-        self.token_ids, self.logprobs = completion.token_ids, completion.logprobs
+        self._take(completion, len(completion.token_ids))
         self.answer = GeneratedAnswer(
             completion=completion, text=self.flow.whole(), stop=self.flow.stop
         )
+
+    def _take(self, record: TokenRecord, count: int | None) -> None:
+        self.token_ids, self.logprobs = record.token_ids[:count], record.logprobs[:count]
+        self.top_logprobs, self.prompt_logprobs = record.top_logprobs, record.prompt_logprobs
 
 
 def _as_completion(partial: Partial) -> Completion:
@@ -106,8 +120,8 @@ class CallGeneration:
     def __init__(
         self,
         caller: Caller,
-        token_ids: IntArray,
-        draft: RequestDraft,
+        prompts: Sequence[IntArray],
+        drafts: Sequence[RequestDraft],
         wish: SamplingOptions,
         *,
         decode: Decode,
@@ -117,23 +131,27 @@ class CallGeneration:
 
         Args:
             caller: the caller.
-            token_ids: [prompt] int32.
-            draft: the wish under the caller's terms.
+            prompts: [prompt] int32 each.
+            drafts: the wish under the caller's terms, for each prompt.
             wish: the call's sampling parameters.
             decode: tokens to text.
             watch: reports the tokens so far; None: only complete answers are needed.
         """
-        self.strands = [GrowingAnswer(TextFlow(decode, wish.stops)) for _ in range(wish.count)]
+        self.strands = [
+            GrowingAnswer(TextFlow(decode, wish.stops)) for _ in range(wish.count * len(prompts))
+        ]
         self._news, self._watch = asyncio.Event(), watch
         named, usual = wish_sampling(wish, caller.terms.sampling), caller.terms.sampling
         wanted = None if named == usual else named
         asks = [
             CallerAsk(
-                token_ids=token_ids,
-                draft=draft,
+                token_ids=prompts[index // wish.count],
+                draft=drafts[index // wish.count],
                 wanted=wanted,
+                shaping=wish.shaping,
+                logprobs=wish.logprobs,
                 seed=wish.seed,
-                index=index,
+                index=index % wish.count,
                 cut=strand.cut,
                 early=strand.early,
                 began=_Began(strand, watch, self._news),

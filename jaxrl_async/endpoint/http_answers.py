@@ -3,14 +3,23 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from jaxrl_async.endpoint.generation import GeneratedAnswer
+from jaxrl_async.data.chat_formats.written_turn import THINK, THOUGHT
+from jaxrl_async.endpoint.answer_constraint import ToolChoice
+from jaxrl_async.endpoint.generation import GeneratedAnswer, GrowingAnswer
+from jaxrl_async.endpoint.sampling_request import ShownLogprobs
 from jaxrl_async.endpoint.text_flow import Decode, TextBytes, TextFlow, before_stop
-from jaxrl_async.types import Completion, FloatArray, IntArray, Message
+from jaxrl_async.types import (
+    Completion,
+    FloatArray,
+    IntArray,
+    Message,
+    PositionLogprobs,
+)
 
 NO_LOGPROB = -9999.0
 """Value for an unknown log-prob, as in vLLM: JSON has no NaN."""
@@ -69,17 +78,35 @@ class ChatAnswer:
         return message
 
 
-def chat_answer(answer: GeneratedAnswer, message: Message, *, reads_tools: bool) -> ChatAnswer:
+def visible_turn(message: Message, text: str, *, reads_tools: bool) -> Message:
+    """Return a turn as its caller sees it: calls remain text unless tools were given.
+
+    Args:
+        message: the turn's tokens, parsed by the chat format.
+        text: the turn's text.
+        reads_tools: whether calls are parsed.
+    """
+    if reads_tools or not (message.get("tool_calls") or message.get("tool_call_errors")):
+        return message
+    shown: dict[str, Any] = {"role": "assistant", "content": text}
+    if (reasoning := message.get("reasoning_content")) is not None:
+        before, mark, rest = text.partition(THOUGHT)
+        shown["reasoning_content"] = (
+            reasoning if mark else before.lstrip().removeprefix(THINK).strip("\n")
+        )
+        shown["content"] = rest.lstrip("\n")
+    return shown
+
+
+def chat_answer(answer: GeneratedAnswer, message: Message, choice: ToolChoice) -> ChatAnswer:
     """Convert a finished answer to a message.
 
     Args:
         answer: the generated answer.
-        message: its tokens, parsed by the chat format.
-        reads_tools: False: tool calls remain text.
+        message: its turn, as the caller sees it.
+        choice: without parallel calls only the first one is kept.
     """
-    calls = tuple(message.get("tool_calls") or ())
-    if calls and not reads_tools:
-        return ChatAnswer(answer=answer, content=answer.text)
+    calls = tuple(message.get("tool_calls") or ())[: None if choice.parallel else 1]
     content, reasoning = message.get("content") or "", message.get("reasoning_content")
     if answer.stop is not None:
         content = before_stop(content, answer.stop)
@@ -93,6 +120,38 @@ class TokenRow:
 
     token_ids: IntArray  # [tokens] int32
     logprobs: FloatArray  # [tokens] float32
+    others: PositionLogprobs | None = None  # of other tokens at these positions
+
+    @classmethod
+    def of(cls, drawn: "Completion | GrowingAnswer", start: int = 0) -> "TokenRow":
+        """Return the tokens of an answer from `start`."""
+        top = drawn.top_logprobs
+        return cls(
+            token_ids=drawn.token_ids[start:],
+            logprobs=drawn.logprobs[start:],
+            others=None if top is None else _positions(top, slice(start, None)),
+        )
+
+    def likely(self, place: int, top: int, named: Sequence[int]) -> list[tuple[int, float]]:
+        """Return ids and log-probs of a position's likeliest tokens and of the named ones. If they
+        are unknown, those of the token that stands there."""
+        own = (int(self.token_ids[place]), json_number(float(self.logprobs[place])))
+        if self.others is None:
+            return [own]
+        ids = [*self.others.top_ids[place, :top].tolist(), *named]
+        logprobs = [*self.others.top_logprobs[place, :top], *self.others.id_logprobs[place]]
+        found = dict(zip(ids, (json_number(float(x)) for x in logprobs), strict=True))
+        return [(i, own[1] if i == own[0] else x) for i, x in found.items() if i >= 0]
+
+
+def _positions(found: PositionLogprobs, part: slice) -> PositionLogprobs:
+    return replace(
+        found,
+        logprobs=found.logprobs[part],
+        top_ids=found.top_ids[part],
+        top_logprobs=found.top_logprobs[part],
+        id_logprobs=found.id_logprobs[part],
+    )
 
 
 def json_number(logprob: float) -> float:
@@ -114,24 +173,56 @@ class AnswerFormat:
         """Return a TextFlow that finds the positions of an answer's tokens in its text."""
         return TextFlow(self.decode, bytes_of=self.bytes_in_text)
 
-    def entries(self, row: TokenRow, *, top: bool, ids_as_tokens: bool) -> list[dict[str, Any]]:
+    def token(self, token_id: int, *, ids_as_tokens: bool) -> str:
+        """Return a token's text, or token_id:N."""
+        return f"token_id:{token_id}" if ids_as_tokens else self.text_of(token_id)
+
+    def entries(
+        self, row: TokenRow, shown: ShownLogprobs, *, ids_as_tokens: bool
+    ) -> list[dict[str, Any]]:
         """Return the log-probs of tokens in the format of chat completions.
 
         Args:
             row: the tokens.
-            top: list the sampled token as the most likely one; other log-probs are not known.
+            shown: the other tokens at each position.
             ids_as_tokens: write token_id:N instead of the text.
         """
-        entries = []
-        for token, logprob in zip(row.token_ids.tolist(), row.logprobs.tolist(), strict=True):
-            text = f"token_id:{token}" if ids_as_tokens else self.text_of(token)
-            entry = {
+
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            text = self.token(token, ids_as_tokens=ids_as_tokens)
+            return {
                 "token": text,
                 "logprob": json_number(logprob),
                 "bytes": list(self.bytes_of(token)),
             }
-            entries.append({**entry, "top_logprobs": [entry] if top else []})
-        return entries
+
+        wants_others = bool(shown.top or shown.ids)
+        return [
+            {
+                **entry(token, logprob),
+                "top_logprobs": [entry(*pair) for pair in row.likely(place, shown.top, shown.ids)]
+                if wants_others
+                else [],
+            }
+            for place, (token, logprob) in enumerate(
+                zip(row.token_ids.tolist(), row.logprobs.tolist(), strict=True)
+            )
+        ]
+
+    def prompt_logprobs(self, row: TokenRow, shown: ShownLogprobs) -> list[Any]:
+        """Return the log-probs of a prompt's tokens in vLLM's format: for each position an object
+        from ids to log-probs; null for the first."""
+
+        def position(place: int) -> dict[str, Any]:
+            own = (int(row.token_ids[place]), json_number(float(row.logprobs[place])))
+            ranks = {} if row.others is None else _ranks(row.others.top_ids[place])
+            pairs = dict([own, *row.likely(place, shown.prompt or 0, shown.ids)])
+            return {
+                str(i): {"logprob": x, "rank": ranks.get(i), "decoded_token": self.text_of(i)}
+                for i, x in pairs.items()
+            }
+
+        return [None, *(position(place) for place in range(1, len(row.token_ids)))]
 
     def origin(self, drawn: Completion) -> dict[str, Any]:
         """Return the request id and the weight versions of an answer."""
@@ -149,6 +240,19 @@ class AnswerFormat:
             {"start": start, "end": end, "version": f"{self.label}-{int(versions[start])}"}
             for start, end in itertools.pairwise(edges)
         ]
+
+
+def _ranks(ids: IntArray) -> dict[int, int]:
+    """Return the ranks of the likeliest tokens, from 1."""
+    return {int(token): rank for rank, token in enumerate(ids.tolist(), 1)}
+
+
+def prompt_row(prompt: IntArray, found: PositionLogprobs | None) -> TokenRow:
+    """Return the tokens of a prompt, [prompt], with their log-probs; unknown ones are NaN."""
+    unknown = np.full(len(prompt), np.nan, np.float32)
+    return TokenRow(
+        token_ids=prompt, logprobs=unknown if found is None else found.logprobs, others=found
+    )
 
 
 def rows_of_answers(answers: Sequence[GeneratedAnswer]) -> int:

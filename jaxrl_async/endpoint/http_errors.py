@@ -28,6 +28,8 @@ ANTHROPIC_KINDS = {
     503: "overloaded_error",
 }
 """The same in Anthropic's shape."""
+UNSUPPORTED = "unsupported_parameter"
+"""Error code of a field that is refused."""
 
 
 @dataclass(eq=False)
@@ -60,4 +62,8 @@ def openai_error(refused: CallRefused) -> dict[str, Any]:
 def anthropic_error(refused: CallRefused) -> dict[str, Any]:
     """Return the error as the body of an Anthropic error."""
     kind = ANTHROPIC_KINDS.get(refused.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(refused)}}
+    error: dict[str, Any] = {"type": kind, "message": str(refused)}
+    if refused.code == UNSUPPORTED and refused.field is not None:
+        code = f"{refused.field}_unsupported_request"  # the SDK then sends whole conversations
+        error["details"] = {"error_code": code, "unsupported": [refused.field]}
+    return {"type": "error", "error": error}

@@ -6,7 +6,7 @@ stall_s (connection.py), and holds no more than the connection's buffer.
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from jaxrl_async.endpoint.http_errors import CallRefused
@@ -23,8 +23,10 @@ class ClientGone(Exception):
 class HttpExchange:
     """One call and its answer."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Wrap an ASGI call."""
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, *, cors_origins: Sequence[str] = ()
+    ) -> None:
+        """Wrap an ASGI call. cors_origins: pages whose scripts may read the answer; *: all."""
         self.method, self.path = str(scope["method"]), str(scope["path"])
         self._scheme, self._server = str(scope.get("scheme", "http")), scope.get("server")
         self._headers = {
@@ -32,6 +34,10 @@ class HttpExchange:
             for name, value in scope["headers"]
         }
         self._receive, self._send = receive, send
+        self._cors: dict[str, str] = {}
+        origin = self.header("origin")
+        if origin is not None and not {"*", origin}.isdisjoint(cors_origins):
+            self._cors = {"access-control-allow-origin": origin, "vary": "origin"}
         self.begun = False  # whether the answer's head was sent
         self.is_long = False  # whether the body is long
 
@@ -91,10 +97,33 @@ class HttpExchange:
         self, status: int, record: Mapping[str, Any], *, headers: Mapping[str, str] | None = None
     ) -> None:
         """Send a JSON object."""
-        body = compact_json(record)
-        named = {"content-type": "application/json", "content-length": str(len(body))}
+        await self.reply_bytes(status, compact_json(record), "application/json", headers=headers)
+
+    async def reply_bytes(
+        self,
+        status: int,
+        body: bytes,
+        content_type: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Send a body of any type; the answer to HEAD has only its head."""
+        named = {"content-type": content_type, "content-length": str(len(body))}
         await self._head(status, {**named, **(headers or {})})
-        await self._part(body, more=False)
+        await self._part(b"" if self.method == "HEAD" else body, more=False)
+
+    async def reply_preflight(self) -> bool:
+        """Answer a browser that asks whether a page's script may call; return whether it may."""
+        if not self._cors:
+            return False
+        allowed = {
+            "access-control-allow-methods": "GET, HEAD, POST",
+            "access-control-allow-headers": self.header("access-control-request-headers") or "*",
+            "access-control-max-age": "600",
+        }
+        await self._head(204, allowed)
+        await self._part(b"", more=False)
+        return True
 
     async def open_stream(self) -> None:
         """Start a stream of events."""
@@ -112,7 +141,7 @@ class HttpExchange:
 
     async def _head(self, status: int, headers: Mapping[str, str]) -> None:
         self.begun = True
-        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+        pairs = [(k.encode(), v.encode()) for k, v in {**headers, **self._cors}.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def _part(self, body: bytes, *, more: bool) -> None:

@@ -1,15 +1,23 @@
 """OpenAI's /v1/chat/completions: convert a body to a call, and answers to a body or to stream
 events. Pure.
 
-vLLM's additional fields are supported: top_k, min_p, stop_token_ids, ignore_eos, return_token_ids.
+vLLM's additional fields are supported; request_fields.CHAT lists all fields.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxrl_async.endpoint.answer_constraint import ANY_TOOL, ToolChoice, openai_tool_choice
 from jaxrl_async.endpoint.body_fields import BodyFields
-from jaxrl_async.endpoint.call_messages import MAX_MESSAGES, MAX_TOOLS, read_messages, read_tools
+from jaxrl_async.endpoint.call_messages import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    promised_tools,
+    read_messages,
+    read_tools,
+    without_prefix,
+)
 from jaxrl_async.endpoint.chat_deltas import ChatDelta
 from jaxrl_async.endpoint.http_answers import (
     AnswerFormat,
@@ -17,95 +25,119 @@ from jaxrl_async.endpoint.http_answers import (
     ChatAnswer,
     TokenRow,
     Usage,
+    prompt_row,
     rows_of_answers,
 )
+from jaxrl_async.endpoint.request_fields import CHAT
 from jaxrl_async.endpoint.sampling_request import (
-    HARMLESS_FIELDS,
-    MAX_ASKED,
     MAX_COUNT,
-    NEUTRAL_SAMPLING,
+    MAX_TOP,
+    NO_OTHERS,
     SamplingOptions,
-    min_p_of,
-    seed_of,
-    stops_of,
-    temperature_of,
-    top_k_of,
-    top_p_of,
+    ShownLogprobs,
+    logprobs_of,
+    sampling_options,
 )
 from jaxrl_async.types import IntArray, Message
 
-MAX_STOP_IDS = 64
-"""Maximum number of stop token ids in a call; the sampler checks a lower limit itself."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Values of reasoning_effort."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
     """A checked chat call of any protocol."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...]  # without the prefix
+    prefix: str = ""  # the beginning of the answer, as the client wrote it
     tools: tuple[Mapping[str, Any], ...] = ()
-    reads_tools: bool = True  # whether tool calls are parsed from the answer (tool_choice)
+    choice: ToolChoice = ANY_TOOL
     wish: SamplingOptions
+    # variables of the chat template, by the field that sets them; the first has precedence
+    template: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()  # fields that are accepted without effect
     stream: bool = False
     stream_usage: bool = False  # whether a stream ends with the token counts
     logprobs: bool = False
-    top_logprobs: int = 0  # 0 or 1: the sampler knows only the sampled token's
+    shown: ShownLogprobs = NO_OTHERS
     token_ids: bool = False  # whether answers contain their token ids
     ids_as_tokens: bool = False  # whether tokens are written as token_id:N
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether tool calls are parsed from the answer."""
+        return bool(self.tools) and self.choice.mode != "none"
 
 
 def chat_call(body: Any) -> ChatCall:
     """Convert a body to a call. Raises CallRefused that names the field."""
     fields = BodyFields(body)
-    messages = read_messages(fields.rows("messages", MAX_MESSAGES))
-    tools = read_tools(fields.rows("tools", MAX_TOOLS))
-    choice = fields.value("tool_choice")
-    if choice not in (None, "auto", "none"):
-        fields.refuse("tool_choice", "'auto' or 'none': forced tool calls are not supported")
+    messages, prefix = read_conversation(fields)
+    given = fields.rows("tools", MAX_TOOLS)
+    tools = read_tools(given)
     logprobs = fields.flag("logprobs")
-    top = fields.whole("top_logprobs", 0) or 0
-    if top > 1:
-        fields.refuse("top_logprobs", "0 or 1: only the sampled token's log-prob is known")
-    stream = fields.flag("stream")
-    wish = sampling_wish(fields, count=fields.whole("n", 1, MAX_COUNT) or 1)
+    top = fields.whole("top_logprobs", 0, MAX_TOP) or 0
+    if top and not logprobs:
+        fields.refuse("top_logprobs", "0 unless logprobs is true")
+    shown = logprobs_of(fields, top)
+    wish = sampling_options(fields, count=fields.whole("n", 1, MAX_COUNT) or 1)
     call = ChatCall(
         messages=messages,
+        prefix=prefix,
         tools=tools,
-        reads_tools=choice != "none",
-        wish=wish,
-        stream=stream,
+        choice=openai_tool_choice(fields, tools),
+        wish=replace(wish, logprobs=shown.request),
+        template=template_of(fields, {"reasoning_effort": effort_of(fields, "reasoning_effort")}),
+        stream=fields.flag("stream"),
         stream_usage=stream_usage_of(fields),
         logprobs=logprobs,
-        top_logprobs=top,
+        shown=shown,
         token_ids=fields.flag("return_token_ids"),
         ids_as_tokens=fields.flag("return_tokens_as_token_ids"),
     )
-    fields.close(HARMLESS_FIELDS, NEUTRAL_SAMPLING)
-    return call
+    return replace(call, ignored=(*fields.settle(CHAT), *promised_tools(given)))
 
 
-def sampling_wish(fields: BodyFields, count: int, usual: int | None = None) -> SamplingOptions:
-    """Return the sampling parameters of a body in OpenAI's form, including vLLM's fields.
+def read_conversation(fields: BodyFields) -> tuple[tuple[Message, ...], str]:
+    """Return the messages, and the prefix of the answer. Raises CallRefused."""
+    messages = read_messages(fields.rows("messages", MAX_MESSAGES))
+    continues = fields.flag("continue_final_message")
+    opens = fields.flag("add_generation_prompt", not continues)
+    if opens == continues:
+        fields.refuse(
+            "add_generation_prompt",
+            f"{_json_word(not continues)}: with continue_final_message the last message begins the "
+            "answer, and otherwise the policy's turn must be opened",
+        )
+    return without_prefix(messages) if continues else (messages, "")
 
-    Args:
-        fields: fields of the body.
-        count: number of answers.
-        usual: default for the maximum tokens of an answer; None: as many as possible.
+
+def _json_word(value: bool) -> str:
+    """Return a boolean as in JSON."""
+    return "true" if value else "false"
+
+
+def effort_of(fields: BodyFields, name: str) -> Mapping[str, Any] | None:
+    """Return an effort as variables of chat templates, as in vLLM; None: not given. Raises
+    CallRefused."""
+    effort = fields.choice(name, EFFORTS)
+    if effort is None:
+        return None
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
+def template_of(
+    fields: BodyFields, others: Mapping[str, Mapping[str, Any] | None]
+) -> dict[str, Mapping[str, Any]]:
+    """Return the variables of the chat template that a call sets, by field. Raises CallRefused.
+
+    others: variables of other fields; None: not given.
     """
-    asked = fields.whole("max_completion_tokens", 1, MAX_ASKED)
-    older = fields.whole("max_tokens", 1, MAX_ASKED)
-    return SamplingOptions(
-        count=count,
-        temperature=temperature_of(fields),
-        top_k=top_k_of(fields),
-        top_p=top_p_of(fields),
-        min_p=min_p_of(fields),
-        max_new_tokens=asked or older or usual,
-        stops=stops_of(fields, "stop"),
-        stop_token_ids=tuple(fields.token_ids("stop_token_ids", MAX_STOP_IDS)),
-        ends_at_eos=not fields.flag("ignore_eos"),
-        seed=seed_of(fields),
-    )
+    own = fields.value("chat_template_kwargs")
+    if own is not None and not isinstance(own, dict):
+        fields.refuse("chat_template_kwargs", "an object")
+    given = {"chat_template_kwargs": own, **others}
+    return {name: variables for name, variables in given.items() if variables}
 
 
 def stream_usage_of(fields: BodyFields) -> bool:
@@ -139,7 +171,14 @@ class ChatWriter:
             "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
             "usage": usage.openai(),
             **self._prompt_ids(),
+            **self._prompt_logprobs(answers[0]),
         }
+
+    def _prompt_logprobs(self, answer: ChatAnswer) -> dict[str, Any]:
+        if self.call.shown.prompt is None:
+            return {}
+        row = prompt_row(self.prompt, answer.answer.completion.prompt_logprobs)
+        return {"prompt_logprobs": self.words.prompt_logprobs(row, self.call.shown)}
 
     def _prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.prompt.tolist()} if self.call.token_ids else {}
@@ -148,8 +187,7 @@ class ChatWriter:
         message = {**answer.message(), "refusal": None}
         if answer.tool_calls and not answer.content:
             message["content"] = None
-        completion = answer.answer.completion
-        row = TokenRow(token_ids=completion.token_ids, logprobs=completion.logprobs)
+        row = TokenRow.of(answer.answer.completion)
         return {
             "index": index,
             "message": message,
@@ -164,9 +202,7 @@ class ChatWriter:
         if row is None:
             return fields
         if call.logprobs:
-            entries = self.words.entries(
-                row, top=call.top_logprobs > 0, ids_as_tokens=call.ids_as_tokens
-            )
+            entries = self.words.entries(row, call.shown, ids_as_tokens=call.ids_as_tokens)
             fields["logprobs"] = {"content": entries, "refusal": None}
         if call.token_ids:
             fields["token_ids"] = row.token_ids.tolist()

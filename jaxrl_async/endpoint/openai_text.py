@@ -1,31 +1,41 @@
-"""OpenAI's /v1/completions: a text or token ids to a continuation. Pure."""
+"""OpenAI's /v1/completions: texts or token ids to continuations. Pure.
+
+prompts  A, B    n = 2    choices  0: A  1: A  2: B  3: B
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl_async.endpoint.body_fields import BodyFields
-from jaxrl_async.endpoint.generation import GeneratedAnswer
+from jaxrl_async.endpoint.generation import GeneratedAnswer, GrowingAnswer
 from jaxrl_async.endpoint.http_answers import (
     AnswerFormat,
     AnswerHeader,
     TokenRow,
     Usage,
     json_number,
+    prompt_row,
     rows_of_answers,
 )
-from jaxrl_async.endpoint.openai_chat import sampling_wish, stream_usage_of
+from jaxrl_async.endpoint.openai_chat import stream_usage_of
+from jaxrl_async.endpoint.request_fields import TEXT
 from jaxrl_async.endpoint.sampling_request import (
-    HARMLESS_FIELDS,
     MAX_COUNT,
-    NEUTRAL_SAMPLING,
+    MAX_TOP,
+    NO_OTHERS,
     SamplingOptions,
+    ShownLogprobs,
+    logprobs_of,
+    sampling_options,
 )
 from jaxrl_async.endpoint.text_flow import TextFlow
 from jaxrl_async.types import IntArray
 
 MAX_PROMPT = 2**24
 """Maximum number of prompt token ids in a call; the sampler checks a lower limit itself."""
+MAX_CHOICES = 1024
+"""Maximum number of prompts of a call, and of its answers."""
 USUAL_TOKENS = 16
 """Default for the maximum tokens of an answer, as in OpenAI's API."""
 
@@ -34,11 +44,15 @@ USUAL_TOKENS = 16
 class TextCall:
     """A checked call."""
 
-    prompt: str | tuple[int, ...]
+    prompts: tuple[str | tuple[int, ...], ...]
     wish: SamplingOptions
+    adds_special: bool = True  # whether texts begin with the tokenizer's initial tokens
+    echo: bool = False  # whether an answer begins with its prompt
     stream: bool = False
     stream_usage: bool = False
-    logprobs: int | None = None  # 0 or 1; None: none
+    logprobs: bool = False
+    shown: ShownLogprobs = NO_OTHERS
+    ignored: tuple[str, ...] = ()
     token_ids: bool = False
     ids_as_tokens: bool = False
 
@@ -46,54 +60,80 @@ class TextCall:
 def text_call(body: Any) -> TextCall:
     """Convert a body to a call. Raises CallRefused that names the field."""
     fields = BodyFields(body)
-    logprobs = fields.whole("logprobs", 0)
-    if logprobs is not None and logprobs > 1:
-        fields.refuse("logprobs", "0 or 1: only the sampled token's log-prob is known")
-    prompt = fields.value("prompt")
-    if isinstance(prompt, list):
-        if len(prompt) == 1 and isinstance(prompt[0], str | list):
-            prompt = prompt[0]
-        elif prompt and isinstance(prompt[0], str | list):
-            fields.refuse("prompt", "one text or one list of token ids: send several calls")
-    if isinstance(prompt, list):
-        prompt = tuple(BodyFields({"prompt": prompt}).token_ids("prompt", MAX_PROMPT))
-    elif not isinstance(prompt, str):
-        fields.refuse("prompt", "a text or a list of token ids")
-    if not prompt:
-        fields.refuse("prompt", "at least one token")
-    wish = sampling_wish(fields, count=fields.whole("n", 1, MAX_COUNT) or 1, usual=USUAL_TOKENS)
+    prompts = _prompts(fields)
+    count = fields.whole("n", 1, MAX_COUNT) or 1
+    if len(prompts) * count > MAX_CHOICES:
+        fields.refuse("prompt", f"prompts with at most {MAX_CHOICES} answers together")
+    logprobs, echo = fields.whole("logprobs", 0, MAX_TOP), fields.flag("echo")
+    shown = logprobs_of(fields, logprobs or 0)
+    wish = sampling_options(fields, count=count, usual=USUAL_TOKENS, least=0)
+    if wish.max_new_tokens == 0 and not echo and shown.prompt is None:
+        fields.refuse("max_tokens", "at least 1, unless echo or prompt_logprobs is set")
+    asked = shown
+    if wish.max_new_tokens == 0 or (echo and logprobs is not None):
+        asked = replace(shown, prompt=max(shown.prompt or 0, logprobs or 0))
     call = TextCall(
-        prompt=prompt,
-        wish=wish,
+        prompts=prompts,
+        wish=replace(wish, logprobs=asked.request),
+        adds_special=fields.flag("add_special_tokens", True),
+        echo=echo,
         stream=fields.flag("stream"),
         stream_usage=stream_usage_of(fields),
-        logprobs=logprobs,
+        logprobs=logprobs is not None,
+        shown=shown,
         token_ids=fields.flag("return_token_ids"),
         ids_as_tokens=fields.flag("return_tokens_as_token_ids"),
     )
-    fields.close(HARMLESS_FIELDS, NEUTRAL_SAMPLING)
-    return call
+    return replace(call, ignored=fields.settle(TEXT))
+
+
+def _prompts(fields: BodyFields) -> tuple[str | tuple[int, ...], ...]:
+    """Return the prompts: a text, token ids, or a list of either. Raises CallRefused."""
+    given = fields.value("prompt")
+    several = isinstance(given, list) and given and isinstance(given[0], str | list)
+    values = fields.rows("prompt", MAX_CHOICES) if several else [given]
+    prompts = []
+    for i, value in enumerate(values):
+        name = f"prompt[{i}]" if several else "prompt"
+        if isinstance(value, list):
+            value = tuple(BodyFields({name: value}).token_ids(name, MAX_PROMPT))
+        elif not isinstance(value, str):
+            BodyFields({name: value}).refuse(name, "a text or a list of token ids")
+        if not value:
+            BodyFields({name: value}).refuse(name, "at least one token")
+        prompts.append(value)
+    return tuple(prompts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextWriter:
-    """Writes the answer to one call, as a body or as stream chunks."""
+    """Writes the answers to one call, as a body or as stream chunks."""
 
     call: TextCall
     heading: AnswerHeader
-    prompt: IntArray  # [prompt] int32
+    prompts: tuple[IntArray, ...]  # [prompt] int32 each
     words: AnswerFormat
 
     def body(self, answers: Sequence[GeneratedAnswer]) -> dict[str, Any]:
         """Return the complete answer."""
         choices = []
         for i, answer in enumerate(answers):
-            drawn = answer.completion
-            row = TokenRow(token_ids=drawn.token_ids, logprobs=drawn.logprobs)
             flow = self.words.flow()
-            choices.append({**self._choice(i, answer.text, row, flow), **self._end(answer)})
-        usage = Usage(prompt=len(self.prompt), drawn=rows_of_answers(answers)).openai()
-        return {**self._frame(choices), "usage": usage}
+            lead = self._lead(i, answer.completion, flow)
+            choice = self._choice(i, answer.text, TokenRow.of(answer.completion), flow)
+            choices.append({**_joined(lead, choice), **self._end(i, answer)})
+        return {**self._frame(choices), "usage": self._usage(answers)}
+
+    def begin(self, index: int, answer: GrowingAnswer, flow: TextFlow) -> list[dict[str, Any]]:
+        """Return the first chunk of a choice: its prompt, if it is echoed.
+
+        Args:
+            index: index of the choice.
+            answer: with the prompt's log-probs, if they are asked for.
+            flow: processes the prompt's tokens.
+        """
+        lead = self._lead(index, answer, flow)
+        return [] if lead is None else [self._frame([lead])]
 
     def grow(self, index: int, text: str, row: TokenRow, flow: TextFlow) -> list[dict[str, Any]]:
         """Return the next chunk of a choice.
@@ -104,25 +144,29 @@ class TextWriter:
             row: tokens since the last chunk.
             flow: has processed the tokens before these, and processes these.
         """
-        wants_tokens = self.call.token_ids or self.call.logprobs is not None
+        wants_tokens = self.call.token_ids or self.call.logprobs
         if not text and not (wants_tokens and len(row.token_ids)):
             return []
         return [self._frame([self._choice(index, text, row, flow)])]
 
     def end(self, index: int, answer: GeneratedAnswer) -> list[dict[str, Any]]:
         """Return the last chunk of a choice."""
-        nothing = TokenRow(
-            token_ids=answer.completion.token_ids[:0], logprobs=answer.completion.logprobs[:0]
-        )
+        nothing = TokenRow.of(answer.completion, len(answer.completion.token_ids))
         last = self._choice(index, "", nothing, self.words.flow())
-        return [self._frame([{**last, **self._end(answer)}])]
+        return [self._frame([{**last, **self._end(index, answer)}])]
 
     def close(self, answers: Sequence[GeneratedAnswer]) -> list[dict[str, Any]]:
         """Return the chunks after the last choice."""
         if not self.call.stream_usage:
             return []
-        usage = Usage(prompt=len(self.prompt), drawn=rows_of_answers(answers)).openai()
-        return [{**self._frame([]), "usage": usage}]
+        return [{**self._frame([]), "usage": self._usage(answers)}]
+
+    def _prompt(self, index: int) -> IntArray:
+        return self.prompts[index // self.call.wish.count]
+
+    def _usage(self, answers: Sequence[GeneratedAnswer]) -> dict[str, int]:
+        prompt = sum(len(prompt) for prompt in self.prompts)
+        return Usage(prompt=prompt, drawn=rows_of_answers(answers)).openai()
 
     def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -133,32 +177,70 @@ class TextWriter:
             "choices": choices,
         }
 
+    def _lead(self, index: int, drawn: Any, flow: TextFlow) -> dict[str, Any] | None:
+        """Return the echoed prompt as a choice; None: it is not echoed."""
+        if not self.call.echo:
+            return None
+        given = self.call.prompts[index // self.call.wish.count]
+        row = prompt_row(self._prompt(index), drawn.prompt_logprobs)
+        text = given if isinstance(given, str) else self.words.decode(row.token_ids.tolist())
+        lead = self._choice(index, text, row, flow)
+        if lead["logprobs"] is not None:  # no token precedes the first one
+            lead["logprobs"]["token_logprobs"][0] = None
+            if lead["logprobs"]["top_logprobs"] is not None:
+                lead["logprobs"]["top_logprobs"][0] = None
+        return lead
+
     def _choice(self, index: int, text: str, row: TokenRow, flow: TextFlow) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
             "finish_reason": None,
-            "logprobs": None if self.call.logprobs is None else self._logprobs(row, flow),
+            "logprobs": self._logprobs(row, flow) if self.call.logprobs else None,
         }
         if self.call.token_ids:
             choice["token_ids"] = row.token_ids.tolist()
         return choice
 
-    def _end(self, answer: GeneratedAnswer) -> dict[str, Any]:
+    def _end(self, index: int, answer: GeneratedAnswer) -> dict[str, Any]:
         end: dict[str, Any] = {"finish_reason": answer.finish, "stop_reason": answer.stop}
+        prompt = self._prompt(index)
+        if self.call.shown.prompt is not None:
+            row = prompt_row(prompt, answer.completion.prompt_logprobs)
+            end["prompt_logprobs"] = self.words.prompt_logprobs(row, self.call.shown)
         if self.call.token_ids:
-            end["prompt_token_ids"] = self.prompt.tolist()
+            end["prompt_token_ids"] = prompt.tolist()
             end |= self.words.origin(answer.completion)
         return end
 
     def _logprobs(self, row: TokenRow, flow: TextFlow) -> dict[str, Any]:
-        entries = self.words.entries(row, top=False, ids_as_tokens=self.call.ids_as_tokens)
-        tokens = [entry["token"] for entry in entries]
+        def word(token: int) -> str:
+            return self.words.token(token, ids_as_tokens=self.call.ids_as_tokens)
+
+        shown, ids = self.call.shown, row.token_ids.tolist()
         numbers = [json_number(x) for x in row.logprobs.tolist()]
-        tops = [{t: x} for t, x in zip(tokens, numbers, strict=True)]
+        tops = []
+        for place, pair in enumerate(zip(ids, numbers, strict=True)):
+            found: dict[str, float] = {}  # of tokens with the same text, the likeliest
+            for token, number in (*row.likely(place, shown.top, shown.ids), pair):
+                found[word(token)] = max(number, found.get(word(token), number))
+            tops.append(found)
         return {
-            "tokens": tokens,
+            "tokens": [word(token) for token in ids],
             "token_logprobs": numbers,
-            "top_logprobs": tops if self.call.logprobs else None,
-            "text_offset": flow.places(row.token_ids.tolist()),
+            "top_logprobs": tops if shown.top or shown.ids else None,
+            "text_offset": flow.places(ids),
         }
+
+
+def _joined(lead: dict[str, Any] | None, choice: dict[str, Any]) -> dict[str, Any]:
+    """Return a choice after its echoed prompt."""
+    if lead is None:
+        return choice
+    logprobs = choice["logprobs"]
+    if logprobs is not None:
+        logprobs = {
+            name: None if values is None else [*lead["logprobs"][name], *values]
+            for name, values in logprobs.items()
+        }
+    return {**choice, "text": lead["text"] + choice["text"], "logprobs": logprobs}

@@ -6,40 +6,31 @@ input items  ─> messages: reasoning, message and function calls of one turn ar
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxrl_async.endpoint.answer_constraint import format_constraint, openai_tool_choice
 from jaxrl_async.endpoint.body_fields import BodyFields
 from jaxrl_async.endpoint.call_messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
     function_tool,
+    image_part,
+    joined_parts,
+    promised_tools,
     read_messages,
+    text_part,
 )
 from jaxrl_async.endpoint.http_errors import CallRefused
-from jaxrl_async.endpoint.openai_chat import ChatCall
+from jaxrl_async.endpoint.openai_chat import ChatCall, effort_of, template_of
+from jaxrl_async.endpoint.request_fields import RESPONSES
 from jaxrl_async.endpoint.sampling_request import (
-    HARMLESS_FIELDS,
     MAX_ASKED,
     SamplingOptions,
-    seed_of,
-    temperature_of,
-    top_k_of,
-    top_p_of,
+    sampling_options,
 )
-from jaxrl_async.types import Message
+from jaxrl_async.types import LogitShaping, Message
 
-NEUTRAL: Mapping[str, Any] = {
-    "background": (False,),
-    "truncation": ("disabled",),
-    "conversation": (),
-    "prompt": (),
-    "max_tool_calls": (),
-    "top_logprobs": (0,),
-    "verbosity": (),
-    "context_management": ([],),
-}
-"""Unsupported fields, with the values that have no effect."""
 HARMLESS_ITEM = frozenset({"id", "status", "annotations", "logprobs", "phase"})
 """Fields of items that clients send back and that have no effect."""
 INCLUDED = ("reasoning.encrypted_content",)
@@ -76,55 +67,75 @@ class ResponsesCall:
 def responses_call(body: Any) -> ResponsesCall:
     """Convert a body to a call. Raises CallRefused that names the field."""
     fields = BodyFields(body)
-    choice = fields.value("tool_choice")
-    if choice not in (None, "auto", "none"):
-        fields.refuse("tool_choice", "'auto' or 'none': forced tool calls are not supported")
-    tools = fields.rows("tools", MAX_TOOLS)
-    _check_wishes(fields)
-    wish = SamplingOptions(
-        temperature=temperature_of(fields),
-        top_p=top_p_of(fields),
-        top_k=top_k_of(fields),
-        max_new_tokens=fields.whole("max_output_tokens", 1, MAX_ASKED),
-        seed=seed_of(fields),
+    given = fields.rows("tools", MAX_TOOLS)
+    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(given))
+    wish = sampling_options(fields)
+    most = fields.whole("max_output_tokens", 1, MAX_ASKED)
+    wish = replace(wish, max_new_tokens=most or wish.max_new_tokens)
+    wish, ignored = _with_format(fields, wish)
+    reasoning, counted = _reasoning(fields)
+    for i, wanted in enumerate(fields.rows("include", 16)):
+        if wanted not in INCLUDED:
+            raise CallRefused(f"must be {INCLUDED[0]!r}", field=f"include[{i}]")
+    if (options := fields.value("stream_options")) is not None:
+        BodyFields(options, "stream_options").close(frozenset({"include_obfuscation"}))
+    chat = ChatCall(
+        messages=tuple(input_messages(fields.value("input"))),
+        tools=tools,
+        choice=openai_tool_choice(fields, tools),
+        wish=wish,
+        template=template_of(fields, {"reasoning.effort": reasoning}),
+        stream=fields.flag("stream"),
     )
     call = ResponsesCall(
-        chat=ChatCall(
-            messages=tuple(input_messages(fields.value("input"))),
-            tools=tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)),
-            reads_tools=choice != "none",
-            wish=wish,
-            stream=fields.flag("stream"),
-        ),
+        chat=chat,
         instructions=fields.text("instructions"),
         previous=fields.text("previous_response_id"),
         stores=fields.flag("store", True),
         asked={
-            "tools": tools,
-            "tool_choice": choice or "auto",
+            "tools": given,
+            "tool_choice": fields.value("tool_choice") or "auto",
+            "parallel_tool_calls": chat.choice.parallel,
+            "text": fields.value("text") or {"format": {"type": "text"}},
+            "reasoning": fields.value("reasoning") or {"effort": None, "summary": None},
             "max_output_tokens": wish.max_new_tokens,
             "temperature": wish.temperature,
             "top_p": wish.top_p,
             "metadata": fields.value("metadata") or {},
         },
     )
-    fields.close(HARMLESS_FIELDS | {"client_metadata"}, NEUTRAL)
-    return call
+    promised = promised_tools(given)
+    everything = (*fields.settle(RESPONSES), *ignored, *counted, *promised)
+    return replace(call, chat=replace(chat, ignored=everything))
 
 
-def _check_wishes(fields: BodyFields) -> None:
-    """Raise CallRefused for unsupported options in nested objects."""
-    for i, wanted in enumerate(fields.rows("include", len(INCLUDED))):
-        if wanted not in INCLUDED:
-            raise CallRefused(f"must be {INCLUDED[0]!r}", field=f"include[{i}]")
-    for name, neutral in (
-        ("text", {"format": ({"type": "text"},)}),
-        ("reasoning", {"effort": (), "generate_summary": (), "context": ()}),
-    ):
-        if (value := fields.value(name)) is not None:
-            BodyFields(value, name).close(frozenset({"summary"}), neutral)
-    if (options := fields.value("stream_options")) is not None:
-        BodyFields(options, "stream_options").close(frozenset({"include_obfuscation"}))
+def _with_format(
+    fields: BodyFields, wish: SamplingOptions
+) -> tuple[SamplingOptions, tuple[str, ...]]:
+    """Return a wish with the format of `text`, and the fields of `text` without effect. Raises
+    CallRefused."""
+    value = fields.value("text")
+    text = BodyFields({} if value is None else value, "text")
+    constraint = format_constraint(text, "format")
+    ignored = ("text.verbosity",) if text.value("verbosity") is not None else ()
+    text.close()
+    if constraint is None:
+        return wish, ignored
+    shaping = wish.shaping or LogitShaping()
+    if shaping.constraint is not None:
+        text.refuse("format", "absent: another field gives the form of the answer")
+    return replace(wish, shaping=replace(shaping, constraint=constraint)), ignored
+
+
+def _reasoning(fields: BodyFields) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
+    """Return the template's variables for an effort, and the fields of `reasoning` without effect.
+    Raises CallRefused."""
+    value = fields.value("reasoning")
+    inner = BodyFields({} if value is None else value, "reasoning")
+    effort = effort_of(inner, "effort")
+    unread = ("summary", "generate_summary", "context", "mode")
+    inner.close(frozenset(unread))
+    return effort, tuple(inner.name(name) for name in unread if inner.value(name) is not None)
 
 
 # ---- input items
@@ -179,7 +190,7 @@ class _Turns:
                     {
                         "role": "tool",
                         "tool_call_id": item.text("call_id", ""),
-                        "content": _texts(item, "output"),
+                        "content": _content(item, "output"),
                     }
                 )
             case _:
@@ -192,12 +203,11 @@ class _Turns:
         role = item.choice("role", ("user", "system", "developer", "assistant"))
         if role is None:
             item.refuse("role", "'user', 'system', 'developer' or 'assistant'")
-        text = _texts(item, "content")
         if role != "assistant":
-            self.messages.append({"role": role, "content": text})
+            self.messages.append({"role": role, "content": _content(item, "content")})
             return
         answer = self._answer(is_new=lambda m: bool(m["content"] or m.get("tool_calls")))
-        answer["content"] = text
+        answer["content"] = _texts(item, "content")
 
     def _answer(self, is_new: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
         """Return the answer that an item belongs to. is_new: whether it starts a new answer after
@@ -211,19 +221,34 @@ class _Turns:
 
 def _texts(item: BodyFields, field: str) -> str:
     """Return the joined texts of a field: a text, or a list of parts. Raises CallRefused."""
+    content = _content(item, field)
+    if not isinstance(content, str):
+        item.refuse(field, "a text or a list of text parts, without images")
+    return content
+
+
+def _content(item: BodyFields, field: str) -> str | list[dict[str, Any]]:
+    """Return the content of a field: one text, or, with images, parts in the form of chat
+    completions. Raises CallRefused."""
     value = item.value(field)
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):
-        item.refuse(field, "a text or a list of text parts")
-    texts = []
-    for i, part in enumerate(value):
-        fields = BodyFields(part, f"{item.name(field)}[{i}]")
-        if fields.text("type", "input_text") not in TEXTS:
-            fields.refuse("type", "a kind of text: this model takes texts only")
-        texts.append(fields.needed_text("text"))
-        fields.close(frozenset({"annotations", "logprobs"}))
-    return "".join(texts)
+        item.refuse(field, "a text or a list of parts")
+    return joined_parts([_part(part, f"{item.name(field)}[{i}]") for i, part in enumerate(value)])
+
+
+def _part(value: Any, where: str) -> dict[str, Any]:
+    fields = BodyFields(value, where)
+    kind = fields.text("type", "input_text")
+    if kind == "input_image":
+        found = image_part(fields.value("image_url"), fields.name("image_url"))
+    elif kind in TEXTS or kind == "refusal":
+        found = text_part(fields.needed_text("refusal" if kind == "refusal" else "text"))
+    else:
+        fields.refuse("type", "a kind of text, or 'input_image'")
+    fields.close(frozenset({"annotations", "logprobs", "detail", "prompt_cache_breakpoint"}))
+    return found
 
 
 def _tool(value: Any, where: str) -> Mapping[str, Any]:
@@ -233,7 +258,7 @@ def _tool(value: Any, where: str) -> Mapping[str, Any]:
     tool = function_tool(
         fields.needed_text("name"), fields.text("description"), fields.value("parameters")
     )
-    fields.close(neutral={"strict": (False,)})
+    fields.close(frozenset({"strict", "defer_loading", "output_schema", "allowed_callers"}))
     return tool
 
 

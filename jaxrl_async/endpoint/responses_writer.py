@@ -60,10 +60,7 @@ class ResponsesWriter:
             "incomplete_details": None,
             "instructions": self.call.instructions,
             "previous_response_id": self.call.previous,
-            "parallel_tool_calls": True,
             "store": self.call.stores,
-            "text": {"format": {"type": "text"}},
-            "reasoning": {"effort": None, "summary": None},
             "truncation": "disabled",
             **self.call.asked,
         }

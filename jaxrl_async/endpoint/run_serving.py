@@ -11,6 +11,7 @@ from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.endpoint.connection import serving_module
 from jaxrl_async.endpoint.external_agents import TaskQueue
 from jaxrl_async.endpoint.http_server import Endpoint
+from jaxrl_async.endpoint.image_chat import seeing
 from jaxrl_async.endpoint.sampling_request import CallerLimits, stop_ids
 from jaxrl_async.endpoint.service import EndpointLimits, EndpointService, Served
 from jaxrl_async.endpoint.sessions import Sessions
@@ -96,6 +97,7 @@ class RunServing:
             sessions=self.sessions,
             guest_keys=(key,) if key else (),
             door=door if section.external_agents else None,
+            cors_origins=section.cors_origins,
         )
         self._endpoint = Endpoint(desk, host=section.host, port=section.port).start()
         log.info("the policy is served at %s/v1", self.address())
@@ -131,7 +133,7 @@ def served_by_run(
         name=config.serving.model,
         generate=generate,
         tokenizer=tokenizer,
-        chat=chat,
+        chat=seeing(chat, tokenizer.images),
         terms=CallerLimits(
             sampling=SamplingParams(
                 temperature=section.temperature,

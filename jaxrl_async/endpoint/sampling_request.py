@@ -1,10 +1,12 @@
 """Sampling parameters of a call, the limits of its caller, and the resulting request. Pure."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl_async.data.tokenizer import Tokenizer
+from jaxrl_async.endpoint.answer_constraint import constraint_of
 from jaxrl_async.endpoint.body_fields import BodyFields
 from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.ports.rollout import ChatFormat
@@ -12,7 +14,13 @@ from jaxrl_async.sampler.request_checks import (
     LARGEST,
     LEAST_TEMPERATURE,
 )
-from jaxrl_async.types import MAX_STOP_TOKENS, SamplingParams
+from jaxrl_async.types import (
+    MAX_LOGPROB_IDS,
+    MAX_STOP_TOKENS,
+    LogitShaping,
+    LogprobRequest,
+    SamplingParams,
+)
 
 TOO_LONG = "context_length_exceeded"
 """Error code for a prompt that leaves no room for an answer, as in OpenAI's API."""
@@ -22,6 +30,12 @@ MAX_STOPS = 16
 """Maximum number of stop strings of one call."""
 MAX_STOP_LENGTH = 256
 """Maximum length of a stop string, characters."""
+MAX_STOP_IDS = 64
+"""Maximum number of stop token ids in a call; the sampler checks a lower limit itself."""
+MAX_BIASES = 1024
+"""Maximum number of tokens in a call's logit_bias."""
+MAX_TOP = 20
+"""Maximum number of likeliest tokens whose log-probs a call gets for each position."""
 MAX_ASKED = 2**63
 """Largest number of tokens that a client may request; the actual number is capped."""
 
@@ -41,6 +55,29 @@ class SamplingOptions:
     ends_at_eos: bool = True  # whether the model's stop tokens also end an answer
     seed: int | None = None  # of the random numbers, 32 bits
     extras: bool = False  # whether sampling masks are returned, too
+    shaping: LogitShaping | None = None  # None: the model's logits
+    logprobs: LogprobRequest | None = None  # None: those of the sampled tokens alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownLogprobs:
+    """The log-probs that an answer shows besides those of its sampled tokens."""
+
+    top: int = 0  # of the likeliest tokens of each sampled position
+    prompt: int | None = None  # the same of each token of the prompt; None: no prompt's log-probs
+    ids: tuple[int, ...] = ()  # of these ids at each of these positions
+
+    @property
+    def request(self) -> LogprobRequest | None:
+        """What the sampler is asked for; None: nothing."""
+        top = max(self.top, self.prompt or 0)
+        if not (top or self.ids or self.prompt is not None):
+            return None
+        return LogprobRequest(prompt=self.prompt is not None, top=top, ids=self.ids)
+
+
+NO_OTHERS = ShownLogprobs()
+"""No log-probs besides those of the sampled tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +90,7 @@ class CallerLimits:
     max_length: int  # prompt and answer, tokens
     fixed_sampling: bool = False  # whether calls cannot change `sampling`: a run trains on it
     extras: bool = False  # whether a run keeps sampling masks
+    takes_constraints: bool = True  # False: its trainer would not know their masks
     priority: tuple[int, int] = (0, 0)  # of a guest's requests
 
 
@@ -65,7 +103,7 @@ class RequestDraft:
     max_new_tokens: int
     extras: bool
     capped: bool  # whether more tokens were requested than allowed
-    overridden: bool  # whether a distribution was requested that is not allowed
+    shaping: LogitShaping | None  # of a guest, whole; of a fixed distribution, its constraint
 
 
 def drafted(wish: SamplingOptions, terms: CallerLimits, prompt: int) -> RequestDraft:
@@ -77,7 +115,13 @@ def drafted(wish: SamplingOptions, terms: CallerLimits, prompt: int) -> RequestD
         prompt: length of the prompt, tokens.
     """
     room = terms.max_length - prompt
-    if room < 1:
+    scores = wish.max_new_tokens == 0
+    if scores and terms.fixed_sampling:
+        raise CallRefused(
+            "a session's call samples at least one token; score with a guest's key",
+            field="max_tokens",
+        )
+    if room < (0 if scores else 1):
         raise CallRefused(
             f"This model's maximum context length is {terms.max_length} tokens, but the prompt has "
             f"{prompt}: there is no room for an answer. Shorten it, or start a new conversation.",
@@ -92,17 +136,32 @@ def drafted(wish: SamplingOptions, terms: CallerLimits, prompt: int) -> RequestD
             f"{MAX_STOP_TOKENS} are allowed",
             field="stop_token_ids",
         )
-    wanted = wish_sampling(wish, terms.sampling)
+    fixed = terms.fixed_sampling
     most = min(terms.max_new_tokens, room)
     asked = most if wish.max_new_tokens is None else wish.max_new_tokens
     return RequestDraft(
-        sampling=terms.sampling if terms.fixed_sampling else wanted,
+        sampling=terms.sampling if fixed else wish_sampling(wish, terms.sampling),
         stop_token_ids=stops,
         max_new_tokens=min(asked, most),
         extras=wish.extras or terms.extras,
         capped=asked > most,
-        overridden=terms.fixed_sampling and wanted != terms.sampling,
+        shaping=fixed_shaping(wish.shaping, terms.takes_constraints) if fixed else wish.shaping,
     )
+
+
+def fixed_shaping(
+    shaping: LogitShaping | None, takes_constraints: bool = True
+) -> LogitShaping | None:
+    """Return the part of a call's shaping that a run with its own distribution allows.
+
+    Args:
+        shaping: that the call asks for.
+        takes_constraints: whether the trainer takes the recorded masks of constraints, so that it
+            knows the distribution.
+    """
+    if shaping is None or shaping.constraint is None or not takes_constraints:
+        return None
+    return LogitShaping(constraint=shaping.constraint)
 
 
 def stop_ids(tokenizer: Tokenizer, chat: ChatFormat | None) -> tuple[int, ...]:
@@ -155,9 +214,82 @@ def min_p_of(fields: BodyFields) -> float | None:
 
 
 def seed_of(fields: BodyFields) -> int | None:
-    """Return the low 32 bits of a seed, as a signed number; None: not given."""
+    """Return a seed of 32 bits with a sign; None: not given. A larger one is hashed."""
     value = fields.whole("seed", -(2**63), 2**64 - 1)
-    return value if value is None else (value + 2**31) % 2**32 - 2**31
+    if value is None or -(2**31) <= value < 2**31:
+        return value
+    digest = hashlib.blake2s(str(value).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def logprobs_of(fields: BodyFields, top: int) -> ShownLogprobs:
+    """Return the log-probs that a call asks for besides those of the sampled tokens. Raises
+    CallRefused.
+
+    top: number of the likeliest tokens of each sampled position.
+    """
+    return ShownLogprobs(
+        top=top,
+        prompt=fields.whole("prompt_logprobs", 0, MAX_TOP),
+        ids=tuple(fields.token_ids("logprob_token_ids", MAX_LOGPROB_IDS)),
+    )
+
+
+def shaping_of(fields: BodyFields) -> LogitShaping | None:
+    """Return the changes of the logits, without a constraint; None: none. Raises CallRefused."""
+    bias = fields.value("logit_bias")
+    if bias is not None and not isinstance(bias, dict):
+        fields.refuse("logit_bias", "an object from token ids to numbers")
+    if len(bias or {}) > MAX_BIASES:
+        fields.refuse("logit_bias", f"an object with at most {MAX_BIASES} token ids")
+    if wrong := [name for name in bias or {} if not name.isdecimal() or int(name) >= 2**31]:
+        raise CallRefused(
+            f"must name token ids, but contains {wrong[0][:80]!r}", field=fields.name("logit_bias")
+        )
+    values = BodyFields(bias or {}, fields.name("logit_bias"))
+    repetition = fields.number("repetition_penalty", 0.0, LARGEST)
+    if repetition == 0:
+        fields.refuse("repetition_penalty", "above 0")
+    shaping = LogitShaping(
+        bias=tuple((int(name), values.number(name, -100, 100) or 0.0) for name in bias or {}),
+        min_tokens=fields.whole("min_tokens", 0, 2**31 - 1) or 0,
+        frequency_penalty=fields.number("frequency_penalty", -2, 2) or 0.0,
+        presence_penalty=fields.number("presence_penalty", -2, 2) or 0.0,
+        repetition_penalty=1.0 if repetition is None else repetition,
+    )
+    return None if shaping == LogitShaping() else shaping
+
+
+def sampling_options(
+    fields: BodyFields, *, count: int = 1, usual: int | None = None, least: int = 1
+) -> SamplingOptions:
+    """Return the sampling parameters of a body in OpenAI's form, including vLLM's fields.
+
+    Args:
+        fields: fields of the body.
+        count: number of answers.
+        usual: default for the maximum tokens of an answer; None: as many as possible.
+        least: minimum for the maximum tokens of an answer; 0 scores the prompt.
+    """
+    asked = fields.whole("max_completion_tokens", least, MAX_ASKED)
+    older = fields.whole("max_tokens", least, MAX_ASKED)
+    most = next((number for number in (asked, older) if number is not None), usual)
+    shaping, constraint = shaping_of(fields), constraint_of(fields)
+    if constraint is not None:
+        shaping = replace(shaping or LogitShaping(), constraint=constraint)
+    return SamplingOptions(
+        count=count,
+        temperature=temperature_of(fields),
+        top_k=top_k_of(fields),
+        top_p=top_p_of(fields),
+        min_p=min_p_of(fields),
+        max_new_tokens=most,
+        stops=stops_of(fields, "stop"),
+        stop_token_ids=tuple(fields.token_ids("stop_token_ids", MAX_STOP_IDS)),
+        ends_at_eos=not fields.flag("ignore_eos"),
+        seed=seed_of(fields),
+        shaping=shaping,
+    )
 
 
 def stops_of(fields: BodyFields, field: str) -> tuple[str, ...]:
@@ -170,57 +302,3 @@ def stops_of(fields: BodyFields, field: str) -> tuple[str, ...]:
                 f"must hold texts of 1 to {MAX_STOP_LENGTH} characters", field=fields.name(field)
             )
     return tuple(given)
-
-
-NEUTRAL_SAMPLING: Mapping[str, Any] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "bad_words": ([],),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "allowed_token_ids": (),
-    "logits_processors": ([],),
-    "echo": (False,),
-    "suffix": (),
-    "prompt_logprobs": (),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "guided_json": (),
-    "guided_regex": (),
-    "structured_outputs": (),
-}
-"""Unsupported fields of completions, with the values that have no effect."""
-HARMLESS_FIELDS = frozenset(
-    {
-        "model",  # there is only one
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "cache_salt",
-        "priority",
-        "request_id",
-        "parallel_tool_calls",
-        "detokenize",
-    }
-)
-"""Fields that do not affect the answer."""

@@ -11,8 +11,10 @@ import asyncio
 import gc
 import hmac
 import logging
+import re
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, fields, replace
@@ -20,12 +22,15 @@ from typing import Any, TypeVar
 
 from jaxrl_async.data.tokenizer import BARE, Tokenizer
 from jaxrl_async.endpoint.adapter_admin import AdapterAdmin
+from jaxrl_async.endpoint.body_fields import SHOWN_NAME
 from jaxrl_async.endpoint.callers import Caller, Guest, Member
-from jaxrl_async.endpoint.conversations import Conversations, PromptTokens
-from jaxrl_async.endpoint.generation import CallGeneration, GrowingAnswer
-from jaxrl_async.endpoint.http_answers import AnswerFormat, AnswerHeader, ChatAnswer, chat_answer
+from jaxrl_async.endpoint.conversations import Conversations
+from jaxrl_async.endpoint.generation import CallGeneration
+from jaxrl_async.endpoint.http_answers import (
+    AnswerFormat,
+    AnswerHeader,
+)
 from jaxrl_async.endpoint.http_errors import CallRefused
-from jaxrl_async.endpoint.openai_chat import ChatCall
 from jaxrl_async.endpoint.progress_watch import ProgressWatch
 from jaxrl_async.endpoint.responses_call import PREFIX
 from jaxrl_async.endpoint.sampling_request import (
@@ -39,7 +44,9 @@ from jaxrl_async.endpoint.sessions import REWARD_KEY, PolicySession, Sessions
 from jaxrl_async.endpoint.task_lease import TaskLeases
 from jaxrl_async.errors import (
     Closed,
+    ConfigError,
     DataError,
+    MissingExtraError,
     RolloutError,
     SessionEnded,
     SessionLimit,
@@ -62,6 +69,10 @@ BODY_LEAST, BYTES_PER_TOKEN = 2**20, 128
 MOST_HELD = 2**30
 """Maximum bytes of bodies held in memory. Beyond it, long bodies are rejected (429). Short ones
 count, but are not rejected."""
+SERVER_BYTES = 6
+"""Random bytes in the ids of a server's answers."""
+MAX_LOGGED = 256
+"""Maximum number of fields without effect that are logged."""
 TRIM_S = 3.0
 """Delay after a long body before freed memory is returned to the system, seconds."""
 BUSY_S = 1.0
@@ -110,6 +121,7 @@ class EndpointCounts:
     stalled: int = 0  # client did not read the answer
     continued: int = 0  # chat prompts that start with the tokens of an earlier call
     opened: int = 0  # chat prompts that were tokenised from the start
+    ignored: int = 0  # fields of calls that were accepted without effect
 
     def by_name(self) -> dict[str, int]:
         """Return them by the names of their metrics."""
@@ -128,6 +140,7 @@ class EndpointService:
         guest_keys: tuple[str, ...] = (),
         door: TaskLeases | None = None,
         adapters: AdapterAdmin | None = None,
+        cors_origins: tuple[str, ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Serve nothing yet.
@@ -139,6 +152,7 @@ class EndpointService:
             guest_keys: keys of callers whose answers do not become an episode; (): none.
             door: gives tasks to external agents; None: programs of the run play.
             adapters: resolves the model that a guest names; None: any name is the one model.
+            cors_origins: pages whose scripts may call, such as https://example.org; *: all.
             clock: for idle guests.
         """
         self.served, self.limits, self.counts = served, limits, EndpointCounts()
@@ -150,7 +164,9 @@ class EndpointService:
             label=served.label,
         )
         self._sessions, self._guest_keys, self._clock = sessions, guest_keys, clock
-        self._door, self.adapters = door, adapters
+        self._door, self.adapters, self.cors_origins = door, adapters, cors_origins
+        self._server = secrets.token_hex(SERVER_BYTES)
+        self._ignored: set[str] = set()  # fields whose first time was logged
         self._watch = ProgressWatch(served.generate)
         self._open = self._held = 0
         self._trimming: asyncio.TimerHandle | None = None
@@ -167,6 +183,15 @@ class EndpointService:
         self.counts = replace(
             self.counts, **{name: getattr(self.counts, name) + n for name, n in more.items()}
         )
+
+    def ignore(self, fields: Sequence[str]) -> None:
+        """Count fields of a call that have no effect; each name is logged once."""
+        self.count(ignored=len(fields))
+        for name in fields:
+            kind = re.sub(r"\d+", "", name)[:SHOWN_NAME]
+            if kind not in self._ignored and len(self._ignored) < MAX_LOGGED:
+                self._ignored.add(kind)
+                log.info("the field %s of calls has no effect here (docs/endpoint.md)", kind)
 
     async def close(self) -> None:
         """Stop reading progress, and cancel work that waits for a thread."""
@@ -308,7 +333,14 @@ class EndpointService:
     def heading(self, caller: Caller, prefix: str, number: int, *, mark: str = "-") -> AnswerHeader:
         """Return the heading of an answer. mark: separates the two parts of its id."""
         model = caller.adapter or self.served.name
-        return AnswerHeader(id=f"{prefix}{mark}{number}", created=int(time.time()), model=model)
+        server = self._server if mark == "-" else ""  # a response's prefix is unguessable
+        name = f"{prefix}{mark}{server}{number}"
+        return AnswerHeader(id=name, created=int(time.time()), model=model)
+
+    @property
+    def num_open(self) -> int:
+        """Number of open calls."""
+        return self._open
 
     @property
     def max_body_bytes(self) -> int:
@@ -345,22 +377,25 @@ class EndpointService:
         self._trimming = None
         self._long.submit(_free)
 
-    async def chat_prompt(
-        self, caller: Caller, call: ChatCall, *, is_long: bool = False
-    ) -> PromptTokens:
-        """Return a chat call's prompt as tokens; is_long: for a long body. Raises CallRefused."""
-        chat, conversations = self._chat(), caller.conversations
-        return await self._prompt(
-            caller, lambda: conversations.prompt(chat, call.messages, call.tools), is_long
+    async def text_prompt(
+        self, caller: Caller, text: str, *, adds_special: bool = True, is_long: bool = False
+    ) -> IntArray:
+        """Return a text as tokens. Raises CallRefused.
+
+        Args:
+            caller: the caller.
+            text: of the prompt.
+            adds_special: add the tokenizer's initial tokens.
+            is_long: for a long body.
+        """
+        tokenizer = self.served.tokenizer
+        return await self.tokenised(
+            caller,
+            lambda: tokenizer.encode_prompt(text, BARE) if adds_special else tokenizer.encode(text),
+            is_long,
         )
 
-    async def text_prompt(self, caller: Caller, text: str, *, is_long: bool = False) -> IntArray:
-        """Return a text as tokens, with the tokenizer's initial tokens; is_long: for a long body.
-        Raises CallRefused."""
-        encode = self.served.tokenizer.encode_prompt
-        return await self._prompt(caller, lambda: encode(text, BARE), is_long)
-
-    async def _prompt(self, caller: Caller, work: Callable[[], T], is_long: bool) -> T:
+    async def tokenised(self, caller: Caller, work: Callable[[], T], is_long: bool) -> T:
         """Run the work that tokenises a prompt. Raises CallRefused."""
         try:
             return await self.aside(work, is_long=is_long)
@@ -385,10 +420,11 @@ class EndpointService:
             return await asyncio.get_running_loop().run_in_executor(pool, work)
         except TextTooLong:
             raise
-        except DataError as error:
+        except (ConfigError, DataError) as error:
             raise CallRefused(str(error), field="messages") from None
 
-    def _chat(self) -> ChatFormat:
+    def chat(self) -> ChatFormat:
+        """Return the model's chat format. Raises CallRefused if it has none."""
         if self.served.chat is None:
             raise CallRefused(
                 f"{self.served.name} has no chat template; use /v1/completions", status=400
@@ -397,28 +433,30 @@ class EndpointService:
 
     @asynccontextmanager
     async def drawing(
-        self, caller: Caller, token_ids: IntArray, wish: SamplingOptions, *, parts: bool
+        self, caller: Caller, prompts: Sequence[IntArray], wish: SamplingOptions, *, parts: bool
     ) -> AsyncIterator[CallGeneration]:
         """Sample the answers of a call; unfinished ones are cancelled when the block is left.
 
         Args:
             caller: the caller.
-            token_ids: [prompt] int32.
+            prompts: [prompt] int32 each.
             wish: the call's sampling parameters.
             parts: whether the answers are streamed.
         """
-        try:
-            draft: RequestDraft = drafted(wish, caller.terms, len(token_ids))
-        except CallRefused as refused:
-            if refused.code == TOO_LONG:
-                caller.exhaust(refused.message, token_ids)
-            raise
-        self.count(capped=draft.capped)
+        drafts: list[RequestDraft] = []
+        for token_ids in prompts:
+            try:
+                drafts.append(drafted(wish, caller.terms, len(token_ids)))
+            except CallRefused as refused:
+                if refused.code == TOO_LONG:
+                    caller.exhaust(refused.message, token_ids)
+                raise
+        self.count(capped=any(draft.capped for draft in drafts))
         watches = self.served.streams_early and (parts or bool(wish.stops))
         drawing = CallGeneration(
             caller,
-            token_ids,
-            draft,
+            prompts,
+            drafts,
             wish,
             decode=self.served.tokenizer.decode,
             watch=self._watch if watches else None,
@@ -428,24 +466,6 @@ class EndpointService:
                 yield drawing
         finally:
             await drawing.close()
-
-    async def said(
-        self, caller: Caller, call: ChatCall, prompt: PromptTokens, strand: GrowingAnswer
-    ) -> ChatAnswer:
-        """Return a finished answer as a message, and store it."""
-        answer, chat = strand.answer, self._chat()
-        assert answer is not None, "the answer is finished"
-        drawn = answer.completion.token_ids
-        message = await self.aside(lambda: chat.message(drawn, call.tools))
-        said = chat_answer(answer, message, reads_tools=call.reads_tools)
-        caller.conversations.remember(prompt, drawn, said.message())
-        caller.talked(call.messages, said.message())
-        return said
-
-    async def so_far(self, call: ChatCall, strand: GrowingAnswer) -> Mapping[str, Any]:
-        """Return an unfinished answer as a message."""
-        chat = self._chat()
-        return await self.aside(lambda: chat.message(strand.token_ids, call.tools))
 
 
 def _free() -> None:
@@ -466,7 +486,7 @@ def refusal_of(error: BaseException) -> CallRefused:
             return CallRefused("the run is stopping", status=503, retry_after_s=STOPPED_S)
         case TimeoutError():
             return CallRefused("the answer took too long", status=503, retry_after_s=BUSY_S)
-        case RolloutError():
+        case RolloutError() | MissingExtraError():
             return CallRefused(str(error))
     log.error("a call failed: %s", error, exc_info=error)
     return CallRefused(f"the call failed: {type(error).__name__}", status=500)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from jaxrl_async.endpoint.sampling_request import fixed_shaping
 from jaxrl_async.errors import Closed, JaxrlError, RolloutError, SessionEnded, SessionLimit
 from jaxrl_async.lent import as_json
 from jaxrl_async.metrics.metric import names_a_metric, part_name
@@ -37,6 +38,8 @@ from jaxrl_async.types import (
     EpisodeLimits,
     FloatArray,
     IntArray,
+    LogitShaping,
+    LogprobRequest,
     Message,
     Prompt,
     Request,
@@ -178,6 +181,12 @@ class PolicySession:
         """Whether any call has sampled tokens."""
         return self._trace.num_turns > 0
 
+    @property
+    def takes_constraints(self) -> bool:
+        """Whether a call may constrain its answer: the trainer takes the mask, or there is none."""
+        limits = self.limits
+        return self.bounds.own_sampling or limits.takes_masks or not limits.for_training
+
     # ---- calls
 
     async def draw(
@@ -188,6 +197,8 @@ class PolicySession:
         stop_token_ids: tuple[int, ...] = (),
         sampling: SamplingParams | None = None,
         seed: int | None = None,
+        shaping: LogitShaping | None = None,
+        logprobs: LogprobRequest | None = None,
         cut: Callable[[IntArray], int | None] | None = None,
         early: "asyncio.Future[Completion] | None" = None,
         began: Callable[[str], None] | None = None,
@@ -203,21 +214,23 @@ class PolicySession:
                 completion, token for token, it continues that sequence.
             max_new_tokens: maximum number of tokens, capped by the run's limit; None: that limit.
             stop_token_ids: end the completion, in addition to the run's.
-            sampling: the distribution, in a session with own_sampling; else it is counted.
-            seed: makes sampling reproducible, in a session with own_sampling; else it is counted.
+            sampling, seed: with own_sampling, the distribution and random numbers; else counted.
+            shaping: changes of the logits; without own_sampling its constraint alone.
+            logprobs: other log-probs that the completion has.
             cut: given the sampled tokens, returns how many of them count; None: all. For stop
                 strings. The other tokens are discarded.
             early: set to the first part of the completion by a watcher of Generate.progress that
                 finds its end there; its slot becomes free at the next block.
             began: called with the request's id before it is queued.
-            voice: the player of the episode that calls; empty: there is only one.
+            voice: the player that calls; empty: there is only one.
 
         Raises SessionEnded if the session has ended or ends meanwhile (Closed if the run stops),
         SessionLimit if it may sample no more, RolloutError for a request that cannot be served.
         """
         request, number = self._begin(
-            token_ids, max_new_tokens, stop_token_ids, sampling, seed, voice
+            token_ids, max_new_tokens, stop_token_ids, sampling, seed, shaping, voice
         )
+        request = replace(request, logprobs=logprobs)
         try:
             if began is not None:
                 began(request.request_id)
@@ -447,6 +460,7 @@ class PolicySession:
         stop_token_ids: tuple[int, ...],
         sampling: SamplingParams | None,
         seed: int | None,
+        shaping: LogitShaping | None,
         voice: str,
     ) -> tuple[Request, int]:
         """Check that a call is allowed, and register it."""
@@ -470,8 +484,9 @@ class PolicySession:
                 self.place.label, self.prompt, self.place.member, begun.number, tokens, self.limits
             )
             own = self.bounds.own_sampling
+            fixed = fixed_shaping(shaping, self.takes_constraints)
             self._overridden += not own and (
-                seed is not None or sampling not in (None, request.sampling)
+                seed is not None or sampling not in (None, request.sampling) or fixed != shaping
             )
             stops = (*request.stop_token_ids, *stop_token_ids)
             request = replace(
@@ -479,6 +494,7 @@ class PolicySession:
                 max_new_tokens=min(request.max_new_tokens, max_new_tokens or left, left),
                 stop_token_ids=tuple(dict.fromkeys(stops)),
                 branch=begun.branch,
+                shaping=shaping if own else fixed,
             )
         if own and sampling is not None:
             request = replace(request, sampling=sampling)

@@ -10,6 +10,7 @@ from typing import Any
 from jaxrl_async.endpoint.anthropic_messages import BlockStream, MessageWriter
 from jaxrl_async.endpoint.callers import Caller
 from jaxrl_async.endpoint.chat_deltas import ChatDelta, ChatDeltas
+from jaxrl_async.endpoint.chat_turns import ChatTurns
 from jaxrl_async.endpoint.conversations import PromptTokens
 from jaxrl_async.endpoint.generation import GrowingAnswer
 from jaxrl_async.endpoint.http_answers import AnswerHeader, ChatAnswer, TokenRow
@@ -29,65 +30,70 @@ costs no more than a few times its length."""
 class _ChatStrand:
     """One answer of a chat while it is streamed."""
 
-    def __init__(self, strand: GrowingAnswer, *, has_tools: bool) -> None:
-        self.strand, self.deltas = strand, ChatDeltas(has_tools=has_tools)
+    def __init__(self, strand: GrowingAnswer, deltas: ChatDeltas) -> None:
+        self.strand, self.deltas = strand, deltas
         self.read = 0  # number of tokens when it was last parsed
         self.told = 0  # number of tokens whose ids were sent
         self.answer: ChatAnswer | None = None
 
     @property
     def is_ripe(self) -> bool:
-        """Whether enough tokens have arrived to parse it again."""
+        """Whether enough tokens have arrived to parse it again, and no stop string has ended it."""
         count = len(self.strand.token_ids)
-        return count > self.read + self.read // READ_EVERY
+        return self.strand.flow.stop is None and count > self.read + self.read // READ_EVERY
 
     def row(self) -> TokenRow | None:
         """Return the tokens that were not sent yet; None: all were sent."""
         start, self.told = self.told, len(self.strand.token_ids)
         if start == self.told:
             return None
-        return TokenRow(
-            token_ids=self.strand.token_ids[start:], logprobs=self.strand.logprobs[start:]
-        )
+        return TokenRow.of(self.strand, start)
 
 
 class _ChatSteps:
     """The answers of a chat call in parts, for any protocol."""
 
     def __init__(
-        self, desk: EndpointService, caller: Caller, call: ChatCall, prompt: PromptTokens
+        self, chats: ChatTurns, caller: Caller, call: ChatCall, prompt: PromptTokens
     ) -> None:
-        self.desk, self.caller, self.call, self.prompt = desk, caller, call, prompt
-        desk.count(continued=prompt.continued, opened=not prompt.continued)
+        self._chats, self.caller, self.call, self.prompt = chats, caller, call, prompt
+        self._wish = chats.wish(caller, call, prompt)
+        chats.desk.count(continued=prompt.continued, opened=not prompt.continued)
 
     async def whole(self) -> list[ChatAnswer]:
         """Return all answers."""
         async with self._drawing(parts=False) as drawing:
             await drawing.answers()
             return [
-                await self.desk.said(self.caller, self.call, self.prompt, strand)
+                await self._chats.said(self.caller, self.call, self.prompt, strand)
                 for strand in drawing.strands
             ]
 
     async def steps(self) -> AsyncIterator[tuple[int, list[ChatDelta], TokenRow | None, Any]]:
         """Yield index, texts, tokens and, at its end, the answer of each strand that has grown."""
         async with self._drawing(parts=True) as drawing:
-            parts = [_ChatStrand(s, has_tools=bool(self.call.tools)) for s in drawing.strands]
+            reads, marks = self.call.reads_tools, self.prompt.chat.marks
+            parts = [
+                _ChatStrand(strand, ChatDeltas(reads_tools=reads, marks=marks))
+                for strand in drawing.strands
+            ]
             async for _ in drawing.steps():
                 for index, part in enumerate(parts):
                     if part.answer is None and part.strand.answer is not None:
-                        part.answer = await self.desk.said(
+                        part.answer = await self._chats.said(
                             self.caller, self.call, self.prompt, part.strand
                         )
                         yield index, list(part.deltas.end(part.answer)), part.row(), part.answer
                     elif part.answer is None and part.is_ripe:
                         part.read = len(part.strand.token_ids)
-                        message = await self.desk.so_far(self.call, part.strand)
+                        message = await self._chats.so_far(self.call, self.prompt, part.strand)
                         deltas = list(part.deltas.grow(message, part.strand.flow.held))
                         yield index, deltas, part.row(), None
 
     def _drawing(self, *, parts: bool) -> Any:
-        return self.desk.drawing(self.caller, self.prompt.token_ids, self.call.wish, parts=parts)
+        return self._chats.desk.drawing(
+            self.caller, [self.prompt.token_ids], self._wish, parts=parts
+        )
 
 
 class StreamedChat:
@@ -95,16 +101,16 @@ class StreamedChat:
 
     def __init__(
         self,
-        desk: EndpointService,
+        chats: ChatTurns,
         caller: Caller,
         call: ChatCall,
         prompt: PromptTokens,
         heading: AnswerHeader,
     ) -> None:
         """Sample nothing yet."""
-        self._steps = _ChatSteps(desk, caller, call, prompt)
+        self._steps = _ChatSteps(chats, caller, call, prompt)
         self._writer = ChatWriter(
-            call=call, heading=heading, prompt=prompt.token_ids, words=desk.words
+            call=call, heading=heading, prompt=prompt.token_ids, words=chats.desk.words
         )
 
     async def whole(self) -> dict[str, Any]:
@@ -133,14 +139,14 @@ class StreamedMessage:
 
     def __init__(
         self,
-        desk: EndpointService,
+        chats: ChatTurns,
         caller: Caller,
         call: ChatCall,
         prompt: PromptTokens,
         heading: AnswerHeader,
     ) -> None:
         """Sample nothing yet."""
-        self._steps = _ChatSteps(desk, caller, call, prompt)
+        self._steps = _ChatSteps(chats, caller, call, prompt)
         self._writer = MessageWriter(heading=heading, prompt=prompt.token_ids)
 
     async def whole(self) -> dict[str, Any]:
@@ -168,7 +174,7 @@ class StreamedResponse:
 
     def __init__(
         self,
-        desk: EndpointService,
+        chats: ChatTurns,
         caller: Caller,
         call: ResponsesCall,
         messages: Sequence[Message],
@@ -178,14 +184,14 @@ class StreamedResponse:
         """Sample nothing yet.
 
         Args:
-            desk: serves the call.
+            chats: serves the call.
             caller: the caller.
             call: the call.
             messages: the whole conversation, without instructions.
             prompt: its tokens.
             heading: the response's id and creation time.
         """
-        self._steps = _ChatSteps(desk, caller, call.chat, prompt)
+        self._steps = _ChatSteps(chats, caller, call.chat, prompt)
         self._writer = ResponsesWriter(call=call, heading=heading, prompt=prompt.token_ids)
         self._log = caller.conversations.responses if call.stores else None
         self._messages = messages
@@ -240,19 +246,24 @@ class StreamedText:
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the chunks of a stream."""
         writer, wish = self._writer, self._writer.call.wish
-        sent = [0] * wish.count  # characters
-        told = [0] * wish.count  # tokens; -1: its end was sent
+        sent = [0] * (wish.count * len(writer.prompts))  # characters
+        told = [0] * len(sent)  # tokens; -1: its end was sent
+        begun = [not writer.call.echo] * len(sent)
+        scores = wish.logprobs is not None and wish.logprobs.prompt
         flows = [writer.words.flow() for _ in sent]
         async with self._drawing(parts=True) as drawing:
             async for _ in drawing.steps():
                 for index, strand in enumerate(drawing.strands):
                     if told[index] < 0:
                         continue
+                    if not begun[index]:
+                        if strand.answer is None and strand.prompt_logprobs is None and scores:
+                            continue
+                        begun[index] = True
+                        for chunk in writer.begin(index, strand, flows[index]):
+                            yield openai_event(chunk)
                     text = strand.flow.sendable() if strand.answer is None else strand.answer.text
-                    start = told[index]
-                    row = TokenRow(
-                        token_ids=strand.token_ids[start:], logprobs=strand.logprobs[start:]
-                    )
+                    row = TokenRow.of(strand, told[index])
                     for chunk in writer.grow(index, text[sent[index] :], row, flows[index]):
                         yield openai_event(chunk)
                     sent[index], told[index] = len(text), len(strand.token_ids)
@@ -265,4 +276,4 @@ class StreamedText:
 
     def _drawing(self, *, parts: bool) -> Any:
         writer = self._writer
-        return self._desk.drawing(self._caller, writer.prompt, writer.call.wish, parts=parts)
+        return self._desk.drawing(self._caller, writer.prompts, writer.call.wish, parts=parts)

@@ -114,7 +114,7 @@ class TextFlow:
     @property
     def held(self) -> int:
         """Number of characters at the text's end that may become a stop string."""
-        return max((_overlap(self.text, stop) for stop in self._stops), default=0)
+        return max((overlap(self.text, stop) for stop in self._stops), default=0)
 
     def whole(self) -> str:
         """Return the text of all tokens so far, without the stop string and the text after it."""
@@ -128,7 +128,7 @@ def before_stop(text: str, stop: str) -> str:
     return text if place < 0 else text[:place]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest suffix of the text that is a prefix of the stop string."""
     longest = min(len(stop) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

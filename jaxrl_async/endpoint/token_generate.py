@@ -19,15 +19,18 @@ from jaxrl_async.endpoint.http_answers import (
     AnswerHeader,
     TokenRow,
     Usage,
+    prompt_row,
     rows_of_answers,
 )
-from jaxrl_async.endpoint.openai_chat import sampling_wish
+from jaxrl_async.endpoint.request_fields import GENERATE, SAMPLING_PARAMS
 from jaxrl_async.endpoint.sampling_request import (
-    HARMLESS_FIELDS,
-    MAX_ASKED,
     MAX_COUNT,
-    NEUTRAL_SAMPLING,
+    MAX_TOP,
+    NO_OTHERS,
     SamplingOptions,
+    ShownLogprobs,
+    logprobs_of,
+    sampling_options,
 )
 from jaxrl_async.types import Completion, ExpertIds, KeptTokens
 
@@ -45,6 +48,8 @@ class TokenCall:
     wish: SamplingOptions
     request_id: str | None = None
     logprobs: bool = False
+    shown: ShownLogprobs = NO_OTHERS
+    ignored: tuple[str, ...] = ()
     routes_from: int = 0  # first token of the sequence whose experts are returned
     return_prompt: bool = False
 
@@ -56,38 +61,36 @@ def token_call(body: Any) -> TokenCall:
     if not token_ids:
         fields.refuse("token_ids", "a list of token ids")
     inner = BodyFields(fields.value("sampling_params") or {}, "sampling_params")
-    if (inner.whole("logprobs", 0) or 0) > 1:
-        inner.refuse("logprobs", "0 or 1: only the sampled token's log-prob is known")
+    logprobs = inner.whole("logprobs", 0, MAX_TOP)
+    shown = logprobs_of(inner, logprobs or 0)
     count = inner.whole("n", 1, MAX_COUNT) or 1
-    wish = sampling_wish(inner, count=count, usual=USUAL_TOKENS)
-    least = inner.whole("min_tokens", 0, MAX_ASKED) or 0
-    if least and (wish.ends_at_eos or wish.stop_token_ids or wish.stops):
-        inner.refuse("min_tokens", "0, unless ignore_eos is set and there are no stops")
+    least = 1 if shown.prompt is None else 0
+    wish = sampling_options(inner, count=count, usual=USUAL_TOKENS, least=least)
     call = TokenCall(
         token_ids=token_ids,
-        wish=replace(wish, extras=fields.flag("return_sampling_mask")),
+        wish=replace(wish, extras=fields.flag("return_sampling_mask"), logprobs=shown.request),
         request_id=fields.text("request_id"),
-        logprobs=inner.value("logprobs") is not None,
+        logprobs=logprobs is not None,
+        shown=shown,
         routes_from=inner.whole("routed_experts_prompt_start", 0) or 0,
         return_prompt=fields.flag("return_token_ids"),
     )
-    inner.close(
-        HARMLESS_FIELDS | {"skip_special_tokens", "output_kind"},
-        {**NEUTRAL_SAMPLING, "flat_logprobs": (False,)},
-    )
-    fields.close(HARMLESS_FIELDS, {"stream": (False,), "features": (), "content_parts": ()})
-    return call
+    return replace(call, ignored=(*fields.settle(GENERATE), *inner.settle(SAMPLING_PARAMS)))
 
 
 def token_body(
     call: TokenCall, heading: AnswerHeader, answers: Sequence[GeneratedAnswer], words: AnswerFormat
 ) -> dict[str, Any]:
     """Return the body of an answer. Serialise without spaces: clients search it for the experts."""
+    prompt = np.array(call.token_ids, np.int32)
+    row = prompt_row(prompt, answers[0].completion.prompt_logprobs)
     usage = Usage(prompt=len(call.token_ids), drawn=rows_of_answers(answers))
     return {
         "request_id": call.request_id or heading.id,
         "choices": [_choice(call, i, answer, words) for i, answer in enumerate(answers)],
-        "prompt_logprobs": None,
+        "prompt_logprobs": None
+        if call.shown.prompt is None
+        else words.prompt_logprobs(row, call.shown),
         "prompt_token_ids": list(call.token_ids) if call.return_prompt else None,
         "usage": usage.openai(),
     }
@@ -102,27 +105,26 @@ def _choice(
         "token_ids": drawn.token_ids.tolist(),
         "finish_reason": answer.finish,
         "stop_reason": answer.stop,
-        "logprobs": {"content": _entries(drawn, words)} if call.logprobs else None,
+        "logprobs": {"content": _entries(call, drawn, words)} if call.logprobs else None,
         **words.origin(drawn),
     }
     if drawn.kept is not None:
-        choice["sampling_mask"] = _mask(drawn.kept)
+        choice["sampling_mask"] = _mask(drawn.kept, len(drawn.token_ids))
     if drawn.expert_ids is not None:
         choice["routed_experts"] = routed_experts(drawn.expert_ids, call.routes_from)
     return choice
 
 
-def _entries(drawn: Completion, words: AnswerFormat) -> list[dict[str, Any]]:
-    row = TokenRow(token_ids=drawn.token_ids, logprobs=drawn.logprobs)
-    entries = words.entries(row, top=False, ids_as_tokens=True)
+def _entries(call: TokenCall, drawn: Completion, words: AnswerFormat) -> list[dict[str, Any]]:
+    entries = words.entries(TokenRow.of(drawn), call.shown, ids_as_tokens=True)
     return [
         {**entry, "token_id": token}
         for entry, token in zip(entries, drawn.token_ids.tolist(), strict=True)
     ]
 
 
-def _mask(kept: KeptTokens) -> list[list[int]]:
-    return [kept.of(token).tolist() for token in range(kept.num_tokens)]
+def _mask(kept: KeptTokens, count: int) -> list[list[int]]:
+    return [kept.of(token).tolist() for token in range(count)]
 
 
 def routed_experts(expert_ids: ExpertIds, start: int) -> dict[str, Any]:

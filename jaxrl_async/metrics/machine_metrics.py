@@ -143,6 +143,7 @@ MACHINE_METRICS: tuple[Metric, ...] = (
         ("endpoint/stalled", "calls", "Calls cut off because the client did not read the answer."),
         ("endpoint/continued", "prompts", "Chats that began with the tokens of an earlier call."),
         ("endpoint/opened", "prompts", "Chats that were tokenized from their start."),
+        ("endpoint/ignored", "fields", "Fields of calls that were accepted without effect."),
     ),
     *timed(
         Last,

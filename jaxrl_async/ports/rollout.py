@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.types import (
@@ -155,8 +155,37 @@ class Player(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnMarks:
+    """How a chat format writes the policy's turn."""
+
+    # calls in Hermes' form (JSON between <tool_call> and </tool_call>), as a whole turn in bare
+    # JSON, or in another form
+    calls: Literal["hermes", "bare", "other"] = "other"
+    # the text is a whole turn (""); may follow <think>reasoning</think>; follows the rest of a
+    # reasoning that the prompt has opened; or is written in another form
+    thinking: Literal["", "may", "open", "other"] = ""
+    # where reasoning or a call may begin or end in the text of a turn; None: unknown
+    texts: tuple[str, ...] | None = None
+
+
 class ChatFormat(Protocol):
     """Converts chat messages to tokens and back in a model's own format. Any thread may use it."""
+
+    @property
+    def marks(self) -> TurnMarks:
+        """How it writes the policy's turn."""
+        ...
+
+    def takes(self, argument: str) -> bool:
+        """Return True if the format reads this variable besides messages and tools, such as
+        enable_thinking."""
+        ...
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> Self:
+        """Return this format with other values of some variables that it takes. Slow: it learns
+        the format anew. Raises DataError or ConfigError for values that do not fit."""
+        ...
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

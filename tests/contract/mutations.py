@@ -861,6 +861,17 @@ GROUPS = (
         ),
     ),
     Group(
+        "endpoint/answer_constraint",
+        ("endpoint/test_answer_constraint.py",),
+        (
+            ("if constraint is None or forced else", "if constraint is None else"),
+            ("several = choice.parallel and not bare", "several = choice.parallel"),
+            ('key = "parameters" if bare else "arguments"', 'key = "arguments"'),
+            ("if not tools and not marks.thinking:", "if not tools:"),
+            ('mode = "required" if kind in ("any", "tool") else kind', "mode = kind"),
+        ),
+    ),
+    Group(
         "endpoint/text_flow",
         ("data/test_token_bytes.py",),
         (

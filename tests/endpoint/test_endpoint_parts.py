@@ -1,19 +1,22 @@
 """What needs no server: texts in parts, stop strings, conversations, fields."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from chat_tokenizers import QWEN3, byte_tokenizer
+from chat_tokenizers import LLAMA3, QWEN3, THINKING_FIRST, byte_tokenizer
 from endpoint_rig import KEY, Speaker, served_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.data.chat import chat_format
+from jaxrl_async.endpoint.answer_constraint import ANY_TOOL
 from jaxrl_async.endpoint.body_fields import BodyFields, parsed_json
 from jaxrl_async.endpoint.call_messages import read_messages
 from jaxrl_async.endpoint.chat_deltas import ChatDeltas
 from jaxrl_async.endpoint.conversations import MAX_REMEMBERED, Conversations
 from jaxrl_async.endpoint.generation import GeneratedAnswer
-from jaxrl_async.endpoint.http_answers import chat_answer
+from jaxrl_async.endpoint.http_answers import chat_answer, visible_turn
 from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.service import EndpointLimits, EndpointService
 from jaxrl_async.endpoint.text_flow import TextFlow
@@ -21,6 +24,7 @@ from jaxrl_async.types import Completion, StopReason
 
 TOKENIZER = byte_tokenizer(QWEN3)
 CHAT = chat_format(TOKENIZER, None)
+OTHERS = [chat_format(byte_tokenizer(text), None) for text in (LLAMA3, THINKING_FIRST)]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 IDS = st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40)
 
@@ -64,7 +68,7 @@ WRITTEN = st.lists(
         [
             "<think>\n", "\n</think>\n\n", "because", " so ", "\n", "a < b", "{", "[1]", "ü🙂",
             '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "<tool_call>",
-            "  ",
+            "  ", '{"name": "add", "parameters": {"a": 1}}', "<", "<t", "<think", "</think",
         ]
     ),
     max_size=7,
@@ -73,24 +77,47 @@ WRITTEN = st.lists(
 
 @pytest.mark.full
 @settings(max_examples=150, deadline=None)
-@given(st.data(), WRITTEN, st.booleans())
-def test_a_chat_answer_in_parts_is_the_answer(data, pieces, has_tools):
+@given(st.data(), WRITTEN, st.booleans(), st.sampled_from([CHAT, *OTHERS]), st.booleans())
+def test_a_chat_answer_in_parts_is_the_answer(data, pieces, has_tools, chat, knows_marks):
     ids = TOKENIZER.encode("".join(pieces))
     tools = TOOLS if has_tools else ()
-    deltas, so_far, found = ChatDeltas(has_tools=has_tools), [], []
+    marks = chat.marks if knows_marks else replace(chat.marks, texts=None)
+    deltas, so_far, found = ChatDeltas(reads_tools=has_tools, marks=marks), [], []
+
+    def turn(ids):
+        message = chat.message(np.array(ids, np.int32), tools)
+        return visible_turn(message, TOKENIZER.decode(ids), reads_tools=has_tools)
+
     for part in split(data, ids.tolist()):
         so_far += part
-        found += deltas.grow(CHAT.message(np.array(so_far, np.int32), tools), 0)
+        found += deltas.grow(turn(so_far), 0)
     done = Completion(
         request_id="r", token_ids=ids, logprobs=np.zeros(len(ids), np.float32),
         versions=np.zeros(len(ids), np.int32), stop=StopReason.LENGTH,
     )  # fmt: skip
     answer = GeneratedAnswer(completion=done, text=TOKENIZER.decode(ids), stop=None)
-    said = chat_answer(answer, CHAT.message(ids, tools), reads_tools=True)
+    said = chat_answer(answer, turn(ids), ANY_TOOL)
+    assert has_tools or (
+        not said.tool_calls
+        and said.content.count("<tool_call>") + (said.reasoning or "").count("<tool_call>")
+        == "".join(pieces).count("<tool_call>")
+    )
     found += deltas.end(said)
     assert "".join(d.content for d in found) == said.content
     assert "".join(d.reasoning for d in found) == (said.reasoning or "")
     assert tuple(d.call[1] for d in found if d.call is not None) == said.tool_calls
+
+
+@pytest.mark.parametrize(
+    ("text", "tools"),
+    [("<p>a < b</p>" * 9, False), ('{"a": [1]}' * 9, False), ("if a <t or b <tool:" * 9, True)],
+)
+def test_a_stream_holds_back_only_what_may_become_a_mark(text, tools):
+    deltas = ChatDeltas(reads_tools=tools, marks=CHAT.marks)
+    sent = "".join(d.content for d in deltas.grow({"role": "assistant", "content": text}, 0))
+    assert sent == text
+    held = "".join(d.content for d in deltas.grow({"content": f"{text}<tool_"}, 0))
+    assert (sent + held == f"{text}<tool_") != tools, "with tools it may become a call"
 
 
 USER = {"role": "user", "content": "1+2?"}

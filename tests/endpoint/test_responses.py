@@ -187,17 +187,17 @@ def test_an_answer_that_is_cut_off_is_incomplete(talking: Rig):
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input[0].content[0].type",
+            "input[0].content[0].image_url",
         ),
         ({"input": [{"role": "user", "content": "x", "odd": 1}]}, "input[0].odd"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice"),
-        ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text.format"),
-        ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"input": "x", "reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"input": "x", "include": ["web_search_call.results"]}, "include[0]"),
         ({"input": "x", "background": True}, "background"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
-        ({"input": "x", "stop": "y"}, "stop"),
+        ({"input": "x", "n": 2}, "n"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(talking: Rig, body, field):

@@ -20,7 +20,14 @@ from jaxrl_async.endpoint.sessions import Sessions
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.sampler import Sampler
-from jaxrl_async.types import Completion, Partial, Request, SamplingParams, StopReason
+from jaxrl_async.types import (
+    Completion,
+    Partial,
+    PositionLogprobs,
+    Request,
+    SamplingParams,
+    StopReason,
+)
 
 KEY = "a guest's key"
 SECTION = schema.SamplerSection(slots=4, max_length=128, max_new_tokens=96, block=4, page_tokens=16)
@@ -95,6 +102,31 @@ def closed(rig: Rig) -> None:
     rig.endpoint.close()
 
 
+def told_logprobs(request, drawn) -> dict:
+    """Log-probs of a Speaker: the token itself at -0.5, then ids 1, 2, ... at -1, -2, ..."""
+
+    def positions(ids, first=()):
+        likely = np.array([[token, *range(1, 30)] for token in ids], np.int32).reshape(-1, 30)
+        numbers = np.array([-0.5, *range(-1, -30, -1)], np.float32)
+        top, n = request.logprobs.top, len(ids)
+        found = PositionLogprobs(
+            logprobs=np.full(n, -0.5, np.float32),
+            top_ids=likely[:, :top],
+            top_logprobs=np.tile(numbers, (n, 1))[:, :top],
+            id_logprobs=np.full((n, len(request.logprobs.ids)), -7.0, np.float32),
+        )
+        for row in first:
+            found.logprobs[row], found.top_ids[row] = np.nan, -1
+        return found
+
+    told = {}
+    if request.logprobs.prompt:
+        told["prompt_logprobs"] = positions(request.token_ids, [0])
+    if request.logprobs.top or request.logprobs.ids:
+        told["top_logprobs"] = positions(drawn)
+    return told
+
+
 class Speaker:
     """A ports.Generate that says prescribed texts, one a request, a few tokens at a time."""
 
@@ -131,10 +163,13 @@ class Speaker:
             "logprobs": -0.5 * np.ones(len(some), np.float32),
             "versions": np.zeros(len(some), np.int32),
         }
+        if request.logprobs is not None:
+            row |= told_logprobs(request, some)
         if future.done() or count >= len(ids):
             del self._running[name]
             if not future.done():
-                stop = StopReason.EOS if ids[-1] in request.stop_token_ids else StopReason.LENGTH
+                ended = len(ids) and ids[-1] in request.stop_token_ids
+                stop = StopReason.EOS if ended else StopReason.LENGTH
                 future.set_result(Completion(request_id=name, stop=stop, **row))
             return
         self._running[name] = (Partial(request=request, seed=0, **row), ids, future)

@@ -1,13 +1,14 @@
 """A ports.ChatFormat for base models without a chat template: the bare text of a question."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from jaxrl_async.data.chat_formats.chat_messages import checked_messages
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import DataError
+from jaxrl_async.ports.rollout import TurnMarks
 from jaxrl_async.types import IntArray, Message
 
 
@@ -23,6 +24,19 @@ class PlainFormat:
     def stop_token_ids(self) -> tuple[int, ...]:
         """The tokenizer's end tokens."""
         return self._tokenizer.eos_ids
+
+    @property
+    def marks(self) -> TurnMarks:
+        """A turn is a text."""
+        return TurnMarks(texts=())
+
+    def takes(self, argument: str) -> bool:
+        """Return False: there are no variables."""
+        return False
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> Self:
+        """Return this format: it has no variables."""
+        return self
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
         """Encode a question; see ports.ChatFormat. Raises DataError for any other conversation."""

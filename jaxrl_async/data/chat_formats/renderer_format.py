@@ -8,9 +8,11 @@ import importlib
 import importlib.util
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from functools import cached_property
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -21,6 +23,8 @@ from jaxrl_async.data.chat_formats.chat_messages import (
     with_objects,
 )
 from jaxrl_async.data.chat_formats.written_turn import (
+    THINK,
+    THOUGHT,
     CallError,
     WrittenTurn,
     assistant_message,
@@ -29,6 +33,7 @@ from jaxrl_async.data.chat_formats.written_turn import (
 )
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError, DataError, MissingExtraError, in_a_line
+from jaxrl_async.ports.rollout import TurnMarks
 from jaxrl_async.types import IntArray, Message
 
 log = logging.getLogger(__name__)
@@ -41,6 +46,19 @@ WELL_FORMED = ("ok", "unknown_tool")
 environment."""
 MARK = "zqthought"
 """A marker word to search for in a format's output."""
+CALLING: Message = {
+    "tool_calls": [
+        {
+            "id": "call00001",
+            "type": "function",
+            "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'},
+        }
+    ]
+}
+HERMES = '<tool_call>\n{"name": "add", "arguments": {'
+"""Start of a call in Hermes' form."""
+FIRST_MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
+"""The mark at the start of a call in any form."""
 ASKED: Message = {"role": "user", "content": "1 + 2?"}
 TOOL: Mapping[str, Any] = {
     "type": "function",
@@ -162,6 +180,7 @@ class RendererFormat:
         """
         arguments = arguments or {}
         self.name, self._tokenizer = name, tokenizer
+        self._arguments, self._keeps = dict(arguments), keeps_thinking
         self._renderer = _make(tokenizer, name, arguments, "all" if keeps_thinking else None)
         own = [int(i) for i in self._renderer.get_stop_token_ids()]
         self._stops = tuple(dict.fromkeys([*own, *tokenizer.eos_ids]))
@@ -185,6 +204,55 @@ class RendererFormat:
         except DataError:
             return True
         return MARK in self._tokenizer.decode_all(ids)
+
+    @cached_property
+    def marks(self) -> TurnMarks:
+        """How the format writes the policy's turn; see ports.ChatFormat."""
+        said: Message = {"role": "assistant", "content": MARK}
+        header = self._tokenizer.decode_all(self._header)
+        written, called, thought = (
+            self._written({**said, **more}, tools)
+            for more, tools in (({}, ()), (CALLING, (TOOL,)), ({"reasoning_content": MARK}, ()))
+        )
+        call = called.partition(MARK)[2].lstrip()
+        first = FIRST_MARK.match(call) if TOOL["function"]["name"] in call else None
+        thinking: Literal["", "may", "open", "other"] = ""
+        if THINK in thought and self._knows_reasoning:
+            thinking = "may"
+        if header.rstrip().endswith(THINK):
+            thinking = "open"
+        elif THOUGHT in header:
+            thinking = ""
+        elif not written.removeprefix(f"{THINK}\n\n{THOUGHT}\n\n").startswith(MARK):
+            thinking = "other"
+        return TurnMarks(
+            calls="hermes" if call.startswith(HERMES) else "other",
+            thinking=thinking,
+            texts=None if first is None else (THINK, THOUGHT, first[0]),
+        )
+
+    def _written(self, said: Message, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Return a turn's text after its header; empty: the format does not write it."""
+        try:
+            shown, whole = self._ids([ASKED], tools), self._ids([ASKED, said], tools)
+        except DataError:
+            return ""
+        return self._tokenizer.decode_all(
+            whole[len(shown) :] if whole[: len(shown)] == shown else ()
+        )
+
+    def takes(self, argument: str) -> bool:
+        """Return True if the renderer reads this variable; see ports.ChatFormat."""
+        return argument in type(self._renderer.config).template_field_names()
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> "RendererFormat":
+        """Return the renderer with other values of its variables; see ports.ChatFormat."""
+        return RendererFormat(
+            self._tokenizer,
+            self.name,
+            arguments={**self._arguments, **arguments},
+            keeps_thinking=self._keeps,
+        )
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -368,12 +436,7 @@ def matches_template(tokenizer: Tokenizer, name: str) -> bool:
 def _conversations() -> list[tuple[list[Message], tuple[Mapping[str, Any], ...]]]:
     """Return conversations that distinguish formats: system prompts, tools, thinking, turns."""
     system: Message = {"role": "system", "content": "Be brief."}
-    call = {
-        "id": "call00001",
-        "type": "function",
-        "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'},
-    }
-    calling: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    calling: Message = {"role": "assistant", "content": "", **CALLING}
     answered: Message = {
         "role": "tool",
         "content": "3",

@@ -36,12 +36,15 @@ from jaxrl_async.data.chat_formats.written_turn import (
 )
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import DataError
+from jaxrl_async.ports.rollout import TurnMarks
 from jaxrl_async.types import IntArray, Message
 
 log = logging.getLogger(__name__)
 
 ASKED, SAID, THOUGHT_OF, CALLED_WITH = "zqasked", "zqsaid", "zqthought", "zqcalled"
 """Words of the stand-in conversation; letters only, so no template changes them."""
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "tokenize")
+"""Variables of a template that are not arguments of a conversation's format."""
 STAND_IN_NAME = "zqtool"
 STAND_IN_TOOL: Mapping[str, Any] = {
     "type": "function",
@@ -70,7 +73,7 @@ class _Turns:
     opens_thinking: bool = False  # the header also opens the reasoning
     lead: tuple[Message, ...] = ()  # messages of a stand-in conversation
     ends: tuple[tuple[int, str], ...] = ()  # end tokens: id, text; its own first
-    calls: Literal["marked", "bare", "none"] = "marked"  # its form of tool calls
+    calls: Literal["marked", "bare", "none", "other"] = "marked"  # its form of tool calls
 
 
 class TemplateFormat:
@@ -121,6 +124,32 @@ class TemplateFormat:
         self._turns = self._learn_turns()
         self._shows_tools = self._learn_tools()
         self.rewrites: frozenset[Border] = frozenset() if keeps_thinking else self._learn_borders()
+
+    @property
+    def marks(self) -> TurnMarks:
+        """How the template writes the policy's turn; see ports.ChatFormat."""
+        turns = self._turns
+        thinks = self._knows_reasoning and THOUGHT not in turns.header
+        return TurnMarks(
+            calls=turns.calls if turns.calls in ("bare", "other") else "hermes",
+            thinking="open" if turns.opens_thinking else "may" if thinks else "",
+            texts=(THINK, THOUGHT) if turns.calls == "bare" else (THINK, THOUGHT, CALL),
+        )
+
+    def takes(self, argument: str) -> bool:
+        """Return True if the template reads this variable; see ports.ChatFormat."""
+        template = self._template or str(self._tokenizer.hf.chat_template)
+        named = re.search(rf"(?<![\w.'\"]){re.escape(argument)}\b", template)
+        return argument not in OWN_VARIABLES and named is not None
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> "TemplateFormat":
+        """Return the template with other values of its variables; see ports.ChatFormat."""
+        return TemplateFormat(
+            self._tokenizer,
+            template=self._template,
+            arguments={**self._arguments, **arguments},
+            keeps_thinking=self._keeps,
+        )
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -278,7 +307,7 @@ class TemplateFormat:
             calls=self._learn_calls(lead),
         )
 
-    def _learn_calls(self, lead: Sequence[Message]) -> Literal["marked", "bare", "none"]:
+    def _learn_calls(self, lead: Sequence[Message]) -> Literal["marked", "bare", "none", "other"]:
         """Render a turn with a tool call, and detect its form."""
         try:
             text = self._text([*lead, _said(1, thinks=False)], (STAND_IN_TOOL,), opens_turn=False)
@@ -289,7 +318,7 @@ class TemplateFormat:
             return "none"
         turn = before[before.rfind(ASKED) :]
         if CALL in turn:
-            return "marked"
+            return "marked" if f'"name": "{STAND_IN_NAME}"' in turn else "other"
         if '"parameters"' in turn:
             return "bare"
         log.warning(
@@ -298,7 +327,7 @@ class TemplateFormat:
             CALL,
             CALLED,
         )
-        return "marked"
+        return "other"
 
     def _learn_tools(self) -> bool:
         try:

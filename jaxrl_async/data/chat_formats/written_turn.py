@@ -15,6 +15,7 @@ text
 import hashlib
 import json
 import re
+import string
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ THINK, THOUGHT = "<think>", "</think>"
 CALL, CALLED = "<tool_call>", "</tool_call>"
 BARE_CALL = re.compile(r'\s*\{\s*"name"\s*:')
 """Start of a turn that is a single call."""
+CALL_ID_LENGTH, CALL_ID_DIGITS = 9, string.digits + string.ascii_letters
+"""The form of a call's id that every template accepts; with 54 bits, ids do not repeat."""
 MAX_CALLS = 64
 """Maximum number of tool calls in one turn; more are an error."""
 
@@ -155,7 +158,7 @@ def assistant_message(turn: WrittenTurn, token_ids: IntArray) -> dict[str, Any]:
         ids = turn.call_ids or (None,) * len(turn.calls)
         message["tool_calls"] = [
             {
-                "id": own or _call_id(token_ids, i),
+                "id": own or call_id(token_ids, i),
                 "type": "function",
                 "function": {"name": name, "arguments": json_text(arguments)},
             }
@@ -166,9 +169,21 @@ def assistant_message(turn: WrittenTurn, token_ids: IntArray) -> dict[str, Any]:
     return message
 
 
-def _call_id(token_ids: IntArray, place: int) -> str:
-    drawn = token_ids.astype("<i4").tobytes() + place.to_bytes(4, "little")
-    return hashlib.blake2s(drawn).hexdigest()[:9]
+def call_id(token_ids: IntArray, place: int, said: bytes = b"") -> str:
+    """Return an id for a tool call: nine letters and digits.
+
+    Args:
+        token_ids: the turn's tokens, [drawn] int32.
+        place: the call's position in the turn.
+        said: what else the id depends on, such as the tokens before the turn.
+    """
+    drawn = said + token_ids.astype("<i4").tobytes() + place.to_bytes(4, "little")
+    number = int.from_bytes(hashlib.blake2s(drawn).digest(), "little")
+    digits = ""
+    for _ in range(CALL_ID_LENGTH):
+        number, digit = divmod(number, len(CALL_ID_DIGITS))
+        digits += CALL_ID_DIGITS[digit]
+    return digits
 
 
 def with_thinking_in_content(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,147 @@
+"""Turns of a chat: from a checked call to its prompt, and from sampled tokens to its answer."""
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.data.chat_formats.written_turn import CALL, call_id
+from jaxrl_async.endpoint.answer_constraint import turn_constraint
+from jaxrl_async.endpoint.callers import Caller
+from jaxrl_async.endpoint.conversations import PromptTokens
+from jaxrl_async.endpoint.generation import GrowingAnswer
+from jaxrl_async.endpoint.http_answers import ChatAnswer, chat_answer, visible_turn
+from jaxrl_async.endpoint.http_errors import CallRefused
+from jaxrl_async.endpoint.openai_chat import ChatCall
+from jaxrl_async.endpoint.sampling_request import SamplingOptions
+from jaxrl_async.endpoint.service import EndpointService
+from jaxrl_async.ports.rollout import ChatFormat
+from jaxrl_async.types import LogitShaping, Message
+
+MAX_FORMATS = 16
+"""Maximum number of chat formats with arguments of calls that are kept; the oldest are dropped."""
+
+
+class ChatTurns:
+    """Prompts and answers of chat calls of all protocols."""
+
+    def __init__(self, desk: EndpointService) -> None:
+        """desk: serves the calls."""
+        self.desk = desk
+        self._formats: OrderedDict[str, ChatFormat] = OrderedDict()  # by their arguments
+
+    async def prompt(
+        self, caller: Caller, call: ChatCall, *, is_long: bool = False
+    ) -> PromptTokens:
+        """Return a chat call's prompt as tokens; is_long: for a long body. Raises CallRefused."""
+        desk = self.desk
+        desk.ignore(call.ignored)
+        chat, conversations = desk.chat(), caller.conversations
+        taken: dict[str, Any] = {}
+        for name, arguments in call.template.items():
+            own = {k: v for k, v in arguments.items() if chat.takes(k)}
+            if caller.terms.fixed_sampling or not own:
+                desk.ignore([name])
+            else:
+                taken = {**own, **taken}
+        tokenizer = desk.served.tokenizer
+
+        def written() -> PromptTokens:
+            used = self._with_arguments(chat, taken)
+            prompt = conversations.prompt(used, call.messages, call.tools, taken)
+            if not call.prefix:
+                return prompt
+            before = tokenizer.decode_all(prompt.token_ids)
+            begun = tokenizer.encode_after(before, call.prefix)
+            whole = np.concatenate([prompt.token_ids, begun]).astype(np.int32)
+            return replace(prompt, token_ids=whole, prefix=len(begun))
+
+        return await desk.tokenised(caller, written, is_long)
+
+    def _with_arguments(self, chat: ChatFormat, arguments: Mapping[str, Any]) -> ChatFormat:
+        """Return a chat format with these variables. On any thread."""
+        if not arguments:
+            return chat
+        key = json.dumps(arguments, sort_keys=True)
+        found = self._formats.get(key) or chat.with_arguments(arguments)
+        self._formats[key] = found
+        while len(self._formats) > MAX_FORMATS:
+            self._formats.popitem(last=False)
+        return found
+
+    def wish(self, caller: Caller, call: ChatCall, prompt: PromptTokens) -> SamplingOptions:
+        """Return a chat call's wish with what its whole turn must match. Raises CallRefused."""
+        wish, marks, tools = call.wish, prompt.chat.marks, call.tools if call.reads_tools else ()
+        shaping = wish.shaping or LogitShaping()
+        forced = call.choice.mode == "required"
+        if shaping.constraint is None and not forced:
+            return wish
+        if not caller.terms.takes_constraints or (tools and marks.calls == "other"):
+            self.desk.ignore(["tool_choice" if forced else "response_format"])
+            rest = replace(shaping, constraint=None)
+            return replace(wish, shaping=None if rest == LogitShaping() else rest)
+        if marks.thinking == "other":
+            raise CallRefused(
+                "this model's chat format writes more than the text of an answer, so its form "
+                "cannot be required; ask for it in a message",
+                field="response_format",
+            )
+        if call.prefix and marks.thinking == "may":
+            marks = replace(marks, thinking="")
+        whole = turn_constraint(shaping.constraint, tools, call.choice, marks)
+        return replace(wish, shaping=replace(shaping, constraint=whole))
+
+    async def said(
+        self, caller: Caller, call: ChatCall, prompt: PromptTokens, strand: GrowingAnswer
+    ) -> ChatAnswer:
+        """Return a finished answer as a message, and store it."""
+        answer = strand.answer
+        assert answer is not None, "the answer is finished"
+        drawn = answer.completion.token_ids
+        message = await self.desk.aside(lambda: _turn(call, prompt, strand))
+        said = chat_answer(answer, message, call.choice)
+        whole = said.message()
+        if not (said.tool_calls and CALL in call.prefix):
+            whole["content"] = call.prefix + whole["content"]
+        caller.conversations.remember(prompt, drawn, whole)
+        caller.talked(call.messages, whole)
+        return said
+
+    async def so_far(
+        self, call: ChatCall, prompt: PromptTokens, strand: GrowingAnswer
+    ) -> Mapping[str, Any]:
+        """Return an unfinished answer as a message; empty while it is a call that its prefix has
+        begun."""
+        if CALL in call.prefix and call.reads_tools:
+            return {}
+        return await self.desk.aside(lambda: _turn(call, prompt, strand))
+
+
+def _turn(call: ChatCall, prompt: PromptTokens, strand: GrowingAnswer) -> Message:
+    """Return an answer as its caller sees it: without the prefix, and with ids of its calls that
+    depend on the request and the tokens before it. Other answers, also of other servers, have
+    other ids; the same answer of a replayed run has the same ones."""
+    turn = strand.token_ids
+    message = prompt.chat.message(turn, call.tools)
+    if prompt.prefix:  # the prefix may have begun a call or the reasoning
+        turn = np.concatenate([prompt.token_ids[-prompt.prefix :], turn]).astype(np.int32)
+        whole = prompt.chat.message(turn, call.tools)
+        if str(whole["content"]).startswith(call.prefix):
+            message = {**whole, "content": whole["content"][len(call.prefix) :]}
+        elif CALL in call.prefix and whole.get("tool_calls"):
+            message = whole
+        else:
+            turn = strand.token_ids
+    text = "" if call.reads_tools else strand.flow.whole()
+    shown = visible_turn(message, text, reads_tools=call.reads_tools)
+    if not shown.get("tool_calls"):
+        return shown
+    before = f"{strand.request_id}\n".encode() + prompt.token_ids.tobytes()
+    calls = [
+        {**made, "id": call_id(turn, i, before)} if made["id"] == call_id(turn, i) else made
+        for i, made in enumerate(shown["tool_calls"])
+    ]
+    return {**shown, "tool_calls": calls}
