@@ -28,6 +28,7 @@ PARTNERS = {
     "args = GRPOConfig": "TRL: tests/agreement/test_fields.py",
     "gemma-3-4b-it": "a model with a tower: tests/api/test_asking.py",
     "import openai": "a server: tests/endpoint/test_served.py",
+    "JAXRL_MODEL": "a served policy, each client in its environment: tests/clients",
     "import httpx": "a run with agents outside: tests/endpoint/test_external_agents.py",
     "policy = Policy.from_pretrained": "an adapter: tests/parity/test_peft.py",
     "from jaxrl_async.model.adapter_stack": "several adapters: tests/sampler/test_adapters.py",

@@ -1,4 +1,5 @@
-"""Make an environment for each peer, once, since their dependencies exclude each other.
+"""Make environments for peers and for clients of the endpoint, once: their dependencies exclude
+each other.
 
 python benchmarks/peers/environments.py trl tunix   # make these two and print where they are
 """
@@ -21,7 +22,7 @@ class Environment:
 
     folder: str
     requirements: tuple[str, ...]
-    script: str = ""  # none: only tests/agreement uses it
+    script: str = ""  # none: only tests use it
     words: tuple[str, ...] = ()  # arguments of the worker, after the model's folder
     preloads: tuple[str, ...] = ()  # libraries that its own launcher would preload, by pattern
     without: tuple[str, ...] = ()  # packages to uninstall: wheels that do not fit together
@@ -54,6 +55,28 @@ ENVIRONMENTS = {
     "trl": Environment(
         folder="trl",
         requirements=("trl==1.16.0", "transformers==5.23.0", *TORCH, "peft==0.21.2"),
+    ),
+    "clients": Environment(
+        folder="clients",
+        requirements=(
+            "openai==3.57.0",
+            "anthropic==2.14.0",
+            "openai-agents==0.24.0",
+            "pydantic-ai-slim[openai,anthropic]==2.68.0",
+            "smolagents[openai]==1.26.0",
+            "langchain-openai==1.7.4",
+            "langgraph==1.2.24",
+            "inspect-ai==0.3.285",
+        ),
+    ),
+    "clients-older": Environment(  # instructor excludes the newest openai, by its jiter
+        folder="clients-older",
+        requirements=(
+            "instructor==1.17.0",
+            "litellm==1.110.2",
+            "mini-swe-agent==2.4.6",
+            "lm-eval[api]==0.4.13",
+        ),
     ),
 }
 
