@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial, reduce
 from operator import add
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxrl_async.cpu.gradients import MULTIPLIED
 from jaxrl_async.cpu.kernel_calls import packed, packed_product
 from jaxrl_async.cpu.kernel_library import multiplies_in_parts
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.later import Later
 from jaxrl_async.model.attention import (
     has_cpu_kernels,
     image_attention,
@@ -50,9 +51,13 @@ from jaxrl_async.model.moe import (
     route,
     run_experts,
 )
-from jaxrl_async.model.own_layer import first_states, last_states
 from jaxrl_async.model.quantize import computed_in, scales_among, table_of
 from jaxrl_async.model.spec import LORA_OWN, ROWS_USED, ModelSpec, Params, Weight, weight_table
+
+if TYPE_CHECKING:
+    from jaxrl_async.model import own_layer
+else:
+    own_layer = Later("jaxrl_async.model.own_layer")
 
 UNROLL = 4
 """Small layers per iteration of the trainer's scan: more run faster and compile longer."""
@@ -540,7 +545,7 @@ def _embed(
     spec: ModelSpec, params: Params, token_ids: Array, positions: Array, dtype: Any
 ) -> Array:
     if spec.own is not None:
-        return first_states(spec, params, token_ids, positions).astype(dtype)
+        return own_layer.first_states(spec, params, token_ids, positions).astype(dtype)
     x = params["embed"][token_ids].astype(dtype)
     scale = spec.scales.embedding
     return x if scale == 1 else x * jnp.asarray(scale, dtype)
@@ -548,7 +553,7 @@ def _embed(
 
 def _final_norm(spec: ModelSpec, params: Params, x: Array) -> Array:
     if spec.own is not None:
-        return last_states(spec, params, x)
+        return own_layer.last_states(spec, params, x)
     return normed(spec, x, params["final_norm"])
 
 

@@ -1,16 +1,21 @@
 """The layer class of a decoder's stack, split once into a graph definition and a dict of arrays."""
 
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flax import nnx
 
+from jaxrl_async.later import Later
 from jaxrl_async.model.delta_layer import DeltaLayer, GatedLayer
 from jaxrl_async.model.families.parts import LINEAR_STACK
-from jaxrl_async.model.latent import AbsorbedLayer, LatentLayer
 from jaxrl_async.model.layers import Layer
 from jaxrl_async.model.own_code import class_of
 from jaxrl_async.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from jaxrl_async.model import latent
+else:
+    latent = Later("jaxrl_async.model.latent")
 
 
 @lru_cache(maxsize=16)
@@ -45,4 +50,4 @@ def _layer_of(spec: ModelSpec, stack: str, *, cached: bool) -> Any:
         return DeltaLayer
     if spec.latent is None:
         return GatedLayer if spec.attention_gated else Layer
-    return AbsorbedLayer if cached else LatentLayer
+    return latent.AbsorbedLayer if cached else latent.LatentLayer

@@ -4,7 +4,7 @@ n tokens, k experts per token, E experts, D model width, F inner width of an exp
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,11 @@ from jax.sharding import Mesh
 
 from jaxrl_async.algorithms.expert_load import ExpertLoad
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.later import Later
 from jaxrl_async.mesh import TRAINER_RULES, Rules, divided, spec_for, trainer_rules
 from jaxrl_async.model.activations import gated
 from jaxrl_async.model.dropout import apart, dropped
 from jaxrl_async.model.families.parts import USUAL_ROUTER, Activation, ExpertRouter
-from jaxrl_async.model.grouped import grouped_product
 from jaxrl_async.model.quantize import PACKED, quantized_product, scales_among
 from jaxrl_async.model.spec import (
     BIAS,
@@ -30,6 +30,11 @@ from jaxrl_async.model.spec import (
     SCALE,
     ModelSpec,
 )
+
+if TYPE_CHECKING:
+    from jaxrl_async.model import grouped
+else:
+    grouped = Later("jaxrl_async.model.grouped")
 
 Experts = Callable[[Array, Array, Array, dict[str, Array], Activation], Array]
 """(x [n, D], ids [n, k], their weights [n, k], matrices by name, activation) -> [n, D]."""
@@ -257,10 +262,10 @@ def run_experts(
 
     def summed(rows: Array, weights: Array) -> Array:
         """Multiply each row by its expert's matrix; float32."""
-        return grouped_product(rows, weights.astype(rows.dtype), sizes, jnp.float32)
+        return grouped.grouped_product(rows, weights.astype(rows.dtype), sizes, jnp.float32)
 
     def dots(rows: Array, name: str) -> Array:
-        return grouped_product(rows, matrices[name].astype(rows.dtype), sizes, rows.dtype)
+        return grouped.grouped_product(rows, matrices[name].astype(rows.dtype), sizes, rows.dtype)
 
     def times(rows: Array, name: str) -> Array:
         if scales:

@@ -18,7 +18,6 @@ from jaxrl_async.metrics.prometheus import KeepsMetrics
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports.rollout import ChatFormat
-from jaxrl_async.rollout.chat_env import ChatEnvs
 from jaxrl_async.rollout.env import MakeEnv
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.optional_parts import (
@@ -30,10 +29,13 @@ from jaxrl_async.run.optional_parts import (
     SeatFillers,
     Serving,
 )
-from jaxrl_async.run.replay.player import ReplayedBuffer
-from jaxrl_async.tasks.game import Game
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.types import Prompt, VersionedParams
+
+if TYPE_CHECKING:
+    from jaxrl_async.rollout.chat_env import ChatEnvs
+    from jaxrl_async.run.replay.player import ReplayedBuffer
+    from jaxrl_async.tasks.game import Game
 
 if TYPE_CHECKING:  # both modules import this one
     from jaxrl_async.run.builders.inputs import Inputs
@@ -93,8 +95,8 @@ def check_game(config: Config, name: str) -> None:
 
 
 def make_games(
-    chat: ChatEnvs,
-    make: Callable[[], Game],
+    chat: "ChatEnvs",
+    make: "Callable[[], Game]",
     opponents: SeatFillers,
     example: Prompt,
     config: Config,
@@ -143,7 +145,7 @@ def engine_sampling(
     config: Config,
     inputs: "Inputs",
     weights: VersionedParams,
-    gate: ReplayBuffer | ReplayedBuffer,
+    gate: "ReplayBuffer | ReplayedBuffer",
 ) -> "Sampling":
     """Make the samplers of another engine (sampler.engine). Arguments as
     builders.samplers.make_sampling's."""

@@ -27,7 +27,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -36,6 +36,7 @@ from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.config.several import folders_of, runs_of
 from jaxrl_async.errors import ConfigError, Stopped, StopTraining
 from jaxrl_async.garbage import only_new_garbage
+from jaxrl_async.later import Later
 from jaxrl_async.metrics.console import Console, OnStep
 from jaxrl_async.metrics.json_logs import add_labels, logs_as
 from jaxrl_async.metrics.recorder import read_lines
@@ -43,7 +44,7 @@ from jaxrl_async.metrics.series import accuracy_points, points
 from jaxrl_async.metrics.spans import recorded_spans, write_spans
 from jaxrl_async.metrics.tracker_kinds import check_trackers
 from jaxrl_async.metrics.trackers import remembered
-from jaxrl_async.run import features, offline
+from jaxrl_async.run import features
 from jaxrl_async.run.assemble import RunContext, assemble
 from jaxrl_async.run.builders.devices import (
     CACHE_FOLDER,
@@ -64,6 +65,11 @@ from jaxrl_async.run.threads import run_threads
 from jaxrl_async.run.warm_start import forget_warm_start
 from jaxrl_async.shown_environment import hide_secrets, key_variables
 from jaxrl_async.tasks.task import Task
+
+if TYPE_CHECKING:
+    from jaxrl_async.run import offline
+else:
+    offline = Later("jaxrl_async.run.offline")
 
 Job = Callable[[Config, RunContext], Path | None]
 """Runs a job to its end; returns the folder of the weights, if there is one."""

@@ -10,13 +10,19 @@ If in doubt it is 0, since a policy soon finds answers that are rewarded without
 
 import re
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from jaxrl_async.errors import RefusedScore
+from jaxrl_async.later import Later
 from jaxrl_async.scorers.answers import TEXT, after_thinking, find_answer
-from jaxrl_async.scorers.mathprocess import can_be_read, same_mathematics
 from jaxrl_async.scorers.units import differ
 from jaxrl_async.scorers.written_numbers import number_of, plain_float
 from jaxrl_async.types import CORRECT
+
+if TYPE_CHECKING:
+    from jaxrl_async.scorers import mathprocess
+else:
+    mathprocess = Later("jaxrl_async.scorers.mathprocess")
 
 
 def exact(completion: str, reference: str) -> Mapping[str, float]:
@@ -66,7 +72,7 @@ def math(completion: str, reference: str) -> Mapping[str, float]:
     """
     if equal_texts(completion, _needed(reference)):
         return _verdict(True)
-    return _verdict(same_mathematics(completion, reference))
+    return _verdict(mathprocess.same_mathematics(completion, reference))
 
 
 def equal_texts(completion: str, reference: str) -> bool:
@@ -86,7 +92,7 @@ def unreadable(grader: Callable[..., object], reference: str) -> bool:
         return True
     if grader is gsm8k:
         return number_of(find_answer(plain_float(reference))) is None
-    return grader is math and not can_be_read(reference)
+    return grader is math and not mathprocess.can_be_read(reference)
 
 
 def _bare(text: str) -> str:

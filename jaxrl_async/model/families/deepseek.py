@@ -128,7 +128,6 @@ DEEPSEEK_V2 = Family(
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     classes="DeepseekV3",
-    also=("kimi_k2",),
     latent=_latent,
     written_latent=_written_latent,
     scales=_scales,

@@ -4,6 +4,7 @@ import functools
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxrl_async.data.tokenizer import (
     load_tokenizer,
 )
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.later import Later
 from jaxrl_async.mesh import TRAINER_RULES, Slices, shardings
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.frozen_base import (
@@ -32,7 +34,6 @@ from jaxrl_async.model.hf import check_params, load_spec
 from jaxrl_async.model.lora import adapter_table, lora_of, trained_table
 from jaxrl_async.model.moe import check_experts
 from jaxrl_async.model.own_code import check_unchanged, load_code
-from jaxrl_async.model.own_spec import check_numbers, check_own_base, own_spec
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import ModelSpec, check_positions, num_in, num_weights, weight_table
@@ -40,6 +41,11 @@ from jaxrl_async.run.builders.base_seal import check_seal, keep_seal
 from jaxrl_async.run.builders.device_memory import check_memory
 from jaxrl_async.tasks.task import NO_TASK, Task
 from jaxrl_async.trainer.optimizer import optimizer_bytes
+
+if TYPE_CHECKING:
+    from jaxrl_async.model import own_spec
+else:
+    own_spec = Later("jaxrl_async.model.own_spec")
 
 log = logging.getLogger(__name__)
 
@@ -78,11 +84,11 @@ def check_model(config: Config, tokenizer: Tokenizer, slices: Slices) -> ModelSp
     if config.model.path is not None:
         check_lengths(config, spec, config.model.path)
         check_params(config.model.path, spec)
-    check_numbers(spec)
+    own_spec.check_numbers(spec)
     moments = 0 if "optimizer" in config.trainer.offload else optimizer_bytes(config.trainer, dtype)
     lora, form = lora_of(spec, config.model.lora), form_of(config.model.lora)
     if form is not None:
-        check_own_base(spec, base_shapes(spec, form, dtype))
+        own_spec.check_own_base(spec, base_shapes(spec, form, dtype))
     trained = num_in(trained_table(spec, lora)) * (dtype.itemsize + moments)
     frozen = lora is not None and config.model.path is not None
     warmed = num_weights(spec) * (dtype.itemsize + moments)  # a warm start trains all weights
@@ -109,7 +115,11 @@ def spec_of_run(config: Config, tokenizer: Tokenizer) -> ModelSpec:
         spec = decoder_of(config.model.path, own)
     else:
         vocab = shape.vocab or _rounded(tokenizer.vocab_size)
-        spec = own_spec(own, shape, vocab) if own else ModelSpec.from_architecture(shape, vocab)
+        spec = (
+            own_spec.own_spec(own, shape, vocab)
+            if own
+            else ModelSpec.from_architecture(shape, vocab)
+        )
         spec = replace(spec, max_positions=max(spec.max_positions, config.longest_example))
     return spec
 

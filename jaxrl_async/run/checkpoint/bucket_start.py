@@ -9,16 +9,23 @@ checkpoint; one that does not know the sign was continued elsewhere, and is move
 import logging
 import uuid
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
 from jaxrl_async.config.run_section import CheckpointSection, RunSection
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.later import Later
 from jaxrl_async.metrics.recorder import read_lines
-from jaxrl_async.run.checkpoint.bucket import BucketStorage, open_bucket, unusable
 from jaxrl_async.run.checkpoint.seal import saved_steps
 from jaxrl_async.run.folder import Paths, holds_something, move_aside
 from jaxrl_async.run.signs import WRITERS, add_signs, read_signs
+
+if TYPE_CHECKING:
+    from jaxrl_async.run.checkpoint import bucket
+    from jaxrl_async.run.checkpoint.bucket import BucketStorage
+else:
+    bucket = Later("jaxrl_async.run.checkpoint.bucket")
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +43,7 @@ def bring_back_records(section: CheckpointSection, run: RunSection) -> bool:
         if not saved_steps(paths.checkpoints):
             _check_same_place(section, run)
         return False
-    place = open_bucket(section.dir, run.name)
+    place = bucket.open_bucket(section.dir, run.name)
     try:
         steps = place.steps()
         if not steps:
@@ -50,7 +57,7 @@ def bring_back_records(section: CheckpointSection, run: RunSection) -> bool:
             )
         _bring_back(place, _newest_whole(place, steps), paths)
     except OSError as error:
-        raise unusable(str(place.directory), error) from error
+        raise bucket.unusable(str(place.directory), error) from error
     return True
 
 
@@ -60,7 +67,7 @@ def begin_writing(section: CheckpointSection, run: RunSection) -> None:
     Raises ConfigError."""
     if section.dir is None:
         return
-    place, paths = open_bucket(section.dir, run.name), Paths(Path(run.dir) / run.name)
+    place, paths = bucket.open_bucket(section.dir, run.name), Paths(Path(run.dir) / run.name)
     sign = uuid.uuid4().hex
     try:
         before = place.writer()
@@ -76,12 +83,12 @@ def begin_writing(section: CheckpointSection, run: RunSection) -> None:
         if steps:
             _bring_back(place, _newest_whole(place, steps), paths)
     except OSError as error:
-        raise unusable(str(place.directory), error) from error
+        raise bucket.unusable(str(place.directory), error) from error
     if before is not None:
         log.info("%s was written by %s; if it still runs, it ends", place.directory, before)
 
 
-def _bring_back(place: BucketStorage, step: int, paths: Paths) -> None:
+def _bring_back(place: "BucketStorage", step: int, paths: Paths) -> None:
     """Bring a run's folder to where its newest checkpoint is. Raises OSError, ConfigError."""
     root, writer = paths.root, place.writer()
     # A host that was not the first of its run has left no metrics, only files such as its trace.
@@ -105,7 +112,7 @@ def _bring_back(place: BucketStorage, step: int, paths: Paths) -> None:
     place.fetch_records(step, paths)
 
 
-def _reaches(paths: Paths, place: BucketStorage, step: int) -> bool:
+def _reaches(paths: Paths, place: "BucketStorage", step: int) -> bool:
     """Return whether the metrics here are of this step or later, and the ledger is as long as the
     checkpoint's: a copy may have been made between the two."""
     last = max((line["step"] for line in read_lines(paths.metrics) if "step" in line), default=0)
@@ -130,7 +137,7 @@ def _check_same_place(section: CheckpointSection, run: RunSection) -> None:
         )
 
 
-def _newest_whole(place: BucketStorage, steps: list[int]) -> int:
+def _newest_whole(place: "BucketStorage", steps: list[int]) -> int:
     """Return the newest step whose objects are those that were written. Raises OSError where the
     bucket does not say, ConfigError if there is none."""
     for step in reversed(steps):

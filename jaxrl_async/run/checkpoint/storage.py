@@ -6,10 +6,10 @@ Checkpoints ──writes, seals, reads, removes──> FolderStorage | BucketSto
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxrl_async.config.run_section import CheckpointSection
-from jaxrl_async.run.checkpoint.bucket import BucketStorage, open_bucket
+from jaxrl_async.later import Later
 from jaxrl_async.run.checkpoint.seal import (
     UNNAMED,
     check_files,
@@ -26,6 +26,12 @@ from jaxrl_async.run.checkpoint.seal import (
 )
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.signs import WRITERS, read_signs
+
+if TYPE_CHECKING:
+    from jaxrl_async.run.checkpoint import bucket
+    from jaxrl_async.run.checkpoint.bucket import BucketStorage
+else:
+    bucket = Later("jaxrl_async.run.checkpoint.bucket")
 
 
 class CheckpointStorage(Protocol):
@@ -129,10 +135,10 @@ class FolderStorage:
 
 def place_of(
     section: CheckpointSection, run_name: str, paths: Paths
-) -> FolderStorage | BucketStorage:
+) -> "FolderStorage | BucketStorage":
     """Return where a run's checkpoints lie; nothing is made. Raises ConfigError for a bucket that
     cannot be used."""
     if section.dir is None:
         return FolderStorage(paths.checkpoints.absolute())
     signs = read_signs(paths.root / WRITERS)  # the last one's is this process's, if it trains
-    return open_bucket(section.dir, run_name, signs[-1] if signs else None)
+    return bucket.open_bucket(section.dir, run_name, signs[-1] if signs else None)
