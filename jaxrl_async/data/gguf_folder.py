@@ -15,11 +15,16 @@ import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxrl_async.data.gguf_config import config_of, token_ids
 from jaxrl_async.data.gguf_file import GgufFile, gguf_here, read_gguf
 from jaxrl_async.errors import CheckpointError, ConfigError, DataError, in_a_line
+from jaxrl_async.later import Later
+
+if TYPE_CHECKING:
+    from jaxrl_async.data import gguf_config
+else:
+    gguf_config = Later("jaxrl_async.data.gguf_config")
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +51,8 @@ def gguf_folder(path: str, setting: str, cache: Path) -> Path:
     if not (folder / POINTER).is_file():
         read = read_gguf(file)
         contents = {
-            "config.json": config_of(read),
-            "generation_config.json": token_ids(read),
+            "config.json": gguf_config.config_of(read),
+            "generation_config.json": gguf_config.token_ids(read),
             POINTER: facts,
         }
         try:

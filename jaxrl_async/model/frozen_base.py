@@ -24,7 +24,6 @@ from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.later import Later
 from jaxrl_async.mesh import TRAINER_RULES, shardings
-from jaxrl_async.model.four_bits import inputs_per_scale, pack_codes
 from jaxrl_async.model.hf import OpenWeights, open_weights
 from jaxrl_async.model.lora import Lora, change_of
 from jaxrl_async.model.quantize import (
@@ -52,10 +51,11 @@ from jaxrl_async.model.spec import (
 )
 
 if TYPE_CHECKING:
-    from jaxrl_async.model import gguf_blocks, gguf_tensors
+    from jaxrl_async.model import four_bits, gguf_blocks, gguf_tensors
 else:
     gguf_blocks = Later("jaxrl_async.model.gguf_blocks")
     gguf_tensors = Later("jaxrl_async.model.gguf_tensors")
+    four_bits = Later("jaxrl_async.model.four_bits")
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,9 @@ def _packed_table(table: dict[str, Weight], form: BaseForm) -> dict[str, Weight]
 def _scales_of(name: str, weight: Weight, form: BaseForm) -> Weight:
     """Return the Weight of a matrix's 4-bit scales. Raises ConfigError."""
     assert form.kind != "int8"
-    return _with_inputs(weight, inputs_per_scale(form.kind, group_of(name, weight, form.group)))
+    return _with_inputs(
+        weight, four_bits.inputs_per_scale(form.kind, group_of(name, weight, form.group))
+    )
 
 
 def _with_inputs(weight: Weight, parts: int) -> Weight:
@@ -317,7 +319,7 @@ def _in_form(name: str, weight: Weight, form: BaseForm, array: Array) -> dict[st
         return {name: values, name + form.ending: scales}
     group, outputs = group_of(name, weight, form.group), weight.shape[contracted(weight).stop :]
     flat = array.reshape(*weight.shape[: weight.stacked], -1, math.prod(outputs))
-    packed, scales = pack_codes(flat, form.kind, group)
+    packed, scales = four_bits.pack_codes(flat, form.kind, group)
     return {
         name: packed.reshape(_with_inputs(weight, 2).shape),
         name + form.ending: scales.reshape(_scales_of(name, weight, form).shape),

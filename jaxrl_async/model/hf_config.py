@@ -5,18 +5,20 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.later import Later
-from jaxrl_async.model.families.defaults import expert_keys, with_defaults
 from jaxrl_async.model.families.family import Family
 from jaxrl_async.model.families.family_registry import ALSO, FAMILIES, WRAPPED
 from jaxrl_async.model.families.fields import COPY_AGAIN, MAX_LAYERS, NO_IDS, ConfigFields, shown
 from jaxrl_async.model.families.layer_types import read_pattern, written_pattern
 from jaxrl_async.model.families.parts import DENSE_STACK, Latent
+from jaxrl_async.model.own_code import OWN_TYPE
 from jaxrl_async.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from jaxrl_async.model import own_spec
+    from jaxrl_async.model.families import defaults
 else:
     own_spec = Later("jaxrl_async.model.own_spec")
+    defaults = Later("jaxrl_async.model.families.defaults")
 
 HF_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "clamped_silu": "silu"}
 """Activations by their names in transformers."""
@@ -28,10 +30,10 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
 
     where: the file, for errors.
     """
-    if config.get("model_type") == own_spec.OWN_TYPE:
+    if config.get("model_type") == OWN_TYPE:
         return own_spec.read_own(config, where)
     family, fields = _family(ConfigFields(config, where))
-    fields = with_defaults(family, fields)
+    fields = defaults.with_defaults(family, fields)
     _refuse_unsupported(family, fields)
     heads, width = fields.whole("num_attention_heads"), fields.whole("hidden_size")
     layers = fields.whole("num_hidden_layers", most=MAX_LAYERS)
@@ -158,7 +160,7 @@ def _refuse_unsupported(family: Family, fields: ConfigFields) -> None:
 
 def _experts(family: Family, fields: ConfigFields) -> int:
     """Return the number of experts in a layer. Raises CheckpointError if a token would use more."""
-    key = next((k for k in expert_keys(family) if k in fields.values), family.experts_key)
+    key = next((k for k in defaults.expert_keys(family) if k in fields.values), family.experts_key)
     experts, chosen = fields.whole(key), fields.whole("num_experts_per_tok")
     if chosen > experts:
         raise CheckpointError(

@@ -14,7 +14,7 @@ from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.metrics.fault_counts import FaultCounts
-from jaxrl_async.metrics.prometheus import KeepsMetrics
+from jaxrl_async.metrics.recorder import KeepsMetrics
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports.rollout import ChatFormat
@@ -32,14 +32,12 @@ from jaxrl_async.run.optional_parts import (
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.types import Prompt, VersionedParams
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what only some runs load; both builders import this module
     from jaxrl_async.rollout.chat_env import ChatEnvs
-    from jaxrl_async.run.replay.player import ReplayedBuffer
-    from jaxrl_async.tasks.game import Game
-
-if TYPE_CHECKING:  # both modules import this one
     from jaxrl_async.run.builders.inputs import Inputs
     from jaxrl_async.run.builders.samplers import Sampling
+    from jaxrl_async.run.replay.player import ReplayedBuffer
+    from jaxrl_async.tasks.game import Game
 
 Count = Callable[[str, int], None]
 """Counts faults by name and number."""

@@ -42,8 +42,7 @@ from jaxrl_async.metrics.json_logs import add_labels, logs_as
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.metrics.series import accuracy_points, points
 from jaxrl_async.metrics.spans import recorded_spans, write_spans
-from jaxrl_async.metrics.tracker_kinds import check_trackers
-from jaxrl_async.metrics.trackers import remembered
+from jaxrl_async.metrics.trackers import check_trackers, remembered
 from jaxrl_async.run import features
 from jaxrl_async.run.assemble import RunContext, assemble
 from jaxrl_async.run.builders.devices import (

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 from jaxrl_async.errors import RefusedScore
 from jaxrl_async.later import Later
 from jaxrl_async.scorers.answers import TEXT, after_thinking, find_answer
-from jaxrl_async.scorers.units import differ
 from jaxrl_async.scorers.written_numbers import number_of, plain_float
 from jaxrl_async.types import CORRECT
 
 if TYPE_CHECKING:
-    from jaxrl_async.scorers import mathprocess
+    from jaxrl_async.scorers import mathprocess, units
 else:
     mathprocess = Later("jaxrl_async.scorers.mathprocess")
+    units = Later("jaxrl_async.scorers.units")
 
 
 def exact(completion: str, reference: str) -> Mapping[str, float]:
@@ -59,7 +59,7 @@ def gsm8k(completion: str, reference: str) -> Mapping[str, float]:
         return _verdict(False)
     number = number_of(right)
     same = number is not None and number_of(given) == number
-    return _verdict(same and not differ(given.line, right.line))
+    return _verdict(same and not units.differ(given.line, right.line))
 
 
 def math(completion: str, reference: str) -> Mapping[str, float]:

@@ -1,6 +1,7 @@
 """The forward pass of the policy in its update, with its reference and teacher."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ from jax import Array
 
 from jaxrl_async.algorithms.columns import COLUMNS, DeviceBatch
 from jaxrl_async.algorithms.losses import TokenInputs
+from jaxrl_async.later import Later
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.divergence import (
     Divergence,
@@ -19,8 +21,12 @@ from jaxrl_async.model.divergence import (
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.lora import Lora, joined
 from jaxrl_async.model.spec import ModelSpec, Params
-from jaxrl_async.trainer.distill import TeacherTop, distill_rows
 from jaxrl_async.trainer.update_programs import Frozen
+
+if TYPE_CHECKING:
+    from jaxrl_async.trainer import distill
+else:
+    distill = Later("jaxrl_async.trainer.distill")
 
 IN_LOSS = tuple(name for name in DeviceBatch._fields if COLUMNS[name].in_loss)
 """Columns of a micro-batch that a loss may read unchanged."""
@@ -49,8 +55,10 @@ class PolicyForward:
         policy = (self.spec, joined(self.lora, frozen.base, trainable, frozen.noise))
         tokens = TokenRows.of(micro._asdict(), self._learnt(micro))
         if micro.teacher_ids is not None and micro.teacher_logprobs is not None:
-            top = TeacherTop(micro.teacher_ids, micro.teacher_logprobs)
-            passed = distill_rows(*policy, tokens, top, self.teacher_divergence, self.decoder)
+            top = distill.TeacherTop(micro.teacher_ids, micro.teacher_logprobs)
+            passed = distill.distill_rows(
+                *policy, tokens, top, self.teacher_divergence, self.decoder
+            )
             x = self._inputs(passed, micro)._replace(teacher_divergence=passed.divergence)
         elif frozen.teacher is not None:
             teacher = FrozenPolicy(self.teacher_spec, frozen.teacher)

@@ -82,7 +82,7 @@ GROUPS = [
 def learner_of(pairs: dict, settings: LearningSettings, algorithm: dict | None = None) -> Learner:
     section = PairsSection(**pairs)
     given = schema.AlgorithmSection(**{"learning_rate": RATE, **(algorithm or {})})
-    step = policy_update(SPEC, settings, as_learnt(given, section), total_steps=20)
+    step = policy_update(SPEC, settings, as_learnt(given), total_steps=20)
     how = LearnerSettings(algorithm=given, row_length=ROW, pairs=section)
     beside = Companions(
         own_pass=LogprobPass(SPEC, settings),

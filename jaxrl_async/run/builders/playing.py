@@ -20,7 +20,6 @@ from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.run import features
 from jaxrl_async.run.optional_parts import SeatFillers, Serving
-from jaxrl_async.tasks.named_tasks import load_task
 from jaxrl_async.tasks.task import NO_TASK, Task
 from jaxrl_async.types import Prompt
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from jaxrl_async.data.chat_formats import plain_format
     from jaxrl_async.rollout import chat_env
     from jaxrl_async.rollout.chat_env import ChatEnvs, ChatLimits
-    from jaxrl_async.tasks import task_source, toolbox
+    from jaxrl_async.tasks import named_tasks, task_source, toolbox
     from jaxrl_async.tasks.task_source import TaskData
 else:
     chat = Later("jaxrl_async.data.chat")
@@ -38,6 +37,7 @@ else:
     chat_env = Later("jaxrl_async.rollout.chat_env")
     task_source = Later("jaxrl_async.tasks.task_source")
     toolbox = Later("jaxrl_async.tasks.toolbox")
+    named_tasks = Later("jaxrl_async.tasks.named_tasks")
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def find_task(config: Config, given: Task | None = None) -> Task:
     """
     if config.task is None:
         return _for_outsiders(config, NO_TASK)
-    task, name = given or load_task(config.task), name_of(config.task)
+    task, name = given or named_tasks.load_task(config.task), name_of(config.task)
     whole = task.program is not None or task.game is not None
     both = task.program is not None and task.game is not None
     if both or (whole and (task.environment is not None or task.tools)):

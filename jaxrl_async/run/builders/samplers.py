@@ -4,7 +4,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ from jaxrl_async.ports.generate import Generate, Replica
 from jaxrl_async.ports.weights import Publisher
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.optional_parts import JoinedSamplers, SamplerProcesses
-from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.probe import Probe, probe_tokens, rounding_share
@@ -35,6 +34,9 @@ from jaxrl_async.types import IntArray, VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.conversion import Conversion
 from jaxrl_async.weights.local import Push
+
+if TYPE_CHECKING:
+    from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule
 
 AWAKE_S = 5.0
 """Maximum time between two checks of the samplers that counts against them, seconds: a suspended
@@ -270,7 +272,7 @@ def make_channel(
     spec: ModelSpec,
     slices: Slices,
     version: int,
-    gate: ReplayBuffer | ReplayedBuffer,
+    gate: "ReplayBuffer | ReplayedBuffer",
     count: Callable[[str], None],
 ) -> tuple[list[Push], WeightChannel]:
     """Make the channel to samplers on the meshes of slices, and the push to each of them.
@@ -301,8 +303,8 @@ def make_sampling(
     config: Config,
     inputs: Inputs,
     weights: VersionedParams,
-    schedule: RunSchedule,
-    gate: ReplayBuffer | ReplayedBuffer,
+    schedule: "RunSchedule",
+    gate: "ReplayBuffer | ReplayedBuffer",
     base: Params | None = None,
 ) -> Sampling:
     """Make the samplers with the policy's weights, and the channel for later versions.

@@ -29,7 +29,7 @@ from jaxrl_async.run.builders.initial_policy import check_lengths
 from jaxrl_async.run.optional_parts import Judges, NoJudges
 from jaxrl_async.scorers.answers import thinking_marks
 from jaxrl_async.scorers.guard import GuardedScorer, try_once
-from jaxrl_async.scorers.results import FUNCTIONS
+from jaxrl_async.scorers.results import FUNCTION, FUNCTIONS, MODEL
 from jaxrl_async.scorers.rewards import REWARDS, RewardFunction, RewardScorer, make_scorer
 from jaxrl_async.tasks.task import QUESTIONS, Task
 from jaxrl_async.types import Prompt
@@ -218,7 +218,7 @@ def check_reward_parts(
     process rewards. The parts of an environment's reward, and of a function that does not apply to
     the example, are unknown before the run.
     """
-    parts = {reward_model.MODEL} if reward.model is not None else set[str]()
+    parts = {MODEL} if reward.model is not None else set[str]()
     all_known = True
     try:
         for setting, trial in scorers.trials:
@@ -231,7 +231,7 @@ def check_reward_parts(
         tried = try_once(scorers.evaluation, example, tokenizer.encode, where)
         of_function, all_known = tried.parts, not tried.left_out
         beside_judge = reward.judged and reward.model is None
-        alone = FUNCTIONS if beside_judge else reward_model.FUNCTION
+        alone = FUNCTIONS if beside_judge else FUNCTION
         parts |= of_function.keys() or ({alone} if parts else set())
     if task.judges or not all_known:
         return
