@@ -32,9 +32,8 @@ from jaxrl_async.buffer.contents import (
     LastDraw,
     lengths,
 )
-from jaxrl_async.buffer.eligibility import Eligibility
 from jaxrl_async.buffer.ledger import Ledger
-from jaxrl_async.buffer.select import Rank, select, select_again, strict, waited_for
+from jaxrl_async.buffer.select import Eligibility, Rank, select, select_again, strict, waited_for
 from jaxrl_async.errors import Closed, ConfigError, TrainingError
 from jaxrl_async.ports.run import Clock
 from jaxrl_async.staleness import (

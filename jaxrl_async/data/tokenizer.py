@@ -18,8 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jaxrl_async.data.images import ImageStore
-from jaxrl_async.data.text_bounds import chars_per_token, most_chars
-from jaxrl_async.data.token_bytes import bytes_of_tokens, joins_bytes
+from jaxrl_async.data.token_bytes import bytes_of_tokens, chars_per_token, joins_bytes, most_chars
 from jaxrl_async.errors import ConfigError, DataError, TextTooLong, in_a_line
 from jaxrl_async.types import IntArray, Message
 from jaxrl_async.whole_files import replacing

@@ -16,8 +16,13 @@ from types import TracebackType
 from typing import Any
 
 from jaxrl_async.metrics import otlp
-from jaxrl_async.metrics.span_recorder import RecordedSpan, SpanRecorder
-from jaxrl_async.metrics.trace_file import TRACE_CLOCK, TraceFile, Tracks
+from jaxrl_async.metrics.trace_file import (
+    TRACE_CLOCK,
+    RecordedSpan,
+    SpanRecorder,
+    TraceFile,
+    Tracks,
+)
 
 log = logging.getLogger(__name__)
 

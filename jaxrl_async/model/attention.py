@@ -23,7 +23,6 @@ from jaxrl_async.cpu.kernel_library import TRAINING, kernels_are_there
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.later import Later
 from jaxrl_async.model import kernels
-from jaxrl_async.model.card import capability_of
 from jaxrl_async.model.kernels import (
     PLAIN,
     PartAttention,
@@ -543,3 +542,21 @@ def _say_quadratic(platform: str) -> None:
         "out.",
         platform,
     )
+
+
+# ---- compute capability of NVIDIA GPUs
+
+
+Capability = tuple[int, int]
+"""Major and minor version: (9, 0) for an H100."""
+
+
+def capability_of(device: Any) -> Capability | None:
+    """Return a device's compute capability; None if it is not an NVIDIA GPU."""
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    return (int(major), int(minor or 0)) if major.isdigit() else None
+
+
+def has_triton(device: Any) -> bool:
+    """Return whether a device supports the Triton kernels: NVIDIA GPUs since Ampere."""
+    return (capability_of(device) or (0, 0)) >= (AMPERE, 0)

@@ -10,7 +10,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial, reduce
+from functools import cache, lru_cache, partial, reduce
 from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,10 +34,9 @@ from jaxrl_async.model.attention import (
     visible_until,
 )
 from jaxrl_async.model.delta import DeltaInputs
-from jaxrl_async.model.delta_layer import read_states
-from jaxrl_async.model.families.parts import LayerKind, LayerRun, Scales
+from jaxrl_async.model.delta_layer import DeltaLayer, GatedLayer, read_states
+from jaxrl_async.model.families.parts import LINEAR_STACK, LayerKind, LayerRun, Scales
 from jaxrl_async.model.kernels import ATTENDED, Scoring, SequenceAttention
-from jaxrl_async.model.layer_graph import layer_graph
 from jaxrl_async.model.layers import Layer, all_angles, initial, normed, product
 from jaxrl_async.model.layout import ONE_DEVICE, Layout
 from jaxrl_async.model.lora import adapted_names, with_adapter
@@ -51,12 +50,14 @@ from jaxrl_async.model.moe import (
     route,
     run_experts,
 )
+from jaxrl_async.model.own_code import class_of
 from jaxrl_async.model.quantize import computed_in, scales_among, table_of
 from jaxrl_async.model.spec import LORA_OWN, ROWS_USED, ModelSpec, Params, Weight, weight_table
 
 if TYPE_CHECKING:
-    from jaxrl_async.model import own_layer
+    from jaxrl_async.model import latent, own_layer
 else:
+    latent = Later("jaxrl_async.model.latent")
     own_layer = Later("jaxrl_async.model.own_layer")
 
 UNROLL = 4
@@ -576,3 +577,41 @@ def _remat(function: Any, policy: str) -> Any:
         ),
     }
     return jax.checkpoint(function, policy=saved[policy], prevent_cse=False)
+
+
+# ---- the layer class of a stack, split once into a graph definition and a dict of arrays
+
+
+@lru_cache(maxsize=16)
+def layer_graph(
+    spec: ModelSpec,
+    *,
+    stack: str = "layers",
+    fused: bool = False,
+    mixed: bool = False,
+    eight_bits: bool = False,
+    scales: str = "",
+    adapted: tuple[str, ...] = (),
+    chosen: bool = False,
+    masked: bool = False,
+    cached: bool = False,
+) -> Any:
+    """Return the layer's graph definition, made once; `nnx.merge(layer_graph(spec), weights)` is a
+    Layer. cached: its keys and values have the form of the cache. For the rest, see Layer."""
+    layer = partial(
+        _layer_of(spec, stack, cached=cached), spec, stack=stack, fused=fused, mixed=mixed,
+        eight_bits=eight_bits, scales=scales, adapted=adapted, chosen=chosen, masked=masked,
+    )  # fmt: skip
+    graph, _ = nnx.split(nnx.eval_shape(layer))
+    return graph
+
+
+def _layer_of(spec: ModelSpec, stack: str, *, cached: bool) -> Any:
+    """Return the class of the layers in a decoder's stack."""
+    if spec.own is not None:
+        return class_of(spec.own)
+    if stack == LINEAR_STACK:
+        return DeltaLayer
+    if spec.latent is None:
+        return GatedLayer if spec.attention_gated else Layer
+    return latent.AbsorbedLayer if cached else latent.LatentLayer

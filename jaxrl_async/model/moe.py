@@ -16,9 +16,14 @@ from jaxrl_async.algorithms.expert_load import ExpertLoad
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.later import Later
 from jaxrl_async.mesh import TRAINER_RULES, Rules, divided, spec_for, trainer_rules
-from jaxrl_async.model.activations import gated
 from jaxrl_async.model.dropout import apart, dropped
-from jaxrl_async.model.families.parts import USUAL_ROUTER, Activation, ExpertRouter
+from jaxrl_async.model.families.parts import (
+    CLAMP_LIMIT,
+    CLAMP_SLOPE,
+    USUAL_ROUTER,
+    Activation,
+    ExpertRouter,
+)
 from jaxrl_async.model.quantize import PACKED, quantized_product, scales_among
 from jaxrl_async.model.spec import (
     BIAS,
@@ -389,3 +394,21 @@ def check_experts(spec: ModelSpec, mesh: Mesh, where: str) -> None:
             f"{where}.expert ({ways}) must divide the model's number of experts, but it has {has}. "
             f"Set it to 1 or a divisor, and use the devices for {where}.data, fsdp or tensor."
         )
+
+
+# ---- the gated activations of an MLP and of experts
+
+
+ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
+def gated(kind: Activation, gate: Array, up: Array) -> Array:
+    """Return activation(gate) * up. clamped_silu (gpt-oss) clamps both and uses up + 1."""
+    if kind == "clamped_silu":
+        gate = jnp.minimum(gate, CLAMP_LIMIT)
+        up = jnp.clip(up, -CLAMP_LIMIT, CLAMP_LIMIT)
+        return gate * jax.nn.sigmoid(CLAMP_SLOPE * gate) * (up + 1)
+    return ACTIVATIONS[kind](gate) * up

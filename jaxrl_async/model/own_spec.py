@@ -16,8 +16,8 @@ from flax import nnx
 from jaxrl_async.config.schema import ArchitectureSection
 from jaxrl_async.errors import CheckpointError, ConfigError, JaxrlError
 from jaxrl_async.mesh import TRAINER_RULES
+from jaxrl_async.model.decoder import layer_graph
 from jaxrl_async.model.families.parts import LayerKind, Rope
-from jaxrl_async.model.layer_graph import layer_graph
 from jaxrl_async.model.layers import all_angles, initial
 from jaxrl_async.model.own_code import OWN_TYPE, OwnCode, check_trusted, class_of, load_code
 from jaxrl_async.model.own_layer import OwnLayer

@@ -47,10 +47,9 @@ from jaxrl_async.run.checkpoint.rollout_state import resumed, resuming_if_possib
 from jaxrl_async.run.checkpoint.store import Checkpoints, open_checkpoints
 from jaxrl_async.run.folder import Paths, write_policy
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.notices import Notices
 from jaxrl_async.run.optional_parts import Serving
 from jaxrl_async.run.signals import Stop
-from jaxrl_async.run.watchdog import Watchdog
+from jaxrl_async.run.watchdog import Notices, Watchdog
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.trainer.trainer import Trainer

@@ -35,7 +35,7 @@ from jaxrl_async.config.rules import check_rules
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.config.several import folders_of, runs_of
 from jaxrl_async.errors import ConfigError, Stopped, StopTraining
-from jaxrl_async.garbage import only_new_garbage
+from jaxrl_async.host import only_new_garbage
 from jaxrl_async.later import Later
 from jaxrl_async.metrics.console import Console, OnStep
 from jaxrl_async.metrics.json_logs import add_labels, logs_as

@@ -41,8 +41,8 @@ from jaxrl_async.run.optional_parts import SeatFillers
 from jaxrl_async.run.rates import Observer
 from jaxrl_async.run.signals import LOOK_S
 from jaxrl_async.tasks.usercode import run_loop
-from jaxrl_async.trainer.outlets import Finish
-from jaxrl_async.trainer.token_view import SHOWN_EPISODES, SHOWN_GROUPS, TokenSight
+from jaxrl_async.trainer.evaluation import Finish
+from jaxrl_async.trainer.step_data import SHOWN_EPISODES, SHOWN_GROUPS, TokenSight
 from jaxrl_async.types import (
     CORRECT,
     Episode,

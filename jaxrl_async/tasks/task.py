@@ -11,11 +11,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from jaxrl_async.data.chat_formats.chat_messages import as_messages
-from jaxrl_async.tasks.record import Said, TaskRecord
 from jaxrl_async.types import Message
 
 if TYPE_CHECKING:
     from jaxrl_async.tasks.game import Game
+
+TaskRecord = Mapping[str, Any]
+"""One record of the data, by column. The package itself reads these columns if they exist:
+`messages` (the conversation so far), or else `prompt` or `question`; `answer` (the reference of
+rewards); `worked` (a demonstration: a complete conversation, for the supervised warm start)."""
+Said = str | Message | Sequence[Message] | None
+"""A message of an environment or a game: a text in the user's role, a message, several, or none."""
 
 Records = Sequence[TaskRecord] | Callable[[str], Sequence[TaskRecord]]
 """Records, or a function of the split ("train" or "eval") that returns them."""

@@ -33,8 +33,7 @@ from jaxrl_async.data.tokenizer import PRINTABLE
 from jaxrl_async.errors import Away, ConfigError, MissingExtraError, RolloutError
 from jaxrl_async.metrics.metric import part_name
 from jaxrl_async.tasks.game import SeatScore
-from jaxrl_async.tasks.record import TaskRecord
-from jaxrl_async.tasks.task import Task
+from jaxrl_async.tasks.task import Task, TaskRecord
 from jaxrl_async.tasks.usercode import TooLate, run_async
 from jaxrl_async.types import Score
 

@@ -23,8 +23,14 @@ from jaxrl_async.algorithms.advantages import advantage, step_data
 from jaxrl_async.algorithms.aggregate import token_mean
 from jaxrl_async.algorithms.columns import Columns
 from jaxrl_async.algorithms.objective import mean_report, pass_columns
-from jaxrl_async.algorithms.process_age import within_age
-from jaxrl_async.algorithms.shaping import ShapingFn, bounded, compare_unmasked, shape, shaping
+from jaxrl_async.algorithms.shaping import (
+    ShapingFn,
+    bounded,
+    compare_unmasked,
+    shape,
+    shaping,
+    within_age,
+)
 from jaxrl_async.config import schema
 from jaxrl_async.config.pairs_section import PairsSection
 from jaxrl_async.config.schema import Choice, name_of
@@ -41,9 +47,16 @@ from jaxrl_async.trainer.logprob_pass import LogprobPass, ProbePass
 from jaxrl_async.trainer.objectives.policy_objective import PolicyData, PolicyObjective
 from jaxrl_async.trainer.pack import Pair
 from jaxrl_async.trainer.steered_coefficients import SteeredCoefficients
-from jaxrl_async.trainer.step_data import PackedStep, StepRows, deal, pack_step
+from jaxrl_async.trainer.step_data import (
+    PackedStep,
+    StepRows,
+    TokenSight,
+    deal,
+    pack_step,
+    shown_episodes,
+    sights_of,
+)
 from jaxrl_async.trainer.token_columns import NO_SAMPLER_COLUMNS, SamplerColumns
-from jaxrl_async.trainer.token_view import TokenSight, shown_episodes, sights_of
 from jaxrl_async.trainer.update import Update
 from jaxrl_async.trainer.update_programs import Frozen, TrainState
 from jaxrl_async.types import EpisodeGroup, FloatArray, IntArray, PackedBatch

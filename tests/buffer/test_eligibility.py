@@ -4,7 +4,7 @@ from builders import episode_of, group_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_async.buffer.eligibility import Eligibility
+from jaxrl_async.buffer.select import Eligibility
 from jaxrl_async.staleness import drop_reason
 
 VERSIONS = st.lists(st.integers(0, 4), min_size=1, max_size=3)

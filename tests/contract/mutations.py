@@ -280,7 +280,7 @@ GROUPS = (
         ),
     ),
     Group(
-        "trainer/sparse_bits",
+        "trainer/token_columns",
         ("trainer/test_token_columns.py",),
         (("        bits[counts == 0] = ALL_BITS\n", ""),),
     ),
@@ -465,7 +465,7 @@ GROUPS = (
         ),
     ),
     Group(
-        "buffer/eligibility",
+        "buffer/select",
         ("buffer/test_eligibility.py",),
         (
             (
@@ -517,7 +517,7 @@ GROUPS = (
         ),
     ),
     Group(
-        "weights/checksum",
+        "weights/manifest",
         ("weights/test_transfer_faults.py",),
         (
             (
@@ -947,7 +947,7 @@ GROUPS = (
         ),
     ),
     Group(
-        "run/next_examples",
+        "run/update_loop",
         ("run/test_next_examples.py",),
         (("return self._place() if self._next is None else self._after", "return self._place()"),),
     ),

@@ -26,7 +26,7 @@ from jaxrl_async.data.survey import SAMPLED, looked_at
 from jaxrl_async.data.tokenizer import character_tokenizer, chat_tokenizer
 from jaxrl_async.errors import DataError, RolloutError
 from jaxrl_async.rollout.chat_env import ChatEnvs, ChatLimits
-from jaxrl_async.scorers.references import check_answers, try_references
+from jaxrl_async.scorers.graders import check_answers, try_references
 from jaxrl_async.scorers.rewards import REWARDS
 from jaxrl_async.tasks.task import Environment, Task, conversation_of
 from jaxrl_async.tasks.task_source import TaskData

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_async.weights.buffers import BufferPool
+from jaxrl_async.weights.host_reshard import BufferPool
 
 SHAPE = (256, 256)
 

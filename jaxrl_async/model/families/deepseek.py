@@ -5,8 +5,8 @@ from typing import Any
 from jaxrl_async.model.families.family import Family
 from jaxrl_async.model.families.fields import ConfigFields, shown
 from jaxrl_async.model.families.glm import shared_width, written_mixture
+from jaxrl_async.model.families.layer_types import yarn_magnitude
 from jaxrl_async.model.families.parts import ExpertRouter, Latent, Mixture, Scales
-from jaxrl_async.model.families.ropes import yarn_magnitude
 
 
 def _latent(fields: ConfigFields) -> Latent:

@@ -39,7 +39,7 @@ from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.optional_parts import SeatFillers, Serving
 from jaxrl_async.run.replay.recording import Recorded, read_schedule
 from jaxrl_async.run.warm_start import warm_pairs
-from jaxrl_async.scorers.references import check_answers, try_references
+from jaxrl_async.scorers.graders import check_answers, try_references
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.types import Prompt
 

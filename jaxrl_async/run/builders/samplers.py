@@ -32,8 +32,7 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.types import IntArray, VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
-from jaxrl_async.weights.conversion import Conversion
-from jaxrl_async.weights.local import Push
+from jaxrl_async.weights.local import Conversion, Push
 
 if TYPE_CHECKING:
     from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule

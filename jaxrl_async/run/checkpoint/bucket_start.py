@@ -18,8 +18,14 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.later import Later
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.run.checkpoint.seal import saved_steps
-from jaxrl_async.run.folder import Paths, holds_something, move_aside
-from jaxrl_async.run.signs import WRITERS, add_signs, read_signs
+from jaxrl_async.run.folder import (
+    WRITERS,
+    Paths,
+    add_signs,
+    holds_something,
+    move_aside,
+    read_signs,
+)
 
 if TYPE_CHECKING:
     from jaxrl_async.run.checkpoint import bucket

@@ -24,8 +24,7 @@ from jaxrl_async.run.checkpoint.seal import (
     sweep,
     sweep_until_gone,
 )
-from jaxrl_async.run.folder import Paths
-from jaxrl_async.run.signs import WRITERS, read_signs
+from jaxrl_async.run.folder import WRITERS, Paths, read_signs
 
 if TYPE_CHECKING:
     from jaxrl_async.run.checkpoint import bucket

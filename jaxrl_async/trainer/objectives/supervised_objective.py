@@ -20,8 +20,7 @@ from jaxrl_async.model.logprobs import greedy_matches, token_logprobs
 from jaxrl_async.model.lora import Lora, joined, trained_table
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.trainer.flops import packing_measures, train_flops
-from jaxrl_async.trainer.learning_settings import LearningSettings
-from jaxrl_async.trainer.micro_sizes import MicroSizes
+from jaxrl_async.trainer.learning_settings import LearningSettings, MicroSizes
 from jaxrl_async.trainer.pack import micro_batches, split
 from jaxrl_async.trainer.update import Update
 from jaxrl_async.trainer.update_programs import Frozen, Passes

@@ -9,7 +9,7 @@ import pytest
 from remote_side import TrainerSide, eventually
 
 from jaxrl_async.errors import Disconnected
-from jaxrl_async.weights.link import FunctionLink
+from jaxrl_async.weights.delivery import FunctionLink
 
 ACTIONS = {
     "publish": 3, "poll": 8, "join": 2, "begin": 4, "stop": 1, "go": 2, "torn": 0.5, "leave": 0.5,

@@ -27,8 +27,7 @@ from jaxrl_async.run.checkpoint import bucket_start, store
 from jaxrl_async.run.checkpoint.bucket import ASIDE, WRITER, BucketStorage
 from jaxrl_async.run.checkpoint.bucket_start import begin_writing, bring_back_records
 from jaxrl_async.run.checkpoint.seal import CHECKSUMS, GivenUpReading, is_passing
-from jaxrl_async.run.folder import Paths, write_config
-from jaxrl_async.run.signs import WRITERS, read_signs
+from jaxrl_async.run.folder import WRITERS, Paths, read_signs, write_config
 
 ROOT = Path(__file__).parents[3]
 AT = "/bucket/runs/a"
