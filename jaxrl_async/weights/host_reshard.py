@@ -66,12 +66,6 @@ class BufferPool:
         weakref.finalize(raw, self._give_back, size, block).atexit = False
         return raw.view(dtype).reshape(shape)
 
-    @property
-    def in_use_bytes(self) -> int:
-        """Bytes of all blocks that are referenced."""
-        with self._lock:
-            return sum(size * count for size, count in self._in_use.items())
-
     def _give_back(self, size: int, block: mmap.mmap) -> None:
         with self._lock:
             self._in_use[size] -= 1
