@@ -286,7 +286,8 @@ class RecordReader:
 
         asked: text or messages. tools: shown with the prompt. Raises BadRecord.
         """
-        if isinstance(asked, str) and not self._asks_in_chat and _are_texts(replies) and not tools:
+        texts = all(isinstance(each, str) for each in (asked, *replies))
+        if texts and isinstance(asked, str) and not self._asks_in_chat and not tools:
             encode, template = self._tokenizer.encode_answer, self._data.jsonl.template
             with refused_as(Bad.TOO_LONG):
                 token_ids = self._fitting(self._tokenizer.encode_prompt(asked, template))
@@ -430,10 +431,6 @@ def refused_as(kind: Bad) -> Iterator[None]:
         yield
     except TextTooLong as error:
         raise BadRecord(kind, str(error)) from None
-
-
-def _are_texts(replies: Sequence[str | Message]) -> bool:
-    return all(isinstance(reply, str) for reply in replies)
 
 
 def _log_unmarked(path: str | Path, mark: str | None, records: Sequence[Record]) -> None:

@@ -205,7 +205,7 @@ def score_of_traces(episode: Any) -> Score | tuple[SeatScore, ...]:
         if not trace.agent.trainable:
             for name, value in _parts_of(trace, several).items():
                 others.setdefault(name, []).append(value)
-    beside = {name: _mean(values) for name, values in others.items()}
+    beside = {name: sum(values) / len(values) for name, values in others.items()}
     scores = [
         Score(reward=float(trace.reward), parts={**beside, **_parts_of(trace, several)})
         for trace in trained
@@ -232,10 +232,6 @@ def numbers_of(trace: Any) -> dict[str, float]:
     return rewards | {
         f"metric.{name}" if name in rewards else name: value for name, value in metrics.items()
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def verifiers_task(

@@ -11,7 +11,7 @@ any thread may compute checksums.
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -111,7 +111,11 @@ class PartSums:
 
     def read(self) -> list[int]:
         """Wait for the checksums and return each part's share of its array's, in order."""
-        found = {n: int(s) for numbers, sums in self._sums for n, s in _pairs(numbers, sums)}
+        found = {
+            n: int(s)
+            for numbers, sums in self._sums
+            for n, s in zip(numbers, np.asarray(sums), strict=True)
+        }
         return [found[number] for number in range(len(found))]
 
 
@@ -149,10 +153,6 @@ class Sums:
         for (array, _), shard_sum in shards.items():
             whole[array] += np.uint64(shard_sum)
         return (whole % 2**32).astype(np.uint32)
-
-
-def _pairs(numbers: Sequence[int], sums: Array) -> Iterator[tuple[int, Any]]:
-    return zip(numbers, np.asarray(sums), strict=True)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
