@@ -13,7 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_async.algorithms.aggregate import mean_of
+from jaxrl_async.algorithms.aggregate import (
+    first_tokens,
+    mean_of,
+    mean_over_sequence,
+    sum_over_sequence,
+)
 from jaxrl_async.algorithms.corrections import CorrectionFn, combined, correction_of
 from jaxrl_async.algorithms.expert_load import ExpertLoad
 from jaxrl_async.algorithms.kl import KLFn, k3_of, kl, sees_whole_distribution
@@ -29,7 +34,6 @@ from jaxrl_async.algorithms.losses import (
     mismatch,
     token_loss,
 )
-from jaxrl_async.algorithms.segments import first_tokens, mean_over_sequence, sum_over_sequence
 from jaxrl_async.config import schema
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.metrics.metric import Mean, merge, metric_of

@@ -200,11 +200,8 @@ def tree_reference(
     sinks_H: Array | None = None,
 ) -> Array:
     """Attend like `reference`, for contexts that share prefixes."""
-    return attend(q_BTHK, k_BTNK, v_BTNK, _whole_tree(extent_BT, scoring), scoring, sinks_H)
-
-
-def _whole_tree(extent_BT: Array, scoring: Scoring) -> Array:
-    return _seen(extent_BT, jnp.arange(extent_BT.shape[1]), scoring)
+    visible = _seen(extent_BT, jnp.arange(extent_BT.shape[1]), scoring)
+    return attend(q_BTHK, k_BTNK, v_BTNK, visible, scoring, sinks_H)
 
 
 def _seen(extent_BT: Array, places: Array, scoring: Scoring) -> Array:

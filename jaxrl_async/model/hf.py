@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array
 from safetensors.numpy import save_file
 
-from jaxrl_async.data.gguf_folder import POINTER, gguf_of
+from jaxrl_async.data.gguf_file import POINTER, gguf_of
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.later import Later
 from jaxrl_async.mesh import whole

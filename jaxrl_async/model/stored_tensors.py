@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from jaxrl_async.data.gguf_folder import gguf_of
+from jaxrl_async.data.gguf_file import gguf_of
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.later import Later
 from jaxrl_async.model.tensorfile import Stored, read_header

@@ -51,8 +51,8 @@ from jaxrl_async.run.builders.devices import (
     keep_compiled_programs,
     with_dtype,
 )
-from jaxrl_async.run.checkpoint.bucket_start import begin_writing, bring_back_records
 from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
+from jaxrl_async.run.checkpoint.storage import bring_back
 from jaxrl_async.run.exits import exits_refused, no_end_by_others
 from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config
 from jaxrl_async.run.lockstep import Lockstep
@@ -67,8 +67,10 @@ from jaxrl_async.tasks.task import Task
 
 if TYPE_CHECKING:
     from jaxrl_async.run import offline
+    from jaxrl_async.run.checkpoint import bucket_start
 else:
     offline = Later("jaxrl_async.run.offline")
+    bucket_start = Later("jaxrl_async.run.checkpoint.bucket_start")
 
 Job = Callable[[Config, RunContext], Path | None]
 """Runs a job to its end; returns the folder of the weights, if there is one."""
@@ -125,7 +127,9 @@ def train(config: Config, on_step: OnStep | None = None, task: Task | None = Non
 
         context = RunContext(claim=claim, stop=stop, console=console, lockstep=lockstep, task=task)
         console.phase("preparing")
-        work = features.several_runs() if config.runs else _job_of(config)
+        work = run_rl if config.run.job == "rl" else offline.run
+        if config.runs:
+            work = features.several_runs()
         weights, early = None, f"stopped early by {stop.reason}"
         try:
             weights = work(config, context)
@@ -156,11 +160,6 @@ def _trace_file(config: Config, paths: Paths, lockstep: Lockstep) -> Path | None
         return None
     number = f".{lockstep.index}" if lockstep.index else ""
     return paths.root / f"trace{number}.json"
-
-
-def _job_of(config: Config) -> Job:
-    """Return the function that runs a configuration's job."""
-    return run_rl if config.run.job == "rl" else offline.run
 
 
 def _of_one(paths: Paths, weights: Path | None) -> tuple[list[str], list[str]]:
@@ -211,9 +210,9 @@ def look_together(config: Config, lockstep: Lockstep) -> Config:
 
     def prepare(run: RunSection) -> RunSection:
         features.bring_back(run)
-        goes_on = bring_back_records(config.checkpoint, run)
+        exists = bring_back(config.checkpoint, run)
         run = settled(run)
-        return run.model_copy(update={"resume": True}) if goes_on else run
+        return run.model_copy(update={"resume": True}) if exists else run
 
     return _settled_by_first(config, lockstep, look, prepare)
 
@@ -227,7 +226,8 @@ def claim_together(
 
     def hold(run: RunSection) -> None:
         paths = closing.enter_context(claimed(run))
-        begin_writing(config.checkpoint, run)
+        if config.checkpoint.dir is not None:
+            bucket_start.begin_writing(config.checkpoint, run)
         write_config(config.model_copy(update={"run": run}), paths)
         if copy is not None:
             copy.begin(run, config.checkpoint.keep)

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 
 from jaxrl_async.errors import DataError, RefusedScore, RolloutError
 from jaxrl_async.later import Later
-from jaxrl_async.scorers.answers import TEXT, after_thinking, find_answer
-from jaxrl_async.scorers.written_numbers import number_of, plain_float
+from jaxrl_async.scorers.answers import TEXT, after_thinking, find_answer, plain_float
 from jaxrl_async.types import CORRECT
 
 if TYPE_CHECKING:
-    from jaxrl_async.scorers import mathprocess, units
+    from jaxrl_async.scorers import mathprocess, units, written_numbers
 else:
     mathprocess = Later("jaxrl_async.scorers.mathprocess")
     units = Later("jaxrl_async.scorers.units")
+    written_numbers = Later("jaxrl_async.scorers.written_numbers")
 
 
 def exact(completion: str, reference: str) -> Mapping[str, float]:
@@ -59,8 +59,8 @@ def gsm8k(completion: str, reference: str) -> Mapping[str, float]:
     given, right = find_answer(completion), find_answer(plain_float(reference))
     if given is None or right is None:
         return _verdict(False)
-    number = number_of(right)
-    same = number is not None and number_of(given) == number
+    number = written_numbers.number_of(right)
+    same = number is not None and written_numbers.number_of(given) == number
     return _verdict(same and not units.differ(given.line, right.line))
 
 
@@ -93,7 +93,7 @@ def unreadable(grader: Callable[..., object], reference: str) -> bool:
     if not reference.strip():
         return True
     if grader is gsm8k:
-        return number_of(find_answer(plain_float(reference))) is None
+        return written_numbers.number_of(find_answer(plain_float(reference))) is None
     return grader is math and not mathprocess.can_be_read(reference)
 
 

@@ -12,6 +12,7 @@ Everything that changes from step to step is in `Learner.tree` (arrays) and `Lea
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +23,14 @@ import numpy as np
 from jaxrl_async.algorithms.advantages import advantage, step_data
 from jaxrl_async.algorithms.aggregate import token_mean
 from jaxrl_async.algorithms.columns import Columns
-from jaxrl_async.algorithms.objective import mean_report, pass_columns
+from jaxrl_async.algorithms.kl import next_coefficient
+from jaxrl_async.algorithms.objective import (
+    Coefficients,
+    active_entropy_coefficient,
+    mean_report,
+    next_entropy_coefficient,
+    pass_columns,
+)
 from jaxrl_async.algorithms.shaping import (
     ShapingFn,
     bounded,
@@ -32,6 +40,7 @@ from jaxrl_async.algorithms.shaping import (
     within_age,
 )
 from jaxrl_async.config import schema
+from jaxrl_async.config.algorithm_section import AlgorithmSection
 from jaxrl_async.config.pairs_section import PairsSection
 from jaxrl_async.config.schema import Choice, name_of
 from jaxrl_async.config.userfile import is_own
@@ -46,7 +55,6 @@ from jaxrl_async.trainer.frozen_models import FrozenModels
 from jaxrl_async.trainer.logprob_pass import LogprobPass, ProbePass
 from jaxrl_async.trainer.objectives.policy_objective import PolicyData, PolicyObjective
 from jaxrl_async.trainer.pack import Pair
-from jaxrl_async.trainer.steered_coefficients import SteeredCoefficients
 from jaxrl_async.trainer.step_data import (
     PackedStep,
     StepRows,
@@ -60,6 +68,51 @@ from jaxrl_async.trainer.token_columns import NO_SAMPLER_COLUMNS, SamplerColumns
 from jaxrl_async.trainer.update import Update
 from jaxrl_async.trainer.update_programs import Frozen, TrainState
 from jaxrl_async.types import EpisodeGroup, FloatArray, IntArray, PackedBatch
+
+
+class SteeredCoefficients:
+    """The coefficients of the next update. Without targets they are constant."""
+
+    def __init__(self, algorithm: AlgorithmSection, start: Coefficients) -> None:
+        """start: as configured."""
+        self.current, self._algorithm = start, algorithm
+        self._entropy = float(algorithm.entropy_coefficient)  # while the entropy is too low
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers that change from step to step."""
+        current = {name: float(value) for name, value in self.current._asdict().items()}
+        return {**current, "steered_entropy": self._entropy}
+
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        """Continue from `numbers`; coefficients without a target stay as configured."""
+        kl, entropy = self.current
+        if self._algorithm.kl_target is not None:
+            kl = numbers["kl"]
+        if self._algorithm.entropy_target is not None:
+            entropy, self._entropy = numbers["entropy"], numbers["steered_entropy"]
+        self.current = Coefficients(kl=kl, entropy=entropy)
+
+    def steer(self, report: Mapping[str, float]) -> None:
+        """Move them towards their targets, if the step measured finite KL and entropy."""
+        algorithm = self._algorithm
+        divergence = report.get("policy/kl_reference", math.nan)
+        if algorithm.kl_target is not None and math.isfinite(divergence):
+            kl = next_coefficient(
+                self.current.kl,
+                divergence,
+                target=algorithm.kl_target,
+                horizon=algorithm.kl_horizon,
+            )
+            self.current = self.current._replace(kl=kl)
+        entropy = report.get("policy/entropy", math.nan)
+        if algorithm.entropy_target is not None and math.isfinite(entropy):
+            target = algorithm.entropy_target
+            self._entropy = next_entropy_coefficient(
+                self._entropy, entropy, target=target, step=algorithm.entropy_step
+            )
+            active = active_entropy_coefficient(self._entropy, entropy, target=target)
+            self.current = self.current._replace(entropy=active)
+
 
 if TYPE_CHECKING:
     from jaxrl_async.algorithms import answer_pairs

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_async.metrics.metric import metric_of
-from jaxrl_async.metrics.profiles import traces_of
 from jaxrl_async.metrics.series import accuracy_points, number
+from jaxrl_async.metrics.trace_file import traces_of
 from jaxrl_async.view.sections import SECTIONS, WARM, WARM_CHARTS, Chart
 from jaxrl_async.view.watched import SampleFilter, WatchedRun
 

@@ -9,15 +9,13 @@ checkpoint; one that does not know the sign was continued elsewhere, and is move
 import logging
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import yaml
 
 from jaxrl_async.config.run_section import CheckpointSection, RunSection
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.later import Later
 from jaxrl_async.metrics.recorder import read_lines
+from jaxrl_async.run.checkpoint.bucket import BucketStorage, open_bucket, unusable
 from jaxrl_async.run.checkpoint.seal import saved_steps
+from jaxrl_async.run.checkpoint.storage import check_same_place
 from jaxrl_async.run.folder import (
     WRITERS,
     Paths,
@@ -26,12 +24,6 @@ from jaxrl_async.run.folder import (
     move_aside,
     read_signs,
 )
-
-if TYPE_CHECKING:
-    from jaxrl_async.run.checkpoint import bucket
-    from jaxrl_async.run.checkpoint.bucket import BucketStorage
-else:
-    bucket = Later("jaxrl_async.run.checkpoint.bucket")
 
 log = logging.getLogger(__name__)
 
@@ -44,16 +36,13 @@ def bring_back_records(section: CheckpointSection, run: RunSection) -> bool:
     Raises ConfigError if the bucket cannot be read, if it holds checkpoints of the run and this is
     a new one, if none of them is what was written, or if the run saved elsewhere before.
     """
+    assert section.dir is not None, "checkpoints lie on a bucket"
     paths = Paths(Path(run.dir) / run.name)
-    if section.dir is None:
-        if not saved_steps(paths.checkpoints):
-            _check_same_place(section, run)
-        return False
-    place = bucket.open_bucket(section.dir, run.name)
+    place = open_bucket(section.dir, run.name)
     try:
         steps = place.steps()
         if not steps:
-            _check_same_place(section, run)
+            check_same_place(section, run)
             return False
         if not (run.resume or run.resume_or_start):
             raise ConfigError(
@@ -63,7 +52,7 @@ def bring_back_records(section: CheckpointSection, run: RunSection) -> bool:
             )
         _bring_back(place, _newest_whole(place, steps), paths)
     except OSError as error:
-        raise bucket.unusable(str(place.directory), error) from error
+        raise unusable(str(place.directory), error) from error
     return True
 
 
@@ -71,9 +60,8 @@ def begin_writing(section: CheckpointSection, run: RunSection) -> None:
     """Make this process the trainer that writes a run's checkpoints to its bucket; one that still
     runs ends at a save of its own. What that has saved since `bring_back_records` is brought, too.
     Raises ConfigError."""
-    if section.dir is None:
-        return
-    place, paths = bucket.open_bucket(section.dir, run.name), Paths(Path(run.dir) / run.name)
+    assert section.dir is not None, "checkpoints lie on a bucket"
+    place, paths = open_bucket(section.dir, run.name), Paths(Path(run.dir) / run.name)
     sign = uuid.uuid4().hex
     try:
         before = place.writer()
@@ -89,12 +77,12 @@ def begin_writing(section: CheckpointSection, run: RunSection) -> None:
         if steps:
             _bring_back(place, _newest_whole(place, steps), paths)
     except OSError as error:
-        raise bucket.unusable(str(place.directory), error) from error
+        raise unusable(str(place.directory), error) from error
     if before is not None:
         log.info("%s was written by %s; if it still runs, it ends", place.directory, before)
 
 
-def _bring_back(place: "BucketStorage", step: int, paths: Paths) -> None:
+def _bring_back(place: BucketStorage, step: int, paths: Paths) -> None:
     """Bring a run's folder to where its newest checkpoint is. Raises OSError, ConfigError."""
     root, writer = paths.root, place.writer()
     # A host that was not the first of its run has left no metrics, only files such as its trace.
@@ -118,7 +106,7 @@ def _bring_back(place: "BucketStorage", step: int, paths: Paths) -> None:
     place.fetch_records(step, paths)
 
 
-def _reaches(paths: Paths, place: "BucketStorage", step: int) -> bool:
+def _reaches(paths: Paths, place: BucketStorage, step: int) -> bool:
     """Return whether the metrics here are of this step or later, and the ledger is as long as the
     checkpoint's: a copy may have been made between the two."""
     last = max((line["step"] for line in read_lines(paths.metrics) if "step" in line), default=0)
@@ -126,24 +114,7 @@ def _reaches(paths: Paths, place: "BucketStorage", step: int) -> bool:
     return last >= step and size >= place.record_size(step, paths.ledger)
 
 
-def _check_same_place(section: CheckpointSection, run: RunSection) -> None:
-    """Raise ConfigError if a run is resumed that saved to another checkpoint.dir before: there is
-    no checkpoint at this one, and it would start from its beginning."""
-    paths = Paths(Path(run.dir) / run.name)
-    if not (run.resume or run.resume_or_start) or not paths.config.is_file():
-        return
-    settings = yaml.safe_load(paths.config.read_text(encoding="utf-8")) or {}
-    before = settings.get("checkpoint", {}).get("dir")
-    has_some = before is not None or saved_steps(paths.checkpoints)
-    if before != section.dir and has_some and holds_something(paths.root):
-        raise ConfigError(
-            f"{paths.root} was made with checkpoint.dir={before or 'null'}, and is to be resumed "
-            f"with checkpoint.dir={section.dir or 'null'}, where it has no checkpoint. Set it as "
-            "before, or copy the checkpoints."
-        )
-
-
-def _newest_whole(place: "BucketStorage", steps: list[int]) -> int:
+def _newest_whole(place: BucketStorage, steps: list[int]) -> int:
     """Return the newest step whose objects are those that were written. Raises OSError where the
     bucket does not say, ConfigError if there is none."""
     for step in reversed(steps):

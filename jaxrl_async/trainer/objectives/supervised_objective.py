@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_async.algorithms.aggregate import token_mean
+from jaxrl_async.algorithms.aggregate import any_in_sequence, first_tokens, token_mean
 from jaxrl_async.algorithms.losses import TokenInputs
 from jaxrl_async.algorithms.objective import Totals, supervised_loss
-from jaxrl_async.algorithms.segments import any_in_sequence, first_tokens
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.logprobs import greedy_matches, token_logprobs
 from jaxrl_async.model.lora import Lora, joined, trained_table
