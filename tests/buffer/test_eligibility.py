@@ -36,7 +36,7 @@ def test_a_group_is_looked_at_once_for_a_version(monkeypatch):
         looked_at.append(group.ticket.group)
         return drop_reason(group, version, bound)
 
-    monkeypatch.setattr("jaxrl_async.buffer.eligibility.drop_reason", noted)
+    monkeypatch.setattr("jaxrl_async.buffer.select.drop_reason", noted)
     judge, groups = Eligibility(), {}
     for number in range(5):
         groups[number] = group(number, [0])

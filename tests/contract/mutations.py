@@ -864,8 +864,8 @@ GROUPS = (
         ),
         (
             ('before.endswith("#")', "True"),
-            ("same and not differ(given.line, right.line)", "same"),
-            ("number is not None and number_of(given) == number", "number_of(given) == number"),
+            ("same and not units.differ(given.line, right.line)", "same"),
+            ("number is not None and written_numbers.number_of(given) == number", "number_of(given) == number"),
             ('(after_thinking(completion) or "").strip()', "completion.strip()"),
         ),
     ),
