@@ -356,7 +356,7 @@ class Tokenizer:
 
     def most_chars(self, max_tokens: int) -> int:
         """Return the maximum number of characters of a text with at most `max_tokens` tokens. See
-        text_bounds."""
+        token_bytes."""
         found = self._chars_per_token
         if found is not None and self.images is not None:
             found = max(found, len(self.images.form.mark))

@@ -6,7 +6,7 @@ group ──┤                                             ├──> Scores wi
                                     └─ the group is too old: it continues without them
 
 A step's reward is credited to its last token. Rewards that arrived in time are still dropped if
-the group is older than reward.process.max_age when it is trained on (algorithms.process_age).
+the group is older than reward.process.max_age when it is trained on (shaping.within_age).
 """
 
 import asyncio

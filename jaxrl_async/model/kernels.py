@@ -514,7 +514,7 @@ def ragged_paged(
     padded here: the queries cheaply, the pages by a copy of all of them at each call. A cache
     should therefore hold pages of `page_head_dim(K)`, with zeros after K, which takes no more
     memory on a TPU. mesh: heads are divided over tensor, everything else is replicated. sinks_H:
-    the last page is a sink_pages.sinks_page, and belongs to no sequence. Raises ConfigError for
+    the last page is a sinks_page, and belongs to no sequence. Raises ConfigError for
     heads too wide for sinks, and for sinks with a window, which would not contain the page.
     """
     K = q_tHK.shape[-1]

@@ -292,7 +292,7 @@ def _trace_layer(
         spec: spec of the decoder.
         code: its class.
         kind: kind of the layer.
-        graph: result of layer_graph.layer_graph.
+        graph: result of decoder.layer_graph.
         weights: shapes of one layer's weights.
         dtype: type of the hidden states.
     """

@@ -26,6 +26,8 @@ else:
     units = Later("jaxrl_async.scorers.units")
     written_numbers = Later("jaxrl_async.scorers.written_numbers")
 
+log = logging.getLogger(__name__)
+
 
 def exact(completion: str, reference: str) -> Mapping[str, float]:
     """Check that the completion, or the text after a '#' in it up to its end, is the reference.
@@ -119,8 +121,6 @@ def _needed(reference: str) -> str:
 
 # ---- all references, tried when a run starts
 
-
-log = logging.getLogger(__name__)
 
 PLAIN = re.compile(r"-?[0-9]{1,15}(?:\.[0-9]{1,15})?")
 """A number that every grader can parse."""

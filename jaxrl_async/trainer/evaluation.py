@@ -25,6 +25,8 @@ from jaxrl_async.trainer.learner import Learner
 from jaxrl_async.trainer.step_clock import EVALUATE, EVALUATION, PUBLISH, StepClock
 from jaxrl_async.types import EpisodeGroup
 
+log = logging.getLogger(__name__)
+
 Finish = Callable[[Mapping[str, float]], None]
 """Completes the report of a step with the values that its evaluation measured."""
 
@@ -47,8 +49,6 @@ class Outlets:
 LIVE_TIMEOUT_S = 600.0
 """Maximum wait for the samplers to take new weights before an evaluation, seconds (compilation
 included)."""
-
-log = logging.getLogger(__name__)
 
 Report = Callable[[Mapping[str, float]], Finish]
 """Ends a step and begins its report, with the values of an inline evaluation or {}."""

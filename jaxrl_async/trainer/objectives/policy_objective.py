@@ -1,7 +1,7 @@
 """The policy's objective: the loss of a step's packed tokens and their columns.
 
 host    aggregate(batch) ──> weights ──> micro-batches
-device  policy_forward ──> TokenInputs ──> algorithms.objective.policy_loss
+device  PolicyForward ──> TokenInputs ──> algorithms.objective.policy_loss
 """
 
 from collections.abc import Sequence
