@@ -69,6 +69,17 @@ from jaxrl_async.trainer.update import Update
 from jaxrl_async.trainer.update_programs import Frozen, TrainState
 from jaxrl_async.types import EpisodeGroup, FloatArray, IntArray, PackedBatch
 
+if TYPE_CHECKING:
+    from jaxrl_async.algorithms import answer_pairs
+    from jaxrl_async.trainer import pair_credit
+    from jaxrl_async.trainer.critic import Critic
+    from jaxrl_async.trainer.objectives import critic_objective
+    from jaxrl_async.trainer.pair_credit import PairCredit
+else:
+    answer_pairs = Later("jaxrl_async.algorithms.answer_pairs")
+    critic_objective = Later("jaxrl_async.trainer.objectives.critic_objective")
+    pair_credit = Later("jaxrl_async.trainer.pair_credit")
+
 
 class SteeredCoefficients:
     """The coefficients of the next update. Without targets they are constant."""
@@ -113,17 +124,6 @@ class SteeredCoefficients:
             active = active_entropy_coefficient(self._entropy, entropy, target=target)
             self.current = self.current._replace(entropy=active)
 
-
-if TYPE_CHECKING:
-    from jaxrl_async.algorithms import answer_pairs
-    from jaxrl_async.trainer import pair_credit
-    from jaxrl_async.trainer.critic import Critic
-    from jaxrl_async.trainer.objectives import critic_objective
-    from jaxrl_async.trainer.pair_credit import PairCredit
-else:
-    answer_pairs = Later("jaxrl_async.algorithms.answer_pairs")
-    critic_objective = Later("jaxrl_async.trainer.objectives.critic_objective")
-    pair_credit = Later("jaxrl_async.trainer.pair_credit")
 
 log = logging.getLogger(__name__)
 

@@ -865,7 +865,10 @@ GROUPS = (
         (
             ('before.endswith("#")', "True"),
             ("same and not units.differ(given.line, right.line)", "same"),
-            ("number is not None and written_numbers.number_of(given) == number", "number_of(given) == number"),
+            (
+                "number is not None and written_numbers.number_of(given) == number",
+                "number_of(given) == number",
+            ),
             ('(after_thinking(completion) or "").strip()', "completion.strip()"),
         ),
     ),
