@@ -867,7 +867,7 @@ GROUPS = (
             ("same and not units.differ(given.line, right.line)", "same"),
             (
                 "number is not None and written_numbers.number_of(given) == number",
-                "number_of(given) == number",
+                "written_numbers.number_of(given) == number",
             ),
             ('(after_thinking(completion) or "").strip()', "completion.strip()"),
         ),
