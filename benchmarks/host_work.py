@@ -29,7 +29,7 @@ from jaxrl_async.algorithms.shaping import shape
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.config import schema
-from jaxrl_async.garbage import only_new_garbage
+from jaxrl_async.host import only_new_garbage
 from jaxrl_async.sampler.batch.admission import WaitingQueue
 from jaxrl_async.sampler.router.dealing import TALKS, Candidate, Dealer
 from jaxrl_async.sampler.router.job import RouterJob

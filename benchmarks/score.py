@@ -5,6 +5,8 @@ scored: the same with the log-probs of the prompt's tokens; only scored: no toke
 20: with the 20 likeliest tokens of each position. ratio: time over the time of the prefill.
 """
 
+from functools import partial
+
 import numpy as np
 from common import MODELS, Row, columns, make_params, measure, options, parser, report
 
@@ -50,7 +52,7 @@ def rows_of(sampler: Sampler, model: str, length: int, repeats: int) -> list[Row
             Request(request_id=f"r{i}", token_ids=prompt, max_new_tokens=new, logprobs=logprobs)
             for i, prompt in enumerate(prompts)
         ]
-        taken = measure(lambda asked=asked: sampler.generate(asked), repeats)
+        taken = measure(partial(sampler.generate, asked), repeats)
         base = rows[0]["median_s"] if rows else taken.median
         rows.append(
             {

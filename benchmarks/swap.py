@@ -20,7 +20,7 @@ from jaxrl_async.errors import Closed
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Completion, Request
 from jaxrl_async.weights.channel import WeightChannel
-from jaxrl_async.weights.link import FunctionLink
+from jaxrl_async.weights.delivery import FunctionLink
 
 SLOTS, LENGTH = 64, 128
 """Sequences at a time, and tokens of each answer."""

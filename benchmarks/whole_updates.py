@@ -39,8 +39,8 @@ from jaxrl_async.run.builders.samplers import (
 )
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.trainer.evaluation import Outlets
 from jaxrl_async.trainer.learner import Learner, LearnerSettings
-from jaxrl_async.trainer.outlets import Outlets
 from jaxrl_async.trainer.trainer import Trainer, TrainerSettings
 from jaxrl_async.types import (
     Completion,

@@ -153,7 +153,8 @@ def make_slices(section: schema.MeshSection, devices: Sequence[jax.Device] | Non
             f"{len(devices)}: {devices[0].platform}. Make the axes smaller or set "
             "mesh.colocated=true."
         )
-    hosts = [[d for d in devices if d.process_index == i] for i in _processes(devices)]
+    processes = sorted({d.process_index for d in devices})
+    hosts = [[d for d in devices if d.process_index == i] for i in processes]
     _check_hosts(section, hosts)
     count, each = section.trainer.num_devices // len(hosts), section.sampler.num_devices
     alone = len(hosts) == 1
@@ -186,10 +187,6 @@ def _wanted(section: schema.MeshSection) -> str:
         return f"{trainer}; the samplers have their own"
     each = section.sampler.num_devices
     return f"{trainer}, sampler {section.samplers} x {each}, colocated {section.colocated}"
-
-
-def _processes(devices: Sequence[jax.Device]) -> list[int]:
-    return sorted({d.process_index for d in devices})
 
 
 def _check_hosts(section: schema.MeshSection, hosts: Sequence[Sequence[jax.Device]]) -> None:

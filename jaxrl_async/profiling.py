@@ -22,7 +22,7 @@ import jax
 
 from jaxrl_async.errors import JaxrlError, in_a_line
 from jaxrl_async.metrics import spans
-from jaxrl_async.metrics.profiles import FOLDER, SUFFIXES, write_trace
+from jaxrl_async.metrics.trace_file import FOLDER, SUFFIXES, write_trace
 
 log = logging.getLogger(__name__)
 

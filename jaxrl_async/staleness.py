@@ -15,8 +15,6 @@ continue, and groups that are too stale at the trainer's draw are dropped: there
 draw is the whole bound.
 """
 
-from collections.abc import Sequence
-
 from jaxrl_async.types import Drop, EpisodeGroup
 
 
@@ -25,6 +23,32 @@ def capacity(max_staleness: int, groups_per_step: int, lookahead: int, reuse: in
 
     It must be at least K * P, or a step could never be filled: with all slots free, P different
     groups must be admitted. See `never_fills_a_step`.
+
+    This many keep the bound. Let group g enter while version v is live; C = capacity. Count the
+    uses before g's first one:
+      - uses by steps that are live: v * P, because a slot is freed only once its step is live;
+      - uses whose slots are held when g enters: at most C - K, as g holds K;
+      - uses of groups that enter after g and overtake it: at most K * L, since select() lets no
+        group overtake the oldest waiting one from more than L numbers away (failed ones waste
+        numbers), whichever group within reach it takes.
+    A group that fails or is dropped is not used (again): it leaves one of the counts and adds to
+    none, so its slots may go to a new group immediately. Each P uses make one version, hence g is
+    first trained on at version (v * P + C - K + K * L) // P at most, and no token of it is older
+    than v. With C = (S + 1) * P - K * L the result is S if K <= P, and lower otherwise: reached if
+    K = 1 and L = 0, loose if L is near S * P. This count does not bound later uses; the check at
+    each draw does: a group too old to be used again frees its slots.
+
+    If a slot were freed when the group is taken, the P groups of each step that is not live yet
+    would be missing from the second count; tests/test_staleness.py has such schedules.
+
+    The trainer never gets stuck: while it waits, all steps are live, so only groups with uses left
+    hold slots. Fewer than P such groups hold at most K * (P - 1) slots, K less than there are, so
+    another group is admitted; P of them fill a step once they are ready.
+
+    Hence a fresh group cannot become stale: there is nothing to drop. That also holds if the
+    capacity changes meanwhile (ReplayBuffer.set_limit), as long as it is never above C: g enters
+    only while the held slots fit the capacity of that moment, hence C. Dropping needs more slots
+    than the bound allows: see `memory_bound`.
     """
     return (max_staleness + 1) * groups_per_step - reuse * lookahead
 
@@ -75,46 +99,6 @@ def memory_bound(max_staleness: int, groups_per_step: int, overcommit: float) ->
 def may_admit(active: int, capacity: int, reuse: int = 1) -> int:
     """Return how many groups may start now, given the number of held slots; never negative."""
     return max(0, capacity - active) // reuse
-
-
-def worst_staleness(capacity: int, lookahead: int, groups_per_step: int, reuse: int = 1) -> int:
-    """Return the worst staleness of any first use: (capacity - K + K * L) // P, in versions.
-
-    Let group g enter while version v is live; C = capacity. Count the uses before g's first one:
-      - uses by steps that are live: v * P, because a slot is freed only once its step is live;
-      - uses whose slots are held when g enters: at most C - K, as g holds K;
-      - uses of groups that enter after g and overtake it: at most K * L, since select() lets no
-        group overtake the oldest waiting one from more than L numbers away (failed ones waste
-        numbers), whichever group within reach it takes.
-    A group that fails or is dropped is not used (again): it leaves one of the counts and adds to
-    none, so its slots may go to a new group immediately. Each P uses make one version, hence g is
-    first trained on at version (v * P + C - K + K * L) // P at most, and no token of it is older
-    than v. With C = (S + 1) * P - K * L the result is S if K <= P, and lower otherwise: reached if
-    K = 1 and L = 0, loose if L is near S * P. This count does not bound later uses; the check at
-    each draw does: a group too old to be used again frees its slots.
-
-    If a slot were freed when the group is taken, the P groups of each step that is not live yet
-    would be missing from the second count; tests/test_staleness.py has such schedules.
-
-    The trainer never gets stuck: while it waits, all steps are live, so only groups with uses left
-    hold slots. Fewer than P such groups hold at most K * (P - 1) slots, K less than there are, so
-    another group is admitted; P of them fill a step once they are ready.
-
-    Hence a fresh group cannot become stale: there is nothing to drop. That also holds if the
-    capacity changes meanwhile (ReplayBuffer.set_limit), as long as it is never above C: g enters
-    only while the held slots fit the capacity of that moment, hence C. Dropping needs more slots
-    than the bound allows: see `memory_bound`.
-    """
-    return (capacity - reuse + reuse * lookahead) // groups_per_step
-
-
-def split_stale(
-    groups: Sequence[EpisodeGroup], version: int, max_staleness: int
-) -> tuple[tuple[EpisodeGroup, ...], tuple[tuple[EpisodeGroup, Drop], ...]]:
-    """Split groups into (kept, dropped with the reason), see drop_reason."""
-    reasons = [(g, drop_reason(g, version, max_staleness)) for g in groups]
-    kept = tuple(g for g, reason in reasons if reason is None)
-    return kept, tuple((g, reason) for g, reason in reasons if reason is not None)
 
 
 def drop_reason(group: EpisodeGroup, version: int, max_staleness: int) -> Drop | None:

@@ -556,7 +556,7 @@ class PackedBatch:
     offsets: IntArray | None = None
     # [rows, length, ceil(vocab / 8)]: bit v % 8 of byte v / 8 is set if token v could be sampled
     # here; all bits are set elsewhere. None: any token (algorithm.keep_sampling_mask)
-    kept: Any = None  # uint8; packed: a trainer.sparse_bits.SparseBits; np.asarray gives uint8
+    kept: Any = None  # uint8; packed: a trainer.token_columns.SparseBits; np.asarray gives uint8
     # [rows, length, layers, k] int8 or int16: the experts of the token at t; -1 where unknown.
     # None: algorithm.keep_routing is off
     expert_ids: ExpertIds | None = None

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from jaxrl_async.garbage import only_new_garbage
+from jaxrl_async.host import only_new_garbage
 
 
 class Cycle:

@@ -8,7 +8,7 @@ import json
 
 import jaxrl_async as jr
 from jaxrl_async.tasks.calculator import Calculator, Questions, calculate
-from jaxrl_async.tasks.record import Said, TaskRecord
+from jaxrl_async.tasks.task import Said, TaskRecord
 from jaxrl_async.types import Message
 
 SYSTEM = "Call the tool calculate, then say its result."

@@ -19,7 +19,7 @@ from jaxrl_async.adapters.assemble_several import assemble_several
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.several import folders_of
 from jaxrl_async.errors import JaxrlError, RunsFailed
-from jaxrl_async.garbage import only_new_garbage
+from jaxrl_async.host import only_new_garbage
 from jaxrl_async.metrics.spans import write_spans
 from jaxrl_async.run import features
 from jaxrl_async.run.assemble import Parts, RunContext

@@ -34,7 +34,6 @@ from jaxrl_async.types import IntArray, VersionedParams
 class SharedSamplers:
     """The samplers of several runs, behind one router."""
 
-    config: Config  # the part that the runs share
     slices: Slices
     spec: ModelSpec
     samplers: Sequence[Sampler]
@@ -111,7 +110,6 @@ def make_shared_samplers(
     ]
     router = make_router(config.faults, samplers, count, same_adapters=True)
     return SharedSamplers(
-        config=config,
         slices=slices,
         spec=spec,
         samplers=samplers,

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from jax import Array
 from pydantic import Field
 
+from jaxrl_async.algorithms.aggregate import any_in_sequence, mean_over_sequence, sum_over_sequence
 from jaxrl_async.algorithms.losses import (
     MAX_LOG_RATIO,
     TokenInputs,
@@ -46,7 +47,6 @@ from jaxrl_async.algorithms.registry import (
     Share,
     defaults_of,
 )
-from jaxrl_async.algorithms.segments import any_in_sequence, mean_over_sequence, sum_over_sequence
 from jaxrl_async.config.schema import AlgorithmSection, Choice, Choices, each_of, name_of
 from jaxrl_async.errors import ConfigError
 

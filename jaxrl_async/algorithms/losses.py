@@ -19,6 +19,7 @@ from jax import Array
 from numpy.typing import ArrayLike
 from pydantic import Field
 
+from jaxrl_async.algorithms.aggregate import mean_over_sequence, sum_over_sequence
 from jaxrl_async.algorithms.columns import COLUMNS, check_fields
 from jaxrl_async.algorithms.registry import (
     Above0,
@@ -30,7 +31,6 @@ from jaxrl_async.algorithms.registry import (
     UpTo1,
     rule,
 )
-from jaxrl_async.algorithms.segments import mean_over_sequence, sum_over_sequence
 from jaxrl_async.config import function_facts
 from jaxrl_async.config.choice import Choice
 

@@ -69,7 +69,8 @@ def _own_fields(kind: type) -> list[str]:
     assert isinstance(tree, ast.ClassDef)
     lines = source.splitlines()
     found = [node for node in tree.body if isinstance(node, ast.AnnAssign)]
-    return [textwrap.dedent("\n".join(lines[n.lineno - 1 : n.end_lineno])) for n in found]
+    texts = [textwrap.dedent("\n".join(lines[n.lineno - 1 : n.end_lineno])) for n in found]
+    return [re.sub(r'^(\w+): "([^"]+)"', r"\1: \2", text) for text in texts]  # quoted types
 
 
 def _arguments(function: Any) -> str:

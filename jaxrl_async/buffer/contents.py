@@ -224,6 +224,27 @@ class Contents:
         self.tally.kept_tokens = RunningMean(*draw.kept_tokens)
         self.taken[draw.version] -= len(draw.fresh) + len(draw.again)
 
+    def stats(self, *, capacity: int, active: int, no_signal: str) -> BufferStats:
+        """Return the statistics; the arguments as there."""
+        tally = self.tally
+        return BufferStats(
+            capacity=capacity,
+            active=active,
+            in_flight=len(self.pending) - len(self.ready),
+            ready=len(self.ready),
+            admitted=tally.admitted,
+            trained=tally.trained,
+            dropped={reason.value: count for reason, count in tally.dropped.items()},
+            kept=len(self.kept),
+            barren=tally.barren,
+            no_signal=no_signal,
+            reused=tally.reused,
+            mean_kept_tokens=tally.kept_tokens.mean,
+            mean_dropped_tokens=tally.dropped_tokens.mean,
+            admit_wait_s=tally.admit_wait_s,
+            draw_wait_s=tally.draw_wait_s,
+        )
+
     def state(self, *, active: bool, limit: int, ledger_lines: int) -> BufferState:
         """Return the full state. active: include the current groups."""
         pending = (t for n, t in self.pending.items() if n not in self.ready)

@@ -21,7 +21,7 @@ old at the draw are dropped there; groups that become too old while they are gen
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,11 +30,11 @@ from jaxrl_async.buffer.contents import (
     BufferStats,
     Contents,
     LastDraw,
+    Tally,
     lengths,
 )
-from jaxrl_async.buffer.eligibility import Eligibility
 from jaxrl_async.buffer.ledger import Ledger
-from jaxrl_async.buffer.select import Rank, select, select_again, strict, waited_for
+from jaxrl_async.buffer.select import Eligibility, Rank, select, select_again, strict, waited_for
 from jaxrl_async.errors import Closed, ConfigError, TrainingError
 from jaxrl_async.ports.run import Clock
 from jaxrl_async.staleness import (
@@ -341,23 +341,11 @@ class ReplayBuffer:
     def stats(self) -> BufferStats:
         """Return a consistent snapshot."""
         with self._changed:
-            contents, tally = self._contents, self._contents.tally
-            return BufferStats(
+            barren = self._contents.tally.barren
+            return self._contents.stats(
                 capacity=self._capacity,
                 active=self._active(),
-                in_flight=len(contents.pending) - len(contents.ready),
-                ready=len(contents.ready),
-                admitted=tally.admitted,
-                trained=tally.trained,
-                dropped={reason.value: count for reason, count in tally.dropped.items()},
-                kept=len(contents.kept),
-                barren=tally.barren,
-                no_signal=self._no_signal() if tally.barren else "",
-                reused=tally.reused,
-                mean_kept_tokens=tally.kept_tokens.mean,
-                mean_dropped_tokens=tally.dropped_tokens.mean,
-                admit_wait_s=tally.admit_wait_s,
-                draw_wait_s=tally.draw_wait_s,
+                no_signal=no_signal(self._settings, self._dropped) if barren else "",
             )
 
     def state(self, *, active: bool = True) -> BufferState:
@@ -430,7 +418,7 @@ class ReplayBuffer:
             self._waits_for = waited_for(contents.pending, frozenset(fresh), settings.lookahead)
         if dropped or retired:
             self._note(look=version, dropped=list(dropped), retired=list(retired))
-        self._raise_if_hopeless()
+        raise_if_hopeless(settings, contents.tally, self._dropped)
         return False
 
     def _tell_age(self, version: int) -> None:
@@ -468,34 +456,6 @@ class ReplayBuffer:
         self._ledger.write("dropped", reason=reason.value, **_facts(group, version))
         self._changed.notify_all()
 
-    def _raise_if_hopeless(self) -> None:
-        settings, tally = self._settings, self._contents.tally
-        most = settings.max_resampled
-        if most is None and tally.barren >= settings.hopeless:
-            steps = tally.barren // settings.groups_per_step
-            since = f"{tally.barren} groups in a row, {steps} steps' worth,"
-            limit = "Set algorithm.max_resampled to wait longer (0: forever)"
-        elif most and tally.resampled > most:
-            since = f"{tally.resampled} groups since the last step"
-            limit = f"Raise algorithm.max_resampled ({most}) to wait longer"
-        else:
-            return
-        raise TrainingError(
-            f"{since} had no signal ({self._no_signal()}): the prompts are too easy or too hard "
-            "for the policy, or the reward is constant. Check the rewards in samples.jsonl, "
-            "change the data or raise algorithm.group_size; algorithm.dynamic_sampling=false, "
-            f"without pairs.loss, also trains on such groups. {limit}."
-        )
-
-    def _no_signal(self) -> str:
-        """Describe the last step's worth of groups without a signal."""
-        last = self._dropped[-self._settings.groups_per_step :]
-        rewards = [s.total for g, why in last if why is Drop.NO_SIGNAL for s in g.scores]
-        what = "no pair" if self._settings.wants_pairs else "all rewards of a group equal"
-        if not rewards:
-            return what
-        return f"{what}; the last rewards are {min(rewards):.3g} to {max(rewards):.3g}"
-
     def _wait(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
         done = self._changed.wait_for(lambda: self._closed or ready(), timeout_s)
         self._raise_if_closed()
@@ -515,3 +475,38 @@ def _facts(group: EpisodeGroup, version: int) -> dict[str, object]:
         "oldest": group.oldest_version,
         "lengths": lengths(group),
     }
+
+
+# ---- groups without a signal
+
+
+def raise_if_hopeless(
+    settings: BufferSettings, tally: Tally, dropped: Sequence[tuple[EpisodeGroup, Drop]]
+) -> None:
+    """Raise TrainingError if too many groups had no signal; dropped: since the last draw."""
+    most = settings.max_resampled
+    if most is None and tally.barren >= settings.hopeless:
+        steps = tally.barren // settings.groups_per_step
+        since = f"{tally.barren} groups in a row, {steps} steps' worth,"
+        limit = "Set algorithm.max_resampled to wait longer (0: forever)"
+    elif most and tally.resampled > most:
+        since = f"{tally.resampled} groups since the last step"
+        limit = f"Raise algorithm.max_resampled ({most}) to wait longer"
+    else:
+        return
+    raise TrainingError(
+        f"{since} had no signal ({no_signal(settings, dropped)}): the prompts are too easy or too "
+        "hard for the policy, or the reward is constant. Check the rewards in samples.jsonl, "
+        "change the data or raise algorithm.group_size; algorithm.dynamic_sampling=false, "
+        f"without pairs.loss, also trains on such groups. {limit}."
+    )
+
+
+def no_signal(settings: BufferSettings, dropped: Sequence[tuple[EpisodeGroup, Drop]]) -> str:
+    """Describe the last step's worth of groups without a signal."""
+    last = dropped[-settings.groups_per_step :]
+    rewards = [s.total for g, why in last if why is Drop.NO_SIGNAL for s in g.scores]
+    what = "no pair" if settings.wants_pairs else "all rewards of a group equal"
+    if not rewards:
+        return what
+    return f"{what}; the last rewards are {min(rewards):.3g} to {max(rewards):.3g}"

@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxrl_async import __version__
 from jaxrl_async.data.addresses import argument_here
-from jaxrl_async.data.gguf_folder import POINTER
+from jaxrl_async.data.gguf_file import POINTER
 from jaxrl_async.data.hub import Upload
 from jaxrl_async.errors import ConfigError, JaxrlError
 

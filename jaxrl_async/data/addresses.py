@@ -19,13 +19,18 @@ from collections.abc import Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from jaxrl_async.data.gguf_file import is_gguf
-from jaxrl_async.data.gguf_folder import gguf_folder
 from jaxrl_async.data.hub import WANTED, is_hub_name, model_folder
 from jaxrl_async.errors import ConfigError, in_a_line
+from jaxrl_async.later import Later
+
+if TYPE_CHECKING:
+    from jaxrl_async.data import gguf_folder
+else:
+    gguf_folder = Later("jaxrl_async.data.gguf_folder")
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +70,7 @@ def folder_here(path: str, setting: str, kind: str = "model") -> Path:
     gguf_folder's."""
     if is_gguf(path):
         file = str(copied_here(path, setting, kind)) if is_address(path) else path
-        return gguf_folder(file, setting, cache_root())
+        return gguf_folder.gguf_folder(file, setting, cache_root())
     if is_address(path):
         return copied_here(path, setting, kind)
     return model_folder(path, setting, kind) if is_hub_name(path) else Path(path)

@@ -11,20 +11,20 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxrl_async.config.schema import DataSection
-from jaxrl_async.data.chat_formats.renderer_format import (
-    RendererFormat,
-    is_installed,
-    matches_template,
-    renderer_names,
-)
-from jaxrl_async.data.chat_formats.template_format import TemplateFormat
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError, DataError
+from jaxrl_async.later import Later
 from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.types import IntArray, Message
+
+if TYPE_CHECKING:
+    from jaxrl_async.data.chat_formats import renderer_format, template_format
+else:
+    renderer_format = Later("jaxrl_async.data.chat_formats.renderer_format")
+    template_format = Later("jaxrl_async.data.chat_formats.template_format")
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def chat_format(
     name = _fitting(tokenizer, model) if setting == "auto" else None
     if name is not None:
         try:
-            chosen = RendererFormat(
+            chosen = renderer_format.RendererFormat(
                 tokenizer, name, arguments=arguments, keeps_thinking=keeps_thinking
             )
         except ConfigError as error:
@@ -99,7 +99,7 @@ def chat_format(
             "data.chat_format to a FILE.jinja with one or to a renderer's name, such as qwen3, or "
             "data.tokenizer to the directory of a chat model."
         )
-    return TemplateFormat(
+    return template_format.TemplateFormat(
         tokenizer, template=template, arguments=arguments, keeps_thinking=keeps_thinking
     )
 
@@ -129,13 +129,15 @@ def chat_format_of(
 def _named(
     tokenizer: Tokenizer, name: str, arguments: Mapping[str, Any] | None, keeps_thinking: bool
 ) -> TeachableFormat:
-    names = renderer_names()
+    names = renderer_format.renderer_names()
     if name not in names:
         raise ConfigError(
             f"data.chat_format={name}: there is no such format. Give auto, template, a FILE.jinja, "
             f"or one of {', '.join(names)}."
         )
-    return RendererFormat(tokenizer, name, arguments=arguments, keeps_thinking=keeps_thinking)
+    return renderer_format.RendererFormat(
+        tokenizer, name, arguments=arguments, keeps_thinking=keeps_thinking
+    )
 
 
 def _fitting(tokenizer: Tokenizer, model: Path | None) -> str | None:
@@ -144,14 +146,16 @@ def _fitting(tokenizer: Tokenizer, model: Path | None) -> str | None:
     candidates = RENDERERS_OF_MODELS.get(_model_type(model), ())
     if not candidates or not tokenizer.has_chat_template:
         return None
-    if not is_installed():
+    if not renderer_format.is_installed():
         log.info(
             "using the tokenizer's own template for chat messages; the extra [chat] has "
             "renderers for this type of model (%s)",
             ", ".join(candidates),
         )
         return None
-    found = next((name for name in candidates if matches_template(tokenizer, name)), None)
+    found = next(
+        (name for name in candidates if renderer_format.matches_template(tokenizer, name)), None
+    )
     if found is None:
         log.info(
             "using the tokenizer's own template for chat messages; none of the renderers %s "

@@ -24,7 +24,7 @@ from jaxrl_async.data.addition import (
     wrong_answer,
 )
 from jaxrl_async.data.preferences import PreferencePair, read_preferences
-from jaxrl_async.data.prompts import saved_position, shuffled
+from jaxrl_async.data.prompts import digest_of, saved_position, shuffled
 from jaxrl_async.data.record_files import Bad, BadRecord, parse_rows
 from jaxrl_async.data.records import (
     FIELDS,
@@ -36,7 +36,6 @@ from jaxrl_async.data.records import (
     refused_as,
     supervised_pair,
 )
-from jaxrl_async.data.survey import digest_of
 from jaxrl_async.data.tokenizer import BARE, Tokenizer
 from jaxrl_async.errors import ConfigError, DataError, TextTooLong
 from jaxrl_async.types import BoolArray, IntArray

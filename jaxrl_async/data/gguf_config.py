@@ -191,6 +191,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 def _common(file: GgufFile, model_type: str) -> dict[str, Any]:
     """Return the fields that all families have."""
     vocab, width = file.tensors["token_embd.weight"].shape
+    heads = file.whole("attention.head_count")
     wide = any(t.kind != "BF16" for t in file.tensors.values() if len(t.shape) > 1)
     fields = {
         "model_type": model_type,
@@ -198,8 +199,8 @@ def _common(file: GgufFile, model_type: str) -> dict[str, Any]:
         "hidden_size": width,
         "intermediate_size": file.whole("feed_forward_length", 0) or _mlp(file),
         "num_hidden_layers": file.whole("block_count"),
-        "num_attention_heads": file.whole("attention.head_count"),
-        "num_key_value_heads": _kv_heads(file),
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.whole("attention.head_count_kv", heads),
         "head_dim": _head_dim(file),
         "rms_norm_eps": file.of_model("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": file.whole("context_length"),
@@ -225,10 +226,6 @@ def token_ids(file: GgufFile) -> dict[str, Any]:
 
 def _mlp(file: GgufFile) -> int:
     return file.tensors["blk.0.ffn_up_exps.weight"].shape[1]
-
-
-def _kv_heads(file: GgufFile) -> int:
-    return file.whole("attention.head_count_kv", file.whole("attention.head_count"))
 
 
 def _head_dim(file: GgufFile) -> int:

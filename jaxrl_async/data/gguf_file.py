@@ -7,6 +7,7 @@ Only headers are read here: a tensor's data is memory-mapped, and dequantized on
 """
 
 import importlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -189,3 +190,36 @@ def _library() -> Any:
             f"GGUF files need the package gguf ({error}). Install the extra [gguf]: pip install "
             "'jaxrl_async[gguf]'."
         ) from None
+
+
+# ---- the directory that is made of a file, see gguf_folder.py
+
+POINTER = "gguf.json"
+"""File in such a directory that points to the weights."""
+
+
+def gguf_of(folder: Path) -> Path | None:
+    """Return the GGUF file of a directory; None: it has none. Raises CheckpointError if the file is
+    missing or has changed."""
+    if not (folder / POINTER).is_file():
+        return None
+    try:
+        facts = json.loads((folder / POINTER).read_text(encoding="utf-8"))
+        file = Path(facts["path"])
+        now = sizes_of(file)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder}: the GGUF file that {POINTER} names cannot be read ({error!r:.200}). "
+            "Restore it, or give the path of the file again."
+        ) from None
+    if any(facts.get(name) != value for name, value in now.items()):
+        raise CheckpointError(
+            f"{file}: has changed since {folder} was created from it (size or time). Restore "
+            "the original file, or give its path again, which starts from the new one."
+        )
+    return file
+
+
+def sizes_of(file: Path) -> dict[str, int]:
+    facts = file.stat()
+    return {"size": facts.st_size, "changed_ns": facts.st_mtime_ns}

@@ -15,16 +15,19 @@ import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxrl_async.data.gguf_config import config_of, token_ids
-from jaxrl_async.data.gguf_file import GgufFile, gguf_here, read_gguf
-from jaxrl_async.errors import CheckpointError, ConfigError, DataError, in_a_line
+from jaxrl_async.data.gguf_file import POINTER, GgufFile, gguf_here, read_gguf, sizes_of
+from jaxrl_async.errors import ConfigError, DataError, in_a_line
+from jaxrl_async.later import Later
+
+if TYPE_CHECKING:
+    from jaxrl_async.data import gguf_config
+else:
+    gguf_config = Later("jaxrl_async.data.gguf_config")
 
 log = logging.getLogger(__name__)
 
-POINTER = "gguf.json"
-"""File in such a directory that points to the weights."""
 FORM = 2
 """Format version, incremented when the directory's files change, to ignore older ones."""
 UNFINISHED = ".making-"
@@ -40,14 +43,14 @@ def gguf_folder(path: str, setting: str, cache: Path) -> Path:
         cache: folder of all copies, addresses.cache_root().
     """
     file = gguf_here(path, setting).resolve()
-    facts = {"path": str(file), **_sizes(file)}
+    facts = {"path": str(file), **sizes_of(file)}
     digest = hashlib.sha256(json.dumps([FORM, facts]).encode()).hexdigest()[:16]
     folder = cache / "gguf" / digest / file.stem
     if not (folder / POINTER).is_file():
         read = read_gguf(file)
         contents = {
-            "config.json": config_of(read),
-            "generation_config.json": token_ids(read),
+            "config.json": gguf_config.config_of(read),
+            "generation_config.json": gguf_config.token_ids(read),
             POINTER: facts,
         }
         try:
@@ -58,33 +61,6 @@ def gguf_folder(path: str, setting: str, cache: Path) -> Path:
                 f"({in_a_line(error)}). Set XDG_CACHE_HOME to a writable folder."
             ) from None
     return folder
-
-
-def gguf_of(folder: Path) -> Path | None:
-    """Return the GGUF file of a directory; None: it has none. Raises CheckpointError if the file is
-    missing or has changed."""
-    if not (folder / POINTER).is_file():
-        return None
-    try:
-        facts = json.loads((folder / POINTER).read_text(encoding="utf-8"))
-        file = Path(facts["path"])
-        now = _sizes(file)
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(
-            f"{folder}: the GGUF file that {POINTER} names cannot be read ({error!r:.200}). "
-            "Restore it, or give the path of the file again."
-        ) from None
-    if any(facts.get(name) != value for name, value in now.items()):
-        raise CheckpointError(
-            f"{file}: has changed since {folder} was created from it (size or time). Restore "
-            "the original file, or give its path again, which starts from the new one."
-        )
-    return file
-
-
-def _sizes(file: Path) -> dict[str, int]:
-    facts = file.stat()
-    return {"size": facts.st_size, "changed_ns": facts.st_mtime_ns}
 
 
 def _make(file: GgufFile, contents: dict[str, dict[str, Any]], folder: Path) -> None:

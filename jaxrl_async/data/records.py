@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from jaxrl_async.config.schema import AdditionSection, DataSection, JsonlSection
 from jaxrl_async.data.addition import AdditionStream, Problem, held_out, worked_answer
-from jaxrl_async.data.chat import TeachableFormat, chat_format_of, has_chat_format
 from jaxrl_async.data.chat_formats.chat_messages import (
     as_messages,
     checked_messages,
@@ -31,7 +30,14 @@ from jaxrl_async.data.images import taken_images
 from jaxrl_async.data.record_files import Bad, BadRecord, parse_rows, plain_columns
 from jaxrl_async.data.tokenizer import BARE, Tokenizer, check_template
 from jaxrl_async.errors import ConfigError, DataError, TextTooLong
+from jaxrl_async.later import Later
 from jaxrl_async.types import BoolArray, IntArray, Message
+
+if TYPE_CHECKING:
+    from jaxrl_async.data import chat as formats
+    from jaxrl_async.data.chat import TeachableFormat
+else:
+    formats = Later("jaxrl_async.data.chat")
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +157,7 @@ def records_from(
     data: DataSection,
     tokenizer: Tokenizer,
     *,
-    chat: TeachableFormat | None = None,
+    chat: "TeachableFormat | None" = None,
     needs_prompts: bool = True,
 ) -> list[Record]:
     """Convert Python objects to records with all columns: mappings, or rows of a `datasets` object.
@@ -198,7 +204,7 @@ class RecordReader:
         data: DataSection,
         tokenizer: Tokenizer,
         *,
-        chat: TeachableFormat | None = None,
+        chat: "TeachableFormat | None" = None,
         taught: bool = False,
         graded: bool = False,
         needs_answers: bool = True,
@@ -225,7 +231,7 @@ class RecordReader:
         self._data, self._tokenizer, self._given = data, tokenizer, chat
         self._taught, self._graded, self._needs_answers = taught, graded, needs_answers
         self._needs_prompts = needs_prompts
-        has_chat = chat is not None or has_chat_format(tokenizer, data.chat_format)
+        has_chat = chat is not None or formats.has_chat_format(tokenizer, data.chat_format)
         self._asks_in_chat = section.template is None and has_chat
         if data.system_prompt is not None and not self._asks_in_chat:
             raise ConfigError(
@@ -234,8 +240,8 @@ class RecordReader:
             )
 
     @cached_property
-    def _chat(self) -> TeachableFormat:
-        return self._given or chat_format_of(self._data, self._tokenizer)
+    def _chat(self) -> "TeachableFormat":
+        return self._given or formats.chat_format_of(self._data, self._tokenizer)
 
     def record(self, fields: Mapping[str, Any]) -> Record:
         """Convert columns to a record. Raises BadRecord, and ConfigError if the required chat
@@ -280,7 +286,8 @@ class RecordReader:
 
         asked: text or messages. tools: shown with the prompt. Raises BadRecord.
         """
-        if isinstance(asked, str) and not self._asks_in_chat and _are_texts(replies) and not tools:
+        texts = all(isinstance(each, str) for each in (asked, *replies))
+        if texts and isinstance(asked, str) and not self._asks_in_chat and not tools:
             encode, template = self._tokenizer.encode_answer, self._data.record_fields.template
             with refused_as(Bad.TOO_LONG):
                 token_ids = self._fitting(self._tokenizer.encode_prompt(asked, template))
@@ -424,10 +431,6 @@ def refused_as(kind: Bad) -> Iterator[None]:
         yield
     except TextTooLong as error:
         raise BadRecord(kind, str(error)) from None
-
-
-def _are_texts(replies: Sequence[str | Message]) -> bool:
-    return all(isinstance(reply, str) for reply in replies)
 
 
 def _log_unmarked(path: str | Path, mark: str | None, records: Sequence[Record]) -> None:

@@ -18,8 +18,13 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jaxrl_async.data.images import ImageStore
-from jaxrl_async.data.text_bounds import chars_per_token, most_chars
-from jaxrl_async.data.token_bytes import bytes_of_tokens, joins_bytes, writes_bytes
+from jaxrl_async.data.token_bytes import (
+    bytes_of_tokens,
+    chars_per_token,
+    joins_bytes,
+    most_chars,
+    writes_bytes,
+)
 from jaxrl_async.errors import ConfigError, DataError, TextTooLong, in_a_line
 from jaxrl_async.types import IntArray, Message
 from jaxrl_async.whole_files import replacing
@@ -362,7 +367,7 @@ class Tokenizer:
 
     def most_chars(self, max_tokens: int) -> int:
         """Return the maximum number of characters of a text with at most `max_tokens` tokens. See
-        text_bounds."""
+        token_bytes."""
         found = self._chars_per_token
         if found is not None and self.images is not None:
             found = max(found, len(self.images.form.mark))

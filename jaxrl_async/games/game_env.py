@@ -70,11 +70,6 @@ SeatsOf = Callable[[Prompt], Mapping[str, Player]]
 """Returns the players of the seats that the policy does not fill, by seat."""
 
 
-def policy_everywhere(prompt: Prompt) -> Mapping[str, Player]:
-    """Return no players: the policy fills all seats."""
-    return {}
-
-
 @dataclass(slots=True, kw_only=True)
 class _Seat:
     """One seat's conversation; for the policy's seats also the tokens."""

@@ -16,8 +16,7 @@ import numpy as np
 from pydantic import Field, validate_call
 
 from jaxrl_async.tasks.game import Asked, Game, Round
-from jaxrl_async.tasks.record import TaskRecord
-from jaxrl_async.tasks.task import Task
+from jaxrl_async.tasks.task import Task, TaskRecord
 from jaxrl_async.types import CORRECT, Message
 
 WORKED_GAMES = 8192

@@ -286,7 +286,8 @@ class JudgeScorer:
         """Score each episode. Raises RolloutError if one cannot be judged and on_failure=fail.
         Errors of the other scorer are passed on."""
         if self._others is None:
-            return _weighed(await self._own(episodes, prompt), self._section.weight)
+            own = await self._own(episodes, prompt)
+            return tuple(added([(self._section.weight, score)]) for score in own)
         own, others = await side_by_side(
             (self._own(episodes, prompt), _as_coroutine(self._others, episodes, prompt))
         )
@@ -388,10 +389,6 @@ async def _as_coroutine(
     scorer: Scorer, episodes: tuple[Episode, ...], prompt: Prompt
 ) -> tuple[Score, ...]:
     return await scorer(episodes, prompt)
-
-
-def _weighed(scores: Sequence[Score], weight: float) -> tuple[Score, ...]:
-    return tuple(added([(weight, score)]) for score in scores)
 
 
 def _shuffled(text: str) -> str:

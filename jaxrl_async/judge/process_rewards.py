@@ -6,7 +6,7 @@ group ──┤                                             ├──> Scores wi
                                     └─ the group is too old: it continues without them
 
 A step's reward is credited to its last token. Rewards that arrived in time are still dropped if
-the group is older than reward.process.max_age when it is trained on (algorithms.process_age).
+the group is older than reward.process.max_age when it is trained on (shaping.within_age).
 """
 
 import asyncio
@@ -322,8 +322,9 @@ class ProcessScorer:
                 await process
         if earned is None:
             return tuple(scores)
+        weight = self._section.weight
         return tuple(
-            _with_steps(score, of_tokens, self._section.weight)
+            replace(score, process_rewards=(weight * of_tokens).astype(np.float32))
             for score, of_tokens in zip(scores, earned, strict=True)
         )
 
@@ -379,8 +380,3 @@ def oldest_version(episodes: Sequence[Episode]) -> int:
     """Return the version that generated a group's oldest token; a large number if it has none."""
     versions = [int(e.versions[e.drawn].min()) for e in episodes if e.num_drawn]
     return min(versions, default=2**31 - 1)
-
-
-def _with_steps(score: Score, of_tokens: FloatArray, weight: float) -> Score:
-    """Add weighted process rewards to a score."""
-    return replace(score, process_rewards=(weight * of_tokens).astype(np.float32))

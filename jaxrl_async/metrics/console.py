@@ -1,12 +1,14 @@
 """Show live progress: redrawn in place on a terminal and in a notebook, lines elsewhere."""
 
 import sys
+import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TextIO, cast
+from html import escape
+from typing import Any, TextIO, cast
 
 import numpy as np
 from rich.console import Console as RichConsole
@@ -17,9 +19,74 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl_async.metrics.cell import CellDisplay, in_notebook, progress_html
-from jaxrl_async.metrics.curves import curve
 from jaxrl_async.metrics.guarded_stream import GuardedStream
+
+REDRAW_S = 0.5
+"""Interval between two redraws of a notebook's cell, seconds."""
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook, whose outputs can be redrawn."""
+    ipython = sys.modules.get("IPython")  # a kernel has imported it
+    shell = None if ipython is None else ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None
+
+
+class CellDisplay:
+    """A cell output that a separate thread redraws until it is stopped."""
+
+    def __init__(self, draw: Callable[[], tuple[str, str]], *, every_s: float = REDRAW_S) -> None:
+        """draw: returns the output as HTML, and as plain text for displays without HTML."""
+        self._draw, self._every_s = draw, every_s
+        self._shown: tuple[str, str] | None = None
+        self._handle: Any = None
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name="cell", daemon=True)
+
+    def start(self) -> None:
+        """Show the output in the cell that is running."""
+        from IPython.display import DisplayHandle  # only in a kernel
+
+        self._handle = DisplayHandle()
+        self._shown = self._draw()
+        self._handle.display(_bundle(self._shown), raw=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Redraw a last time and stop."""
+        self._done.set()
+        self._thread.join()
+        self._update()
+
+    def _repeat(self) -> None:
+        while not self._done.wait(self._every_s):
+            self._update()
+
+    def _update(self) -> None:
+        drawn = self._draw()
+        if drawn != self._shown:
+            self._shown = drawn
+            self._handle.update(_bundle(drawn), raw=True)
+
+
+def progress_html(
+    label: str, done: int, total: int, clock: str, numbers: list[tuple[str, str]], curves: list[str]
+) -> str:
+    """Return a progress bar with its clock, and labelled numbers and curves below it."""
+    shown = " &nbsp; ".join(
+        f'<span style="opacity:.6">{escape(label)}</span> {escape(value)}'
+        for label, value in numbers
+    )
+    return (
+        f'<div style="font-family:monospace"><b>{escape(label)} {done}/{total}</b> '
+        f'<progress value="{done}" max="{total}" style="width:20em"></progress> {escape(clock)}'
+        f"<br>{shown}{''.join(f'<br>{escape(line)}' for line in curves)}</div>"
+    )
+
+
+def _bundle(drawn: tuple[str, str]) -> dict[str, str]:
+    return {"text/html": drawn[0], "text/plain": drawn[1]}
+
 
 EVERY_S, LONGEST_S = 2.0, 60.0
 """Minimum interval between two plain lines, at the start and after an hour, seconds; first, last
@@ -308,3 +375,25 @@ def duration(seconds: float) -> str:
     whole = round(max(seconds, 0.0))
     hours, minutes = whole // 3600, whole // 60 % 60
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+# ---- a curve in a line
+
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def curve(values: Sequence[float], width: int) -> str:
+    """Return the curve of finite values, oldest first, in at most `width` columns.
+
+    The lowest column has the lowest block, the highest column the highest block; equal values all
+    have the lowest. A column of several values shows their mean.
+    """
+    shown = np.asarray(values, np.float64)
+    shown = shown[np.isfinite(shown)]
+    if not len(shown) or width < 1:
+        return ""
+    columns = np.array([part.mean() for part in np.array_split(shown, min(width, len(shown)))])
+    least, most = columns.min(), columns.max()
+    share = (columns - least) / (most - least) if most > least else np.zeros(len(columns))
+    return "".join(BLOCKS[round(x * (len(BLOCKS) - 1))] for x in share)

@@ -10,12 +10,10 @@ from collections.abc import Iterable, Mapping
 from functools import reduce
 from typing import Any
 
-from jaxrl_async.metrics.fault_metrics import FAULT_METRICS
-from jaxrl_async.metrics.learning_metrics import LEARNING_METRICS
-from jaxrl_async.metrics.machine_metrics import MACHINE_METRICS
+from jaxrl_async.metrics.learning_metrics import LEARNING_METRICS, STALENESS_METRICS
+from jaxrl_async.metrics.machine_metrics import FAULT_METRICS, MACHINE_METRICS
 from jaxrl_async.metrics.reductions import Last, Max, Mean, Metric, Min, Reduction, Sum
 from jaxrl_async.metrics.rollout_metrics import ROLLOUT_METRICS
-from jaxrl_async.metrics.staleness_metrics import STALENESS_METRICS
 
 __all__ = [
     "MAX_PART",

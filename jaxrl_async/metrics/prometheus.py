@@ -5,30 +5,13 @@ import logging
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from jaxrl_async.errors import ConfigError, MissingExtraError
 from jaxrl_async.metrics.metric import metric_of
+from jaxrl_async.metrics.recorder import KeepsMetrics
 
 log = logging.getLogger(__name__)
-
-
-class KeepsMetrics(Protocol):
-    """A writer of metrics and samples; see run.reporting.MetricsWriter."""
-
-    writes: bool
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the metrics of a step."""
-        ...
-
-    def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write sample episodes."""
-        ...
-
-    def close(self) -> None:
-        """Stop writing."""
-        ...
 
 
 class PrometheusWriter:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from jaxrl_async.errors import MissingExtraError
 from jaxrl_async.metrics.metric import metric_of
@@ -22,6 +22,24 @@ WARM_START = "warm_start"
 """Folder of the warm start's own metrics, inside the run folder."""
 SUPERSEDED = ".superseded.jsonl"
 """Suffix of the files with lines that a resumed run writes again."""
+
+
+class KeepsMetrics(Protocol):
+    """A writer of metrics and samples; see run.reporting.MetricsWriter."""
+
+    writes: bool
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the metrics of a step."""
+        ...
+
+    def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Write sample episodes."""
+        ...
+
+    def close(self) -> None:
+        """Stop writing."""
+        ...
 
 
 class Recorder:

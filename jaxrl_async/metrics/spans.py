@@ -7,22 +7,35 @@ If nothing is recorded, a span costs at most two readings of the clock.
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxrl_async.metrics import otlp
-from jaxrl_async.metrics.span_recorder import RecordedSpan, SpanRecorder
-from jaxrl_async.metrics.trace_file import TRACE_CLOCK, TraceFile, Tracks
+from jaxrl_async.later import Later
+from jaxrl_async.metrics.trace_file import (
+    TRACE_CLOCK,
+    RecordedSpan,
+    SpanRecorder,
+    TraceFile,
+    Tracks,
+)
+
+if TYPE_CHECKING:
+    from jaxrl_async.metrics import otlp
+else:
+    otlp = Later("jaxrl_async.metrics.otlp")
 
 log = logging.getLogger(__name__)
 
 TRACE_VARIABLE = "JAXRL_ASYNC_TRACE"
 """Environment variable of a sampler process: the file for its spans."""
+OTLP_VARIABLES = "OTEL_EXPORTER_OTLP_"
+"""Beginning of the environment variables that may name a collector (metrics/otlp.py)."""
 WRITE_EVERY_S = 60.0
 """Interval between two writes of recorded spans, seconds."""
 
@@ -98,7 +111,8 @@ def recorded_spans(
             except OSError as error:
                 log.warning("the spans could not be written to %s: %s", path, error)
             else:
-                unsent.extend(tracks if otlp.address() else ())
+                named = any(name.startswith(OTLP_VARIABLES) for name in os.environ)
+                unsent.extend(tracks if named and otlp.address() else ())
 
     def send() -> None:  # a collector that does not answer does not delay writes
         with writing:

@@ -12,12 +12,101 @@ A full file is renamed older.NAME, replacing the previous one.
 
 import json
 import os
+import re
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from jaxrl_async.metrics.span_recorder import RecordedSpan, ThreadSpans
+CAPACITY = 50_000
+"""Maximum number of spans of each thread between two writes; the newest are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSpan:
+    """A named interval of time."""
+
+    name: str
+    start_s: float
+    end_s: float
+    lanes: str  # the group of tracks for overlapping spans; "": the track of its thread
+    args: dict[str, Any]
+
+
+class ThreadSpans:
+    """The spans of one thread that are not written yet. Only that thread appends.
+
+    number: distinguishes it from all other threads of the process, even if names are equal.
+    """
+
+    def __init__(self, thread: threading.Thread, number: int, capacity: int) -> None:
+        self.name, self.number = thread.name, number
+        self._thread = thread
+        self._kept: deque[RecordedSpan] = deque(maxlen=capacity)
+        self._added = self._taken = 0
+
+    def add(self, one: RecordedSpan) -> None:
+        """Keep a span, replacing the oldest one if there are too many."""
+        self._kept.append(one)
+        self._added += 1
+
+    def take(self) -> list[RecordedSpan]:
+        """Return and remove the kept spans. Only one thread at a time may call this."""
+        taken = [self._kept.popleft() for _ in range(len(self._kept))]  # others only add
+        self._taken += len(taken)
+        return taken
+
+    @property
+    def dropped(self) -> int:
+        """Number of added spans for which there was no room."""
+        return max(self._added - self._taken - len(self._kept), 0)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more spans will be added."""
+        return not self._thread.is_alive()
+
+
+class SpanRecorder:
+    """The spans of a process that are not written yet. Usable from any thread."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._capacity, self._own, self._lock = capacity, threading.local(), threading.Lock()
+        self._threads: list[ThreadSpans] = []
+        self._numbers: Iterator[int] = count()
+        self._dropped = 0  # of threads that have ended
+
+    def add(self, one: RecordedSpan) -> None:
+        """Keep a span of the calling thread."""
+        spans = getattr(self._own, "spans", None)
+        if spans is None:
+            thread = threading.current_thread()
+            with self._lock:
+                spans = ThreadSpans(thread, next(self._numbers), self._capacity)
+                self._threads.append(spans)
+            self._own.spans = spans
+        spans.add(one)
+
+    def take(self) -> list[tuple[ThreadSpans, list[RecordedSpan]]]:
+        """Return and remove the spans added since the last call, by thread."""
+        with self._lock:
+            over = [thread for thread in self._threads if thread.is_over]  # checked before taking
+            taken = [(thread, thread.take()) for thread in self._threads]
+            self._dropped += sum(thread.dropped for thread in over)
+            self._threads = [thread for thread in self._threads if thread not in over]
+        return [(thread, spans) for thread, spans in taken if spans]
+
+    @property
+    def dropped(self) -> int:
+        """Number of spans, the oldest of their threads, for which there was no room between two
+        writes."""
+        with self._lock:
+            return self._dropped + sum(thread.dropped for thread in self._threads)
+
 
 MOST_SPANS = 250_000
 """Maximum number of spans of a file, about 30 MB; then the next one begins."""
@@ -188,3 +277,57 @@ def _event(one: RecordedSpan, pid: int, number: int) -> dict[str, Any]:
 
 def _named(what: str, pid: int, number: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": pid, "tid": number, "args": {"name": name}}
+
+
+# ---- where the traces of JAX's profiler (run.profile) are in a run's folder, in XProf's layout
+
+# profile/plugins/profile/step_3/trainer.xplane.pb        xprof --logdir RUN/profile
+#                                trainer.trace.json.gz    https://ui.perfetto.dev
+#                                sampler-0.xplane.pb      a host of the same session for XProf
+
+
+FOLDER = "profile"
+"""Folder to open with XProf and TensorBoard, in the run's folder."""
+SESSIONS = f"{FOLDER}/plugins/profile"
+"""Folder of the sessions, one for each step, in which both tools look."""
+SUFFIXES = (".xplane.pb", ".trace.json.gz")
+"""Suffixes of a trace's two files; their names begin with the name of the process."""
+_STEP = re.compile(r"step_(\d{1,18})")
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
+
+def write_trace(root: Path, step: int, process: str, files: Mapping[str, bytes]) -> None:
+    """Write the trace of a process during a step into a run's folder. Raises OSError.
+
+    files: their content, by SUFFIXES.
+    """
+    folder = root / SESSIONS / f"step_{step}"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = _file_name(process)
+    for suffix in SUFFIXES:
+        part = folder / f".{name}{suffix}"
+        part.write_bytes(files[suffix])
+        os.replace(part, folder / f"{name}{suffix}")
+
+
+def sampler_process(name: str) -> str:
+    """Return the name of a sampler's traces: the sampler's own name, unless that could be the
+    trainer's
+    (trainer, trainer-0, trainer-update), or the new name of another such sampler."""
+    own = _file_name(name)
+    return f"sampler-{own}" if re.match(r"(sampler-)*trainer", own) else own
+
+
+def _file_name(process: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", process).lstrip(".")[:100] or "process"
+
+
+def traces_of(root: Path) -> list[tuple[int, str, int]]:
+    """Return the step, the path relative to the run's folder, and the size in bytes of each trace
+    for Perfetto, by step and process."""
+    found = []
+    for path in root.glob(f"{SESSIONS}/*/*{SUFFIXES[1]}"):
+        step = _STEP.fullmatch(path.parent.name)
+        if step and _NAME.fullmatch(path.name) and path.is_file():
+            found.append((int(step[1]), path.relative_to(root).as_posix(), path.stat().st_size))
+    return sorted(found)

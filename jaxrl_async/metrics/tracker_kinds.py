@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_async.config.load import flattened
-from jaxrl_async.config.run_section import MetricsSection, MlflowSection, WandbSection
-from jaxrl_async.errors import ConfigError, MissingExtraError
+from jaxrl_async.config.run_section import MlflowSection, WandbSection
+from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.recorder import encode
-from jaxrl_async.metrics.trackers import TrackedRun, Tracker
+from jaxrl_async.metrics.trackers import TrackedRun
 
 STEP = "step"
 """W&B's x axis of all metrics: W&B's own steps only increase, but a resumed run repeats some."""
@@ -22,41 +22,6 @@ METRICS_AT_ONCE = 1000
 """Maximum numbers that MLflow accepts in one call."""
 MAX_PARAM = 6000
 """Maximum length of a parameter in MLflow, characters; the artifact config.json has all of it."""
-
-
-def make_trackers(section: MetricsSection) -> list[Tracker]:
-    """Return the trackers that are switched on. Raises MissingExtraError, and ConfigError if a
-    tracker cannot work."""
-    check_trackers(section)
-    found: list[Tracker] = []
-    if section.wandb is not None:
-        found.append(WandbTracker(section.wandb))
-    if section.mlflow is not None:
-        found.append(MlflowTracker(section.mlflow))
-    if section.trackio is not None:
-        found.append(TrackioTracker(section.trackio.project))
-    return found
-
-
-def check_trackers(section: MetricsSection) -> None:
-    """Raise MissingExtraError if a tracker is switched on whose package is not installed."""
-    for package, given in (
-        ("wandb", section.wandb),
-        ("mlflow", section.mlflow),
-        ("trackio", section.trackio),
-    ):
-        if given is not None and not _is_installed(package):
-            raise MissingExtraError(
-                f"metrics.{package} needs the package {package}, which is not installed. Run "
-                f"`pip install 'jaxrl_async[{package}]'` or set metrics.{package}=null."
-            )
-
-
-def _is_installed(package: str) -> bool:
-    """Return whether a package is installed; a folder of its name, such as W&B's own, does not
-    count."""
-    spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None
 
 
 class WandbTracker:

@@ -6,6 +6,7 @@
 The trackers are in metrics/tracker_kinds.py.
 """
 
+import importlib.util
 import json
 import logging
 import sys
@@ -15,10 +16,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from jaxrl_async.config.run_section import MetricsSection
+from jaxrl_async.errors import MissingExtraError
+from jaxrl_async.later import Later
 from jaxrl_async.metrics.fault_counts import backoff_s
-from jaxrl_async.metrics.prometheus import KeepsMetrics
+from jaxrl_async.metrics.recorder import KeepsMetrics
+
+if TYPE_CHECKING:  # it imports this module
+    from jaxrl_async.metrics import tracker_kinds
+else:
+    tracker_kinds = Later("jaxrl_async.metrics.tracker_kinds")
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +76,41 @@ class Tracker(Protocol):
     def close(self, failed: bool) -> None:
         """Send the remaining data and end the run in the service; failed: with an exception."""
         ...
+
+
+def make_trackers(section: MetricsSection) -> list[Tracker]:
+    """Return the trackers that are switched on. Raises MissingExtraError, and ConfigError if a
+    tracker cannot work."""
+    check_trackers(section)
+    found: list[Tracker] = []
+    if section.wandb is not None:
+        found.append(tracker_kinds.WandbTracker(section.wandb))
+    if section.mlflow is not None:
+        found.append(tracker_kinds.MlflowTracker(section.mlflow))
+    if section.trackio is not None:
+        found.append(tracker_kinds.TrackioTracker(section.trackio.project))
+    return found
+
+
+def check_trackers(section: MetricsSection) -> None:
+    """Raise MissingExtraError if a tracker is switched on whose package is not installed."""
+    for package, given in (
+        ("wandb", section.wandb),
+        ("mlflow", section.mlflow),
+        ("trackio", section.trackio),
+    ):
+        if given is not None and not _is_installed(package):
+            raise MissingExtraError(
+                f"metrics.{package} needs the package {package}, which is not installed. Run "
+                f"`pip install 'jaxrl_async[{package}]'` or set metrics.{package}=null."
+            )
+
+
+def _is_installed(package: str) -> bool:
+    """Return whether a package is installed; a folder of its name, such as W&B's own, does not
+    count."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 class TrackerThread:

@@ -18,8 +18,7 @@ from jaxrl_async.mirror.remote_copy import (
     whole_checkpoints,
 )
 from jaxrl_async.run.checkpoint.seal import check_files
-from jaxrl_async.run.folder import holds_something, move_aside
-from jaxrl_async.run.signs import SIGNS, add_signs, read_signs
+from jaxrl_async.run.folder import SIGNS, add_signs, holds_something, move_aside, read_signs
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,7 @@ from jaxrl_async.mirror.remote_copy import (
 )
 from jaxrl_async.remote.wire.address import JOIN_FILE
 from jaxrl_async.run.checkpoint.seal import CHECKSUMS, saved_steps
-from jaxrl_async.run.folder import WANDB, FolderWatch
-from jaxrl_async.run.signs import SIGNS
+from jaxrl_async.run.folder import SIGNS, WANDB, FolderWatch
 
 STAGE = ".copying"
 """Folder inside the run's folder for files that are being uploaded."""

@@ -17,7 +17,7 @@ from typing import Any
 from jaxrl_async.config.schema import RunSection
 from jaxrl_async.errors import FolderLost, in_a_line
 from jaxrl_async.metrics.fault_counts import backoff_s
-from jaxrl_async.metrics.prometheus import KeepsMetrics
+from jaxrl_async.metrics.recorder import KeepsMetrics
 from jaxrl_async.mirror.bring_back import begin_copy
 from jaxrl_async.mirror.copy_pass import FolderMirror, TakenOver
 from jaxrl_async.mirror.remote_copy import open_place

@@ -8,7 +8,7 @@ ragged_paged_reference  queries against a paged cache, in the form of kernels.ra
 
 import logging
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ from jaxrl_async.config.model_section import AMPERE
 from jaxrl_async.cpu.gradients import flash, tree_flash
 from jaxrl_async.cpu.kernel_library import TRAINING, kernels_are_there
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.model import gpu_flash, gpu_packed, kernels
-from jaxrl_async.model.card import capability_of
+from jaxrl_async.later import Later
+from jaxrl_async.model import kernels
 from jaxrl_async.model.kernels import (
     PLAIN,
     PartAttention,
@@ -31,6 +31,12 @@ from jaxrl_async.model.kernels import (
     of_extent,
     seen_in_tree,
 )
+
+if TYPE_CHECKING:
+    from jaxrl_async.model import gpu_flash, gpu_packed
+else:
+    gpu_flash = Later("jaxrl_async.model.gpu_flash")
+    gpu_packed = Later("jaxrl_async.model.gpu_packed")
 
 log = logging.getLogger(__name__)
 
@@ -194,11 +200,8 @@ def tree_reference(
     sinks_H: Array | None = None,
 ) -> Array:
     """Attend like `reference`, for contexts that share prefixes."""
-    return attend(q_BTHK, k_BTNK, v_BTNK, _whole_tree(extent_BT, scoring), scoring, sinks_H)
-
-
-def _whole_tree(extent_BT: Array, scoring: Scoring) -> Array:
-    return _seen(extent_BT, jnp.arange(extent_BT.shape[1]), scoring)
+    visible = _seen(extent_BT, jnp.arange(extent_BT.shape[1]), scoring)
+    return attend(q_BTHK, k_BTNK, v_BTNK, visible, scoring, sinks_H)
 
 
 def _seen(extent_BT: Array, places: Array, scoring: Scoring) -> Array:
@@ -309,19 +312,32 @@ PART_ATTENTION = {
 }
 """Attention by name for rows whose length is divided over devices; cuDNN does not support it."""
 
+
+def _cudnn(*given: Any, **more: Any) -> Array:
+    return gpu_packed.cudnn(*given, **more)
+
+
+def _flash(*given: Any, **more: Any) -> Array:
+    return gpu_flash.flash(*given, **more)
+
+
+def _tree_flash(*given: Any, **more: Any) -> Array:
+    return gpu_flash.tree_flash(*given, **more)
+
+
 SEQUENCE_ATTENTION: dict[str, SequenceAttention] = {
     "reference": reference,
     "splash": kernels.splash,
-    "cudnn": gpu_packed.cudnn,
-    "flash": gpu_flash.flash,
+    "cudnn": _cudnn,
+    "flash": _flash,
 }
 """Attention by the names of model.attention; auto chooses one of them."""
 
 TREE_ATTENTION: dict[str, SequenceAttention] = {
     "reference": tree_reference,
     "splash": tree_splash,
-    "cudnn": gpu_flash.tree_flash,
-    "flash": gpu_flash.tree_flash,
+    "cudnn": _tree_flash,
+    "flash": _tree_flash,
 }
 """Attention by name for contexts that share prefixes, which cuDNN does not support; the last
 argument is `visible_until`."""
@@ -523,3 +539,21 @@ def _say_quadratic(platform: str) -> None:
         "out.",
         platform,
     )
+
+
+# ---- compute capability of NVIDIA GPUs
+
+
+Capability = tuple[int, int]
+"""Major and minor version: (9, 0) for an H100."""
+
+
+def capability_of(device: Any) -> Capability | None:
+    """Return a device's compute capability; None if it is not an NVIDIA GPU."""
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    return (int(major), int(minor or 0)) if major.isdigit() else None
+
+
+def has_triton(device: Any) -> bool:
+    """Return whether a device supports the Triton kernels: NVIDIA GPUs since Ampere."""
+    return (capability_of(device) or (0, 0)) >= (AMPERE, 0)

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_async.model.attention import capped, softmax_with_sinks
+from jaxrl_async.model.kernels import page_head_dim, sinks_page
 from jaxrl_async.model.kv_layout import KvLayout
-from jaxrl_async.model.sink_pages import page_head_dim, sinks_page
 from jaxrl_async.model.spec import ModelSpec
 
 MASKED = -1e30

@@ -10,9 +10,9 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial, reduce
+from functools import cache, lru_cache, partial, reduce
 from operator import add
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxrl_async.cpu.gradients import MULTIPLIED
 from jaxrl_async.cpu.kernel_calls import packed, packed_product
 from jaxrl_async.cpu.kernel_library import multiplies_in_parts
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.later import Later
 from jaxrl_async.model.attention import (
     has_cpu_kernels,
     image_attention,
@@ -33,10 +34,9 @@ from jaxrl_async.model.attention import (
     visible_until,
 )
 from jaxrl_async.model.delta import DeltaInputs
-from jaxrl_async.model.delta_layer import read_states
-from jaxrl_async.model.families.parts import LayerKind, LayerRun, Scales
+from jaxrl_async.model.delta_layer import DeltaLayer, GatedLayer, read_states
+from jaxrl_async.model.families.parts import LINEAR_STACK, LayerKind, LayerRun, Scales
 from jaxrl_async.model.kernels import ATTENDED, Scoring, SequenceAttention
-from jaxrl_async.model.layer_graph import layer_graph
 from jaxrl_async.model.layers import Layer, all_angles, initial, normed, product
 from jaxrl_async.model.layout import ONE_DEVICE, Layout
 from jaxrl_async.model.lora import adapted_names, with_adapter
@@ -50,9 +50,15 @@ from jaxrl_async.model.moe import (
     route,
     run_experts,
 )
-from jaxrl_async.model.own_layer import first_states, last_states
+from jaxrl_async.model.own_code import class_of
 from jaxrl_async.model.quantize import computed_in, scales_among, table_of
 from jaxrl_async.model.spec import LORA_OWN, ROWS_USED, ModelSpec, Params, Weight, weight_table
+
+if TYPE_CHECKING:
+    from jaxrl_async.model import latent, own_layer
+else:
+    latent = Later("jaxrl_async.model.latent")
+    own_layer = Later("jaxrl_async.model.own_layer")
 
 UNROLL = 4
 """Small layers per iteration of the trainer's scan: more run faster and compile longer."""
@@ -540,7 +546,7 @@ def _embed(
     spec: ModelSpec, params: Params, token_ids: Array, positions: Array, dtype: Any
 ) -> Array:
     if spec.own is not None:
-        return first_states(spec, params, token_ids, positions).astype(dtype)
+        return own_layer.first_states(spec, params, token_ids, positions).astype(dtype)
     x = params["embed"][token_ids].astype(dtype)
     scale = spec.scales.embedding
     return x if scale == 1 else x * jnp.asarray(scale, dtype)
@@ -548,7 +554,7 @@ def _embed(
 
 def _final_norm(spec: ModelSpec, params: Params, x: Array) -> Array:
     if spec.own is not None:
-        return last_states(spec, params, x)
+        return own_layer.last_states(spec, params, x)
     return normed(spec, x, params["final_norm"])
 
 
@@ -571,3 +577,41 @@ def _remat(function: Any, policy: str) -> Any:
         ),
     }
     return jax.checkpoint(function, policy=saved[policy], prevent_cse=False)
+
+
+# ---- the layer class of a stack, split once into a graph definition and a dict of arrays
+
+
+@lru_cache(maxsize=16)
+def layer_graph(
+    spec: ModelSpec,
+    *,
+    stack: str = "layers",
+    fused: bool = False,
+    mixed: bool = False,
+    eight_bits: bool = False,
+    scales: str = "",
+    adapted: tuple[str, ...] = (),
+    chosen: bool = False,
+    masked: bool = False,
+    cached: bool = False,
+) -> Any:
+    """Return the layer's graph definition, made once; `nnx.merge(layer_graph(spec), weights)` is a
+    Layer. cached: its keys and values have the form of the cache. For the rest, see Layer."""
+    layer = partial(
+        _layer_of(spec, stack, cached=cached), spec, stack=stack, fused=fused, mixed=mixed,
+        eight_bits=eight_bits, scales=scales, adapted=adapted, chosen=chosen, masked=masked,
+    )  # fmt: skip
+    graph, _ = nnx.split(nnx.eval_shape(layer))
+    return graph
+
+
+def _layer_of(spec: ModelSpec, stack: str, *, cached: bool) -> Any:
+    """Return the class of the layers in a decoder's stack."""
+    if spec.own is not None:
+        return class_of(spec.own)
+    if stack == LINEAR_STACK:
+        return DeltaLayer
+    if spec.latent is None:
+        return GatedLayer if spec.attention_gated else Layer
+    return latent.AbsorbedLayer if cached else latent.LatentLayer

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,8 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.later import Later
 from jaxrl_async.mesh import TRAINER_RULES, shardings
-from jaxrl_async.model.four_bits import inputs_per_scale, pack_codes
-from jaxrl_async.model.gguf_blocks import BLOCK, kept_blocks
-from jaxrl_async.model.gguf_tensors import GgufPart
 from jaxrl_async.model.hf import OpenWeights, open_weights
 from jaxrl_async.model.lora import Lora, change_of
 from jaxrl_async.model.quantize import (
@@ -51,6 +49,13 @@ from jaxrl_async.model.spec import (
     stacks_in,
     weight_table,
 )
+
+if TYPE_CHECKING:
+    from jaxrl_async.model import four_bits, gguf_blocks, gguf_tensors
+else:
+    gguf_blocks = Later("jaxrl_async.model.gguf_blocks")
+    gguf_tensors = Later("jaxrl_async.model.gguf_tensors")
+    four_bits = Later("jaxrl_async.model.four_bits")
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +104,9 @@ def _packed_table(table: dict[str, Weight], form: BaseForm) -> dict[str, Weight]
 def _scales_of(name: str, weight: Weight, form: BaseForm) -> Weight:
     """Return the Weight of a matrix's 4-bit scales. Raises ConfigError."""
     assert form.kind != "int8"
-    return _with_inputs(weight, inputs_per_scale(form.kind, group_of(name, weight, form.group)))
+    return _with_inputs(
+        weight, four_bits.inputs_per_scale(form.kind, group_of(name, weight, form.group))
+    )
 
 
 def _with_inputs(weight: Weight, parts: int) -> Weight:
@@ -234,13 +241,17 @@ def _kept(
 ) -> dict[str, np.ndarray] | None:
     """Return a layer's matrix from the 4-bit blocks of a GGUF file, by name like _in_form. None if
     it is not stored in blocks of this form."""
-    if form.kind == "int8" or group_of(name, weight, form.group) != BLOCK:
+    if form.kind == "int8" or group_of(name, weight, form.group) != gguf_blocks.BLOCK:
         return None
     rows = slice(None) if weight.hf_rows is None else slice(*weight.hf_rows)
     parts = [tensor.file for tensor in read.stored(weight)]
-    if weight.hf_columns is not None or not all(isinstance(part, GgufPart) for part in parts):
+    if weight.hf_columns is not None or not all(
+        isinstance(part, gguf_tensors.GgufPart) for part in parts
+    ):
         return None
-    blocks = [kept for p in parts if (kept := kept_blocks(p, rows, form.kind)) is not None]
+    blocks = [
+        kept for p in parts if (kept := gguf_blocks.kept_blocks(p, rows, form.kind)) is not None
+    ]
     if len(blocks) < len(parts):
         return None
     packed, scales = (np.stack(each) for each in zip(*blocks, strict=True))
@@ -308,7 +319,7 @@ def _in_form(name: str, weight: Weight, form: BaseForm, array: Array) -> dict[st
         return {name: values, name + form.ending: scales}
     group, outputs = group_of(name, weight, form.group), weight.shape[contracted(weight).stop :]
     flat = array.reshape(*weight.shape[: weight.stacked], -1, math.prod(outputs))
-    packed, scales = pack_codes(flat, form.kind, group)
+    packed, scales = four_bits.pack_codes(flat, form.kind, group)
     return {
         name: packed.reshape(_with_inputs(weight, 2).shape),
         name + form.ending: scales.reshape(_scales_of(name, weight, form).shape),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,11 @@ import numpy as np
 from jax import Array
 from safetensors.numpy import save_file
 
-from jaxrl_async.data.gguf_folder import POINTER, gguf_of
+from jaxrl_async.data.gguf_file import POINTER, gguf_of
 from jaxrl_async.errors import CheckpointError
+from jaxrl_async.later import Later
 from jaxrl_async.mesh import whole
 from jaxrl_async.model.hf_config import hf_config_of, spec_from_hf
-from jaxrl_async.model.mxfp4 import PackedTensor
 from jaxrl_async.model.own_code import OwnCode, save_code
 from jaxrl_async.model.spec import ModelSpec, Weight, named, stacks_in, weight_table
 from jaxrl_async.model.stored_tensors import (
@@ -43,8 +43,13 @@ from jaxrl_async.model.stored_tensors import (
     open_tensors,
     read_json,
 )
-from jaxrl_async.model.tied_head import tied_as_stored
 from jaxrl_async.whole_files import replacing
+
+if TYPE_CHECKING:
+    from jaxrl_async.model import mxfp4, tied_head
+else:
+    mxfp4 = Later("jaxrl_async.model.mxfp4")
+    tied_head = Later("jaxrl_async.model.tied_head")
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +105,7 @@ def load_spec(folder: Path) -> ModelSpec:
         )
     if not file.exists() and (files := sorted(folder.glob("*.gguf"))):
         raise CheckpointError(f"{file}: not found. Give the path of a GGUF file: {files[0]}.")
-    return tied_as_stored(folder, spec_from_hf(read_json(file), str(file)))
+    return tied_head.tied_as_stored(folder, spec_from_hf(read_json(file), str(file)))
 
 
 def stored_types(folder: Path, table: Any) -> dict[str, str]:
@@ -477,7 +482,7 @@ def _of_all_experts(
     """
     experts = slice(*index[0].indices(shape[0])[:2])
     numbers = slice(every[0], None, every[1])
-    if isinstance(tensor.file, PackedTensor):
+    if isinstance(tensor.file, mxfp4.PackedTensor):
         stored = tensor.file.numbers(experts, numbers)
     else:
         stored = np.asarray(tensor.file.get_slice(tensor.name)[experts])[..., numbers]

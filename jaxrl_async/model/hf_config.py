@@ -1,17 +1,24 @@
 """Reading a decoder's config.json into a ModelSpec, and writing it."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxrl_async.errors import CheckpointError
-from jaxrl_async.model.families.defaults import expert_keys, with_defaults
+from jaxrl_async.later import Later
 from jaxrl_async.model.families.family import Family
 from jaxrl_async.model.families.family_registry import ALSO, FAMILIES, WRAPPED
 from jaxrl_async.model.families.fields import COPY_AGAIN, MAX_LAYERS, NO_IDS, ConfigFields, shown
 from jaxrl_async.model.families.layer_types import read_pattern, written_pattern
 from jaxrl_async.model.families.parts import DENSE_STACK, Latent
-from jaxrl_async.model.own_spec import OWN_TYPE, read_own, written_own
+from jaxrl_async.model.own_code import OWN_TYPE
 from jaxrl_async.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from jaxrl_async.model import own_spec
+    from jaxrl_async.model.families import defaults
+else:
+    own_spec = Later("jaxrl_async.model.own_spec")
+    defaults = Later("jaxrl_async.model.families.defaults")
 
 HF_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "clamped_silu": "silu"}
 """Activations by their names in transformers."""
@@ -24,9 +31,9 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
     where: the file, for errors.
     """
     if config.get("model_type") == OWN_TYPE:
-        return read_own(config, where)
+        return own_spec.read_own(config, where)
     family, fields = _family(ConfigFields(config, where))
-    fields = with_defaults(family, fields)
+    fields = defaults.with_defaults(family, fields)
     _refuse_unsupported(family, fields)
     heads, width = fields.whole("num_attention_heads"), fields.whole("hidden_size")
     layers = fields.whole("num_hidden_layers", most=MAX_LAYERS)
@@ -82,13 +89,13 @@ def _family(fields: ConfigFields) -> tuple[Family, ConfigFields]:
         own = {
             k: v for k, v in fields.values.items() if k.endswith("_token_id") and v not in NO_IDS
         }
-        family = WRAPPED[said]
+        family = FAMILIES[WRAPPED[said]]
         text = ConfigFields({**inner.values, **own}, fields.where)
         if inner.said("model_type", family.model_type) != family.model_type:
             return _family(text)
         return family, text
     if isinstance(said, str) and said in ALSO:
-        return ALSO[said], fields
+        return FAMILIES[ALSO[said]], fields
     if not isinstance(said, str) or said not in FAMILIES:
         raise CheckpointError(
             f"{fields.where}: model_type {shown(said)} is not supported. Use a model of "
@@ -153,7 +160,7 @@ def _refuse_unsupported(family: Family, fields: ConfigFields) -> None:
 
 def _experts(family: Family, fields: ConfigFields) -> int:
     """Return the number of experts in a layer. Raises CheckpointError if a token would use more."""
-    key = next((k for k in expert_keys(family) if k in fields.values), family.experts_key)
+    key = next((k for k in defaults.expert_keys(family) if k in fields.values), family.experts_key)
     experts, chosen = fields.whole(key), fields.whole("num_experts_per_tok")
     if chosen > experts:
         raise CheckpointError(
@@ -166,7 +173,7 @@ def _experts(family: Family, fields: ConfigFields) -> int:
 def hf_config_of(spec: ModelSpec) -> dict[str, Any]:
     """Return a config.json for transformers; for a user's own decoder, only for this package."""
     if spec.own is not None:
-        return written_own(spec)
+        return own_spec.written_own(spec)
     family = FAMILIES[spec.family]
     config: dict[str, Any] = {
         "architectures": [f"{family.classes}ForCausalLM"],

@@ -18,12 +18,61 @@ from jax import Array
 from jax.experimental.pallas.ops.tpu import splash_attention as splash_lib
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import divided, spec_for, trainer_rules
 from jaxrl_async.model.layout import Layout, natural
-from jaxrl_async.model.sink_pages import LANES, page_head_dim, refuse_sinks, with_sinks
+
+LANES = 128
+"""Width of a TPU vector register: the unit of head widths and block lengths."""
+SPARE = 2
+"""Number of a head's columns for sinks."""
+UNSEEN = -1e30
+"""A score without a share, finite in bfloat16."""
+
+
+def page_head_dim(head_dim: int) -> int:
+    """Return the head width of pages that `kernels.ragged_paged` reads without a copy."""
+    return -(-head_dim // LANES) * LANES
+
+
+def has_spare(head_dim: int) -> bool:
+    """Return whether pages have spare columns for sinks after heads of this width."""
+    return head_dim + SPARE <= page_head_dim(head_dim)
+
+
+def refuse_sinks(head_dim: int, window: int) -> None:
+    """Raise ConfigError if heads leave no columns for sinks, or if the layer has a window."""
+    if not has_spare(head_dim) or window:
+        why = "with a window" if window else f"for heads of width {head_dim}"
+        raise ConfigError(
+            f"sampler.attention=ragged does not support attention sinks {why}. Set "
+            "sampler.attention=gathered."
+        )
+
+
+def sinks_page(page_tokens: int, kv_rows: int, head_dim: int, dtype: DTypeLike) -> Array:
+    """Return the page [1, page_tokens, kv_rows, W], keys and values alternating on the third
+    axis."""
+    columns = jnp.arange(page_head_dim(head_dim))
+    column = jnp.where(jnp.arange(page_tokens) == 0, head_dim, head_dim + 1)
+    keys = columns == column[:, None]
+    is_key = (jnp.arange(kv_rows) % 2 == 0)[:, None]
+    return (keys[:, None] & is_key).astype(dtype)[None]
+
+
+def with_sinks(q_tHK: Array, sinks_H: Array, width: int) -> Array:
+    """Return queries [t, H, width] whose scores with the keys of a sinks_page, times K ** -0.5, are
+    their heads' sinks and UNSEEN."""
+    t, H, K = q_tHK.shape
+    sinks = (sinks_H.astype(q_tHK.dtype).astype(jnp.float32) * K**0.5).astype(q_tHK.dtype)
+    unseen = jnp.full(H, UNSEEN, q_tHK.dtype)
+    beside = jnp.broadcast_to(jnp.stack([sinks, unseen], axis=1), (t, H, SPARE))
+    whole = jnp.concatenate([q_tHK, beside], axis=2)
+    return jnp.pad(whole, ((0, 0), (0, 0), (0, width - K - SPARE)))
+
 
 MAX_SPLASH_BLOCK = 512
 """Maximum block of queries and keys: 512 x 512 scores in float32 are 1 MiB of VMEM."""
@@ -465,7 +514,7 @@ def ragged_paged(
     padded here: the queries cheaply, the pages by a copy of all of them at each call. A cache
     should therefore hold pages of `page_head_dim(K)`, with zeros after K, which takes no more
     memory on a TPU. mesh: heads are divided over tensor, everything else is replicated. sinks_H:
-    the last page is a sink_pages.sinks_page, and belongs to no sequence. Raises ConfigError for
+    the last page is a sinks_page, and belongs to no sequence. Raises ConfigError for
     heads too wide for sinks, and for sinks with a window, which would not contain the page.
     """
     K = q_tHK.shape[-1]

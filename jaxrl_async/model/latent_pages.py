@@ -19,6 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl_async.model.kernels import PLAIN, Scoring
 from jaxrl_async.model.query_blocks import plan_of
+from jaxrl_async.model.tpu_pages import move_pages
 
 MASKED = -1e30
 """Score of keys that are not visible."""
@@ -170,20 +171,8 @@ def _attend(
         return pltpu.make_async_copy(result, out.at[pl.ds(firsts[program], n)], of_result)
 
     def move(program: Any, block: Any, slot: Any, *, start: bool) -> None:
-        """Start copying a block's pages, or wait for them."""
-        for j in range(count):
-            page = block * count + j
-
-            @pl.when(page * G < ends[program])
-            def move_page(j: int = j, page: Any = page) -> None:
-                number = tables[sequences[program], page]
-                copy = pltpu.make_async_copy(
-                    pages.at[number], buffers.at[slot, j], of_pages.at[slot]
-                )
-                if start:
-                    copy.start()
-                else:
-                    copy.wait()
+        table = (pages, lambda page: tables[sequences[program], page], ends[program])
+        move_pages(*table, buffers, of_pages, block, slot, start=start)
 
     @pl.when((i == 0) & (blocks[0] > 0))
     def begin() -> None:

@@ -12,10 +12,9 @@ from jax import Array
 
 from jaxrl_async.cpu.gradients import multiplied
 from jaxrl_async.cpu.kernel_calls import PANEL, packed_product, rotated
-from jaxrl_async.model.activations import gated
 from jaxrl_async.model.dropout import dropped
 from jaxrl_async.model.families.parts import Rope, RopeScaling
-from jaxrl_async.model.moe import Choose, Experts, route, run_experts
+from jaxrl_async.model.moe import Choose, Experts, gated, route, run_experts
 from jaxrl_async.model.quantize import is_matrix, quantized_product
 from jaxrl_async.model.spec import (
     BIAS,

@@ -4,7 +4,7 @@ n tokens, k experts per token, E experts, D model width, F inner width of an exp
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,16 @@ from jax.sharding import Mesh
 
 from jaxrl_async.algorithms.expert_load import ExpertLoad
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.later import Later
 from jaxrl_async.mesh import TRAINER_RULES, Rules, divided, spec_for, trainer_rules
-from jaxrl_async.model.activations import gated
 from jaxrl_async.model.dropout import apart, dropped
-from jaxrl_async.model.families.parts import USUAL_ROUTER, Activation, ExpertRouter
-from jaxrl_async.model.grouped import grouped_product
+from jaxrl_async.model.families.parts import (
+    CLAMP_LIMIT,
+    CLAMP_SLOPE,
+    USUAL_ROUTER,
+    Activation,
+    ExpertRouter,
+)
 from jaxrl_async.model.quantize import PACKED, quantized_product, scales_among
 from jaxrl_async.model.spec import (
     BIAS,
@@ -30,6 +35,11 @@ from jaxrl_async.model.spec import (
     SCALE,
     ModelSpec,
 )
+
+if TYPE_CHECKING:
+    from jaxrl_async.model import grouped
+else:
+    grouped = Later("jaxrl_async.model.grouped")
 
 Experts = Callable[[Array, Array, Array, dict[str, Array], Activation], Array]
 """(x [n, D], ids [n, k], their weights [n, k], matrices by name, activation) -> [n, D]."""
@@ -257,10 +267,10 @@ def run_experts(
 
     def summed(rows: Array, weights: Array) -> Array:
         """Multiply each row by its expert's matrix; float32."""
-        return grouped_product(rows, weights.astype(rows.dtype), sizes, jnp.float32)
+        return grouped.grouped_product(rows, weights.astype(rows.dtype), sizes, jnp.float32)
 
     def dots(rows: Array, name: str) -> Array:
-        return grouped_product(rows, matrices[name].astype(rows.dtype), sizes, rows.dtype)
+        return grouped.grouped_product(rows, matrices[name].astype(rows.dtype), sizes, rows.dtype)
 
     def times(rows: Array, name: str) -> Array:
         if scales:
@@ -384,3 +394,21 @@ def check_experts(spec: ModelSpec, mesh: Mesh, where: str) -> None:
             f"{where}.expert ({ways}) must divide the model's number of experts, but it has {has}. "
             f"Set it to 1 or a divisor, and use the devices for {where}.data, fsdp or tensor."
         )
+
+
+# ---- the gated activations of an MLP and of experts
+
+
+ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
+def gated(kind: Activation, gate: Array, up: Array) -> Array:
+    """Return activation(gate) * up. clamped_silu (gpt-oss) clamps both and uses up + 1."""
+    if kind == "clamped_silu":
+        gate = jnp.minimum(gate, CLAMP_LIMIT)
+        up = jnp.clip(up, -CLAMP_LIMIT, CLAMP_LIMIT)
+        return gate * jax.nn.sigmoid(CLAMP_SLOPE * gate) * (up + 1)
+    return ACTIVATIONS[kind](gate) * up

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 from jaxrl_async.config.userfile import is_own, load_attribute
 from jaxrl_async.errors import CheckpointError, ConfigError
 
+OWN_TYPE = "jaxrl_async_own"
+"""model_type in config.json, unknown to transformers."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnCode:

@@ -16,10 +16,10 @@ from flax import nnx
 from jaxrl_async.config.schema import ArchitectureSection
 from jaxrl_async.errors import CheckpointError, ConfigError, JaxrlError
 from jaxrl_async.mesh import TRAINER_RULES
+from jaxrl_async.model.decoder import layer_graph
 from jaxrl_async.model.families.parts import LayerKind, Rope
-from jaxrl_async.model.layer_graph import layer_graph
 from jaxrl_async.model.layers import all_angles, initial
-from jaxrl_async.model.own_code import OwnCode, check_trusted, class_of, load_code
+from jaxrl_async.model.own_code import OWN_TYPE, OwnCode, check_trusted, class_of, load_code
 from jaxrl_async.model.own_layer import OwnLayer
 from jaxrl_async.model.quantize import scales_among
 from jaxrl_async.model.spec import (
@@ -37,8 +37,6 @@ log = logging.getLogger(__name__)
 
 OWN_FAMILY = "own"
 """ModelSpec.family of a user's own decoder."""
-OWN_TYPE = "jaxrl_async_own"
-"""model_type in config.json, unknown to transformers."""
 TOKENS = 6
 """Number of tokens on which a layer is checked."""
 TRIED_WEIGHTS = 2**24
@@ -135,9 +133,8 @@ def check_own(spec: ModelSpec) -> None:
 
 def check_numbers(spec: ModelSpec) -> None:
     """Compute one layer of a user's own decoder and its gradient from random weights. Raises
-    ConfigError for NaN; does nothing for other decoders, and for layers above TRIED_WEIGHTS."""
-    if spec.own is None:
-        return
+    ConfigError for NaN; does nothing for layers above TRIED_WEIGHTS."""
+    assert spec.own is not None, "of a user's own decoder"
     table = _layer_weights(spec)
     if sum(math.prod(w.shape) for w in table.values()) > TRIED_WEIGHTS:
         log.info("a layer of %s is too large to be tried for NaN before the run", spec.own.name)
@@ -174,12 +171,11 @@ def check_numbers(spec: ModelSpec) -> None:
 
 def check_own_base(spec: ModelSpec, base: Params) -> None:
     """Trace a layer of a user's own decoder with matrices in 8 or 4 bits. Raises ConfigError if it
-    cannot use quantised matrices; does nothing for other decoders.
+    cannot use quantised matrices.
 
     base: shapes of all weights (frozen_base.base_shapes).
     """
-    if spec.own is None:
-        return
+    assert spec.own is not None, "of a user's own decoder"
     stack = base["layers"]
     graph = layer_graph(spec, scales=scales_among(stack))
     weights = {n: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for n, x in stack.items()}
@@ -296,7 +292,7 @@ def _trace_layer(
         spec: spec of the decoder.
         code: its class.
         kind: kind of the layer.
-        graph: result of layer_graph.layer_graph.
+        graph: result of decoder.layer_graph.
         weights: shapes of one layer's weights.
         dtype: type of the hidden states.
     """

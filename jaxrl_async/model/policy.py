@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxrl_async.data.addresses import folder_here
+from jaxrl_async.later import Later
 from jaxrl_async.mesh import (
     TRAINER_RULES,
     Rules,
@@ -33,16 +34,16 @@ from jaxrl_async.model.hf import (
 )
 from jaxrl_async.model.lora import Lora, adapter_table, joined, merged_on
 from jaxrl_async.model.own_code import load_code
-from jaxrl_async.model.peft import load_peft, save_peft
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import ModelSpec, num_weights, weight_table
-from jaxrl_async.model.vision.files import (
-    config_with_tower,
-    read_tower,
-    tensors_with_tower,
-    write_preparation,
-)
-from jaxrl_async.model.vision.tower import VisionTower
+
+if TYPE_CHECKING:
+    from jaxrl_async.model import peft
+    from jaxrl_async.model.vision import files
+    from jaxrl_async.model.vision.tower import VisionTower
+else:
+    peft = Later("jaxrl_async.model.peft")
+    files = Later("jaxrl_async.model.vision.files")
 
 
 class FolderTokenizer:
@@ -79,7 +80,7 @@ class Policy:
     generation: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
     lora: Lora | None = None
     adapter: Any = None
-    tower: VisionTower | None = None  # of a model with images; saved unchanged
+    tower: "VisionTower | None" = None  # of a model with images; saved unchanged
     stored: Mapping[str, str] = field(default_factory=dict)
     """Stored type, by name, of tensors that were read as float32 from a narrower type. A tensor is
     saved in its stored type if that changes no value."""
@@ -132,8 +133,8 @@ class Policy:
             params = read_base(folder, spec, form, mesh, dtype)
         lora, extra = None, None
         if adapter is not None:
-            lora, extra = load_peft(adapter, spec, placed, dtype)
-        tower = read_tower(folder)
+            lora, extra = peft.load_peft(adapter, spec, placed, dtype)
+        tower = files.read_tower(folder)
         return Policy(spec, params, tokenizer, generation, lora, extra, tower, stored)
 
     def __repr__(self) -> str:
@@ -190,7 +191,7 @@ class Policy:
         base: directory or name of the base model, for adapter_config.json.
         """
         assert self.lora is not None, "the policy has an adapter"
-        save_peft(folder, self.spec, self.lora, self.adapter, base)
+        peft.save_peft(folder, self.spec, self.lora, self.adapter, base)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a Hugging Face directory that transformers (and from_pretrained) loads.
@@ -207,14 +208,14 @@ class Policy:
         tower, others = self.tower, None
         if tower is not None:
             others = OtherContents(
-                partial(config_with_tower, tower), partial(tensors_with_tower, tower)
+                partial(files.config_with_tower, tower), partial(files.tensors_with_tower, tower)
             )
         save_params(folder, spec, params, others, self.stored)
         if jax.process_index() != 0:
             return
         save_generation(folder, spec, self.generation)
         if tower is not None:
-            write_preparation(tower, folder)
+            files.write_preparation(tower, folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 

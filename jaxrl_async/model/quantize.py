@@ -15,13 +15,13 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_async.model.four_bits import FourBits, packed_product, unpack_codes
+from jaxrl_async.later import Later
 from jaxrl_async.model.spec import (
     LORA_DROP,
     SCALE,
@@ -33,9 +33,15 @@ from jaxrl_async.model.spec import (
     stacks_in,
 )
 
+if TYPE_CHECKING:
+    from jaxrl_async.model import four_bits
+    from jaxrl_async.model.four_bits import FourBits
+else:
+    four_bits = Later("jaxrl_async.model.four_bits")
+
 Kind = Literal["int8", "float8_e4m3fn"]
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
-PACKED: dict[FourBits, str] = {
+PACKED: "dict[FourBits, str]" = {
     "nf4": "_nf4" + SCALE,
     "int4": "_int4" + SCALE,
     "q4_1": "_q4_1" + SCALE,
@@ -176,7 +182,7 @@ def _widened_product(
 ) -> Array:
     for kind, packed in PACKED.items():
         if ending == packed:
-            return packed_product(x, values, scales, kind, dot)
+            return four_bits.packed_product(x, values, scales, kind, dot)
     return dot(x, values.astype(x.dtype)) * scales
 
 
@@ -197,4 +203,4 @@ def restored(weight: Weight, layers: Params, name: str) -> Array:
     lead, out = weight.shape[: weight.stacked], math.prod(weight.shape[inputs.stop :])
     kind = next(kind for kind, packed in PACKED.items() if packed == ending)
     packed, scales = (array.reshape(*lead, -1, out) for array in (values, scales))
-    return unpack_codes(packed, scales, kind).reshape(weight.shape)
+    return four_bits.unpack_codes(packed, scales, kind).reshape(weight.shape)

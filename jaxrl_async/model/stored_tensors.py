@@ -13,25 +13,23 @@ import re
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from jaxrl_async.data.gguf_folder import gguf_of
+from jaxrl_async.data.gguf_file import gguf_of
 from jaxrl_async.errors import CheckpointError
-from jaxrl_async.model.fp8 import SCALE_OF, Fp8Tensor, block_of, fp8_names, number_of
-from jaxrl_async.model.gguf_tensors import open_gguf
-from jaxrl_async.model.joined_experts import OneExpert, one_of, places
-from jaxrl_async.model.mxfp4 import (
-    BLOCKS,
-    SCALES,
-    PackedTensor,
-    packed_names,
-    whole_of,
-    without_packed,
-)
+from jaxrl_async.later import Later
 from jaxrl_async.model.tensorfile import Stored, read_header
 from jaxrl_async.whole_files import UNFINISHED
+
+if TYPE_CHECKING:
+    from jaxrl_async.model import fp8, gguf_tensors, joined_experts, mxfp4
+else:
+    fp8 = Later("jaxrl_async.model.fp8")
+    gguf_tensors = Later("jaxrl_async.model.gguf_tensors")
+    joined_experts = Later("jaxrl_async.model.joined_experts")
+    mxfp4 = Later("jaxrl_async.model.mxfp4")
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +178,7 @@ def open_files(folder: Path, files: ExitStack, single: str) -> dict[str, StoredT
 
 def _of_gguf(path: Path, wanted: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """Return the tensors of a GGUF file, dequantised when read. Raises CheckpointError."""
-    parts = open_gguf(path, wanted)
+    parts = gguf_tensors.open_gguf(path, wanted)
     stored = {n: Stored(dtype="F32", shape=part.shape, begin=0, end=0) for n, part in parts.items()}
     return {name: StoredTensor(stored[name], part, name, path) for name, part in parts.items()}
 
@@ -188,15 +186,15 @@ def _of_gguf(path: Path, wanted: Mapping[str, Any]) -> dict[str, StoredTensor]:
 def _made_whole(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors, with the two parts of each MXFP4 tensor joined. Raises
     CheckpointError."""
-    packed = packed_names(tensors)
+    packed = mxfp4.packed_names(tensors)
     made = {}
     for name in packed:
-        blocks, scales = tensors[name + BLOCKS], tensors[name + SCALES]
-        file = PackedTensor((blocks.file, blocks.name), (scales.file, scales.name))
+        blocks, scales = tensors[name + mxfp4.BLOCKS], tensors[name + mxfp4.SCALES]
+        file = mxfp4.PackedTensor((blocks.file, blocks.name), (scales.file, scales.name))
         made[name] = StoredTensor(
-            whole_of(name, blocks.stored, scales.stored), file, name, blocks.path
+            mxfp4.whole_of(name, blocks.stored, scales.stored), file, name, blocks.path
         )
-    return without_packed(tensors, packed) | made
+    return mxfp4.without_packed(tensors, packed) | made
 
 
 def _text_part(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -227,16 +225,16 @@ def _with_embedding(
 
 def _in_numbers(folder: Path, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors, with those in FP8 dequantised when read. Raises CheckpointError."""
-    coded = fp8_names({name: tensor.stored for name, tensor in tensors.items()})
+    coded = fp8.fp8_names({name: tensor.stored for name, tensor in tensors.items()})
     if not coded:
         return tensors
     file = folder / "config.json"
-    block = block_of(read_json(file), str(file))
+    block = fp8.block_of(read_json(file), str(file))
     made = dict(tensors)
     for name in coded:
-        weight, scales = tensors[name], made.pop(name + SCALE_OF)
-        stored = number_of(name, weight.stored, scales.stored, block)
-        reader = Fp8Tensor(weight.path, weight.stored, (scales.file, scales.name), block)
+        weight, scales = tensors[name], made.pop(name + fp8.SCALE_OF)
+        stored = fp8.number_of(name, weight.stored, scales.stored, block)
+        reader = fp8.Fp8Tensor(weight.path, weight.stored, (scales.file, scales.name), block)
         made[name] = weight._replace(stored=stored, file=reader)
     log.info("%s: %d tensors in FP8 are read as float32", folder, len(coded))
     return made
@@ -246,11 +244,11 @@ def _one_by_one(
     tensors: dict[str, StoredTensor], wanted: Mapping[str, Any]
 ) -> dict[str, StoredTensor]:
     """Return the tensors, with joined experts split into the wanted tensors of single experts."""
-    found = places(wanted, {name: tensor.stored for name, tensor in tensors.items()})
+    found = joined_experts.places(wanted, {name: tensor.stored for name, tensor in tensors.items()})
     gone = {place.tensor for place in found.values()}
     kept = {name: tensor for name, tensor in tensors.items() if name not in gone}
     for name, place in found.items():
         every = tensors[place.tensor]
-        one = OneExpert(every.file, every.name, place)
-        kept[name] = every._replace(stored=one_of(every.stored, place), file=one)
+        one = joined_experts.OneExpert(every.file, every.name, place)
+        kept[name] = every._replace(stored=joined_experts.one_of(every.stored, place), file=one)
     return kept

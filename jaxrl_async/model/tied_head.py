@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl_async.data.gguf_folder import gguf_of
+from jaxrl_async.data.gguf_file import gguf_of
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.model.stored_tensors import (
     EMBEDDING,

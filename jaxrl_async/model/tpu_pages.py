@@ -8,6 +8,7 @@ column, its value's, and multiplied by the same matrix. Nothing is rearranged, a
 redundant multiplications: for few queries the MXU's time is the time to load the matrix once.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -116,6 +117,43 @@ def _call(
     return out[..., :K]
 
 
+def move_pages(
+    pages: Any,
+    number_of: Callable[[Any], Any],
+    end: Any,
+    buffers: Any,
+    arrivals: Any,
+    block: Any,
+    slot: Any,
+    *,
+    start: bool,
+) -> None:
+    """Start copying a block's pages of a sequence, or wait for them; inside a kernel.
+
+    Args:
+        pages: in HBM, [P, G, ...].
+        number_of: returns the number of the sequence's page with an index.
+        end: tokens of the sequence; pages after them are not copied.
+        buffers: in VMEM, [slots, pages of a block, G, ...].
+        arrivals: semaphores, [slots].
+        block: index of the block in the sequence.
+        slot: of the buffers.
+        start: False: wait.
+    """
+    _, count, G = buffers.shape[:3]
+    for j in range(count):
+        page = block * count + j
+
+        @pl.when(page * G < end)
+        def move_page(j: int = j, page: Any = page) -> None:
+            source = pages.at[number_of(page)]
+            copy = pltpu.make_async_copy(source, buffers.at[slot, j], arrivals.at[slot])
+            if start:
+                copy.start()
+            else:
+                copy.wait()
+
+
 def _attend(
     lengths: Any,
     blocks: Any,
@@ -140,19 +178,8 @@ def _attend(
     length = lengths[r]
 
     def move(row: Any, block: Any, slot: Any, *, start: bool) -> None:
-        """Start copying a block's pages, or wait for them."""
-        for j in range(count):
-            page = block * count + j
-
-            @pl.when(page * G < lengths[row])
-            def move_page(j: int = j, page: Any = page) -> None:
-                copy = pltpu.make_async_copy(
-                    pages.at[tables[row, page]], buffers.at[slot, j], arrivals.at[slot]
-                )
-                if start:
-                    copy.start()
-                else:
-                    copy.wait()
+        held = (pages, lambda page: tables[row, page], lengths[row], buffers, arrivals)
+        move_pages(*held, block, slot, start=start)
 
     @pl.when(r == 0)
     def begin() -> None:

@@ -21,9 +21,9 @@ from jaxrl_async.mesh import TRAINER_RULES, shapes_on, shardings
 from jaxrl_async.model.decoder import TokenRows
 from jaxrl_async.model.dropout import Noise
 from jaxrl_async.model.frozen_base import base_shapes, base_table, check_groups, form_of
+from jaxrl_async.model.kernels import page_head_dim
 from jaxrl_async.model.lora import beside, lora_of, trained_table
 from jaxrl_async.model.own_spec import own_spec
-from jaxrl_async.model.sink_pages import page_head_dim
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.plan.chips import Slice
 from jaxrl_async.plan.cost import Kernel

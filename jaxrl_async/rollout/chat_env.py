@@ -38,8 +38,7 @@ from jaxrl_async.metrics.metric import part_name
 from jaxrl_async.outages import ENVIRONMENT, Outages
 from jaxrl_async.ports.rollout import ChatFormat, Reply
 from jaxrl_async.rollout.long_replies import chars_of, fitted, long_texts
-from jaxrl_async.tasks.record import Said
-from jaxrl_async.tasks.task import Environment, Step, Task
+from jaxrl_async.tasks.task import Environment, Said, Step, Task
 from jaxrl_async.tasks.toolbox import Toolbox, ToolLimits, tools_of
 from jaxrl_async.tasks.usercode import (
     CallOutcome,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxrl_async.algorithms.preflight import with_correction
 from jaxrl_async.buffer.replay import ReplayBuffer
@@ -46,16 +47,17 @@ from jaxrl_async.run.checkpoint.rollout_state import resumed, resuming_if_possib
 from jaxrl_async.run.checkpoint.store import Checkpoints, open_checkpoints
 from jaxrl_async.run.folder import Paths, write_policy
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.notices import Notices
 from jaxrl_async.run.optional_parts import Serving
-from jaxrl_async.run.replay.player import RunSchedule
 from jaxrl_async.run.signals import Stop
-from jaxrl_async.run.watchdog import Watchdog
+from jaxrl_async.run.watchdog import Notices, Watchdog
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.trainer.trainer import Trainer
 from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
+
+if TYPE_CHECKING:
+    from jaxrl_async.run.replay.player import RunSchedule
 
 Claim = Callable[[Config], tuple[Config, Paths]]
 """Creates or finds the run's folder and locks it; returns the configuration with run.resume set."""
@@ -107,7 +109,7 @@ class Parts:
     scorers: Scorers
     envs: GuardedEnvs
     buffer: ReplayBuffer
-    schedule: RunSchedule
+    schedule: "RunSchedule"
     watchdog: Watchdog
     notices: Notices
     serving: Serving

@@ -14,11 +14,10 @@ from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.metrics.fault_counts import FaultCounts
-from jaxrl_async.metrics.prometheus import KeepsMetrics
+from jaxrl_async.metrics.recorder import KeepsMetrics
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports.rollout import ChatFormat
-from jaxrl_async.rollout.chat_env import ChatEnvs
 from jaxrl_async.rollout.env import MakeEnv
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.optional_parts import (
@@ -30,14 +29,15 @@ from jaxrl_async.run.optional_parts import (
     SeatFillers,
     Serving,
 )
-from jaxrl_async.run.replay.player import ReplayedBuffer
-from jaxrl_async.tasks.game import Game
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.types import Prompt, VersionedParams
 
-if TYPE_CHECKING:  # both modules import this one
+if TYPE_CHECKING:  # what only some runs load; both builders import this module
+    from jaxrl_async.rollout.chat_env import ChatEnvs
     from jaxrl_async.run.builders.inputs import Inputs
     from jaxrl_async.run.builders.samplers import Sampling
+    from jaxrl_async.run.replay.player import ReplayedBuffer
+    from jaxrl_async.tasks.game import Game
 
 Count = Callable[[str, int], None]
 """Counts faults by name and number."""
@@ -92,8 +92,8 @@ def check_game(config: Config, name: str) -> None:
 
 
 def make_games(
-    chat: ChatEnvs,
-    make: Callable[[], Game],
+    chat: "ChatEnvs",
+    make: "Callable[[], Game]",
     opponents: SeatFillers,
     example: Prompt,
     config: Config,
@@ -142,7 +142,7 @@ def engine_sampling(
     config: Config,
     inputs: "Inputs",
     weights: VersionedParams,
-    gate: ReplayBuffer | ReplayedBuffer,
+    gate: "ReplayBuffer | ReplayedBuffer",
 ) -> "Sampling":
     """Make the samplers of another engine (sampler.engine). Arguments as
     builders.samplers.make_sampling's."""

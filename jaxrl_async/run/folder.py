@@ -1,6 +1,7 @@
 """The run folder: its paths, its checks, and its lock."""
 
 import fcntl
+import json
 import logging
 import os
 import shutil
@@ -17,10 +18,16 @@ from jaxrl_async.metrics.recorder import METRICS_FILE, SUPERSEDED, WARM_START
 from jaxrl_async.metrics.trackers import TRACKERS_FILE
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import is_quantized
-from jaxrl_async.run.file_names import free_name, is_inside
-from jaxrl_async.run.signs import SIGNS, WRITERS
 
 log = logging.getLogger(__name__)
+
+# Each process that begins to write a run's copy, or its checkpoints on a bucket, makes a sign, adds
+# it to the folder's and only then puts it there. So a folder that does not know the sign that is
+# there was continued on another machine.
+SIGNS = "copied.json"
+"""File in the run's folder: processes that have written the folder's copy (mirror)."""
+WRITERS = "bucket_writers.json"
+"""The same of the checkpoints on a bucket (run/checkpoint/bucket.py)."""
 
 GIVEN = ".given"
 """Folder in run.dir, see given_folder."""
@@ -365,3 +372,38 @@ def _is_left_over(path: Path) -> bool:
     if path.is_dir():
         return all(_is_left_over(entry) for entry in path.iterdir())
     return not path.stat().st_size
+
+
+# ---- names inside a folder, or free
+
+
+def is_inside(root: Path, path: Path) -> bool:
+    """Return whether a path is in `root` once all links are followed; `root` may be a link."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
+
+
+def free_name(path: Path) -> Path:
+    """Return the first of path.1, path.2, ... that does not exist."""
+    number = 1
+    while os.path.lexists(path.with_name(f"{path.name}.{number}")):
+        number += 1
+    return path.with_name(f"{path.name}.{number}")
+
+
+# ---- signs
+
+
+def read_signs(path: Path) -> tuple[str, ...]:
+    """Return the signs in a file, oldest first: of this folder, or of what it was fetched from."""
+    try:
+        return tuple(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError):
+        return ()
+
+
+def add_signs(path: Path, signs: Iterable[str]) -> None:
+    """Add to the signs in a file."""
+    text = json.dumps([*read_signs(path), *signs])
+    fresh = path.with_name(path.name + ".tmp")
+    fresh.write_text(text, "utf-8")
+    fresh.replace(path)

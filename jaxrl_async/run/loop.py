@@ -27,7 +27,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -35,15 +35,15 @@ from jaxrl_async.config.rules import check_rules
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.config.several import folders_of, runs_of
 from jaxrl_async.errors import ConfigError, Stopped, StopTraining
-from jaxrl_async.garbage import only_new_garbage
+from jaxrl_async.host import only_new_garbage
+from jaxrl_async.later import Later
 from jaxrl_async.metrics.console import Console, OnStep
 from jaxrl_async.metrics.json_logs import add_labels, logs_as
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.metrics.series import accuracy_points, points
 from jaxrl_async.metrics.spans import recorded_spans, write_spans
-from jaxrl_async.metrics.tracker_kinds import check_trackers
-from jaxrl_async.metrics.trackers import remembered
-from jaxrl_async.run import features, offline
+from jaxrl_async.metrics.trackers import check_trackers, remembered
+from jaxrl_async.run import features
 from jaxrl_async.run.assemble import RunContext, assemble
 from jaxrl_async.run.builders.devices import (
     CACHE_FOLDER,
@@ -51,8 +51,8 @@ from jaxrl_async.run.builders.devices import (
     keep_compiled_programs,
     with_dtype,
 )
-from jaxrl_async.run.checkpoint.bucket_start import begin_writing, bring_back_records
 from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
+from jaxrl_async.run.checkpoint.storage import bring_back
 from jaxrl_async.run.exits import exits_refused, no_end_by_others
 from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config
 from jaxrl_async.run.lockstep import Lockstep
@@ -64,6 +64,13 @@ from jaxrl_async.run.threads import run_threads
 from jaxrl_async.run.warm_start import forget_warm_start
 from jaxrl_async.shown_environment import hide_secrets, key_variables
 from jaxrl_async.tasks.task import Task
+
+if TYPE_CHECKING:
+    from jaxrl_async.run import offline
+    from jaxrl_async.run.checkpoint import bucket_start
+else:
+    offline = Later("jaxrl_async.run.offline")
+    bucket_start = Later("jaxrl_async.run.checkpoint.bucket_start")
 
 Job = Callable[[Config, RunContext], Path | None]
 """Runs a job to its end; returns the folder of the weights, if there is one."""
@@ -120,7 +127,9 @@ def train(config: Config, on_step: OnStep | None = None, task: Task | None = Non
 
         context = RunContext(claim=claim, stop=stop, console=console, lockstep=lockstep, task=task)
         console.phase("preparing")
-        work = features.several_runs() if config.runs else _job_of(config)
+        work = run_rl if config.run.job == "rl" else offline.run
+        if config.runs:
+            work = features.several_runs()
         weights, early = None, f"stopped early by {stop.reason}"
         try:
             weights = work(config, context)
@@ -151,11 +160,6 @@ def _trace_file(config: Config, paths: Paths, lockstep: Lockstep) -> Path | None
         return None
     number = f".{lockstep.index}" if lockstep.index else ""
     return paths.root / f"trace{number}.json"
-
-
-def _job_of(config: Config) -> Job:
-    """Return the function that runs a configuration's job."""
-    return run_rl if config.run.job == "rl" else offline.run
 
 
 def _of_one(paths: Paths, weights: Path | None) -> tuple[list[str], list[str]]:
@@ -206,9 +210,9 @@ def look_together(config: Config, lockstep: Lockstep) -> Config:
 
     def prepare(run: RunSection) -> RunSection:
         features.bring_back(run)
-        goes_on = bring_back_records(config.checkpoint, run)
+        exists = bring_back(config.checkpoint, run)
         run = settled(run)
-        return run.model_copy(update={"resume": True}) if goes_on else run
+        return run.model_copy(update={"resume": True}) if exists else run
 
     return _settled_by_first(config, lockstep, look, prepare)
 
@@ -222,7 +226,8 @@ def claim_together(
 
     def hold(run: RunSection) -> None:
         paths = closing.enter_context(claimed(run))
-        begin_writing(config.checkpoint, run)
+        if config.checkpoint.dir is not None:
+            bucket_start.begin_writing(config.checkpoint, run)
         write_config(config.model_copy(update={"run": run}), paths)
         if copy is not None:
             copy.begin(run, config.checkpoint.keep)

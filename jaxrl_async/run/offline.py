@@ -34,7 +34,7 @@ from jaxrl_async.data.examples import (
 )
 from jaxrl_async.data.preferences import PreferencePair, mismatched
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.garbage import only_new_garbage
+from jaxrl_async.host import only_new_garbage
 from jaxrl_async.mesh import Slices, make_slices
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.spans import span
@@ -68,11 +68,10 @@ from jaxrl_async.run.checkpoint.store import (
 )
 from jaxrl_async.run.folder import Paths, log_merged, write_policy
 from jaxrl_async.run.lockstep import StopRequests
-from jaxrl_async.run.next_examples import Ahead
 from jaxrl_async.run.rates import Utilisation, measured_peak_flops
 from jaxrl_async.run.reporting import MetricsWriter, make_recorder, warn_of
 from jaxrl_async.run.signals import preempted
-from jaxrl_async.run.update_loop import make_updates
+from jaxrl_async.run.update_loop import Ahead, make_updates
 from jaxrl_async.run.warm_start import forget_warm_start, warm_pairs
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.trainer.kl_baseline import BaselinePass

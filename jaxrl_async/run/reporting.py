@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -17,17 +17,17 @@ from jaxrl_async.data.curriculum import combined_measures
 from jaxrl_async.data.prompts import PromptStream
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import EndpointMisset, RolloutError
+from jaxrl_async.later import Later
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.fault_counts import FaultCounts
-from jaxrl_async.metrics.prometheus import PrometheusWriter
 from jaxrl_async.metrics.recorder import Recorder
 from jaxrl_async.metrics.symptoms import Symptoms
-from jaxrl_async.metrics.tracker_kinds import make_trackers
 from jaxrl_async.metrics.trackers import (
     TrackedRun,
     TrackedWriter,
     Tracker,
     TrackerThread,
+    make_trackers,
     remembered,
 )
 from jaxrl_async.ports.generate import Generate
@@ -39,12 +39,10 @@ from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.optional_parts import SeatFillers
 from jaxrl_async.run.rates import Observer
-from jaxrl_async.run.replay.player import OrderedPrompts
-from jaxrl_async.run.shown_contexts import contexts_of
 from jaxrl_async.run.signals import LOOK_S
 from jaxrl_async.tasks.usercode import run_loop
-from jaxrl_async.trainer.outlets import Finish
-from jaxrl_async.trainer.token_view import SHOWN_EPISODES, SHOWN_GROUPS, TokenView
+from jaxrl_async.trainer.evaluation import Finish
+from jaxrl_async.trainer.step_data import SHOWN_EPISODES, SHOWN_GROUPS, TokenView
 from jaxrl_async.types import (
     CORRECT,
     Episode,
@@ -54,6 +52,14 @@ from jaxrl_async.types import (
     IntArray,
     Prompt,
 )
+
+if TYPE_CHECKING:
+    from jaxrl_async.metrics import prometheus
+    from jaxrl_async.run import shown_contexts
+    from jaxrl_async.run.replay.recording import OrderedPrompts
+else:
+    prometheus = Later("jaxrl_async.metrics.prometheus")
+    shown_contexts = Later("jaxrl_async.run.shown_contexts")
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +113,7 @@ def make_recorder(
         paths.root, tensorboard=section.tensorboard, resume_step=resume_step
     )
     if section.prometheus is not None:
-        writer = PrometheusWriter(writer, section.prometheus, run=paths.root.name)
+        writer = prometheus.PrometheusWriter(writer, section.prometheus, run=paths.root.name)
     if trackers:
         begun = _begun(trackers, config, paths, resumes=resume_step is not None)
         writer = TrackedWriter(writer, begun)
@@ -144,7 +150,7 @@ class StepReporter:
     recorder: MetricsWriter
     console: Console
     tokenizer: Tokenizer
-    prompts: PromptStream | OrderedPrompts
+    prompts: "PromptStream | OrderedPrompts"
     samples_every: int  # updates; 0: no samples
     lockstep: Lockstep
     opponents: SeatFillers
@@ -230,7 +236,11 @@ def sample_records(
             "group": group.ticket.group,
             **({"seat": episode.seat} if episode.seat else {}),
             "tokens": token_facts(episode, tokenizer, sights),
-            **({"contexts": contexts_of(episode, tokenizer)} if episode.num_turns > 1 else {}),
+            **(
+                {"contexts": shown_contexts.contexts_of(episode, tokenizer)}
+                if episode.num_turns > 1
+                else {}
+            ),
         }
         for group in groups
         for episode, score in list(zip(group.episodes, group.scores, strict=True))[:SHOWN_EPISODES]

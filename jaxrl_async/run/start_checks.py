@@ -3,12 +3,10 @@
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxrl_async.algorithms.answer_pairs import pairs_loss
-from jaxrl_async.algorithms.preference_losses import preference_loss
 from jaxrl_async.algorithms.preflight import check_algorithm
 from jaxrl_async.algorithms.registry import is_absent
 from jaxrl_async.config.schema import AlgorithmSection, Config, each_of, name_of
@@ -16,8 +14,16 @@ from jaxrl_async.config.several import merged, runs_of
 from jaxrl_async.data.addresses import folder_here, is_address, is_elsewhere
 from jaxrl_async.data.hub import hub_records, is_hub_name, records_folder
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.later import Later
 from jaxrl_async.scorers.rewards import find_reward
-from jaxrl_async.tasks.named_tasks import check_task_name
+
+if TYPE_CHECKING:
+    from jaxrl_async.algorithms import answer_pairs, preference_losses
+    from jaxrl_async.tasks import named_tasks
+else:
+    answer_pairs = Later("jaxrl_async.algorithms.answer_pairs")
+    preference_losses = Later("jaxrl_async.algorithms.preference_losses")
+    named_tasks = Later("jaxrl_async.tasks.named_tasks")
 
 
 def check_names(config: Config) -> None:
@@ -26,14 +32,14 @@ def check_names(config: Config) -> None:
     if "JAX_PLATFORMS" not in os.environ:  # another process may hold the accelerator
         jax.config.update("jax_platforms", "cpu")
     if config.run.job == "preference":
-        preference_loss.resolve(config.preference.loss)
+        preference_losses.preference_loss.resolve(config.preference.loss)
     if config.task is not None and not is_absent(config.task):
-        check_task_name(config.task)
+        named_tasks.check_task_name(config.task)
     if config.run.job != "rl":
         return
     check_algorithm(_without_absent_files(config.algorithm), config.teacher)
     if config.pairs is not None and not is_absent(config.pairs.loss):
-        pairs_loss(config.pairs.loss)
+        answer_pairs.pairs_loss(config.pairs.loss)
     for choice in each_of(config.reward.function):
         if name_of(choice) != "none" and not is_absent(choice):
             find_reward(name_of(choice))

@@ -24,10 +24,9 @@ from jaxrl_async.model.spec import Params
 from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.next_examples import Ahead
 from jaxrl_async.run.reporting import MetricsWriter, NoRecorder, make_recorder
 from jaxrl_async.run.signals import Stop, preempted
-from jaxrl_async.run.update_loop import make_updates
+from jaxrl_async.run.update_loop import Ahead, make_updates
 from jaxrl_async.trainer.objectives.supervised_objective import SupervisedObjective
 from jaxrl_async.trainer.pack import pack_pairs
 from jaxrl_async.trainer.update import Update

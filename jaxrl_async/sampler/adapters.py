@@ -11,12 +11,12 @@ import logging
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxrl_async.errors import ConfigError, JaxrlError, RolloutError
+from jaxrl_async.later import Later
 from jaxrl_async.model.adapter_stack import AdapterRoom, fitted_adapter
 from jaxrl_async.model.lora import Lora
-from jaxrl_async.model.peft import load_peft
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.ports.weights import WeightSource
@@ -28,6 +28,11 @@ from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.requests import Inbox
 from jaxrl_async.sampler.swap import SwapCheck, SwappedWeights, remake
 from jaxrl_async.types import VersionedParams
+
+if TYPE_CHECKING:
+    from jaxrl_async.model import peft
+else:
+    peft = Later("jaxrl_async.model.peft")
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +236,7 @@ class SamplerAdapters:
         _check_version(name, version)
         room = self._checked_room()
         if isinstance(adapter, str | Path):
-            lora, params = load_peft(adapter, self._spec)
+            lora, params = peft.load_peft(adapter, self._spec)
         elif isinstance(adapter, Policy):
             if adapter.lora is None:
                 raise ConfigError(f"adapter {name!r}: this policy has no adapter.")

@@ -341,9 +341,13 @@ def _shaping(request: Request, room: Room) -> LogitShaping | None:
     if not isinstance(given, LogitShaping):
         _refuse(request, "shaping", given, "LogitShaping or None")
     constraint = given.constraint
-    good = isinstance(constraint, Constraint) and constraint.kind in KINDS
-    good = good and isinstance(constraint.text, str) and len(constraint.text) <= LONGEST
-    if constraint is not None and not good:
+    good = constraint is None or (
+        isinstance(constraint, Constraint)
+        and constraint.kind in KINDS
+        and isinstance(constraint.text, str)
+        and len(constraint.text) <= LONGEST
+    )
+    if not good:
         wanted = f"a Constraint of kind {', '.join(KINDS)}, of at most {LONGEST} characters"
         _refuse(request, "shaping.constraint", constraint, wanted)
     repetition = _number(request, "shaping.repetition_penalty", given.repetition_penalty)

@@ -21,13 +21,13 @@ from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, put, shardings, spans_processes
 from jaxrl_async.model.adapter_stack import AdapterRoom, stack_of, stack_table
-from jaxrl_async.model.card import has_triton
+from jaxrl_async.model.attention import has_triton
 from jaxrl_async.model.delta_layer import empty_states
+from jaxrl_async.model.kernels import has_spare, page_head_dim
 from jaxrl_async.model.kv_layout import KvLayout, layout_of
 from jaxrl_async.model.lora import adapted_names, with_adapter
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import table_of
-from jaxrl_async.model.sink_pages import has_spare, page_head_dim
 from jaxrl_async.model.spec import (
     ModelSpec,
     Params,

@@ -12,6 +12,7 @@ answer only if no number follows it.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import islice
 from typing import Literal
 
@@ -208,3 +209,25 @@ def _on_lines(text: str) -> str:
         elif parts[index] != "\\]":
             opened = index
     return "".join(parts)
+
+
+# ---- references that a table stored as a float
+
+FLOAT = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[+-][0-9]+)?")
+"""A number as Python writes a float."""
+MOST_EXPONENT = 400
+"""Approximate maximum exponent of a float."""
+
+
+def plain_float(text: str) -> str:
+    """Return a float's text the way people write it: 5.0 as 5, 1e-05 as 0.00001. All other text is
+    unchanged."""
+    whole = text.strip()
+    if not FLOAT.fullmatch(whole) or not {".", "e"} & set(whole):
+        return text
+    if "e" not in whole and not re.search(r"\.0+$", whole):
+        return text
+    if abs(int(whole.partition("e")[2] or 0)) > MOST_EXPONENT:
+        return text
+    written = f"{Decimal(whole):f}"
+    return written.rstrip("0").rstrip(".") if "." in written else written

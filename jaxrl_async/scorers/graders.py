@@ -8,15 +8,25 @@ Each is a reward function with one part, `correct`, 1 or 0. Two equal texts are 
 If in doubt it is 0, since a policy soon finds answers that are rewarded without being correct.
 """
 
+import logging
 import re
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from jaxrl_async.errors import RefusedScore
-from jaxrl_async.scorers.answers import TEXT, after_thinking, find_answer
-from jaxrl_async.scorers.mathprocess import can_be_read, same_mathematics
-from jaxrl_async.scorers.units import differ
-from jaxrl_async.scorers.written_numbers import number_of, plain_float
+from jaxrl_async.errors import DataError, RefusedScore, RolloutError
+from jaxrl_async.later import Later
+from jaxrl_async.scorers.answers import TEXT, after_thinking, find_answer, plain_float
 from jaxrl_async.types import CORRECT
+
+if TYPE_CHECKING:
+    from jaxrl_async.scorers import mathprocess, units, written_numbers
+else:
+    mathprocess = Later("jaxrl_async.scorers.mathprocess")
+    units = Later("jaxrl_async.scorers.units")
+    written_numbers = Later("jaxrl_async.scorers.written_numbers")
+
+log = logging.getLogger(__name__)
 
 
 def exact(completion: str, reference: str) -> Mapping[str, float]:
@@ -51,9 +61,9 @@ def gsm8k(completion: str, reference: str) -> Mapping[str, float]:
     given, right = find_answer(completion), find_answer(plain_float(reference))
     if given is None or right is None:
         return _verdict(False)
-    number = number_of(right)
-    same = number is not None and number_of(given) == number
-    return _verdict(same and not differ(given.line, right.line))
+    number = written_numbers.number_of(right)
+    same = number is not None and written_numbers.number_of(given) == number
+    return _verdict(same and not units.differ(given.line, right.line))
 
 
 def math(completion: str, reference: str) -> Mapping[str, float]:
@@ -66,7 +76,7 @@ def math(completion: str, reference: str) -> Mapping[str, float]:
     """
     if equal_texts(completion, _needed(reference)):
         return _verdict(True)
-    return _verdict(same_mathematics(completion, reference))
+    return _verdict(mathprocess.same_mathematics(completion, reference))
 
 
 def equal_texts(completion: str, reference: str) -> bool:
@@ -85,8 +95,8 @@ def unreadable(grader: Callable[..., object], reference: str) -> bool:
     if not reference.strip():
         return True
     if grader is gsm8k:
-        return number_of(find_answer(plain_float(reference))) is None
-    return grader is math and not can_be_read(reference)
+        return written_numbers.number_of(find_answer(plain_float(reference))) is None
+    return grader is math and not mathprocess.can_be_read(reference)
 
 
 def _bare(text: str) -> str:
@@ -107,3 +117,72 @@ def _needed(reference: str) -> str:
             "data.jsonl.answer_field, or choose a reward that needs no right answer."
         )
     return reference
+
+
+# ---- all references, tried when a run starts
+
+
+PLAIN = re.compile(r"-?[0-9]{1,15}(?:\.[0-9]{1,15})?")
+"""A number that every grader can parse."""
+AWAITED = 400
+"""Maximum references for `math`, about 5 ms each, that a start waits for; more run in the
+background."""
+
+
+def check_answers(references: Sequence[str], max_bad_share: float) -> None:
+    """Raise DataError if more than this share of the references is blank; log a warning about
+    fewer."""
+    blank = [index for index, reference in enumerate(references) if not reference.strip()]
+    if not blank:
+        return
+    said = (
+        f"{len(blank)} of {len(references)} records have an empty answer (the training records "
+        f"first, number {blank[0]} is one), and the reward compares with it"
+    )
+    if len(blank) > max_bad_share * len(references):
+        raise DataError(
+            f"{said}. Correct them or leave them out, or choose a reward that needs no answer."
+        )
+    log.warning("%s: their answers are left out of training and evaluation", said)
+
+
+def try_references(graders: Mapping[str, Callable[..., object]], references: Iterable[str]) -> None:
+    """Log a warning for each built-in grader that cannot parse some of the references.
+
+    It rewards only an equal text there. `math` needs milliseconds for each reference: a large
+    number is tried by a thread, which logs when it is done.
+
+    Args:
+        graders: by their names in the settings; other functions are skipped.
+        references: the correct answers of the records, without blank ones.
+    """
+    listed = [reference for reference in references if reference.strip()]
+    hard = list(dict.fromkeys(r for r in listed if not PLAIN.fullmatch(r.strip())))
+    for name, grader in graders.items():
+        if grader is gsm8k or (grader is math and len(hard) <= AWAITED):
+            _try(name, grader, hard, listed)
+        elif grader is math:
+            threading.Thread(
+                target=_try, args=(name, grader, hard, listed), name="references", daemon=True
+            ).start()
+
+
+def _try(
+    name: str, grader: Callable[..., object], hard: Sequence[str], listed: Sequence[str]
+) -> None:
+    try:
+        bad = {reference for reference in hard if unreadable(grader, reference)}
+    except RolloutError as error:  # raised again when an answer is compared
+        log.warning("reward.function = %r was not tried on all references: %s", name, error)
+        return
+    if not bad:
+        return
+    shown = ", ".join(repr(text[:60]) for text in sorted(bad)[:3])
+    log.warning(
+        "reward.function = %r cannot read %d of %d references, such as %s: it rewards only an "
+        "answer with the same text. Correct the records, or choose a grader that fits them.",
+        name,
+        sum(reference in bad for reference in listed),
+        len(listed),
+        shown,
+    )

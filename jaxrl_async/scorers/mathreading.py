@@ -13,7 +13,7 @@ from sympy import Abs, Basic, Interval, MatrixBase, N, Symbol, Tuple
 from sympy.core.relational import Relational
 from sympy.sets import FiniteSet
 
-from jaxrl_async.scorers.answers import OTHERS, TEXT, Answer, find_answer
+from jaxrl_async.scorers.answers import OTHERS, TEXT, Answer, find_answer, plain_float
 from jaxrl_async.scorers.units import differ, unit_of
 from jaxrl_async.scorers.written_numbers import (
     CURRENCIES,
@@ -21,7 +21,6 @@ from jaxrl_async.scorers.written_numbers import (
     NUMBER,
     PARTS,
     number_of,
-    plain_float,
     plain_signs,
     without_powers,
     written,

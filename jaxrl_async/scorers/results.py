@@ -24,6 +24,8 @@ TOKEN_REWARDS = "token_rewards"
 """Key of a result that is not a part: rewards of single tokens, added to the sum of parts."""
 FUNCTIONS = "functions"
 """Part of a score with a judge: the total of all other scorers, if they name no parts."""
+FUNCTION = "function"
+"""Part of a Score: the function's number, if the function names no parts itself."""
 MODEL = "model"
 """Part of a Score that holds the reward model's number."""
 REMEDY = (

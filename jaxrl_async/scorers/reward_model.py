@@ -26,13 +26,11 @@ from jaxrl_async.model.heads import head_table, load_head, sequence_scores
 from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.ports.rollout import Scorer
-from jaxrl_async.scorers.results import MODEL as MODEL
+from jaxrl_async.scorers.results import FUNCTION, MODEL
 from jaxrl_async.types import Episode, FloatArray, IntArray, Prompt, Score
 
 log = logging.getLogger(__name__)
 
-FUNCTION = "function"
-"""Part of a Score: the function's number, if the function names no parts itself."""
 SHORTEST = 32
 """Minimum length of a padded row, tokens."""
 

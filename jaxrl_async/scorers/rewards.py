@@ -14,13 +14,14 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxrl_async.config.schema import RewardSection
 from jaxrl_async.config.userfile import is_own, load_function
 from jaxrl_async.errors import Away, ConfigError, RefusedScore, RolloutError, RolloutTimeout
+from jaxrl_async.later import Later
 from jaxrl_async.scorers.answers import opened_thinking
 from jaxrl_async.scorers.graders import exact, gsm8k
 from jaxrl_async.scorers.graders import math as same_math
@@ -35,10 +36,14 @@ from jaxrl_async.scorers.reward_call import (
     last_turn,
     scores_of,
 )
-from jaxrl_async.scorers.reward_process import LOAD_S, RewardProcesses
 from jaxrl_async.tasks.function_source import FunctionSource, source_of
 from jaxrl_async.tasks.usercode import CallOutcome, Threads, TooLate, run_async, side_by_side
 from jaxrl_async.types import Episode, IntArray, Prompt, Score
+
+if TYPE_CHECKING:
+    from jaxrl_async.scorers import reward_process
+else:
+    reward_process = Later("jaxrl_async.scorers.reward_process")
 
 RewardFunction = Callable[..., Any]
 """Returns a number, a mapping of parts or a Score (results.py); for a group, a list of them."""
@@ -129,7 +134,7 @@ class RewardScorer:
         self.version: Callable[[], int] = lambda: 0  # replaced when a run begins
         self._sources: dict[str, FunctionSource] = {}
         if processes:
-            self._processes = RewardProcesses(processes)
+            self._processes = reward_process.RewardProcesses(processes)
             self._askers = Threads(processes, replaced=False)  # a process ends its calls itself
             self._sources = {
                 judge.name: source_of(judge.function, judge.name, judge.where)
@@ -239,7 +244,9 @@ class RewardScorer:
     ) -> list[Score | None]:
         """Return a process's result; the process enforces the timeout."""
         ask = functools.partial(self._processes.ask, source, call, self._timeout_s)
-        outcome: CallOutcome = await self._askers.run(ask, 2 * LOAD_S + self._timeout_s)
+        outcome: CallOutcome = await self._askers.run(
+            ask, 2 * reward_process.LOAD_S + self._timeout_s
+        )
         if isinstance(outcome.error, TooLate):
             raise outcome.error
         scores, logged = outcome.get()

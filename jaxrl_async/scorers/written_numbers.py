@@ -19,10 +19,6 @@ NUMBER = re.compile(
     r"(?(digits)(?:\.(?P<part>[0-9]+))?|\.(?P<alone>[0-9]+))"
 )
 """A number as people write it; a comma belongs to it only before groups of three digits."""
-FLOAT = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[+-][0-9]+)?")
-"""A number as Python writes a float."""
-MOST_EXPONENT = 400
-"""Approximate maximum exponent of a float."""
 SIGNS = {"٫": ".", "٬": ",", "⁄": "/", "∕": "/", "\u3000": " ", "，": "，"} | dict.fromkeys(
     "−–—‒", "-"
 )
@@ -158,20 +154,6 @@ def plain_signs(text: str) -> str:
     text = GROUPS.sub(lambda found: re.sub(r"[^0-9]+", "", found[0]), text)
     text = COUNTRY.sub(lambda found: DOLLARS.get(found[1], "\\$"), text)
     return MINUS.sub("-", text)
-
-
-def plain_float(text: str) -> str:
-    """Return a float's text the way people write it: 5.0 as 5, 1e-05 as 0.00001. All other text is
-    unchanged."""
-    whole = text.strip()
-    if not FLOAT.fullmatch(whole) or not {".", "e"} & set(whole):
-        return text
-    if "e" not in whole and not re.search(r"\.0+$", whole):
-        return text
-    if abs(int(whole.partition("e")[2] or 0)) > MOST_EXPONENT:
-        return text
-    written = f"{Decimal(whole):f}"
-    return written.rstrip("0").rstrip(".") if "." in written else written
 
 
 def _unit_alone(found: re.Match[str]) -> str:

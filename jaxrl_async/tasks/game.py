@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from jaxrl_async.tasks.record import Said, TaskRecord
+from jaxrl_async.tasks.task import Said, TaskRecord
 from jaxrl_async.types import Message, Score
 
 

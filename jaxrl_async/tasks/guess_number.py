@@ -16,8 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, validate_call
 
-from jaxrl_async.tasks.record import Said, TaskRecord
-from jaxrl_async.tasks.task import Environment, Step, Task
+from jaxrl_async.tasks.task import Environment, Said, Step, Task, TaskRecord
 from jaxrl_async.types import CORRECT, Message
 
 WORKED_GAMES = 4096

@@ -26,8 +26,7 @@ from jaxrl_async.tasks.openenv_client import (
     checked_url,
     websocket_module,
 )
-from jaxrl_async.tasks.record import Said, TaskRecord
-from jaxrl_async.tasks.task import Environment, Step, Task
+from jaxrl_async.tasks.task import Environment, Said, Step, Task, TaskRecord
 from jaxrl_async.types import Message
 
 TEXTS = ("prompt", "message", "text", "content", "output", "result")

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl_async.errors import ConfigError, MissingExtraError
-from jaxrl_async.tasks.record import TaskRecord
-from jaxrl_async.tasks.task import Task
+from jaxrl_async.tasks.task import Task, TaskRecord
 from jaxrl_async.types import CORRECT, Message
 
 log = logging.getLogger(__name__)

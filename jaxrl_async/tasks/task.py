@@ -8,12 +8,20 @@ it in tokens.
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from jaxrl_async.data.chat_formats.chat_messages import as_messages
-from jaxrl_async.tasks.game import Game
-from jaxrl_async.tasks.record import Said, TaskRecord
 from jaxrl_async.types import Constraint, Message
+
+if TYPE_CHECKING:
+    from jaxrl_async.tasks.game import Game
+
+TaskRecord = Mapping[str, Any]
+"""One record of the data, by column. The package itself reads these columns if they exist:
+`messages` (the conversation so far), or else `prompt` or `question`; `answer` (the reference of
+rewards); `worked` (a demonstration: a complete conversation, for the supervised warm start)."""
+Said = str | Message | Sequence[Message] | None
+"""A message of an environment or a game: a text in the user's role, a message, several, or none."""
 
 Records = Sequence[TaskRecord] | Callable[[str], Sequence[TaskRecord]]
 """Records, or a function of the split ("train" or "eval") that returns them."""
@@ -109,7 +117,7 @@ class Task:
     # to evaluate on; None: records("eval"), or the last tenth of the records, at most 64
     held_out: Records | None = None
     environment: Callable[[], Environment] | None = None  # a class or a function that creates one
-    game: Callable[[], Game] | None = None  # for several seats, instead of an environment
+    game: "Callable[[], Game] | None" = None  # for several seats, instead of an environment
     # plays a whole episode through an endpoint: an async function, or a command as a list
     program: Callable[..., Awaitable[Any]] | Sequence[str] | None = None
     # as in reward.function, or several, which are added up; added to the environment's rewards

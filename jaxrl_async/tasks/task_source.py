@@ -19,8 +19,7 @@ from jaxrl_async.data.chat_formats.chat_messages import (
 from jaxrl_async.data.records import Record, RecordSource, Split, field_text, reference_of
 from jaxrl_async.errors import ConfigError, DataError, TextTooLong
 from jaxrl_async.ports.rollout import ChatFormat
-from jaxrl_async.tasks.record import TaskRecord
-from jaxrl_async.tasks.task import QUESTIONS, Records, Task, conversation_of
+from jaxrl_async.tasks.task import QUESTIONS, Records, Task, TaskRecord, conversation_of
 from jaxrl_async.types import BoolArray, IntArray, Message
 
 HELD_OUT_MOST = 64

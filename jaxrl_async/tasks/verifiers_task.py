@@ -33,8 +33,7 @@ from jaxrl_async.data.tokenizer import PRINTABLE
 from jaxrl_async.errors import Away, ConfigError, MissingExtraError, RolloutError
 from jaxrl_async.metrics.metric import part_name
 from jaxrl_async.tasks.game import SeatScore
-from jaxrl_async.tasks.record import TaskRecord
-from jaxrl_async.tasks.task import Task
+from jaxrl_async.tasks.task import Task, TaskRecord
 from jaxrl_async.tasks.usercode import TooLate, run_async
 from jaxrl_async.types import Score
 
@@ -206,7 +205,7 @@ def score_of_traces(episode: Any) -> Score | tuple[SeatScore, ...]:
         if not trace.agent.trainable:
             for name, value in _parts_of(trace, several).items():
                 others.setdefault(name, []).append(value)
-    beside = {name: _mean(values) for name, values in others.items()}
+    beside = {name: sum(values) / len(values) for name, values in others.items()}
     scores = [
         Score(reward=float(trace.reward), parts={**beside, **_parts_of(trace, several)})
         for trace in trained
@@ -233,10 +232,6 @@ def numbers_of(trace: Any) -> dict[str, float]:
     return rewards | {
         f"metric.{name}" if name in rewards else name: value for name, value in metrics.items()
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def verifiers_task(

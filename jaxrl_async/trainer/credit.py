@@ -5,7 +5,7 @@ values of a critic ────────^   └────> returns, for the
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,14 @@ from jaxrl_async.algorithms.kl import KLFn
 from jaxrl_async.algorithms.losses import token_inputs
 from jaxrl_async.algorithms.peers import compared_with_peers, num_too_few
 from jaxrl_async.config import schema
-from jaxrl_async.trainer.distill import teacher_advantages
+from jaxrl_async.later import Later
 from jaxrl_async.trainer.step_data import ByGroup, PackedStep
 from jaxrl_async.types import FloatArray, PackedBatch
+
+if TYPE_CHECKING:
+    from jaxrl_async.trainer import distill
+else:
+    distill = Later("jaxrl_async.trainer.distill")
 
 
 class PassResults(NamedTuple):
@@ -125,7 +130,7 @@ class Credit:
         known = batch.mask & np.isfinite(behavior - teacher)  # an external sampler may give none
         if self.teacher_vocab is not None:
             known &= batch.token_ids < self.teacher_vocab
-        gap = -np.asarray(teacher_advantages(behavior, teacher, known))
+        gap = -np.asarray(distill.teacher_advantages(behavior, teacher, known))
         mixed = self.teacher.rewards * advantages - self.teacher.coefficient * gap
         mean = float(gap[batch.mask].mean(dtype=np.float64)) if batch.mask.any() else 0.0
         return mixed.astype(np.float32), mean

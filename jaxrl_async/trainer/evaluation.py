@@ -13,7 +13,7 @@ published: all its answers come from one version.
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,14 +21,34 @@ from jaxrl_async.errors import Closed
 from jaxrl_async.metrics.spans import span
 from jaxrl_async.ports.rollout import GroupSource
 from jaxrl_async.ports.weights import Publisher
-from jaxrl_async.trainer.outlets import Finish, Outlets
+from jaxrl_async.trainer.learner import Learner
 from jaxrl_async.trainer.step_clock import EVALUATE, EVALUATION, PUBLISH, StepClock
+from jaxrl_async.types import EpisodeGroup
+
+log = logging.getLogger(__name__)
+
+Finish = Callable[[Mapping[str, float]], None]
+"""Completes the report of a step with the values that its evaluation measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlets:
+    """Functions that take the trainer's results. Called on the trainer's thread; an asynchronous
+    evaluation calls `evaluate` on another."""
+
+    evaluate: Callable[[], Mapping[str, float]]  # with the weights that are live now
+    report: Callable[
+        [int, Mapping[str, float], Sequence[EpisodeGroup]], Finish
+    ]  # version, metrics, groups; shown once Finish is called, with further metrics or {}
+    save: Callable[[Learner, int, Mapping[str, int]], None]  # learner, version, `Trainer.numbers`
+    should_stop: Callable[[], bool]
+    should_hurry: Callable[[], bool] = lambda: False  # stopping, with no time to evaluate
+    gives_up: Callable[[], bool] = lambda: False  # polled during a wait for the samplers
+
 
 LIVE_TIMEOUT_S = 600.0
 """Maximum wait for the samplers to take new weights before an evaluation, seconds (compilation
 included)."""
-
-log = logging.getLogger(__name__)
 
 Report = Callable[[Mapping[str, float]], Finish]
 """Ends a step and begins its report, with the values of an inline evaluation or {}."""

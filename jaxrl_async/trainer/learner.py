@@ -12,44 +12,118 @@ Everything that changes from step to step is in `Learner.tree` (arrays) and `Lea
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from jaxrl_async.algorithms.advantages import advantage, step_data
 from jaxrl_async.algorithms.aggregate import token_mean
-from jaxrl_async.algorithms.answer_pairs import keep_paired
 from jaxrl_async.algorithms.columns import Columns
-from jaxrl_async.algorithms.objective import mean_report, pass_columns
-from jaxrl_async.algorithms.process_age import within_age
-from jaxrl_async.algorithms.shaping import ShapingFn, bounded, compare_unmasked, shape, shaping
+from jaxrl_async.algorithms.kl import next_coefficient
+from jaxrl_async.algorithms.objective import (
+    Coefficients,
+    active_entropy_coefficient,
+    mean_report,
+    next_entropy_coefficient,
+    pass_columns,
+)
+from jaxrl_async.algorithms.shaping import (
+    ShapingFn,
+    bounded,
+    compare_unmasked,
+    shape,
+    shaping,
+    within_age,
+)
 from jaxrl_async.config import schema
+from jaxrl_async.config.algorithm_section import AlgorithmSection
 from jaxrl_async.config.pairs_section import PairsSection
 from jaxrl_async.config.schema import Choice, name_of
 from jaxrl_async.config.userfile import is_own
+from jaxrl_async.later import Later
 from jaxrl_async.lent import lending
 from jaxrl_async.mesh import NO_DEVICE_LOCK, AnyDeviceLock
 from jaxrl_async.model.lora import joined
 from jaxrl_async.model.spec import Params
 from jaxrl_async.trainer.credit import Credit, PassResults
-from jaxrl_async.trainer.critic import Critic
 from jaxrl_async.trainer.flops import forward_flops
 from jaxrl_async.trainer.frozen_models import FrozenModels
 from jaxrl_async.trainer.logprob_pass import LogprobPass, ProbePass
-from jaxrl_async.trainer.objectives.critic_objective import CriticData
 from jaxrl_async.trainer.objectives.policy_objective import PolicyData, PolicyObjective
 from jaxrl_async.trainer.pack import Pair
-from jaxrl_async.trainer.pair_credit import PairCredit
-from jaxrl_async.trainer.steered_coefficients import SteeredCoefficients
-from jaxrl_async.trainer.step_data import PackedStep, StepRows, deal, pack_step
+from jaxrl_async.trainer.step_data import (
+    PackedStep,
+    StepRows,
+    TokenView,
+    deal,
+    pack_step,
+    shown_episodes,
+    sights_of,
+)
 from jaxrl_async.trainer.token_columns import NO_SAMPLER_COLUMNS, SamplerColumns
-from jaxrl_async.trainer.token_view import TokenView, shown_episodes, sights_of
 from jaxrl_async.trainer.update import Update
 from jaxrl_async.trainer.update_programs import Frozen, TrainState
 from jaxrl_async.types import EpisodeGroup, FloatArray, IntArray, PackedBatch
+
+if TYPE_CHECKING:
+    from jaxrl_async.algorithms import answer_pairs
+    from jaxrl_async.trainer import pair_credit
+    from jaxrl_async.trainer.critic import Critic
+    from jaxrl_async.trainer.objectives import critic_objective
+    from jaxrl_async.trainer.pair_credit import PairCredit
+else:
+    answer_pairs = Later("jaxrl_async.algorithms.answer_pairs")
+    critic_objective = Later("jaxrl_async.trainer.objectives.critic_objective")
+    pair_credit = Later("jaxrl_async.trainer.pair_credit")
+
+
+class SteeredCoefficients:
+    """The coefficients of the next update. Without targets they are constant."""
+
+    def __init__(self, algorithm: AlgorithmSection, start: Coefficients) -> None:
+        """start: as configured."""
+        self.current, self._algorithm = start, algorithm
+        self._entropy = float(algorithm.entropy_coefficient)  # while the entropy is too low
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers that change from step to step."""
+        current = {name: float(value) for name, value in self.current._asdict().items()}
+        return {**current, "steered_entropy": self._entropy}
+
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        """Continue from `numbers`; coefficients without a target stay as configured."""
+        kl, entropy = self.current
+        if self._algorithm.kl_target is not None:
+            kl = numbers["kl"]
+        if self._algorithm.entropy_target is not None:
+            entropy, self._entropy = numbers["entropy"], numbers["steered_entropy"]
+        self.current = Coefficients(kl=kl, entropy=entropy)
+
+    def steer(self, report: Mapping[str, float]) -> None:
+        """Move them towards their targets, if the step measured finite KL and entropy."""
+        algorithm = self._algorithm
+        divergence = report.get("policy/kl_reference", math.nan)
+        if algorithm.kl_target is not None and math.isfinite(divergence):
+            kl = next_coefficient(
+                self.current.kl,
+                divergence,
+                target=algorithm.kl_target,
+                horizon=algorithm.kl_horizon,
+            )
+            self.current = self.current._replace(kl=kl)
+        entropy = report.get("policy/entropy", math.nan)
+        if algorithm.entropy_target is not None and math.isfinite(entropy):
+            target = algorithm.entropy_target
+            self._entropy = next_entropy_coefficient(
+                self._entropy, entropy, target=target, step=algorithm.entropy_step
+            )
+            active = active_entropy_coefficient(self._entropy, entropy, target=target)
+            self.current = self.current._replace(entropy=active)
+
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +137,7 @@ class Companions:
     reference: Params | None = None  # at the start of the run; whole weights or an adapter
     teacher: Params | None = None  # at the start of the run
     teacher_pass: LogprobPass | None = None
-    critic: Critic | None = None
+    critic: "Critic | None" = None
     critic_state: TrainState | None = None
     pairs: Iterator[Pair] | None = None  # demonstrations to mix in
 
@@ -130,11 +204,13 @@ class Learner:
         )
         self.credit = self._make_credit()
         if settings.pairs is not None:
-            paired = partial(keep_paired, how=settings.pairs.choose, seed=settings.seed)
+            paired = partial(
+                answer_pairs.keep_paired, how=settings.pairs.choose, seed=settings.seed
+            )
             self._shapings = (*self._shapings, paired)
         self._most_missing = 0  # maximum number of updates that a step lacked
 
-    def _make_credit(self) -> Credit | PairCredit:
+    def _make_credit(self) -> "Credit | PairCredit":
         """Make the conversion of scores to advantages. Raises ConfigError."""
         settings, companions = self._settings, self._companions
         columns = pass_columns(
@@ -144,7 +220,7 @@ class Learner:
         )
         if settings.pairs is not None:
             weights = self._objective.weights
-            return PairCredit.of(settings.pairs, columns, settings.seed, weights)
+            return pair_credit.PairCredit.of(settings.pairs, columns, settings.seed, weights)
         teacher_pass = companions.teacher_pass
         estimator = advantage.resolve(self._algorithm.advantage)
         return Credit(
@@ -379,7 +455,7 @@ class Learner:
         critic = self._companions.critic
         assert critic is not None and self.critic_state is not None
         values, returns = part.critic["values"], part.critic["returns"]
-        data = CriticData(part.batch, values, returns, part.critic.get("weights"))
+        data = critic_objective.CriticData(part.batch, values, returns, part.critic.get("weights"))
         self.critic_state, report = critic.step.update(
             self.critic_state, data, device_lock=device_lock, at=at
         )

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 from jaxrl_async.algorithms.columns import COLUMNS, Source
 from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import DataError
-from jaxrl_async.trainer.micro_sizes import MicroSizes
+from jaxrl_async.trainer.learning_settings import MicroSizes
 from jaxrl_async.trainer.prefix_plan import LaidContext, PrefixKey, plan_rows, prefix_key
-from jaxrl_async.trainer.sparse_bits import NO_MASK, SparseBits
 from jaxrl_async.trainer.token_columns import (
+    NO_MASK,
     NO_SAMPLER_COLUMNS,
     SamplerColumns,
+    SparseBits,
     sequence_experts,
     sequence_masks,
 )

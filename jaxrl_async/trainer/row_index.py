@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.columns import COLUMNS, Source
 from jaxrl_async.trainer.prefix_plan import PrefixKey, plan_rows, prefix_key
-from jaxrl_async.trainer.sparse_bits import NO_MASK, SparseBits
+from jaxrl_async.trainer.token_columns import NO_MASK, SparseBits
 from jaxrl_async.types import BoolArray, FloatArray, IntArray, PackedBatch
 
 

@@ -4,7 +4,7 @@
     device    accumulate ──> sums, totals    each micro-batch     (update_programs.py)
               apply ──> state, report        once
 
-`accumulate` is compiled once for each size of micro-batches (micro_sizes.py), `apply` once. `apply`
+`accumulate` is compiled once for each size of micro-batches (MicroSizes), `apply` once. `apply`
 alone donates the state, and starts once every gradient is complete. If memory runs out before that,
 or would on a CPU, the update starts again with half the rows in its largest micro-batch, and keeps
 that size.
@@ -27,8 +27,7 @@ from jaxrl_async.mesh import NO_DEVICE_LOCK, AnyDeviceLock, spans_processes
 from jaxrl_async.model.dropout import Noise
 from jaxrl_async.model.spec import Params
 from jaxrl_async.trainer.expert_balance import load_report
-from jaxrl_async.trainer.learning_settings import LearningSettings
-from jaxrl_async.trainer.micro_sizes import MicroSizes
+from jaxrl_async.trainer.learning_settings import LearningSettings, MicroSizes
 from jaxrl_async.trainer.update_programs import (
     NOTHING_FROZEN,
     Frozen,

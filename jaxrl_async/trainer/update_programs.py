@@ -29,8 +29,7 @@ from jaxrl_async.model.decoder import TokenRows
 from jaxrl_async.model.dropout import Noise
 from jaxrl_async.model.spec import ModelSpec, Params, Weight
 from jaxrl_async.trainer.expert_balance import expert_balance
-from jaxrl_async.trainer.learning_settings import LearningSettings
-from jaxrl_async.trainer.micro_sizes import MicroSizes
+from jaxrl_async.trainer.learning_settings import LearningSettings, MicroSizes
 from jaxrl_async.trainer.optimizer import (
     make_optimizer,
     make_schedule,

@@ -17,8 +17,8 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from jaxrl_async.view.plain_json import plain_json
 from jaxrl_async.view.queries import ANSWERS, Answer, Query, file_of
+from jaxrl_async.view.report import plain_json
 from jaxrl_async.view.watched import WatchedRun
 
 log = logging.getLogger(__name__)

@@ -6,17 +6,18 @@ are included as JSON, which the page reads instead of asking the server (page/so
 
 import base64
 import hashlib
+import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from jaxrl_async.errors import DataError
 from jaxrl_async.metrics.recorder import METRICS_FILE
-from jaxrl_async.view.plain_json import plain_json
 from jaxrl_async.view.queries import LAST_STEP, extents, identity, layout, summary
 from jaxrl_async.view.watched import SampleFilter, WatchedRun
 
@@ -190,3 +191,24 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+# ---- JSON that any browser reads
+
+
+def plain_json(value: Any) -> str:
+    """Return a value as JSON. Non-finite numbers become null, unpaired surrogates become question
+    marks."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace").decode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not isfinite(value) else value

@@ -31,10 +31,9 @@ from jaxrl_async.errors import WeightsError
 from jaxrl_async.model.spec import Params
 from jaxrl_async.ports.run import Clock
 from jaxrl_async.types import VersionedParams
-from jaxrl_async.weights.delivery import Delivery, send
+from jaxrl_async.weights.delivery import Delivery, Link, send
 from jaxrl_async.weights.elsewhere import NO_REMOTE, RemoteSamplers
 from jaxrl_async.weights.exchange import ChannelStats, Exchange, Standing
-from jaxrl_async.weights.link import Link
 from jaxrl_async.weights.manifest import Manifest, compare, manifest_of
 
 log = logging.getLogger(__name__)

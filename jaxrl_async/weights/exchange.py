@@ -16,7 +16,7 @@ from jaxrl_async.errors import Closed
 from jaxrl_async.metrics.spans import add_span
 from jaxrl_async.metrics.trace_file import TRACE_CLOCK
 from jaxrl_async.ports.run import Clock
-from jaxrl_async.weights.traffic import Traffic
+from jaxrl_async.weights.elsewhere import Traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

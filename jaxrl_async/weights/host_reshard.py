@@ -7,14 +7,145 @@ buffers and cost four times the CPU time of this copy. JAX uses aligned host mem
 array's memory, so nothing is copied twice, and devices with the same shard share it.
 """
 
+import math
+import mmap
+import threading
+import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
+from numpy.typing import NDArray
 
 from jaxrl_async.model.spec import Params
-from jaxrl_async.weights.boxes import Box, box_of, boxes_here, inside, intersection
-from jaxrl_async.weights.buffers import BufferPool, raw_dtype
+
+ALIGNMENT = mmap.PAGESIZE
+SMALL_BYTES = 1 << 16
+"""Minimum size of pooled arrays, bytes."""
+
+
+def raw_dtype(dtype: str) -> np.dtype[Any]:
+    """Return the unsigned integer dtype of the same size: NumPy copies its native types many times
+    faster than bfloat16."""
+    return np.dtype(f"u{np.dtype(dtype).itemsize}")
+
+
+class BufferPool:
+    """Blocks of page-aligned host memory for repeated transfers, by size. Thread-safe.
+
+    Fresh memory from the kernel costs more than the copy into it, so blocks are reused. On a CPU,
+    JAX does not copy aligned host memory but uses it as the array's memory. A block is therefore
+    free only when nothing refers to it any more: no view here, no jax.Array, no computation.
+    """
+
+    def __init__(self, spare: int = 2) -> None:
+        """Create an empty pool. It keeps at most `spare` free blocks of a size in addition to one
+        per block in use."""
+        self._spare = spare
+        self._free: dict[int, list[mmap.mmap]] = {}
+        self._in_use: dict[int, int] = {}
+        self._lock = threading.RLock()  # a finalizer may run inside `take`
+
+    def take(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        """Return an array with arbitrary contents."""
+        dtype = np.dtype(dtype)
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if size < SMALL_BYTES:
+            return np.empty(shape, dtype)
+        with self._lock:
+            free = self._free.get(size)
+            block = free.pop() if free else None
+            self._in_use[size] = self._in_use.get(size, 0) + 1
+        if block is None:
+            block = mmap.mmap(-1, size)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                block.madvise(mmap.MADV_HUGEPAGE)
+        raw = np.frombuffer(block, np.uint8)  # all views refer to this array
+        weakref.finalize(raw, self._give_back, size, block).atexit = False
+        return raw.view(dtype).reshape(shape)
+
+    def _give_back(self, size: int, block: mmap.mmap) -> None:
+        with self._lock:
+            self._in_use[size] -= 1
+            free = self._free.setdefault(size, [])
+            if len(free) < self._in_use[size] + self._spare:
+                free.append(block)
+
+
+Box = tuple[tuple[int, int], ...]
+"""(start, stop) along every axis; () for a scalar."""
+
+
+def volume(box: Box) -> int:
+    """Return the number of elements."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    """Return the box of a shard's index, as returned by JAX."""
+    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+
+
+def boxes_here(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[object]]:
+    """Return the distinct boxes that this process's devices hold, each with its devices."""
+    held: dict[Box, list[object]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        held.setdefault(box_of(index or (), shape), []).append(device)
+    return held
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    """Return the intersection of two boxes; None if it is empty."""
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+def common(one: Box, other: Box) -> int:
+    """Return the number of elements in the intersection of two boxes."""
+    both = intersection(one, other)
+    return 0 if both is None else volume(both)
+
+
+def inside(inner: Box, outer: Box) -> tuple[Any, ...]:
+    """Return the index of a box within the array of a box that contains it. Indexing with it gives
+    a view, also for a scalar."""
+    return (*(slice(a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True)), ...)
+
+
+def contains(outer: Box, inner: Box) -> bool:
+    """Return True if a box lies within another."""
+    return all(c <= a and b <= d for (a, b), (c, d) in zip(inner, outer, strict=True))
+
+
+def cut(box: Box, most: int) -> Iterator[Box]:
+    """Cut a box along its first axes into boxes of at most `most` elements (but at least one), in
+    array order."""
+    size = volume(box)
+    if size <= max(most, 1):
+        if size:
+            yield box
+        return
+    axis = next(n for n, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[axis]
+    row = size // (stop - start)
+    rows = max(most // row, 1)
+    for first in range(start, stop, rows):
+        part = (first, min(first + rows, stop))
+        yield from cut((*box[:axis], part, *box[axis + 1 :]), most)
+
+
+def distinct_shards(params: Any) -> list[tuple[int, Box, Any]]:
+    """Return (array, box, its data on a device) of every distinct shard of this process."""
+    shards = []
+    for number, leaf in enumerate(jax.tree.leaves(params)):
+        boxes: dict[Box, Any] = {}
+        for shard in leaf.addressable_shards:
+            boxes.setdefault(box_of(shard.index, leaf.shape), shard.data)
+        shards += [(number, box, data) for box, data in boxes.items()]
+    return shards
+
 
 Index = tuple[Any, ...]
 

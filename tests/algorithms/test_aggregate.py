@@ -12,7 +12,7 @@ from jaxrl_async.algorithms.aggregate import (
     sequence_sum,
     token_mean,
 )
-from jaxrl_async.trainer.micro_sizes import MicroSizes
+from jaxrl_async.trainer.learning_settings import MicroSizes
 from jaxrl_async.trainer.pack import TrainSequence, micro_batches, pack, pack_pairs
 
 MASKS = [

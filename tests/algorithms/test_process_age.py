@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_async.algorithms.advantages import advantage, returns_of, step_data
-from jaxrl_async.algorithms.process_age import within_age
+from jaxrl_async.algorithms.shaping import within_age
 from jaxrl_async.types import EpisodeGroup, Score
 
 VERSION = 7

@@ -21,8 +21,7 @@ from jaxrl_async.errors import StalledError, TrainingError
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.run.builders.observers import rejected, within_limits
 from jaxrl_async.run.builders.rollouts import buffer_settings
-from jaxrl_async.run.notices import Notices
-from jaxrl_async.run.watchdog import FLOOD, Reading, Watchdog
+from jaxrl_async.run.watchdog import FLOOD, Notices, Reading, Watchdog
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.types import Drop, Episode, EpisodeGroup, Score, StopReason
 

@@ -28,7 +28,7 @@ from jaxrl_async.data.chat import chat_format
 from jaxrl_async.data.preferences import read_preferences
 from jaxrl_async.data.record_files import Bad, BadRecord
 from jaxrl_async.data.records import RecordReader
-from jaxrl_async.data.text_bounds import LEAST_LOOSE, chars_per_token
+from jaxrl_async.data.token_bytes import LEAST_LOOSE, chars_per_token
 from jaxrl_async.data.tokenizer import BARE, PIECE, Tokenizer, chat_tokenizer
 from jaxrl_async.endpoint.body_fields import parsed_json
 from jaxrl_async.endpoint.http_errors import CallRefused

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from jaxrl_async.view import page_server as served
 from jaxrl_async.view.__main__ import made_server
 from jaxrl_async.view.page_server import MOST_CONNECTIONS
-from jaxrl_async.view.plain_json import plain_json
-from jaxrl_async.view.report import embedded, write_report
+from jaxrl_async.view.report import embedded, plain_json, write_report
 from jaxrl_async.view.watched import WatchedRun, chosen_by
 
 WITHIN_S = 20.0

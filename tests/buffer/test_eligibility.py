@@ -4,7 +4,7 @@ from builders import episode_of, group_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_async.buffer.eligibility import Eligibility
+from jaxrl_async.buffer.select import Eligibility
 from jaxrl_async.staleness import drop_reason
 
 VERSIONS = st.lists(st.integers(0, 4), min_size=1, max_size=3)
@@ -36,7 +36,7 @@ def test_a_group_is_looked_at_once_for_a_version(monkeypatch):
         looked_at.append(group.ticket.group)
         return drop_reason(group, version, bound)
 
-    monkeypatch.setattr("jaxrl_async.buffer.eligibility.drop_reason", noted)
+    monkeypatch.setattr("jaxrl_async.buffer.select.drop_reason", noted)
     judge, groups = Eligibility(), {}
     for number in range(5):
         groups[number] = group(number, [0])

@@ -280,7 +280,7 @@ GROUPS = (
         ),
     ),
     Group(
-        "trainer/sparse_bits",
+        "trainer/token_columns",
         ("trainer/test_token_columns.py",),
         (
             ("        bits[counts == 0] = ALL_BITS\n", ""),
@@ -490,7 +490,7 @@ GROUPS = (
         ),
     ),
     Group(
-        "buffer/eligibility",
+        "buffer/select",
         ("buffer/test_eligibility.py",),
         (
             (
@@ -542,7 +542,7 @@ GROUPS = (
         ),
     ),
     Group(
-        "weights/checksum",
+        "weights/manifest",
         ("weights/test_transfer_faults.py",),
         (
             (
@@ -593,19 +593,28 @@ GROUPS = (
         (("jnp.where(count > 0, position + count, 0)", "position + count"),),
     ),
     Group(
-        "model/latent_pages",
+        "model/tpu_pages",
         (
             "model/test_latent_pages.py::test_each_query_attends_to_the_tokens_up_to_its_own",
             "model/test_latent_pages.py::test_it_waits_for_each_copy_before_it_uses_what_is_copied",
         ),
         (
             ("copy.wait()", "pass"),
+            ("@pl.when(page * G < end)", "@pl.when(page * G < end - G)"),
+        ),
+    ),
+    Group(
+        "model/latent_pages",
+        (
+            "model/test_latent_pages.py::test_each_query_attends_to_the_tokens_up_to_its_own",
+            "model/test_latent_pages.py::test_it_waits_for_each_copy_before_it_uses_what_is_copied",
+        ),
+        (
             ("copy_queries(i).wait()", "copy_queries(i)"),
             ("@pl.when(i > 0)", "@pl.when(i > 1)"),
             ("seen = token <= positions[i]", "seen = token < positions[i]"),
             ("(jnp.cumsum(blocks) - blocks) % 2", "jnp.cumsum(blocks) % 2"),
             ("total[...] = total[...] * kept", "total[...] = total[...]"),
-            ("@pl.when(page * G < ends[program])", "@pl.when(page * G < ends[program] - G)"),
             ("-(-plan.end // (count * G))", "plan.end // (count * G)"),
         ),
     ),
@@ -935,8 +944,11 @@ GROUPS = (
         ),
         (
             ('before.endswith("#")', "True"),
-            ("same and not differ(given.line, right.line)", "same"),
-            ("number is not None and number_of(given) == number", "number_of(given) == number"),
+            ("same and not units.differ(given.line, right.line)", "same"),
+            (
+                "number is not None and written_numbers.number_of(given) == number",
+                "written_numbers.number_of(given) == number",
+            ),
             ('(after_thinking(completion) or "").strip()', "completion.strip()"),
         ),
     ),
@@ -1027,7 +1039,7 @@ GROUPS = (
         ),
     ),
     Group(
-        "run/next_examples",
+        "run/update_loop",
         ("run/test_next_examples.py",),
         (("return self._place() if self._next is None else self._after", "return self._place()"),),
     ),

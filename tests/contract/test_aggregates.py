@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async.algorithms.aggregate import aggregate
-from jaxrl_async.trainer.micro_sizes import MicroSizes
+from jaxrl_async.trainer.learning_settings import MicroSizes
 from jaxrl_async.trainer.pack import micro_batches, pack_pairs
 
 

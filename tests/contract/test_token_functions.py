@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_async.algorithms.aggregate import mean_over_sequence
 from jaxrl_async.algorithms.corrections import correction
 from jaxrl_async.algorithms.kl import kl
 from jaxrl_async.algorithms.losses import NO_RATIO, TokenInputs, supervised_loss, token_loss
-from jaxrl_async.algorithms.segments import mean_over_sequence
 
 POLICY = sorted(token_loss)
 ANY_LOSS = [

@@ -20,13 +20,12 @@ from jaxrl_async.data.chat import chat_format
 from jaxrl_async.data.chat_formats.chat_messages import as_messages, tools_in
 from jaxrl_async.data.examples import ExampleStream
 from jaxrl_async.data.preferences import read_preferences
-from jaxrl_async.data.prompts import PromptStream
+from jaxrl_async.data.prompts import SAMPLED, PromptStream, looked_at
 from jaxrl_async.data.records import digits_of, read_records
-from jaxrl_async.data.survey import SAMPLED, looked_at
 from jaxrl_async.data.tokenizer import character_tokenizer, chat_tokenizer
 from jaxrl_async.errors import DataError, RolloutError
 from jaxrl_async.rollout.chat_env import ChatEnvs, ChatLimits
-from jaxrl_async.scorers.references import check_answers, try_references
+from jaxrl_async.scorers.graders import check_answers, try_references
 from jaxrl_async.scorers.rewards import REWARDS
 from jaxrl_async.tasks.task import Environment, Task, conversation_of
 from jaxrl_async.tasks.task_source import TaskData

@@ -10,7 +10,7 @@ from word_chat import WordChat
 from jaxrl_async.algorithms.advantages import advantage, step_data
 from jaxrl_async.algorithms.peers import compared_with_peers
 from jaxrl_async.errors import RolloutError, RolloutTimeout
-from jaxrl_async.games.game_env import GameEnvs, policy_everywhere
+from jaxrl_async.games.game_env import GameEnvs
 from jaxrl_async.games.nim import Nim
 from jaxrl_async.games.proposer_solver import ProposerSolver
 from jaxrl_async.metrics.fault_counts import FaultCounts
@@ -78,7 +78,7 @@ class Says:
         return future
 
 
-def envs_of(make, chat, faults, seats_of=policy_everywhere, **change):
+def envs_of(make, chat, faults, seats_of=lambda prompt: {}, **change):
     limits = ChatLimits(backoff_s=0.0, **change)
     task = Task(game=make, system_prompt="sys")
     games = GameEnvs(ChatEnvs(task, chat, limits, faults.add), make, seats_of)

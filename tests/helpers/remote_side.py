@@ -18,7 +18,7 @@ from jaxrl_async.remote.wire.messages import Hello
 from jaxrl_async.testing.session_pair import session_pair
 from jaxrl_async.testing.torn_transports import MemoryFetching, MemoryOffering
 from jaxrl_async.weights.channel import WeightChannel
-from jaxrl_async.weights.conversion import Conversion, PrivateCopy
+from jaxrl_async.weights.local import Conversion, PrivateCopy
 
 WAIT_S = 30.0
 

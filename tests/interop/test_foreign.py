@@ -21,7 +21,7 @@ from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.sampler.router.supervise import RestartLimits
 from jaxrl_async.types import Partial, Request, StopReason, VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
-from jaxrl_async.weights.link import FunctionLink
+from jaxrl_async.weights.delivery import FunctionLink
 
 INSTALLED = importlib.util.find_spec("jetstream") is not None
 pytestmark = [

@@ -29,7 +29,7 @@ from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.sampler.router.supervise import RestartLimits
 from jaxrl_async.types import Partial, Request, SamplingParams, StopReason, VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
-from jaxrl_async.weights.link import FunctionLink
+from jaxrl_async.weights.delivery import FunctionLink
 
 SPEC = tiny_spec(24, tied=False)
 LIMITS = RestartLimits(restarts=4, backoff_s=0.01)

@@ -7,7 +7,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from jaxrl_async.metrics.cell import in_notebook, progress_html
+from jaxrl_async.metrics.console import in_notebook, progress_html
 
 ROOT = Path(__file__).parents[2]
 RUN = """

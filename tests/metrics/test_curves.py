@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_async.metrics.curves import BLOCKS, curve
+from jaxrl_async.metrics.console import BLOCKS, curve
 
 
 def test_a_curve_rises_and_falls_with_its_values():

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_async.metrics import spans, trace_file
-from jaxrl_async.metrics.span_recorder import RecordedSpan, SpanRecorder
 from jaxrl_async.metrics.spans import add_span, recorded_spans, span
-from jaxrl_async.metrics.trace_file import Lanes, TraceFile
+from jaxrl_async.metrics.trace_file import Lanes, RecordedSpan, SpanRecorder, TraceFile
 
 
 def at(start_s: float, end_s: float, lanes: str = "", name: str = "x") -> RecordedSpan:

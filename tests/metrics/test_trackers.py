@@ -15,8 +15,13 @@ from jaxrl_async.config.load import load
 from jaxrl_async.errors import MissingExtraError
 from jaxrl_async.metrics import trackers
 from jaxrl_async.metrics.recorder import Recorder, read_lines
-from jaxrl_async.metrics.tracker_kinds import check_trackers
-from jaxrl_async.metrics.trackers import TrackedRun, TrackedWriter, TrackerThread, remembered
+from jaxrl_async.metrics.trackers import (
+    TrackedRun,
+    TrackedWriter,
+    TrackerThread,
+    check_trackers,
+    remembered,
+)
 from jaxrl_async.run.folder import Paths, check_links
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.reporting import make_recorder

@@ -27,7 +27,7 @@ from jaxrl_async.mirror.copy_pass import FolderMirror, TakenOver
 from jaxrl_async.mirror.copy_thread import RunCopy
 from jaxrl_async.mirror.remote_copy import OWNER, CopyPlace, open_place, whole_checkpoints
 from jaxrl_async.run.checkpoint.seal import CHECKSUMS, checksums, saved_steps
-from jaxrl_async.run.signs import SIGNS
+from jaxrl_async.run.folder import SIGNS
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "memory://bucket/runs"

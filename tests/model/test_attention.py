@@ -33,9 +33,9 @@ from jaxrl_async.model.attention import (
     sequence_attention,
 )
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
+from jaxrl_async.model.kernels import page_head_dim
 from jaxrl_async.model.layout import Layout
 from jaxrl_async.model.logprobs import token_logprobs
-from jaxrl_async.model.sink_pages import page_head_dim
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.testing.interpreted import interpreted_kernels
 from jaxrl_async.trainer.learning_settings import LearningSettings

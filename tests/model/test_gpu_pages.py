@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxrl_async.config import schema
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.model.card import has_triton
+from jaxrl_async.model.attention import has_triton
 from jaxrl_async.model.gpu_pages import attend_pages, column_parts, tiles
 from jaxrl_async.model.kernels import PLAIN, Scoring
 from jaxrl_async.model.query_blocks import plan_of

@@ -219,4 +219,3 @@ def test_nan_is_found_before_the_run(tmp_path, new, message):
     spec = own_spec(f"{file}:ParallelLayer", SHAPE, 40)
     with pytest.raises(ConfigError, match=message):
         check_numbers(spec)
-    check_numbers(SPEC)

@@ -10,8 +10,7 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.model import kernels
 from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.decoder import init_params
-from jaxrl_async.model.kernels import PLAIN, Scoring
-from jaxrl_async.model.sink_pages import page_head_dim, sinks_page
+from jaxrl_async.model.kernels import PLAIN, Scoring, page_head_dim, sinks_page
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import kv_plan

@@ -12,12 +12,11 @@ from whole_rows import row_logprobs
 from jaxrl_async.config import schema
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.errors import CheckpointError
-from jaxrl_async.model.activations import gated
 from jaxrl_async.model.decoder import TokenRows
 from jaxrl_async.model.frozen_base import BaseForm, base_table, quantized_base, restored_params
 from jaxrl_async.model.hf import load_params, save_params
 from jaxrl_async.model.lora import joined, lora_of, merged
-from jaxrl_async.model.moe import route
+from jaxrl_async.model.moe import gated, route
 from jaxrl_async.model.mxfp4 import mxfp4_numbers
 from jaxrl_async.model.peft import load_peft, save_peft
 from jaxrl_async.model.policy import Policy

@@ -26,7 +26,7 @@ from jaxrl_async.run.checkpoint.rollout_state import (
 from jaxrl_async.run.lockstep import SharedSource
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.testing.fakes import make_group, make_prompt
-from jaxrl_async.trainer.outlets import Outlets
+from jaxrl_async.trainer.evaluation import Outlets
 from jaxrl_async.trainer.trainer import Trainer, TrainerSettings
 from jaxrl_async.types import Drop
 

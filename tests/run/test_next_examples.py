@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from jaxrl_async.run.next_examples import Ahead
+from jaxrl_async.run.update_loop import Ahead
 
 
 class Numbers:

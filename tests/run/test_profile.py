@@ -14,7 +14,7 @@ import pytest
 from jaxrl_async import profiling
 from jaxrl_async.config.load import load
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.metrics.profiles import SUFFIXES, sampler_process, traces_of, write_trace
+from jaxrl_async.metrics.trace_file import SUFFIXES, sampler_process, traces_of, write_trace
 from jaxrl_async.profiling import ProcessTrace, ProfileError, StepTraces
 from jaxrl_async.run.loop import train
 from jaxrl_async.view.page_server import ViewServer

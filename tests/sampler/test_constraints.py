@@ -29,8 +29,7 @@ from jaxrl_async.sampler.request_checks import RequestCheck
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings, room_of
 from jaxrl_async.testing.session_pair import session_pair
-from jaxrl_async.trainer.sparse_bits import SparseBits
-from jaxrl_async.trainer.token_columns import sequence_masks
+from jaxrl_async.trainer.token_columns import SparseBits, sequence_masks
 from jaxrl_async.types import (
     Completion,
     Constraint,

@@ -38,7 +38,7 @@ from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.testing.stepped import MemorySampler, SteppedLoop, Transfer
 from jaxrl_async.types import EpisodeLimits, SamplingParams, Score
 from jaxrl_async.weights.channel import WeightChannel
-from jaxrl_async.weights.link import FunctionLink
+from jaxrl_async.weights.delivery import FunctionLink
 
 pytestmark = pytest.mark.full
 

@@ -12,7 +12,7 @@ from jaxrl_async.errors import Closed
 from jaxrl_async.testing.fakes import make_group, make_prompt
 from jaxrl_async.types import Drop
 from jaxrl_async.weights.channel import WeightChannel
-from jaxrl_async.weights.link import FunctionLink
+from jaxrl_async.weights.delivery import FunctionLink
 
 STEPS = 60
 LIMIT_S = 20.0

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from jaxrl_async.scorers import mathprocess
-from jaxrl_async.scorers.answers import find_answer, opened_thinking
+from jaxrl_async.scorers.answers import find_answer, opened_thinking, plain_float
 from jaxrl_async.scorers.graders import exact, gsm8k, math, unreadable
 from jaxrl_async.scorers.rewards import Judge, RewardScorer
 from jaxrl_async.scorers.units import differ, unit_of
-from jaxrl_async.scorers.written_numbers import plain_float
 from jaxrl_async.types import Episode, Prompt, StopReason
 
 BOTH = (gsm8k, math)

@@ -21,9 +21,8 @@ from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.trainer.data_metrics import group_measures
 from jaxrl_async.trainer.flops import forward_flops, num_matmul_params
 from jaxrl_async.trainer.learner import Learner, LearnerSettings
-from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.learning_settings import LearningSettings, MicroSizes
 from jaxrl_async.trainer.logprob_pass import LogprobPass
-from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.objectives.policy_objective import policy_update
 from jaxrl_async.trainer.pack import fits, micro_batches, pack_groups
 from jaxrl_async.trainer.row_index import repacked

@@ -14,8 +14,7 @@ from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.heads import with_head
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.trainer import update as update_module
-from jaxrl_async.trainer.learning_settings import LearningSettings
-from jaxrl_async.trainer.micro_sizes import MicroSizes
+from jaxrl_async.trainer.learning_settings import LearningSettings, MicroSizes
 from jaxrl_async.trainer.objectives.policy_objective import PolicyData, policy_update
 from jaxrl_async.trainer.objectives.reward_objective import reward_update
 from jaxrl_async.trainer.pack import TrainSequence, pack

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_async.trainer.micro_sizes import MAX_SIZES, MOST_EMPTY, MicroSizes
+from jaxrl_async.trainer.learning_settings import MAX_SIZES, MOST_EMPTY, MicroSizes
 
 pytestmark = pytest.mark.full
 

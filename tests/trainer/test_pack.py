@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.errors import DataError
-from jaxrl_async.trainer.micro_sizes import MicroSizes
+from jaxrl_async.trainer.learning_settings import MicroSizes
 from jaxrl_async.trainer.pack import fits, micro_batches, pack, pack_groups, pack_pairs
 from jaxrl_async.trainer.prefix_plan import first_fit_decreasing
 from jaxrl_async.types import (

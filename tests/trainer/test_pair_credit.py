@@ -20,9 +20,8 @@ from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.trainer.frozen_models import copied
 from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings
-from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.learning_settings import LearningSettings, MicroSizes
 from jaxrl_async.trainer.logprob_pass import LogprobPass
-from jaxrl_async.trainer.micro_sizes import MicroSizes
 from jaxrl_async.trainer.objectives.policy_objective import policy_update
 from jaxrl_async.trainer.objectives.preference_objective import PreferenceData, preference_update
 from jaxrl_async.trainer.pack_pairs import pack_preference
@@ -82,7 +81,7 @@ GROUPS = [
 def learner_of(pairs: dict, settings: LearningSettings, algorithm: dict | None = None) -> Learner:
     section = PairsSection(**pairs)
     given = schema.AlgorithmSection(**{"learning_rate": RATE, **(algorithm or {})})
-    step = policy_update(SPEC, settings, as_learnt(given, section), total_steps=20)
+    step = policy_update(SPEC, settings, as_learnt(given), total_steps=20)
     how = LearnerSettings(algorithm=given, row_length=ROW, pairs=section)
     beside = Companions(
         own_pass=LogprobPass(SPEC, settings),

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from jaxrl_async.errors import DataError
 from jaxrl_async.trainer.data_metrics import group_measures
-from jaxrl_async.trainer.micro_sizes import MicroSizes
+from jaxrl_async.trainer.learning_settings import MicroSizes
 from jaxrl_async.trainer.pack import micro_batches, pack_groups
-from jaxrl_async.trainer.sparse_bits import SparseBits
-from jaxrl_async.trainer.token_columns import Routing, SamplerColumns, sequence_masks
+from jaxrl_async.trainer.token_columns import Routing, SamplerColumns, SparseBits, sequence_masks
 from jaxrl_async.types import Episode, EpisodeGroup, KeptTokens, Prompt, Score, StopReason, Ticket
 
 pytestmark = pytest.mark.full

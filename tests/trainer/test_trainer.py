@@ -18,7 +18,7 @@ from jaxrl_async.errors import (
     TrainingError,
 )
 from jaxrl_async.mesh import NO_DEVICE_LOCK
-from jaxrl_async.trainer.outlets import Finish, Outlets
+from jaxrl_async.trainer.evaluation import Finish, Outlets
 from jaxrl_async.trainer.trainer import Trainer, TrainerSettings
 from jaxrl_async.types import Draw, Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_async.metrics.span_recorder import RecordedSpan, SpanRecorder
-from jaxrl_async.metrics.trace_file import TraceFile
+from jaxrl_async.metrics.trace_file import RecordedSpan, SpanRecorder, TraceFile
 from jaxrl_async.view.__main__ import made_server
 from jaxrl_async.view.report import write_report
 

@@ -11,9 +11,9 @@ import pytest
 from jaxrl_async.errors import DataError
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.metrics.recorder import Recorder
+from jaxrl_async.view.queries import age_mean, ages, dropped, faults, tiles
 from jaxrl_async.view.report import ALL_POINTS, main, page, within, write_report
 from jaxrl_async.view.sections import SECTIONS, WARM, WARM_CHARTS
-from jaxrl_async.view.summary import age_mean, ages, dropped, faults, tiles
 from jaxrl_async.view.watched import WatchedRun
 
 VOID = {"meta", "input"}

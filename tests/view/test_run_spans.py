@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_async.metrics.span_recorder import RecordedSpan, SpanRecorder, ThreadSpans
 from jaxrl_async.metrics.spans import recorded_spans
-from jaxrl_async.metrics.trace_file import TraceFile
+from jaxrl_async.metrics.trace_file import RecordedSpan, SpanRecorder, ThreadSpans, TraceFile
 from jaxrl_async.trainer.evaluation import EvaluationThread
 from jaxrl_async.trainer.step_clock import EVALUATION, GROUPS, LEARN, PUBLISH, TURN, StepClock
 from jaxrl_async.view.lanes import IDLE, RunSpans, read_spans, thinned

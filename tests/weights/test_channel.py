@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_async.errors import Closed, WeightsError
 from jaxrl_async.weights.channel import WeightChannel
-from jaxrl_async.weights.link import FunctionLink
+from jaxrl_async.weights.delivery import FunctionLink
 from jaxrl_async.weights.manifest import manifest_of
 
 PARAMS = {"w": jnp.ones(4)}

@@ -14,8 +14,8 @@ from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, make_slices, sharding
 from jaxrl_async.model.spec import Weight
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.weights.channel import WeightChannel
+from jaxrl_async.weights.delivery import FunctionLink
 from jaxrl_async.weights.exchange import Standing
-from jaxrl_async.weights.link import FunctionLink
 from jaxrl_async.weights.local import Push
 
 PARAMS = {"w": np.ones(4, np.float32)}

@@ -16,10 +16,9 @@ from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.spec import Weight
 from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
-from jaxrl_async.weights.checksum import Sums
-from jaxrl_async.weights.delivery import send
-from jaxrl_async.weights.link import FunctionLink
+from jaxrl_async.weights.delivery import FunctionLink, send
 from jaxrl_async.weights.local import Push
+from jaxrl_async.weights.manifest import Sums
 
 SAME = FunctionLink(lambda p: p)
 TABLE = {

@@ -5,8 +5,8 @@ from typing import Any
 from jaxrl_async.model.families.family import Family
 from jaxrl_async.model.families.fields import ConfigFields, shown
 from jaxrl_async.model.families.glm import shared_width, written_mixture
+from jaxrl_async.model.families.layer_types import yarn_magnitude
 from jaxrl_async.model.families.parts import ExpertRouter, Latent, Mixture, Scales
-from jaxrl_async.model.families.ropes import yarn_magnitude
 
 
 def _latent(fields: ConfigFields) -> Latent:
@@ -128,7 +128,6 @@ DEEPSEEK_V2 = Family(
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     classes="DeepseekV3",
-    also=("kimi_k2",),
     latent=_latent,
     written_latent=_written_latent,
     scales=_scales,

@@ -141,10 +141,6 @@ class Family:
     """Prefix of the class names of models with a head, if different."""
     heads: tuple[str, ...] = HEAD_CLASSES
     """The heads that transformers supports for it: the class name after `For`."""
-    also: tuple[str, ...] = ()
-    """Other model types with the same architecture, which are saved as this type."""
-    text_of: tuple[str, ...] = ()
-    """Types of models with images that have this text_config; only the text part is read."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Names of modules in Hugging Face files that differ from HF_NAMES."""
     joins: bool = False

@@ -60,7 +60,6 @@ GEMMA3 = Family(
     classes="Gemma3",
     head_classes="Gemma3Text",
     heads=("SequenceClassification",),
-    text_of=("gemma3",),
     names=NORMS_AFTER,
     activation="gelu_tanh",
     activation_key="hidden_activation",

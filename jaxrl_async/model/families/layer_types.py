@@ -1,11 +1,181 @@
 """The kinds of a model's layers from a config.json: windows, rotary positions, linear attention."""
 
+import math
 from typing import Any
 
 from jaxrl_async.model.families.family import Family, never
-from jaxrl_async.model.families.fields import ConfigFields
-from jaxrl_async.model.families.parts import DENSE_STACK, LINEAR_STACK, LayerKind, repeating
-from jaxrl_async.model.families.ropes import FULL, WINDOWED, read_ropes, written_ropes
+from jaxrl_async.model.families.fields import ConfigFields, shown
+from jaxrl_async.model.families.parts import (
+    DENSE_STACK,
+    LINEAR_STACK,
+    LayerKind,
+    Rope,
+    RopeScaling,
+    repeating,
+)
+
+FULL, WINDOWED = "full_attention", "sliding_attention"
+"""transformers' names for layers without and with a window."""
+LONGROPE = ("longrope", "su")
+"""Names of LongRoPE; in Phi-3 it may also be called yarn."""
+
+
+def read_ropes(family: Family, fields: ConfigFields) -> tuple[Rope, Rope]:
+    """Return the rotary positions of layers without and with a window, from the old or the new form
+    of a config.json. Raises CheckpointError."""
+    parts = fields.part("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
+    of_type = {name: parts.part(name) for name in (FULL, WINDOWED) if parts.has(name)}
+    whole = _rope(family, fields, of_type.get(FULL, parts if not of_type else parts.part(FULL)))
+    key = family.window_theta_key
+    theta = fields.number(key, 10_000.0) if key else None
+    if WINDOWED in of_type:
+        return whole, _rope(family, fields, of_type[WINDOWED], theta)
+    if family.window_rope == "same":
+        return whole, whole
+    return whole, Rope(theta=whole.theta if theta is None else theta)
+
+
+def _rope(
+    family: Family, fields: ConfigFields, rope: ConfigFields, usual: float | None = None
+) -> Rope:
+    """Return the positions of one type of layer. usual: default theta if the entry has none; None:
+    the theta of all layers."""
+    if rope.has("rope_theta") or usual is not None:
+        theta = rope.number("rope_theta", usual)
+    else:
+        theta = fields.number("rope_theta", family.theta)
+    share = rope if rope.has("partial_rotary_factor") else fields
+    growth = rope.number("llama_4_scaling_beta") if rope.said("llama_4_scaling_beta") else 0.0
+    return Rope(
+        theta=theta,
+        share=share.number("partial_rotary_factor", family.rotary_share),
+        scaling=_scaling(family, fields, rope),
+        query_growth=growth,
+    )
+
+
+def _scaling(family: Family, fields: ConfigFields, rope: ConfigFields) -> RopeScaling | None:
+    kind = rope.said("rope_type", rope.said("type", "default"))
+    if kind == "default":
+        return None
+    if kind in LONGROPE or (kind == "yarn" and family.joins):
+        return _longrope(fields, rope)
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=rope.number("factor"))
+    if kind == "llama3":
+        return RopeScaling(
+            kind="llama3",
+            factor=rope.number("factor"),
+            low_freq_factor=rope.number("low_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor"),
+            original_max_positions=rope.whole("original_max_position_embeddings"),
+        )
+    if kind == "yarn":
+        return _yarn(fields, rope)
+    fields.refuse(
+        f"rope scaling {shown(kind)} is not supported, only default, linear, llama3, yarn and "
+        "longrope."
+    )
+    return None
+
+
+def _yarn(fields: ConfigFields, rope: ConfigFields) -> RopeScaling:
+    original = _original(fields, rope)
+    longest = fields.whole("max_position_embeddings", original)
+    factor = rope.number("factor", longest / original)
+    scale, of_all = rope.said("mscale"), rope.said("mscale_all_dim")
+    magnitude = yarn_magnitude(factor)
+    if scale and of_all:
+        magnitude = yarn_magnitude(factor, rope.number("mscale"))
+        magnitude /= yarn_magnitude(factor, rope.number("mscale_all_dim"))
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_max_positions=original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        of_scores=rope.number("mscale_all_dim") if of_all else 0.0,
+        truncate=rope.flag("truncate", True),
+        magnitude=rope.number("attention_factor", magnitude),
+    )
+
+
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    """Return YaRN's factor of cos and sin (arXiv:2309.00071, eq. 22)."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _longrope(fields: ConfigFields, rope: ConfigFields) -> RopeScaling:
+    original = _original(fields, rope)
+    factor = fields.whole("max_position_embeddings", original) / original
+    magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return RopeScaling(
+        kind="longrope",
+        factor=factor,
+        original_max_positions=original,
+        magnitude=rope.number("attention_factor", magnitude),
+        short_factors=rope.numbers("short_factor"),
+        long_factors=rope.numbers("long_factor"),
+    )
+
+
+def _original(fields: ConfigFields, rope: ConfigFields) -> int:
+    key = "original_max_position_embeddings"
+    said = rope if rope.has(key) else fields
+    return said.whole(key, fields.said("max_position_embeddings"))
+
+
+def written_ropes(family: Family, whole: Rope | None, windowed: Rope | None) -> dict[str, Any]:
+    """Return the entries of config.json for the rotary positions of layers without and with a
+    window; None: no such layer."""
+    first = whole or windowed or Rope()
+    rope = _written(family, first)
+    config: dict[str, Any] = {"rope_theta": first.theta, "rope_parameters": rope}
+    if first.scaling:
+        config["rope_scaling"] = rope
+    if _says_share(family, first):
+        config["partial_rotary_factor"] = first.share
+    if first.scaling and first.scaling.kind == "longrope":
+        config["original_max_position_embeddings"] = first.scaling.original_max_positions
+    if family.window_rope == "unscaled":
+        local = windowed or Rope(theta=10_000.0 if family.window_theta_key else first.theta)
+        config["rope_parameters"] = {FULL: rope, WINDOWED: _written(family, local)}
+        if family.window_theta_key:
+            config[family.window_theta_key] = local.theta
+    return config
+
+
+def _says_share(family: Family, rope: Rope) -> bool:
+    """Return whether config.json must contain the rotated share of a head."""
+    return rope.share != 1 or family.rotary_share != 1
+
+
+def _written(family: Family, rope: Rope) -> dict[str, Any]:
+    """Return one entry of rope_parameters."""
+    said: dict[str, Any] = {"rope_theta": rope.theta, "rope_type": "default"}
+    if _says_share(family, rope):
+        said["partial_rotary_factor"] = rope.share
+    if rope.query_growth:
+        said["llama_4_scaling_beta"] = rope.query_growth
+    s = rope.scaling
+    if s is None:
+        return said
+    said |= {"rope_type": s.kind, "factor": s.factor}
+    if s.kind == "linear":
+        return said
+    said["original_max_position_embeddings"] = s.original_max_positions
+    if s.kind == "llama3":
+        low, high = s.low_freq_factor, s.high_freq_factor
+        return said | {"low_freq_factor": low, "high_freq_factor": high}
+    said["attention_factor"] = s.magnitude
+    if s.kind == "longrope":
+        factors = {"short_factor": list(s.short_factors), "long_factor": list(s.long_factors)}
+        return said | factors
+    said |= {"beta_fast": s.beta_fast, "beta_slow": s.beta_slow}
+    if s.of_scores:
+        said["mscale_all_dim"] = s.of_scores
+    return said if s.truncate else said | {"truncate": False}
+
 
 LINEAR = "linear_attention"
 """transformers' name for layers with a gated delta net."""

@@ -42,7 +42,6 @@ LLAMA = Family(model_type="llama", classes="Llama", biases="as said", refused=ML
 MISTRAL = Family(
     model_type="mistral",
     classes="Mistral",
-    text_of=("mistral3",),
     window=4096,
     windowed=always,
 )

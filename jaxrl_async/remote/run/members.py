@@ -22,7 +22,7 @@ import numpy as np
 from jaxrl_async.codec import Bytes
 from jaxrl_async.config.schema import AxesSection, Config
 from jaxrl_async.errors import Disconnected, JoinRefused, RolloutError
-from jaxrl_async.metrics.profiles import SUFFIXES, sampler_process
+from jaxrl_async.metrics.trace_file import SUFFIXES, sampler_process
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.profiling import MOST_SAMPLERS, keep_trace
 from jaxrl_async.remote.sampler.remote_replica import RemoteReplica

@@ -47,7 +47,7 @@ from jaxrl_async.sampler.router.router import Elastic
 from jaxrl_async.sampler.setup import kv_plan, room_of
 from jaxrl_async.types import IntArray, VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
-from jaxrl_async.weights.conversion import PrivateCopy
+from jaxrl_async.weights.local import PrivateCopy
 from jaxrl_async.weights.manifest import manifest_of
 
 LOGS = "samplers"

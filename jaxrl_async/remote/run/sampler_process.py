@@ -20,7 +20,7 @@ from enum import StrEnum
 import jaxrl_async
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.errors import Disconnected
-from jaxrl_async.garbage import only_new_garbage
+from jaxrl_async.host import only_new_garbage
 from jaxrl_async.metrics.health import Progress, checked_health
 from jaxrl_async.metrics.json_logs import add_labels
 from jaxrl_async.private_folder import private_folder

@@ -21,8 +21,15 @@ from jaxrl_async.remote.weights.host_sums import MODULUS, host_sum
 from jaxrl_async.remote.weights.pieces import WeightPiece
 from jaxrl_async.remote.weights.progress_thread import POLL_S, begin, result_of
 from jaxrl_async.remote.weights.protocols import BASE
-from jaxrl_async.weights.boxes import Box, common, contains, inside, intersection, volume
-from jaxrl_async.weights.buffers import raw_dtype
+from jaxrl_async.weights.host_reshard import (
+    Box,
+    common,
+    contains,
+    inside,
+    intersection,
+    raw_dtype,
+    volume,
+)
 from jaxrl_async.weights.manifest import Manifest
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxrl_async.remote.weights.pieces import PIECE_BYTES
-from jaxrl_async.weights.boxes import Box, common, cut
+from jaxrl_async.weights.host_reshard import Box, common, cut
 
 
 class BoxGrid:

@@ -37,9 +37,8 @@ from jaxrl_async.remote.weights.piece_protocol import PeerError
 from jaxrl_async.remote.weights.pieces import WeightPiece, plan_pieces
 from jaxrl_async.remote.weights.tcp_transport import PullSettings, ask_to_publish
 from jaxrl_async.remote.wire.address import Address, parse_address
-from jaxrl_async.weights.boxes import Box, contains, inside
-from jaxrl_async.weights.checksum import PartSums
-from jaxrl_async.weights.manifest import Manifest
+from jaxrl_async.weights.host_reshard import Box, contains, inside
+from jaxrl_async.weights.manifest import Manifest, PartSums
 
 log = logging.getLogger(__name__)
 

@@ -36,10 +36,15 @@ from jaxrl_async.remote.weights.protocols import BASE
 from jaxrl_async.remote.weights.shared_memory import SharedReader, machine_boot_id
 from jaxrl_async.remote.weights.tcp_transport import PullSettings, SourceList, pull_all
 from jaxrl_async.remote.weights.transport_trial import DEVICE, TCP, FasterWay
-from jaxrl_async.weights.boxes import Box, boxes_here, distinct_shards, volume
-from jaxrl_async.weights.buffers import BufferPool, raw_dtype
-from jaxrl_async.weights.checksum import Sums
-from jaxrl_async.weights.manifest import compare, manifest_of
+from jaxrl_async.weights.host_reshard import (
+    Box,
+    BufferPool,
+    boxes_here,
+    distinct_shards,
+    raw_dtype,
+    volume,
+)
+from jaxrl_async.weights.manifest import Sums, compare, manifest_of
 
 log = logging.getLogger(__name__)
 

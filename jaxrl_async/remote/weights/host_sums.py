@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrl_async.weights.boxes import Box
+from jaxrl_async.weights.host_reshard import Box
 
 MODULUS = 2**64
 WORD = 8

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.remote.weights.host_sums import MODULUS
-from jaxrl_async.weights.boxes import Box, volume
+from jaxrl_async.weights.host_reshard import Box, volume
 from jaxrl_async.weights.manifest import Manifest
 
 MOST_AXES = 16

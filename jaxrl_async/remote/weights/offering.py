@@ -17,9 +17,8 @@ from jaxrl_async.remote.weights.host_sums import host_sum, in_host_memory
 from jaxrl_async.remote.weights.locations import HeldShard, Holder, offer_json
 from jaxrl_async.remote.weights.piece_server import PieceServer
 from jaxrl_async.remote.weights.shared_memory import SharedFiles, machine_boot_id
-from jaxrl_async.weights.boxes import Box, distinct_shards
-from jaxrl_async.weights.checksum import Sums
-from jaxrl_async.weights.manifest import Manifest, manifest_of
+from jaxrl_async.weights.host_reshard import Box, distinct_shards
+from jaxrl_async.weights.manifest import Manifest, Sums, manifest_of
 
 log = logging.getLogger(__name__)
 

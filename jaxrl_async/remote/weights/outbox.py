@@ -29,9 +29,8 @@ from jaxrl_async.remote.weights.protocols import BASE, Offering
 from jaxrl_async.remote.weights.transfers import RETRY_S, TRIES, DueOffer, Taker, Transfers
 from jaxrl_async.remote.wire.messages import Offer
 from jaxrl_async.types import FloatArray, VersionedParams
-from jaxrl_async.weights.checksum import Sums
-from jaxrl_async.weights.manifest import Manifest, manifest_of
-from jaxrl_async.weights.traffic import Traffic
+from jaxrl_async.weights.elsewhere import Traffic
+from jaxrl_async.weights.manifest import Manifest, Sums, manifest_of
 
 log = logging.getLogger(__name__)
 

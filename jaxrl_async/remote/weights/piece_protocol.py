@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.remote.weights.locations import MOST_AXES
-from jaxrl_async.weights.boxes import Box
+from jaxrl_async.weights.host_reshard import Box
 
 GREETING = b"JXRLPCS1"
 PIECE, PUBLISH, NAME = 1, 2, 3

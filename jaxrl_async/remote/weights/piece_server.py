@@ -34,7 +34,7 @@ from jaxrl_async.remote.weights.progress_thread import begin, result_of
 from jaxrl_async.remote.wire.address import Address, advertised_address, parse_address
 from jaxrl_async.remote.wire.secret import check_secret, left_of, receive_by
 from jaxrl_async.remote.wire.strangers import Stranger, Strangers
-from jaxrl_async.weights.boxes import Box, volume
+from jaxrl_async.weights.host_reshard import Box, volume
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxrl_async.remote.weights.locations import Holder
-from jaxrl_async.weights.boxes import Box, cut, intersection, volume
+from jaxrl_async.weights.host_reshard import Box, cut, intersection, volume
 from jaxrl_async.weights.manifest import Manifest
 
 PIECE_BYTES = 4 << 20

@@ -25,7 +25,7 @@ from jaxrl_async.remote.weights.verification import SoundFetching, checksums_of
 from jaxrl_async.remote.wire.messages import Live, Offer, Staged, Torn
 from jaxrl_async.remote.wire.session_port import Session
 from jaxrl_async.types import VersionedParams
-from jaxrl_async.weights.checksum import Checksum
+from jaxrl_async.weights.manifest import Checksum
 
 log = logging.getLogger(__name__)
 

@@ -30,8 +30,7 @@ from jaxrl_async.remote.weights.assembly import Assembly
 from jaxrl_async.remote.weights.locations import Holder
 from jaxrl_async.remote.weights.pieces import WeightPiece
 from jaxrl_async.remote.weights.protocols import BASE
-from jaxrl_async.weights.boxes import Box, contains, inside, volume
-from jaxrl_async.weights.buffers import raw_dtype
+from jaxrl_async.weights.host_reshard import Box, contains, inside, raw_dtype, volume
 from jaxrl_async.weights.manifest import Manifest
 
 log = logging.getLogger(__name__)

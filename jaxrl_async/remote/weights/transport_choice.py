@@ -75,7 +75,7 @@ def make_offering(
             section,
             holdings,
             secret,
-            _host_of(section.listen),
+            section.listen.rpartition(":")[0],
             section.advertise,
             publish=publisher.publish if publisher else None,
         )
@@ -199,10 +199,6 @@ def _server(
         silence_s=section.silence_s,
         publish=publish,
     )
-
-
-def _host_of(listen: str) -> str:
-    return listen.rpartition(":")[0]
 
 
 def _host(listen: str, advertise: str | None) -> str:

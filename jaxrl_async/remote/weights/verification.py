@@ -13,8 +13,7 @@ from jaxrl_async.model.spec import Params
 from jaxrl_async.remote.weights.host_sums import host_sum
 from jaxrl_async.remote.weights.locations import read_whereabouts
 from jaxrl_async.remote.weights.protocols import Fetched, Fetching
-from jaxrl_async.weights.checksum import Checksum, Sums
-from jaxrl_async.weights.manifest import compare, manifest_of
+from jaxrl_async.weights.manifest import Checksum, Sums, compare, manifest_of
 
 
 def checksums_of(params: Params) -> Checksum | None:

@@ -6,7 +6,7 @@ import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.extend.backend import clear_backends
@@ -16,6 +16,7 @@ from jaxrl_async.config.processes import run_devices_per_process
 from jaxrl_async.config.schema import Config, MeshSection, RewardSection
 from jaxrl_async.errors import MeshError, in_a_line
 from jaxrl_async.host import has_tpu
+from jaxrl_async.later import Later
 from jaxrl_async.mesh import (
     LEAST_CPU_DEVICES,
     NO_DEVICE_LOCK,
@@ -28,7 +29,11 @@ from jaxrl_async.mesh import (
 )
 from jaxrl_async.run.builders.program_cache import own_or_spare, verify_compiled_programs
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.pinning import chips_of_trainer
+
+if TYPE_CHECKING:
+    from jaxrl_async.run import pinning
+else:
+    pinning = Later("jaxrl_async.run.pinning")
 
 MAX_CPU_DEVICES = 256
 """Maximum number of devices that a CPU emulates."""
@@ -108,7 +113,7 @@ def leave_devices_to_samplers(mesh: MeshSection) -> None:
     """Have JAX see the trainer's accelerators alone, before its first use: the others belong to the
     processes that the run will start. Raises MeshError if a process cannot have so many."""
     if has_tpu() and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
-        os.environ.update(chips_of_trainer(mesh))
+        os.environ.update(pinning.chips_of_trainer(mesh))
     numbers = ",".join(str(n) for n in range(mesh.trainer.num_devices))
     try:
         jax.config.update("jax_cuda_visible_devices", numbers)  # without effect elsewhere

@@ -4,6 +4,7 @@ import functools
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxrl_async.data.tokenizer import (
     load_tokenizer,
 )
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.later import Later
 from jaxrl_async.mesh import TRAINER_RULES, Slices, shardings
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.frozen_base import (
@@ -32,14 +34,19 @@ from jaxrl_async.model.hf import check_params, load_spec
 from jaxrl_async.model.lora import adapter_table, lora_of, trained_table
 from jaxrl_async.model.moe import check_experts
 from jaxrl_async.model.own_code import check_unchanged, load_code
-from jaxrl_async.model.own_spec import check_numbers, check_own_base, own_spec
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import ModelSpec, check_positions, num_in, num_weights, weight_table
-from jaxrl_async.run.builders.base_seal import check_seal, keep_seal
 from jaxrl_async.run.builders.device_memory import check_memory
 from jaxrl_async.tasks.task import NO_TASK, Task
 from jaxrl_async.trainer.optimizer import optimizer_bytes
+
+if TYPE_CHECKING:
+    from jaxrl_async.model import own_spec
+    from jaxrl_async.run.builders import base_seal
+else:
+    own_spec = Later("jaxrl_async.model.own_spec")
+    base_seal = Later("jaxrl_async.run.builders.base_seal")
 
 log = logging.getLogger(__name__)
 
@@ -78,11 +85,12 @@ def check_model(config: Config, tokenizer: Tokenizer, slices: Slices) -> ModelSp
     if config.model.path is not None:
         check_lengths(config, spec, config.model.path)
         check_params(config.model.path, spec)
-    check_numbers(spec)
+    if spec.own is not None:
+        own_spec.check_numbers(spec)
     moments = 0 if "optimizer" in config.trainer.offload else optimizer_bytes(config.trainer, dtype)
     lora, form = lora_of(spec, config.model.lora), form_of(config.model.lora)
-    if form is not None:
-        check_own_base(spec, base_shapes(spec, form, dtype))
+    if form is not None and spec.own is not None:
+        own_spec.check_own_base(spec, base_shapes(spec, form, dtype))
     trained = num_in(trained_table(spec, lora)) * (dtype.itemsize + moments)
     frozen = lora is not None and config.model.path is not None
     warmed = num_weights(spec) * (dtype.itemsize + moments)  # a warm start trains all weights
@@ -109,7 +117,11 @@ def spec_of_run(config: Config, tokenizer: Tokenizer) -> ModelSpec:
         spec = decoder_of(config.model.path, own)
     else:
         vocab = shape.vocab or _rounded(tokenizer.vocab_size)
-        spec = own_spec(own, shape, vocab) if own else ModelSpec.from_architecture(shape, vocab)
+        spec = (
+            own_spec.own_spec(own, shape, vocab)
+            if own
+            else ModelSpec.from_architecture(shape, vocab)
+        )
         spec = replace(spec, max_positions=max(spec.max_positions, config.longest_example))
     return spec
 
@@ -141,7 +153,8 @@ def make_policy(
     base: folder in which a resumed run has kept the weights that its adapter changes.
     """
     form = form_of(config.model.lora)
-    check_seal(config, base)
+    if config.model.lora is not None:
+        base_seal.check_seal(config, base)
     check_unchanged(spec.own, base.parent / "decoder", resumed=config.run.resume)
     if config.model.lora is not None and config.run.resume and config.model.path is None:
         return load_policy(config.model, str(base), slices, tokenizer, form)
@@ -172,7 +185,7 @@ def with_base_of(config: Config, policy: Policy, slices: Slices, base: Path) -> 
     whole = not is_quantized(policy.params)
     if whole and not config.run.resume and config.model.path is None:
         policy.save_pretrained(base)
-    keep_seal(config, base)
+    base_seal.keep_seal(config, base)
     return policy if form is None else _on_quantized_base(policy, form, slices)
 
 

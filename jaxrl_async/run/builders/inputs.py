@@ -4,8 +4,8 @@ made."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from jaxrl_async.algorithms.answer_pairs import pairs_loss
 from jaxrl_async.algorithms.preflight import check_algorithm
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.seats_section import has_opponents
@@ -13,6 +13,7 @@ from jaxrl_async.data.curriculum import Curriculum, make_stream
 from jaxrl_async.data.prompts import FittingPairs, PromptStream, eval_prompts
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.later import Later
 from jaxrl_async.mesh import Slices, make_slices
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.spec import ModelSpec
@@ -39,9 +40,14 @@ from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.optional_parts import SeatFillers, Serving
 from jaxrl_async.run.replay.recording import Recorded, read_schedule
 from jaxrl_async.run.warm_start import warm_pairs
-from jaxrl_async.scorers.references import check_answers, try_references
+from jaxrl_async.scorers.graders import check_answers, try_references
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.types import Prompt
+
+if TYPE_CHECKING:
+    from jaxrl_async.algorithms import answer_pairs
+else:
+    answer_pairs = Later("jaxrl_async.algorithms.answer_pairs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +91,7 @@ def check_inputs(
     recorded = recorded_schedule(config)
     check_algorithm(config.algorithm, config.teacher)
     if config.pairs is not None:
-        pairs_loss(config.pairs.loss)
+        answer_pairs.pairs_loss(config.pairs.loss)
     task, faults = find_task(config, task), FaultCounts()
     outages = make_outages(config, faults)
     tokenizer = make_tokenizer(config.data, config.model, task)

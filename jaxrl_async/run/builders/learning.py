@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,11 @@ from jaxrl_async.data.prompts import FittingPairs
 from jaxrl_async.data.records import OwnRecords
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.later import Later
 from jaxrl_async.mesh import TRAINER_RULES, Slices, shardings
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.model.attention import has_cpu_kernels
 from jaxrl_async.model.frozen_base import restored_params
-from jaxrl_async.model.heads import load_critic, with_head
 from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.lora import Lora, lora_of
 from jaxrl_async.model.moe import id_dtype
@@ -46,18 +46,25 @@ from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.run.warm_start import nothing_meanwhile, warm_pairs, warm_start
 from jaxrl_async.tasks.task import NO_TASK, Task
-from jaxrl_async.trainer.critic import make_critic
 from jaxrl_async.trainer.frozen_models import copied
 from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.objectives.policy_objective import PolicyObjective, policy_update
 from jaxrl_async.trainer.objectives.supervised_objective import supervised_update
-from jaxrl_async.trainer.pair_credit import as_learnt
 from jaxrl_async.trainer.token_columns import Routing, SamplerColumns
 from jaxrl_async.trainer.update import Update
 from jaxrl_async.trainer.update_programs import TrainState
 from jaxrl_async.types import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxrl_async.model import heads
+    from jaxrl_async.trainer import critic as critics
+    from jaxrl_async.trainer import pair_credit
+else:
+    heads = Later("jaxrl_async.model.heads")
+    critics = Later("jaxrl_async.trainer.critic")
+    pair_credit = Later("jaxrl_async.trainer.pair_credit")
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +83,7 @@ def make_step(
     return policy_update(
         spec,
         learning(config, slices, lora_of(spec, config.model.lora)),
-        as_learnt(config.algorithm, config.pairs),
+        pair_credit.as_learnt(config.algorithm) if config.pairs else config.algorithm,
         total_steps=total_steps,
         temperature=config.sampler.temperature,
         teacher=config.teacher,
@@ -260,11 +267,11 @@ def _critic(config: Config, policy: Policy, slices: Slices, updates: int) -> dic
     section, spec = config.critic, policy.spec
     if section.path is None:
         backbone = restored_params(spec, policy.params)
-        params = with_head(spec, backbone, "value", jax.random.key(config.run.seed))
+        params = heads.with_head(spec, backbone, "value", jax.random.key(config.run.seed))
     else:
         where = functools.partial(shardings, mesh=slices.trainer, rules=TRAINER_RULES)
-        spec, params = load_critic(section.path, where, jnp.dtype(config.model.param_dtype))
-    critic = make_critic(
+        spec, params = heads.load_critic(section.path, where, jnp.dtype(config.model.param_dtype))
+    critic = critics.make_critic(
         spec,
         replace(learning(config, slices), balance=BalanceSection()),  # balance is the policy's
         learning_rate=section.learning_rate,

@@ -7,26 +7,37 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxrl_async.config.schema import Config, name_of
 from jaxrl_async.config.unused import unread_with_records
-from jaxrl_async.data.chat import TeachableFormat, chat_format, has_chat_format
-from jaxrl_async.data.chat_formats.plain_format import PlainFormat
 from jaxrl_async.data.prompts import eval_prompts
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError, RolloutError
+from jaxrl_async.later import Later
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports.rollout import ChatFormat
-from jaxrl_async.rollout.chat_env import ChatEnvs, ChatLimits
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.run import features
 from jaxrl_async.run.optional_parts import SeatFillers, Serving
-from jaxrl_async.tasks.named_tasks import load_task
 from jaxrl_async.tasks.task import NO_TASK, Task
-from jaxrl_async.tasks.task_source import TaskData
-from jaxrl_async.tasks.toolbox import ToolLimits
 from jaxrl_async.types import Prompt
+
+if TYPE_CHECKING:
+    from jaxrl_async.data import chat
+    from jaxrl_async.data.chat import TeachableFormat
+    from jaxrl_async.data.chat_formats import plain_format
+    from jaxrl_async.rollout import chat_env
+    from jaxrl_async.rollout.chat_env import ChatEnvs, ChatLimits
+    from jaxrl_async.tasks import named_tasks, task_source, toolbox
+    from jaxrl_async.tasks.task_source import TaskData
+else:
+    chat = Later("jaxrl_async.data.chat")
+    plain_format = Later("jaxrl_async.data.chat_formats.plain_format")
+    chat_env = Later("jaxrl_async.rollout.chat_env")
+    task_source = Later("jaxrl_async.tasks.task_source")
+    toolbox = Later("jaxrl_async.tasks.toolbox")
+    named_tasks = Later("jaxrl_async.tasks.named_tasks")
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +54,7 @@ class Play:
     task: Task
     make_env: MakeEnv
     stop_token_ids: tuple[int, ...]  # tokens that end a turn of the policy
-    own: TaskData | None  # the task's records; None: the configuration's
+    own: "TaskData | None"  # the task's records; None: the configuration's
     oldest_s: Callable[[], float] = lambda: 0.0  # age of the oldest running program, seconds
 
 
@@ -54,7 +65,7 @@ def find_task(config: Config, given: Task | None = None) -> Task:
     """
     if config.task is None:
         return _for_outsiders(config, NO_TASK)
-    task, name = given or load_task(config.task), name_of(config.task)
+    task, name = given or named_tasks.load_task(config.task), name_of(config.task)
     whole = task.program is not None or task.game is not None
     both = task.program is not None and task.game is not None
     if both or (whole and (task.environment is not None or task.tools)):
@@ -139,11 +150,13 @@ def make_play(
             make_env=make_env,
             oldest_s=oldest_s,
             stop_token_ids=chat.stop_token_ids,
-            own=None if task.records is None else TaskData(task=task, chat=chat, tools=()),
+            own=None
+            if task.records is None
+            else task_source.TaskData(task=task, chat=chat, tools=()),
         )
     limits = chat_limits(config, tokenizer)
-    envs = ChatEnvs(task, chat, limits, lambda name: count(name, 1), outages)
-    own = None if task.records is None else TaskData(task=task, chat=chat, tools=())
+    envs = chat_env.ChatEnvs(task, chat, limits, lambda name: count(name, 1), outages)
+    own = None if task.records is None else task_source.TaskData(task=task, chat=chat, tools=())
     examples = eval_prompts(config.limited_data, tokenizer, own)
     example = examples[0]
     if task.game is not None:
@@ -154,11 +167,11 @@ def make_play(
         task=task,
         make_env=envs,
         stop_token_ids=chat.stop_token_ids,
-        own=own and TaskData(task=task, chat=chat, tools=tools),
+        own=own and task_source.TaskData(task=task, chat=chat, tools=tools),
     )
 
 
-def imitated(config: Config, task: Task, tokenizer: Tokenizer) -> TaskData:
+def imitated(config: Config, task: Task, tokenizer: Tokenizer) -> "TaskData":
     """Return the records of a task whose demonstrations run.job=sft trains on.
 
     Each is written with the tools of the task's environment, which is begun once to list them.
@@ -172,32 +185,32 @@ def imitated(config: Config, task: Task, tokenizer: Tokenizer) -> TaskData:
         )
     task = _prompted(config, task)
     chat = _format_of(config, tokenizer, task)
-    own = TaskData(task=task, chat=chat, tools=())
+    own = task_source.TaskData(task=task, chat=chat, tools=())
     if task.program is not None:
         return own
-    envs = ChatEnvs(task, chat, chat_limits(config, tokenizer), lambda name: None)
+    envs = chat_env.ChatEnvs(task, chat, chat_limits(config, tokenizer), lambda name: None)
     return replace(own, tools=_tried(envs, eval_prompts(config.limited_data, tokenizer, own)[:1]))
 
 
-def _format_of(config: Config, tokenizer: Tokenizer, task: Task) -> TeachableFormat:
+def _format_of(config: Config, tokenizer: Tokenizer, task: Task) -> "TeachableFormat":
     """Return the format of a task's messages: the bare text for questions to a base model."""
     parts = (task.environment, task.game, task.program, task.system_prompt)
     asks_alone = not task.tools and all(part is None for part in parts)
-    if asks_alone and not has_chat_format(tokenizer, config.data.chat_format):
+    if asks_alone and not chat.has_chat_format(tokenizer, config.data.chat_format):
         log.info("the tokenizer has no chat template: questions are sent as bare text")
-        return PlainFormat(tokenizer)
+        return plain_format.PlainFormat(tokenizer)
     return _chat_format(config, tokenizer)
 
 
 def run_chat_format(config: Config, tokenizer: Tokenizer) -> ChatFormat | None:
     """Return the chat format of a run; None: its tokenizer has none."""
-    if not has_chat_format(tokenizer, config.data.chat_format):
+    if not chat.has_chat_format(tokenizer, config.data.chat_format):
         return None
     return _chat_format(config, tokenizer)
 
 
-def _chat_format(config: Config, tokenizer: Tokenizer) -> TeachableFormat:
-    return chat_format(
+def _chat_format(config: Config, tokenizer: Tokenizer) -> "TeachableFormat":
+    return chat.chat_format(
         tokenizer,
         None if config.model.path is None else Path(config.model.path),
         config.data.chat_format,
@@ -212,23 +225,25 @@ def _prompted(config: Config, task: Task) -> Task:
     return task if prompt is None else replace(task, system_prompt=prompt)
 
 
-def chat_limits(config: Config, tokenizer: Tokenizer) -> ChatLimits:
+def chat_limits(config: Config, tokenizer: Tokenizer) -> "ChatLimits":
     """Return the limits of an episode."""
     section = config.env
-    return ChatLimits(
+    return chat_env.ChatLimits(
         max_turns=section.max_turns,
         timeout_s=config.faults.env_timeout_s,
         retries=section.retries,
         backoff_s=config.faults.backoff_s,
         threads=section.threads,
-        tools=ToolLimits(timeout_s=section.tool_timeout_s, result_chars=section.tool_result_chars),
+        tools=toolbox.ToolLimits(
+            timeout_s=section.tool_timeout_s, result_chars=section.tool_result_chars
+        ),
         most_chars=tokenizer.most_chars(config.sampler.max_length),
         cannot_fit=tokenizer.cannot_fit,
     )
 
 
 def _tried(
-    envs: ChatEnvs, examples: Sequence[Prompt], max_length: float = math.inf
+    envs: "ChatEnvs", examples: Sequence[Prompt], max_length: float = math.inf
 ) -> Sequence[Mapping[str, Any]]:
     """Begin an episode and end it; return the environment's tools. If the prompt leaves no room for
     an answer, try the next record. Raises ConfigError, also if no record has room."""

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from jaxrl_async.algorithms.answer_pairs import has_pair
 from jaxrl_async.algorithms.shaping import has_signal, shaping
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
@@ -15,10 +15,10 @@ from jaxrl_async.config.pivot_section import PivotSection
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.curriculum import Curriculum
 from jaxrl_async.data.prompts import PromptStream
+from jaxrl_async.later import Later
 from jaxrl_async.model.spec import Params
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Gate
-from jaxrl_async.rollout.pivots import PivotPlan
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
 from jaxrl_async.run import features
 from jaxrl_async.run.builders.constraints import prompt_constraint
@@ -32,16 +32,21 @@ from jaxrl_async.run.builders.samplers import (
 from jaxrl_async.run.checkpoint.rollout_state import StartingPoint, reopened
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Joined, Lockstep
-from jaxrl_async.run.replay.player import (
-    OrderedPrompts,
-    Replay,
-    ReplayedBuffer,
-    RunSchedule,
-)
-from jaxrl_async.run.replay.recording import Recorded, Recording, header_of
+from jaxrl_async.run.replay.recording import OrderedPrompts, Recorded, Recording, header_of
 from jaxrl_async.run.reporting import MetricsWriter, make_recorder
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.types import EpisodeGroup, EpisodeLimits, TurnPriority, VersionedParams
+
+if TYPE_CHECKING:
+    from jaxrl_async.algorithms import answer_pairs
+    from jaxrl_async.rollout import pivots
+    from jaxrl_async.rollout.pivots import PivotPlan
+    from jaxrl_async.run.replay import player
+    from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule
+else:
+    answer_pairs = Later("jaxrl_async.algorithms.answer_pairs")
+    pivots = Later("jaxrl_async.rollout.pivots")
+    player = Later("jaxrl_async.run.replay.player")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +56,7 @@ class Records:
     recorder: MetricsWriter
     ledger: Ledger  # the run's
     buffer_ledger: Ledger  # of this process's buffer; with one process the same
-    schedule: RunSchedule
+    schedule: "RunSchedule"
     answers: Path  # file of answers to held-out prompts
 
 
@@ -95,13 +100,13 @@ def open_records(
         recorder=recorder,
         ledger=ledger,
         buffer_ledger=lockstep.buffer_ledger(ledger),
-        schedule=recording if recorded is None else Replay(recorded, recording),
+        schedule=recording if recorded is None else player.Replay(recorded, recording),
         answers=paths.answers,
     )
 
 
 SharedSampling = Callable[
-    [Config, Inputs, VersionedParams, ReplayBuffer | ReplayedBuffer], Sampling
+    [Config, Inputs, VersionedParams, "ReplayBuffer | ReplayedBuffer"], Sampling
 ]
 """Adds one of several runs to the samplers that they share: with its first weights, on the
 trainer's slice, and the gate that is notified of live ones."""
@@ -182,7 +187,7 @@ def make_rollout_side(
 
 
 def ordered(
-    prompts: PromptStream | Curriculum, schedule: RunSchedule
+    prompts: PromptStream | Curriculum, schedule: "RunSchedule"
 ) -> PromptStream | OrderedPrompts:
     """Return the prompts in an order that a replay repeats; a curriculum's depends on groups."""
     return OrderedPrompts(prompts, schedule) if isinstance(prompts, Curriculum) else prompts
@@ -215,7 +220,9 @@ def worth_learning(config: Config) -> Callable[[EpisodeGroup], bool]:
     if pairs is not None:
         shapings = [shaping.resolve(choice) for choice in algorithm.shaping]
         how, seed = pairs.choose, config.run.seed
-        tests.append(functools.partial(has_pair, shapings=shapings, how=how, seed=seed))
+        tests.append(
+            functools.partial(answer_pairs.has_pair, shapings=shapings, how=how, seed=seed)
+        )
     return lambda group: all(test(group) for test in tests)
 
 
@@ -261,7 +268,7 @@ def make_rollouts(
     )
 
 
-def pivot_plan(section: PivotSection | None, inputs: Inputs) -> PivotPlan | None:
+def pivot_plan(section: PivotSection | None, inputs: Inputs) -> "PivotPlan | None":
     """Return the plan of continuations from pivots; None: no continuations."""
     if section is None:
         return None
@@ -271,7 +278,7 @@ def pivot_plan(section: PivotSection | None, inputs: Inputs) -> PivotPlan | None
     def marked(token: int) -> bool:
         return section.mark in decode([token])
 
-    return PivotPlan(
+    return pivots.PivotPlan(
         continuations=section.continuations,
         members=section.members,
         per_member=section.per_member,

@@ -4,7 +4,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from jaxrl_async.ports.weights import Publisher
 from jaxrl_async.run.builders.constraints import constrained
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.optional_parts import JoinedSamplers, SamplerProcesses
-from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.probe import Probe, probe_tokens, rounding_share
@@ -34,8 +33,10 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.types import IntArray, VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
-from jaxrl_async.weights.conversion import Conversion
-from jaxrl_async.weights.local import Push
+from jaxrl_async.weights.local import Conversion, Push
+
+if TYPE_CHECKING:
+    from jaxrl_async.run.replay.player import ReplayedBuffer, RunSchedule
 
 AWAKE_S = 5.0
 """Maximum time between two checks of the samplers that counts against them, seconds: a suspended
@@ -274,7 +275,7 @@ def make_channel(
     spec: ModelSpec,
     slices: Slices,
     version: int,
-    gate: ReplayBuffer | ReplayedBuffer,
+    gate: "ReplayBuffer | ReplayedBuffer",
     count: Callable[[str], None],
 ) -> tuple[list[Push], WeightChannel]:
     """Make the channel to samplers on the meshes of slices, and the push to each of them.
@@ -305,8 +306,8 @@ def make_sampling(
     config: Config,
     inputs: Inputs,
     weights: VersionedParams,
-    schedule: RunSchedule,
-    gate: ReplayBuffer | ReplayedBuffer,
+    schedule: "RunSchedule",
+    gate: "ReplayBuffer | ReplayedBuffer",
     base: Params | None = None,
 ) -> Sampling:
     """Make the samplers with the policy's weights, and the channel for later versions.

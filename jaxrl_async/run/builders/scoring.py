@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxrl_async.algorithms.advantages import advantage, check_weights
 from jaxrl_async.config.schema import (
@@ -16,6 +17,7 @@ from jaxrl_async.config.schema import (
 )
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.later import Later
 from jaxrl_async.mesh import Slices, local_part
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.hf import load_spec
@@ -26,18 +28,17 @@ from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.initial_policy import check_lengths
 from jaxrl_async.run.optional_parts import Judges, NoJudges
 from jaxrl_async.scorers.answers import thinking_marks
-from jaxrl_async.scorers.environment_scorer import EnvironmentScorer
 from jaxrl_async.scorers.guard import GuardedScorer, try_once
-from jaxrl_async.scorers.results import FUNCTIONS
-from jaxrl_async.scorers.reward_model import (
-    FUNCTION,
-    MODEL,
-    RewardModelScorer,
-    load_reward_model,
-)
+from jaxrl_async.scorers.results import FUNCTION, FUNCTIONS, MODEL
 from jaxrl_async.scorers.rewards import REWARDS, RewardFunction, RewardScorer, make_scorer
 from jaxrl_async.tasks.task import QUESTIONS, Task
 from jaxrl_async.types import Prompt
+
+if TYPE_CHECKING:
+    from jaxrl_async.scorers import environment_scorer, reward_model
+else:
+    environment_scorer = Later("jaxrl_async.scorers.environment_scorer")
+    reward_model = Later("jaxrl_async.scorers.reward_model")
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def make_scorers(
         )
     function: Scorer | None = functions
     if task.judges:
-        function = EnvironmentScorer(functions)
+        function = environment_scorer.EnvironmentScorer(functions)
     others = function
     if section.model is not None:
         others = _with_model(config, function, tokenizer, slices, lock)
@@ -158,9 +159,11 @@ def _with_model(
 ) -> Scorer:
     """Load the reward model, whose score is added to the functions'."""
     section = config.reward
-    model = load_reward_model(section, config.model, tokenizer, local_part(slices.trainer), lock)
+    model = reward_model.load_reward_model(
+        section, config.model, tokenizer, local_part(slices.trainer), lock
+    )
     check_lengths(config, load_spec(Path(section.model or "")), f"reward.model={section.model}")
-    return RewardModelScorer(
+    return reward_model.RewardModelScorer(
         model,
         function=function,
         function_weight=section.function_weight,

@@ -18,8 +18,8 @@ from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.rates import Observer
 from jaxrl_async.run.reporting import Evaluation, StepReporter
 from jaxrl_async.run.shown_answers import answers_writer
+from jaxrl_async.trainer.evaluation import Outlets
 from jaxrl_async.trainer.learner import Learner
-from jaxrl_async.trainer.outlets import Outlets
 from jaxrl_async.trainer.trainer import Trainer, TrainerSettings
 from jaxrl_async.types import EpisodeLimits, SamplingParams, TurnPriority
 

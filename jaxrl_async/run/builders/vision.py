@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -13,11 +13,16 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.data.images import ImageStore, Pixels, image_preparation
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import CheckpointError, ConfigError
+from jaxrl_async.later import Later
 from jaxrl_async.model.hf import read_config
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.model.vision.files import read_tower, vision_spec
-from jaxrl_async.model.vision.reading import image_form
-from jaxrl_async.model.vision.tower import VisionTower
+
+if TYPE_CHECKING:
+    from jaxrl_async.model.vision import files, reading
+    from jaxrl_async.model.vision.tower import VisionTower
+else:
+    files = Later("jaxrl_async.model.vision.files")
+    reading = Later("jaxrl_async.model.vision.reading")
 
 WITH_IMAGES = ("rl", "sft")
 """Values of run.job whose records may have images."""
@@ -35,16 +40,16 @@ def image_store(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ImageS
         or config.data.records_path is None
     ):
         return None
-    folder, sizes = Path(path), vision_spec(Path(path))
+    folder, sizes = Path(path), files.vision_spec(Path(path))
     if sizes is None:
         return None
-    form = image_form(read_config(folder), sizes, spec, tokenizer)
+    form = reading.image_form(read_config(folder), sizes, spec, tokenizer)
     if form is None:
         return None
 
     @cache
-    def tower() -> VisionTower:
-        read = read_tower(folder)
+    def tower() -> "VisionTower":
+        read = files.read_tower(folder)
         if read is None:
             raise CheckpointError(
                 f"{folder}: config.json describes a vision tower, and the files have none. Copy "

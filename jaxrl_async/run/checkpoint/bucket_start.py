@@ -10,15 +10,20 @@ import logging
 import uuid
 from pathlib import Path
 
-import yaml
-
 from jaxrl_async.config.run_section import CheckpointSection, RunSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.run.checkpoint.bucket import BucketStorage, open_bucket, unusable
 from jaxrl_async.run.checkpoint.seal import saved_steps
-from jaxrl_async.run.folder import Paths, holds_something, move_aside
-from jaxrl_async.run.signs import WRITERS, add_signs, read_signs
+from jaxrl_async.run.checkpoint.storage import check_same_place
+from jaxrl_async.run.folder import (
+    WRITERS,
+    Paths,
+    add_signs,
+    holds_something,
+    move_aside,
+    read_signs,
+)
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +36,13 @@ def bring_back_records(section: CheckpointSection, run: RunSection) -> bool:
     Raises ConfigError if the bucket cannot be read, if it holds checkpoints of the run and this is
     a new one, if none of them is what was written, or if the run saved elsewhere before.
     """
+    assert section.dir is not None, "checkpoints lie on a bucket"
     paths = Paths(Path(run.dir) / run.name)
-    if section.dir is None:
-        if not saved_steps(paths.checkpoints):
-            _check_same_place(section, run)
-        return False
     place = open_bucket(section.dir, run.name)
     try:
         steps = place.steps()
         if not steps:
-            _check_same_place(section, run)
+            check_same_place(section, run)
             return False
         if not (run.resume or run.resume_or_start):
             raise ConfigError(
@@ -58,8 +60,7 @@ def begin_writing(section: CheckpointSection, run: RunSection) -> None:
     """Make this process the trainer that writes a run's checkpoints to its bucket; one that still
     runs ends at a save of its own. What that has saved since `bring_back_records` is brought, too.
     Raises ConfigError."""
-    if section.dir is None:
-        return
+    assert section.dir is not None, "checkpoints lie on a bucket"
     place, paths = open_bucket(section.dir, run.name), Paths(Path(run.dir) / run.name)
     sign = uuid.uuid4().hex
     try:
@@ -111,23 +112,6 @@ def _reaches(paths: Paths, place: BucketStorage, step: int) -> bool:
     last = max((line["step"] for line in read_lines(paths.metrics) if "step" in line), default=0)
     size = paths.ledger.stat().st_size if paths.ledger.is_file() else 0
     return last >= step and size >= place.record_size(step, paths.ledger)
-
-
-def _check_same_place(section: CheckpointSection, run: RunSection) -> None:
-    """Raise ConfigError if a run is resumed that saved to another checkpoint.dir before: there is
-    no checkpoint at this one, and it would start from its beginning."""
-    paths = Paths(Path(run.dir) / run.name)
-    if not (run.resume or run.resume_or_start) or not paths.config.is_file():
-        return
-    settings = yaml.safe_load(paths.config.read_text(encoding="utf-8")) or {}
-    before = settings.get("checkpoint", {}).get("dir")
-    has_some = before is not None or saved_steps(paths.checkpoints)
-    if before != section.dir and has_some and holds_something(paths.root):
-        raise ConfigError(
-            f"{paths.root} was made with checkpoint.dir={before or 'null'}, and is to be resumed "
-            f"with checkpoint.dir={section.dir or 'null'}, where it has no checkpoint. Set it as "
-            "before, or copy the checkpoints."
-        )
 
 
 def _newest_whole(place: BucketStorage, steps: list[int]) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.userfile import is_own
-from jaxrl_async.data.survey import digest_of
+from jaxrl_async.data.prompts import digest_of
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.types import Prompt
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,15 +27,20 @@ from jaxrl_async.data.curriculum import Curriculum
 from jaxrl_async.data.images import ImageStore
 from jaxrl_async.data.prompts import PromptStream
 from jaxrl_async.errors import CheckpointError
+from jaxrl_async.later import Later
 from jaxrl_async.metrics.recorder import set_aside
 from jaxrl_async.rollout.rollout_loop import SAVED_KINDS, RolloutLoop, SavedGroup
 from jaxrl_async.run.checkpoint.inputs_digest import tell_of_changes
-from jaxrl_async.run.checkpoint.resumed_masks import with_masks
 from jaxrl_async.run.checkpoint.store import Checkpoints, Saved, check_resumed, check_scale
 from jaxrl_async.run.lockstep import Accounts, Lockstep
-from jaxrl_async.run.replay.player import OrderedPrompts
+from jaxrl_async.run.replay.recording import OrderedPrompts
 from jaxrl_async.trainer.learner import Learner
 from jaxrl_async.trainer.trainer import Trainer
+
+if TYPE_CHECKING:
+    from jaxrl_async.run.checkpoint import resumed_masks
+else:
+    resumed_masks = Later("jaxrl_async.run.checkpoint.resumed_masks")
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +222,9 @@ def resumed(
     tell_of_changes(saved.loop.get("digests"), digests, checkpoints.directory)
     learner.restore(saved.state, saved.loop["numbers"])
     assert saved.rollouts is not None, "every checkpoint of rl has them"
-    whole = with_masks(loads(saved.rollouts, ROLLOUT_KINDS), saved, config, checkpoints.directory)
+    whole = resumed_masks.with_masks(
+        loads(saved.rollouts, ROLLOUT_KINDS), saved, config, checkpoints.directory
+    )
     share = local_share(whole, lockstep)
     prompts.restore(saved.loop["prompts"][lockstep.player])
     return StartingPoint(

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from jaxrl_async.run.file_names import free_name, is_inside
+from jaxrl_async.run.folder import free_name, is_inside
 
 CHECKSUMS = "checksums.json"
 """Digests of a checkpoint's files, by path."""

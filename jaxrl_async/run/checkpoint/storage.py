@@ -6,10 +6,13 @@ Checkpoints ──writes, seals, reads, removes──> FolderStorage | BucketSto
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxrl_async.config.run_section import CheckpointSection
-from jaxrl_async.run.checkpoint.bucket import BucketStorage, open_bucket
+import yaml
+
+from jaxrl_async.config.run_section import CheckpointSection, RunSection
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.later import Later
 from jaxrl_async.run.checkpoint.seal import (
     UNNAMED,
     check_files,
@@ -24,8 +27,14 @@ from jaxrl_async.run.checkpoint.seal import (
     sweep,
     sweep_until_gone,
 )
-from jaxrl_async.run.folder import Paths
-from jaxrl_async.run.signs import WRITERS, read_signs
+from jaxrl_async.run.folder import WRITERS, Paths, holds_something, read_signs
+
+if TYPE_CHECKING:
+    from jaxrl_async.run.checkpoint import bucket, bucket_start
+    from jaxrl_async.run.checkpoint.bucket import BucketStorage
+else:
+    bucket_start = Later("jaxrl_async.run.checkpoint.bucket_start")
+    bucket = Later("jaxrl_async.run.checkpoint.bucket")
 
 
 class CheckpointStorage(Protocol):
@@ -129,10 +138,38 @@ class FolderStorage:
 
 def place_of(
     section: CheckpointSection, run_name: str, paths: Paths
-) -> FolderStorage | BucketStorage:
+) -> "FolderStorage | BucketStorage":
     """Return where a run's checkpoints lie; nothing is made. Raises ConfigError for a bucket that
     cannot be used."""
     if section.dir is None:
         return FolderStorage(paths.checkpoints.absolute())
     signs = read_signs(paths.root / WRITERS)  # the last one's is this process's, if it trains
-    return open_bucket(section.dir, run_name, signs[-1] if signs else None)
+    return bucket.open_bucket(section.dir, run_name, signs[-1] if signs else None)
+
+
+def check_same_place(section: CheckpointSection, run: RunSection) -> None:
+    """Raise ConfigError if a run is resumed that saved to another checkpoint.dir before: there is
+    no checkpoint at this one, and it would start from its beginning."""
+    paths = Paths(Path(run.dir) / run.name)
+    if not (run.resume or run.resume_or_start) or not paths.config.is_file():
+        return
+    settings = yaml.safe_load(paths.config.read_text(encoding="utf-8")) or {}
+    before = settings.get("checkpoint", {}).get("dir")
+    has_some = before is not None or saved_steps(paths.checkpoints)
+    if before != section.dir and has_some and holds_something(paths.root):
+        raise ConfigError(
+            f"{paths.root} was made with checkpoint.dir={before or 'null'}, and is to be resumed "
+            f"with checkpoint.dir={section.dir or 'null'}, where it has no checkpoint. Set it as "
+            "before, or copy the checkpoints."
+        )
+
+
+def bring_back(section: CheckpointSection, run: RunSection) -> bool:
+    """Make the run's folder from its newest checkpoint on a bucket where that is needed; return
+    whether there is such a checkpoint. Raises ConfigError, see bucket_start.bring_back_records, and
+    if a run without a bucket saved to one before."""
+    if section.dir is not None:
+        return bucket_start.bring_back_records(section, run)
+    if not saved_steps(Paths(Path(run.dir) / run.name).checkpoints):
+        check_same_place(section, run)
+    return False

@@ -246,11 +246,6 @@ class Checkpoints:
         if (failure := self._outcome()) is not None:
             raise self._write_error(failure) from failure
 
-    @property
-    def is_saving(self) -> bool:
-        """Whether a save is running."""
-        return self._pending is not None and not self._pending.done()
-
     def _outcome(self) -> BaseException | None:
         """Wait for the running save; return its error, if any. Raises FolderLost."""
         pending, self._pending = self._pending, None

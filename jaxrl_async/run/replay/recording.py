@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import jax
 
@@ -34,7 +34,12 @@ from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.changes import changes
 from jaxrl_async.config.load import flattened
 from jaxrl_async.config.schema import Config
+from jaxrl_async.data.curriculum import Curriculum
 from jaxrl_async.errors import ReplayError
+from jaxrl_async.types import EpisodeGroup, Prompt
+
+if TYPE_CHECKING:
+    from jaxrl_async.run.replay.player import RunSchedule
 
 log = logging.getLogger(__name__)
 
@@ -259,3 +264,49 @@ def _check_blocks(path: Path, events: list[dict[str, Any]]) -> None:
             )
         if name is not None:
             blocks[name] = block
+
+
+class OrderedPrompts:
+    """A curriculum whose prompts depend on the groups seen before, which are recorded, too.
+
+    The rollouts take the prompts of a burst one after another; the burst is recorded by its last
+    number. Each group seen is recorded, and each time that the trainer measures.
+    """
+
+    def __init__(self, prompts: Curriculum, schedule: "RunSchedule") -> None:
+        self._prompts, self._schedule = prompts, schedule
+        self._burst_ends = schedule.burst_ends()
+        self._next = 0
+        self._lock = threading.RLock()  # an event and its line are one
+
+    def __iter__(self) -> "OrderedPrompts":
+        return self
+
+    def __next__(self) -> Prompt:
+        """See Curriculum."""
+        with self._lock:
+            prompt = next(self._prompts)
+            number, self._next = self._next, self._next + 1
+            if number in self._burst_ends:
+                self._burst_ends.remove(number)
+                self._schedule.write(prompts=number)
+            return prompt
+
+    def restore(self, next_group: int) -> None:
+        """Continue the groups' numbers; the curriculum is restored separately."""
+        self._next = next_group
+
+    def observe(self, group: EpisodeGroup) -> None:
+        """See Curriculum; in a replay when its turn comes."""
+        self._schedule.later("seen", group.ticket.group, lambda: self._see(group))
+
+    def _see(self, group: EpisodeGroup) -> None:
+        with self._lock:
+            self._prompts.observe(group)
+            self._schedule.write(seen=group.ticket.group)
+
+    def measures(self, next_draw: int) -> dict[str, float]:
+        """See Curriculum."""
+        with self._schedule.turn("measured"), self._lock:
+            self._schedule.write(measured=next_draw)
+            return self._prompts.measures(next_draw)

@@ -8,20 +8,20 @@ sampler/device/program_arguments.py.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_async.cpu.kernel_calls import attend_pages
+from jaxrl_async.later import Later
 from jaxrl_async.model import cache, decoder
 from jaxrl_async.model.cache import CachedContext, PagedKV, recent_pages
 from jaxrl_async.model.delta import DeltaInputs
 from jaxrl_async.model.delta_layer import DeltaState, go_on
 from jaxrl_async.model.kernels import sequences_in_a_call
 from jaxrl_async.model.moe import id_dtype
-from jaxrl_async.model.tpu_pages import attend_wide_pages
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.passes import (
     draw_kernel,
@@ -39,6 +39,11 @@ from jaxrl_async.sampler.device.program_arguments import (
 )
 from jaxrl_async.sampler.device.sampling import AnyArray, Mix, SampledTokens, no_extras, sample
 from jaxrl_async.sampler.device.shaping import Counts, Shaping, counted, counts_of, shaped
+
+if TYPE_CHECKING:
+    from jaxrl_async.model import tpu_pages
+else:
+    tpu_pages = Later("jaxrl_async.model.tpu_pages")
 
 
 class _Loop(NamedTuple):
@@ -407,7 +412,7 @@ def _attend_pages(
             if own:
                 lengths = (seen - begins + 1)[rows]
                 given = q[rows], pages[a], lengths, table[rows], scoring, sinks[i]
-                outs.append(attend_wide_pages(*given, mesh=spec.mesh))
+                outs.append(tpu_pages.attend_wide_pages(*given, mesh=spec.mesh))
                 continue
             begin, count = rows.start, rows.stop - rows.start
             outs.append(

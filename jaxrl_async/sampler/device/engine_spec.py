@@ -8,8 +8,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl_async.model.adapter_stack import AdapterRoom
+from jaxrl_async.model.kernels import LANES
 from jaxrl_async.model.kv_layout import KvLayout, layout_of
-from jaxrl_async.model.sink_pages import LANES
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.device.sampling_kernel import takes_kernel
 

@@ -2,23 +2,29 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrl_async.later import Later
 from jaxrl_async.mesh import SAMPLER_RULES
-from jaxrl_async.model import decoder, gpu_pages
+from jaxrl_async.model import decoder
 from jaxrl_async.model.adapter_stack import layers_with_stack
 from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.kernels import ragged_paged
-from jaxrl_async.model.latent_pages import attend_latent_pages
 from jaxrl_async.model.moe import experts_on, id_dtype, noting, route
 from jaxrl_async.model.spec import ROWS_USED
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.program_arguments import EngineWeights
 from jaxrl_async.sampler.device.sampling import AnyArray, Kernel
 from jaxrl_async.sampler.device.sampling_kernel import drawn_by_kernel
+
+if TYPE_CHECKING:
+    from jaxrl_async.model import gpu_pages, latent_pages
+else:
+    gpu_pages = Later("jaxrl_async.model.gpu_pages")
+    latent_pages = Later("jaxrl_async.model.latent_pages")
 
 
 def ragged_kernel(spec: EngineSpec) -> Callable[..., Array]:
@@ -27,7 +33,9 @@ def ragged_kernel(spec: EngineSpec) -> Callable[..., Array]:
     if spec.on_gpu:
         return partial(gpu_pages.attend_pages, mesh=spec.mesh)
     if spec.on_tpu and spec.model.latent:
-        return partial(attend_latent_pages, rank=spec.model.latent.rank, mesh=spec.mesh)
+        return partial(
+            latent_pages.attend_latent_pages, rank=spec.model.latent.rank, mesh=spec.mesh
+        )
     return partial(ragged_paged, mesh=spec.mesh) if spec.on_tpu else ragged_paged_reference
 
 

@@ -18,7 +18,7 @@ from jaxrl_async.algorithms.value_loss import explained_variance, value_loss
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.heads import head_table, token_values
 from jaxrl_async.model.spec import ModelSpec, Params
-from jaxrl_async.trainer.micro_sizes import MicroSizes
+from jaxrl_async.trainer.learning_settings import MicroSizes
 from jaxrl_async.trainer.pack import micro_batches, split
 from jaxrl_async.trainer.update_programs import Frozen, Passes
 from jaxrl_async.types import FloatArray, PackedBatch

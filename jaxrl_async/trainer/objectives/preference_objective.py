@@ -29,8 +29,7 @@ from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.logprobs import TokenLogprobs, token_logprobs
 from jaxrl_async.model.lora import Lora, joined, trained_table
 from jaxrl_async.model.spec import ModelSpec, Params
-from jaxrl_async.trainer.learning_settings import LearningSettings
-from jaxrl_async.trainer.micro_sizes import MicroSizes
+from jaxrl_async.trainer.learning_settings import LearningSettings, MicroSizes
 from jaxrl_async.trainer.pack_pairs import PreferenceBatch, max_pairs, micro_batches_of
 from jaxrl_async.trainer.update import Update
 from jaxrl_async.trainer.update_programs import Frozen, Passes

@@ -13,8 +13,7 @@ from jaxrl_async.model.decoder import DecoderSettings, TokenRows, TokenStates, t
 from jaxrl_async.model.heads import HEAD, final_scores, head_table
 from jaxrl_async.model.lora import Lora, adapter_table, joined
 from jaxrl_async.model.spec import ModelSpec, Params
-from jaxrl_async.trainer.learning_settings import LearningSettings
-from jaxrl_async.trainer.micro_sizes import MicroSizes
+from jaxrl_async.trainer.learning_settings import LearningSettings, MicroSizes
 from jaxrl_async.trainer.objectives.preference_objective import (
     PairContext,
     answer_lengths,

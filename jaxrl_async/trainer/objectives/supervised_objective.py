@@ -11,17 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_async.algorithms.aggregate import token_mean
+from jaxrl_async.algorithms.aggregate import any_in_sequence, first_tokens, token_mean
 from jaxrl_async.algorithms.losses import TokenInputs
 from jaxrl_async.algorithms.objective import Totals, supervised_loss
-from jaxrl_async.algorithms.segments import any_in_sequence, first_tokens
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.logprobs import greedy_matches, token_logprobs
 from jaxrl_async.model.lora import Lora, joined, trained_table
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.trainer.flops import packing_measures, train_flops
-from jaxrl_async.trainer.learning_settings import LearningSettings
-from jaxrl_async.trainer.micro_sizes import MicroSizes
+from jaxrl_async.trainer.learning_settings import LearningSettings, MicroSizes
 from jaxrl_async.trainer.pack import micro_batches, split
 from jaxrl_async.trainer.update import Update
 from jaxrl_async.trainer.update_programs import Frozen, Passes

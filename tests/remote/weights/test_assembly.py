@@ -12,7 +12,7 @@ from jaxrl_async.remote.weights import assembly as assembly_module
 from jaxrl_async.remote.weights import box_grid
 from jaxrl_async.remote.weights.assembly import Assembly, OnDemand, Part
 from jaxrl_async.remote.weights.pieces import WeightPiece
-from jaxrl_async.weights.boxes import common, cut, volume
+from jaxrl_async.weights.host_reshard import common, cut, volume
 from jaxrl_async.weights.manifest import Manifest
 
 

@@ -22,7 +22,7 @@ from jaxrl_async.remote.weights.locations import (
 )
 from jaxrl_async.remote.weights.pieces import plan_pieces
 from jaxrl_async.remote.weights.transport_choice import make_fetching, make_offering
-from jaxrl_async.weights.boxes import cut, inside, intersection, volume
+from jaxrl_async.weights.host_reshard import cut, inside, intersection, volume
 from jaxrl_async.weights.manifest import Manifest
 
 

@@ -20,7 +20,7 @@ from jaxrl_async.remote.weights.transport_choice import make_fetching, make_offe
 from jaxrl_async.remote.wire.messages import Hello
 from jaxrl_async.testing.session_pair import session_pair
 from jaxrl_async.weights.channel import WeightChannel
-from jaxrl_async.weights.conversion import Conversion, PrivateCopy
+from jaxrl_async.weights.local import Conversion, PrivateCopy
 from jaxrl_async.weights.manifest import manifest_of
 
 TABLE = {

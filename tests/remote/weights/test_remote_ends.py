@@ -10,7 +10,7 @@ from remote_side import TrainerSide, eventually, weights
 
 from jaxrl_async.errors import Closed, Disconnected, WeightsError
 from jaxrl_async.remote.wire.messages import Live, Staged
-from jaxrl_async.weights.link import FunctionLink
+from jaxrl_async.weights.delivery import FunctionLink
 
 
 def test_a_sampler_gets_the_first_weights_and_every_version_that_follows():

@@ -9,7 +9,7 @@ import pytest
 from remote_side import TrainerSide, eventually
 
 from jaxrl_async.errors import Disconnected
-from jaxrl_async.weights.link import FunctionLink
+from jaxrl_async.weights.delivery import FunctionLink
 
 pytestmark = pytest.mark.full
 

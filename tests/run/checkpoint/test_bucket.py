@@ -27,8 +27,8 @@ from jaxrl_async.run.checkpoint import bucket_start, store
 from jaxrl_async.run.checkpoint.bucket import ASIDE, WRITER, BucketStorage
 from jaxrl_async.run.checkpoint.bucket_start import begin_writing, bring_back_records
 from jaxrl_async.run.checkpoint.seal import CHECKSUMS, GivenUpReading, is_passing
-from jaxrl_async.run.folder import Paths, write_config
-from jaxrl_async.run.signs import WRITERS, read_signs
+from jaxrl_async.run.checkpoint.storage import bring_back
+from jaxrl_async.run.folder import WRITERS, Paths, read_signs, write_config
 
 ROOT = Path(__file__).parents[3]
 AT = "/bucket/runs/a"
@@ -393,8 +393,8 @@ def test_a_run_that_saved_elsewhere_does_not_begin_from_its_start(place, tmp_pat
         (tmp_path / "a/checkpoints/3").mkdir(parents=True)
     run = RunSection(dir=str(tmp_path), name="a", resume=True)
     with pytest.raises(ConfigError, match="where it has no checkpoint"):
-        bring_back_records(CheckpointSection(dir=now), run)
-    assert not bring_back_records(CheckpointSection(dir=before), run)
+        bring_back(CheckpointSection(dir=now), run)
+    assert not bring_back(CheckpointSection(dir=before), run)
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ for step, size in enumerate([ample, ample, 100_000, 100_000, ample, ample]):
         checkpoints.save(step, state=state, loop={"version": step})
     except EarlierSaveError as error:
         print(error)
-    while checkpoints.is_saving:
+    while checkpoints._pending is not None and not checkpoints._pending.done():
         time.sleep(0.01)
 checkpoints.close()
 """

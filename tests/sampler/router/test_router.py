@@ -13,7 +13,7 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
-from jaxrl_async.weights.link import FunctionLink
+from jaxrl_async.weights.delivery import FunctionLink
 
 
 def on_device(index: int, **changes: object) -> Sampler:

@@ -25,7 +25,7 @@ from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.scripted_replica import ScriptedReplica
 from jaxrl_async.types import Partial
 from jaxrl_async.weights.channel import WeightChannel
-from jaxrl_async.weights.link import FunctionLink
+from jaxrl_async.weights.delivery import FunctionLink
 
 LIMITS = RestartLimits(restarts=2, backoff_s=1.0, hang_s=10.0, nonfinite_in_a_row=2)
 
