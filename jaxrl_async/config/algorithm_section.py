@@ -1,4 +1,4 @@
-"""Settings of the algorithm and of the models it needs: reference, critic, teacher.
+"""Settings of the algorithm and of the models it needs: reference, critic, teacher, pairs.
 
 Needs no JAX.
 """
@@ -7,9 +7,30 @@ from typing import Literal
 
 from pydantic import Field
 
-from jaxrl_async.config.choice import Choice, Choices
-from jaxrl_async.config.pivot_section import PivotSection
+from jaxrl_async.config import function_facts as facts
+from jaxrl_async.config.choice import Choice, Choices, name_of
 from jaxrl_async.config.section import Count, NonNegative, Positive, Section
+
+
+class PivotSection(Section):
+    """Continuations of answers, sampled from chosen tokens (pivots) and compared with each
+    other."""
+
+    continuations: Positive
+    """Continuations sampled from each pivot, in addition to the answer's own."""
+    members: Positive = 1
+    """Members of each group whose answers have pivots, chosen at random; at most all."""
+    per_member: Positive = 1
+    """Pivots of each of these answers; fewer where it has fewer tokens or marks."""
+    where: Literal["lowest_logprob", "random", "fractions", "mark"] = "lowest_logprob"
+    """Choice of the first token that is sampled again: the least likely tokens (lowest_logprob),
+    random tokens, tokens at equal fractions of the answer's length, or random tokens after a
+    mark."""
+    mark: str = Field("\n", min_length=1)
+    """Text of where=mark: a pivot follows a token whose text contains it."""
+    trunk: Literal["group", "fork"] = "group"
+    """Credit of the forked answer's own tokens after a pivot: by comparison with the group's other
+    members (group), or with the pivot's continuations (fork)."""
 
 
 class AlgorithmSection(Section):
@@ -148,3 +169,19 @@ class TeacherSection(Section):
     """Weight of the distillation term."""
     rewards: float = Field(1.0, ge=0)
     """Weight of the advantages from rewards; 0: only the distillation."""
+
+
+class PairsSection(Section):
+    """Preference learning within run.job=rl (online DPO): pairs of a prompt's answers take the
+    place of advantages."""
+
+    loss: Choice
+    """Loss of a pair: dpo, ipo, ipo_average, simpo or orpo, with its arguments."""
+    choose: Literal["best_worst", "best_random", "all"] = "best_worst"
+    """Pairs of a group: its best answer against its worst, or against a random worse one, or each
+    answer against each worse one."""
+
+    @property
+    def refers(self) -> bool:
+        """Whether the loss compares with the reference policy."""
+        return name_of(self.loss) not in facts.WITHOUT_REFERENCE

@@ -293,3 +293,36 @@ def worked_answers_are_learnt_at_temperature_1(config: Config) -> Iterator[str]:
             f"algorithm.supervised_coefficient trains at sampler.temperature ({temperature}), and "
             "demonstrations need temperature 1. Set the temperature to 1, or the coefficient to 0."
         )
+
+
+# --- pivots ---------------------------------------------------------------------------------------
+
+
+@rule(job="rl")
+def continuations_are_compared(config: Config) -> Iterator[str]:
+    """Require an advantage that compares answers from one state, and no downsampling."""
+    algorithm, pivots = config.algorithm, config.algorithm.pivots
+    if pivots is None:
+        return
+    name = name_of(algorithm.advantage)
+    if name not in facts.COMPARED_IN_GROUP | facts.DIVIDED_IN_GROUP and not is_own(name):
+        yield (
+            f"algorithm.pivots.continuations ({pivots.continuations}) need an advantage that "
+            f"compares the answers of a group, and algorithm.advantage={name} does not. Choose "
+            "one that does (group_normalized, group_mean, rloo), or set algorithm.pivots=null."
+        )
+    if any(name_of(choice) == "downsample" for choice in algorithm.shaping):
+        yield (
+            "algorithm.pivots compares continuations with the answer from which they branch, which "
+            "downsample in algorithm.shaping may drop. Remove one of them."
+        )
+
+
+@rule(job="rl")
+def a_fork_draws_on_a_branch(config: Config) -> Iterator[str]:
+    """Require our sampler, whose requests have branches: otherwise continuations could be equal."""
+    if config.algorithm.pivots is not None and config.sampler.engine != "native":
+        yield (
+            f"algorithm.pivots needs our sampler's branches, which sampler.engine="
+            f"{config.sampler.engine} does not have. Set algorithm.pivots=null."
+        )

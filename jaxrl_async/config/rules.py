@@ -9,13 +9,11 @@ from sys import float_info
 from typing import Any
 
 from jaxrl_async.config import (
-    balance_rules,
     engine_rules,
     judge_rules,
     learning_rules,
-    lora_rules,
+    model_rules,
     pairs_rules,
-    pivot_rules,
     remote_rules,
     seats_rules,
     several_rules,
@@ -602,13 +600,11 @@ def a_copy_and_checkpoints_lie_apart(config: Config) -> Iterator[str]:
 RULES = RuleBook(
     rule
     | learning_rules.rule
-    | lora_rules.rule
-    | balance_rules.rule
+    | model_rules.rule
     | pairs_rules.rule
     | judge_rules.rule
     | remote_rules.rule
     | engine_rules.rule
-    | pivot_rules.rule
     | seats_rules.rule
     | several_rules.rule
 )

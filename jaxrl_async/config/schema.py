@@ -11,6 +11,7 @@ from pydantic import Field
 from jaxrl_async.config.algorithm_section import (
     AlgorithmSection,
     CriticSection,
+    PairsSection,
     ReferenceSection,
     TeacherSection,
 )
@@ -26,8 +27,6 @@ from jaxrl_async.config.model_section import (
     dtype_on,
 )
 from jaxrl_async.config.offline_section import PreferenceSection, SftSection, WarmStartSection
-from jaxrl_async.config.pairs_section import PairsSection
-from jaxrl_async.config.priority_section import PrioritySection
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.reward_section import EvalSection, RewardSection
 from jaxrl_async.config.run_section import (
@@ -36,7 +35,12 @@ from jaxrl_async.config.run_section import (
     MetricsSection,
     RunSection,
 )
-from jaxrl_async.config.sampler_section import BufferSection, SamplerSection, StalenessSection
+from jaxrl_async.config.sampler_section import (
+    BufferSection,
+    PrioritySection,
+    SamplerSection,
+    StalenessSection,
+)
 from jaxrl_async.config.seats_section import SeatSection
 from jaxrl_async.config.section import Section
 from jaxrl_async.config.task_section import EnvSection

@@ -8,20 +8,15 @@ uses: later changes of the caller's arrays do not reach the sampler's thread.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import RolloutError
+from jaxrl_async.later import Later
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
 from jaxrl_async.sampler.grammar import KINDS, LONGEST, Grammars
-from jaxrl_async.sampler.logprob_checks import (
-    check_has_logprobs,
-    check_logprobs,
-    checked_logprobs,
-    scores_prompt,
-)
 from jaxrl_async.types import (
     MAX_BIASED,
     MAX_STOP_TOKENS,
@@ -34,6 +29,11 @@ from jaxrl_async.types import (
     SamplingParams,
     TokenRecord,
 )
+
+if TYPE_CHECKING:
+    from jaxrl_async.sampler import logprob_checks
+else:
+    logprob_checks = Later("jaxrl_async.sampler.logprob_checks")
 
 LEAST_TEMPERATURE = 1e-6
 """Minimum temperature above 0 (greedy): below it, logits / temperature exceed float32's range."""
@@ -129,7 +129,9 @@ def checked_request(request: Request | Partial, room: Room, *, answer_fits: bool
     if not isinstance(request.adapter, str):
         _refuse(request, "adapter", request.adapter, "text")
     token_ids = _prompt(request, room)
-    logprobs = checked_logprobs(request, len(token_ids), room.vocab)
+    logprobs = request.logprobs
+    if logprobs is not None:
+        logprobs = logprob_checks.checked_logprobs(request, len(token_ids), room.vocab)
     forced = request.forced_length
     _check_room(request, len(token_ids), room, answer_fits=answer_fits)
     checked = replace(
@@ -197,8 +199,8 @@ def checked_partial(saved: Partial, room: Room) -> Partial:
                 "sampler saved."
             )
     check_masks(name, saved, request, count)
-    check_logprobs(name, saved, request)
-    check_has_logprobs(name, saved, request)
+    logprob_checks.check_logprobs(name, saved, request)
+    logprob_checks.check_has_logprobs(name, saved, request)
     _check_kv(name, saved, len(request.token_ids) + count, room)
     check_expert_ids(name, saved, len(request.token_ids) + count - 1, room)
     return replace(saved, request=request, token_ids=drawn, **columns)
@@ -257,7 +259,7 @@ def _prompt(request: Request, room: Room) -> IntArray:
 
 def _check_room(request: Request, prompt: int, room: Room, *, answer_fits: bool) -> None:
     """Raise RolloutError, which names the setting, unless prompt and answer fit. Nothing is cut."""
-    scores = scores_prompt(request)
+    scores = request.logprobs is not None and request.logprobs.prompt
     only_scores = scores and request.max_new_tokens == 0 and request.forced_length is None
     if prompt >= room.max_length + only_scores:
         raise RolloutError(

@@ -36,13 +36,14 @@ from jaxrl_async.scorers.reward_call import (
     last_turn,
     scores_of,
 )
-from jaxrl_async.tasks.function_source import FunctionSource, source_of
 from jaxrl_async.tasks.usercode import CallOutcome, Threads, TooLate, run_async, side_by_side
 from jaxrl_async.types import Episode, IntArray, Prompt, Score
 
 if TYPE_CHECKING:
     from jaxrl_async.scorers import reward_process
+    from jaxrl_async.tasks import function_source
 else:
+    function_source = Later("jaxrl_async.tasks.function_source")
     reward_process = Later("jaxrl_async.scorers.reward_process")
 
 RewardFunction = Callable[..., Any]
@@ -132,12 +133,12 @@ class RewardScorer:
         self._marks = dict(marks or {})
         self._taken, self._alone, self._asks, self._max_steps = taken, alone, asks, max_steps
         self.version: Callable[[], int] = lambda: 0  # replaced when a run begins
-        self._sources: dict[str, FunctionSource] = {}
+        self._sources: dict[str, function_source.FunctionSource] = {}
         if processes:
             self._processes = reward_process.RewardProcesses(processes)
             self._askers = Threads(processes, replaced=False)  # a process ends its calls itself
             self._sources = {
-                judge.name: source_of(judge.function, judge.name, judge.where)
+                judge.name: function_source.source_of(judge.function, judge.name, judge.where)
                 for judge in judges
                 if judge.function not in REWARDS.values() and not is_async(judge.function)
             }
@@ -240,7 +241,7 @@ class RewardScorer:
                 ) from None
 
     async def _in_process(
-        self, source: FunctionSource, call: RewardCall, log: Log
+        self, source: "function_source.FunctionSource", call: RewardCall, log: Log
     ) -> list[Score | None]:
         """Return a process's result; the process enforces the timeout."""
         ask = functools.partial(self._processes.ask, source, call, self._timeout_s)

@@ -15,7 +15,7 @@ from jaxrl_async.algorithms.expert_load import (
     summed_load,
 )
 from jaxrl_async.algorithms.objective import Totals
-from jaxrl_async.config.balance_section import BalanceSection
+from jaxrl_async.config.model_section import BalanceSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model.spec import ModelSpec, Params
 

@@ -40,8 +40,7 @@ from jaxrl_async.algorithms.shaping import (
     within_age,
 )
 from jaxrl_async.config import schema
-from jaxrl_async.config.algorithm_section import AlgorithmSection
-from jaxrl_async.config.pairs_section import PairsSection
+from jaxrl_async.config.algorithm_section import AlgorithmSection, PairsSection
 from jaxrl_async.config.schema import Choice, name_of
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.later import Later

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_async.config import schema
-from jaxrl_async.config.balance_section import BalanceSection
+from jaxrl_async.config.model_section import BalanceSection
 from jaxrl_async.mesh import TRAINER_RULES, Rules, num_shards
 from jaxrl_async.model.decoder import DecoderSettings, settings_on
 from jaxrl_async.model.lora import Lora, trained_table

@@ -23,7 +23,7 @@ from jaxrl_async.algorithms.answer_pairs import (
 )
 from jaxrl_async.algorithms.columns import Columns
 from jaxrl_async.algorithms.preference_losses import needs_reference
-from jaxrl_async.config.pairs_section import PairsSection
+from jaxrl_async.config.algorithm_section import PairsSection
 from jaxrl_async.config.schema import AlgorithmSection
 from jaxrl_async.trainer.credit import PassResults
 from jaxrl_async.trainer.step_data import PackedStep

@@ -288,7 +288,7 @@ GROUPS = (
         ),
     ),
     Group(
-        "sampler/device/shaping",
+        "sampler/device/logit_shaping",
         ("sampler/test_shaping.py", "sampler/test_constraints.py"),
         (
             ("(drawn < of.min_tokens)", "(drawn <= of.min_tokens)"),

@@ -15,7 +15,7 @@ from jaxrl_async.algorithms.expert_load import (
     load_measures,
 )
 from jaxrl_async.config import schema
-from jaxrl_async.config.balance_section import BalanceSection
+from jaxrl_async.config.model_section import BalanceSection
 from jaxrl_async.data.preferences import PreferencePair
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows, token_states

@@ -12,7 +12,7 @@ from jaxrl_async.algorithms.advantages import step_data
 from jaxrl_async.algorithms.answer_pairs import keep_paired, pairs_of_step
 from jaxrl_async.algorithms.shaping import shape
 from jaxrl_async.config import schema
-from jaxrl_async.config.pairs_section import PairsSection
+from jaxrl_async.config.algorithm_section import PairsSection
 from jaxrl_async.data.preferences import PreferencePair
 from jaxrl_async.mesh import make_slices
 from jaxrl_async.metrics.metric import metric_of

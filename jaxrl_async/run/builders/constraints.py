@@ -1,15 +1,21 @@
 """What a task's answers must match (tasks.task.Task.constraint), for a run's samplers."""
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError, RolloutError
-from jaxrl_async.rollout.chat_env import record_of
+from jaxrl_async.later import Later
 from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.grammar import Grammars
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.types import Constraint, LogitShaping, Prompt, Request
+
+if TYPE_CHECKING:
+    from jaxrl_async.rollout import chat_env
+else:
+    chat_env = Later("jaxrl_async.rollout.chat_env")
 
 OfPrompt = Callable[[Prompt], Constraint | None]
 """Returns what the answers to a prompt must match."""
@@ -22,7 +28,7 @@ def prompt_constraint(task: Task) -> OfPrompt | None:
         return None
     if isinstance(given, Constraint):
         return lambda prompt: given
-    return lambda prompt: given(record_of(prompt))
+    return lambda prompt: given(chat_env.record_of(prompt))
 
 
 def check_constraint(

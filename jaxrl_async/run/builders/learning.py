@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 
 from jaxrl_async.algorithms.advantages import needs_critic
 from jaxrl_async.algorithms.corrections import correction_of, weighs
-from jaxrl_async.config.balance_section import BalanceSection
 from jaxrl_async.config.learning_rules import compares_whole_distributions
+from jaxrl_async.config.model_section import BalanceSection
 from jaxrl_async.config.schema import (
     AlgorithmSection,
     Choice,

@@ -11,7 +11,7 @@ from jaxrl_async.algorithms.shaping import has_signal, shaping
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.buffer.select import RANKS
-from jaxrl_async.config.pivot_section import PivotSection
+from jaxrl_async.config.algorithm_section import PivotSection
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.curriculum import Curriculum
 from jaxrl_async.data.prompts import PromptStream

@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
 from jaxrl_async.data.images import ImageStore
+from jaxrl_async.later import Later
 from jaxrl_async.model.moe import id_dtype
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, WeightsInUse
 from jaxrl_async.sampler.batch.admission import Admission, Content, content_of
@@ -37,7 +38,6 @@ from jaxrl_async.sampler.batch.prefill import (
     saved_chunk,
     saved_tokens,
 )
-from jaxrl_async.sampler.batch.score_chunks import divided_parts, expect_scores, score_args
 from jaxrl_async.sampler.batch.sequence import (
     BatchStats,
     LiveRequest,
@@ -48,7 +48,7 @@ from jaxrl_async.sampler.batch.sequence import (
     live_of,
     running_of,
 )
-from jaxrl_async.sampler.batch.shaping import shaping_of, take_masks
+from jaxrl_async.sampler.batch.shaping_args import shaping_of, take_masks
 from jaxrl_async.sampler.batch.slots import Slots
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
@@ -56,6 +56,11 @@ from jaxrl_async.sampler.device.program_arguments import Block, DecodeState, Eng
 from jaxrl_async.sampler.device.sampling import Mix, mix_of, together
 from jaxrl_async.sampler.grammar import Grammars
 from jaxrl_async.types import IntArray, PositionLogprobs, TokenRecord
+
+if TYPE_CHECKING:
+    from jaxrl_async.sampler.batch import score_chunks
+else:
+    score_chunks = Later("jaxrl_async.sampler.batch.score_chunks")
 
 log = logging.getLogger(__name__)
 
@@ -228,7 +233,7 @@ class Batch:
         for prefilling in self.prefilling:
             if prefilling.live.partial is not None and not prefilling.prefilled:
                 self.guarded(prefilling, self._restore_kv)
-        plain, scored = divided_parts(self._parts())
+        plain, scored = score_chunks.divided_parts(self._parts())
         for chunk in chunks_of(plain, self._chunk, self.spec, self._images):
             self._place(chunk, self._prefilled(weights, chunk))
         for chunk in chunks_of(scored, self._chunk, self.spec, self._images):
@@ -260,11 +265,11 @@ class Batch:
 
     def _with_scores(self, weights: EngineWeights, chunk: Chunk) -> Prefix:
         """Compute a chunk with the log-probs that its requests want of their prompts."""
-        args, top = score_args(chunk, self._images)
+        args, top = score_chunks.score_args(chunk, self._images)
         prefix, self.state, scores = self.engine.score(
             weights, self.state, chunk.args, args, top=top
         )
-        expect_scores(chunk, scores)
+        score_chunks.expect_scores(chunk, scores)
         self.stats = self.stats.plus(scored_tokens=int(args.count))
         return prefix
 

@@ -13,12 +13,12 @@ from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.kv_cache import Table, TableForm
 from jaxrl_async.sampler.batch.sequence import Running
 from jaxrl_async.sampler.batch.shapes import pad_to
-from jaxrl_async.sampler.batch.shaping import empty_shaping, steps_of
+from jaxrl_async.sampler.batch.shaping_args import empty_shaping, steps_of
 from jaxrl_async.sampler.batch.slots import Slots
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.logit_shaping import Shaping
 from jaxrl_async.sampler.device.program_arguments import DecodeArgs
 from jaxrl_async.sampler.device.sampling import AnyArray, Mix
-from jaxrl_async.sampler.device.shaping import Shaping
 from jaxrl_async.types import IntArray
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_async.sampler.batch.kv_cache import KvCache, Table
-from jaxrl_async.sampler.batch.mask_sets import MaskSets
+from jaxrl_async.sampler.grammar import MaskSets
 from jaxrl_async.types import (
     FloatArray,
     IntArray,

@@ -23,6 +23,7 @@ from jaxrl_async.model.delta_layer import DeltaState, go_on
 from jaxrl_async.model.kernels import sequences_in_a_call
 from jaxrl_async.model.moe import id_dtype
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.logit_shaping import Counts, Shaping, counted, counts_of, shaped
 from jaxrl_async.sampler.device.passes import (
     draw_kernel,
     forward,
@@ -38,7 +39,6 @@ from jaxrl_async.sampler.device.program_arguments import (
     SlotParams,
 )
 from jaxrl_async.sampler.device.sampling import AnyArray, Mix, SampledTokens, no_extras, sample
-from jaxrl_async.sampler.device.shaping import Counts, Shaping, counted, counts_of, shaped
 
 if TYPE_CHECKING:
     from jaxrl_async.model import tpu_pages

@@ -4,13 +4,14 @@ Shapes: see sampler/device/program_arguments.py.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_async.cpu.kernel_calls import NewTokens, attend_new_tokens
+from jaxrl_async.later import Later
 from jaxrl_async.model import cache, decoder
 from jaxrl_async.model.attention import same_image
 from jaxrl_async.model.cache import NewKV, PagedKV
@@ -30,7 +31,11 @@ from jaxrl_async.sampler.device.program_arguments import (
     ScoreArgs,
     TokenScores,
 )
-from jaxrl_async.sampler.device.token_scores import token_scores
+
+if TYPE_CHECKING:
+    from jaxrl_async.sampler.device import token_scores
+else:
+    token_scores = Later("jaxrl_async.sampler.device.token_scores")
 
 
 def prefill(
@@ -159,7 +164,7 @@ def _computed(
         read=read,
         last=None if of_all else (last, lengths > 0),
     )
-    scores = None if scored is None else token_scores(spec, weights, x, scored, top)
+    scores = None if scored is None else token_scores.token_scores(spec, weights, x, scored, top)
     x = x[last] if of_all else x
     params = of_tokens(spec, weights, lengths > 0).params
     logits = decoder.next_logits(spec.model, params, x, mixed=spec.mixed)

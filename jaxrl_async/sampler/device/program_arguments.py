@@ -12,8 +12,8 @@ from typing import NamedTuple
 from jaxrl_async.model.cache import NewKV, PagedKV
 from jaxrl_async.model.delta_layer import DeltaState
 from jaxrl_async.model.spec import Params
+from jaxrl_async.sampler.device.logit_shaping import Shaping
 from jaxrl_async.sampler.device.sampling import AnyArray, Controls, Named, TokenExtras
-from jaxrl_async.sampler.device.shaping import Shaping
 
 
 class EngineWeights(NamedTuple):

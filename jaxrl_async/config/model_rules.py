@@ -1,4 +1,4 @@
-"""Rules about training an adapter instead of all weights (model.lora). Needs no JAX."""
+"""Rules about adapters (model.lora) and balancing experts (model.balance). Needs no JAX."""
 
 from collections.abc import Iterator
 
@@ -42,4 +42,29 @@ def trainer_and_samplers_share_a_quantised_base(config: Config) -> Iterator[str]
             f"weights.dtype={dtype} quantises only the samplers' weights, and "
             f"model.lora.base={lora.base} the weights of trainer and samplers. Leave weights.dtype "
             "out, or set model.lora.base=full."
+        )
+
+
+@rule()
+def an_adapter_leaves_routers_as_they_are(config: Config) -> Iterator[str]:
+    """Refuse to balance experts with frozen routers."""
+    balance, lora = config.model.balance, config.model.lora
+    for name, value in (("loss", balance.loss), ("bias_rate", balance.bias_rate)):
+        if lora is not None and value:
+            yield (
+                f"model.balance.{name} ({value:g}) changes routers, which an adapter "
+                f"(model.lora.rank={lora.rank}) keeps frozen. Set {name}=0, or train all "
+                "weights (model.lora=null)."
+            )
+
+
+@rule()
+def a_correction_is_not_rounded_away(config: Config) -> Iterator[str]:
+    """Refuse bias updates that bfloat16 rounds away."""
+    rate, rounding = config.model.balance.bias_rate, config.trainer.rounding
+    if rate and config.model.param_dtype == "bfloat16" and rounding == "nearest":
+        yield (
+            f"model.balance.bias_rate ({rate:g}) is below the resolution of bfloat16, and "
+            "trainer.rounding=nearest loses it. Set rounding=masters or stochastic, or "
+            "model.param_dtype=float32."
         )

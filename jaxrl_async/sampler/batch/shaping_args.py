@@ -1,5 +1,4 @@
-"""What shapes the logits of a block's requests (sampler/device/shaping.py), as arrays. Pure host
-code."""
+"""Arrays of what shapes the logits of a block's requests (logit_shaping.py). Pure host code."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,8 +7,8 @@ import numpy as np
 from jaxrl_async.sampler.batch.sequence import Running
 from jaxrl_async.sampler.batch.slots import Slots, Span
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
+from jaxrl_async.sampler.device.logit_shaping import Penalties, Shaping
 from jaxrl_async.sampler.device.sampling import Mix
-from jaxrl_async.sampler.device.shaping import Penalties, Shaping
 from jaxrl_async.types import MAX_BIASED
 
 MOST_WAITED = 4
