@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.sandbox.code_reward import CodeReward
-from jaxrl_async.sandbox.sandbox import Outcome, Sandbox, SandboxLimits, SandboxPool
+from jaxrl_async.sandbox.sandbox import Outcome, Sandbox, SandboxLimits, SandboxPool, limits_of
 from jaxrl_async.sandbox.small_functions import STREAM_SIZE, WORDS, SmallFunctions
 from jaxrl_async.tasks.record import TaskRecord
 from jaxrl_async.tasks.task import Environment, Task
@@ -106,15 +106,12 @@ def code_task(
 
     Raises ConfigError, DataError.
     """
-    if unknown := sorted(set(tools) - set(TOOLS)) or isinstance(tools, str):
-        raise ConfigError(f"tools ({tools!r}) may be {' and '.join(TOOLS)}, not {unknown}.")
+    if isinstance(tools, str) or set(tools) - set(TOOLS):
+        raise ConfigError(f"tools ({tools!r}) must be a list of {' and '.join(TOOLS)}.")
     for name, value, least in (("at_once", at_once, 1), ("ready", ready, 0)):
         if not isinstance(value, int) or value < least:
             raise ConfigError(f"{name} ({value!r}) must be a whole number of at least {least}.")
-    try:
-        bounds = SandboxLimits(**limits)
-    except TypeError as error:
-        raise ConfigError(f"{error}. Correct the arguments.") from None
+    bounds = limits_of(limits)
     with Sandbox(bounds) as box:  # fail early
         box.wait_ready()
     pool = SandboxPool(bounds, most=at_once, ready=ready)

@@ -19,9 +19,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from typing import Any
 
-LOOK_S = 0.05
-"""Interval at which the sandbox's processes are counted, seconds."""
+LOOK_S, IDLE_S = 0.05, 0.5
+"""Interval at which the sandbox's processes are counted, seconds: while a command runs, and while
+only processes run that earlier ones left."""
 DRAIN_S = 0.2
 """Time to read the rest of a command's output after it has ended, seconds."""
 SET_DUMPABLE, SET_SECCOMP, SET_NO_NEW_PRIVILEGES, FILTER = 4, 22, 38, 2
@@ -34,34 +37,41 @@ LIBRARY = ctypes.CDLL(None, use_errno=True)
 class Job:
     """A command that runs."""
 
-    def __init__(self, request, process, taken):
-        self.request, self.process, self.taken = request, process, taken
+    def __init__(self, request: dict[str, Any], process: "subprocess.Popen[bytes]") -> None:
+        self.request, self.process, self.taken = request, process, process.pid
         self.begun = time.monotonic()
         self.kept = {"out": bytearray(), "err": bytearray()}
-        self.open = {process.stdout: "out", process.stderr: "err"}
-        self.reason, self.code, self.ended = "", None, 0.0
+        assert process.stdout is not None and process.stderr is not None, "both are pipes"
+        self.open: dict[Any, str] = {process.stdout: "out", process.stderr: "err"}
+        for pipe in self.open:
+            os.set_blocking(pipe.fileno(), False)
+        self.reason, self.ended = "", 0.0
+        self.code: int | None = None
 
-    def size(self):
+    def size(self) -> int:
+        """Return the length of the output that was kept, bytes."""
         return sum(len(kept) for kept in self.kept.values())
 
 
 class FirstProcess:
     """Serves the host's requests until it closes the connection."""
 
-    def __init__(self, limits):
-        self.limits, self.jobs = limits, []
-        self.arrived, self.asked = bytearray(), None
+    def __init__(self, limits: dict[str, Any]) -> None:
+        self.limits = limits
+        self.jobs: list[Job] = []
+        self.arrived = bytearray()
+        self.asked: dict[str, Any] | None = None
         self.seccomp = base64.b64decode(limits["seccomp"])
-        self.codes = {}
+        self.codes: dict[int, int] = {}
         self.at_first = files_left()
 
-    def serve(self):
+    def serve(self) -> None:
         """Run until the host is gone."""
         self.reply({"ready": True})
         while True:
-            others = self.jobs or processes()
+            wait_s = LOOK_S if self.jobs else IDLE_S if processes() else None
             files = [0, *(f for job in self.jobs for f in job.open)]
-            readable = select.select(files, [], [], LOOK_S if others else None)[0]
+            readable = select.select(files, [], [], wait_s)[0]
             if 0 in readable:
                 data = os.read(0, 1 << 20)
                 if not data:
@@ -73,7 +83,7 @@ class FirstProcess:
                 self.attend(job, readable)
             self.check_limits()
 
-    def take_requests(self):
+    def take_requests(self) -> None:
         """Start the commands of the requests that have arrived whole."""
         while True:
             if self.asked is None:
@@ -89,7 +99,8 @@ class FirstProcess:
             del self.arrived[: request["bytes"]]
             self.start(request, given)
 
-    def start(self, request, given):
+    def start(self, request: dict[str, Any], given: bytes) -> None:
+        """Start a command, or reply why it cannot be started. given: its input."""
         environ = {"PATH": self.limits["path"], "HOME": "/work", "LANG": "C.UTF-8",
                    "TMPDIR": "/tmp", "TERM": "dumb", **request["env"]}  # fmt: skip
         try:
@@ -102,14 +113,12 @@ class FirstProcess:
                     preexec_fn=lambda: self.confine(request),
                 )  # fmt: skip
         except (OSError, subprocess.SubprocessError) as error:
-            self.reply({"id": request["id"], "code": 127, "reason": "", "seconds": 0.0,
-                        "clean": False}, b"", f"{request['words'][0]}: {error}\n".encode())  # fmt: skip
+            told = {"id": request["id"], "code": 127, "reason": "", "seconds": 0.0, "clean": False}
+            self.reply(told, b"", f"{request['words'][0]}: {error}\n".encode())
             return
-        for pipe in (process.stdout, process.stderr):
-            os.set_blocking(pipe.fileno(), False)
-        self.jobs.append(Job(request, process, process.pid))
+        self.jobs.append(Job(request, process))
 
-    def confine(self, request):
+    def confine(self, request: dict[str, Any]) -> None:
         """Set the limits of a command, in the command's own process."""
         limits, megabytes = self.limits, 1 << 20
         each = {
@@ -141,7 +150,7 @@ class FirstProcess:
             if LIBRARY.prctl(SET_SECCOMP, FILTER, ctypes.byref(program), 0, 0):
                 raise OSError("seccomp is not available")
 
-    def reap(self):
+    def reap(self) -> None:
         """Collect ended processes: the commands' and those whose parents have gone."""
         try:
             while True:
@@ -152,7 +161,7 @@ class FirstProcess:
         except ChildProcessError:
             return
 
-    def attend(self, job, readable):
+    def attend(self, job: Job, readable: list[Any]) -> None:
         """Read a job's output, look at its time, and reply if it is over."""
         for pipe in [f for f in job.open if f in readable]:
             data = pipe.read(1 << 16)
@@ -181,19 +190,18 @@ class FirstProcess:
                 kill_all()
             self.finish(job)
 
-    def end(self, job, reason):
+    def end(self, job: Job, reason: str) -> None:
         """Kill a job's processes."""
         job.reason = job.reason or reason
         if job.request["alone"]:
             kill_all()
             return
         for pid in family(job.taken):
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
-    def finish(self, job):
+    def finish(self, job: Job) -> None:
+        """Reply for a job that has ended."""
         for pipe in job.open:
             pipe.close()
         self.jobs.remove(job)
@@ -201,15 +209,20 @@ class FirstProcess:
             job.reason = "time"
         if not job.reason and job.code == -signal.SIGXFSZ:
             job.reason = "disk"
-        told = {"id": job.request["id"], "code": job.code, "reason": job.reason,
-                "seconds": time.monotonic() - job.begun, "clean": self.is_clean()}  # fmt: skip
+        told = {
+            "id": job.request["id"],
+            "code": job.code,
+            "reason": job.reason,
+            "seconds": time.monotonic() - job.begun,
+            "clean": job.request["alone"] and self.is_clean(),
+        }
         self.reply(told, bytes(job.kept["out"]), bytes(job.kept["err"]))
 
-    def is_clean(self):
+    def is_clean(self) -> bool:
         """Return whether nothing is left of what has run: no process and no change of a file."""
         return not self.jobs and not processes() and files_left() == self.at_first
 
-    def check_limits(self):
+    def check_limits(self) -> None:
         """Kill everything if the sandbox has too many processes, or they have too much memory."""
         over = ""
         if sum(name.isdigit() for name in os.listdir("/proc")) > self.limits["processes"] + 1:
@@ -222,14 +235,15 @@ class FirstProcess:
                     job.reason = job.reason or over
             kill_all()
 
-    def reply(self, told, out=b"", err=b""):
+    def reply(self, told: dict[str, Any], out: bytes = b"", err: bytes = b"") -> None:
+        """Send a message and a command's output to the host."""
         line = json.dumps({**told, "out": len(out), "err": len(err)}).encode() + b"\n"
         data = memoryview(line + out + err)
         while data:
             data = data[os.write(1, data) :]
 
 
-def processes():
+def processes() -> list[tuple[int, bool, int]]:
     """Return id, whether it is alive (no zombie), and kilobytes of memory that is not a file's, of
     each process of the sandbox but this one."""
     found = []
@@ -250,9 +264,10 @@ def processes():
     return found
 
 
-def files_left():
+def files_left() -> list[tuple[str, int, int, int]]:
     """Return each writable file and folder with what shows whether it was changed."""
-    found, devices = [], {os.lstat(top).st_dev for top in TOPS}
+    found: list[tuple[str, int, int, int]] = []
+    devices = {os.lstat(top).st_dev for top in TOPS}
     for top in TOPS:
         for folder, folders, files in os.walk(top):
             here = [os.path.join(folder, name) for name in (*folders, *files)]
@@ -262,7 +277,7 @@ def files_left():
     return found
 
 
-def family(pid):
+def family(pid: int) -> set[int]:
     """Return a process and all that descend from it or are in its session."""
     parents = {}
     sessions = {}
@@ -279,19 +294,18 @@ def family(pid):
     return members
 
 
-def kill_all():
+def kill_all() -> None:
     """Kill all processes of the sandbox but this one, also those that begin meanwhile."""
-    try:
+    with suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
-def main():
+def main() -> None:
     """Serve. The first argument has the limits as JSON."""
     if os.getpid() != 1:
         sys.exit("the first process of a sandbox must be the first of a PID namespace")
     LIBRARY.prctl(SET_DUMPABLE, 0, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # signals with a handler do reach PID 1
     os.makedirs("/etc", exist_ok=True)
     for path, text in (("/etc/passwd", USERS), ("/etc/group", "root:x:0:\n"),
                        ("/etc/hosts", "127.0.0.1 localhost\n::1 localhost\n")):  # fmt: skip

@@ -16,8 +16,9 @@ from harbor.environments.capabilities import (
     EnvironmentCapabilities,
     EnvironmentResourceCapabilities,
 )
+
 from jaxrl_async.sandbox.harbor_files import copies_of
-from jaxrl_async.sandbox.sandbox import Outcome, Sandbox, SandboxLimits
+from jaxrl_async.sandbox.sandbox import Outcome, Sandbox, limits_of
 
 LONGEST_S = 24 * 3600.0
 """Limit of a command for which the caller sets none, seconds."""
@@ -33,7 +34,8 @@ class SandboxHarborEnvironment(BaseEnvironment):
     """Harbor's environment as a sandbox. The keyword arguments are SandboxLimits' fields."""
 
     def __init__(self, *args: Any, limits: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        self._limits, self._box = dict(limits or {}), None
+        self._limits = dict(limits or {})
+        self._box: Sandbox | None = None
         super().__init__(*args, **kwargs)
 
     @staticmethod
@@ -56,14 +58,14 @@ class SandboxHarborEnvironment(BaseEnvironment):
 
     async def start(self, force_build: bool) -> None:
         """Start the sandbox and copy the task's files into it."""
-        asked = {
+        asked: dict[str, Any] = {
             "memory_mb": self._effective_memory_mb or 2048,
             "disk_mb": min(self._effective_storage_mb or 1024, 1024),
             "processes": 256,
             "output_kb": OUTPUT_KB,
         }
-        given = {k: tuple(v) if isinstance(v, list) else v for k, v in self._limits.items()}
-        self._box = await asyncio.to_thread(Sandbox, SandboxLimits(**{**asked, **given}))
+        limits = limits_of({**asked, **self._limits})
+        self._box = await asyncio.to_thread(lambda: Sandbox(limits))
         folders = [mount["target"] for mount in self._mounts]
         await self._done(["mkdir", "-p", self._copies.workdir, *folders])
         for source, target in self._copies.files:
@@ -99,7 +101,9 @@ class SandboxHarborEnvironment(BaseEnvironment):
         stderr = done.stderr.decode(errors="replace")
         if done.reason:
             stderr += f"\n[ended by the limit of {done.reason}]"
-        code = TIMED_OUT if done.reason == "time" else done.code if done.code >= 0 else 128 - done.code
+        code = (
+            TIMED_OUT if done.reason == "time" else done.code if done.code >= 0 else 128 - done.code
+        )
         return ExecResult(
             stdout=done.stdout.decode(errors="replace"), stderr=stderr, return_code=code
         )

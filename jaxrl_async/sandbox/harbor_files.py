@@ -81,8 +81,8 @@ def read_task(folder: Path) -> HarborTask:
 
 
 def copies_of(environment: Path) -> Copies:
-    """Return what a task's Dockerfile does, if that is to copy files only. Raises ConfigError, which
-    names the task.
+    """Return what a task's Dockerfile does, if all it does is copying files.
+    Raises ConfigError, which names the task.
 
     environment: the task's folder of that name.
     """
@@ -108,7 +108,9 @@ def copies_of(environment: Path) -> Copies:
             environ |= _variables(parts)
         elif word.upper() == "COPY":
             target = parts[-1] if parts[-1].startswith("/") else f"{workdir}/{parts[-1]}"
-            files += [(source, target) for name in parts[:-1] for source in _found(environment, name)]
+            files += [
+                (source, target) for name in parts[:-1] for source in _found(environment, name)
+            ]
     return Copies(workdir=workdir, files=files, environ=environ)
 
 
@@ -129,7 +131,11 @@ def _variables(parts: Sequence[str]) -> dict[str, str]:
 def _found(environment: Path, name: str) -> list[Path]:
     """Return the files that COPY names: one, or a pattern's. Raises ConfigError."""
     inside = environment.resolve()
-    found = sorted(environment.glob(name.lstrip("/"))) if "*" in name else [environment / name.lstrip("/")]
+    found = (
+        sorted(environment.glob(name.lstrip("/")))
+        if "*" in name
+        else [environment / name.lstrip("/")]
+    )
     if not found or any(not f.exists() or not f.resolve().is_relative_to(inside) for f in found):
         raise ConfigError(f"{environment.parent.name}: COPY {name}: there is no such file in it.")
     return found

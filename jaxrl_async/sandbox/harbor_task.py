@@ -32,7 +32,7 @@ from jaxrl_async.errors import Away, ConfigError, RolloutError, in_a_line
 from jaxrl_async.keeper import kept
 from jaxrl_async.metrics.metric import part_name
 from jaxrl_async.sandbox.harbor_files import HarborTask, copies_of, read_tasks
-from jaxrl_async.sandbox.sandbox import Sandbox, SandboxLimits
+from jaxrl_async.sandbox.sandbox import Sandbox, limits_of
 from jaxrl_async.shown_environment import without_secrets
 from jaxrl_async.tasks.record import TaskRecord
 from jaxrl_async.tasks.task import Task
@@ -143,7 +143,7 @@ class HarborProcess:
                     continue
                 with self._lock:
                     result = self._waiting.pop(told["id"], None)
-                if result is not None:
+                if result is not None and result.set_running_or_notify_cancel():
                     result.set_result(told)
         process.wait()
         with self._lock:
@@ -151,7 +151,8 @@ class HarborProcess:
                 mine = set(self._waiting)
             lost = [self._waiting.pop(number) for number in mine]
         for result in lost:
-            result.set_exception(Away("Harbor's process has ended"))
+            if result.set_running_or_notify_cancel():
+                result.set_exception(Away("Harbor's process has ended"))
 
 
 class HarborPlayer:
@@ -162,6 +163,7 @@ class HarborPlayer:
         process: HarborProcess,
         trial: Mapping[str, Any],
         trials_dir: str | None,
+        at_once: int,
     ) -> None:
         """Play nothing yet.
 
@@ -169,8 +171,10 @@ class HarborPlayer:
             process: plays the trials.
             trial: fields of Harbor's TrialConfig.
             trials_dir: folder that keeps the trials' files; None: they are removed.
+            at_once: maximum number of trials that are played at the same time.
         """
         self._process, self._trial, self._trials_dir = process, dict(trial), trials_dir
+        self._places = asyncio.Semaphore(at_once)  # used on the loop for user code alone
 
     async def play(self, session: PlayedSession) -> Score:
         """Play the record's task once (endpoint.agent_programs.Program). Raises RolloutError, Away
@@ -193,8 +197,9 @@ class HarborPlayer:
         }
         number = None
         try:
-            number, result = await asyncio.to_thread(self._process.begin, config, environ)
-            return score_of_trial(await asyncio.wrap_future(result))
+            async with self._places:
+                number, result = await asyncio.to_thread(self._process.begin, config, environ)
+                return score_of_trial(await asyncio.wrap_future(result))
         finally:
             if number is not None:
                 self._process.cancel(number)
@@ -202,9 +207,7 @@ class HarborPlayer:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def trial_config(
-    trial: Mapping[str, Any], session: PlayedSession, folder: str
-) -> dict[str, Any]:
+def trial_config(trial: Mapping[str, Any], session: PlayedSession, folder: str) -> dict[str, Any]:
     """Return a TrialConfig as JSON. The agent calls the session's endpoint, and knows neither its
     reward key nor another session's."""
     agent = {
@@ -262,6 +265,7 @@ def harbor_task(
     environment: str | Mapping[str, Any] = SANDBOX,
     trial: Mapping[str, Any] | None = None,
     trials_dir: str | None = None,
+    at_once: int = 64,
     variables: Sequence[str] = (),
 ) -> Task:
     """Return a task of one or several tasks of Harbor.
@@ -275,14 +279,20 @@ def harbor_task(
             EnvironmentConfig; {type: sandbox, kwargs: {...}} sets a sandbox's limits.
         trial: further fields of its TrialConfig: verifier, timeout_multiplier, ...
         trials_dir: folder that keeps each trial's files; None: they are removed.
+        at_once: maximum number of trials that are played at the same time; others wait, which
+            counts as idle time of their sessions (env.program_idle_s).
         variables: environment variables that Harbor sees in addition to the usual ones (DOCKER_*).
 
     Raises ConfigError, DataError.
     """
+    if not isinstance(at_once, int) or at_once < 1:
+        raise ConfigError(f"at_once ({at_once!r}) must be a whole number of at least 1.")
     found = harbor_python(python)
     tasks = read_tasks(path)
     held_out = None if eval_path is None else read_tasks(eval_path)
-    asked = {"type": environment} if isinstance(environment, str) else dict(environment)
+    asked: dict[str, Any] = (
+        {"type": environment} if isinstance(environment, str) else {**environment}
+    )
     if asked.get("type") == SANDBOX:
         for one in (*tasks, *(held_out or ())):
             copies_of(one.folder / "environment")
@@ -298,7 +308,7 @@ def harbor_task(
     environ = without_secrets(os.environ, also=variables)
     environ.pop("PYTHONPATH", None)
     environ.pop("PYTHONHOME", None)
-    player = HarborPlayer(HarborProcess(found, environ), config, trials_dir)
+    player = HarborPlayer(HarborProcess(found, environ), config, trials_dir, at_once)
     return Task(
         records=records_of(tasks),
         held_out=None if held_out is None else records_of(held_out),
@@ -308,11 +318,7 @@ def harbor_task(
 
 def check_sandbox(limits: Mapping[str, Any]) -> None:
     """Start a sandbox with these limits once. Raises ConfigError."""
-    try:
-        bounds = SandboxLimits(**limits)
-    except TypeError as error:
-        raise ConfigError(f"environment.kwargs: {error}. Correct them.") from None
-    with Sandbox(bounds) as box:
+    with Sandbox(limits_of(limits)) as box:
         box.wait_ready()
 
 
@@ -351,5 +357,3 @@ def harbor_python(python: str | None) -> str:
         said = version or done.stderr.strip().rpartition("\n")[2]
         raise ConfigError(f"{python} has no Harbor that is new enough ({said}). {how}")
     return python
-
-

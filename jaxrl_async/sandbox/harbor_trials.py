@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 CANCEL_S = 20.0
 """Time for a cancelled trial to remove its environment, seconds; then it is killed."""
@@ -27,27 +28,28 @@ CALM = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HARBOR_TELEMETRY": "0", "DO_NOT
 """Variables without which LiteLLM and Harbor call servers of their own."""
 
 
-def find_package():
+def find_package() -> None:
     """Make jaxrl_async importable without the packages of the run's Python."""
     folder = Path(__file__).resolve().parent.parent
     place = importlib.util.spec_from_file_location(
         "jaxrl_async", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
+    assert place is not None and place.loader is not None, "the package is a file"
     module = importlib.util.module_from_spec(place)
     sys.modules["jaxrl_async"] = module
     place.loader.exec_module(module)
 
 
-def preload():
+def preload() -> None:
     """Import what every trial needs."""
-    import harbor.agents.terminus_2  # noqa: F401
-    import harbor.trial.single_step  # noqa: F401
+    import harbor.agents.terminus_2
+    import harbor.trial.single_step
     import harbor.trial.trial  # noqa: F401
 
     import jaxrl_async.sandbox.harbor_environment  # noqa: F401
 
 
-async def played(config):
+async def played(config: dict[str, Any]) -> dict[str, Any]:
     """Play a trial; return what the run needs of its result."""
     from harbor.models.trial.config import TrialConfig
     from harbor.trial.trial import Trial
@@ -65,7 +67,7 @@ async def played(config):
     return {"rewards": rewards, "errors": errors}
 
 
-def play(request, file):
+def play(request: dict[str, Any], file: str) -> None:
     """Play a trial in this process, and leave its result in a file. Never returns."""
     os.setsid()
     log = os.open(file + ".log", os.O_CREAT | os.O_WRONLY, 0o600)
@@ -80,7 +82,10 @@ def play(request, file):
         try:
             told = asyncio.run(played(request["config"]))
         except BaseException as error:
-            told = {"rewards": None, "errors": [{"type": type(error).__name__, "message": str(error)}]}
+            told = {
+                "rewards": None,
+                "errors": [{"type": type(error).__name__, "message": str(error)}],
+            }
         Path(file + ".new").write_text(json.dumps(told))
         os.replace(file + ".new", file)
         code = 0
@@ -91,26 +96,28 @@ def play(request, file):
 class Trials:
     """The trials that are played."""
 
-    def __init__(self, folder):
+    def __init__(self, folder: str) -> None:
         self.folder = folder
-        self.running = {}  # by process id: the request's id and its file
-        self.killed_at = {}
+        self.running: dict[int, tuple[int, str]] = {}  # by process: the request's id, its file
+        self.killed_at: dict[int, float] = {}
 
-    def start(self, request):
+    def start(self, request: dict[str, Any]) -> None:
+        """Start a trial."""
         file = os.path.join(self.folder, str(request["id"]))
         pid = os.fork()
         if pid == 0:
             play(request, file)
         self.running[pid] = (request["id"], file)
 
-    def cancel(self, number):
+    def cancel(self, number: int) -> None:
+        """Ask a trial to end."""
         for pid, (other, _) in self.running.items():
             if other == number:
                 self.killed_at.setdefault(pid, time.monotonic() + CANCEL_S)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
 
-    def look(self):
+    def look(self) -> None:
         """Kill trials that were cancelled long ago; reply for those that have ended."""
         for pid, at in list(self.killed_at.items()):
             if time.monotonic() > at:
@@ -121,7 +128,8 @@ class Trials:
                 if ended[0] in self.running:
                     self.reply(*ended)
 
-    def reply(self, pid, status):
+    def reply(self, pid: int, status: int) -> None:
+        """Send a trial's result."""
         number, file = self.running.pop(pid)
         self.killed_at.pop(pid, None)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -138,12 +146,13 @@ class Trials:
         say({"id": number, **told})
 
 
-def say(told):
+def say(told: dict[str, Any]) -> None:
+    """Send a message to the run."""
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()
 
 
-def main():
+def main() -> None:
     """Serve until the run closes its end."""
     os.environ.update(CALM)
     find_package()

@@ -16,6 +16,7 @@ import signal
 import socket
 import struct
 import sys
+from typing import Any
 
 # From linux/sched.h, linux/mount.h, linux/prctl.h, linux/securebits.h and linux/if.h.
 NEW_USER, NEW_MOUNTS, NEW_PIDS, NEW_IPC, NEW_NAMES, NEW_NETWORK = (
@@ -40,25 +41,28 @@ NOT_ALLOWED = 77
 LIBRARY = ctypes.CDLL(None, use_errno=True)
 
 
-def called(name, *arguments):
+def called(name: str, *arguments: Any) -> None:
     """Call a function of the C library. Raises OSError."""
     if getattr(LIBRARY, name)(*arguments):
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-def mount(source, target, kind, flags, data=None):
+def mount(
+    source: str | None, target: str, kind: str | None, flags: int, data: str | None = None
+) -> None:
+    """Call mount. Raises OSError."""
     encoded = [None if t is None else t.encode() for t in (source, target, kind)]
     called("mount", *encoded, ctypes.c_ulong(flags), None if data is None else data.encode())
 
 
-def enter_namespaces(network):
+def enter_namespaces(network: bool) -> None:
     """Enter new namespaces. Raises OSError."""
     kinds = NEW_USER | NEW_MOUNTS | NEW_PIDS | NEW_IPC | NEW_NAMES
     called("unshare", kinds if network else kinds | NEW_NETWORK)
 
 
-def set_up_machine(network):
+def set_up_machine(network: bool) -> None:
     """Give the sandbox its name, and its own 127.0.0.1."""
     socket.sethostname("sandbox")
     if not network:
@@ -68,7 +72,7 @@ def set_up_machine(network):
             fcntl.ioctl(own, SET_FLAGS, struct.pack("16sh14x", b"lo", flags | UP))
 
 
-def map_users(pid):
+def map_users(pid: int) -> None:
     """Make the sandbox's root a user without rights on this machine. Raises OSError.
 
     Where this process is root, that is a user id which nobody else has: a process that were root
@@ -90,12 +94,13 @@ def map_users(pid):
                 raise
 
 
-def write(path, text):
+def write(path: str, text: str) -> None:
+    """Write a file of the kernel."""
     with open(path, "w") as file:
         file.write(text)
 
 
-def make(path):
+def make(path: str) -> None:
     """Make a folder of the sandbox's root user, with the folders above it."""
     if not os.path.isdir(path):
         make(os.path.dirname(path))
@@ -103,7 +108,7 @@ def make(path):
         os.chown(path, 0, 0)
 
 
-def show(source, target):
+def show(source: str, target: str) -> None:
     """Show a file or folder of this machine in the sandbox, read-only."""
     if os.path.isdir(source):
         make(target)
@@ -115,7 +120,7 @@ def show(source, target):
     mount(None, target, None, BIND | REMOUNT | READ_ONLY | NO_SETUID | flags)
 
 
-def make_files(plan):
+def make_files(plan: dict[str, Any]) -> None:
     """Make the sandbox's files, and enter them."""
     mount(None, "/", None, RECURSIVE | PRIVATE)
     new = "/proc"  # a folder of every system, whose own contents are not shown
@@ -137,7 +142,8 @@ def make_files(plan):
     os.chdir("/work")
 
 
-def make_devices(folder, shm_bytes):
+def make_devices(folder: str, shm_bytes: int) -> None:
+    """Make /dev: files that every program needs, terminals, and shared memory."""
     mount("tmpfs", folder, "tmpfs", NO_SETUID | NO_EXEC, "size=65536,mode=755")
     for name in DEVICES:
         open(f"{folder}/{name}", "w").close()
@@ -153,7 +159,7 @@ def make_devices(folder, shm_bytes):
     mount(None, folder, None, REMOUNT | READ_ONLY | BIND | NO_SETUID | NO_EXEC)
 
 
-def become_first(plan):
+def become_first(plan: dict[str, Any]) -> None:
     """Make the files and become the first process. Never returns."""
     make_files(plan)
     for capability in range(HIGHEST_CAPABILITY + 1):
@@ -167,7 +173,7 @@ def become_first(plan):
     os.execve(plan["words"][0], plan["words"], {})
 
 
-def run_inside(plan, entered, mapped):
+def run_inside(plan: dict[str, Any], entered: int, mapped: int) -> None:
     """Enter the namespaces and run the first process to its end. Never returns.
 
     Args:
@@ -193,14 +199,14 @@ def run_inside(plan, entered, mapped):
         os._exit(code if code >= 0 else 128 - code)
 
 
-def leave_pipes():
+def leave_pipes() -> None:
     """Close the pipes to the caller, so that they end with the first process."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for own in (0, 1):
         os.dup2(nothing, own)
 
 
-def main(plan):
+def main(plan: dict[str, Any]) -> None:
     """Run the first process to its end. plan: layout.own_words makes it."""
     (entered, says_entered), (mapped, says_mapped) = os.pipe(), os.pipe()
     child = os.fork()

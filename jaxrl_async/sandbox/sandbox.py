@@ -21,7 +21,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from jaxrl_async.errors import Away, ConfigError
 from jaxrl_async.keeper import kept
@@ -57,6 +58,17 @@ class SandboxLimits:
             raise ConfigError(
                 f"readable ({self.readable!r}) must be a list of files and folders that exist."
             )
+
+
+def limits_of(given: Mapping[str, Any]) -> SandboxLimits:
+    """Return limits by their names, as a configuration has them. Raises ConfigError."""
+    known = [one.name for one in fields(SandboxLimits)]
+    if unknown := sorted(set(given) - set(known)):
+        raise ConfigError(
+            f"{', '.join(unknown)}: no limit of a sandbox. There are {', '.join(known)}."
+        )
+    plain = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    return SandboxLimits(**plain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +110,7 @@ class Sandbox:
         layout = layouts.layout_of(
             disk_mb=limits.disk_mb, network=limits.network, readable=limits.readable
         )
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             kept(layouts.starting_words(layout, json.dumps(told))),
             stdin=subprocess.PIPE,
@@ -233,9 +245,11 @@ class Sandbox:
             self._over = True
             left, self._waiting = list(self._waiting.values()), {}
         error = self._failed()
-        for future in [*left, self._ready]:
-            if not future.done():
-                future.set_exception(error)
+        self._errors.close()
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        for answer in left:
+            answer.set_exception(error)
 
     def _failed(self) -> Exception:
         """Return the error of a sandbox that has ended by itself."""

@@ -19,7 +19,15 @@ STREAM_SIZE = 100_000
 TRIED = (-3, 0, 2, 11)
 """Arguments with which the tests call the function."""
 SIGNS = (("plus", "+"), ("minus", "-"))
-WORDS = ("f(x): ", " times x, ", "plus ", "minus ", "def f(x): return ", "*x", *"0123456789+-*x ,:()")
+WORDS = (
+    "f(x): ",
+    " times x, ",
+    "plus ",
+    "minus ",
+    "def f(x): return ",
+    "*x",
+    *"0123456789+-*x ,:()",
+)
 """Tokens of the task's own tokenizer."""
 
 
