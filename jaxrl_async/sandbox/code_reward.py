@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.errors import ConfigError, RefusedScore
-from jaxrl_async.sandbox.sandbox import Outcome, Sandbox, SandboxPool
+from jaxrl_async.sandbox.sandbox import CommandOutcome, Sandbox, SandboxPool
 from jaxrl_async.scorers.answers import after_thinking
 from jaxrl_async.types import CORRECT
 
@@ -124,7 +124,7 @@ def _graded_outputs(box: Sandbox, program: str, cases: Sequence[Mapping[str, Any
     return Graded(passed / len(cases), reason)
 
 
-def _failure(outcome: Outcome, right: str) -> str:
+def _failure(outcome: CommandOutcome, right: str) -> str:
     """Return why a case failed; "" if its output is right, except for spaces at ends of lines."""
     if not outcome.ok:
         return outcome.reason or ERROR

@@ -15,7 +15,13 @@ from typing import Any
 
 from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.sandbox.code_reward import CodeReward
-from jaxrl_async.sandbox.sandbox import Outcome, Sandbox, SandboxLimits, SandboxPool, limits_of
+from jaxrl_async.sandbox.sandbox import (
+    CommandOutcome,
+    Sandbox,
+    SandboxLimits,
+    SandboxPool,
+    limits_of,
+)
 from jaxrl_async.sandbox.small_functions import STREAM_SIZE, WORDS, SmallFunctions
 from jaxrl_async.tasks.record import TaskRecord
 from jaxrl_async.tasks.task import Environment, Task
@@ -68,7 +74,7 @@ class SandboxEnvironment(Environment):
             self._box.close()
 
 
-def shown_outcome(outcome: Outcome) -> str:
+def shown_outcome(outcome: CommandOutcome) -> str:
     """Return what a policy sees of a command: its output, its errors, and how it failed."""
     text = (outcome.stdout + outcome.stderr).decode(errors="replace")
     if len(text) > SHOWN_CHARS:

@@ -18,7 +18,7 @@ from harbor.environments.capabilities import (
 )
 
 from jaxrl_async.sandbox.harbor_files import copies_of
-from jaxrl_async.sandbox.sandbox import Outcome, Sandbox, limits_of
+from jaxrl_async.sandbox.sandbox import CommandOutcome, Sandbox, limits_of
 
 LONGEST_S = 24 * 3600.0
 """Limit of a command for which the caller sets none, seconds."""
@@ -136,12 +136,12 @@ class SandboxHarborEnvironment(BaseEnvironment):
         script = 'mkdir -p "$1" && tar -xf - --no-same-owner -C "$1"'
         await self._done(["sh", "-c", script, "sh", folder], stdin=packed)
 
-    async def _run(self, words: list[str], timeout_s: float, **more: Any) -> Outcome:
+    async def _run(self, words: list[str], timeout_s: float, **more: Any) -> CommandOutcome:
         if self._box is None:
             raise RuntimeError("the sandbox is not started")
         return await asyncio.to_thread(self._box.run, words, timeout_s=timeout_s, **more)
 
-    async def _done(self, words: list[str], **more: Any) -> Outcome:
+    async def _done(self, words: list[str], **more: Any) -> CommandOutcome:
         """Run a command that must succeed."""
         done = await self._run(words, 600.0, cwd="/", **more)
         if not done.ok:

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jaxrl_async.errors import Away, ConfigError, RolloutError, in_a_line
 from jaxrl_async.keeper import kept
@@ -37,6 +37,7 @@ from jaxrl_async.shown_environment import without_secrets
 from jaxrl_async.tasks.record import TaskRecord
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.tasks.usercode import run_async
+from jaxrl_async.tasks.verifiers_task import PlayedSession
 from jaxrl_async.types import CORRECT, Score
 
 log = logging.getLogger(__name__)
@@ -60,19 +61,6 @@ VERSION = (0, 26)
 """Oldest version of Harbor that is supported."""
 COLUMN = "harbor_task"
 """Column of a record that holds its task's folder."""
-
-
-class PlayedSession(Protocol):
-    """The part of a session that is used here (endpoint.agent_programs.AgentSession)."""
-
-    @property
-    def base_url(self) -> str: ...
-    @property
-    def api_key(self) -> str: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def record(self) -> Mapping[str, Any]: ...
 
 
 class HarborProcess:

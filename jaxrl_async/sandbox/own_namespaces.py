@@ -1,5 +1,5 @@
 """Make the namespaces and files of a sandbox without bubblewrap, then run its first process in
-them. Linux, standard library only, run as a script; layout.py has the arguments.
+them. Linux, standard library only, run as a script; sandbox_layout.py has the arguments.
 
     this process ──fork──> a process that unshares ──fork──> PID 1 of the new namespaces:
          │ maps the users              │ waits               mounts, pivot_root, no capabilities,
@@ -16,6 +16,7 @@ import signal
 import socket
 import struct
 import sys
+from contextlib import suppress
 from typing import Any
 
 # From linux/sched.h, linux/mount.h, linux/prctl.h, linux/securebits.h and linux/if.h.
@@ -75,7 +76,7 @@ def set_up_machine(network: bool) -> None:
 def map_users(pid: int) -> None:
     """Make the sandbox's root a user without rights on this machine. Raises OSError.
 
-    Where this process is root, that is a user id which nobody else has: a process that were root
+    Where this process is root, that is a user id that nothing else has. A process that were root
     here could change the kernel's settings, although it has no capability.
     """
     user, group = os.geteuid(), os.getegid()
@@ -165,6 +166,8 @@ def become_first(plan: dict[str, Any]) -> None:
     for capability in range(HIGHEST_CAPABILITY + 1):
         LIBRARY.prctl(DROP_CAPABILITY, capability, 0, 0, 0)
     called("prctl", SET_SECUREBITS, NO_ROOT, 0, 0, 0)
+    with suppress(PermissionError):  # where this process is not root, it keeps its groups
+        os.setgroups([])
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
     called("prctl", PARENT_DEATH, signal.SIGKILL, 0, 0, 0)
@@ -207,7 +210,7 @@ def leave_pipes() -> None:
 
 
 def main(plan: dict[str, Any]) -> None:
-    """Run the first process to its end. plan: layout.own_words makes it."""
+    """Run the first process to its end. plan: sandbox_layout.own_words makes it."""
     (entered, says_entered), (mapped, says_mapped) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:

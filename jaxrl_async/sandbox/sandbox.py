@@ -1,13 +1,13 @@
 """Commands without trust: processes in Linux namespaces, with limits. Standard library only.
 
     Sandbox.run ──request──> first_process.py, PID 1 of new user, mount, PID, IPC, UTS and network
-         │                       │          namespaces (layout.py: by bubblewrap, or our own)
-         └──── Outcome <─────────┘ one command in its own session
+         │                       │          namespaces (sandbox_layout.py: by bubblewrap or our own)
+         └─ CommandOutcome <─────┘ one command in its own session
 
 A command sees this machine's programs read-only and an empty folder /work, and nothing of the run:
 no environment variables, files, processes or network. What it writes and starts ends with the
-sandbox. An Outcome says which limit ended the command. If the sandbox itself fails, that is an
-error of the machine, not of the command: `Away`, which callers retry.
+sandbox. A CommandOutcome says which limit ended the command. If the sandbox itself fails, that is
+an error of the machine, not of the command: `Away`, which callers retry.
 """
 
 import base64
@@ -26,7 +26,7 @@ from typing import Any
 
 from jaxrl_async.errors import Away, ConfigError
 from jaxrl_async.keeper import kept
-from jaxrl_async.sandbox import layout as layouts
+from jaxrl_async.sandbox import sandbox_layout as layouts
 from jaxrl_async.sandbox.system_calls import seccomp_filter
 
 START_S = 60.0
@@ -72,7 +72,7 @@ def limits_of(given: Mapping[str, Any]) -> SandboxLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class CommandOutcome:
     """How a command ended."""
 
     code: int  # its exit code; negative: the signal that ended it
@@ -120,7 +120,7 @@ class Sandbox:
             start_new_session=True,
         )
         self._lock, self._number = threading.Lock(), 0
-        self._waiting: dict[int, Future[Outcome]] = {}
+        self._waiting: dict[int, Future[CommandOutcome]] = {}
         self._ready: Future[None] = Future()
         self._over = False
         self.clean = True  # nothing is left of the commands that have ended
@@ -145,7 +145,7 @@ class Sandbox:
         timeout_s: float | None = None,
         output_bytes: int | None = None,
         alone: bool = False,
-    ) -> Outcome:
+    ) -> CommandOutcome:
         """Run a command to its end.
 
         Args:
@@ -161,7 +161,7 @@ class Sandbox:
         """
         self.wait_ready()
         limit_s = self.limits.timeout_s if timeout_s is None else timeout_s
-        answer: Future[Outcome] = Future()
+        answer: Future[CommandOutcome] = Future()
         with self._lock:
             if self._over:
                 raise Away("the sandbox has ended")
@@ -233,7 +233,7 @@ class Sandbox:
                     answer = self._waiting.pop(told["id"])
                     self.clean = told["clean"] and not self._waiting
                 answer.set_result(
-                    Outcome(
+                    CommandOutcome(
                         code=told["code"],
                         reason=told["reason"],
                         stdout=out,

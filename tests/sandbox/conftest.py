@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from jaxrl_async.errors import Away, ConfigError
-from jaxrl_async.sandbox import layout
+from jaxrl_async.sandbox import sandbox_layout as layout
 from jaxrl_async.sandbox.sandbox import Sandbox, SandboxLimits
 
 KINDS = ("own", "bubblewrap")

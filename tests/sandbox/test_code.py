@@ -14,7 +14,7 @@ from jaxrl_async.sandbox.code_task import (
     read_problems,
     shown_outcome,
 )
-from jaxrl_async.sandbox.sandbox import Outcome, Sandbox, SandboxLimits, SandboxPool
+from jaxrl_async.sandbox.sandbox import CommandOutcome, Sandbox, SandboxLimits, SandboxPool
 from jaxrl_async.sandbox.small_functions import TRIED, SmallFunctions
 from jaxrl_async.tasks.named_tasks import load_task
 
@@ -214,7 +214,7 @@ def test_tools_of_an_episode_share_its_files_and_end_with_it(sandboxes) -> None:
 def test_what_a_policy_sees_of_a_command() -> None:
     def shown(code: int, reason: str, text: bytes) -> str:
         return shown_outcome(
-            Outcome(code=code, reason=reason, stdout=text, stderr=b"", seconds=1.0)
+            CommandOutcome(code=code, reason=reason, stdout=text, stderr=b"", seconds=1.0)
         )
 
     assert shown(0, "", b"a") == "a"

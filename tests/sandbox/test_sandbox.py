@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_async.errors import Away, ConfigError
-from jaxrl_async.sandbox import layout
+from jaxrl_async.sandbox import sandbox_layout as layout
 from jaxrl_async.sandbox.code_reward import PYTHON, Graded, graded
 from jaxrl_async.sandbox.sandbox import Sandbox, SandboxLimits, SandboxPool
 from jaxrl_async.sandbox.system_calls import ARCHITECTURES, NUMBERS, seccomp_filter

@@ -29,7 +29,7 @@ OPTIONS = ("-I", "-S")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class SandboxLayout:
     """What a sandbox sees."""
 
     shown: Sequence[tuple[str, str]]  # files and folders of this machine: (here, in the sandbox)
@@ -39,7 +39,7 @@ class Layout:
     network: bool
 
 
-def layout_of(*, disk_mb: int, network: bool, readable: Sequence[str]) -> Layout:
+def layout_of(*, disk_mb: int, network: bool, readable: Sequence[str]) -> SandboxLayout:
     """Return what a sandbox sees.
 
     Args:
@@ -60,7 +60,7 @@ def layout_of(*, disk_mb: int, network: bool, readable: Sequence[str]) -> Layout
             shown.append((os.path.realpath(prefix), prefix))
     shown.append((str(Path(__file__).with_name("first_process.py")), FIRST))
     size = disk_mb << 20
-    return Layout(
+    return SandboxLayout(
         shown=shown, links=links, disk_bytes=size, shm_bytes=size // 4 or 1, network=network
     )
 
@@ -89,7 +89,7 @@ def first_words(limits: str) -> list[str]:
     return [sys.executable, *OPTIONS, FIRST, limits]
 
 
-def bubblewrap_words(layout: Layout, program: str, limits: str) -> list[str]:
+def bubblewrap_words(layout: SandboxLayout, program: str, limits: str) -> list[str]:
     """Return the command by which bubblewrap starts a sandbox. program: path of bwrap."""
     words = [program, "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
     words += ["--unshare-cgroup-try", *([] if layout.network else ["--unshare-net"])]
@@ -106,7 +106,7 @@ def bubblewrap_words(layout: Layout, program: str, limits: str) -> list[str]:
     return words + first_words(limits)
 
 
-def own_words(layout: Layout, limits: str) -> list[str]:
+def own_words(layout: SandboxLayout, limits: str) -> list[str]:
     """Return the command that starts a sandbox without bubblewrap (own_namespaces.py)."""
     import json
 
@@ -122,7 +122,7 @@ def own_words(layout: Layout, limits: str) -> list[str]:
     return [sys.executable, *OPTIONS, script, json.dumps(told)]
 
 
-def starting_words(layout: Layout, limits: str) -> list[str]:
+def starting_words(layout: SandboxLayout, limits: str) -> list[str]:
     """Return the command that starts a sandbox: with bubblewrap if it is installed.
 
     Not as root, who would stay the machine's root with bubblewrap, and could change the kernel's
