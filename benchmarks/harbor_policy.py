@@ -30,11 +30,13 @@ SURE = (
     "graded and you won't be able to make any further corrections. If so, include "
     '"task_complete": true in your JSON response again.'
 )
-SCREEN = "Current terminal state:\n"
+STATE, SCREEN = "Current terminal state:\n", "Current Terminal Screen:\n"
 OUTPUT = "New Terminal Output:\n"
 ASKED = "Write the word {word} into the file {word}.txt.\n"
 TEMPLATE = "import harbor.agents.terminus_2 as t; print(t.__path__[0])"
-BLANK = "\n" * 8
+SHELL, BLANK = "bash-5.2#", "\n" * 39
+REPEATED = 8
+"""Records of each task, with different demonstrations."""
 
 
 def template_of(python: str) -> str:
@@ -46,10 +48,9 @@ def template_of(python: str) -> str:
 
 def conversation(start: str, word: str, written: str) -> list[dict[str, str]]:
     """Return a demonstration. word: the task's; written: what it writes."""
-    prompt = "bash-5.2# "
-    first = f"{start}{ASKED.format(word=word)}\n\n{SCREEN}{SCREEN}{prompt}{BLANK}"
+    first = f"{start}{ASKED.format(word=word)}\n\n{STATE}{SCREEN}{SHELL}{BLANK}\n"
     command = f"echo {written} > {written}.txt"
-    second = f"{SCREEN}{OUTPUT}{prompt}{command}\n{prompt}{BLANK}\n\n{SURE}"
+    second = f"{STATE}{OUTPUT}{SHELL} {command}\n{SHELL}{BLANK}{SURE}"
     return [
         {"role": "user", "content": first},
         {"role": "assistant", "content": f"{START}{written}{BETWEEN}{written}{END}"},
@@ -75,10 +76,10 @@ def task(folder: str, python: str, right_share: float = 0.5, **more: Any) -> Tas
     words = [str(record["name"]).removeprefix("write-") for record in records]
     start, random = template_of(python), np.random.default_rng(0)
     worked = []
-    for record, word in zip(records, words, strict=True):
+    for record, word in [*zip(records, words, strict=True)] * REPEATED:
         written = word if random.random() < right_share else str(random.choice(words))
         worked.append({**record, "worked": conversation(start, word, written)})
-    texts = (start, START, BETWEEN, END, CONFIRM, SURE, SCREEN, OUTPUT, "bash-5.2# ", BLANK)
+    texts = (start, START, BETWEEN, END, CONFIRM, SURE, STATE, SCREEN, OUTPUT, SHELL, BLANK)
     asked = ("Write the word ", " into the file ", ".txt")
     return replace(
         made,

@@ -54,6 +54,8 @@ OUT_OF_CONTEXT = (
 """Harbor's errors of agents that are scored."""
 OF_THE_AGENT = ("NonZeroAgentExitCodeError", "AgentSafetyRefusalError", "AgentAuthenticationError")
 """Harbor's errors of agents that are not scored, and which a second trial would not mend."""
+WITHOUT_MODEL = ("oracle", "nop")
+"""Harbor's agents that ask no model."""
 START_S = 300.0
 """Maximum time for Harbor's package to be imported, seconds."""
 CHECK = "import harbor.trial.trial, importlib.metadata as m; print(m.version('harbor'))"
@@ -134,6 +136,9 @@ class HarborProcess:
                 if result is not None and result.set_running_or_notify_cancel():
                     result.set_result(told)
         process.wait()
+        with suppress(OSError):
+            assert process.stdin is not None, "stdin=PIPE"
+            process.stdin.close()
         with self._lock:
             if self._process is process or self._process is None:
                 mine = set(self._waiting)
@@ -275,6 +280,9 @@ def harbor_task(
     """
     if not isinstance(at_once, int) or at_once < 1:
         raise ConfigError(f"at_once ({at_once!r}) must be a whole number of at least 1.")
+    player = {"name": agent} if isinstance(agent, str) else dict(agent)
+    if player.get("name") in WITHOUT_MODEL:
+        raise ConfigError(f"the agent {player['name']!r} asks no model. Choose another one.")
     found = harbor_python(python)
     tasks = read_tasks(path)
     held_out = None if eval_path is None else read_tasks(eval_path)
@@ -290,17 +298,17 @@ def harbor_task(
         asked |= {"import_path": CLASS, "kwargs": {"limits": limits}}
     config = {
         **(trial or {}),
-        "agent": {"name": agent} if isinstance(agent, str) else dict(agent),
+        "agent": player,
         "environment": asked,
     }
     environ = without_secrets(os.environ, also=variables)
     environ.pop("PYTHONPATH", None)
     environ.pop("PYTHONHOME", None)
-    player = HarborPlayer(HarborProcess(found, environ), config, trials_dir, at_once)
+    plays = HarborPlayer(HarborProcess(found, environ), config, trials_dir, at_once)
     return Task(
         records=records_of(tasks),
         held_out=None if held_out is None else records_of(held_out),
-        program=player.play,
+        program=plays.play,
     )
 
 

@@ -137,7 +137,9 @@ class Trials:
         try:
             told = json.loads(Path(file).read_text())
         except (OSError, ValueError):
-            tail = Path(file + ".log").read_bytes()[-400:].decode(errors="replace")
+            tail = ""
+            with contextlib.suppress(OSError):  # it may have ended before it had a log
+                tail = Path(file + ".log").read_bytes()[-400:].decode(errors="replace")
             message = f"its process ended with status {status}: {tail}"
             told = {"rewards": None, "errors": [{"type": "TrialProcessError", "message": message}]}
         for left in (file, file + ".log"):

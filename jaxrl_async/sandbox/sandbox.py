@@ -67,7 +67,7 @@ def limits_of(given: Mapping[str, Any]) -> SandboxLimits:
         raise ConfigError(
             f"{', '.join(unknown)}: no limit of a sandbox. There are {', '.join(known)}."
         )
-    plain = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    plain: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in given.items()}
     return SandboxLimits(**plain)
 
 

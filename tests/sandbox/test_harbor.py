@@ -172,6 +172,8 @@ def test_a_python_without_harbor_is_refused_with_the_way_out(tmp_path: Path, mon
         load_task({f"harbor:{tmp_path}": {"python": str(tmp_path / "python")}})
     with pytest.raises(ConfigError, match="at_once"):
         load_task({f"harbor:{tmp_path}": {"at_once": 0}})
+    with pytest.raises(ConfigError, match="'oracle' asks no model"):
+        load_task({f"harbor:{tmp_path}": {"agent": "oracle"}})
 
 
 def test_a_trial_knows_its_session_and_no_key_but_its_own() -> None:
@@ -246,6 +248,7 @@ def test_terminus_2_plays_a_task_in_our_sandbox(with_harbor: str, tmp_path: Path
             score = asyncio.run(task.program(session_of(rig, task.records[0])))
         finally:
             rig.endpoint.close()
+            task.program.__self__._process.close()
         assert (score.reward, score.parts["correct"]) == (reward, reward)
     from endpoint_rig import KEY
 
@@ -259,19 +262,17 @@ def test_terminus_2_plays_a_task_in_our_sandbox(with_harbor: str, tmp_path: Path
 def test_a_trial_that_is_cancelled_or_killed_leaves_nothing(
     with_harbor: str, tmp_path: Path
 ) -> None:
-    task_folder = write_task(tmp_path, "apple")
-    (task_folder / "solution").mkdir()
-    (task_folder / "solution/solve.sh").write_text("#!/bin/sh\nsleep 77801\n")
-    task = harbor.harbor_task(str(tmp_path), python=with_harbor, agent="oracle")
-    player = task.program.__self__
-    session = SimpleNamespace(
-        base_url="http://127.0.0.1:9/v1", api_key="k", model="m", record=task.records[0]
-    )
+    write_task(tmp_path, "apple")
+    command = {"keystrokes": "sleep 77801\n", "duration": 60}
+    said = json.dumps({"analysis": "", "plan": "", "commands": [command]})
+    rig = rig_for([said] * 4)
+    task = harbor.harbor_task(str(tmp_path), python=with_harbor, agent=TERMINUS)
+    player, session = task.program.__self__, session_of(rig, task.records[0])
 
     def sleeping() -> bool:
         for name in filter(str.isdigit, os.listdir("/proc")):
             try:
-                if b"77801" in Path(f"/proc/{name}/cmdline").read_bytes():
+                if Path(f"/proc/{name}/cmdline").read_bytes() == b"sleep\x0077801\x00":
                     return True
             except OSError:
                 continue
@@ -298,7 +299,10 @@ def test_a_trial_that_is_cancelled_or_killed_leaves_nothing(
             await work
         await until(False)
 
-    asyncio.run(cancelled())
-    asyncio.run(killed())
+    try:
+        asyncio.run(cancelled())
+        asyncio.run(killed())
+    finally:
+        rig.endpoint.close()
     assert player._process._process.poll() is not None
     player._process.close()
