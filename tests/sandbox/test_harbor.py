@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-sys.path.insert(0, str(ROOT / "benchmarks/peers"))
+sys.path.append(str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks/peers"))
 import environments  # noqa: E402
 from harbor_tasks import write_task, write_tasks  # noqa: E402
 
