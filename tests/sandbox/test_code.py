@@ -74,6 +74,7 @@ ANSWERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ANSWERS)
 def test_humaneval(sandboxes, name: str) -> None:
     answer, passed, reason = ANSWERS[name]
@@ -101,6 +102,7 @@ READERS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", READERS)
 def test_programs_that_read_and_write(sandboxes, name: str) -> None:
     answer, passed, reason = READERS[name]
@@ -223,7 +225,6 @@ def test_what_a_policy_sees_of_a_command() -> None:
     assert shown(0, "", b"x" * 20_005) == "x" * 20_000 + "\n[5 more characters]"
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_the_recipe_learns(sandboxes, tmp_path: Path) -> None:
     """As it is given, with fewer steps; and the policy may run Python before it answers."""
@@ -235,6 +236,7 @@ def test_the_recipe_learns(sandboxes, tmp_path: Path) -> None:
     assert last > first, (first, last)
 
 
+@pytest.mark.full
 def test_rewards_run_side_by_side_on_threads(sandboxes) -> None:
     pool = SandboxPool(SandboxLimits(), most=3, ready=1)
     reward = CodeReward(pool)

@@ -234,7 +234,6 @@ def session_of(rig, record):
     return SimpleNamespace(base_url=address, api_key=KEY, model="tiny", record=record)
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_terminus_2_plays_a_task_in_our_sandbox(with_harbor: str, tmp_path: Path) -> None:
     write_tasks(tmp_path / "tasks", 2)
@@ -257,7 +256,6 @@ def test_terminus_2_plays_a_task_in_our_sandbox(with_harbor: str, tmp_path: Path
     assert not [p for p in kept if KEY.encode() in p.read_bytes()]
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_trial_that_is_cancelled_or_killed_leaves_nothing(
     with_harbor: str, tmp_path: Path

@@ -87,6 +87,7 @@ ATTACKS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_is_a_failure_with_its_reason_and_leaves_nothing(kind: str, name: str) -> None:
     code, reasons = ATTACKS[name]
@@ -249,6 +250,7 @@ def test_programs_are_read_only_and_folders_are_not(kind: str) -> None:
         assert box.run(["cat", "/a/b/c"]).stdout == b"\0\1"
 
 
+@pytest.mark.full
 def test_commands_side_by_side_and_what_one_leaves(kind: str) -> None:
     with Sandbox(LIMITS) as box:
         box.run(["sh", "-c", "sleep 77710 > /dev/null 2>&1 &"])
@@ -270,6 +272,7 @@ def test_commands_side_by_side_and_what_one_leaves(kind: str) -> None:
     assert gone("77710")
 
 
+@pytest.mark.full
 def test_a_sandbox_ends_with_its_process(kind: str, tmp_path: Path) -> None:
     code = (
         "import sys, time\nfrom jaxrl_async.sandbox.sandbox import *\n"
@@ -297,6 +300,7 @@ LEAVES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", LEAVES)
 def test_only_a_sandbox_as_new_is_used_again(kind: str, name: str) -> None:
     code, again = LEAVES[name]
@@ -310,6 +314,7 @@ def test_only_a_sandbox_as_new_is_used_again(kind: str, name: str) -> None:
     pool.close()
 
 
+@pytest.mark.full
 def test_a_pool_keeps_some_ready_and_lends_no_more_than_allowed(sandboxes) -> None:
     pool = SandboxPool(LIMITS, most=2, ready=1)
     inside, most = [0], [0]
@@ -336,6 +341,7 @@ def test_a_pool_keeps_some_ready_and_lends_no_more_than_allowed(sandboxes) -> No
         box.run(["true"])
 
 
+@pytest.mark.full
 def test_a_sandbox_that_fails_is_an_error_of_the_machine(sandboxes, monkeypatch) -> None:
     box = Sandbox(LIMITS)
     box.wait_ready()
