@@ -124,7 +124,8 @@ class Sandbox:
         self._ready: Future[None] = Future()
         self._over = False
         self.clean = True  # nothing is left of the commands that have ended
-        threading.Thread(target=self._read, name="sandbox", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="sandbox", daemon=True)
+        self._reader.start()
 
     def wait_ready(self) -> None:
         """Wait until it has started. Raises Away, and ConfigError if the system does not allow
@@ -208,9 +209,7 @@ class Sandbox:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        with suppress(OSError):
-            assert self._process.stdin is not None, "stdin=PIPE"
-            self._process.stdin.close()
+        self._reader.join(ENDING_S)
 
     def __enter__(self) -> "Sandbox":
         return self
@@ -243,6 +242,9 @@ class Sandbox:
                 )
         with self._lock:
             self._over = True
+            with suppress(OSError):
+                assert self._process.stdin is not None, "stdin=PIPE"
+                self._process.stdin.close()
             left, self._waiting = list(self._waiting.values()), {}
         error = self._failed()
         self._errors.close()
