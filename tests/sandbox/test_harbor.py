@@ -80,7 +80,7 @@ def test_what_a_simple_dockerfile_does(tmp_path: Path) -> None:
     [
         ("FROM a\nRUN apt-get install x\n", "RUN apt-get install x"),
         ("FROM a\nUSER me\n", "USER me"),
-        ("FROM a\nCOPY --from=base a b\n", "--from"),
+        ("FROM a\nCOPY --from=base a b\n", "which needs a container"),
         ("FROM a\nCOPY ../../secret .\n", "no such file"),
         ("FROM a\nCOPY missing .\n", "no such file"),
         ("FROM a\nADD notes.txt .\n", "ADD"),
@@ -117,6 +117,7 @@ def test_without_a_dockerfile_or_with_several_containers_too(tmp_path: Path) -> 
         (told({"reward": 0.25, "speed": 3}), 0.25, {"correct": 0.25, "speed": 3.0}),
         (told({"score": 0.5}), 0.5, {"correct": 0.5}),
         (told({"reward": -2}), -2.0, {}),
+        (told({"reward": 2}), 2.0, {}),
         (told({"reward": 1}, "AgentTimeoutError"), 1.0, {"correct": 1.0, "out_of_time": 1.0}),
         (told(None, "AgentTimeoutError"), 0.0, {"correct": 0.0, "out_of_time": 1.0}),
         (
