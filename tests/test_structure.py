@@ -29,6 +29,7 @@ WINGS = {
     "mirror",
     "plan",
     "remote",
+    "sandbox",
     "view",
 }
 TESTS = sorted((ROOT / "tests").rglob("*.py"))

@@ -26,6 +26,7 @@ class Environment:
     words: tuple[str, ...] = ()  # arguments of the worker, after the model's folder
     preloads: tuple[str, ...] = ()  # libraries that its own launcher would preload, by pattern
     without: tuple[str, ...] = ()  # packages to uninstall: wheels that do not fit together
+    python: str = ""  # command of the Python that it needs; "": this one
 
 
 TORCH = ("torch==2.13.0",)
@@ -78,6 +79,9 @@ ENVIRONMENTS = {
             "lm-eval[api]==0.4.13",
         ),
     ),
+    "harbor": Environment(
+        folder="harbor", requirements=("harbor==0.26.0",), python="python3.12"
+    ),  # tests/sandbox/test_harbor.py
 }
 
 
@@ -92,7 +96,10 @@ def python_of(environment: Environment) -> Path:
     if done.exists() and done.read_text(encoding="utf-8") == wanted:
         return python
     print(f"# installing {wanted} in {folder}", file=sys.stderr)
-    run(sys.executable, "-m", "venv", "--clear", str(folder))
+    base = shutil.which(environment.python) if environment.python else sys.executable
+    if base is None:
+        raise RuntimeError(f"{wanted} needs {environment.python}, which is not on PATH")
+    run(base, "-m", "venv", "--clear", str(folder))
     uv = shutil.which("uv", path=str(Path(sys.executable).parent))  # far quicker, where it is
     pip = (uv, "pip") if uv else (str(python), "-m", "pip")
     where = ("--python", str(python)) if uv else ()

@@ -5,6 +5,8 @@ calculator             a built-in, by name
 reasoning_gym:NAME     a generated task of the library reasoning-gym (extra [reasoning_gym])
 verifiers:NAME         an environment of the library verifiers (extra [verifiers])
 openenv:URL            an environment server of OpenEnv (extra [openenv])
+code:FILE.jsonl        problems with tests, which answers must pass in a sandbox
+harbor:DIR             tasks of Harbor, played by its own package
 python                 an object that a Python program passed to jaxrl_async.train
 """
 
@@ -36,6 +38,8 @@ LIBRARIES = {
     "reasoning_gym": "tasks.reasoning:reasoning_task",
     "verifiers": "tasks.verifiers_task:verifiers_task",
     "openenv": "tasks.openenv_task:openenv_task",
+    "code": "sandbox.code_task:code_task",
+    "harbor": "sandbox.harbor_task:harbor_task",
 }
 """Factories of LIBRARY:NAME, called with NAME and the setting's arguments."""
 

@@ -1100,4 +1100,35 @@ GROUPS = (
             ("of.begins[k] + len(of.completions[k].token_ids)", "of.begins[k]"),
         ),
     ),
+    Group(
+        "sandbox/harbor_task",
+        ("sandbox/test_harbor.py",),
+        (
+            ("not in (*OUT_OF_TIME, *OUT_OF_CONTEXT)", "not in (*OUT_OF_TIME,)"),
+            ("RolloutError if unscored[0]", "Away if unscored[0]"),
+            ("rewards = {REWARD: 0.0}", "rewards = {REWARD: 1.0}"),
+            ("if 0.0 <= reward <= 1.0 else", "if 0.0 <= reward else"),
+            ("bool(kinds & set(OUT_OF_TIME))", "bool(kinds)"),
+        ),
+    ),
+    Group(
+        "sandbox/harbor_files",
+        ("sandbox/test_harbor.py",),
+        (
+            ('startswith(("--", "[", "/../"))', 'startswith(("[", "/../"))'),
+            ("f.resolve().is_relative_to(inside)", "f.exists()"),
+            ('verifier", {}).get("timeout_sec", 600.0)', 'agent", {}).get("timeout_sec", 600.0)'),
+        ),
+    ),
+    Group(
+        "sandbox/code_reward",
+        ("sandbox/test_code.py",),
+        (
+            ("outcome.ok and outcome.stdout == word.encode()", "outcome.ok"),
+            ("passed / len(cases)", "float(passed > 0)"),
+            ("return blocks[-1] if blocks", "return blocks[0] if blocks"),
+            ("reason = reason or failed", "reason = failed"),
+            ("float(result.passed == 1.0)", "float(result.passed > 0.5)"),
+        ),
+    ),
 )
