@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxrl_async.tasks.record import TaskRecord
+from jaxrl_async.tasks.task import TaskRecord
 
 from jaxrl_async.data.tokenizer import PRINTABLE
 from jaxrl_async.sandbox.harbor_task import harbor_task

@@ -23,7 +23,7 @@ from jaxrl_async.sandbox.sandbox import (
     limits_of,
 )
 from jaxrl_async.sandbox.small_functions import STREAM_SIZE, WORDS, SmallFunctions
-from jaxrl_async.tasks.record import TaskRecord
+from jaxrl_async.tasks.task import TaskRecord
 from jaxrl_async.tasks.task import Environment, Task
 
 SMALL_FUNCTIONS = "small_functions"

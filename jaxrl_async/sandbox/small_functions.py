@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.tasks.record import TaskRecord
+from jaxrl_async.tasks.task import TaskRecord
 
 STREAM_SIZE = 100_000
 """Number of problems to train on; the held-out ones come after them."""
