@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxrl_async.tasks.task import TaskRecord
 
 from jaxrl_async.data.tokenizer import PRINTABLE
 from jaxrl_async.sandbox.harbor_task import harbor_task
-from jaxrl_async.tasks.task import Task
+from jaxrl_async.tasks.task import Task, TaskRecord
 
 START = '{"analysis": "", "plan": "", "commands": [{"keystrokes": "echo '
 BETWEEN, END = " > ", '.txt\\n", "duration": 0.3}], "task_complete": true}'

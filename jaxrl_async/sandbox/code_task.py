@@ -23,8 +23,7 @@ from jaxrl_async.sandbox.sandbox import (
     limits_of,
 )
 from jaxrl_async.sandbox.small_functions import STREAM_SIZE, WORDS, SmallFunctions
-from jaxrl_async.tasks.task import TaskRecord
-from jaxrl_async.tasks.task import Environment, Task
+from jaxrl_async.tasks.task import Environment, Task, TaskRecord
 
 SMALL_FUNCTIONS = "small_functions"
 TOOLS = ("python", "bash")

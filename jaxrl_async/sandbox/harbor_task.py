@@ -34,8 +34,7 @@ from jaxrl_async.metrics.metric import part_name
 from jaxrl_async.sandbox.harbor_files import HarborTask, copies_of, read_tasks
 from jaxrl_async.sandbox.sandbox import Sandbox, limits_of
 from jaxrl_async.shown_environment import without_secrets
-from jaxrl_async.tasks.task import TaskRecord
-from jaxrl_async.tasks.task import Task
+from jaxrl_async.tasks.task import Task, TaskRecord
 from jaxrl_async.tasks.usercode import run_async
 from jaxrl_async.tasks.verifiers_task import PlayedSession
 from jaxrl_async.types import CORRECT, Score
