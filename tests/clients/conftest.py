@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 
 import jax
@@ -15,6 +16,7 @@ from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.types import Partial
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -37,14 +39,19 @@ class HeldRun:
 def held_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldRun]:
     """Hold the samplers of this process to a script, by constraints."""
     pytest.importorskip("llguidance", reason="needs the extra [structured]")
-    tokenizer, submit_many, folder = byte_tokenizer(QWEN3), Sampler.submit_many, tmp_path / "model"
+    tokenizer, start_many, folder = byte_tokenizer(QWEN3), Sampler.start_many, tmp_path / "model"
     spec = ModelSpec.from_architecture(SHAPE, -(-tokenizer.vocab_size // 8) * 8)
     Policy(spec, init_params(spec, jax.random.key(3)), tokenizer).save_pretrained(folder)
     run = HeldRun((f"model.path={folder}", f"data.tokenizer={folder}"))
 
-    def submit(self, requests):
-        run.prompts += [tokenizer.decode(request.token_ids) for request in requests]
-        futures = submit_many(self, [dictated(r, tokenizer, run.script) for r in requests])
+    def start(self, requests):
+        new = [not isinstance(request, Partial) for request in requests]
+        run.prompts += [tokenizer.decode(r.token_ids) for r in compress(requests, new)]
+        held = (
+            dictated(r, tokenizer, run.script) if n else r
+            for r, n in zip(requests, new, strict=True)
+        )
+        futures = start_many(self, list(held))
         for future in futures:
             future.add_done_callback(keep)
         return futures
@@ -53,5 +60,5 @@ def held_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldRu
         if not done.cancelled() and done.exception() is None:
             run.versions.update(done.result().versions.tolist())
 
-    monkeypatch.setattr(Sampler, "submit_many", submit)
+    monkeypatch.setattr(Sampler, "start_many", start)
     yield run

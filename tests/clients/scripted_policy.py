@@ -38,6 +38,8 @@ def scripted_text(prompt: str) -> str:
         return json.dumps({"thought": "I ask.", "code": CODE})
     if "<code>" in prompt:
         return f"Thought: I ask.\n<code>\n{CODE}\n</code>"
+    if "final_answer" in tools:  # smolagents gives a tool's result as a user's text
+        found += re.findall(r"Observation:?\s+([\d.]+)", asked)
     if tools and not found:
         return head + called(next(t for t in tools if t != "final_answer"))
     if found and "final_answer" in tools:
@@ -64,6 +66,8 @@ def called(name: str) -> str:
 
 SOON = 6.0
 """Added to the logit of the quote that ends a text."""
+NEVER = -100.0
+"""Added to the logits of what a random policy would not end, and of infinite numbers."""
 
 
 class Kept:
@@ -93,7 +97,7 @@ class Scripted(Speaker, Kept):
 
     def submit_many(self, requests: Sequence):
         for request in requests:
-            self.texts.append(scripted_text(self.tokenizer.decode(request.token_ids)))
+            self.texts.append(scripted_text(written(self.tokenizer, request)))
         return self.keep(requests, super().submit_many(requests))
 
 
@@ -113,16 +117,24 @@ class Dictated(Kept):
     def _held(self, request):
         if not self.free or request.constraint is None:
             return dictated(request, self._tokenizer)
-        (quote,) = self._tokenizer.encode('"').tolist()  # likelier, so that texts end soon
-        return replace(request, shaping=replace(request.shaping, bias=((quote, SOON),)))
+        quote, think, *exponents = (
+            int(self._tokenizer.encode(text)[0]) for text in ('"', "<think>", "e", "E")
+        )
+        bias = ((quote, SOON), *((token, NEVER) for token in (think, *exponents)))
+        return replace(request, shaping=replace(request.shaping, bias=bias))
 
     def __getattr__(self, name):
         return getattr(self._sampler, name)
 
 
+def written(tokenizer, request) -> str:
+    """A request's prompt with its special tokens."""
+    return tokenizer.hf.decode(request.token_ids)
+
+
 def dictated(request, tokenizer, script=scripted_text):
     """A request whose answer can only be what the script says, or one of the texts it gives."""
-    said = script(tokenizer.decode(request.token_ids))
+    said = script(written(tokenizer, request))
     texts = [said] if isinstance(said, str) else said
     choice = Constraint(kind="choice", text=json.dumps(texts))
     shaping = replace(request.shaping or LogitShaping(), constraint=choice)

@@ -40,6 +40,7 @@ class Mode:
     result: Any
     calls: int = 2
     contexts: int = 1  # of the session: token sequences that a trainer gets
+    cut: bool = False  # whether a stop string of the client ends the answer before its last token
 
 
 LOOP = Mode(PRICE)
@@ -94,10 +95,10 @@ CLIENTS: dict[tuple[str, str], dict[str, Mode]] = {
         "typed_natively": OBJECT,
     },
     ("smolagents", "clients"): {
-        "tool_calling": LOOP,
-        "tool_calling_stream": LOOP,
-        "code": Mode(PRICE, calls=1),
-        "code_stream": Mode(PRICE, calls=1),
+        "tool_calling": Mode(PRICE, contexts=2),  # it sends calls back as texts of its own
+        "tool_calling_stream": Mode(PRICE, contexts=2),
+        "code": Mode(PRICE, calls=1, cut=True),
+        "code_stream": Mode(PRICE, calls=1, cut=True),
         "code_structured": Mode(PRICE, calls=1),
     },
     ("langchain", "clients"): {
@@ -144,9 +145,9 @@ CLIENTS: dict[tuple[str, str], dict[str, Mode]] = {
 UNCONSTRAINED = {
     ("openai", "chat_json_object"), ("langchain", "bind_tools"), ("langchain", "bind_tools_stream"),
     ("langchain", "structured_json_mode"), ("instructor", "json_mode"),
-    ("instructor", "markdown_json"), ("pydantic_ai", "typed_by_tool"),
+    ("instructor", "markdown_json"), ("instructor", "partial"), ("pydantic_ai", "typed_by_tool"),
 }  # fmt: skip
-"""Modes that demand no call, or any JSON: a random policy says something else."""
+"""Modes that demand no call, or any JSON, or that a random text in the right form may break."""
 MODES = {driver: modes for (driver, _), modes in CLIENTS.items()}
 CASES = [(client, mode) for client, modes in CLIENTS.items() for mode in modes]
 OWN_CONSTRAINT = [
@@ -267,6 +268,9 @@ def test_a_session_is_what_was_sampled(driven: Driven, mode: str, sampled: Rig) 
     assert episode.num_turns == wanted.calls and len(episode.starts) == wanted.contexts
     said = [sampler.said[r.request_id] for r in asked]
     drawn = episode.token_ids[episode.drawn]
+    if wanted.cut:
+        assert len(said[0]) - 3 <= len(drawn) < len(said[0])
+        said = [said[0][: len(drawn)]]
     np.testing.assert_array_equal(np.sort(drawn), np.sort(np.concatenate(said)))
     if wanted.contexts == 1:
         np.testing.assert_array_equal(drawn, np.concatenate(said))
@@ -289,8 +293,8 @@ def test_a_random_policy_keeps_to_what_a_client_demands(
     finally:
         sampled.sampler.free = False
     if shape is None:
-        assert is_like(result, ["price", {"item": result[1]["item"]}, str]), result
-        assert isinstance(result[1]["item"], str)
+        assert is_like(result, ["price", dict, str]), result
+        assert isinstance(result[1]["item"], str)  # a schema may allow more beside it
     else:
         assert result.keys() == shape.keys(), result
         assert all(isinstance(result[name], kind) for name, kind in shape.items()), result

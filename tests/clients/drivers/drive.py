@@ -6,7 +6,6 @@ Only the standard library: drivers run in an environment of their own.
 
 import asyncio
 import inspect
-import itertools
 import json
 import os
 import sys
@@ -19,6 +18,8 @@ from importlib.metadata import version
 from typing import Any
 
 Modes = Mapping[str, Callable[[], Any]]
+BEGINS_S = 300.0
+"""Longest wait for a run to begin, seconds."""
 
 
 def drive(package: str, modes: Modes) -> None:
@@ -48,7 +49,8 @@ def result_of(modes: Modes, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def tasks(address: str, key: str, modes: list[str]):
     """Take tasks of a run until it has ended, and send their rewards: 1 for milk, 0 otherwise."""
-    for number in itertools.count():
+    number, since = 0, time.monotonic()
+    while True:
         try:
             task = post(f"{address}/v1/session/begin", key, {"wait_s": 5})
         except urllib.error.HTTPError as error:
@@ -56,7 +58,7 @@ def tasks(address: str, key: str, modes: list[str]):
                 continue
             return
         except OSError:  # the run begins, or has ended
-            if number > 600:
+            if number or time.monotonic() > since + BEGINS_S:
                 return
             time.sleep(0.2)
             continue
@@ -71,12 +73,17 @@ def tasks(address: str, key: str, modes: list[str]):
             },
             "done": lambda said, task=task: rewarded(address, task["reward_key"], said),
         }
+        number += 1
 
 
-def rewarded(address: str, key: str, said: Mapping[str, Any]) -> None:
+def rewarded(address: str, key: str, said: dict[str, Any]) -> None:
+    """Reward a session and end it; a run that has ended meanwhile refuses that."""
     reward = float("milk" in json.dumps(said.get("result")).lower())
-    post(f"{address}/v1/session/reward", key, {"reward": reward})
-    post(f"{address}/v1/session/end", key, {})
+    try:
+        post(f"{address}/v1/session/reward", key, {"reward": reward})
+        post(f"{address}/v1/session/end", key, {})
+    except OSError as error:
+        said["late"] = str(error)
 
 
 def post(address: str, key: str, body: Mapping[str, Any]) -> Any:

@@ -25,7 +25,6 @@ def evaluate(**more):
 
         return execute
 
-    os.environ["JAXRL_BASE_URL"] = os.environ["OPENAI_BASE_URL"]
     os.environ["JAXRL_API_KEY"] = os.environ["OPENAI_API_KEY"]
     (log,) = eval(
         Task(
@@ -34,6 +33,7 @@ def evaluate(**more):
             scorer=includes(),
         ),
         model="openai-api/jaxrl/" + os.environ["JAXRL_MODEL"],
+        model_base_url=os.environ["OPENAI_BASE_URL"],
         display="none",
         log_dir=tempfile.mkdtemp(),
         **more,
