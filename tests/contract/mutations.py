@@ -305,6 +305,7 @@ GROUPS = (
         (
             ("if accepts and not too_early", "if accepts"),
             ("others = words & self._no_stops", "others = words"),
+            ("words & self._no_ends & self._stops", "words & 0"),
             ("< self._least and others.any()", "< self._least"),
             ("else [*alone, self.mask()]", "else [*alone, ~self.mask()]"),
         ),
