@@ -100,9 +100,7 @@ def hosted_vllm():
 
 
 def messages():
-    return chat(
-        custom_llm_provider="anthropic", api_base=os.environ["ANTHROPIC_BASE_URL"], max_tokens=1024
-    )
+    return loop("anthropic", api_base=os.environ["ANTHROPIC_BASE_URL"], max_tokens=1024)
 
 
 def structured():
