@@ -879,7 +879,15 @@ GROUPS = (
             ('key = "parameters" if bare else "arguments"', 'key = "arguments"'),
             ("if not tools and not marks.thinking:", "if not tools:"),
             ('mode = "required" if kind in ("any", "tool") else kind', "mode = kind"),
+            ("(<+{_BEGUN})*<+\\/think>", "<\\/think>"),
         ),
+    ),
+    Group(
+        "endpoint/chat_turns",
+        (
+            "endpoint/test_usual_fields.py::test_allowed_tools_are_counted_where_nothing_keeps_the_policy_from_others",
+        ),
+        (("if call.choice.names:", "if False:"),),
     ),
     Group(
         "endpoint/text_flow",
