@@ -25,8 +25,13 @@ GUIDED: Mapping[str, str] = {
     "guided_json_object": "json_object",
 }
 """vLLM's older fields, with their names in structured_outputs."""
-THINKING = r"/([^<]|<[^\/]|<\/[^t])*<\/think>\n*/"
-"""The rest of a turn's reasoning, in llguidance's Lark: anything up to the mark of its end."""
+_BEGUN = r"\/(t(h(i(nk?)?)?)?)?"
+"""What may follow "<" in "</think>", without its end."""
+_OTHER = r"([^<\/]|\/([^<t]|t([^<h]|h([^<i]|i([^<n]|n([^<k]|k[^<>]))))))"
+"""What follows "<" and is not a part of "</think>", up to the first other letter."""
+THINKING = rf"/([^<]|(<+{_BEGUN})*<+{_OTHER})*(<+{_BEGUN})*<+\/think>\n*/"
+"""The rest of a turn's reasoning, in llguidance's Lark: anything up to the first mark of its end,
+as the turn is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,6 +78,8 @@ class ChatTurns:
         shaping = wish.shaping or LogitShaping()
         forced = call.choice.mode == "required"
         if shaping.constraint is None and not forced:
+            if call.choice.names:  # only a constraint keeps the policy from the other tools
+                self.desk.ignore(["tool_choice"])
             return wish
         if not caller.terms.takes_constraints or (tools and marks.calls == "other"):
             self.desk.ignore(["tool_choice" if forced else "response_format"])

@@ -209,7 +209,7 @@ class Matching:
         Args:
             matcher: an LLMatcher of its own.
             name: the request's id, for errors.
-            stop_ids: possible only where the text matches.
+            stop_ids: possible where the text matches, and where it needs one as a part of it.
             ends: the tokenizer's end tokens.
             vocab: number of token ids.
             min_tokens: stop tokens are possible from here on, or if no other token is.
@@ -218,8 +218,8 @@ class Matching:
         self._stop_ids = stop_ids
         self._vocab, self._width, self._least = vocab, -(-vocab // 32), min_tokens
         self._stops = packed_words(np.asarray(stop_ids, np.int32), self._width)
-        ends_too = np.asarray([*stop_ids, *ends], np.int32)
-        self._no_stops = ~packed_words(ends_too, self._width)
+        self._no_ends = ~packed_words(np.asarray(ends, np.int32), self._width)
+        self._no_stops = self._no_ends & ~self._stops
         self._num = 0  # tokens taken
         self.forced: list[int] = []  # tokens that come next; the matcher has them already
         self._mask: Words | None = None  # of the token after them
@@ -247,7 +247,8 @@ class Matching:
             accepts = self._matcher.is_accepting()
             others = words & self._no_stops
             too_early = self._num + len(self.forced) < self._least and others.any()
-            self._mask = others | self._stops if accepts and not too_early else others
+            stops = self._stops if accepts else words & self._no_ends & self._stops
+            self._mask = others if too_early else others | stops
             if not self._mask.any():
                 self._fail()
         return self._mask

@@ -305,6 +305,7 @@ GROUPS = (
         (
             ("if accepts and not too_early", "if accepts"),
             ("others = words & self._no_stops", "others = words"),
+            ("words & self._no_ends & self._stops", "words & 0"),
             ("< self._least and others.any()", "< self._least"),
             ("else [*alone, self.mask()]", "else [*alone, ~self.mask()]"),
         ),
@@ -878,7 +879,15 @@ GROUPS = (
             ('key = "parameters" if bare else "arguments"', 'key = "arguments"'),
             ("if not tools and not marks.thinking:", "if not tools:"),
             ('mode = "required" if kind in ("any", "tool") else kind', "mode = kind"),
+            ("(<+{_BEGUN})*<+\\/think>", "<\\/think>"),
         ),
+    ),
+    Group(
+        "endpoint/chat_turns",
+        (
+            "endpoint/test_usual_fields.py::test_allowed_tools_are_counted_where_nothing_keeps_the_policy_from_others",
+        ),
+        (("if call.choice.names:", "if False:"),),
     ),
     Group(
         "endpoint/text_flow",

@@ -155,11 +155,13 @@ GOOD = [
     '<think>\n1 < 2 </p>\n</think>\n\n<tool_call>\n{"name": "sub", "arguments": {}}\n</tool_call>',
     '{"a": 3}',
     '<think>because</think>{"a": 3}',
+    '<think><table></td></thin></</t<</think>{"a": 3}',
 ]
 BAD = [
     '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>',
     '<tool_call>\n{"name": "mul", "arguments": {}}\n</tool_call>',
     '{"a": "x"}',
+    '<think>a</think>b</think>{"a": 3}',
     "Hello",
 ]
 

@@ -24,6 +24,7 @@ from jaxrl_async.types import (
 HI = [{"role": "user", "content": "Hi"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+JSON = {"type": "json_object"}
 ANTHROPIC_TOOLS = [{"name": "add", "input_schema": {"type": "object"}}]
 
 
@@ -247,6 +248,21 @@ def test_a_required_call_is_a_constraint(rig: Rig):
     assert rig.sampler.requests[-1].shaping.constraint == constraint
     chat(rig, tools=TOOLS)
     assert rig.sampler.requests[-1].shaping is None
+
+
+def test_allowed_tools_are_counted_where_nothing_keeps_the_policy_from_others(rig: Rig):
+    other = {"type": "function", "function": {"name": "sub"}}
+    named = [{"type": "function", "function": {"name": "sub"}}]
+    for mode, text, is_counted in (("auto", None, 1), ("auto", JSON, 0), ("required", None, 0)):
+        before = rig.desk.counts.ignored
+        allowed = {"mode": mode, "tools": named}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
+        more = {} if text is None else {"response_format": text}
+        chat(rig, "{}", tools=[*TOOLS, other], tool_choice=choice, **more)
+        assert rig.desk.counts.ignored - before == is_counted, (mode, text)
+        shaping = rig.sampler.requests[-1].shaping
+        assert is_counted == (shaping is None)
+        assert is_counted or "add" not in shaping.constraint.text
 
 
 def test_ids_of_calls_do_not_repeat_and_are_the_same_in_a_replay(rig: Rig):

@@ -252,6 +252,28 @@ def test_min_tokens_give_way_to_a_text_that_is_complete() -> None:
     assert 0 not in long.kept.of(19) and 0 in long.kept.of(20)
 
 
+def test_a_stop_token_may_be_a_part_of_the_text() -> None:
+    (b,) = TOKENS.encode("b").tolist()
+    needed, possible = (
+        Constraint(kind="regex", text="a{12}bc"),
+        Constraint(kind="regex", text="[ab]*"),
+    )
+    with sampler_of() as sampler:
+        one, other = sampler.generate(
+            [
+                request(1, needed, stop_token_ids=(0, b)),
+                request(
+                    2,
+                    stop_token_ids=(0, b),
+                    shaping=LogitShaping(min_tokens=6, constraint=possible),
+                ),
+            ]
+        )
+    assert text_of(one) == 12 * "a" + "b" and one.stop is StopReason.EOS
+    assert one.kept.of(12).tolist() == [b] and one.logprobs[12] == 0
+    assert set(text_of(other)[:6]) == {"a"} and {0, b} <= set(other.kept.of(6).tolist())
+
+
 def test_the_masks_of_an_answer_are_small() -> None:
     """A token in a string may be nearly any: 1.6 kB each if listed."""
     string = Constraint(kind="json_schema", text='{"type": "string", "minLength": 400}')
