@@ -262,9 +262,10 @@ def _check_room(request: Request, prompt: int, room: Room, *, answer_fits: bool)
     scores = request.logprobs is not None and request.logprobs.prompt
     only_scores = scores and request.max_new_tokens == 0 and request.forced_length is None
     if prompt >= room.max_length + only_scores:
+        new = "" if only_scores else " with at least one new token"
         raise RolloutError(
             f"request {request.request_id!r}: the prompt has {prompt} tokens, but a slot holds "
-            f"{room.max_length} with at least one new token. Shorten the prompt or raise "
+            f"{room.max_length}{new}. Shorten the prompt or raise "
             "sampler.max_length."
         )
     for field in ("max_new_tokens", "forced_length"):
