@@ -132,7 +132,7 @@ class Asker:
         """Return the log-probs of each text's tokens, in this order; blocks. Nothing is generated.
 
         Args:
-            texts: a text or its token ids, or a list of these and of pairs. A pair, the tuple
+            texts: a text or its token ids, a pair, or a list of these. A pair, the tuple
                 (prompt, completion), gives the log-probs of the completion; its prompt may also be
                 a conversation (messages). Texts are written as they are, after the tokens that the
                 tokenizer adds before a text (bos).
@@ -192,7 +192,11 @@ class Asker:
             answer.cancel()
 
     def _request(
-        self, prompt: Asked, most: int, sampling: SamplingParams, constraint: Constraint | None
+        self,
+        prompt: Asked,
+        most: int,
+        sampling: SamplingParams,
+        constraint: Constraint | None = None,
     ) -> Request:
         self._count += 1
         if isinstance(prompt, str) and self._chat_arguments:

@@ -38,9 +38,8 @@ class ScoredText:
 
 
 def listed_texts(texts: Scored | Sequence[Scored]) -> list[Scored]:
-    """Return one thing to score or several as a list. A tuple of several texts is several texts.
-    Raises DataError."""
-    if isinstance(texts, str) or _are_ids(texts):
+    """Return one thing to score or several as a list. A tuple is a pair. Raises DataError."""
+    if isinstance(texts, str | bytes | tuple) or _are_ids(texts):
         return [texts]  # type: ignore[list-item]
     if not isinstance(texts, Sequence):
         raise DataError(
@@ -105,7 +104,7 @@ def scored_text(request: Request, done: Completion, tokenizer: Tokenizer) -> Sco
     return ScoredText(
         text=b"".join(pieces).decode(errors="replace"),
         token_ids=ids,
-        starts=np.cumsum([0, *map(_characters, pieces[:-1])], dtype=np.int32),
+        starts=_starts(pieces),
         logprobs=found.logprobs,
         total=float(found.logprobs[first:].sum(dtype=np.float64)),
         greedy=greedy,
@@ -121,8 +120,18 @@ def _are_ids(value: Any) -> bool:
         return value.ndim == 1 and np.issubdtype(value.dtype, np.integer)
     whole = (int, np.integer)
     return (
-        isinstance(value, Sequence) and len(value) > 0 and all(isinstance(i, whole) for i in value)
+        isinstance(value, Sequence)
+        and not isinstance(value, bytes)
+        and len(value) > 0
+        and all(isinstance(i, whole) for i in value)
     )
+
+
+def _starts(pieces: Sequence[bytes]) -> IntArray:
+    """Return the index of the character that holds the first byte of each token."""
+    before = np.cumsum([0, *map(_characters, pieces[:-1])])
+    inside = [_characters(piece[:1]) == 0 and len(piece) > 0 for piece in pieces]
+    return np.maximum(before - inside, 0).astype(np.int32)
 
 
 def _characters(piece: bytes) -> int:

@@ -148,14 +148,18 @@ class _Tokens:
         for i in (*special, *tokenizer.eos_ids):
             self.tokens[i] = special.get(i, f"<end {i}>").encode()
         self.tokens += [b""] * (vocab - known)
-        self.special_token_ids = sorted({*special, *tokenizer.eos_ids})
+        self._special = {*special, *tokenizer.eos_ids}
+        self.special_token_ids = sorted(self._special)
 
     def __call__(self, text: str) -> list[int]:
-        """Tokenize a text that is certain to come."""
+        """Tokenize a text that is certain to come. The name of a special token in it is a text like
+        others: its parts are tokenized alone."""
         if isinstance(text, bytes):
             raise TypeError("text, not bytes")  # llguidance asks which one is taken
         ids: list[int] = self._tokenizer.encode(text).tolist()
-        return ids
+        if self._special.isdisjoint(ids):
+            return ids
+        return [i for character in text for i in self._tokenizer.encode(character).tolist()]
 
 
 def _grammar(library: Any, constraint: Constraint) -> str:
@@ -172,7 +176,9 @@ def _grammar(library: Any, constraint: Constraint) -> str:
             raise ValueError(f"its text is not a JSON list: {error}.") from None
         if not (isinstance(texts, list) and texts and all(isinstance(t, str) for t in texts)):
             raise ValueError("its text must be a JSON list of at least one text.")
-        return str(library.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts))))
+        # a terminal: alternatives of a rule are at most 2000
+        either = " | ".join(map(json.dumps, texts))
+        return str(library.grammar_from_lark(f"start: TEXT\nTEXT: {either}"))
     schema = text if kind == "json_schema" else '{"type": "object"}'
     try:
         return str(

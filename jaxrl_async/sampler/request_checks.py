@@ -43,6 +43,9 @@ INT32_END = 2**31
 """The maximum of int32 plus 1: keys, branches and counts are below it."""
 LARGEST_BIAS, LARGEST_PENALTY = 100, 2
 """Limits of a logit bias, and of frequency and presence penalties, as of OpenAI's API."""
+LEAST_REPETITION = 1e-6
+"""Minimum of a repetition penalty, and 1 / its maximum: logits / 1e-40 are infinite in float32, and
+their log-probs NaN."""
 LARGEST_VOCAB = 2**24
 """Limit of the vocabulary of a sampling mask, to refuse masks that would not fit in memory."""
 FRESH = -1
@@ -262,9 +265,10 @@ def _check_room(request: Request, prompt: int, room: Room, *, answer_fits: bool)
     scores = request.logprobs is not None and request.logprobs.prompt
     only_scores = scores and request.max_new_tokens == 0 and request.forced_length is None
     if prompt >= room.max_length + only_scores:
+        new = "" if only_scores else " with at least one new token"
         raise RolloutError(
             f"request {request.request_id!r}: the prompt has {prompt} tokens, but a slot holds "
-            f"{room.max_length} with at least one new token. Shorten the prompt or raise "
+            f"{room.max_length}{new}. Shorten the prompt or raise "
             "sampler.max_length."
         )
     for field in ("max_new_tokens", "forced_length"):
@@ -353,8 +357,9 @@ def _shaping(request: Request, room: Room) -> LogitShaping | None:
         wanted = f"a Constraint of kind {', '.join(KINDS)}, of at most {LONGEST} characters"
         _refuse(request, "shaping.constraint", constraint, wanted)
     repetition = _number(request, "shaping.repetition_penalty", given.repetition_penalty)
-    if not 0 < repetition <= LARGEST:
-        _refuse(request, "shaping.repetition_penalty", repetition, "above 0")
+    if not LEAST_REPETITION <= repetition <= 1 / LEAST_REPETITION:  # float32 has these logits
+        wanted = f"from {LEAST_REPETITION:g} to {1 / LEAST_REPETITION:g}"
+        _refuse(request, "shaping.repetition_penalty", repetition, wanted)
     least = _whole(request, "shaping.min_tokens", given.min_tokens, 0, INT32_END)
     if least > num_wanted(request):
         _refuse(request, "shaping.min_tokens", least, f"at most {num_wanted(request)}, its length")

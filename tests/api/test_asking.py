@@ -61,6 +61,10 @@ def test_texts_and_completions_have_the_log_probs_of_the_trainer() -> None:
         found = asker.score(texts, top=3, ids=(5,))
         (greedy,) = asker.score([(opened, asked_greedy(asker))], top=1)
         assert [one.token_ids.tolist() for one in asker.score(text)] == [ids.tolist()]
+        (pair,) = asker.score((prompt, answer))
+        (apart,) = asker.score("aéa")
+    assert pair.total == found[2].total
+    assert [apart.text[i] for i in apart.starts] == list("aééa"), "a token starts inside é"
     wanted = logprobs_of(SPEC, POLICY.params, ids)
     for one in found[:2]:
         assert one.token_ids.tolist() == ids.tolist() and one.text == text and not one.greedy
@@ -91,6 +95,8 @@ def asked_greedy(asker: jr.Asker) -> list[int]:
         (5, "texts is a int"),
         ([{"role": "user"}], r"texts\[0\] is .* Give a text, token ids"),
         ([("a", "b", "c")], r"texts\[0\] is"),
+        (("a", "b", "c"), r"texts\[0\] is"),
+        ([b"a"], r"texts\[0\] is b'a'"),
         ([("a", None)], r"texts\[0\]: the completion is None"),
         ([(3, "a")], r"texts\[0\]: the prompt is 3"),
         ([("a", "")], r"texts\[0\]: the completion has no tokens"),

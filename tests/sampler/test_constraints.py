@@ -25,6 +25,7 @@ from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.remote.run.sent_tokenizer import ArrivedTokenizer, sent_tokenizer
 from jaxrl_async.remote.sampler.remote_replica import RemoteReplica
 from jaxrl_async.remote.sampler.request_server import ReplicaServer
+from jaxrl_async.sampler.grammar import Grammars, unpacked_bits
 from jaxrl_async.sampler.request_checks import RequestCheck
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings, room_of
@@ -311,6 +312,30 @@ def test_what_cannot_be_followed_is_refused_before_anything_is_queued() -> None:
     unknowing = Sampler((SPEC, PARAMS), section=SECTION)
     with unknowing, pytest.raises(RolloutError, match="knows no tokenizer"):
         unknowing.generate([request(2, Constraint.schema())])
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        [f"item number {i}" for i in range(5000)],
+        ["x<eos>y"],  # a text like others, not the end token
+        ["", "yes", "yes please", "\U0001f600", 'a\n"\\/'],
+    ],
+    ids=["many", "special", "odd"],
+)
+def test_a_choice_may_have_many_texts_and_any(texts: list[str]) -> None:
+    asked, random = request(1, Constraint.choice(texts)), np.random.default_rng(0)
+    grammars, seen = Grammars(TOKENS, VOCAB), set()
+    grammars.check(asked)
+    for _ in range(40):
+        matching, ids = grammars.matching(asked, []), list[int]()
+        while not ids or ids[-1] != 0:
+            matching.force()
+            (mask,) = matching.masks_of(1)
+            ids.append(int(random.choice(np.flatnonzero(unpacked_bits(mask)))))
+            matching.take(ids[-1:])
+        seen.add(TOKENS.decode(np.asarray(ids[:-1], np.int32)))
+    assert seen == set(texts) if len(texts) < 10 else seen < set(texts)
 
 
 def test_tokens_of_whole_words_are_judged_by_their_text() -> None:

@@ -27,6 +27,7 @@ from jaxrl_async.sampler.setup import SamplerSettings, build_setup
 from jaxrl_async.types import (
     Completion,
     LogprobRequest,
+    Partial,
     PositionLogprobs,
     Request,
     SamplingParams,
@@ -443,6 +444,21 @@ def test_the_logits_of_a_long_prompt_are_never_in_memory_together(kernels: bool)
     memory = lowered.compile().memory_analysis()
     of_attention = 0 if kernels else 4 * 4096**2 * 4 * 3  # XLA's own holds scores of 4 heads
     assert n == 4096 and memory.temp_size_in_bytes < 3 * 2**26 + of_attention
+
+
+def test_a_continued_answer_and_a_prompt_of_the_same_tokens_are_scored_apart() -> None:
+    """The answer was saved without log-probs of its prompt, and is resumed with a wish for them."""
+    asked = request(4, max_new_tokens=8, stop_token_ids=(), sampling=SamplingParams())
+    wish = LogprobRequest(prompt=True)
+    with make_sampler() as sampler:
+        (done,) = sampler.generate([asked])
+        saved = Partial(request=replace(asked, logprobs=wish), seed=0, **done.first(5, 0).columns)
+        whole = np.concatenate([asked.token_ids, done.token_ids[:5]])
+        fresh = request(5, token_ids=whole, logprobs=wish)
+        for order in ([saved, fresh], [fresh, saved]):
+            answers = dict(zip(map(id, order), sampler.resume(order), strict=True))
+            check_prompt(saved.request, answers[id(saved)])
+            check_prompt(fresh, answers[id(fresh)])
 
 
 def test_cancelled_scores_leave_nothing_behind() -> None:

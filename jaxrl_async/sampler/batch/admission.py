@@ -212,14 +212,15 @@ def adjusted_limit(limit: Limit, load: SamplerLoad) -> Limit:
     return limit
 
 
-Content = tuple[bytes, bytes, LogprobRequest | None]
-"""The salt of a request's adapter, its tokens, and the log-probs that it wants of its prompt:
-requests with equal content share a prefill."""
+Content = tuple[bytes, bytes, tuple[LogprobRequest, int] | None]
+"""The salt of a request's adapter, its tokens, and the log-probs that it wants of its prompt with
+the prompt's length (sampled tokens may follow): requests with equal content share a prefill."""
 
 
 def content_of(salt: bytes, token_ids: IntArray, scores: PromptScores | None) -> Content:
     """Return the content of a request."""
-    return salt, token_ids.tobytes(), None if scores is None else scores.asked
+    wanted = None if scores is None else (scores.asked, scores.tokens)
+    return salt, token_ids.tobytes(), wanted
 
 
 class Admission:
