@@ -30,6 +30,8 @@ HEARD_S = 0.5
 class RunServing:
     """The endpoint of a run. `sessions` and `address` are for the programs that play its tasks."""
 
+    needed = True  # a run that needs no endpoint has NoServing
+
     def __init__(
         self,
         section: EndpointSection,

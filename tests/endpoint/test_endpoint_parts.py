@@ -9,6 +9,7 @@ from endpoint_rig import KEY, Speaker, served_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl_async.config.endpoint_section import EndpointSection
 from jaxrl_async.data.chat import chat_format
 from jaxrl_async.endpoint.answer_constraint import ANY_TOOL
 from jaxrl_async.endpoint.body_fields import BodyFields, parsed_json
@@ -18,8 +19,10 @@ from jaxrl_async.endpoint.conversations import MAX_REMEMBERED, Conversations
 from jaxrl_async.endpoint.generation import GeneratedAnswer
 from jaxrl_async.endpoint.http_answers import chat_answer, visible_turn
 from jaxrl_async.endpoint.http_errors import CallRefused
+from jaxrl_async.endpoint.run_serving import RunServing
 from jaxrl_async.endpoint.service import EndpointLimits, EndpointService
 from jaxrl_async.endpoint.text_flow import TextFlow
+from jaxrl_async.run.optional_parts import Serving
 from jaxrl_async.types import Completion, StopReason
 
 TOKENIZER = byte_tokenizer(QWEN3)
@@ -233,3 +236,11 @@ def test_a_guests_conversation_is_forgotten_once_it_has_idled():
     assert desk.caller(KEY, "talk").conversations is first
     now[0] = 20.5
     assert desk.caller(KEY, "talk").conversations is not first
+
+
+def test_the_endpoint_of_a_run_has_all_that_the_core_reads():
+    made = RunServing(EndpointSection())
+    read = {*Serving.__annotations__, *(n for n in vars(Serving) if not n.startswith("_"))}
+    assert {"needed", "open", "close"} <= read
+    assert made.needed and not [name for name in read if not hasattr(made, name)]
+    made.close()
