@@ -1,7 +1,7 @@
 """Traces of chosen steps by JAX's profiler (run.profile): what the devices did, operation by
 operation, and when the host waited for them.
 
-    StepTraces.of(3) ──> ProcessTrace of this process ─────────────> RUN/profile (metrics.profiles)
+    StepTraces.of(3) ──> ProcessTrace of this process ───> RUN/profile (metrics.trace_file)
                    └───> samplers.profile(3, on=True) ──the wire──> a ProcessTrace in each sampler
 
 JAX's profiler traces a whole process, one trace at a time; samplers that are threads of the trainer
@@ -74,7 +74,7 @@ class ProcessTrace:
         self._timer.start()
 
     def files(self) -> dict[str, bytes]:
-        """End the trace, if it has not ended; return its files by metrics.profiles.SUFFIXES. Raises
+        """End the trace, if it has not ended; return its files by trace_file.SUFFIXES. Raises
         ProfileError if JAX wrote none. To be called once."""
         self._timer.cancel()
         self._end()

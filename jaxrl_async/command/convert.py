@@ -81,7 +81,10 @@ def _converted(own: dict[str, str], words: list[str], *, source: str) -> int:
     if out is None:
         print(text, end="")
     else:
-        out.write_text(text, encoding="utf-8")
+        try:
+            out.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{out}: {error.strerror}. Give a new file.") from None
         print(f"{out}: {len(found.settings)} settings of {peer.name}'s", file=sys.stderr)
     for name, reason in found.left.items():
         print(f"no counterpart: {name}: {reason}", file=sys.stderr)

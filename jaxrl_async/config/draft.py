@@ -39,6 +39,8 @@ class Draft:
     overridden: set[KeyPath] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
     told: set[str] = field(default_factory=set)  # warnings that were logged
+    # settings of sections that a former switch made null, for a later place that has the section
+    aside: dict[KeyPath, Tree] = field(default_factory=dict)
 
     def where(self, path: KeyPath) -> str:
         """Return where a key was set: on the command line, or in which line of the file."""

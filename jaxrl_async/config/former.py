@@ -40,6 +40,8 @@ REPLACED: Mapping[str, str] = {
     "endpoint.enabled": "endpoint={}",
 }
 """Former switches, and how the section that is chosen now is given instead."""
+SWITCHED = (("endpoint",), ("data", "addition"), ("data", "jsonl"))
+"""Sections that these switches make null."""
 
 
 class Renewed(NamedTuple):

@@ -33,6 +33,8 @@ from jaxrl_async.config.draft import (
 )
 from jaxrl_async.config.former import (
     NAMES,
+    REPLACED,
+    SWITCHED,
     VALUES,
     Replaced,
     now_of,
@@ -105,6 +107,8 @@ def _checked(draft: Draft) -> Config:
     """Return a draft as a configuration that keeps the rules. Raises ConfigError with all
     problems."""
     draft = replace(draft, tree=_plain_copy(draft.tree))  # without sections that are turned off
+    if draft.tree.get("task") is not None and draft.tree.get("endpoint") is None:
+        _bring_back(draft, {"endpoint": {}})  # for the task's program, which needs no switch
     _tell(draft, turn_off(draft.tree))
     known = _keep_known(draft, draft.tree, Config, ())
     try:
@@ -122,12 +126,33 @@ def _checked(draft: Draft) -> Config:
 
 def _renew_names(draft: Draft) -> None:
     """Write former names and values in a draft as they are now."""
+    before = {path: deepcopy(_at(draft.tree, path)) for path in SWITCHED}
     replaced = renew_names(draft.tree)
+    for path, settings in before.items():
+        if isinstance(settings, dict) and _at(draft.tree, path) is None:
+            switch = {name.rpartition(".")[2] for name in REPLACED}
+            draft.aside[path] = {k: v for k, v in settings.items() if k not in switch}
     _tell(draft, replaced)
     for one in replaced:
         written = tuple(one.written.split("."))
         if written in draft.lines:
             draft.lines.setdefault(tuple(one.now.split(".")), draft.lines[written])
+
+
+def _at(tree: Any, path: KeyPath) -> Any:
+    """Return what nested sections have at a key path; None: nothing."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def _bring_back(draft: Draft, settings: Tree) -> None:
+    """Before these settings are written into a draft: give each section that a former switch made
+    null, and that they have, the settings that it had."""
+    for path in [path for path in draft.aside if isinstance(_at(settings, path), dict)]:
+        outer = _at(draft.tree, path[:-1])
+        if isinstance(outer, dict) and outer.get(path[-1]) is None:
+            outer[path[-1]] = deepcopy(draft.aside[path])
 
 
 def _tell(draft: Draft, replaced: Iterable[Replaced]) -> None:
@@ -214,12 +239,15 @@ def _of_one(shared: Draft, name: str, own: Any) -> Draft:
         own_lines = {path[2:]: line for path, line in lines.items() if path[:2] == in_runs}
         draft = Draft(file=shared.file, tree=_plain_copy(own), lines=own_lines)
     _renew_names(draft)
+    base = replace(shared, tree=deepcopy(shared.tree))
+    _bring_back(base, draft.tree)
     return Draft(
         file=draft.file,
-        tree=merged(deepcopy(shared.tree), draft.tree),
+        tree=merged(base.tree, draft.tree),
         lines={**lines, **{path: line for path, line in draft.lines.items() if path}},
         overridden=shared.overridden - draft.lines.keys(),
         told=shared.told,
+        aside=shared.aside | draft.aside,
     )
 
 
@@ -349,13 +377,15 @@ def _apply(draft: Draft, text: str) -> None:
     except ConfigError as error:
         draft.problems.append(f"{COMMAND_LINE}: {name}: {error}")
         return
-    if not (_is_section(target) or now_of(name) or name in VALUES):
-        _store(draft, path, value)
-        return
     tree = value
     for key in reversed(path):
         tree = {key: tree}
+    if not (_is_section(target) or now_of(name) or name in VALUES):
+        _bring_back(draft, tree)
+        _store(draft, path, value)
+        return
     _renew_names(own := Draft(file=COMMAND_LINE, tree=tree))
+    _bring_back(draft, own.tree)
     _store_section(draft, own.tree, (), path)
 
 

@@ -41,7 +41,7 @@ CHOICE = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PivotPlan:
-    """Number and origin of the continuations; see config/pivot_section.py."""
+    """Number and origin of the continuations; see algorithm.pivots."""
 
     continuations: int
     members: int = 1

@@ -87,7 +87,8 @@ def graded(box: Sandbox, program: str, record: Mapping[str, Any], where: str = "
         return _graded_outputs(box, program, cases)
     test = record.get("test")
     if test is None and record.get("test_list"):
-        test = "\n".join([*record.get("test_imports", ()), *record["test_list"]])
+        setup = (*(record.get("test_imports") or ()), record.get("test_setup_code") or "")
+        test = "\n".join([*setup, *record["test_list"]])
     if not isinstance(test, str) or not test.strip():
         raise RefusedScore(
             f"{where}has no tests: give records with `test` and `entry_point` (HumanEval), "

@@ -141,9 +141,11 @@ def code_task(
 def read_problems(path: str) -> list[TaskRecord]:
     """Return a file's problems with a column `question`. Raises DataError."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # not at U+2028
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}. Give a file with a problem a line.") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
     problems = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

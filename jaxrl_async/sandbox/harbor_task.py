@@ -73,15 +73,16 @@ class HarborProcess:
         self._python, self._environ = python, dict(environ)
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self._process: subprocess.Popen[bytes] | None = None
-        self._waiting: dict[int, Future[dict[str, Any]]] = {}
+        self._waiting: dict[int, tuple[subprocess.Popen[bytes], Future[dict[str, Any]]]] = {}
 
     def begin(self, config: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[int, Any]:
         """Begin a trial; return its number and the Future of its result. Raises Away."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
+            process = self._process
+            if process is None or process.poll() is not None:
+                process = self._start()
             number, result = next(self._numbers), Future[dict[str, Any]]()
-            self._waiting[number] = result
+            self._waiting[number] = process, result
             self._send({"id": number, "config": config, "environ": environ})
             return number, result
 
@@ -100,18 +101,17 @@ class HarborProcess:
             process.terminate()
             process.wait()
 
-    def _start(self) -> None:
+    def _start(self) -> "subprocess.Popen[bytes]":
         script = str(Path(__file__).with_name("harbor_trials.py"))
-        self._process = subprocess.Popen(
+        self._process = process = subprocess.Popen(
             kept([self._python, "-P", script]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=self._environ,
             start_new_session=True,
         )
-        threading.Thread(
-            target=self._read, args=(self._process,), name="harbor", daemon=True
-        ).start()
+        threading.Thread(target=self._read, args=(process,), name="harbor", daemon=True).start()
+        return process
 
     def _send(self, told: Mapping[str, Any]) -> None:
         try:
@@ -123,7 +123,6 @@ class HarborProcess:
 
     def _read(self, process: "subprocess.Popen[bytes]") -> None:
         assert process.stdout is not None, "stdout=PIPE"
-        mine: set[int] = set()
         with process.stdout:
             for line in process.stdout:
                 told = json.loads(line)
@@ -131,7 +130,7 @@ class HarborProcess:
                     log.info("harbor %s is ready", told["ready"])
                     continue
                 with self._lock:
-                    result = self._waiting.pop(told["id"], None)
+                    _, result = self._waiting.pop(told["id"], (None, None))
                 if result is not None and result.set_running_or_notify_cancel():
                     result.set_result(told)
         process.wait()
@@ -139,9 +138,8 @@ class HarborProcess:
             assert process.stdin is not None, "stdin=PIPE"
             process.stdin.close()
         with self._lock:
-            if self._process is process or self._process is None:
-                mine = set(self._waiting)
-            lost = [self._waiting.pop(number) for number in mine]
+            mine = [number for number, (of, _) in self._waiting.items() if of is process]
+            lost = [self._waiting.pop(number)[1] for number in mine]
         for result in lost:
             if result.set_running_or_notify_cancel():
                 result.set_exception(Away("Harbor's process has ended"))

@@ -197,6 +197,10 @@ OLD_DATA = {
         ({"source": "addition", **OLD_DATA}, ["data={source: jsonl, jsonl: {path: x}}"],
          {"jsonl": {"path": "x"}}),
         ({"source": "jsonl", "jsonl": {"path": "x"}}, ["data.source=addition"], {}),
+        ({"source": "jsonl", "addition": {"digits": 2}}, ["data.source=addition"],
+         {"addition": {"digits": 2}}),
+        ({"source": "addition", "jsonl": {"path": "x"}}, ["data.source=jsonl"],
+         {"jsonl": {"path": "x"}}),
         ({"source": "jsonl", "jsonl": {"path": "x"}}, ["data.jsonl.path=y"],
          {"jsonl": {"path": "y"}}),
         ({"source": "addition", **OLD_DATA}, ["data.addition=null", "data.jsonl.path=x"],
@@ -222,6 +226,10 @@ def test_runs_of_several_may_have_other_sources(write):
     one = runs_of(several)
     assert one["a"].data.records_path == "x" and one["a"].data.addition is None
     assert one["b"].data.problems == several.data.addition
+    text = text.replace("source: addition", "source: jsonl, jsonl: {path: y}")
+    one = runs_of(load(write(text + "  a: {data: {source: addition}}\n  b: {}\n")))
+    assert one["a"].data.problems is not None and one["a"].data.problems.digits == 2
+    assert one["b"].data.records_path == "y"
 
 
 def test_a_shared_section_that_one_run_alone_has_is_refused_once(write, refusal):
@@ -238,6 +246,10 @@ def test_a_shared_section_that_one_run_alone_has_is_refused_once(write, refusal)
         ({"enabled": False, "port": 80}, [], None),
         ({"enabled": True, "port": 80}, [], {"port": 80}),
         ({"enabled": True, "port": 80}, ["endpoint.enabled=false"], None),
+        ({"enabled": False, "port": 80}, ["endpoint.enabled=true"], {"port": 80}),
+        ({"enabled": False, "port": 80}, ["endpoint={}"], {"port": 80}),
+        ({"enabled": False, "port": 80}, ["endpoint.stall_s=5"], {"port": 80, "stall_s": 5}),
+        ({"enabled": False, "port": 80}, ["endpoint.enabled=true", "endpoint=null"], None),
         ({"enabled": False, "external_agents": True}, [], {"external_agents": True}),
         (None, ["endpoint.enabled=true", "endpoint.port=80"], {"port": 80}),
         ({"port": 80}, ["endpoint.enabled=true"], {"port": 80}),
@@ -254,6 +266,8 @@ def test_a_former_switch_of_the_endpoint_is_its_section(write, before, overrides
 def test_a_task_whose_program_used_the_endpoint_keeps_its_port(write):
     task = {"task": "x", "endpoint": {"enabled": False, "port": 80}}
     assert load(write(yaml.safe_dump(task))).serving.port == 80
+    del task["task"]
+    assert load(write(yaml.safe_dump(task)), ["task=x"]).serving.port == 80
 
 
 def test_a_source_of_an_older_run_has_not_changed():

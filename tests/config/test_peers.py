@@ -149,6 +149,12 @@ def test_the_algorithm_of_trl(given, expected):
             {"trainer.warmup_steps": 20, "checkpoint.every": 0, "trainer.schedule": "linear"},
         ),
         (
+            {"max_steps": 200, "warmup_ratio": 0.1, "max_prompt_length": 100},
+            1,
+            None,
+            {"trainer.warmup_steps": 20, "data.max_prompt_tokens": 100, "sampler.max_length": 612},
+        ),
+        (
             {"max_steps": 9, "report_to": ["wandb", "tensorboard"], "run_name": "x"},
             1,
             None,
@@ -356,3 +362,5 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     assert "none of its settings is TRL's or verl's" in capsys.readouterr().err
     assert main(["trl", "--num_generations", "1", "--max_steps", "2"]) == 1
     assert "to be corrected" in capsys.readouterr().err
+    assert main(["trl", "--out", str(tmp_path / "nowhere" / "mine.yaml")]) == 2
+    assert "No such file" in capsys.readouterr().err

@@ -92,6 +92,13 @@ def test_mbpp(sandboxes, answer: str, passed: float) -> None:
         assert graded(box, program_of(answer, LISTED), LISTED).passed == passed
 
 
+@pytest.mark.parametrize("setup", ["class Box:\n    value = 3", ""])
+def test_mbpps_tests_have_their_setup(sandboxes, setup: str) -> None:
+    record = {"test_list": ["assert value(Box()) == 3"], "test_setup_code": setup}
+    with Sandbox(SandboxLimits()) as box:
+        assert graded(box, "def value(box): return box.value", record).passed == bool(setup)
+
+
 READERS = {
     "right": ("print(sum(map(int, input().split())))", 1.0, ""),
     "right for two numbers": ("a, b = map(int, input().split())\nprint(a + b)", 0.75, "error"),
@@ -135,6 +142,17 @@ def test_questions_of_the_three_kinds_of_records() -> None:
     assert problem_of(own, "")["question"] == "Complete."
     told = {"messages": [{"role": "user", "content": "a"}], "test": "assert 1"}
     assert problem_of(told, "") == told
+
+
+def test_a_problem_is_what_stands_between_two_line_feeds(tmp_path: Path) -> None:
+    file = tmp_path / "problems.jsonl"
+    text, case = "before\u2028after\x85.", {"input": "", "output": ""}
+    file.write_text(json.dumps({"text": text, "tests": [case]}, ensure_ascii=False) + "\r\n")
+    (problem,) = read_problems(str(file))
+    assert problem["question"].startswith(text)
+    file.write_bytes(b'{"text": "\xff"}')
+    with pytest.raises(DataError, match="not UTF-8"):
+        read_problems(str(file))
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -175,6 +177,22 @@ def test_a_python_without_harbor_is_refused_with_the_way_out(tmp_path: Path, mon
         load_task({f"harbor:{tmp_path}": {"at_once": 0}})
     with pytest.raises(ConfigError, match="'oracle' asks no model"):
         load_task({f"harbor:{tmp_path}": {"agent": "oracle"}})
+
+
+def test_the_trials_of_a_process_that_ended_fail_although_another_has_begun() -> None:
+    ended, running = (
+        subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for words in (["true"], ["cat"])
+    )
+    with running:
+        process = harbor.HarborProcess("python", {})
+        process._process = running
+        lost, played = Future[dict](), Future[dict]()
+        process._waiting = {0: (ended, lost), 1: (running, played)}
+        process._read(ended)
+        assert isinstance(lost.exception(0), Away) and not played.done()
+        assert list(process._waiting) == [1]
+        process.close()
 
 
 def test_a_trial_knows_its_session_and_no_key_but_its_own() -> None:

@@ -229,7 +229,7 @@ def _schedule(f: Fields) -> Any:
 
 
 def _warmup(f: Fields) -> int:
-    steps = f["warmup_steps"]
+    steps = f["warmup_steps"] or f["warmup_ratio"]
     if 0 < steps < 1:  # a share of all updates
         return round(steps * _steps(f) * _updates(f))
     return int(steps)
@@ -422,9 +422,15 @@ _SAMPLING = {
         *at("sampler.max_new_tokens"),
         Setting(
             "sampler.max_length",
-            lambda f: f["vllm_max_model_length"] or f["max_completion_length"] + PROMPT_TOKENS,
+            lambda f: (
+                f["vllm_max_model_length"]
+                or f["max_completion_length"] + (f["max_prompt_length"] or PROMPT_TOKENS)
+            ),
         ),
         Setting("algorithm.aggregate", _aggregate, joint=True),
+    ),
+    "max_prompt_length": _field(  # of earlier versions
+        None, Setting("data.max_prompt_tokens", lambda f: f["max_prompt_length"] or KEEP)
     ),
     "vllm_max_model_length": _field(
         None, Setting("sampler.max_length", lambda f: f["vllm_max_model_length"] or KEEP)
@@ -454,6 +460,7 @@ _TRAINING = {
     "learning_rate": _field(1e-6, *at("algorithm.learning_rate")),
     "lr_scheduler_type": _field("linear", Setting("trainer.schedule", _schedule)),
     "warmup_steps": _field(0, Setting("trainer.warmup_steps", _warmup)),
+    "warmup_ratio": _field(0.0, Setting("trainer.warmup_steps", _warmup)),  # formerly
     "optim": _field("adamw_torch_fused", Setting("trainer", _optimizer)),
     "weight_decay": _field(0.0, *at("trainer.weight_decay")),
     "adam_beta1": _field(0.9, *at("trainer.beta1")),
@@ -603,7 +610,8 @@ TRL = Peer(
     fields={**_ALGORITHM, **_SAMPLING, **_TRAINING, **_LEFT, **_SCRIPT},
     arguments=_ARGUMENTS,
     notes={
-        "sampler.max_length": f"TRL does not bound prompts; this leaves {PROMPT_TOKENS} tokens",
+        "sampler.max_length": "TRL does not bound prompts: without max_prompt_length "
+        f"this leaves {PROMPT_TOKENS} tokens",
         "algorithm.advantage": "group_normalized divides by the deviation of the population, TRL "
         "by that of the sample: advantages are sqrt(G / (G - 1)) times larger",
         "staleness.max_staleness": "generation overlaps with training; 0 is TRL's order",

@@ -153,7 +153,7 @@ class Profiled:
     """The trace that a sampler recorded during a step."""
 
     step: int
-    files: Mapping[str, Bytes]  # by metrics.profiles.SUFFIXES
+    files: Mapping[str, Bytes]  # by metrics.trace_file.SUFFIXES
     error: str = ""  # why there are no files
 
 
