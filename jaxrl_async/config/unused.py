@@ -341,7 +341,7 @@ OF_RL = (
         "sampler.engine=native",
     ),
     Use(
-        ("sampler.block", "mesh.sampler", "mesh.samplers", "weights.manifest"),
+        ("sampler.block", "mesh.sampler", "mesh.samplers", "weights.checksum"),
         lambda c: c.sampler.engine != "vllm",
         "sampler.engine=native or jetstream",
     ),

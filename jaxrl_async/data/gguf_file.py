@@ -7,6 +7,7 @@ Only headers are read here: a tensor's data is memory-mapped, and dequantized on
 """
 
 import importlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache

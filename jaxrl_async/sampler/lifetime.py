@@ -113,7 +113,7 @@ class Lifetime:
     def forget_frames(self) -> None:
         """Clear the frames of the thread's error and of its causes: they refer to the part, whose
         arrays must be freed without Python's garbage collector, which does not scan a run's first
-        samplers (run/threads.py)."""
+        samplers (host.py)."""
         error = self.error
         while error is not None and error.__traceback__ is not None:
             traceback.clear_frames(error.__traceback__)
