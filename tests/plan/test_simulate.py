@@ -13,6 +13,7 @@ from jaxrl_async.plan import simulate as module
 from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers
 from jaxrl_async.plan.simulate import (
     SimulationResult,
+    best_split,
     simulate,
 )
 from jaxrl_async.plan.simulated_sampler import block_of
@@ -233,6 +234,16 @@ def test_drop_mode_counts_what_it_drops():
     told = simulate(replace(ONE, when_too_old="drop", overcommit=4.0, update_s=3.0))
     assert told.dropped_groups > 0 and told.dropped_tokens == told.dropped_groups * 8 * 64
     assert told.staleness_max <= 1
+
+
+def test_the_best_split_comes_first():
+    def at(chips: int) -> Pipeline:  # of 8: both sides scale
+        samplers = replace(ONE.samplers, step_s=(0.08 / (8 - chips),))
+        return replace(ONE, samplers=samplers, update_s=5.12 / chips)
+
+    splits = best_split({chips: at(chips) for chips in (1, 4, 6)})
+    assert [s.trainer_chips for s in splits] == [4, 6, 1]
+    assert splits[0].outcome.trainer_busy_share == pytest.approx(1.0)
 
 
 def test_a_histogram_has_the_mean_of_its_samples():
