@@ -28,7 +28,7 @@ OPTIONS = {
     "sample": "--help --join --mesh --name --process --coordinator --wait --data-port --once "
     "--cores --decoder --tls-certificate --tls-key --tls-authority",
     "serve": "--help --host --port --key-variable --slots --max-length --max-new-tokens "
-    "--kv-memory-mib --max-open-calls --chat-format --adapter --adapters-from --max-loras "
+    "--kv-memory-mib --max-open-calls --chat-format --cors --adapter --adapters-from --max-loras "
     "--max-lora-rank --decoder --seed",
     "export": "--help --dtype --step --adapter --adapter-only --upload --private --decoder",
 }
