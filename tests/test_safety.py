@@ -39,7 +39,9 @@ def unsafe(source):
 
 
 def allowed(found):
-    """np.load is safe exactly with allow_pickle=False."""
+    """np.load is safe exactly with allow_pickle=False; nothing foreign is run without
+    trust_remote_code."""
+    found = [name for name in found if name != "trust_remote_code=False"]
     return found in ([], ["np.load", "allow_pickle=False"], ["allow_pickle=False", "np.load"])
 
 

@@ -344,6 +344,7 @@ def test_log_probs_are_those_of_a_pass_by_the_weights_that_each_token_names(
     assert compared > (100 if mode == "continue" else 300)
 
 
+@pytest.mark.full
 def test_the_traffic_met_what_it_is_there_for() -> None:
     for what in ("preempted", "swaps", "hits", "restarted", "old cells", "saved KV", "drawn"):
         assert MET[what] > 10, what

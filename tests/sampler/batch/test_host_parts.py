@@ -14,8 +14,9 @@ from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.admission import DECREASE, Limit, SamplerLoad, adjusted_limit
 from jaxrl_async.sampler.batch.kv_budget import plan_memory
 from jaxrl_async.sampler.batch.kv_cache import KvCache, Pages, PrefixStore, TableForm, page_names
-from jaxrl_async.sampler.batch.slots import Slots, unpacked_bits
+from jaxrl_async.sampler.batch.slots import Slots
 from jaxrl_async.sampler.device.sampling import TokenExtras
+from jaxrl_async.sampler.grammar import packed_words, unpacked_bits
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "share", "give"]), st.integers(0, 5))))
@@ -203,14 +204,16 @@ def test_masks_are_stored_for_the_requests_that_ask_for_them_alone() -> None:
     words = np.array([0b101000, 2**32 - 1], np.uint32).reshape(2, 1, 1)  # [R, block, V / 32]
     owners = tokens(0, 1).reshape(2, 1)
     slots.take(drawn, full, owners, 4, TokenExtras(full, words), wanted={0})
-    assert [[ids.tolist() for ids in of] for of in slots.kept] == [[[3, 5]], []]
+    assert [of.record().num_tokens for of in slots.masks] == [1, 0]
     own = slots.output(0, extras=True)
     assert own.kept is not None and own.kept.ids.tolist() == [3, 5]
     assert own.full_logprobs is not None and own.full_logprobs.tolist() == [-0.5]
 
 
 def test_bits_come_back_as_token_ids() -> None:
-    assert unpacked_bits(np.array([0b1001, 1 << 31], np.uint32)).tolist() == [0, 3, 63]
+    words = np.array([0b1001, 1 << 31], np.uint32)
+    assert np.flatnonzero(unpacked_bits(words)).tolist() == [0, 3, 63]
+    assert packed_words(tokens(0, 3, 63), 2).tolist() == words.tolist()
 
 
 def test_memory_plan_refuses_what_could_never_finish_a_sequence() -> None:
