@@ -303,7 +303,6 @@ GROUPS = (
         "sampler/grammar",
         ("sampler/test_constraints.py",),
         (
-            ("if accepts and not too_early", "if accepts"),
             ("others = words & self._no_stops", "others = words"),
             ("words & self._no_ends & self._stops", "words & 0"),
             ("< self._least and others.any()", "< self._least"),

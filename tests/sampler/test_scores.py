@@ -377,6 +377,8 @@ def test_the_likeliest_are_those_of_a_whole_sort_also_where_many_are_equal() -> 
         logits = rng.integers(-3, 3, (7, vocab)).astype(np.float32)
         logits[0], logits[1, 5:] = 0, -np.inf
         logits[2] = rng.normal(size=vocab)
+        logits[3:5] = 0  # the largest in blocks of their own, and one after equal ones
+        logits[3, np.arange(k) * (vocab // k)], logits[4, -1] = np.arange(1, k + 1), 5
         ids, values = likeliest(jnp.asarray(logits), k)
         wanted = np.argsort(-logits, axis=-1, kind="stable")[:, :k]
         assert np.asarray(ids).tolist() == wanted.tolist()
@@ -384,9 +386,9 @@ def test_the_likeliest_are_those_of_a_whole_sort_also_where_many_are_equal() -> 
 
 
 def test_the_head_is_applied_to_a_few_tokens_at_a_time(monkeypatch) -> None:
-    """13 of 20 tokens are scored, 8 at a time: the last of three turns is left out."""
+    """23 of 30 tokens are scored, 8 at a time: the last of four turns is left out."""
     monkeypatch.setattr(token_scores, "MOST_LOGITS", 8 * VOCAB)
-    rng, n, count = np.random.default_rng(0), 20, 13
+    rng, n, count = np.random.default_rng(0), 30, 23
     x = rng.normal(size=(n, 32)).astype(np.float32)
     indices, targets = rng.permutation(n), rng.integers(0, VOCAB, n)
     rows, ids = rng.integers(0, 3, n), rng.integers(0, VOCAB, (3, 8))
@@ -410,7 +412,7 @@ def test_the_head_is_applied_to_a_few_tokens_at_a_time(monkeypatch) -> None:
         (ours.id_logprobs, np.take_along_axis(wanted, ids[rows[:count]], -1)),
     ):
         np.testing.assert_allclose(values[:count], said, atol=CLOSE, rtol=0)
-    assert not ours.logprobs[16:].any(), "the third turn has no token to score"
+    assert not ours.logprobs[24:].any(), "the fourth turn has no token to score"
 
 
 @pytest.mark.full

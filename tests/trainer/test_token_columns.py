@@ -13,7 +13,13 @@ from jaxrl_async.errors import DataError
 from jaxrl_async.trainer.data_metrics import group_measures
 from jaxrl_async.trainer.learning_settings import MicroSizes
 from jaxrl_async.trainer.pack import micro_batches, pack_groups
-from jaxrl_async.trainer.token_columns import Routing, SamplerColumns, SparseBits, sequence_masks
+from jaxrl_async.trainer.token_columns import (
+    NO_MASK,
+    Routing,
+    SamplerColumns,
+    SparseBits,
+    sequence_masks,
+)
 from jaxrl_async.types import Episode, EpisodeGroup, KeptTokens, Prompt, Score, StopReason, Ticket
 
 pytestmark = pytest.mark.full
@@ -152,6 +158,21 @@ def test_the_mean_number_of_kept_tokens_is_reported():
     (first, a), (second, b) = episode_of([True, True], 0), episode_of([True], 1)
     values = group_measures([group_of(first, second)], 1)
     assert values["rollout/kept_mean"] == pytest.approx((a.sum() + b.sum()) / 3)
+
+
+def test_a_set_of_impossible_ids_has_all_other_bits():
+    kept = KeptTokens(
+        ids=np.array([1, 4, 2], np.int32),
+        starts=np.array([0, 2, 3], np.int32),
+        which=np.array([0, 1, 0], np.int32),
+        left_out=np.array([True, False]),
+        vocab=VOCAB,
+    )
+    bits = np.asarray(SparseBits(kept, np.array([[0, 1, 2, NO_MASK]]), VOCAB))
+    found = np.unpackbits(bits, axis=-1, bitorder="little")[0, :, :VOCAB].astype(bool)
+    others = ~np.isin(np.arange(VOCAB), [1, 4])
+    wanted = [others, np.arange(VOCAB) == 2, others, np.ones(VOCAB, bool)]
+    assert found.tolist() == [row.tolist() for row in wanted]
 
 
 def test_masks_that_do_not_fit_are_refused():
