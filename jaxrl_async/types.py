@@ -108,6 +108,11 @@ class LogprobRequest:
     top: int = 0
     ids: tuple[int, ...] = ()  # these token ids at each of these positions
 
+    @property
+    def names_tokens(self) -> bool:
+        """Whether it asks for log-probs of named tokens at the generated tokens."""
+        return self.top > 0 or len(self.ids) > 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositionLogprobs:
@@ -207,6 +212,7 @@ class Request:
     adapter: str = ""  # empty: no adapter
     for_training: bool = True  # False: for an evaluation or a guest; counted separately
     shaping: LogitShaping | None = None  # None: the model's logits
+    logprobs: LogprobRequest | None = None  # None: those of the generated tokens alone
 
     @property
     def constraint(self) -> Constraint | None:
@@ -218,7 +224,10 @@ class Request:
         """Whether the device must return masks: not for a constraint alone, which the host has."""
         return self.extras or (self.constraint is not None and self.sampling.truncates)
 
-    logprobs: LogprobRequest | None = None  # None: those of the generated tokens alone
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether it asks for log-probs of its prompt."""
+        return self.logprobs is not None and self.logprobs.prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,17 +53,6 @@ def _whole(name: str, value: Any, most: int) -> int:
     return int(value)
 
 
-def names_tokens(request: Request) -> bool:
-    """Return whether a request wants log-probs of named tokens at its generated tokens."""
-    asked = request.logprobs
-    return asked is not None and (asked.top > 0 or len(asked.ids) > 0)
-
-
-def scores_prompt(request: Request) -> bool:
-    """Return whether a request wants log-probs of its prompt."""
-    return request.logprobs is not None and request.logprobs.prompt
-
-
 def check_logprobs(name: str, record: TokenRecord, request: Request) -> None:
     """Raise RolloutError unless a record of another process has log-probs of the prompt, and of
     named tokens, only in the shapes that the request wants.
@@ -72,7 +61,7 @@ def check_logprobs(name: str, record: TokenRecord, request: Request) -> None:
     """
     asked = request.logprobs or LogprobRequest()
     for field, rows, wanted in (
-        ("top_logprobs", len(record.token_ids), names_tokens(request)),
+        ("top_logprobs", len(record.token_ids), asked.names_tokens),
         ("prompt_logprobs", len(request.token_ids), asked.prompt),
     ):
         found: Any = getattr(record, field)
@@ -95,7 +84,8 @@ def check_logprobs(name: str, record: TokenRecord, request: Request) -> None:
 def check_has_logprobs(name: str, record: TokenRecord, request: Request) -> None:
     """Raise RolloutError unless a record has the log-probs of named tokens that its request wants
     at its generated tokens. name: of the record."""
-    if names_tokens(request) and len(record.token_ids) > 0 and record.top_logprobs is None:
+    named = request.logprobs is not None and request.logprobs.names_tokens
+    if named and len(record.token_ids) > 0 and record.top_logprobs is None:
         raise RolloutError(
             f"{name}: it wants log-probs of named tokens (logprobs.top, .ids), but has none "
             "of its generated tokens. Resume it without, or start it again."

@@ -262,8 +262,9 @@ def _prompt(request: Request, room: Room) -> IntArray:
 
 def _check_room(request: Request, prompt: int, room: Room, *, answer_fits: bool) -> None:
     """Raise RolloutError, which names the setting, unless prompt and answer fit. Nothing is cut."""
-    scores = request.logprobs is not None and request.logprobs.prompt
-    only_scores = scores and request.max_new_tokens == 0 and request.forced_length is None
+    only_scores = (
+        request.scores_prompt and request.max_new_tokens == 0 and request.forced_length is None
+    )
     if prompt >= room.max_length + only_scores:
         new = "" if only_scores else " with at least one new token"
         raise RolloutError(
@@ -275,7 +276,7 @@ def _check_room(request: Request, prompt: int, room: Room, *, answer_fits: bool)
         asked = getattr(request, field)
         if asked is None and field == "forced_length":
             continue
-        asked = _whole(request, field, asked, 1 - scores, INT32_END)
+        asked = _whole(request, field, asked, 1 - request.scores_prompt, INT32_END)
         if field == "max_new_tokens" and request.forced_length is not None:
             continue  # forced_length counts instead
         if room.max_new_tokens is not None and asked > room.max_new_tokens:

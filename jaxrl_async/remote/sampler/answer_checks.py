@@ -12,7 +12,6 @@ from jaxrl_async.errors import RolloutError, printable
 from jaxrl_async.sampler.logprob_checks import (
     check_has_logprobs,
     check_logprobs,
-    scores_prompt,
 )
 from jaxrl_async.sampler.request_checks import (
     Room,
@@ -170,7 +169,7 @@ def _check_scores(
     """Raise RolloutError unless an answer has possible log-probs of the prompt and of named tokens,
     if the request wants them. A request that was stopped early may lack the prompt's."""
     found = completion.prompt_logprobs
-    if scores_prompt(request) and found is None and not stopped:
+    if request.scores_prompt and found is None and not stopped:
         raise RolloutError(f"{name}: prompt_logprobs are missing.")
     version = None if found is None else found.version
     if found is not None and not (type(version) is int and 0 <= version <= newest):

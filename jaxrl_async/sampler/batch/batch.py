@@ -14,13 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
 from jaxrl_async.data.images import ImageStore
-from jaxrl_async.later import Later
 from jaxrl_async.model.moe import id_dtype
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, WeightsInUse
 from jaxrl_async.sampler.batch.admission import Admission, Content, content_of
@@ -38,6 +37,7 @@ from jaxrl_async.sampler.batch.prefill import (
     saved_chunk,
     saved_tokens,
 )
+from jaxrl_async.sampler.batch.score_chunks import divided_parts, expect_scores, score_args
 from jaxrl_async.sampler.batch.sequence import (
     BatchStats,
     LiveRequest,
@@ -56,11 +56,6 @@ from jaxrl_async.sampler.device.program_arguments import Block, DecodeState, Eng
 from jaxrl_async.sampler.device.sampling import Mix, mix_of, together
 from jaxrl_async.sampler.grammar import Grammars
 from jaxrl_async.types import IntArray, PositionLogprobs, TokenRecord
-
-if TYPE_CHECKING:
-    from jaxrl_async.sampler.batch import score_chunks
-else:
-    score_chunks = Later("jaxrl_async.sampler.batch.score_chunks")
 
 log = logging.getLogger(__name__)
 
@@ -233,7 +228,7 @@ class Batch:
         for prefilling in self.prefilling:
             if prefilling.live.partial is not None and not prefilling.prefilled:
                 self.guarded(prefilling, self._restore_kv)
-        plain, scored = score_chunks.divided_parts(self._parts())
+        plain, scored = divided_parts(self._parts())
         for chunk in chunks_of(plain, self._chunk, self.spec, self._images):
             self._place(chunk, self._prefilled(weights, chunk))
         for chunk in chunks_of(scored, self._chunk, self.spec, self._images):
@@ -265,11 +260,11 @@ class Batch:
 
     def _with_scores(self, weights: EngineWeights, chunk: Chunk) -> Prefix:
         """Compute a chunk with the log-probs that its requests want of their prompts."""
-        args, top = score_chunks.score_args(chunk, self._images)
+        args, top = score_args(chunk, self._images)
         prefix, self.state, scores = self.engine.score(
             weights, self.state, chunk.args, args, top=top
         )
-        score_chunks.expect_scores(chunk, scores)
+        expect_scores(chunk, scores)
         self.stats = self.stats.plus(scored_tokens=int(args.count))
         return prefix
 
@@ -491,10 +486,8 @@ class Batch:
         drawn = len(output.token_ids)
         tokens = len(stage.request.token_ids) + drawn - 1 if drawn else 0
         pages = self.slots.tables[slot, 0, : self.cache.form.num_pages(tokens)]
-        experts, saved = (
-            self._routes.of_request(pages, tokens, stage.live.partial),
-            stage.live.partial,
-        )
+        saved = stage.live.partial
+        experts = self._routes.of_request(pages, tokens, saved)
         scores = None if saved is None else saved.prompt_logprobs
         if stage.scores is not None:
             scores = stage.scores.result()

@@ -117,7 +117,7 @@ class Slots:
         extras: with full log-probs and masks. masks: with masks. asked: further log-probs.
         """
         n = int(self.drawn[slot])
-        named = asked is not None and (asked.top > 0 or len(asked.ids) > 0)
+        named = asked is not None and asked.names_tokens
         return TokenRecord(
             token_ids=self.tokens[slot, :n].copy(),
             logprobs=self.logprobs[slot, :n].copy(),
