@@ -529,7 +529,7 @@ def _looked_up(
     ids, positions = (
         layout.place(layout.flat(a), "looked_up") for a in (tokens.token_ids, tokens.positions)
     )
-    x = _embed(spec, params, ids, positions, dtype)
+    x = _embed(spec, params, ids, positions, dtype, layout)
     x = layout.place(layout.place(x, "looked_up", "embed"), "tokens", None)
     if tokens.image_begins is None or tokens.embeddings is None:
         return x
@@ -543,11 +543,16 @@ def with_images(x: Array, begins: Array, embeddings: Array) -> Array:
 
 
 def _embed(
-    spec: ModelSpec, params: Params, token_ids: Array, positions: Array, dtype: Any
+    spec: ModelSpec,
+    params: Params,
+    token_ids: Array,
+    positions: Array,
+    dtype: Any,
+    layout: Layout = ONE_DEVICE,
 ) -> Array:
     if spec.own is not None:
         return own_layer.first_states(spec, params, token_ids, positions).astype(dtype)
-    x = params["embed"][token_ids].astype(dtype)
+    x = layout.rows_of(params["embed"], token_ids).astype(dtype)
     scale = spec.scales.embedding
     return x if scale == 1 else x * jnp.asarray(scale, dtype)
 

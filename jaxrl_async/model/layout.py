@@ -24,7 +24,15 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from jaxrl_async.mesh import devices_here, num_shards, placement, spec_for, trainer_rules
+from jaxrl_async.mesh import (
+    devices_here,
+    divided,
+    is_in_slice,
+    num_shards,
+    placement,
+    spec_for,
+    trainer_rules,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +107,28 @@ class Layout:
         spec = spec_for(x.shape[: len(axes)], axes, self.mesh, trainer_rules())
         rest = (P.UNCONSTRAINED for _ in x.shape[len(axes) :])
         return jax.lax.with_sharding_constraint(x, placement(self.mesh, P(*spec, *rest)))
+
+    def rows_of(self, table: Array, ids: Array) -> Array:
+        """Return the rows of a table [V, D] divided as ("vocab", "embed"): ids [n] -> [n, D].
+
+        In a part of the axis data each device looks up the rows that it holds, since XLA's
+        partitioner aborts for a table divided over both (spmd_partitioner_util.cc,
+        ExpandDeviceGroups; jaxlib 0.12.0). Elsewhere XLA divides the lookup.
+        """
+        if self.mesh is None or not is_in_slice():
+            return table[ids]
+        vocab, embed = spec_for(table.shape, ("vocab", "embed"), self.mesh, trainer_rules())
+        if vocab is None or embed is None:
+            return table[ids]
+        (of_ids,) = spec_for(ids.shape, ("looked_up",), self.mesh, trainer_rules())
+
+        def local(held: Array, ids: Array) -> Array:
+            at = ids - jax.lax.axis_index(vocab) * held.shape[0]
+            is_held = (at >= 0) & (at < held.shape[0])
+            found = jnp.where(is_held[:, None], held[jnp.where(is_held, at, 0)], 0)
+            return jax.lax.psum(found, vocab)
+
+        return divided(local, self.mesh, (P(vocab, embed), P(of_ids)), P(of_ids, embed))(table, ids)
 
     def gathered(self, weight: Array, axes: tuple[str, ...]) -> Array:
         """Gather a weight over fsdp; its gradient is reduce-scattered."""

@@ -399,9 +399,11 @@ def can_sum_apart(mesh: Mesh, spec: ModelSpec) -> bool:
 
     XLA's partitioner aborts for some programs with one manual axis and others divided by XLA
     (spmd_partitioner_util.cc, ExpandDeviceGroups; jaxlib 0.10.2, experts over expert and tensor).
-    Only tested meshes are allowed.
+    Only tested meshes are allowed; an own decoder looks up its tokens without `Layout.rows_of`.
     """
     others = {axis for axis, size in mesh.shape.items() if size > 1} - {"data"}
+    if spec.own is not None and {"fsdp", "tensor"} <= others:
+        return False
     return others <= ({"expert"} if spec.experts else {"fsdp", "tensor"})
 
 
