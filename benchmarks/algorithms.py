@@ -9,7 +9,8 @@ one row for each algorithm and staleness: final held-out accuracy of each seed a
 age of the data, how many tokens the loss clipped or a correction changed, and wall time.
 
 Rows named like a file in configs/ take its algorithm, critic and teacher; the others vary one loss
-(REINFORCE with rewards centred in their group) and differ only in the correction.
+(REINFORCE with rewards centred in their group) and differ only in the correction, and
+ppo_clip_muon differs from ppo_clip in the optimizer.
 """
 
 import contextlib
@@ -48,6 +49,7 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     "opsm": {**WEIGHED, "correction": ["tis", "opsm"]},
     "age_limit": {**PLAIN, "correction": {"age_limit": {"max_age": 2}}},
     "ppo_clip": CLIPPED,
+    "ppo_clip_muon": CLIPPED,
     "topr": {**WEIGHED, "loss": "topr", "correction": "none"},
     "sapo": {**WEIGHED, "loss": "sapo", "correction": "none"},
     "dppo_tv": {**WEIGHED, "loss": "dppo_tv", "correction": "none"},
@@ -106,6 +108,8 @@ def one(folder: str, name: str, staleness: int, seed: int, args: Any) -> list[di
         "algorithm.learning_rate": str(args.learning_rate),
         "eval.every": str(max(args.steps // 4, 1)),
     }
+    if name.endswith("_muon"):
+        settings["trainer.optimizer"] = "muon"
     if name == "ppo_critic":
         settings["critic.learning_rate"] = str(2 * args.learning_rate)
     begin = time.perf_counter()

@@ -162,6 +162,7 @@ def _own_files(config: Config) -> Iterator[Finding]:
     """Check the files of user functions: check_names tolerates a missing file on other machines."""
     choices = [("reward.function", choice) for choice in each_of(config.reward.function)]
     choices += [] if config.task is None else [("task", config.task)]
+    choices += [("trainer.optimizer", config.trainer.optimizer)]
     for setting, choice in choices:
         if is_absent(choice):
             yield Finding(

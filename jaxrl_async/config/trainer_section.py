@@ -4,10 +4,14 @@ from typing import Literal
 
 from pydantic import Field
 
+from jaxrl_async.config.choice import Choice
 from jaxrl_async.config.section import NonNegative, Positive, Section
 
 
 class TrainerSection(Section):
+    optimizer: Choice = "adamw"
+    """Optimizer of all trained weights: adamw, muon (settings: beta, steps, rms), or your own
+    (FILE.py:FUNCTION)."""
     warmup_steps: NonNegative = 0
     """Optimizer updates over which the learning rate rises to its peak; a step makes
     algorithm.epochs * minibatches of them."""

@@ -64,6 +64,7 @@ from jaxrl_async.run.threads import run_threads
 from jaxrl_async.run.warm_start import forget_warm_start
 from jaxrl_async.shown_environment import hide_secrets, key_variables
 from jaxrl_async.tasks.task import Task
+from jaxrl_async.trainer.optimizer import check_optimizer
 
 if TYPE_CHECKING:
     from jaxrl_async.run import offline
@@ -102,6 +103,7 @@ def train(config: Config, on_step: OnStep | None = None, task: Task | None = Non
     for one in runs_of(config).values() if config.runs else (config,):
         check_paths(one)
         check_trackers(one.metrics)
+        check_optimizer(one.trainer)
     paths = Paths(Path(config.run.dir) / config.run.name)
     config = _with_dtype_of_first(config, lockstep, paths.config)
     with ExitStack() as closing:

@@ -16,6 +16,7 @@ from jaxrl_async.data.hub import hub_records, is_hub_name, records_folder
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.later import Later
 from jaxrl_async.scorers.rewards import find_reward
+from jaxrl_async.trainer.optimizer import check_optimizer
 
 if TYPE_CHECKING:
     from jaxrl_async.algorithms import answer_pairs, preference_losses
@@ -31,6 +32,8 @@ def check_names(config: Config) -> None:
     arguments. User files that are missing here are checked on the machine that trains."""
     if "JAX_PLATFORMS" not in os.environ:  # another process may hold the accelerator
         jax.config.update("jax_platforms", "cpu")
+    if not is_absent(config.trainer.optimizer):
+        check_optimizer(config.trainer)
     if config.run.job == "preference":
         preference_losses.preference_loss.resolve(config.preference.loss)
     if config.task is not None and not is_absent(config.task):

@@ -176,7 +176,7 @@ class UpdatePrograms(Generic[ObjectiveT]):
         self._schedule = make_schedule(
             trainer, learning_rate=learning_rate, total_steps=total_steps
         )
-        self._optimizer = make_optimizer(trainer, decayed=decayed(table))
+        self._optimizer = make_optimizer(trainer, weights=table)
         self._masters = needs_masters(trainer, settings.param_dtype)
         narrow = jnp.dtype(settings.param_dtype) != jnp.float32
         self._stochastic = narrow and trainer.rounding == "stochastic"
@@ -418,8 +418,3 @@ def probe_ids(micro: Any) -> Any:
 
 def _float32(params: Params) -> Params:
     return jax.tree.map(lambda p: p.astype(jnp.float32), params)
-
-
-def decayed(table: Any) -> Any:
-    """Return a tree of bool: True where the declared weight decays."""
-    return jax.tree.map(lambda w: w.is_decayed, table, is_leaf=lambda w: isinstance(w, Weight))

@@ -5,12 +5,18 @@ import pytest
 
 from jaxrl_async.config import schema
 from jaxrl_async.config.lora_section import LoraSection
+from jaxrl_async.errors import ConfigError
 from jaxrl_async.model.families.family_registry import FAMILIES
 from jaxrl_async.model.heads import head_table
 from jaxrl_async.model.lora import adapter_table, lora_of
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
-from jaxrl_async.trainer.optimizer import make_optimizer, make_schedule
-from jaxrl_async.trainer.update_programs import decayed
+from jaxrl_async.trainer.optimizer import (
+    check_optimizer,
+    decayed,
+    make_optimizer,
+    make_schedule,
+    state_shardings,
+)
 
 
 def rates(steps: int, **settings) -> list[float]:
@@ -81,7 +87,11 @@ def test_the_optimizer_is_clipped_adamw_with_decay_on_the_chosen_weights_only():
     section = schema.TrainerSection(
         weight_decay=0.1, max_grad_norm=0.7, beta1=0.8, beta2=0.9, epsilon=1e-3
     )
-    optimizer = make_optimizer(section, decayed={"matrix": True, "norm": False})
+    weights = {
+        "matrix": Weight(shape=(3, 2), axes=("embed", "mlp"), init="normal", fan_in=3),
+        "norm": Weight(shape=(3,), axes=("embed",), init="ones"),
+    }
+    optimizer = make_optimizer(section, weights=weights)
     params = {k: jnp.asarray(v, jnp.float32) for k, v in start.items()}
     state = optimizer.init(params)
     for _ in range(3):
@@ -155,3 +165,152 @@ def test_what_a_users_own_layer_leaves_open_decays_where_it_begins_as_random_num
     assert decayed({"w": weight("zeros", decays=True), "v": weight("normal", decays=False)}) == {
         "w": True, "v": False,
     }  # fmt: skip
+
+
+# ---- Muon, and optimizers of users
+
+
+def orthogonal(matrix: np.ndarray, steps: int) -> np.ndarray:
+    """Jordan et al. 2024: newton_schulz5 in float64."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix / np.linalg.norm(matrix)
+    x = x.T if (tall := x.shape[0] > x.shape[1]) else x
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if tall else x
+
+
+def muon_reference(weight, gradients, *, beta, decay, lr, rms, inputs):
+    """Muon of one matrix in float64: Nesterov momentum with bias correction, as in optax."""
+    momentum, start = np.zeros_like(weight), weight.shape
+    for t, g in enumerate(gradients, 1):
+        momentum = beta * momentum + (1 - beta) * g
+        ahead = beta * momentum / (1 - beta ** (t + 1)) + (1 - beta) * g / (1 - beta**t)
+        flat = orthogonal(ahead.reshape(inputs, -1), 5)
+        step = rms * np.sqrt(max(flat.shape)) * flat.reshape(start)
+        weight = weight - lr * (step + decay * weight)
+    return weight
+
+
+def after(optimizer, params, gradients, rate):
+    """The weights after steps with these gradients, which are tuples by name."""
+    params = {name: jnp.asarray(value, jnp.float32) for name, value in params.items()}
+    state = optimizer.init(params)
+    for at in range(3):
+        grads = {name: jnp.asarray(g[at], jnp.float32) for name, g in gradients.items()}
+        updates, state = optimizer.update(grads, state, params)
+        params = {name: params[name] + rate * updates[name] for name in params}
+    return params
+
+
+MATRICES = {
+    "up": Weight(shape=(2, 6, 4), axes=("layers", "embed", "mlp"), init="normal", fan_in=6),
+    "o": Weight(
+        shape=(2, 2, 3, 5), axes=("layers", "heads", "head_dim", "embed"), init="normal", fan_in=6
+    ),
+    "gate": Weight(
+        shape=(1, 2, 3, 4), axes=("layers", "expert", "embed", "mlp"), init="normal", fan_in=3
+    ),
+    "lora_a": Weight(
+        shape=(2, 6, 2), axes=("layers", "embed", "rank"), init="narrow", decays=True, fan_in=4
+    ),
+    "lora_b": Weight(
+        shape=(2, 2, 3, 5), axes=("layers", "rank", "heads", "head_dim"), init="off", decays=True
+    ),
+}
+OTHERS = {
+    "embed": Weight(shape=(8, 4), axes=("vocab", "embed"), init="normal", fan_in=4),
+    "lm_head": Weight(shape=(4, 8), axes=("embed", "vocab"), init="normal", fan_in=4),
+    "norm": Weight(shape=(2, 4), axes=("layers", "embed"), init="ones"),
+    "conv": Weight(shape=(2, 3, 4), axes=("heads", "head_dim", ""), init="uniform", fan_in=4),
+    "value": Weight(shape=(4,), axes=("embed",), init="zeros", decays=True, fan_in=5),
+}
+
+
+def test_muon_makes_the_momentum_of_each_hidden_matrix_orthogonal_and_leaves_the_rest_to_adamw():
+    """Layers, experts, heads, and an adapter's factors, beside an independent float64."""
+    rng, table = np.random.default_rng(0), {**MATRICES, **OTHERS}
+    start = {name: rng.normal(size=w.shape) for name, w in table.items()}
+    gradients = {name: rng.normal(size=(3, *w.shape)) for name, w in table.items()}
+    section = {"weight_decay": 0.1, "max_grad_norm": 1e9}
+    chosen = schema.TrainerSection(optimizer={"muon": {"beta": 0.9, "rms": 0.3}}, **section)
+    found = after(make_optimizer(chosen, weights=table), start, gradients, 0.05)
+    for name, inputs in {"up": 6, "o": 6, "gate": 3, "lora_a": 6, "lora_b": 2}.items():
+        of_one = table[name].stacked
+        shape = (-1, *table[name].shape[of_one:])
+        weights = start[name].reshape(shape)
+        steps = gradients[name].reshape(3, *weights.shape)
+        for i, weight in enumerate(weights):
+            wanted = muon_reference(
+                weight, steps[:, i], beta=0.9, decay=0.1, lr=0.05, rms=0.3, inputs=inputs
+            )
+            got = np.asarray(found[name]).reshape(weights.shape)[i]
+            np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=2e-5, err_msg=name)
+    adamw = after(
+        make_optimizer(schema.TrainerSection(**section), weights=table), start, gradients, 0.05
+    )
+    for name in OTHERS:
+        np.testing.assert_array_equal(found[name], adamw[name], err_msg=name)
+
+
+def test_muon_has_one_moment_for_a_hidden_matrix_sharded_as_its_weight():
+    table = {**MATRICES, **OTHERS}
+    optimizer = make_optimizer(schema.TrainerSection(optimizer="muon"), weights=table)
+    params = {name: jax.ShapeDtypeStruct(w.shape, jnp.float32) for name, w in table.items()}
+    placed = state_shardings(optimizer, params, {name: name for name in table}, "whole")
+    state = jax.eval_shape(optimizer.init, params)
+    assert jax.tree.structure(placed) == jax.tree.structure(state)
+    counted = [where for where in jax.tree.leaves(placed) if where != "whole"]
+    assert sorted(counted) == sorted([*MATRICES, *OTHERS, *OTHERS])
+    for where, array in zip(jax.tree.leaves(placed), jax.tree.leaves(state), strict=True):
+        if where != "whole":
+            assert array.shape == table[where].shape
+
+
+OWN = """
+import optax
+
+def lion(x, *, b1: float = 0.9):
+    return optax.lion(x.learning_rate, b1=b1, weight_decay=x.weight_decay, mask=x.decayed)
+
+def uphill(x):
+    return optax.scale_by_lion()
+
+def broken(x):
+    return optax.sgd(x.rate)
+
+def flat(x):
+    return optax.stateless(lambda updates, _: [0.0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("lion", None),
+        ({"lion": {"b1": 0.5}}, None),
+        ({"lion": {"b2": 0.5}}, r"has no argument 'b2' \(it takes: b1\)"),
+        ("uphill", "its first update is not downhill .* end your chain with optax.scale"),
+        ("broken", "AttributeError: 'OptimizerInputs' object has no attribute 'rate'"),
+        ("flat", "must return an update in the shape of each weight"),
+        ("none", r"has no function none \(it has: lion, uphill"),
+    ],
+)
+def test_an_optimizer_of_a_user_is_tried_before_a_run(choice, message, tmp_path):
+    (file := tmp_path / "own.py").write_text(OWN)
+    name = choice if isinstance(choice, str) else next(iter(choice))
+    own = f"{file}:{name}"
+    section = schema.TrainerSection(optimizer=own if name == choice else {own: choice[name]})
+    if message is None:
+        check_optimizer(section)
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_optimizer(section)
+
+
+def test_an_unknown_optimizer_is_named_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"unknown optimizer 'muno'; did you mean 'muon'.*adamw"):
+        check_optimizer(schema.TrainerSection(optimizer="muno"))
+    with pytest.raises(ConfigError, match="steps must be int >= 1, not 0"):
+        check_optimizer(schema.TrainerSection(optimizer={"muon": {"steps": 0}}))

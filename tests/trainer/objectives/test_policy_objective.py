@@ -14,7 +14,7 @@ from jaxrl_async.mesh import make_slices
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.model.decoder import hidden_states, init_params, output_head
 from jaxrl_async.model.lora import lora_of
-from jaxrl_async.model.spec import ModelSpec, weight_table
+from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.trainer.flops import num_matmul_params, train_flops
 from jaxrl_async.trainer.learning_settings import LearningSettings, rows_per_micro_batch
 from jaxrl_async.trainer.logprob_pass import ProbePass
@@ -25,7 +25,7 @@ from jaxrl_async.trainer.objectives.policy_objective import (
 )
 from jaxrl_async.trainer.pack import TrainSequence, pack, pack_pairs
 from jaxrl_async.trainer.update import Update
-from jaxrl_async.trainer.update_programs import Frozen, TrainState, decayed
+from jaxrl_async.trainer.update_programs import Frozen, TrainState
 
 pytestmark = pytest.mark.full
 
@@ -418,8 +418,9 @@ def test_only_matrices_decay(params):
 
 def decayed_paths() -> list[tuple[str, bool]]:
     spec = ModelSpec.from_architecture(ARCHITECTURE.model_copy(update={"family": "qwen2"}), VOCAB)
-    flat, _ = jax.tree_util.tree_flatten_with_path(decayed(weight_table(spec)))
-    return [(jax.tree_util.keystr(path), value) for path, value in flat]
+    table = weight_table(spec)
+    flat = jax.tree_util.tree_leaves_with_path(table, is_leaf=lambda w: isinstance(w, Weight))
+    return [(jax.tree_util.keystr(path), weight.is_decayed) for path, weight in flat]
 
 
 def test_flops_count_weights_tokens_and_causal_attention():
