@@ -21,6 +21,7 @@ _HOMES = {
     "Asker": "jaxrl_async.api.asking",
     "score": "jaxrl_async.api.asking",
     "ScoredText": "jaxrl_async.api.scored_text",
+    "Callback": "jaxrl_async.run.callbacks",
     "Run": "jaxrl_async.api.finished_run",
     "StopTraining": "jaxrl_async.errors",
     "JaxrlError": "jaxrl_async.errors",

@@ -16,10 +16,11 @@ from builders import tiny_params, tiny_spec
 import jaxrl_async
 from jaxrl_async.algorithms.objective import make_recipe
 from jaxrl_async.config.load import help_of_fields, load
-from jaxrl_async.config.schema import AlgorithmSection, Config
+from jaxrl_async.config.schema import AlgorithmSection, Config, TrainerSection
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.tokenizer import chat_tokenizer
 from jaxrl_async.model.policy import Policy
+from jaxrl_async.trainer.optimizer import check_optimizer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -302,11 +303,13 @@ def test_the_asker_in_docs_answers(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out
 
 
-def test_the_loss_in_docs_is_accepted_as_a_users_own(tmp_path):
-    (example,) = blocks("python", (ROOT / "docs/algorithms.md").read_text("utf-8"))
+def test_the_loss_and_the_optimizer_in_docs_are_accepted_as_a_users_own(tmp_path):
+    loss, optimizer = blocks("python", (ROOT / "docs/algorithms.md").read_text("utf-8"))
     file = tmp_path / "my_file.py"
-    file.write_text(example, encoding="utf-8")
+    file.write_text(loss, encoding="utf-8")
     make_recipe(AlgorithmSection(loss={f"{file}:my_loss": {"strength": 0.5}}))
+    (other := tmp_path / "my_optimizer.py").write_text(optimizer, encoding="utf-8")
+    check_optimizer(TrainerSection(optimizer={f"{other}:lion": {"b1": 0.95}}))
 
 
 def test_the_reward_in_docs_runs():

@@ -65,7 +65,7 @@ def assemble_several(
     alone = config.model_copy(update={"runs": {}})
     pairs = check_inputs(alone, lockstep, locks)[1] if config.warm_start.steps else None
     config, paths = context.claim(config)
-    opened = {name: _opened(one, config, paths, stop, closing) for name, one in checked.items()}
+    opened = {name: _opened(one, config, paths, context, closing) for name, one in checked.items()}
     base, warm_metrics = _base(config, opened, pairs, paths, context.console, stop, lockstep)
 
     def count(fault: str, number: int = 1) -> None:
@@ -133,7 +133,7 @@ def _check_alike(inputs: Inputs, first: Inputs) -> None:
 
 
 def _opened(
-    one: CheckedRun, config: Config, paths: Paths, stop: Stop, closing: ExitStack
+    one: CheckedRun, config: Config, paths: Paths, context: RunContext, closing: ExitStack
 ) -> OpenedRun:
     """Create or find the folder of one of several runs, and hold it until `closing`."""
     there = config.run.resume and (paths.root / one.config.run.name).is_dir()
@@ -143,7 +143,7 @@ def _opened(
     folder = closing.enter_context(claimed(run))
     write_config(own, folder)
     checkpoints = closing.enter_context(
-        open_checkpoints(own.checkpoint, folder, lambda: stop.preempted)
+        open_checkpoints(own.checkpoint, folder, lambda: context.stop.preempted, context.on_saved)
     )
     return OpenedRun(
         config=resuming_if_possible(own, checkpoints),

@@ -20,6 +20,7 @@ from jaxrl_async.errors import ConfigError, StopTraining
 from jaxrl_async.metrics.console import OnStep
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.run import loop
+from jaxrl_async.run.callbacks import Callback, check_callback
 from jaxrl_async.tasks.task import Task, Tool
 
 
@@ -33,6 +34,7 @@ def train(
     eval_data: Data | None = None,
     config: str | Path | Mapping[str, Any] | Config | None = None,
     on_step: OnStep | None = None,
+    callbacks: Sequence[Callback] = (),
     **settings: Any,
 ) -> Run:
     """Train a policy and return the finished run; blocks.
@@ -55,6 +57,7 @@ def train(
         config: what the settings change: a YAML file, sections, or a Config.
         on_step: called after each update with its number and its metrics; StopTraining ends the
             run.
+        callbacks: objects called at each stage of the run: begin, step, evaluation, save, end.
         settings: any setting of a configuration: a section as a mapping, such as
             sampler={"slots": 32}, or a setting by its own name, such as learning_rate=1e-5,
             steps=100, group_size=8 or max_new_tokens=256.
@@ -69,6 +72,8 @@ def train(
     )
     if on_step is not None:
         _check_callback(on_step)
+    for one in callbacks:
+        check_callback(one, "train: callbacks")
     resolved, own_task = configured(brought, config, settings)
     check_given(brought, config, settings)
     if resolved.runs:
@@ -76,7 +81,7 @@ def train(
             "train: runs: several adapters that learn in one run have no single policy to return. "
             "Start them with python -m jaxrl_async.train FILE, or call train for each."
         )
-    return Run(loop.train(resolved, on_step, own_task))
+    return Run(loop.train(resolved, on_step, own_task, callbacks))
 
 
 def _check_callback(on_step: OnStep) -> None:

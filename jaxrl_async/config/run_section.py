@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from jaxrl_async.config.choice import Choice
 from jaxrl_async.config.section import NonNegative, Positive, Section
 
 
@@ -39,6 +40,9 @@ class RunSection(Section):
     """Steps that JAX's profiler traces, at most 8, such as [5, 6]: in the trainer with its
     threads, and in the first 4 sampler processes. The traces are in the folder `profile` of the
     run, for XProf and https://ui.perfetto.dev; a traced step is slower."""
+    callbacks: tuple[Choice, ...] = ()
+    """Your own classes (FILE.py:CLASS, subclasses of jaxrl_async.Callback), whose functions are
+    called at the stages of the run: begin, step, evaluation, save and end."""
     replay_schedule: str | None = None
     """Replay a recorded schedule bit for bit: the schedule.jsonl of another run of the same
     configuration (also: --replay-schedule FILE); null: no replay."""

@@ -44,7 +44,7 @@ from jaxrl_async.run.builders.samplers import Sampling
 from jaxrl_async.run.builders.scoring import Scorers
 from jaxrl_async.run.builders.trainer_parts import make_outlets, make_trainer
 from jaxrl_async.run.checkpoint.rollout_state import resumed, resuming_if_possible
-from jaxrl_async.run.checkpoint.store import Checkpoints, open_checkpoints
+from jaxrl_async.run.checkpoint.store import Checkpoints, OnSaved, open_checkpoints
 from jaxrl_async.run.folder import Paths, write_policy
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.optional_parts import Serving
@@ -72,6 +72,7 @@ class RunContext:
     console: Console  # shows progress
     lockstep: Lockstep  # the processes of this run
     task: Task | None = None  # an object of the Python program that trains; None: config.task
+    on_saved: OnSaved | None = None  # called with each complete checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +147,7 @@ def assemble(config: Config, context: RunContext, closing: ExitStack) -> Parts:
     inputs, pairs = check_inputs(config, lockstep, task=context.task)
     config, paths = context.claim(config)
     checkpoints = closing.enter_context(
-        open_checkpoints(config.checkpoint, paths, lambda: stop.preempted)
+        open_checkpoints(config.checkpoint, paths, lambda: stop.preempted, context.on_saved)
     )
     continued, warm_metrics = config.run.resume, dict[str, float]()
     config = resuming_if_possible(config, checkpoints)

@@ -24,7 +24,7 @@ have one thread: offline.py.
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,9 +67,12 @@ from jaxrl_async.tasks.task import Task
 from jaxrl_async.trainer.optimizer import check_optimizer
 
 if TYPE_CHECKING:
+    from jaxrl_async.run import callbacks as user_callbacks
     from jaxrl_async.run import offline
+    from jaxrl_async.run.callbacks import Callback
     from jaxrl_async.run.checkpoint import bucket_start
 else:
+    user_callbacks = Later("jaxrl_async.run.callbacks")
     offline = Later("jaxrl_async.run.offline")
     bucket_start = Later("jaxrl_async.run.checkpoint.bucket_start")
 
@@ -78,7 +81,12 @@ Job = Callable[[Config, RunContext], Path | None]
 
 
 @exits_refused()
-def train(config: Config, on_step: OnStep | None = None, task: Task | None = None) -> Path:
+def train(
+    config: Config,
+    on_step: OnStep | None = None,
+    task: Task | None = None,
+    callbacks: Sequence["Callback"] = (),
+) -> Path:
     """Run a configuration to its end; return its folder, which holds the results.
 
     On another thread than the main one no signal stops the run, which is logged. Raises JaxrlError
@@ -89,6 +97,7 @@ def train(config: Config, on_step: OnStep | None = None, task: Task | None = Non
         on_step: called after each update; training continues when it returns. StopTraining ends the
             run, any other exception fails it, SystemExit as ProcessEndRefused.
         task: an object of the caller's; config.task is then HANDED_OVER. None: the named task.
+        callbacks: objects of the caller's, called after those of run.callbacks.
     """
     check_rules(config)  # a configuration that was made in Python has not been through `load`
     hide_secrets(key_variables(config.model_dump()))
@@ -104,6 +113,10 @@ def train(config: Config, on_step: OnStep | None = None, task: Task | None = Non
         check_paths(one)
         check_trackers(one.metrics)
         check_optimizer(one.trainer)
+    called = None
+    if on_step is not None or callbacks or config.run.callbacks:
+        made = user_callbacks.load_callbacks(config.run.callbacks)
+        called = user_callbacks.Callbacks([*made, *callbacks], on_step)
     paths = Paths(Path(config.run.dir) / config.run.name)
     config = _with_dtype_of_first(config, lockstep, paths.config)
     with ExitStack() as closing:
@@ -117,7 +130,7 @@ def train(config: Config, on_step: OnStep | None = None, task: Task | None = Non
         quiet = None if lockstep.writes else closing.enter_context(open(os.devnull, "w"))
         stop = closing.enter_context(Stop(grace_s=config.checkpoint.grace_s))
         stop.answer = "stopping as soon as the run is prepared, and saving"
-        told = None if on_step is None else _stopping(on_step, stop)
+        told = None if called is None else _stopping(called.step, stop)
         live = False if config.runs else None  # several write a line each
         shown = Console(config.run.steps, stream=quiet, live=live, on_step=told)
         console = closing.enter_context(shown)
@@ -125,9 +138,18 @@ def train(config: Config, on_step: OnStep | None = None, task: Task | None = Non
         def claim(config: Config) -> tuple[Config, Paths]:
             found = claim_together(closing, lockstep, config, copy)
             held.set()
+            if called is not None:
+                called.begin(found[0], found[1].root)
             return found
 
-        context = RunContext(claim=claim, stop=stop, console=console, lockstep=lockstep, task=task)
+        context = RunContext(
+            claim=claim,
+            stop=stop,
+            console=console,
+            lockstep=lockstep,
+            task=task,
+            on_saved=None if called is None else called.saved,
+        )
         console.phase("preparing")
         work = run_rl if config.run.job == "rl" else offline.run
         if config.runs:
@@ -138,6 +160,8 @@ def train(config: Config, on_step: OnStep | None = None, task: Task | None = Non
             early = f"stopped early by {stop.reason}" if stop.reason else ""
         except Stopped as error:
             early = str(error)
+        if called is not None:
+            called.end(paths.root, weights)
         if not lockstep.writes:
             return paths.root
         early = f"{early}: everything is saved; --resume continues" if early else ""

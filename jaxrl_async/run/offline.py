@@ -152,7 +152,7 @@ def run(config: Config, context: RunContext) -> Path:
     config = config.model_copy(update={"run": whole.run})
     with ExitStack() as closing:
         checkpoints = closing.enter_context(
-            open_checkpoints(config.checkpoint, paths, lambda: stop.preempted)
+            open_checkpoints(config.checkpoint, paths, lambda: stop.preempted, context.on_saved)
         )
         resume_asked, warmed = config.run.resume, dict[str, float]()
         config = resuming_if_possible(config, checkpoints)

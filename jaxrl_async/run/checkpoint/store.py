@@ -69,6 +69,10 @@ class Saved:
     rollouts: NDArray[np.uint8] | None = None  # of codec.dumps
 
 
+OnSaved = Callable[[int, Path], None]
+"""Called with a complete checkpoint: its step and its folder."""
+
+
 class Checkpoints:
     """The checkpoints in one folder. Used by one thread at a time."""
 
@@ -80,6 +84,7 @@ class Checkpoints:
         verify: bool = True,
         run: Paths | None = None,
         is_hurried: Callable[[], bool] = lambda: False,
+        on_saved: OnSaved | None = None,
     ) -> None:
         """Remember the folder; its first use removes what a killed run half wrote.
 
@@ -91,6 +96,7 @@ class Checkpoints:
                 None: no run.
             is_hurried: whether the process must end soon: what is done after a checkpoint has its
                 name is then left out. Called on several threads.
+            on_saved: called by the first process on the thread that writes; None: nothing is.
         """
         self._place: CheckpointStorage = (
             FolderStorage(directory.absolute()) if isinstance(directory, Path) else directory
@@ -100,7 +106,7 @@ class Checkpoints:
         self._watch = None if run is None else FolderWatch(run.root)
         self._was_stale = False  # the folder's file handle, at the last save
         self._told_of_records = False
-        self._is_hurried = is_hurried
+        self._is_hurried, self._on_saved = is_hurried, on_saved
         self._swept = False
         self._pending: Future[None] | None = None
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -213,6 +219,8 @@ class Checkpoints:
             log.info("%s is not read back: the process ends; older ones are kept", folder)
         else:
             self._place.forget_old(step, self._keep)
+        if self._on_saved is not None:
+            self._on_saved(step, self.directory / str(step))
 
     def _sync_records(self) -> None:
         """Have what the run has recorded so far written to the disk: a checkpoint that outlives a
@@ -415,11 +423,21 @@ class Checkpoints:
 
 
 def open_checkpoints(
-    section: CheckpointSection, paths: Paths, is_hurried: Callable[[], bool]
+    section: CheckpointSection,
+    paths: Paths,
+    is_hurried: Callable[[], bool],
+    on_saved: OnSaved | None = None,
 ) -> Checkpoints:
-    """Open the checkpoints of a run; a warm start has its own. is_hurried: see Checkpoints."""
+    """Open the checkpoints of a run; a warm start has its own. The last two: see Checkpoints."""
     place = place_of(section, paths.root.name, paths)
-    return Checkpoints(place, section.keep, verify=section.verify, run=paths, is_hurried=is_hurried)
+    return Checkpoints(
+        place,
+        section.keep,
+        verify=section.verify,
+        run=paths,
+        is_hurried=is_hurried,
+        on_saved=on_saved,
+    )
 
 
 def read_learnt(place: CheckpointStorage, step: int, dtype: Any) -> Any:

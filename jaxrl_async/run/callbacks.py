@@ -1,0 +1,131 @@
+"""A user's callbacks at the stages of a run."""
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl_async.config.choice import Choice, arguments_of, name_of
+from jaxrl_async.config.schema import Config
+from jaxrl_async.config.userfile import is_own, load_attribute
+from jaxrl_async.errors import ConfigError, StopTraining
+from jaxrl_async.metrics.console import OnStep
+
+log = logging.getLogger(__name__)
+
+
+class Callback:
+    """Functions called at the stages of a run; a subclass overrides those that it needs.
+
+    All but on_save are called by the thread that trains, which continues when they return.
+    StopTraining ends the run after the update; any other exception fails it, with everything saved.
+    With several processes each calls its own, except on_save, which only the first calls.
+    """
+
+    def on_begin(self, config: Config, folder: Path) -> None:
+        """Begin: the run's folder exists, and nothing has been trained since."""
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of an update; step 0: of the evaluation before the first."""
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of an evaluation, eval/...; called before on_step."""
+
+    def on_save(self, step: int, folder: Path) -> None:
+        """Take a complete checkpoint. Called by the thread that writes checkpoints: an exception
+        ends the run at its next update."""
+
+    def on_end(self, folder: Path, weights: Path | None) -> None:
+        """End: all is saved. weights: the Hugging Face directory; None: the run stopped early."""
+
+
+STAGES = ("on_begin", "on_step", "on_evaluation", "on_save", "on_end")
+
+
+class Callbacks:
+    """All callbacks of a run, and the caller's `on_step`."""
+
+    def __init__(self, given: Sequence[Callback], on_step: OnStep | None) -> None:
+        self._given, self._on_step = tuple(given), on_step
+        self._failure: BaseException | None = None  # of on_save, raised by the next step
+
+    def __bool__(self) -> bool:
+        return bool(self._given) or self._on_step is not None
+
+    def begin(self, config: Config, folder: Path) -> None:
+        """Call on_begin."""
+        for one in self._given:
+            one.on_begin(config, folder)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Call on_evaluation, if there are metrics of one, and on_step."""
+        if (failure := self._failure) is not None:
+            self._failure = None
+            raise failure
+        evaluated = {key: value for key, value in metrics.items() if key.startswith("eval/")}
+        for one in self._given:
+            if evaluated:
+                one.on_evaluation(step, evaluated)
+            one.on_step(step, metrics)
+        if self._on_step is not None:
+            self._on_step(step, metrics)
+
+    def saved(self, step: int, folder: Path) -> None:
+        """Call on_save; keep an exception for the next step."""
+        for one in self._given:
+            try:
+                one.on_save(step, folder)
+            except Exception as error:
+                if not isinstance(error, StopTraining):
+                    log.exception("%s.on_save failed", type(one).__name__)
+                self._failure = error
+
+    def end(self, folder: Path, weights: Path | None) -> None:
+        """Call on_end."""
+        for one in self._given:
+            one.on_end(folder, weights)
+
+
+def load_callbacks(choices: Sequence[Choice]) -> list[Callback]:
+    """Make the callbacks that run.callbacks names. Raise ConfigError."""
+    return [_load(choice) for choice in choices]
+
+
+def _load(choice: Choice) -> Callback:
+    name = name_of(choice)
+    if not is_own(name):
+        raise ConfigError(f"run.callbacks: {name!r} must be FILE.py:CLASS, a class of yours.")
+    made: Any = load_attribute(name, "run.callbacks", "class", inspect.isclass)
+    try:
+        one = made(**arguments_of(choice))
+    except Exception as error:
+        raise ConfigError(
+            f"run.callbacks: {name} cannot be made: {type(error).__name__}: {error}. Its arguments "
+            "are given as {FILE.py:CLASS: {argument: value}}."
+        ) from error
+    check_callback(one, f"run.callbacks: {name}")
+    return one
+
+
+def check_callback(one: Any, where: str) -> None:
+    """Raise ConfigError unless an object is a Callback whose functions take what they are given."""
+    if not isinstance(one, Callback):
+        raise ConfigError(
+            f"{where} must be a subclass of jaxrl_async.Callback, not {type(one).__name__}."
+        )
+    for stage in STAGES:
+        given: Callable[..., Any] = getattr(one, stage)
+        wanted = list(inspect.signature(getattr(Callback, stage)).parameters)[1:]
+        try:
+            inspect.signature(given).bind(*wanted)
+        except TypeError as error:
+            raise ConfigError(
+                f"{where}: {stage} is called with ({', '.join(wanted)}): {error}."
+            ) from None
+        if inspect.iscoroutinefunction(given):
+            raise ConfigError(f"{where}: {stage} must not be async: it is called by a thread.")
+    if unknown := [n for n in dir(one) if n.startswith("on_") and n not in STAGES]:
+        raise ConfigError(
+            f"{where}: {unknown[0]} is never called; the stages are {', '.join(STAGES)}."
+        )
