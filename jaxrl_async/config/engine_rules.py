@@ -9,23 +9,6 @@ from jaxrl_async.config.schema import Config, each_of, name_of
 rule = RuleBook()
 
 
-@rule("sampler")
-def an_engine_has_addresses(config: Config) -> Iterator[str]:
-    """Require different addresses exactly for external servers."""
-    engine, urls = config.sampler.engine, config.sampler.engine_urls
-    if (engine == "vllm") != bool(urls):
-        yield (
-            f"sampler.engine={engine} and sampler.engine_urls ({len(urls)}) do not match: give the "
-            "addresses of the servers exactly with sampler.engine=vllm."
-        )
-    bare = {url.rstrip("/") for url in urls}
-    if len(bare) < len(urls) or not all(u.startswith(("http://", "https://")) for u in bare):
-        yield (
-            f"sampler.engine_urls ({', '.join(urls)}) must be different addresses that begin with "
-            "http:// or https://, such as http://127.0.0.1:8000."
-        )
-
-
 @rule(job="rl")
 def an_engine_has_devices_of_its_own(config: Config) -> Iterator[str]:
     """Require servers to be external, since the run gives them no devices and starts none, and

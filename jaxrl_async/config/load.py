@@ -118,7 +118,7 @@ def _checked(draft: Draft) -> Config:
         _complain_of_whole_sections(draft, known, error)
     else:
         for violation in RULES.violations(config):
-            draft.complain(violation.rule.section, violation.sentence)
+            draft.complain(violation.section, violation.sentence)
         if not draft.problems:
             return config
     raise ConfigError(_listed(list(dict.fromkeys(draft.problems))))
@@ -218,7 +218,7 @@ def _checked_several(shared: Draft, config: Config, runs: Tree) -> Config:
     if not shared.problems:
         several = Config.model_validate({**config.model_dump(), "runs": runs})
         for violation in RULES.violations(several):
-            shared.complain(violation.rule.section, violation.sentence)
+            shared.complain(violation.section, violation.sentence)
         if not shared.problems:
             return several
     raise ConfigError(_listed(shared.problems))
@@ -267,7 +267,7 @@ def _complain_of_whole_sections(draft: Draft, known: Tree, error: ValidationErro
     except ValidationError:
         return
     for violation in RULES.violations(config):
-        section = violation.rule.section
+        section = violation.section
         if section and section[0] not in wrong:
             draft.complain(section, violation.sentence)
 

@@ -3,10 +3,13 @@
 Needs no JAX.
 """
 
+from typing import Annotated
+
 from pydantic import Field
 
-from jaxrl_async.config.choice import Choice
-from jaxrl_async.config.section import Count, NonNegative, Section
+from jaxrl_async.config import function_facts as facts
+from jaxrl_async.config.choice import Choice, name_of
+from jaxrl_async.config.section import Count, NonNegative, ReadWith, Section
 
 
 class WarmStartSection(Section):
@@ -36,8 +39,15 @@ class PreferenceSection(Section):
     """Pairs per update; a single judged answer counts as one."""
     loss: Choice = "dpo"
     """Loss of run.job=preference: dpo, ipo, ipo_average, kto, simpo or orpo, with its arguments."""
-    reference: str | None = None
+    reference: Annotated[
+        str | None, ReadWith("refers", (), "a preference.loss that compares with it", ())
+    ] = None
     """Hugging Face directory of the frozen reference of run.job=preference; null: the initial
     weights, after the warm start."""
     margin: float = Field(0.0, ge=0)
     """Margin by which run.job=reward_model should score the chosen answer higher."""
+
+    @property
+    def refers(self) -> bool:
+        """Whether the loss compares with the reference."""
+        return name_of(self.loss) not in facts.WITHOUT_REFERENCE

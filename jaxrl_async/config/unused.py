@@ -1,4 +1,5 @@
-"""Settings without an effect: refused, or only reported if their feature is turned off.
+"""Settings without an effect because of other sections: refused, or only reported if their feature
+is turned off. What is read only with another setting of its own section is marked there (ReadWith).
 
 A setting that has no effect is most likely a mistake. But if the switch of a feature is explicitly
 off, the feature's other settings may stay: an override can turn off what a file configures.
@@ -9,9 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.config import function_facts as facts
-from jaxrl_async.config.lora_section import FOUR_BITS
 from jaxrl_async.config.remote_section import RemoteSection
-from jaxrl_async.config.rule import as_text
 from jaxrl_async.config.schema import (
     AdditionSection,
     AlgorithmSection,
@@ -21,7 +20,7 @@ from jaxrl_async.config.schema import (
     ReferenceSection,
     name_of,
 )
-from jaxrl_async.config.section import Section
+from jaxrl_async.config.section import Section, Unread, as_text
 from jaxrl_async.config.task_section import EnvSection
 from jaxrl_async.config.userfile import is_own
 
@@ -41,21 +40,6 @@ SHARED_BY_JOBS = (
     "keep_routing",
 )
 """Settings of algorithm that are allowed for any job, too."""
-OF_OUR_ENGINE = (
-    "reserve",
-    "prefill_chunk",
-    "page_tokens",
-    "kv_memory_mib",
-    "prefix_cache",
-    "matmul",
-    "attention",
-    "compile_ahead",
-)
-"""Settings of sampler for which an external server has its own flags."""
-OF_OUTSIDERS = ("agent_key_variable", "agent_tries")
-"""Settings of endpoint for external agents."""
-
-
 NOTHING = Section()
 """Takes the place of a section that is null: none of its settings is set."""
 
@@ -80,21 +64,35 @@ class Unused:
 
 def unused_settings(config: Config) -> Unused:
     """Find the settings without an effect."""
+    found: dict[str, tuple[str, str | None]] = {}
+    for key, needs, switches in (*_unread_with_others(config), *_unread_in_sections(config)):
+        off = next((switch for switch in switches if _is_given(config, switch)), None)
+        if key not in found or (off is None and found[key][1] is not None):
+            found[key] = needs, off
     unused = Unused([], {})
-    for use in _uses(config):
-        if use.is_read(config):
-            continue
-        for key in use.keys:
-            if not _is_set(config, key):
-                continue
-            shown = f"{key} ({as_text(_value(config, key))})"
-            if off := [switch for switch in use.switches if _is_given(config, switch)]:
-                unused.turned_off.setdefault(off[0], []).append(shown)
-            else:
-                unused.refused.append(
-                    f"{shown} has no effect without {use.needs}. Set that, or leave {key} out."
-                )
+    for key, (needs, off) in found.items():
+        shown = f"{key} ({as_text(_value(config, key))})"
+        if off is not None:
+            unused.turned_off.setdefault(off, []).append(shown)
+        else:
+            unused.refused.append(
+                f"{shown} has no effect without {needs}. Set that, or leave {key} out."
+            )
     return unused
+
+
+def _unread_with_others(config: Config) -> Iterator[Unread]:
+    """Yield the settings without an effect because of other sections, by dotted names."""
+    for use in _uses(config):
+        if not use.is_read(config):
+            yield from (Unread(k, use.needs, use.switches) for k in use.keys if _is_set(config, k))
+
+
+def _unread_in_sections(config: Config) -> Iterator[Unread]:
+    """Yield the settings without an effect because of their own section, by dotted names."""
+    for path, section in config.inner():
+        for name, needs, switches in section.unread(path):
+            yield Unread(f"{path}.{name}", needs, tuple(f"{path}.{one}" for one in switches))
 
 
 def warnings_of_unused(config: Config) -> Iterator[str]:
@@ -177,7 +175,6 @@ def _uses(config: Config) -> Iterator[Use]:
         lambda c: job in ("rl", "sft"),
         "run.job=rl or sft (preferences among a task's own answers: run.job=rl with pairs.loss)",
     )
-    yield Use(("trainer.share_prefixes",), lambda c: job == "rl", "run.job=rl")
     if job in ("preference", "reward_model"):
         yield from OF_PREFERENCES
     yield from OF_EVERY_JOB
@@ -195,7 +192,7 @@ def _of_other_jobs(config: Config) -> Iterator[Use]:
         keys = () if section is None else _keys(other, type(section))
         yield Use(keys, lambda c: False, f"another run.job than {job}")
     yield Use(
-        _keys("algorithm", AlgorithmSection, *SHARED_BY_JOBS),
+        (*_keys("algorithm", AlgorithmSection, *SHARED_BY_JOBS), "trainer.share_prefixes"),
         lambda c: c.run.job == "rl",
         "run.job=rl",
     )
@@ -207,10 +204,6 @@ def _reads_jsonl(config: Config) -> bool:
 
 def _mixes(config: Config) -> bool:
     return bool(config.algorithm.supervised_coefficient)
-
-
-def _has_kl(config: Config) -> bool:
-    return bool(config.algorithm.kl_coefficient)
 
 
 def _pairs(config: Config) -> bool:
@@ -251,14 +244,6 @@ def _weighs_rewards(config: Config) -> bool:
     return config.teacher is None or config.teacher.rewards > 0
 
 
-def _splits(config: Config) -> str | None:
-    return None if config.reward.process is None else config.reward.process.split
-
-
-def _rates_steps(config: Config) -> str | None:
-    return None if config.reward.process is None else config.reward.process.function
-
-
 OF_PREFERENCES = (
     Use(
         ("preference.loss", "preference.reference"),
@@ -270,29 +255,8 @@ OF_PREFERENCES = (
         lambda c: c.run.job == "reward_model",
         "run.job=reward_model",
     ),
-    Use(
-        ("preference.reference",),
-        lambda c: name_of(c.preference.loss) not in facts.WITHOUT_REFERENCE,
-        "a preference.loss that compares with it",
-    ),
 )
 OF_EVERY_JOB = (
-    Use(
-        ("model.architecture.family",),
-        lambda c: c.model.decoder is None,
-        "model.decoder=null: your own layer has no family",
-    ),
-    Use(
-        ("model.balance.each_layer",),
-        lambda c: c.model.balance.loss > 0,
-        "model.balance.loss above 0",
-        ("model.balance.loss",),
-    ),
-    Use(
-        ("model.lora.group_size",),
-        lambda c: c.model.lora is not None and c.model.lora.base in FOUR_BITS,
-        "model.lora.base in 4 bits",
-    ),
     Use(
         ("data.system_prompt", "data.chat_format", "data.chat_arguments", "data.keep_thinking"),
         lambda c: _reads_jsonl(c) or c.warm_start.path is not None or c.task is not None,
@@ -304,17 +268,7 @@ OF_EVERY_JOB = (
         "warm_start.steps above 0",
         ("warm_start.steps",),
     ),
-    Use(
-        ("weights.probe_tolerance",),
-        lambda c: c.weights.probe,
-        "weights.probe=true",
-        ("weights.probe",),
-    ),
 )
-
-
-def _samples(config: Config) -> bool:
-    return config.sampler.engine == "native"
 
 
 OF_RL = (
@@ -326,21 +280,11 @@ OF_RL = (
     ),
     Use(
         (
-            *(f"sampler.{name}" for name in OF_OUR_ENGINE),
+            *("sampler.block", "mesh.sampler", "mesh.samplers", "weights.checksum"),
             *_keys("remote", RemoteSection, "transfer", "folder"),
         ),
-        _samples,
-        "sampler.engine=native",
-    ),
-    Use(
-        ("sampler.block", "mesh.sampler", "mesh.samplers", "weights.checksum"),
         lambda c: c.sampler.engine != "vllm",
         "sampler.engine=native or jetstream",
-    ),
-    Use(
-        ("sampler.engine_class",),
-        lambda c: c.sampler.engine == "jetstream",
-        "sampler.engine=jetstream",
     ),
     Use(("priorities.later_turns",), lambda c: c.task is not None, "task", ("task",)),
     Use(
@@ -350,64 +294,16 @@ OF_RL = (
         ("endpoint", "task"),
     ),
     Use(
-        tuple(f"endpoint.{name}" for name in OF_OUTSIDERS),
-        lambda c: c.serving.external_agents,
-        "endpoint.external_agents",
-        ("endpoint.external_agents",),
-    ),
-    Use(
         _keys("remote", RemoteSection),
         lambda c: c.mesh.remote,
         "mesh.samplers_in=processes or external",
         ("mesh.samplers_in",),
     ),
     Use(
-        ("remote.data_port",),
-        lambda c: c.remote.transfer in ("auto", "tcp", "device"),
-        "remote.transfer=auto, tcp or device",
-        ("remote.transfer",),
-    ),
-    Use(
-        ("data.curriculum_pool", "data.curriculum_threshold"),
-        lambda c: c.data.curriculum != "none",
-        "data.curriculum",
-        ("data.curriculum",),
-    ),
-    Use(
-        ("staleness.overcommit",),
-        lambda c: c.staleness.when_too_old == "drop",
-        "staleness.when_too_old=drop",
-        ("staleness.when_too_old",),
-    ),
-    Use(
-        ("staleness.ess_target",),
-        lambda c: c.staleness.adapt == "ess",
-        "staleness.adapt=ess",
-        ("staleness.adapt",),
-    ),
-    Use(
-        ("algorithm.pivots.mark",),
-        lambda c: c.algorithm.pivots is not None and c.algorithm.pivots.where == "mark",
-        "algorithm.pivots.where=mark",
-        ("algorithm.pivots.where",),
-    ),
-    Use(
-        ("algorithm.signal_part", "algorithm.signal_std"),
-        lambda c: c.algorithm.dynamic_sampling,
-        "algorithm.dynamic_sampling=true",
-        ("algorithm.dynamic_sampling",),
-    ),
-    Use(
         ("algorithm.baseline",),
         _compares_some,
         "a shaping that masks answers (mask_truncated, overlong_filter, your own) and an "
         "advantage that compares the answers of a group, such as rloo",
-    ),
-    Use(
-        ("algorithm.least_compared",),
-        lambda c: c.algorithm.baseline == "unmasked",
-        "algorithm.baseline=unmasked",
-        ("algorithm.baseline",),
     ),
     Use(
         ("algorithm.max_resampled",),
@@ -426,40 +322,10 @@ OF_RL = (
         "pairs=null, or a KL, an entropy bonus or a teacher in the loss",
     ),
     Use(
-        ("algorithm.kl", "algorithm.kl_in", "algorithm.kl_target"),
-        _has_kl,
-        "algorithm.kl_coefficient above 0",
-        ("algorithm.kl_coefficient",),
-    ),
-    Use(
         _keys("reference", ReferenceSection),
         lambda c: c.refers,
         "algorithm.kl_coefficient above 0 or a pairs.loss that compares with it",
         ("algorithm.kl_coefficient",),
-    ),
-    Use(
-        ("algorithm.kl_horizon",),
-        lambda c: c.algorithm.kl_target is not None,
-        "algorithm.kl_target",
-        ("algorithm.kl_target",),
-    ),
-    Use(
-        ("algorithm.entropy_clip",),
-        lambda c: bool(c.algorithm.entropy_coefficient or c.algorithm.entropy_target),
-        "algorithm.entropy_coefficient or entropy_target",
-        ("algorithm.entropy_coefficient", "algorithm.entropy_target"),
-    ),
-    Use(
-        ("algorithm.entropy_step",),
-        lambda c: c.algorithm.entropy_target is not None,
-        "algorithm.entropy_target",
-        ("algorithm.entropy_target",),
-    ),
-    Use(
-        ("algorithm.supervised_batch",),
-        _mixes,
-        "algorithm.supervised_coefficient above 0",
-        ("algorithm.supervised_coefficient",),
     ),
     Use(
         _keys("critic", CriticSection, "path"),
@@ -501,41 +367,9 @@ OF_DISTILLATION = (
 )
 OF_LOSS_AND_REWARD = (
     Use(
-        ("algorithm.anchor",),
-        lambda c: (
-            name_of(c.algorithm.loss) not in facts.WITHOUT_RATIO
-            or c.algorithm.correction not in (None, "none")
-        ),
-        "another algorithm.loss or a correction",
-    ),
-    Use(
-        ("reward.model_weight",),
-        lambda c: c.reward.model is not None,
-        "reward.model",
-        ("reward.model",),
-    ),
-    Use(
         ("reward.processes",),
         lambda c: c.task is not None or any(map(is_own, c.reward.weights)),
         "your own reward function",
         ("reward.function", "task"),
-    ),
-    Use(
-        ("reward.process.separator",),
-        lambda c: _splits(c) == "separator",
-        "reward.process.split=separator",
-        ("reward.process.split",),
-    ),
-    Use(
-        ("reward.process.rubric",),
-        lambda c: _rates_steps(c) == "judge",
-        "reward.process.function=judge",
-        ("reward.process.function",),
-    ),
-    Use(
-        ("reward.process.timeout_s",),
-        lambda c: _rates_steps(c) != "judge",
-        "your own reward.process.function",
-        ("reward.process.function",),
     ),
 )
