@@ -241,6 +241,9 @@ class AlgorithmSection(Section):
 
 
 class ReferenceSection(Section):
+    """The policy that a KL or a loss of pairs compares with. null: the initial policy of the run,
+    which stays fixed."""
+
     path: str | None = None
     """Hugging Face directory of the reference policy; null: the initial policy of the run."""
     refresh_every: NonNegative = 0
@@ -260,6 +263,8 @@ class ReferenceSection(Section):
 
 
 class CriticSection(Section):
+    """The model of an advantage that needs values, such as gae. null: the defaults."""
+
     path: str | None = None
     """Hugging Face directory of a reward model or policy to start the critic from; null: the
     policy's own weights."""

@@ -41,6 +41,7 @@ def an_engine_has_layers_of_the_policy(config: Config) -> Iterator[str]:
 def an_engine_can_give_what_is_kept(config: Config) -> Iterator[str]:
     """Refuse to keep data that an engine's answers lack, and weights that it cannot read."""
     engine, algorithm = config.sampler.engine, config.algorithm
+    transfer = config.remote_settings.transfer
     if engine == "native":
         return
     if config.keeps_masks or algorithm.keep_sampling_mask:
@@ -64,9 +65,9 @@ def an_engine_can_give_what_is_kept(config: Config) -> Iterator[str]:
             f"sampler.slots=null has no meaning for sampler.engine={engine}, whose memory the run "
             "does not know. Set the number of concurrent requests of a server."
         )
-    if engine == "vllm" and config.remote.transfer not in ("auto", "folder"):
+    if engine == "vllm" and transfer not in ("auto", "folder"):
         yield (
-            f"remote.transfer={config.remote.transfer} does not reach sampler.engine={engine}, "
+            f"remote.transfer={transfer} does not reach sampler.engine={engine}, "
             "which reads weights from files. Leave it out, or set folder and remote.folder."
         )
 

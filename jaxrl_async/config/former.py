@@ -149,6 +149,9 @@ def turn_off(tree: dict[str, Any]) -> list[Replaced]:
             told = f"{switch}={_written(settings[key])} is now written {section}=null"
             holder[name] = None
             replaced.append(Replaced(switch, section, told))
+    if tree.get("seats") == {}:
+        tree["seats"] = None
+        replaced.append(Replaced("seats", "seats", "seats={} is now written seats=null"))
     return replaced
 
 

@@ -77,7 +77,8 @@ def _ignores_rewards(config: Config) -> bool:
 def the_learning_rate_reaches_its_peak(config: Config) -> Iterator[str]:
     """Require a warm-up that is not longer than the run."""
     a, rl = config.algorithm, config.run.job == "rl"
-    waits = config.critic.warmup_steps if rl and name_of(a.advantage) in facts.NEEDS_VALUES else 0
+    has_critic = rl and name_of(a.advantage) in facts.NEEDS_VALUES
+    waits = config.critic_settings.warmup_steps if has_critic else 0
     updates = (config.run.steps - waits) * (a.epochs * a.minibatches if rl else 1)
     if config.trainer.warmup_steps > updates > 0:
         less = " less critic.warmup_steps" if waits else ""
@@ -197,7 +198,7 @@ def a_teacher_has_weight(config: Config) -> Iterator[str]:
 @rule(job="rl")
 def the_critics_warmup_ends(config: Config) -> Iterator[str]:
     """Require steps for the policy after the critic's warm-up."""
-    waits = config.critic.warmup_steps
+    waits = config.critic_settings.warmup_steps
     if name_of(config.algorithm.advantage) in facts.NEEDS_VALUES and waits >= config.run.steps:
         yield (
             f"critic.warmup_steps ({waits}) leaves none of run.steps ({config.run.steps}) to train "

@@ -47,7 +47,11 @@ from jaxrl_async.config.rules import RULES
 from jaxrl_async.config.schema import RUN_NAME, Choice, Choices, Config
 from jaxrl_async.config.section import MAX_WHOLE, Section
 from jaxrl_async.config.several import differences, is_optional, merged, section_of
-from jaxrl_async.config.unused import warnings_of_unused
+from jaxrl_async.config.unused import (
+    sections_of_defaults,
+    warnings_of_unused,
+    without_unread_sections,
+)
 from jaxrl_async.errors import ConfigError
 
 NOT_GIVEN: Any = object()
@@ -98,9 +102,15 @@ def load(
     config = _checked(draft)
     if given not in (None, {}) or of_runs:
         return _of_several(draft, config, given, of_runs)
+    return _with_what_is_read(config)
+
+
+def _with_what_is_read(config: Config, where: str = "") -> Config:
+    """Return a configuration without the sections that nothing reads, and log its settings without
+    an effect; `where` precedes them."""
     for warning in warnings_of_unused(config):
-        log.warning("%s", warning)
-    return config
+        log.warning("%s%s", where, warning)
+    return without_unread_sections(config)
 
 
 def _checked(draft: Draft) -> Config:
@@ -109,14 +119,21 @@ def _checked(draft: Draft) -> Config:
     draft = replace(draft, tree=_plain_copy(draft.tree))  # without sections that are turned off
     if draft.tree.get("task") is not None and draft.tree.get("endpoint") is None:
         _bring_back(draft, {"endpoint": {}})  # for the task's program, which needs no switch
-    _tell(draft, turn_off(draft.tree))
+    replaced = turn_off(draft.tree)
     known = _keep_known(draft, draft.tree, Config, ())
     try:
         config = Config.model_validate(known)
     except ValidationError as error:
+        _tell(draft, replaced)
         draft.problems.extend(_translate(draft, error))
         _complain_of_whole_sections(draft, known, error)
     else:
+        for name, needs in sections_of_defaults(config).items():
+            if needs is not None:
+                told = f"{name} without {needs} is now written {name}=null"
+                replaced.append(Replaced(name, name, told))
+            config = config.model_copy(update={name: None})
+        _tell(draft, replaced)
         for violation in RULES.violations(config):
             draft.complain(violation.section, violation.sentence)
         if not draft.problems:
@@ -179,7 +196,7 @@ def _of_several(shared: Draft, config: Config, given: Any, overrides: Sequence[s
         told = f"runs = {shown(given)} must be {{name: settings or a file}}; write it in the file."
         shared.complain(("runs",), told)
         raise ConfigError(_listed(shared.problems))
-    runs: Tree = {}
+    config, runs = without_unread_sections(config), dict[str, Any]()
     of_runs = [(text, _run_of(text, given)) for text in overrides]
     for name, own in given.items():
         draft = _of_one(shared, name, own)
@@ -189,8 +206,7 @@ def _of_several(shared: Draft, config: Config, given: Any, overrides: Sequence[s
             alone = _checked(draft)
         except ConfigError as error:
             raise ConfigError(f"runs.{name}: {error}") from None
-        for warning in warnings_of_unused(alone):
-            log.warning("runs.%s: %s", name, warning)
+        alone = _with_what_is_read(alone, f"runs.{name}: ")
         runs[name] = differences(config.model_dump(), alone.model_dump())
     for text, run in of_runs:
         if run is None:
@@ -624,8 +640,8 @@ def _is_section_type(kind: Any) -> bool:
 
 def _named_sections(target: FieldInfo) -> bool:
     """Return whether a field holds sections by names that the user chooses."""
-    kind = target.annotation
-    return get_origin(kind) is dict and _is_section_type(get_args(kind)[1])
+    kinds = [kind for kind in _alternatives(target.annotation) if get_origin(kind) is dict]
+    return bool(kinds) and _is_section_type(get_args(kinds[0])[1])
 
 
 def _is_section(target: FieldInfo | None) -> bool:

@@ -22,7 +22,7 @@ def a_replay_has_its_samplers_in_threads(config: Config) -> Iterator[str]:
 @rule(job="rl")
 def the_least_number_of_samplers_is_started(config: Config) -> Iterator[str]:
     """Require the run to start as many processes as it waits for."""
-    mesh, least = config.mesh, config.remote.min_samplers
+    mesh, least = config.mesh, config.remote_settings.min_samplers
     if mesh.samplers_in == "processes" and least > mesh.samplers:
         yield (
             f"remote.min_samplers ({least}) is more than the {mesh.samplers} processes that "

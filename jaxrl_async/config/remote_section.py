@@ -9,7 +9,8 @@ from jaxrl_async.config.section import Count, Positive, ReadWith, Section, check
 
 
 class RemoteSection(Section):
-    """Samplers in separate processes (mesh.samplers_in: processes or external)."""
+    """Samplers in separate processes (mesh.samplers_in: processes or external). null: the
+    defaults."""
 
     listen: str = Field("127.0.0.1:0", pattern=r"^\S+:\d{1,5}$")
     """HOST:PORT at which the trainer waits for samplers; port 0 takes any free one. Any address but

@@ -355,7 +355,8 @@ def shaping_by_length_can_act(config: Config) -> Iterator[str]:
 @rule()
 def folders_that_are_written_are_on_this_machine(config: Config) -> Iterator[str]:
     """Refuse an address as the folder of results: a local folder of that name would be created."""
-    for setting, path in (("run.dir", config.run.dir), ("remote.folder", config.remote.folder)):
+    folders = {"run.dir": config.run.dir, "remote.folder": config.remote_settings.folder}
+    for setting, path in folders.items():
         if path is not None and "://" in path:
             yield (
                 f"{setting} = {path!r} is an address, and a run writes to folders of this machine. "
@@ -371,7 +372,7 @@ def a_bucket_holds_all_that_a_run_goes_on_with(config: Config) -> Iterator[str]:
         return
     kept = {
         "runs": bool(config.runs),
-        "seats": bool(config.seats),
+        "seats": bool(config.players),
         "warm_start.steps": config.warm_start.steps > 0,
         "model.lora without model.path": config.model.lora is not None
         and config.model.path is None,

@@ -52,6 +52,7 @@ class Use:
     is_read: Callable[[Config], bool]
     needs: str  # what gives them an effect, in words
     switches: tuple[str, ...] = ()  # dotted settings that turn the feature on and off
+    checked: tuple[str, ...] = ()  # those among `keys` that no switch excuses
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,8 @@ def _unread_with_others(config: Config) -> Iterator[Unread]:
     """Yield the settings without an effect because of other sections, by dotted names."""
     for use in _uses(config):
         if not use.is_read(config):
-            yield from (Unread(k, use.needs, use.switches) for k in use.keys if _is_set(config, k))
+            for key in (key for key in use.keys if _is_set(config, key)):
+                yield Unread(key, use.needs, () if key in use.checked else use.switches)
 
 
 def _unread_in_sections(config: Config) -> Iterator[Unread]:
@@ -93,6 +95,26 @@ def _unread_in_sections(config: Config) -> Iterator[Unread]:
     for path, section in config.inner():
         for name, needs, switches in section.unread(path):
             yield Unread(f"{path}.{name}", needs, tuple(f"{path}.{one}" for one in switches))
+
+
+def without_unread_sections(config: Config) -> Config:
+    """Return the configuration with null for optional sections that nothing reads."""
+    unread = {name: None for name in OPTIONAL if _is_unread(config, name)}
+    return config.model_copy(update=unread) if unread else config
+
+
+def sections_of_defaults(config: Config) -> dict[str, str | None]:
+    """Return the optional sections that have only defaults, as earlier versions wrote them in every
+    run; for each what it needs, in words, if nothing reads it."""
+    return {
+        name: use.needs if _is_unread(config, name) else None
+        for name, use in OPTIONAL.items()
+        if getattr(config, name) is not None and not any(_is_set(config, key) for key in use.keys)
+    }
+
+
+def _is_unread(config: Config, name: str) -> bool:
+    return getattr(config, name) is not None and not OPTIONAL[name].is_read(config)
 
 
 def warnings_of_unused(config: Config) -> Iterator[str]:
@@ -179,7 +201,7 @@ def _uses(config: Config) -> Iterator[Use]:
         yield from OF_PREFERENCES
     yield from OF_EVERY_JOB
     if job == "rl":
-        yield from OF_RL
+        yield from (*OPTIONAL.values(), *OF_RL)
         if _distils(config):
             yield from OF_DISTILLATION
         yield from OF_LOSS_AND_REWARD
@@ -244,6 +266,28 @@ def _weighs_rewards(config: Config) -> bool:
     return config.teacher is None or config.teacher.rewards > 0
 
 
+OPTIONAL = {
+    "remote": Use(
+        _keys("remote", RemoteSection),
+        lambda c: c.run.job != "rl" or c.mesh.remote,
+        "mesh.samplers_in=processes or external",
+        ("mesh.samplers_in",),
+    ),
+    "reference": Use(
+        _keys("reference", ReferenceSection),
+        lambda c: c.run.job == "rl" and c.refers,
+        "algorithm.kl_coefficient above 0 or a pairs.loss that compares with it",
+        ("algorithm.kl_coefficient",),
+    ),
+    "critic": Use(
+        _keys("critic", CriticSection),
+        lambda c: c.run.job == "rl" and _has_critic(c),
+        "algorithm.advantage=gae, which has a critic",
+        ("algorithm.advantage",),
+        checked=("critic.path",),
+    ),
+}
+"""Sections that are null by default, and have their defaults where they are read nevertheless."""
 OF_PREFERENCES = (
     Use(
         ("preference.loss", "preference.reference"),
@@ -294,12 +338,6 @@ OF_RL = (
         ("endpoint", "task"),
     ),
     Use(
-        _keys("remote", RemoteSection),
-        lambda c: c.mesh.remote,
-        "mesh.samplers_in=processes or external",
-        ("mesh.samplers_in",),
-    ),
-    Use(
         ("algorithm.baseline",),
         _compares_some,
         "a shaping that masks answers (mask_truncated, overlong_filter, your own) and an "
@@ -321,20 +359,6 @@ OF_RL = (
         _averages,
         "pairs=null, or a KL, an entropy bonus or a teacher in the loss",
     ),
-    Use(
-        _keys("reference", ReferenceSection),
-        lambda c: c.refers,
-        "algorithm.kl_coefficient above 0 or a pairs.loss that compares with it",
-        ("algorithm.kl_coefficient",),
-    ),
-    Use(
-        _keys("critic", CriticSection, "path"),
-        _has_critic,
-        "algorithm.advantage=gae, which has a critic",
-        ("algorithm.advantage",),
-    ),
-    # A folder that the start checks: no switch excuses it.
-    Use(("critic.path",), _has_critic, "algorithm.advantage=gae, which has a critic"),
 )
 OF_DISTILLATION = (
     Use(

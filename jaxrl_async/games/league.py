@@ -83,10 +83,10 @@ class RunOpponents:
         self._config, self._chat, self._spec = config, chat, spec
         self._pools: dict[str | None, FrozenPool] = {}
         self._chats: dict[str | None, ChatFormat] = {} if chat is None else {None: chat}
-        self._specs = {path: self._checked(path) for path in frozen_models(config.seats)}
+        self._specs = {path: self._checked(path) for path in frozen_models(config.players)}
         self._desks: dict[str, PlayerEndpoint] = {}
         self._costs: dict[str, float] = {}
-        for path, filling in fillings(config.seats):
+        for path, filling in fillings(config.players):
             if filling.endpoint is not None and _key_of(filling) not in self._desks:
                 self._desks[_key_of(filling)] = PlayerEndpoint(
                     filling, path, count=faults.add, outages=outages
@@ -164,13 +164,13 @@ class RunOpponents:
             lock: held while they compute.
         """
         config = self._config
-        if not config.seats:
+        if not config.players:
             return
         self._policy = policy
         slack = config.staleness.max_staleness + config.staleness.lookahead + SLACK
         snapshots = Snapshots(paths.root / LEAGUE, remembered=slack + 1)
         self.opponents = Opponents(
-            config.seats,
+            config.players,
             LeagueTerms(
                 seed=config.run.seed,
                 slack=slack,
@@ -180,7 +180,7 @@ class RunOpponents:
             self._player,
         )
         self.opponents.begin(version, policy)
-        if has_opponents(config.seats):
+        if has_opponents(config.players):
             self._open_pools(snapshots, slices.sampler, lock)
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ class RunOpponents:
             path: (spec, functools.partial(_same, Path(path)), 1)
             for path, spec in self._specs.items()
         }
-        if places := resident_snapshots(config.seats):
+        if places := resident_snapshots(config.players):
             models[None] = (self._spec, snapshots.path, places)
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         settings = SamplerSettings(
@@ -251,9 +251,9 @@ class RunOpponents:
 
 def check_alone(config: Config, lockstep: Lockstep) -> None:
     """Raise ConfigError if a run of several processes has opponents."""
-    if config.seats and lockstep.count > 1:
+    if config.players and lockstep.count > 1:
         raise ConfigError(
-            f"seats ({', '.join(config.seats)}) cannot be filled in a run of {lockstep.count} "
+            f"seats ({', '.join(config.players)}) cannot be filled in a run of {lockstep.count} "
             "processes. Use one process, with samplers in threads, or remove seats."
         )
 

@@ -375,7 +375,7 @@ def base_on_trainer(config: schema.Config, spec: ModelSpec, mesh: Mesh) -> Any:
 
 def reference(config: schema.Config, spec: ModelSpec, mesh: Mesh) -> Any:
     """Return the shapes of the reference: an older adapter, or whole weights."""
-    if config.reference.path is None:
+    if config.reference_settings.path is None:
         return trained(config, spec, mesh)
     return _on_trainer(weight_table(spec), mesh, config.model.param_dtype)
 

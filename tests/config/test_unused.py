@@ -225,8 +225,8 @@ def test_a_section_that_is_written_out_in_full_says_only_what_is_not_the_default
     whole = Config().model_dump()
     assert load(write(yaml.safe_dump(whole))) == Config()
     assert not caplog.records
-    whole["critic"]["warmup_steps"] = 3
-    load(write(yaml.safe_dump(whole)))
+    whole["critic"] = {"warmup_steps": 3, "clip": 0.2}
+    assert load(write(yaml.safe_dump(whole))) == Config()
     assert "critic.warmup_steps (3)" in caplog.text
 
 

@@ -102,7 +102,7 @@ def check_inputs(
     check_frozen(config)
     features.check_engines(config, spec)
     if locks is None:
-        locks = make_locks(config.reward, slices, lockstep, opponents=has_opponents(config.seats))
+        locks = make_locks(config.reward, slices, lockstep, opponents=has_opponents(config.players))
     serving = features.serving(config, task, faults.add)
     opponents = features.opponents(
         config, lockstep, lambda: run_chat_format(config, tokenizer), spec, faults, outages
@@ -115,7 +115,7 @@ def check_inputs(
         config, tokenizer, held_out, slices, locks.trainer, faults, task, outages
     )
     check_routing(config.algorithm, config.model, spec)
-    check_critic(config.critic, config.algorithm.advantage, config.run.steps)
+    check_critic(config.critic_settings, config.algorithm.advantage, config.run.steps)
     keep_mask = keeps_masks(config, task)
     check_constraint(config, task, held_out, tokenizer, spec.vocab)
     check_advisers(config, spec, tokenizer)
