@@ -284,18 +284,22 @@ class TeacherSection(Section):
     path: str | None = None
     """Hugging Face directory of the teacher; it must have the policy's tokens, but its vocabulary
     may be padded to another size."""
-    refresh_every: NonNegative = 10
+    refresh_every: Annotated[NonNegative, ReadWith("source", ("self",))] = 10
     """Updates between two copies of the policy into the teacher of source=self; 0: it stays the
     initial policy."""
     form: Literal["advantage", "loss"] = "advantage"
     """advantage: -log(policy / teacher) of the sampled token is an advantage; loss: a divergence of
     distributions is a term of the loss."""
-    kind: Literal["reverse", "forward", "js"] = "reverse"
+    kind: Annotated[Literal["reverse", "forward", "js"], ReadWith("form", ("loss",))] = "reverse"
     """Divergence for form=loss: KL(policy || teacher) (reverse), KL(teacher || policy) (forward) or
     generalised Jensen-Shannon (js)."""
-    beta: float = Field(0.5, gt=0, lt=1)
+    beta: Annotated[
+        float,
+        ReadWith("form", ("loss",), "teacher.form=loss and kind=js"),
+        ReadWith("takes_beta", (), "teacher.form=loss and kind=js", ("kind",)),
+    ] = Field(0.5, gt=0, lt=1)
     """Weight of the teacher in the mixture for kind=js."""
-    top_k: NonNegative = 0
+    top_k: Annotated[NonNegative, ReadWith("form", ("loss",))] = 0
     """Number of likeliest tokens that form=loss compares one by one, with all
     others lumped together; 0: the whole vocabulary."""
     top_k_of: Literal["teacher", "student"] = "teacher"
@@ -305,6 +309,39 @@ class TeacherSection(Section):
     """Weight of the distillation term."""
     rewards: float = Field(1.0, ge=0)
     """Weight of the advantages from rewards; 0: only the distillation."""
+
+    @property
+    def takes_beta(self) -> bool:
+        """Whether `kind`, if it is read, is a mixture."""
+        return self.form != "loss" or self.kind == "js"
+
+    @check
+    def a_students_top_tokens_are_looked_at(self) -> Iterator[str]:
+        """Require a loss over top tokens if the student chooses them."""
+        if self.top_k_of == "student" and (self.form != "loss" or not self.top_k):
+            yield (
+                f"teacher.top_k_of=student decides whose top teacher.top_k ({self.top_k}) tokens "
+                f"form=loss compares, and teacher.form is {self.form}. Set form=loss and top_k, or "
+                "leave top_k_of out."
+            )
+
+    @check
+    def a_teacher_at_a_path_has_one(self) -> Iterator[str]:
+        """Require teacher.path exactly if teacher.source=path."""
+        if (self.source == "path") != (self.path is not None):
+            yield (
+                f"teacher.source={self.source} and teacher.path={self.path} do not match: give a "
+                "path exactly with teacher.source=path."
+            )
+
+    @check
+    def a_teacher_has_weight(self) -> Iterator[str]:
+        """Require a positive coefficient for a teacher that is loaded."""
+        if self.coefficient == 0:
+            yield (
+                f"teacher.coefficient=0 ignores teacher.source={self.source}. Raise it, "
+                "or set teacher=null."
+            )
 
 
 class PairsSection(Section):

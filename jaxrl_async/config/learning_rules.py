@@ -185,17 +185,6 @@ def dynamic_sampling_selects_by_what_is_learnt(config: Config) -> Iterator[str]:
 
 
 @rule(job="rl")
-def a_teacher_has_weight(config: Config) -> Iterator[str]:
-    """Require a positive coefficient for a teacher that is loaded."""
-    teacher = config.teacher
-    if teacher is not None and teacher.coefficient == 0:
-        yield (
-            f"teacher.coefficient=0 ignores teacher.source={teacher.source}. Raise it, "
-            "or set teacher=null."
-        )
-
-
-@rule(job="rl")
 def the_critics_warmup_ends(config: Config) -> Iterator[str]:
     """Require steps for the policy after the critic's warm-up."""
     waits = config.critic_settings.warmup_steps

@@ -63,33 +63,6 @@ def colocated_slices_have_one_size(config: Config) -> Iterator[str]:
         )
 
 
-@rule("teacher")
-def a_students_top_tokens_are_looked_at(config: Config) -> Iterator[str]:
-    """Require a loss over top tokens if the student chooses them."""
-    teacher = config.teacher
-    if teacher is None:
-        return
-    if teacher.top_k_of == "student" and (teacher.form != "loss" or not teacher.top_k):
-        yield (
-            f"teacher.top_k_of=student decides whose top teacher.top_k ({teacher.top_k}) tokens "
-            f"form=loss compares, and teacher.form is {teacher.form}. Set form=loss and top_k, or "
-            "leave top_k_of out."
-        )
-
-
-@rule("teacher")
-def a_teacher_at_a_path_has_one(config: Config) -> Iterator[str]:
-    """Require teacher.path exactly if teacher.source=path."""
-    teacher = config.teacher
-    if teacher is None:
-        return
-    if (teacher.source == "path") != (teacher.path is not None):
-        yield (
-            f"teacher.source={teacher.source} and teacher.path={teacher.path} do not match: give a "
-            "path exactly with teacher.source=path."
-        )
-
-
 @rule("reward")
 def something_gives_rewards(config: Config) -> Iterator[str]:
     """Require a reward function, a reward model or a judge."""

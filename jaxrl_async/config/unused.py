@@ -362,25 +362,6 @@ OF_RL = (
 )
 OF_DISTILLATION = (
     Use(
-        ("teacher.refresh_every",),
-        lambda c: c.teacher is not None and c.teacher.source == "self",
-        "teacher.source=self",
-        ("teacher.source",),
-    ),
-    Use(
-        ("teacher.kind", "teacher.top_k"),
-        _distils_by_loss,
-        "teacher.form=loss",
-        ("teacher.form",),
-    ),
-    Use(("teacher.beta",), _distils_by_loss, "teacher.form=loss and kind=js", ("teacher.form",)),
-    Use(
-        ("teacher.beta",),
-        lambda c: not _distils_by_loss(c) or (c.teacher is not None and c.teacher.kind == "js"),
-        "teacher.form=loss and kind=js",
-        ("teacher.kind",),
-    ),
-    Use(
         tuple(
             f"algorithm.{name}" for name in ("advantage", "loss", "shaping", "correction", "anchor")
         ),
