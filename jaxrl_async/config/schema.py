@@ -27,7 +27,12 @@ from jaxrl_async.config.model_section import (
     WeightsSection,
     dtype_on,
 )
-from jaxrl_async.config.offline_section import PreferenceSection, SftSection, WarmStartSection
+from jaxrl_async.config.offline_section import (
+    PreferenceSection,
+    RewardModelSection,
+    SftSection,
+    WarmStartSection,
+)
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.reward_section import EvalSection, RewardSection
 from jaxrl_async.config.run_section import (
@@ -75,6 +80,7 @@ __all__ = [
     "ProcessSection",
     "ReferenceSection",
     "RemoteSection",
+    "RewardModelSection",
     "RewardSection",
     "RunSection",
     "SamplerSection",
@@ -127,6 +133,7 @@ class Config(Section):
     warm_start: WarmStartSection = WarmStartSection()
     sft: SftSection = SftSection()
     preference: PreferenceSection = PreferenceSection()
+    reward_model: RewardModelSection = RewardModelSection()
     sampler: SamplerSection = SamplerSection()
     priorities: PrioritySection = PrioritySection()
     staleness: StalenessSection = StalenessSection()

@@ -24,11 +24,13 @@ from jaxrl_async.config.section import Section, Unread, as_text
 from jaxrl_async.config.task_section import EnvSection
 from jaxrl_async.config.userfile import is_own
 
+OF_RECORDS = ("sft", "preference", "reward_model")
+"""Jobs that train on records, each with a section of its name."""
+OF_ROLLOUTS = ("pairs", "reference", "critic", "teacher", "env", "priorities")
+"""Sections of run.job=rl alone."""
 SECTIONS_OF_OTHER_JOBS: dict[str, tuple[str, ...]] = {
-    "rl": ("sft", "preference"),
-    "sft": ("preference", "pairs", "reference", "critic", "teacher", "env", "priorities"),
-    "preference": ("sft", "pairs", "reference", "critic", "teacher", "env", "priorities"),
-    "reward_model": ("sft", "pairs", "reference", "critic", "teacher", "env", "priorities"),
+    "rl": OF_RECORDS,
+    **{job: (*(other for other in OF_RECORDS if other != job), *OF_ROLLOUTS) for job in OF_RECORDS},
 }
 """Sections without an effect, by run.job. The sections about rollouts (sampler, staleness, buffer,
 reward) are allowed: several jobs may share a configuration."""
@@ -197,8 +199,6 @@ def _uses(config: Config) -> Iterator[Use]:
         lambda c: job in ("rl", "sft"),
         "run.job=rl or sft (preferences among a task's own answers: run.job=rl with pairs.loss)",
     )
-    if job in ("preference", "reward_model"):
-        yield from OF_PREFERENCES
     yield from OF_EVERY_JOB
     if job == "rl":
         yield from (*OPTIONAL.values(), *OF_RL)
@@ -288,18 +288,6 @@ OPTIONAL = {
     ),
 }
 """Sections that are null by default, and have their defaults where they are read nevertheless."""
-OF_PREFERENCES = (
-    Use(
-        ("preference.loss", "preference.reference"),
-        lambda c: c.run.job == "preference",
-        "run.job=preference",
-    ),
-    Use(
-        ("preference.margin",),
-        lambda c: c.run.job == "reward_model",
-        "run.job=reward_model",
-    ),
-)
 OF_EVERY_JOB = (
     Use(
         ("data.system_prompt", "data.chat_format", "data.chat_arguments", "data.keep_thinking"),

@@ -373,3 +373,35 @@ def test_a_null_section_differs_by_its_defaults_from_one_that_sets_more():
     assert ("critic.clip", None, 0.2) in list(changes(before, now))
     more = {k: v for k, v in now.items() if k != "critic"} | {"critic.clip": 0.5}
     assert list(changes(now, more)) == [("critic.clip", 0.2, 0.5)]
+
+
+OF_REWARDS = {"run": {"job": "reward_model"}}
+
+
+@pytest.mark.parametrize(
+    ("before", "overrides", "now"),
+    [
+        ({"preference": {"batch_size": 8, "margin": 0.5}}, [], {"batch_size": 8, "margin": 0.5}),
+        ({"preference": {"batch_size": 32, "loss": "dpo", "margin": 0.0}}, [], {}),
+        ({}, ["preference.batch_size=8", "preference.margin=0.5"],
+         {"batch_size": 8, "margin": 0.5}),
+        ({"reward_model": {"margin": 0.1}}, ["preference.margin=0.5"], {"margin": 0.5}),
+        ({"preference": {"margin": 0.5}}, ["reward_model.margin=0.1"], {"margin": 0.1}),
+    ],
+)  # fmt: skip
+def test_settings_of_a_reward_model_were_those_of_preferences(
+    write, caplog, before, overrides, now
+):
+    config = load(write(yaml.safe_dump({**OF_REWARDS, **before})), overrides)
+    assert config == load({**OF_REWARDS, "reward_model": now})
+    assert "is now written reward_model." in caplog.text
+    if not overrides:
+        was, are = flattened({**OF_REWARDS, **before}), flattened(config.model_dump(mode="json"))
+        assert [one for one in changes(was, are) if one.name.startswith("reward_model")] == []
+
+
+def test_a_batch_of_preferences_stays_theirs_and_a_margin_is_refused_there(write, refusal):
+    of_pairs = {"run": {"job": "preference"}, "preference": {"batch_size": 8, "margin": 0.0}}
+    assert load(write(yaml.safe_dump(of_pairs))).preference.batch_size == 8
+    told = refusal(write("run: {job: preference}"), "preference.margin=0.1")
+    assert "reward_model.margin (0.1) has no effect without another run.job than pref" in told
