@@ -84,11 +84,11 @@ class RunOpponents:
         self._pools: dict[str | None, FrozenPool] = {}
         self._chats: dict[str | None, ChatFormat] = {} if chat is None else {None: chat}
         self._specs = {path: self._checked(path) for path in frozen_models(config.players)}
-        self._desks: dict[str, PlayerEndpoint] = {}
+        self._endpoints: dict[str, PlayerEndpoint] = {}
         self._costs: dict[str, float] = {}
         for path, filling in fillings(config.players):
-            if filling.endpoint is not None and _key_of(filling) not in self._desks:
-                self._desks[_key_of(filling)] = PlayerEndpoint(
+            if filling.endpoint is not None and _key_of(filling) not in self._endpoints:
+                self._endpoints[_key_of(filling)] = PlayerEndpoint(
                     filling, path, count=faults.add, outages=outages
                 )
 
@@ -132,11 +132,11 @@ class RunOpponents:
         if self.opponents is None:
             return {}
         now = {f"seats/{name}": 0.0 for name in JudgeMeter.NAMES if name != "cached"}
-        for desk in self._desks.values():
-            for name, amount in desk.meter.read().items():
+        for endpoint in self._endpoints.values():
+            for name, amount in endpoint.meter.read().items():
                 if name != "cached":
                     now[f"seats/{name}"] += amount
-        costs = now if self._desks else {}
+        costs = now if self._endpoints else {}
         if self._pools:
             costs = {**costs, "seats/loads": float(sum(p.loads for p in self._pools.values()))}
         before, self._costs = self._costs, costs
@@ -187,8 +187,8 @@ class RunOpponents:
         """Close all samplers and connections. Idempotent."""
         for pool in self._pools.values():
             pool.close()
-        for desk in self._desks.values():
-            desk.close()
+        for endpoint in self._endpoints.values():
+            endpoint.close()
 
     # ---- inside
 
@@ -225,8 +225,8 @@ class RunOpponents:
     def _player(self, sitter: SeatedPlayer) -> Player:
         filling, config = sitter.filling, self._config
         if filling.endpoint is not None:
-            desk = self._desks[_key_of(filling)]
-            return EndpointPlayer(desk, filling, sitter.seat, config.run.seed)
+            endpoint = self._endpoints[_key_of(filling)]
+            return EndpointPlayer(endpoint, filling, sitter.seat, config.run.seed)
         path = filling.model if sitter.snapshot is None else None
         section = config.sampler
         temperature = section.temperature if filling.temperature is None else filling.temperature
