@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jaxrl_async.config.lora_section import ALL_LINEAR, LoraSection
 from jaxrl_async.errors import ConfigError
@@ -316,6 +317,6 @@ def merged_on(spec: ModelSpec, lora: Lora, shardings: Any) -> Any:
     return jax.jit(lambda base, adapter: merged(spec, lora, base, adapter), out_shardings=shardings)
 
 
-def as_sent(lora: Lora, adapter: Params, dtype: Any) -> Params:
+def as_sent(lora: Lora, adapter: Params, dtype: DTypeLike) -> Params:
     """Return a new copy of an adapter for samplers: B times scale, in dtype."""
     return jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), scaled(lora, adapter))

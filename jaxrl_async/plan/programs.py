@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxrl_async.algorithms.columns import COLUMNS, DeviceBatch
 from jaxrl_async.algorithms.objective import Coefficients, pass_columns
@@ -229,7 +230,7 @@ def micro_batch(
     if config.algorithm.keep_routing:
         routing = routing_of(spec)
         of_token["expert_ids"] = (routing.layers, routing.chosen)
-        dtypes["expert_ids"] = routing.dtype
+        dtypes["expert_ids"] = jnp.dtype(routing.dtype)
     names = [n for n in DeviceBatch._fields if not COLUMNS[n].optional or n in there]
     shape = (step.micro_rows, config.row_length)
     columns: dict[str, Any] = {
@@ -352,7 +353,9 @@ def _pages(tokens: int, page_tokens: int) -> int:
 # ---- shapes
 
 
-def trained(config: schema.Config, spec: ModelSpec, mesh: Mesh, dtype: Any = None) -> Any:
+def trained(
+    config: schema.Config, spec: ModelSpec, mesh: Mesh, dtype: DTypeLike | None = None
+) -> Any:
     """Return the shapes of the trained weights on the trainer's mesh: all, or an adapter.
 
     dtype: None: model.param_dtype.
@@ -380,7 +383,7 @@ def reference(config: schema.Config, spec: ModelSpec, mesh: Mesh) -> Any:
     return _on_trainer(weight_table(spec), mesh, config.model.param_dtype)
 
 
-def _on_trainer(table: Any, mesh: Mesh, dtype: Any) -> Any:
+def _on_trainer(table: Any, mesh: Mesh, dtype: DTypeLike) -> Any:
     return jax.tree.map(
         lambda w, s: jax.ShapeDtypeStruct(w.shape, jnp.dtype(dtype), sharding=s),
         table,
@@ -399,5 +402,5 @@ def bytes_per_device(tree: Any) -> float:
     )
 
 
-def _array(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+def _array(mesh: Mesh, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
