@@ -139,7 +139,7 @@ def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str,
 
 
 def trainer_programs(
-    config: schema.Config, spec: ModelSpec, places: Places, cast: Any
+    config: schema.Config, spec: ModelSpec, places: Places, cast: object
 ) -> list[Lowered]:
     """Lower the trainer's programs: gradient, optimizer update, the log-prob pass if a step needs
     one, and the cast of sent weights.
@@ -383,7 +383,7 @@ def reference(config: schema.Config, spec: ModelSpec, mesh: Mesh) -> Any:
     return _on_trainer(weight_table(spec), mesh, config.model.param_dtype)
 
 
-def _on_trainer(table: Any, mesh: Mesh, dtype: DTypeLike) -> Any:
+def _on_trainer(table: object, mesh: Mesh, dtype: DTypeLike) -> Any:
     return jax.tree.map(
         lambda w, s: jax.ShapeDtypeStruct(w.shape, jnp.dtype(dtype), sharding=s),
         table,
@@ -392,7 +392,7 @@ def _on_trainer(table: Any, mesh: Mesh, dtype: DTypeLike) -> Any:
     )
 
 
-def bytes_per_device(tree: Any) -> float:
+def bytes_per_device(tree: object) -> float:
     """Return the bytes of arrays or their shapes on the device with the most."""
     return float(
         sum(

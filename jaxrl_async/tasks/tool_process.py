@@ -42,7 +42,7 @@ class ToolProcesses:
         self._lock = Lock()
         weakref.finalize(self, _close_all, self._free)
 
-    def call(self, source: FunctionSource, arguments: Any, timeout_s: float) -> str:
+    def call(self, source: FunctionSource, arguments: object, timeout_s: float) -> str:
         """Return a tool's result as text. arguments: as the policy wrote them, JSON or its value.
 
         Raises ToolFailed if it raises, TooLate after timeout_s seconds, RolloutError if it ended
