@@ -92,7 +92,7 @@ class DataSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_one_source(cls, given: Any) -> Any:
+    def _of_one_source(cls, given: object) -> Any:
         """Leave the embedded task out where records are given and the task is not mentioned."""
         if not isinstance(given, Mapping) or "addition" in given:
             return given

@@ -60,7 +60,7 @@ class Replaced(NamedTuple):
     told: str  # what a warning says
 
 
-def renewed(name: str, value: Any) -> Renewed:
+def renewed(name: str, value: object) -> Renewed:
     """Return the current form of a setting, given by its dotted name."""
     name = NAMES.get(name, name)
     if isinstance(value, str):
@@ -68,7 +68,7 @@ def renewed(name: str, value: Any) -> Renewed:
     return Renewed(name, value)
 
 
-def turns_off(name: str, value: Any) -> bool:
+def turns_off(name: str, value: object) -> bool:
     """Return whether this value of a setting, given by its dotted name, turned its section off."""
     off = any(name == f"{section}.{key}" and value == was for section, (key, was) in OFF.items())
     return off and not isinstance(value, bool)  # False == 0
@@ -181,7 +181,7 @@ def turn_off(tree: dict[str, Any]) -> list[Replaced]:
     return replaced
 
 
-def _written(value: Any) -> str:
+def _written(value: object) -> str:
     """Return a value for a message, a text without quotes."""
     return value if isinstance(value, str) else shown(value)
 

@@ -156,7 +156,7 @@ def _renew_names(draft: Draft) -> None:
             draft.lines.setdefault(tuple(one.now.split(".")), draft.lines[written])
 
 
-def _at(tree: Any, path: KeyPath) -> Any:
+def _at(tree: object, path: KeyPath) -> Any:
     """Return what nested sections have at a key path; None: nothing."""
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
@@ -182,7 +182,7 @@ def _tell(draft: Draft, replaced: Iterable[Replaced]) -> None:
         log.warning("and %d more; --print-config prints how all are written now", len(new) - 1)
 
 
-def _of_several(shared: Draft, config: Config, given: Any, overrides: Sequence[str]) -> Config:
+def _of_several(shared: Draft, config: Config, given: object, overrides: Sequence[str]) -> Config:
     """Return the configuration of several runs, each as its differences from the shared one. Raises
     ConfigError.
 
@@ -240,7 +240,7 @@ def _checked_several(shared: Draft, config: Config, runs: Tree) -> Config:
     raise ConfigError(_listed(shared.problems))
 
 
-def _of_one(shared: Draft, name: str, own: Any) -> Draft:
+def _of_one(shared: Draft, name: str, own: object) -> Draft:
     """Return the draft of one of several runs: its own settings merged into the shared ones. Raises
     ConfigError."""
     if isinstance(own, str):
@@ -422,7 +422,7 @@ def _store_section(draft: Draft, settings: Tree, path: KeyPath, given: KeyPath) 
             _store(draft, here, value)
 
 
-def _store(draft: Draft, path: KeyPath, value: Any, *, replaces: bool = True) -> None:
+def _store(draft: Draft, path: KeyPath, value: object, *, replaces: bool = True) -> None:
     """Write one value into the draft's tree.
 
     replaces: False: a section that has settings keeps them.
@@ -490,7 +490,7 @@ def _keep_known(
     return known
 
 
-def _wrong_at_sight(value: Any, target: FieldInfo) -> bool:
+def _wrong_at_sight(value: object, target: FieldInfo) -> bool:
     """Return whether a value is of a kind that pydantic would accept but that is not allowed.
 
     Examples: true for 1, bytes or NUL for text, and huge integers.
@@ -540,14 +540,16 @@ def _missing(path: KeyPath, target: FieldInfo) -> str:
     )
 
 
-def _not_allowed(path: KeyPath, value: Any, target: FieldInfo) -> str:
+def _not_allowed(path: KeyPath, value: object, target: FieldInfo) -> str:
     allowed = _allowed(target)
     if isinstance(value, int) and value > MAX_WHOLE and "<=" not in allowed:
         allowed += f" and at most {MAX_WHOLE}"
     return f"{'.'.join(path)} = {shown(value)} is not allowed; it must be {allowed}."
 
 
-def _unknown(path: KeyPath, value: Any = NOT_GIVEN, given: Mapping[str, Any] | None = None) -> str:
+def _unknown(
+    path: KeyPath, value: object = NOT_GIVEN, given: Mapping[str, Any] | None = None
+) -> str:
     """Return what is wrong with a setting that does not exist, and what may be meant.
 
     Args:
@@ -634,7 +636,7 @@ def _known_prefix(path: KeyPath) -> KeyPath:
     return path
 
 
-def _is_section_type(kind: Any) -> bool:
+def _is_section_type(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
@@ -658,15 +660,15 @@ def _below_choice(path: KeyPath) -> bool:
     return bool(prefix) and len(path) - len(prefix) <= 2 and _is_choice(_find(prefix))
 
 
-def _alternatives(kind: Any) -> tuple[Any, ...]:
+def _alternatives(kind: object) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
-def _is_optional(kind: Any) -> bool:
+def _is_optional(kind: object) -> bool:
     return type(None) in _alternatives(kind)
 
 
-def _is_text(kind: Any) -> bool:
+def _is_text(kind: object) -> bool:
     rest = [k for k in _alternatives(kind) if k is not type(None)]
     return len(rest) == 1 and (rest[0] is str or get_origin(rest[0]) is Literal)
 

@@ -107,7 +107,7 @@ class Section(BaseModel):
         return f"{path}.{mark.setting}{plain.get(type(value), '')}"
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """Return a value for a sentence; integers may be too long for Python to print."""
     try:
         return str(value)

@@ -262,7 +262,7 @@ def _kept(
     }
 
 
-def _placed(table: Any, mesh: Mesh | None) -> Any:
+def _placed(table: object, mesh: Mesh | None) -> Any:
     if mesh is not None:
         return shardings(table, mesh, TRAINER_RULES)
     one = SingleDeviceSharding(jax.devices()[0])
@@ -285,7 +285,7 @@ def _stacked(
     made: Callable[..., dict[str, Array]],
     weight: Weight,
     parts: Iterator[Array | dict[str, np.ndarray]],
-    placed: Any,
+    placed: object,
 ) -> dict[str, Array]:
     """Convert a matrix's layers one after the other and stack the results.
 
@@ -297,7 +297,7 @@ def _stacked(
     """
     one = _of_one(weight)
 
-    def put(stacks: dict[str, Array], array: Any, layer: Array) -> dict[str, Array]:
+    def put(stacks: dict[str, Array], array: object, layer: Array) -> dict[str, Array]:
         of_layer = array if isinstance(array, dict) else made(weight=one, array=array)
         return {part: stack.at[layer].set(of_layer[part]) for part, stack in stacks.items()}
 
@@ -327,7 +327,7 @@ def _in_form(name: str, weight: Weight, form: BaseForm, array: Array) -> dict[st
     }
 
 
-def _is_weight(node: Any) -> bool:
+def _is_weight(node: object) -> bool:
     return isinstance(node, Weight)
 
 

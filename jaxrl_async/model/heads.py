@@ -166,7 +166,7 @@ def save_head(folder: str | Path, spec: ModelSpec, params: Params) -> None:
 
 
 def load_head(
-    folder: str | Path, head: Head, shardings: Any = None, dtype: DTypeLike = jnp.float32
+    folder: str | Path, head: Head, shardings: object = None, dtype: DTypeLike = jnp.float32
 ) -> tuple[ModelSpec, Params]:
     """Load a model of save_head, or of transformers with one label. Raises CheckpointError."""
     spec = load_spec(Path(folder))

@@ -312,7 +312,7 @@ def with_adapter(spec: ModelSpec, table: dict[str, Any], params: Params) -> dict
     return {**table, **{stack: {**table[stack], **adapter[stack]} for stack in adapter}}
 
 
-def merged_on(spec: ModelSpec, lora: Lora, shardings: Any) -> Any:
+def merged_on(spec: ModelSpec, lora: Lora, shardings: object) -> Any:
     """Return `merged` as a compiled function of base and adapter, with these output shardings."""
     return jax.jit(lambda base, adapter: merged(spec, lora, base, adapter), out_shardings=shardings)
 

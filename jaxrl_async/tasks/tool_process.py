@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from threading import Lock
-from typing import Any
 
 from jaxrl_async.config.userfile import end_loading
 from jaxrl_async.tasks.function_source import FunctionSource
