@@ -63,7 +63,7 @@ class Conversion:
 class PrivateCopy:
     """The compiled copy for samplers in separate processes, in the trainer's shardings."""
 
-    def __init__(self, shardings: Any, conversion: Conversion) -> None:
+    def __init__(self, shardings: object, conversion: Conversion) -> None:
         """Create the copy. shardings: pytree of the trainer's shardings for the conversion's
         result."""
         self._copy = jax.jit(conversion.copied, out_shardings=shardings)
