@@ -10,8 +10,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.typing import DTypeLike
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from jaxrl_async.algorithms.columns import COLUMNS, Source
 from jaxrl_async.trainer.prefix_plan import PrefixKey, plan_rows, prefix_key

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.typing import DTypeLike
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from jaxrl_async.algorithms.columns import ALL_BITS, UNKNOWN_EXPERT
 from jaxrl_async.data.images import ImageStore

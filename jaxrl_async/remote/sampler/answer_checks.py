@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
-from jax.typing import DTypeLike
+from numpy.typing import DTypeLike
 
 from jaxrl_async.errors import RolloutError, printable
 from jaxrl_async.sampler.logprob_checks import (

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.typing import DTypeLike
+from numpy.typing import DTypeLike
 
 from jaxrl_async.sampler.batch.slots import Slots, Span
 from jaxrl_async.types import ExpertIds, IntArray, Partial
