@@ -130,7 +130,7 @@ JOBS = {
     ),
     "reward model": Job(
         config="rlhf_three_steps/2_reward_model.yaml",
-        settings=(*OFFLINE, "model.path=null", "preference.batch_size=4"),
+        settings=(*OFFLINE, "model.path=null", "reward_model.batch_size=4"),
         steps=200,
         staleness=None,
     ),

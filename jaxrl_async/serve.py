@@ -104,14 +104,14 @@ def _serve(args: argparse.Namespace) -> int:
             door = None
             if settings.adapters is not None:
                 door = AdapterAdmin(served.name, sampler.adapters, loads_from=args.adapters_from)
-            desk = EndpointService(
+            service = EndpointService(
                 served,
                 limits,
                 guest_keys=(key,),
                 adapters=door,
                 cors_origins=tuple(args.cors),
             )
-            with Endpoint(desk, host=args.host, port=args.port) as endpoint, only_new_garbage():
+            with Endpoint(service, host=args.host, port=args.port) as endpoint, only_new_garbage():
                 print(f"serving {served.name} at {endpoint.address}/v1", flush=True)
                 ended.wait()
         return 0

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from jaxrl_async.config.load import dump, help_text, load
+from jaxrl_async.config.schema import Config
 from jaxrl_async.config.several import runs_of
 from jaxrl_async.errors import ConfigError, JaxrlError, Preempted, is_out_of_memory, shown
 from jaxrl_async.host import has_nvidia, more_of_a_gpu
@@ -71,13 +72,7 @@ def _run(argv: Sequence[str] | None, told: ExitStack) -> int:
         overrides += [f"run.replay_schedule={json.dumps(file)}" for file in replayed]
         config = load(words[0], overrides)
         if "--print-config" in flags:
-            start = importlib.import_module("jaxrl_async.run.start_checks")
-            for one in (config, *runs_of(config).values()):
-                start.check_names(one)
-            whole = importlib.import_module("jaxrl_async.algorithms.preflight").with_correction(
-                config
-            )
-            print(dump(whole), end="")
+            _print_config(config)
             return 0
         told.enter_context(guarded_output())
         told.enter_context(health_endpoint())
@@ -111,6 +106,15 @@ def _run(argv: Sequence[str] | None, told: ExitStack) -> int:
             traceback.print_exc()
         return distributed.leave(1)
     return 0
+
+
+def _print_config(config: Config) -> None:
+    """Print the whole configuration, after a check of the names in it."""
+    start = importlib.import_module("jaxrl_async.run.start_checks")
+    for one in (config, *runs_of(config).values()):
+        start.check_names(one)
+    preflight = importlib.import_module("jaxrl_async.algorithms.preflight")
+    print(dump(preflight.with_correction(config)), end="")
 
 
 def _help(words: list[str]) -> int:

@@ -311,7 +311,7 @@ def has_range(kind: Any) -> bool:
     return all(has_range(k) for k in inner)
 
 
-def _limits(note: Any) -> list[Any]:
+def _limits(note: object) -> list[Any]:
     return list(note.metadata) if isinstance(note, FieldInfo) else [note]
 
 
@@ -328,7 +328,7 @@ def _parse(kind: str, choice: Choice) -> tuple[str, dict[str, Any]]:
     return name, dict(arguments or {})
 
 
-def _as(kind: Any, value: Any) -> Any:
+def _as(kind: object, value: object) -> Any:
     """Convert a configuration's value to this type, such as a list to a tuple or a text to a path.
 
     Types that pydantic does not know are not checked. Raise ValueError if the value does not fit.
@@ -357,7 +357,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
 
 
-def _is_long(value: Any) -> bool:
+def _is_long(value: object) -> bool:
     """Return whether this is a whole number of more than 64 bits."""
     return isinstance(value, int) and abs(value) >= 2**63
 

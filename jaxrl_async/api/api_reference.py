@@ -44,7 +44,7 @@ def _section(name: str, thing: Any) -> str:
     return "".join(parts)
 
 
-def _function(name: str, function: Any) -> str:
+def _function(name: str, function: object) -> str:
     return f"\n```text\n{name}{_arguments(function)}\n```\n\n{_text(function)}"
 
 
@@ -101,7 +101,7 @@ def _parts(arguments: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _text(thing: Any) -> str:
+def _text(thing: object) -> str:
     """Return a docstring as Markdown: arguments and errors as lists."""
     lines, listed = [], False
     for line in (inspect.getdoc(thing) or "").splitlines():

@@ -90,7 +90,7 @@ def from_trl(
     return arguments
 
 
-def _fields_of(args: Any) -> dict[str, Any]:
+def _fields_of(args: object) -> dict[str, Any]:
     """Return the fields of a configuration by name."""
     if isinstance(args, Mapping):
         return dict(args)

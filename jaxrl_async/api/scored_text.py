@@ -50,7 +50,7 @@ def listed_texts(texts: Scored | Sequence[Scored]) -> list[Scored]:
 
 
 def tokens_to_score(
-    one: Any, index: int, tokenizer: Tokenizer, opening: Callable[[list[Any]], IntArray]
+    one: object, index: int, tokenizer: Tokenizer, opening: Callable[[list[Any]], IntArray]
 ) -> tuple[IntArray, int]:
     """Return the tokens of something to score, [n] int32, and the first of them that is scored.
 
@@ -115,7 +115,7 @@ def scored_text(request: Request, done: Completion, tokenizer: Tokenizer) -> Sco
     )
 
 
-def _are_ids(value: Any) -> bool:
+def _are_ids(value: object) -> bool:
     if isinstance(value, np.ndarray):
         return value.ndim == 1 and np.issubdtype(value.dtype, np.integer)
     whole = (int, np.integer)

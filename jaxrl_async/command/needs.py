@@ -56,8 +56,8 @@ def _gguf(config: Config) -> str | None:
         "model.path": config.model.path,
         "data.tokenizer": config.data.tokenizer,
         "teacher.path": None if config.teacher is None else config.teacher.path,
-        "critic.path": config.critic.path,
-        "reference.path": config.reference.path,
+        "critic.path": config.critic_settings.path,
+        "reference.path": config.reference_settings.path,
         "preference.reference": config.preference.reference,
         "reward.model": config.reward.model,
     }

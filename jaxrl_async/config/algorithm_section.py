@@ -3,13 +3,29 @@
 Needs no JAX.
 """
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from jaxrl_async.config import function_facts as facts
-from jaxrl_async.config.choice import Choice, Choices, name_of
-from jaxrl_async.config.section import Count, NonNegative, Positive, Section
+from jaxrl_async.config.choice import Choice, Choices, arguments_of, name_of
+from jaxrl_async.config.section import (
+    Count,
+    NonNegative,
+    Positive,
+    ReadWith,
+    Section,
+    check,
+)
+from jaxrl_async.config.userfile import is_own
+
+ENTROPY_BONUS = ReadWith(
+    "has_entropy_bonus",
+    (),
+    "algorithm.entropy_coefficient or entropy_target",
+    ("entropy_coefficient", "entropy_target"),
+)
 
 
 class PivotSection(Section):
@@ -26,7 +42,7 @@ class PivotSection(Section):
     """Choice of the first token that is sampled again: the least likely tokens (lowest_logprob),
     random tokens, tokens at equal fractions of the answer's length, or random tokens after a
     mark."""
-    mark: str = Field("\n", min_length=1)
+    mark: Annotated[str, ReadWith("where", ("mark",))] = Field("\n", min_length=1)
     """Text of where=mark: a pivot follows a token whose text contains it."""
     trunk: Literal["group", "fork"] = "group"
     """Credit of the forked answer's own tokens after a pivot: by comparison with the group's other
@@ -55,7 +71,7 @@ class AlgorithmSection(Section):
     baseline: Literal["all", "unmasked"] = "all"
     """Answers that an answer is compared with: its whole group, masked answers included, as in DAPO
     (all), or the answers that no shaping masks (unmasked; with advantage=rloo it is RLOO-N)."""
-    least_compared: int = Field(2, ge=2)
+    least_compared: Annotated[int, ReadWith("baseline", ("unmasked",))] = Field(2, ge=2)
     """With baseline=unmasked, minimum number of unmasked answers in a group: where there are fewer,
     all its answers get advantage 0 and are counted."""
     dynamic_sampling: bool = False
@@ -64,15 +80,18 @@ class AlgorithmSection(Section):
     """Maximum groups that dynamic sampling, or pairs.loss without a pair, may drop for one step
     before the run ends; null: ten steps' worth and at least 128 groups, if none is kept; 0: no
     limit."""
-    signal_part: str | None = None
+    signal_part: Annotated[str | None, ReadWith("dynamic_sampling")] = None
     """Named part of the reward, such as correct, that dynamic sampling compares; null: the whole
     reward."""
-    signal_std: float = Field(0.0, ge=0)
+    signal_std: Annotated[float, ReadWith("dynamic_sampling")] = Field(0.0, ge=0)
     """Dynamic sampling also drops groups whose rewards have at most this standard deviation."""
     correction: Choices | None = None
     """Off-policy correction, one or a list; null: the loss's default (at the level of its ratio:
     truncate_token; none for a loss that bounds its own ratio or has no ratio)."""
-    anchor: Literal["behavior", "proximal"] = "behavior"
+    anchor: Annotated[
+        Literal["behavior", "proximal"],
+        ReadWith("has_ratio", (), "another algorithm.loss or a correction", ()),
+    ] = "behavior"
     """Denominator of the loss's ratio: the policy that sampled the token (behavior), or the weights
     at the start of the step (proximal)."""
     loss: Choice = "ppo_clip"
@@ -82,30 +101,30 @@ class AlgorithmSection(Section):
     minibatches: Positive = 1
     """Optimizer updates per pass, each on its own part of the step's sequences; if there are fewer
     sequences, fewer updates are made, and counted."""
-    kl: Choice = "k3"
+    kl: Annotated[Choice, ReadWith("kl_coefficient")] = "k3"
     """Estimator of the KL from the reference; full: computed over the whole vocabulary."""
     kl_coefficient: float = Field(0.0, ge=0)
     """Weight of the KL from the reference; 0: no reference is kept."""
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_in: Annotated[Literal["loss", "reward"], ReadWith("kl_coefficient")] = "loss"
     """Where the KL goes: into the loss, or subtracted from the rewards."""
-    kl_target: float | None = Field(None, gt=0)
+    kl_target: Annotated[float | None, ReadWith("kl_coefficient")] = Field(None, gt=0)
     """Target KL to which kl_coefficient is adapted, nats per token; null: the coefficient is
     constant."""
-    kl_horizon: float = Field(10.0, gt=0)
+    kl_horizon: Annotated[float, ReadWith("kl_target")] = Field(10.0, gt=0)
     """Time scale of that adaptation, steps (the coefficient changes by at most 20 % / kl_horizon
     per step)."""
     entropy_coefficient: float = Field(0.0, ge=0)
     """Weight of the entropy bonus in the loss."""
-    entropy_clip: float | None = Field(None, gt=0)
+    entropy_clip: Annotated[float | None, ENTROPY_BONUS] = Field(None, gt=0)
     """Only tokens with less entropy than this get the bonus, nats; null: all tokens."""
     entropy_target: float | None = Field(None, gt=0)
     """Entropy below which the bonus acts, with an adapted weight, nats per token; null: it always
     acts, with a constant weight."""
-    entropy_step: float = Field(5e-3, gt=0)
+    entropy_step: Annotated[float, ReadWith("entropy_target")] = Field(5e-3, gt=0)
     """Change of the bonus's weight per step, towards the entropy target."""
     supervised_coefficient: float = Field(0.0, ge=0)
     """Weight of a supervised (maximum likelihood) loss on demonstrations in each step; 0: none."""
-    supervised_batch: Count = 16
+    supervised_batch: Annotated[Count, ReadWith("supervised_coefficient")] = 16
     """Demonstrations per step for that loss, from warm_start.path or the task's own."""
     aggregate: Choice = "token_mean"
     """How the token losses are averaged into one number."""
@@ -117,8 +136,114 @@ class AlgorithmSection(Section):
     """Replay the sampler's choice of experts in the trainer (R3, routing replay);
     mixture-of-experts models only."""
 
+    @property
+    def has_ratio(self) -> bool:
+        """Whether a ratio of policies, of the loss or of a correction, is computed."""
+        corrected = self.correction not in (None, "none")
+        return corrected or name_of(self.loss) not in facts.WITHOUT_RATIO
+
+    @property
+    def has_whole_kl(self) -> bool:
+        """Whether the KL from the reference is taken over the whole vocabulary."""
+        return bool(self.kl_coefficient) and name_of(self.kl) in facts.WHOLE_VOCABULARY
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether the loss has an entropy bonus."""
+        return bool(self.entropy_coefficient or self.entropy_target)
+
+    @check
+    def a_whole_kl_is_in_the_loss(self) -> Iterator[str]:
+        """Require a KL over the whole vocabulary to be in the loss: it belongs to no token."""
+        if self.has_whole_kl and self.kl_in == "reward":
+            yield (
+                "algorithm.kl=full is a term of the loss. Set algorithm.kl_in=loss, or an "
+                "estimator per token (k1)."
+            )
+
+    @check
+    def a_kl_in_the_loss_has_a_gradient(self) -> Iterator[str]:
+        """Require a KL estimator in the loss whose expected gradient is not 0."""
+        if (
+            self.kl_coefficient
+            and self.kl_in == "loss"
+            and name_of(self.kl) in facts.WITHOUT_GRADIENT
+        ):
+            yield (
+                f"algorithm.kl={name_of(self.kl)} with algorithm.kl_in=loss has an expected "
+                "gradient of 0: it has no effect. Set algorithm.kl=k2 (or unbiased, k3), or "
+                "kl_in=reward."
+            )
+
+    @check
+    def a_kl_in_the_reward_is_not_blown_up(self) -> Iterator[str]:
+        """Refuse a division of a KL in the reward by a spread that consists of that KL alone."""
+        name = name_of(self.advantage)
+        floor = arguments_of(self.advantage).get("floor", 0)
+        divides = name in facts.DIVIDED_IN_GROUP and not (name == "group_normalized" and floor)
+        if self.kl_coefficient and self.kl_in == "reward" and divides:
+            yield (
+                f"algorithm.kl_in=reward with algorithm.advantage={name} amplifies the KL of a "
+                "group of equal rewards to advantages of full size. Set kl_in=loss, or an "
+                "advantage that does not divide by the group's spread (group_mean, rloo, "
+                "reinforce_pp), or {group_normalized: {floor: 0.1}}."
+            )
+
+    @check
+    def enough_answers_can_be_compared(self) -> Iterator[str]:
+        """Require a group to have at least the number of answers that must be compared."""
+        if self.baseline == "unmasked" and self.least_compared > self.group_size:
+            yield (
+                f"algorithm.least_compared ({self.least_compared}) is more than "
+                f"algorithm.group_size ({self.group_size}): all advantages would be 0. Lower it, "
+                "or raise group_size."
+            )
+
+    @check
+    def each_minibatch_has_answers(self) -> Iterator[str]:
+        """Require at least as many answers in a step as minibatches."""
+        answers = self.groups_per_step * self.group_size
+        if self.minibatches > answers:
+            yield (
+                f"algorithm.minibatches ({self.minibatches}) is more than the answers of a step "
+                f"({answers}: groups_per_step * group_size): some minibatches would be empty. Set "
+                f"it to at most {answers}."
+            )
+
+    @check
+    def dynamic_sampling_keeps_some_groups(self) -> Iterator[str]:
+        """Require several answers per group for dynamic sampling, which compares their rewards."""
+        if self.dynamic_sampling and self.group_size < 2:
+            yield (
+                "algorithm.dynamic_sampling drops groups whose rewards are all equal, and a group "
+                "of algorithm.group_size=1 always has equal rewards. Raise it, or set "
+                "dynamic_sampling=false."
+            )
+
+    @check
+    def continuations_are_compared(self) -> Iterator[str]:
+        """Require an advantage that compares answers from one state, and no downsampling."""
+        pivots = self.pivots
+        if pivots is None:
+            return
+        name = name_of(self.advantage)
+        if name not in facts.COMPARED_IN_GROUP | facts.DIVIDED_IN_GROUP and not is_own(name):
+            yield (
+                f"algorithm.pivots.continuations ({pivots.continuations}) need an advantage that "
+                f"compares the answers of a group, and algorithm.advantage={name} does not. Choose "
+                "one that does (group_normalized, group_mean, rloo), or set algorithm.pivots=null."
+            )
+        if any(name_of(choice) == "downsample" for choice in self.shaping):
+            yield (
+                "algorithm.pivots compares continuations with the answer from which they branch, "
+                "which downsample in algorithm.shaping may drop. Remove one of them."
+            )
+
 
 class ReferenceSection(Section):
+    """The policy that a KL or a loss of pairs compares with. null: the initial policy of the run,
+    which stays fixed."""
+
     path: str | None = None
     """Hugging Face directory of the reference policy; null: the initial policy of the run."""
     refresh_every: NonNegative = 0
@@ -127,8 +252,19 @@ class ReferenceSection(Section):
     """After each update the reference becomes ema * reference + (1 - ema) * policy; 0: it stays
     fixed."""
 
+    @check
+    def the_reference_moves_in_one_way(self) -> Iterator[str]:
+        """Require either refreshes or a moving average, not both."""
+        if self.refresh_every and self.ema:
+            yield (
+                "reference.refresh_every and reference.ema are two ways to move the reference. "
+                "Keep one of them."
+            )
+
 
 class CriticSection(Section):
+    """The model of an advantage that needs values, such as gae. null: the defaults."""
+
     path: str | None = None
     """Hugging Face directory of a reward model or policy to start the critic from; null: the
     policy's own weights."""
@@ -148,18 +284,22 @@ class TeacherSection(Section):
     path: str | None = None
     """Hugging Face directory of the teacher; it must have the policy's tokens, but its vocabulary
     may be padded to another size."""
-    refresh_every: NonNegative = 10
+    refresh_every: Annotated[NonNegative, ReadWith("source", ("self",))] = 10
     """Updates between two copies of the policy into the teacher of source=self; 0: it stays the
     initial policy."""
     form: Literal["advantage", "loss"] = "advantage"
     """advantage: -log(policy / teacher) of the sampled token is an advantage; loss: a divergence of
     distributions is a term of the loss."""
-    kind: Literal["reverse", "forward", "js"] = "reverse"
+    kind: Annotated[Literal["reverse", "forward", "js"], ReadWith("form", ("loss",))] = "reverse"
     """Divergence for form=loss: KL(policy || teacher) (reverse), KL(teacher || policy) (forward) or
     generalised Jensen-Shannon (js)."""
-    beta: float = Field(0.5, gt=0, lt=1)
+    beta: Annotated[
+        float,
+        ReadWith("form", ("loss",), "teacher.form=loss and kind=js"),
+        ReadWith("takes_beta", (), "teacher.form=loss and kind=js", ("kind",)),
+    ] = Field(0.5, gt=0, lt=1)
     """Weight of the teacher in the mixture for kind=js."""
-    top_k: NonNegative = 0
+    top_k: Annotated[NonNegative, ReadWith("form", ("loss",))] = 0
     """Number of likeliest tokens that form=loss compares one by one, with all
     others lumped together; 0: the whole vocabulary."""
     top_k_of: Literal["teacher", "student"] = "teacher"
@@ -169,6 +309,39 @@ class TeacherSection(Section):
     """Weight of the distillation term."""
     rewards: float = Field(1.0, ge=0)
     """Weight of the advantages from rewards; 0: only the distillation."""
+
+    @property
+    def takes_beta(self) -> bool:
+        """Whether `kind`, if it is read, is a mixture."""
+        return self.form != "loss" or self.kind == "js"
+
+    @check
+    def a_students_top_tokens_are_looked_at(self) -> Iterator[str]:
+        """Require a loss over top tokens if the student chooses them."""
+        if self.top_k_of == "student" and (self.form != "loss" or not self.top_k):
+            yield (
+                f"teacher.top_k_of=student decides whose top teacher.top_k ({self.top_k}) tokens "
+                f"form=loss compares, and teacher.form is {self.form}. Set form=loss and top_k, or "
+                "leave top_k_of out."
+            )
+
+    @check
+    def a_teacher_at_a_path_has_one(self) -> Iterator[str]:
+        """Require teacher.path exactly if teacher.source=path."""
+        if (self.source == "path") != (self.path is not None):
+            yield (
+                f"teacher.source={self.source} and teacher.path={self.path} do not match: give a "
+                "path exactly with teacher.source=path."
+            )
+
+    @check
+    def a_teacher_has_weight(self) -> Iterator[str]:
+        """Require a positive coefficient for a teacher that is loaded."""
+        if self.coefficient == 0:
+            yield (
+                f"teacher.coefficient=0 ignores teacher.source={self.source}. Raise it, "
+                "or set teacher=null."
+            )
 
 
 class PairsSection(Section):
@@ -185,3 +358,13 @@ class PairsSection(Section):
     def refers(self) -> bool:
         """Whether the loss compares with the reference policy."""
         return name_of(self.loss) not in facts.WITHOUT_REFERENCE
+
+    @check
+    def a_pairs_loss_learns_from_pairs(self) -> Iterator[str]:
+        """Refuse losses of single judged answers."""
+        if (name := name_of(self.loss)) in facts.SINGLE_ANSWERS:
+            yield (
+                f"pairs.loss={name} trains on single answers that are labelled good or bad, "
+                "against a baseline of mismatched answers; pairs are compared with each other. Set "
+                "dpo, ipo, simpo or orpo; run.job=preference has kto."
+            )

@@ -8,6 +8,10 @@ from jaxrl_async.config.load import flattened
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.section import Section
 from jaxrl_async.config.several import is_optional, section_of
+from jaxrl_async.config.unused import OPTIONAL
+
+READ_ANYWAY = tuple(f"{name}." for name in OPTIONAL)
+"""Sections that have their defaults where they are null."""
 
 
 class Change(NamedTuple):
@@ -27,12 +31,13 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Chang
     """
     before, defaults = _renewed(before), _defaults()
     null = tuple(f"{name}." for name in _optional() if name in now and now[name] is None)
+    now = {**{name: d for name, d in defaults.items() if name.startswith(READ_ANYWAY)}, **now}
     switched = tuple(f"{section}." for section in OFF)
     main = {f"{section}.{key}" for section, (key, _) in OFF.items()}
     for name in sorted(before.keys() | now.keys()):
         was = before[name] if name in before else defaults.get(name)
         is_main = name in main if name.startswith(switched) else was != defaults.get(name)
-        if name.startswith(null) and not is_main:
+        if name.startswith(null) and not is_main and not name.startswith(READ_ANYWAY):
             continue
         if was != now.get(name):
             yield Change(name, was, now.get(name))

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from jaxrl_async.config.section import Count, Positive, Section
+from jaxrl_async.config.section import Count, Positive, ReadWith, Section
 
 
 class AdditionSection(Section):
@@ -83,14 +83,16 @@ class DataSection(Section):
     curriculum: Literal["none", "hard_first", "frontier_first"] = "none"
     """Order of the prompts: the stream's, or sampled with weights 1 - p (hard_first) or p (1 - p)
     (frontier_first), p being the prompt's measured pass rate."""
-    curriculum_pool: Count = 64
+    curriculum_pool: Annotated[Count, ReadWith("curriculum", ("hard_first", "frontier_first"))] = 64
     """Upcoming prompts that a curriculum chooses among; each is used exactly once in any case."""
-    curriculum_threshold: float = 0.5
+    curriculum_threshold: Annotated[
+        float, ReadWith("curriculum", ("hard_first", "frontier_first"))
+    ] = 0.5
     """Rewards above this count as correct in the pass rate."""
 
     @model_validator(mode="before")
     @classmethod
-    def _of_one_source(cls, given: Any) -> Any:
+    def _of_one_source(cls, given: object) -> Any:
         """Leave the embedded task out where records are given and the task is not mentioned."""
         if not isinstance(given, Mapping) or "addition" in given:
             return given

@@ -1,10 +1,11 @@
 """Settings of processes, and of the slices of devices. Needs no JAX."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
-from jaxrl_async.config.section import Count, NonNegative, Positive, Section
+from jaxrl_async.config.section import Count, NonNegative, Positive, Section, check
 
 
 class DistributedSection(Section):
@@ -91,3 +92,32 @@ class MeshSection(Section):
     def without_samplers(self) -> "MeshSection":
         """Only the trainer's slice, for jobs without a sampler."""
         return MeshSection(trainer=self.trainer, samplers_in="external")
+
+    @check
+    def a_sampler_has_no_context_axis(self) -> Iterator[str]:
+        """Require no context axis in a sampler: decoding has no sequence length to divide."""
+        context = self.sampler.context
+        if context > 1:
+            yield (
+                f"mesh.sampler.context ({context}) must be 1: a sampler decodes one token of each "
+                "sequence at a time and has no length to divide. Use mesh.sampler.tensor, or "
+                "mesh.samplers for several samplers."
+            )
+
+    @check
+    def one_sampler_is_colocated(self) -> Iterator[str]:
+        """Require at most one sampler on the trainer's devices, in each process."""
+        if self.colocated and self.samplers > 1:
+            yield (
+                f"mesh.colocated puts one sampler on the trainer's devices of each process; "
+                f"mesh.samplers is {self.samplers}. Set mesh.samplers=1 or mesh.colocated=false."
+            )
+
+    @check
+    def colocated_samplers_are_threads(self) -> Iterator[str]:
+        """Require samplers on the trainer's devices to be threads of its process."""
+        if self.colocated and self.remote:
+            yield (
+                f"mesh.colocated puts the sampler on the trainer's devices, and mesh.samplers_in="
+                f"{self.samplers_in} gives it separate devices. Set one of them to its default."
+            )

@@ -168,7 +168,7 @@ def _keys(
         yield from _keys(value, where, (*path, name), seen, depth + 1, counter=counter)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value for a message: short, on one line."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= MAX_INTEGER:
         return "a very long number"

@@ -1,8 +1,10 @@
 """Settings of the run's HTTP endpoint: address, keys and limits. Needs no JAX."""
 
+from typing import Annotated
+
 from pydantic import Field
 
-from jaxrl_async.config.section import Count, Positive, Section
+from jaxrl_async.config.section import Count, Positive, ReadWith, Section
 from jaxrl_async.types import LARGEST_REWARD
 
 
@@ -37,7 +39,7 @@ class EndpointSection(Section):
     """Origins of web pages whose scripts may call, such as https://example.org; *: all pages."""
     external_agents: bool = False
     """Let agents outside of the run play all episodes: they ask the endpoint for tasks."""
-    agent_key_variable: str = "JAXRL_ASYNC_AGENT_KEY"
+    agent_key_variable: Annotated[str, ReadWith("external_agents")] = "JAXRL_ASYNC_AGENT_KEY"
     """Environment variable with the key of external agents."""
-    agent_tries: Count = 3
+    agent_tries: Annotated[Count, ReadWith("external_agents")] = 3
     """Number of agents in a row that may abandon an episode before its group fails."""

@@ -9,23 +9,6 @@ from jaxrl_async.config.schema import Config, each_of, name_of
 rule = RuleBook()
 
 
-@rule("sampler")
-def an_engine_has_addresses(config: Config) -> Iterator[str]:
-    """Require different addresses exactly for external servers."""
-    engine, urls = config.sampler.engine, config.sampler.engine_urls
-    if (engine == "vllm") != bool(urls):
-        yield (
-            f"sampler.engine={engine} and sampler.engine_urls ({len(urls)}) do not match: give the "
-            "addresses of the servers exactly with sampler.engine=vllm."
-        )
-    bare = {url.rstrip("/") for url in urls}
-    if len(bare) < len(urls) or not all(u.startswith(("http://", "https://")) for u in bare):
-        yield (
-            f"sampler.engine_urls ({', '.join(urls)}) must be different addresses that begin with "
-            "http:// or https://, such as http://127.0.0.1:8000."
-        )
-
-
 @rule(job="rl")
 def an_engine_has_devices_of_its_own(config: Config) -> Iterator[str]:
     """Require servers to be external, since the run gives them no devices and starts none, and
@@ -58,6 +41,7 @@ def an_engine_has_layers_of_the_policy(config: Config) -> Iterator[str]:
 def an_engine_can_give_what_is_kept(config: Config) -> Iterator[str]:
     """Refuse to keep data that an engine's answers lack, and weights that it cannot read."""
     engine, algorithm = config.sampler.engine, config.algorithm
+    transfer = config.remote_settings.transfer
     if engine == "native":
         return
     if config.keeps_masks or algorithm.keep_sampling_mask:
@@ -81,9 +65,9 @@ def an_engine_can_give_what_is_kept(config: Config) -> Iterator[str]:
             f"sampler.slots=null has no meaning for sampler.engine={engine}, whose memory the run "
             "does not know. Set the number of concurrent requests of a server."
         )
-    if engine == "vllm" and config.remote.transfer not in ("auto", "folder"):
+    if engine == "vllm" and transfer not in ("auto", "folder"):
         yield (
-            f"remote.transfer={config.remote.transfer} does not reach sampler.engine={engine}, "
+            f"remote.transfer={transfer} does not reach sampler.engine={engine}, "
             "which reads weights from files. Leave it out, or set folder and remote.folder."
         )
 

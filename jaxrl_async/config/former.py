@@ -38,6 +38,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 REPLACED: Mapping[str, str] = {
     "data.source": "data.addition={} or data.jsonl.path=FILE",
     "endpoint.enabled": "endpoint={}",
+    "preference.margin": "reward_model.margin",
 }
 """Former switches, and how the section that is chosen now is given instead."""
 SWITCHED = (("endpoint",), ("data", "addition"), ("data", "jsonl"))
@@ -59,7 +60,7 @@ class Replaced(NamedTuple):
     told: str  # what a warning says
 
 
-def renewed(name: str, value: Any) -> Renewed:
+def renewed(name: str, value: object) -> Renewed:
     """Return the current form of a setting, given by its dotted name."""
     name = NAMES.get(name, name)
     if isinstance(value, str):
@@ -67,7 +68,7 @@ def renewed(name: str, value: Any) -> Renewed:
     return Renewed(name, value)
 
 
-def turns_off(name: str, value: Any) -> bool:
+def turns_off(name: str, value: object) -> bool:
     """Return whether this value of a setting, given by its dotted name, turned its section off."""
     off = any(name == f"{section}.{key}" and value == was for section, (key, was) in OFF.items())
     return off and not isinstance(value, bool)  # False == 0
@@ -98,7 +99,7 @@ def renew_names(tree: dict[str, Any]) -> list[Replaced]:
             told = f"{written} is not read: it is now written {now.name}, which is given, too"
         settings.setdefault(own, now.value)
         replaced.append(Replaced(written, now.name, told))
-    return [*replaced, *_choose_source(tree), *_choose_endpoint(tree)]
+    return [*replaced, *_choose_source(tree), *_choose_endpoint(tree), *_move_margin(tree)]
 
 
 def _choose_source(tree: dict[str, Any]) -> list[Replaced]:
@@ -137,10 +138,35 @@ def _choose_endpoint(tree: dict[str, Any]) -> list[Replaced]:
     return [Replaced("endpoint.enabled", "endpoint", told)]
 
 
+def _move_margin(tree: dict[str, Any]) -> list[Replaced]:
+    """Move the margin of a reward model to the section of its own."""
+    settings = _inner(tree, ["preference"])
+    if "margin" not in settings:
+        return []
+    margin = settings.pop("margin")
+    own = tree.get("reward_model")
+    tree["reward_model"] = {"margin": margin, **(own if isinstance(own, dict) else {})}
+    told = f"preference.margin is now written reward_model.margin={_written(margin)}"
+    return [Replaced("preference.margin", "reward_model.margin", told)]
+
+
+def _move_size(tree: dict[str, Any]) -> list[Replaced]:
+    """Move the batch size of run.job=reward_model to the section of its own."""
+    settings, own = _inner(tree, ["preference"]), tree.get("reward_model") or {}
+    of_job = _inner(tree, ["run"]).get("job") == "reward_model"
+    if not of_job or "batch_size" not in settings or not isinstance(own, dict):
+        return []
+    size = settings.pop("batch_size")
+    tree["reward_model"] = {"batch_size": size, **own}
+    told = f"preference.batch_size is now written reward_model.batch_size={_written(size)}"
+    return [Replaced("preference.batch_size", "reward_model.batch_size", told)]
+
+
 def turn_off(tree: dict[str, Any]) -> list[Replaced]:
-    """Make null the nested sections that were turned off in a former way; return these. This comes
-    last, since a later place may turn a section on and keep the other settings."""
-    replaced: list[Replaced] = []
+    """Make null the nested sections that were turned off in a former way, and move what depends on
+    the job; return these. This comes last, since a later place may turn a section on and keep the
+    other settings."""
+    replaced = _move_size(tree)
     for section, (key, _) in OFF.items():
         *outer, name = section.split(".")
         holder = _inner(tree, outer)
@@ -149,10 +175,13 @@ def turn_off(tree: dict[str, Any]) -> list[Replaced]:
             told = f"{switch}={_written(settings[key])} is now written {section}=null"
             holder[name] = None
             replaced.append(Replaced(switch, section, told))
+    if tree.get("seats") == {}:
+        tree["seats"] = None
+        replaced.append(Replaced("seats", "seats", "seats={} is now written seats=null"))
     return replaced
 
 
-def _written(value: Any) -> str:
+def _written(value: object) -> str:
     """Return a value for a message, a text without quotes."""
     return value if isinstance(value, str) else shown(value)
 

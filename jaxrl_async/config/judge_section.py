@@ -1,10 +1,21 @@
 """Settings of a judge and of process rewards: reward.judge and reward.process. Needs no JAX."""
 
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jaxrl_async.config.section import Count, NonNegative, Positive, Section
+from jaxrl_async.config.section import (
+    Count,
+    NonNegative,
+    Positive,
+    ReadWith,
+    Section,
+    check,
+)
+
+OWN_FIELDS = ("model", "messages", "stream", "n", "temperature", "max_tokens")
+"""Fields of a judge's call that other settings decide, or that would make replies unreadable."""
 
 
 class Criterion(Section):
@@ -73,6 +84,35 @@ class JudgeSection(Section):
         """Whether whole answers are judged."""
         return self.weight != 0
 
+    @check
+    def a_judge_has_one_rubric(self) -> Iterator[str]:
+        """Require a rubric in one place for a judge of whole answers."""
+        unclear = (self.rubric is None) == (self.rubric_file is None)
+        if self.judges_answers and unclear:
+            yield (
+                "reward.judge.rubric and rubric_file: set exactly one of them; it describes what "
+                "makes an answer good."
+            )
+
+    @check
+    def a_judges_scale_rises(self) -> Iterator[str]:
+        """Require the worst number of the scale to be below the best."""
+        worst, best = self.scale
+        if worst >= best:
+            yield (
+                f"reward.judge.scale ({worst:g}, {best:g}): the first number is the worst and must "
+                "be below the second. Swap them or correct them."
+            )
+
+    @check
+    def a_judges_call_keeps_its_form(self) -> Iterator[str]:
+        """Refuse extra fields of a call that other settings decide or that change its format."""
+        if taken := [name for name in OWN_FIELDS if name in self.extra]:
+            yield (
+                f"reward.judge.extra has {', '.join(taken)}, which the other settings of "
+                "reward.judge decide. Leave it out of extra."
+            )
+
 
 class ProcessSection(Section):
     """Rewards of the steps or tokens within an answer, in addition to the reward of the whole."""
@@ -83,9 +123,11 @@ class ProcessSection(Section):
     split: Literal["separator", "turn", "token"] = "separator"
     """Unit of a step: a piece of text that ends with `separator`, a turn of the policy, or a
     token. A turn's end always ends a step."""
-    separator: str = Field("\n\n", min_length=1)
+    separator: Annotated[str, ReadWith("split", ("separator",))] = Field("\n\n", min_length=1)
     """Text at the end of each step, for split=separator."""
-    rubric: str = "Is the step right, and does it lead towards the goal?"
+    rubric: Annotated[str, ReadWith("function", ("judge",))] = (
+        "Is the step right, and does it lead towards the goal?"
+    )
     """Description of a good step, for function=judge."""
     weight: float = 1.0
     """Weight of the steps' rewards."""
@@ -99,6 +141,13 @@ class ProcessSection(Section):
     on_failure: Literal["fail", "without"] = "fail"
     """Treatment of a group whose process rewards failed: fail: it is scored again
     (faults.scorer_retries), then dropped; without: it is trained on without them."""
-    timeout_s: float = Field(30.0, gt=0)
+    timeout_s: Annotated[
+        float, ReadWith("has_own_function", (), "your own reward.process.function", ("function",))
+    ] = Field(30.0, gt=0)
     """Timeout of the function for one answer, seconds; reward.judge.timeout_s and patience_s for
     the judge."""
+
+    @property
+    def has_own_function(self) -> bool:
+        """Whether a function of the user's gives the rewards."""
+        return self.function != "judge"

@@ -17,18 +17,12 @@ rule = RuleBook()
 # --- terms of the loss ---------------------------------------------------------------------------
 
 
-def _whole_kl(config: Config) -> bool:
-    """Return whether the KL from the reference is taken over the whole vocabulary."""
-    return (
-        bool(config.algorithm.kl_coefficient)
-        and name_of(config.algorithm.kl) in facts.WHOLE_VOCABULARY
-    )
-
-
 @rule()
 def an_offloaded_reference_is_looked_up_by_token(config: Config) -> Iterator[str]:
     """Require that only an offloaded reference's log-probs of sampled tokens are used."""
-    if "reference" in config.trainer.offload and (_whole_kl(config) or not config.refers):
+    if "reference" in config.trainer.offload and (
+        config.algorithm.has_whole_kl or not config.refers
+    ):
         yield (
             "trainer.offload=reference needs a reference (algorithm.kl_coefficient above 0, or a "
             "pairs.loss that compares with it) with only its log-probs of sampled tokens in use "
@@ -40,20 +34,10 @@ def an_offloaded_reference_is_looked_up_by_token(config: Config) -> Iterator[str
 @rule()
 def one_whole_distribution_is_compared(config: Config) -> Iterator[str]:
     """Require at most one comparison of whole distributions in a step."""
-    if _whole_kl(config) and _distils_by_loss(config):
+    if config.algorithm.has_whole_kl and _distils_by_loss(config):
         yield (
             "algorithm.kl=full and teacher.form=loss each compare whole distributions, and a "
             "step allows one such comparison. Set algorithm.kl=k3 or teacher.form=advantage."
-        )
-
-
-@rule()
-def a_whole_kl_is_in_the_loss(config: Config) -> Iterator[str]:
-    """Require a KL over the whole vocabulary to be in the loss: it belongs to no sampled token."""
-    if _whole_kl(config) and config.algorithm.kl_in == "reward":
-        yield (
-            "algorithm.kl=full is a term of the loss. Set algorithm.kl_in=loss, or an estimator "
-            "per token (k1)."
         )
 
 
@@ -74,7 +58,7 @@ def masked_sampling_compares_no_whole_distribution(config: Config) -> Iterator[s
 
 def compares_whole_distributions(config: Config) -> bool:
     """Return whether a loss compares the probabilities of all tokens of the vocabulary."""
-    return _whole_kl(config) or _distils_by_loss(config)
+    return config.algorithm.has_whole_kl or _distils_by_loss(config)
 
 
 def _distils_by_loss(config: Config) -> bool:
@@ -86,32 +70,6 @@ def _ignores_rewards(config: Config) -> bool:
     return config.teacher is not None and config.teacher.rewards == 0
 
 
-@rule(job="rl")
-def a_kl_in_the_loss_has_a_gradient(config: Config) -> Iterator[str]:
-    """Require a KL estimator in the loss whose expected gradient is not 0."""
-    a = config.algorithm
-    if a.kl_coefficient and a.kl_in == "loss" and name_of(a.kl) in facts.WITHOUT_GRADIENT:
-        yield (
-            f"algorithm.kl={name_of(a.kl)} with algorithm.kl_in=loss has an expected gradient of "
-            "0: it has no effect. Set algorithm.kl=k2 (or unbiased, k3), or kl_in=reward."
-        )
-
-
-@rule(job="rl")
-def a_kl_in_the_reward_is_not_blown_up(config: Config) -> Iterator[str]:
-    """Refuse a division of a KL in the reward by a spread that consists of that KL alone."""
-    a, name = config.algorithm, name_of(config.algorithm.advantage)
-    floor = arguments_of(a.advantage).get("floor", 0)
-    divides = name in facts.DIVIDED_IN_GROUP and not (name == "group_normalized" and floor)
-    if a.kl_coefficient and a.kl_in == "reward" and divides:
-        yield (
-            f"algorithm.kl_in=reward with algorithm.advantage={name} amplifies the KL of a group "
-            "of equal rewards to advantages of full size. Set kl_in=loss, or an advantage that "
-            "does not divide by the group's spread (group_mean, rloo, reinforce_pp), or "
-            "{group_normalized: {floor: 0.1}}."
-        )
-
-
 # --- there is something to train on --------------------------------------------------------------
 
 
@@ -119,7 +77,8 @@ def a_kl_in_the_reward_is_not_blown_up(config: Config) -> Iterator[str]:
 def the_learning_rate_reaches_its_peak(config: Config) -> Iterator[str]:
     """Require a warm-up that is not longer than the run."""
     a, rl = config.algorithm, config.run.job == "rl"
-    waits = config.critic.warmup_steps if rl and name_of(a.advantage) in facts.NEEDS_VALUES else 0
+    has_critic = rl and name_of(a.advantage) in facts.NEEDS_VALUES
+    waits = config.critic_settings.warmup_steps if has_critic else 0
     updates = (config.run.steps - waits) * (a.epochs * a.minibatches if rl else 1)
     if config.trainer.warmup_steps > updates > 0:
         less = " less critic.warmup_steps" if waits else ""
@@ -192,17 +151,6 @@ def a_partial_group_has_answers_to_compare(config: Config) -> Iterator[str]:
 
 
 @rule(job="rl")
-def enough_answers_can_be_compared(config: Config) -> Iterator[str]:
-    """Require a group to have at least the number of answers that must be compared."""
-    a = config.algorithm
-    if a.baseline == "unmasked" and a.least_compared > a.group_size:
-        yield (
-            f"algorithm.least_compared ({a.least_compared}) is more than algorithm.group_size "
-            f"({a.group_size}): all advantages would be 0. Lower it, or raise group_size."
-        )
-
-
-@rule(job="rl")
 def tokens_have_different_advantages(config: Config) -> Iterator[str]:
     """Require tokens that differ for advantages that compare tokens.
 
@@ -226,31 +174,6 @@ def tokens_have_different_advantages(config: Config) -> Iterator[str]:
 
 
 @rule(job="rl")
-def each_minibatch_has_answers(config: Config) -> Iterator[str]:
-    """Require at least as many answers in a step as minibatches."""
-    a = config.algorithm
-    answers = a.groups_per_step * a.group_size
-    if a.minibatches > answers:
-        yield (
-            f"algorithm.minibatches ({a.minibatches}) is more than the answers of a step "
-            f"({answers}: groups_per_step * group_size): some minibatches would be empty. Set it "
-            f"to at most {answers}."
-        )
-
-
-@rule(job="rl")
-def dynamic_sampling_keeps_some_groups(config: Config) -> Iterator[str]:
-    """Require several answers per group for dynamic sampling, which compares their rewards."""
-    a = config.algorithm
-    if a.dynamic_sampling and a.group_size < 2:
-        yield (
-            "algorithm.dynamic_sampling drops groups whose rewards are all equal, and a group of "
-            "algorithm.group_size=1 always has equal rewards. Raise it, or set "
-            "dynamic_sampling=false."
-        )
-
-
-@rule(job="rl")
 def dynamic_sampling_selects_by_what_is_learnt(config: Config) -> Iterator[str]:
     """Require rewards in the loss if dynamic sampling selects groups by them."""
     dynamic = config.algorithm.dynamic_sampling
@@ -262,20 +185,9 @@ def dynamic_sampling_selects_by_what_is_learnt(config: Config) -> Iterator[str]:
 
 
 @rule(job="rl")
-def a_teacher_has_weight(config: Config) -> Iterator[str]:
-    """Require a positive coefficient for a teacher that is loaded."""
-    teacher = config.teacher
-    if teacher is not None and teacher.coefficient == 0:
-        yield (
-            f"teacher.coefficient=0 ignores teacher.source={teacher.source}. Raise it, "
-            "or set teacher=null."
-        )
-
-
-@rule(job="rl")
 def the_critics_warmup_ends(config: Config) -> Iterator[str]:
     """Require steps for the policy after the critic's warm-up."""
-    waits = config.critic.warmup_steps
+    waits = config.critic_settings.warmup_steps
     if name_of(config.algorithm.advantage) in facts.NEEDS_VALUES and waits >= config.run.steps:
         yield (
             f"critic.warmup_steps ({waits}) leaves none of run.steps ({config.run.steps}) to train "
@@ -296,26 +208,6 @@ def worked_answers_are_learnt_at_temperature_1(config: Config) -> Iterator[str]:
 
 
 # --- pivots ---------------------------------------------------------------------------------------
-
-
-@rule(job="rl")
-def continuations_are_compared(config: Config) -> Iterator[str]:
-    """Require an advantage that compares answers from one state, and no downsampling."""
-    algorithm, pivots = config.algorithm, config.algorithm.pivots
-    if pivots is None:
-        return
-    name = name_of(algorithm.advantage)
-    if name not in facts.COMPARED_IN_GROUP | facts.DIVIDED_IN_GROUP and not is_own(name):
-        yield (
-            f"algorithm.pivots.continuations ({pivots.continuations}) need an advantage that "
-            f"compares the answers of a group, and algorithm.advantage={name} does not. Choose "
-            "one that does (group_normalized, group_mean, rloo), or set algorithm.pivots=null."
-        )
-    if any(name_of(choice) == "downsample" for choice in algorithm.shaping):
-        yield (
-            "algorithm.pivots compares continuations with the answer from which they branch, which "
-            "downsample in algorithm.shaping may drop. Remove one of them."
-        )
 
 
 @rule(job="rl")

@@ -47,7 +47,11 @@ from jaxrl_async.config.rules import RULES
 from jaxrl_async.config.schema import RUN_NAME, Choice, Choices, Config
 from jaxrl_async.config.section import MAX_WHOLE, Section
 from jaxrl_async.config.several import differences, is_optional, merged, section_of
-from jaxrl_async.config.unused import warnings_of_unused
+from jaxrl_async.config.unused import (
+    sections_of_defaults,
+    warnings_of_unused,
+    without_unread_sections,
+)
 from jaxrl_async.errors import ConfigError
 
 NOT_GIVEN: Any = object()
@@ -98,9 +102,15 @@ def load(
     config = _checked(draft)
     if given not in (None, {}) or of_runs:
         return _of_several(draft, config, given, of_runs)
+    return _with_what_is_read(config)
+
+
+def _with_what_is_read(config: Config, where: str = "") -> Config:
+    """Return a configuration without the sections that nothing reads, and log its settings without
+    an effect; `where` precedes them."""
     for warning in warnings_of_unused(config):
-        log.warning("%s", warning)
-    return config
+        log.warning("%s%s", where, warning)
+    return without_unread_sections(config)
 
 
 def _checked(draft: Draft) -> Config:
@@ -109,16 +119,23 @@ def _checked(draft: Draft) -> Config:
     draft = replace(draft, tree=_plain_copy(draft.tree))  # without sections that are turned off
     if draft.tree.get("task") is not None and draft.tree.get("endpoint") is None:
         _bring_back(draft, {"endpoint": {}})  # for the task's program, which needs no switch
-    _tell(draft, turn_off(draft.tree))
+    replaced = turn_off(draft.tree)
     known = _keep_known(draft, draft.tree, Config, ())
     try:
         config = Config.model_validate(known)
     except ValidationError as error:
+        _tell(draft, replaced)
         draft.problems.extend(_translate(draft, error))
         _complain_of_whole_sections(draft, known, error)
     else:
+        for name, needs in sections_of_defaults(config).items():
+            if needs is not None:
+                told = f"{name} without {needs} is now written {name}=null"
+                replaced.append(Replaced(name, name, told))
+            config = config.model_copy(update={name: None})
+        _tell(draft, replaced)
         for violation in RULES.violations(config):
-            draft.complain(violation.rule.section, violation.sentence)
+            draft.complain(violation.section, violation.sentence)
         if not draft.problems:
             return config
     raise ConfigError(_listed(list(dict.fromkeys(draft.problems))))
@@ -139,7 +156,7 @@ def _renew_names(draft: Draft) -> None:
             draft.lines.setdefault(tuple(one.now.split(".")), draft.lines[written])
 
 
-def _at(tree: Any, path: KeyPath) -> Any:
+def _at(tree: object, path: KeyPath) -> Any:
     """Return what nested sections have at a key path; None: nothing."""
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
@@ -165,7 +182,7 @@ def _tell(draft: Draft, replaced: Iterable[Replaced]) -> None:
         log.warning("and %d more; --print-config prints how all are written now", len(new) - 1)
 
 
-def _of_several(shared: Draft, config: Config, given: Any, overrides: Sequence[str]) -> Config:
+def _of_several(shared: Draft, config: Config, given: object, overrides: Sequence[str]) -> Config:
     """Return the configuration of several runs, each as its differences from the shared one. Raises
     ConfigError.
 
@@ -179,7 +196,7 @@ def _of_several(shared: Draft, config: Config, given: Any, overrides: Sequence[s
         told = f"runs = {shown(given)} must be {{name: settings or a file}}; write it in the file."
         shared.complain(("runs",), told)
         raise ConfigError(_listed(shared.problems))
-    runs: Tree = {}
+    config, runs = without_unread_sections(config), dict[str, Any]()
     of_runs = [(text, _run_of(text, given)) for text in overrides]
     for name, own in given.items():
         draft = _of_one(shared, name, own)
@@ -189,8 +206,7 @@ def _of_several(shared: Draft, config: Config, given: Any, overrides: Sequence[s
             alone = _checked(draft)
         except ConfigError as error:
             raise ConfigError(f"runs.{name}: {error}") from None
-        for warning in warnings_of_unused(alone):
-            log.warning("runs.%s: %s", name, warning)
+        alone = _with_what_is_read(alone, f"runs.{name}: ")
         runs[name] = differences(config.model_dump(), alone.model_dump())
     for text, run in of_runs:
         if run is None:
@@ -218,13 +234,13 @@ def _checked_several(shared: Draft, config: Config, runs: Tree) -> Config:
     if not shared.problems:
         several = Config.model_validate({**config.model_dump(), "runs": runs})
         for violation in RULES.violations(several):
-            shared.complain(violation.rule.section, violation.sentence)
+            shared.complain(violation.section, violation.sentence)
         if not shared.problems:
             return several
     raise ConfigError(_listed(shared.problems))
 
 
-def _of_one(shared: Draft, name: str, own: Any) -> Draft:
+def _of_one(shared: Draft, name: str, own: object) -> Draft:
     """Return the draft of one of several runs: its own settings merged into the shared ones. Raises
     ConfigError."""
     if isinstance(own, str):
@@ -267,7 +283,7 @@ def _complain_of_whole_sections(draft: Draft, known: Tree, error: ValidationErro
     except ValidationError:
         return
     for violation in RULES.violations(config):
-        section = violation.rule.section
+        section = violation.section
         if section and section[0] not in wrong:
             draft.complain(section, violation.sentence)
 
@@ -406,7 +422,7 @@ def _store_section(draft: Draft, settings: Tree, path: KeyPath, given: KeyPath) 
             _store(draft, here, value)
 
 
-def _store(draft: Draft, path: KeyPath, value: Any, *, replaces: bool = True) -> None:
+def _store(draft: Draft, path: KeyPath, value: object, *, replaces: bool = True) -> None:
     """Write one value into the draft's tree.
 
     replaces: False: a section that has settings keeps them.
@@ -474,7 +490,7 @@ def _keep_known(
     return known
 
 
-def _wrong_at_sight(value: Any, target: FieldInfo) -> bool:
+def _wrong_at_sight(value: object, target: FieldInfo) -> bool:
     """Return whether a value is of a kind that pydantic would accept but that is not allowed.
 
     Examples: true for 1, bytes or NUL for text, and huge integers.
@@ -524,14 +540,16 @@ def _missing(path: KeyPath, target: FieldInfo) -> str:
     )
 
 
-def _not_allowed(path: KeyPath, value: Any, target: FieldInfo) -> str:
+def _not_allowed(path: KeyPath, value: object, target: FieldInfo) -> str:
     allowed = _allowed(target)
     if isinstance(value, int) and value > MAX_WHOLE and "<=" not in allowed:
         allowed += f" and at most {MAX_WHOLE}"
     return f"{'.'.join(path)} = {shown(value)} is not allowed; it must be {allowed}."
 
 
-def _unknown(path: KeyPath, value: Any = NOT_GIVEN, given: Mapping[str, Any] | None = None) -> str:
+def _unknown(
+    path: KeyPath, value: object = NOT_GIVEN, given: Mapping[str, Any] | None = None
+) -> str:
     """Return what is wrong with a setting that does not exist, and what may be meant.
 
     Args:
@@ -618,14 +636,14 @@ def _known_prefix(path: KeyPath) -> KeyPath:
     return path
 
 
-def _is_section_type(kind: Any) -> bool:
+def _is_section_type(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
 def _named_sections(target: FieldInfo) -> bool:
     """Return whether a field holds sections by names that the user chooses."""
-    kind = target.annotation
-    return get_origin(kind) is dict and _is_section_type(get_args(kind)[1])
+    kinds = [kind for kind in _alternatives(target.annotation) if get_origin(kind) is dict]
+    return bool(kinds) and _is_section_type(get_args(kinds[0])[1])
 
 
 def _is_section(target: FieldInfo | None) -> bool:
@@ -642,15 +660,15 @@ def _below_choice(path: KeyPath) -> bool:
     return bool(prefix) and len(path) - len(prefix) <= 2 and _is_choice(_find(prefix))
 
 
-def _alternatives(kind: Any) -> tuple[Any, ...]:
+def _alternatives(kind: object) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
-def _is_optional(kind: Any) -> bool:
+def _is_optional(kind: object) -> bool:
     return type(None) in _alternatives(kind)
 
 
-def _is_text(kind: Any) -> bool:
+def _is_text(kind: object) -> bool:
     rest = [k for k in _alternatives(kind) if k is not type(None)]
     return len(rest) == 1 and (rest[0] is str or get_origin(rest[0]) is Literal)
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jaxrl_async.config.section import Section
+from jaxrl_async.config.section import ReadWith, Section
 
 FOUR_BITS = ("nf4", "int4", "q4_1")
 """Forms of the base in 4 bits."""
@@ -38,6 +38,10 @@ class LoraSection(Section):
     or in 4 bits with scales for groups of inputs, as quantiles of a normal distribution (nf4),
     whole numbers (int4) or whole numbers above the group's least weight (q4_1). With group_size=32
     the blocks of a GGUF file stay as they are: of Q4_0 (int4, q4_1), Q4_1 and Q4_K (q4_1)."""
-    group_size: Annotated[int, Field(ge=2, le=65_536)] = 64
+    group_size: Annotated[
+        int,
+        Field(ge=2, le=65_536),
+        ReadWith("base", FOUR_BITS, "model.lora.base in 4 bits", ()),
+    ] = 64
     """Maximum inputs that share a scale in 4 bits; groups lie within a head and divide the
     inputs."""

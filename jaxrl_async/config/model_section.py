@@ -1,11 +1,19 @@
 """Settings of the policy's model, and of the weights that are sent to the sampler. Needs no JAX."""
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from jaxrl_async.config.lora_section import LoraSection
-from jaxrl_async.config.section import Count, NonNegative, Positive, Section
+from jaxrl_async.config.section import (
+    Count,
+    NonNegative,
+    Positive,
+    ReadWith,
+    Section,
+    check,
+)
 
 NumberType = Literal["float32", "bfloat16"]
 AMPERE = 8
@@ -61,7 +69,7 @@ class BalanceSection(Section):
     together (Switch Transformer, arXiv:2101.03961, eq. 4). Where the load is even it is
     experts per token. The model's own router_aux_loss_coef (config.json) is not read: it is the
     coefficient of its pre-training, 0.001 by transformers' defaults."""
-    each_layer: bool = False
+    each_layer: Annotated[bool, ReadWith("loss")] = False
     """Balance each layer separately, and take the mean of their losses: over all layers together,
     an overloaded expert of one layer is hidden by an idle one of another."""
     bias_rate: float = Field(0.0, ge=0)
@@ -105,6 +113,44 @@ class ArchitectureSection(Section):
     vocab: Positive | None = None
     """Vocabulary size, at least the tokenizer's; null: the tokenizer's."""
 
+    @check
+    def experts_belong_to_their_family(self) -> Iterator[str]:
+        """Require experts exactly for the mixture-of-experts families."""
+        if bool(self.experts) != (self.family in ROUTED_FAMILIES):
+            yield (
+                f"model.architecture.experts ({self.experts}) and family ({self.family}) do not "
+                "match: set a number of experts exactly with "
+                f"family={' or '.join(ROUTED_FAMILIES)}."
+            )
+
+    @check
+    def a_token_visits_experts_that_exist(self) -> Iterator[str]:
+        """Require each token to be routed to no more experts than a layer has."""
+        if self.experts and self.experts_per_token > self.experts:
+            yield (
+                f"model.architecture.experts_per_token ({self.experts_per_token}) must be at most "
+                f"model.architecture.experts ({self.experts}). Lower it, or raise experts."
+            )
+
+    @check
+    def query_heads_share_kv_heads_evenly(self) -> Iterator[str]:
+        """Require each key-value head to serve the same number of query heads."""
+        if self.heads % self.kv_heads:
+            yield (
+                f"model.architecture.heads ({self.heads}) must be a multiple of "
+                f"model.architecture.kv_heads ({self.kv_heads}). Change one of them."
+            )
+
+    @check
+    def a_head_has_an_even_width(self) -> Iterator[str]:
+        """Require an even head width: rotary embeddings rotate pairs of components."""
+        width = self.head_dim
+        if width % 2:
+            yield (
+                f"model.architecture.head_dim ({width}) must be even: rotary embeddings rotate "
+                f"pairs. Set it to {width + 1}."
+            )
+
 
 class ModelSection(Section):
     path: str | None = None
@@ -136,11 +182,33 @@ class ModelSection(Section):
     NVIDIA's cuDNN (Hopper and later, bfloat16, heads of 128 at most, of 256 on Hopper, no caps, no
     sinks) or our own kernels for any model on NVIDIA (flash); auto: by platform and model."""
 
+    @check
+    def own_layers_have_no_family(self) -> Iterator[str]:
+        """Refuse a family beside the user's own layers."""
+        family = self.architecture.family
+        if self.decoder is not None and self.architecture.is_set("family"):
+            yield (
+                f"model.architecture.family ({family}) has no effect without model.decoder=null: "
+                "your own layer has no family. Set that, or leave model.architecture.family out."
+            )
+
     @property
     def computes_in(self) -> NumberType:
         """The data type of all computations: `dtype`, which a run chooses by its devices at the
         start (Config.on_devices); the CPU's if it has not been chosen."""
         return self.dtype or dtype_on("cpu")
+
+    @check
+    def an_adapter_leaves_routers_as_they_are(self) -> Iterator[str]:
+        """Refuse to balance experts with frozen routers."""
+        balance, lora = self.balance, self.lora
+        for name, value in (("loss", balance.loss), ("bias_rate", balance.bias_rate)):
+            if lora is not None and value:
+                yield (
+                    f"model.balance.{name} ({value:g}) changes routers, which an adapter "
+                    f"(model.lora.rank={lora.rank}) keeps frozen. Set {name}=0, or train all "
+                    "weights (model.lora=null)."
+                )
 
 
 def dtype_on(platform: str, capability: str | None = None) -> NumberType:
@@ -168,7 +236,7 @@ class WeightsSection(Section):
     probe: bool = True
     """After each publish, compare the sampler's log-probs of a prompt with the trainer's. Weights
     that differ by more than rounding explains end the run, unless their checksums agree."""
-    probe_tolerance: float | None = Field(None, gt=0)
+    probe_tolerance: Annotated[float | None, ReadWith("probe")] = Field(None, gt=0)
     """Maximum difference between those log-probs without a warning, nats; null: derived from
     rounding: data types, platform, number of layers and size of the log-probs."""
     checksum: bool = True

@@ -1,12 +1,15 @@
-"""Settings of training on given answers and preferences: warm start, sft, preference.
+"""Settings of training on given answers and preferences: warm start, sft, preference, reward model.
 
 Needs no JAX.
 """
 
+from typing import Annotated
+
 from pydantic import Field
 
-from jaxrl_async.config.choice import Choice
-from jaxrl_async.config.section import Count, NonNegative, Section
+from jaxrl_async.config import function_facts as facts
+from jaxrl_async.config.choice import Choice, name_of
+from jaxrl_async.config.section import Count, NonNegative, ReadWith, Section
 
 
 class WarmStartSection(Section):
@@ -30,14 +33,28 @@ class SftSection(Section):
 
 
 class PreferenceSection(Section):
-    """Training on chosen and rejected answers (run.job=preference and run.job=reward_model)."""
+    """Training a policy on chosen and rejected answers (run.job=preference)."""
 
     batch_size: Count = 32
     """Pairs per update; a single judged answer counts as one."""
     loss: Choice = "dpo"
-    """Loss of run.job=preference: dpo, ipo, ipo_average, kto, simpo or orpo, with its arguments."""
-    reference: str | None = None
-    """Hugging Face directory of the frozen reference of run.job=preference; null: the initial
-    weights, after the warm start."""
+    """Loss: dpo, ipo, ipo_average, kto, simpo or orpo, with its arguments."""
+    reference: Annotated[
+        str | None, ReadWith("refers", (), "a preference.loss that compares with it", ())
+    ] = None
+    """Hugging Face directory of the frozen reference; null: the initial weights, after the warm
+    start."""
+
+    @property
+    def refers(self) -> bool:
+        """Whether the loss compares with the reference."""
+        return name_of(self.loss) not in facts.WITHOUT_REFERENCE
+
+
+class RewardModelSection(Section):
+    """Training a reward model on chosen and rejected answers (run.job=reward_model)."""
+
+    batch_size: Count = 32
+    """Pairs per update."""
     margin: float = Field(0.0, ge=0)
-    """Margin by which run.job=reward_model should score the chosen answer higher."""
+    """Margin by which the chosen answer should get a higher score."""

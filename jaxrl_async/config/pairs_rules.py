@@ -9,17 +9,6 @@ from jaxrl_async.config.schema import Config, name_of
 rule = RuleBook()
 
 
-@rule("pairs")
-def a_pairs_loss_learns_from_pairs(config: Config) -> Iterator[str]:
-    """Refuse losses of single judged answers."""
-    if config.pairs is not None and (name := name_of(config.pairs.loss)) in facts.SINGLE_ANSWERS:
-        yield (
-            f"pairs.loss={name} trains on single answers that are labelled good or bad, against a "
-            "baseline of mismatched answers; pairs are compared with each other. Set "
-            "dpo, ipo, simpo or orpo; run.job=preference has kto."
-        )
-
-
 @rule(job="rl")
 def pairs_have_two_answers(config: Config) -> Iterator[str]:
     """Require at least two answers in each group for pairs."""

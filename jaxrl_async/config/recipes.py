@@ -48,7 +48,7 @@ def with_own_paths(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {_own_path(key): _own_path(value) for key, value in tree.items()}
 
 
-def _own_path(value: Any) -> Any:
+def _own_path(value: object) -> Any:
     if isinstance(value, Mapping):
         return with_own_paths(value)
     if isinstance(value, str) and value.startswith(IN_REPOSITORY):

@@ -1,10 +1,20 @@
 """Settings of rewards, and of the evaluation. Needs no JAX."""
 
+from collections.abc import Iterator
+from sys import float_info
+from typing import Annotated, Any
+
 from pydantic import Field
 
 from jaxrl_async.config.choice import Choices, arguments_of, each_of, name_of
 from jaxrl_async.config.judge_section import JudgeSection, ProcessSection
-from jaxrl_async.config.section import Count, NonNegative, Section
+from jaxrl_async.config.section import Count, NonNegative, ReadWith, Section, as_text, check
+from jaxrl_async.config.userfile import is_own
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= float_info.max  # isfinite(10**400) raises
 
 
 class RewardSection(Section):
@@ -13,12 +23,12 @@ class RewardSection(Section):
     weights ([math, {my.py:short: {weight: 0.1}}]), or none if there is a reward model; null: the
     reward of the task or the judge, or exact. If there is a function, only it scores the
     evaluation; its part `correct`, 0 to 1, is the accuracy."""
-    function_weight: float = 1.0
+    function_weight: Annotated[float, ReadWith("model", switches=())] = 1.0
     """Weight of the function's reward, added to reward.model's in training; 0: it only scores the
     evaluation."""
     model: str | None = None
     """Folder of a reward model, as written by run.job=reward_model; null: none."""
-    model_weight: float = 1.0
+    model_weight: Annotated[float, ReadWith("model")] = 1.0
     """Weight of the reward model's score, which is added to the function's reward."""
     judge: JudgeSection | None = None
     """A language model that judges answers by a rubric, in addition to functions and model; null:
@@ -48,6 +58,60 @@ class RewardSection(Section):
         chosen = unset if self.function is None else self.function
         choices = [c for c in each_of(chosen) if name_of(c) != "none"]
         return {name_of(c): arguments_of(c).get("weight", 1.0) for c in choices}
+
+    @check
+    def a_reward_function_takes_one_weight(self) -> Iterator[str]:
+        """Require that a reward function has no argument but its weight, a finite number."""
+        for choice in each_of(self.function):
+            given = arguments_of(choice)
+            if given.keys() - {"weight"} or not _is_number(given.get("weight", 1.0)):
+                yield (
+                    f"reward.function: {name_of(choice)} takes one argument, weight, a number; "
+                    f"given {as_text(given)}. Correct it."
+                )
+
+    @check
+    def reward_functions_are_listed_once(self) -> Iterator[str]:
+        """Require each function at most once in the list, and `none` only alone."""
+        names = [name_of(choice) for choice in each_of(self.function)]
+        if len(set(names)) < len(names) or (len(names) != 1 and "none" in names):
+            yield (
+                f"reward.function lists {', '.join(names)}: give each function once, and none only "
+                "alone."
+            )
+
+    @check
+    def a_judge_judges_something(self) -> Iterator[str]:
+        """Require process rewards for a judge that does not judge whole answers."""
+        judge, process = self.judge, self.process
+        asked = None if process is None else process.function
+        if judge is not None and judge.weight == 0 and asked != "judge":
+            yield (
+                "reward.judge.weight=0 uses the judge only for reward.process.function=judge, and "
+                f"that is {as_text(asked)}. Set it, or a weight, or reward.judge=null."
+            )
+
+    @check
+    def process_rewards_come_from_somewhere(self) -> Iterator[str]:
+        """Require a function of the user's, or a judge and steps that it can score."""
+        judge, process = self.judge, self.process
+        if process is None:
+            return
+        if process.function != "judge" and not is_own(process.function):
+            yield (
+                f"reward.process.function={process.function} is unknown. Give your own as "
+                "FILE.py:FUNCTION, or judge."
+            )
+        if process.function == "judge" and judge is None:
+            yield (
+                "reward.process.function=judge asks reward.judge, which is null. Set "
+                "reward.judge.model (with weight=0 if it is to judge only steps)."
+            )
+        if process.function == "judge" and process.split == "token":
+            yield (
+                "reward.process.split=token asks for a number for every token, which the judge "
+                "cannot give. Set separator or turn, or your own function."
+            )
 
 
 class EvalSection(Section):

@@ -1,8 +1,8 @@
-"""Rules for configurations, and a collection of rules by name."""
+"""Rules for several sections of a configuration, and a collection of rules by name."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from jaxrl_async.config.schema import Config
 
@@ -21,11 +21,11 @@ class ConfigRule:
     broken: Check
 
 
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """One way in which a configuration breaks a rule."""
+class Violation(NamedTuple):
+    """One way in which a configuration breaks a rule, or a section its own check."""
 
-    rule: ConfigRule
+    name: str  # of the rule or the check
+    section: tuple[str, ...]  # path of the section that it is about; (): several sections
     sentence: str
 
 
@@ -55,14 +55,22 @@ class RuleBook(dict[str, ConfigRule]):
         return register
 
     def violations(self, config: Config) -> list[Violation]:
-        """List every violation of the rules by a configuration, in the order of the rules."""
+        """List every violation of the sections' own checks, in the order of the sections, and of
+        the rules, in their order."""
         rules = (rule for rule in self.values() if rule.job in (None, config.run.job))
-        return [Violation(rule, sentence) for rule in rules for sentence in rule.broken(config)]
+        return [
+            *_broken_checks(config),
+            *(
+                Violation(rule.name, rule.section, told)
+                for rule in rules
+                for told in rule.broken(config)
+            ),
+        ]
 
 
-def as_text(value: Any) -> str:
-    """Return a value for a sentence; integers may be too long for Python to print."""
-    try:
-        return str(value)
-    except ValueError:
-        return "a very long number"
+def _broken_checks(config: Config) -> Iterator[Violation]:
+    """Yield the violations of the sections' own checks."""
+    for path, section in config.inner():
+        for name, broken in section.checks().items():
+            for told in broken(section):
+                yield Violation(name, tuple(path.split(".")), told)

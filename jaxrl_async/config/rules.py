@@ -1,12 +1,11 @@
-"""Rules about combinations of settings: one function per rule, by name.
+"""Rules about combinations of settings of several sections: one function per rule, by name.
 
-`load` reports all broken rules together. Rules about training are in learning_rules.py, rules about
-samplers in separate processes in remote_rules.py. Needs no JAX.
+`load` reports all broken rules together, with the checks that a section itself makes. Rules about
+training are in learning_rules.py, rules about samplers in separate processes in remote_rules.py.
+Needs no JAX.
 """
 
 from collections.abc import Iterator
-from sys import float_info
-from typing import Any
 
 from jaxrl_async.config import (
     engine_rules,
@@ -20,9 +19,9 @@ from jaxrl_async.config import (
 )
 from jaxrl_async.config import function_facts as facts
 from jaxrl_async.config.lora_section import FOUR_BITS
-from jaxrl_async.config.model_section import ROUTED_FAMILIES
-from jaxrl_async.config.rule import RuleBook, as_text
-from jaxrl_async.config.schema import Config, arguments_of, each_of, name_of
+from jaxrl_async.config.rule import RuleBook
+from jaxrl_async.config.schema import Config, arguments_of, name_of
+from jaxrl_async.config.section import as_text
 from jaxrl_async.config.unused import unused_settings
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.staleness import never_fills_a_step
@@ -33,40 +32,7 @@ GRADERS = {"exact", "gsm8k", "math"}
 rule = RuleBook()
 
 
-# --- one section each ----------------------------------------------------------------------------
-
-
-@rule("run")
-def only_rl_is_replayed(config: Config) -> Iterator[str]:
-    """Require run.job=rl for a replay: only its threads are recorded."""
-    run = config.run
-    if run.replay_schedule is not None and run.job != "rl":
-        yield (
-            f"run.replay_schedule replays run.job=rl; run.job={run.job} has one thread and is "
-            "deterministic. Leave it out."
-        )
-
-
-@rule("run")
-def a_replay_starts_at_the_beginning(config: Config) -> Iterator[str]:
-    """Require a replay not to start at a checkpoint: a recording starts with its run."""
-    if config.run.replay_schedule is not None and config.run.resume:
-        yield (
-            "run.replay_schedule starts where the recording starts, and run.resume starts at a "
-            "checkpoint. Leave one of them out."
-        )
-
-
-@rule("run")
-def what_is_continued_is_not_replaced(config: Config) -> Iterator[str]:
-    """Require run.overwrite not to go with what continues a run: nothing is looked at before."""
-    run = config.run
-    for name in ("resume", "resume_or_start"):
-        if run.overwrite and getattr(run, name):
-            yield (
-                f"run.{name} and run.overwrite exclude each other: the first continues a run that "
-                "exists, the second replaces it. Set one of them to false."
-            )
+# --- replays, devices, teacher and sources --------------------------------------------------------
 
 
 @rule()
@@ -77,18 +43,6 @@ def who_ends_first_is_not_replayed(config: Config) -> Iterator[str]:
             f"algorithm.oversample ({config.algorithm.oversample}) keeps the members that end "
             "first, which depends on time and is not recorded: run.replay_schedule cannot follow "
             "it. Leave one of them out."
-        )
-
-
-@rule("mesh")
-def a_sampler_has_no_context_axis(config: Config) -> Iterator[str]:
-    """Require no context axis in a sampler: decoding has no sequence length to divide."""
-    context = config.mesh.sampler.context
-    if context > 1:
-        yield (
-            f"mesh.sampler.context ({context}) must be 1: a sampler decodes one token of each "
-            "sequence at a time and has no length to divide. Use mesh.sampler.tensor, or "
-            "mesh.samplers for several samplers."
         )
 
 
@@ -109,115 +63,6 @@ def colocated_slices_have_one_size(config: Config) -> Iterator[str]:
         )
 
 
-@rule("mesh")
-def one_sampler_is_colocated(config: Config) -> Iterator[str]:
-    """Require at most one sampler on the trainer's devices, in each process."""
-    if config.mesh.colocated and config.mesh.samplers > 1:
-        yield (
-            f"mesh.colocated puts one sampler on the trainer's devices of each process; "
-            f"mesh.samplers is {config.mesh.samplers}. Set mesh.samplers=1 or mesh.colocated=false."
-        )
-
-
-@rule("model", "architecture")
-def experts_belong_to_their_family(config: Config) -> Iterator[str]:
-    """Require experts exactly for the mixture-of-experts families."""
-    shape = config.model.architecture
-    if bool(shape.experts) != (shape.family in ROUTED_FAMILIES):
-        yield (
-            f"model.architecture.experts ({shape.experts}) and family ({shape.family}) do not "
-            f"match: set a number of experts exactly with family={' or '.join(ROUTED_FAMILIES)}."
-        )
-
-
-@rule("model", "architecture")
-def a_token_visits_experts_that_exist(config: Config) -> Iterator[str]:
-    """Require each token to be routed to no more experts than a layer has."""
-    shape = config.model.architecture
-    if shape.experts and shape.experts_per_token > shape.experts:
-        yield (
-            f"model.architecture.experts_per_token ({shape.experts_per_token}) must be at most "
-            f"model.architecture.experts ({shape.experts}). Lower it, or raise experts."
-        )
-
-
-@rule("model", "architecture")
-def query_heads_share_kv_heads_evenly(config: Config) -> Iterator[str]:
-    """Require each key-value head to serve the same number of query heads."""
-    shape = config.model.architecture
-    if shape.heads % shape.kv_heads:
-        yield (
-            f"model.architecture.heads ({shape.heads}) must be a multiple of "
-            f"model.architecture.kv_heads ({shape.kv_heads}). Change one of them."
-        )
-
-
-@rule("model", "architecture")
-def a_head_has_an_even_width(config: Config) -> Iterator[str]:
-    """Require an even head width: rotary embeddings rotate pairs of components."""
-    width = config.model.architecture.head_dim
-    if width % 2:
-        yield (
-            f"model.architecture.head_dim ({width}) must be even: rotary embeddings rotate pairs. "
-            f"Set it to {width + 1}."
-        )
-
-
-@rule("teacher")
-def a_students_top_tokens_are_looked_at(config: Config) -> Iterator[str]:
-    """Require a loss over top tokens if the student chooses them."""
-    teacher = config.teacher
-    if teacher is None:
-        return
-    if teacher.top_k_of == "student" and (teacher.form != "loss" or not teacher.top_k):
-        yield (
-            f"teacher.top_k_of=student decides whose top teacher.top_k ({teacher.top_k}) tokens "
-            f"form=loss compares, and teacher.form is {teacher.form}. Set form=loss and top_k, or "
-            "leave top_k_of out."
-        )
-
-
-@rule("teacher")
-def a_teacher_at_a_path_has_one(config: Config) -> Iterator[str]:
-    """Require teacher.path exactly if teacher.source=path."""
-    teacher = config.teacher
-    if teacher is None:
-        return
-    if (teacher.source == "path") != (teacher.path is not None):
-        yield (
-            f"teacher.source={teacher.source} and teacher.path={teacher.path} do not match: give a "
-            "path exactly with teacher.source=path."
-        )
-
-
-@rule("reward")
-def a_reward_function_takes_one_weight(config: Config) -> Iterator[str]:
-    """Require that a reward function has no argument but its weight, a finite number."""
-    for choice in each_of(config.reward.function):
-        given = arguments_of(choice)
-        if given.keys() - {"weight"} or not _is_number(given.get("weight", 1.0)):
-            yield (
-                f"reward.function: {name_of(choice)} takes one argument, weight, a number; given "
-                f"{as_text(given)}. Correct it."
-            )
-
-
-def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= float_info.max  # isfinite(10**400) raises
-
-
-@rule("reward")
-def reward_functions_are_listed_once(config: Config) -> Iterator[str]:
-    """Require each function at most once in the list, and `none` only alone."""
-    names = [name_of(choice) for choice in each_of(config.reward.function)]
-    if len(set(names)) < len(names) or (len(names) != 1 and "none" in names):
-        yield (
-            f"reward.function lists {', '.join(names)}: give each function once, and none only "
-            "alone."
-        )
-
-
 @rule("reward")
 def something_gives_rewards(config: Config) -> Iterator[str]:
     """Require a reward function, a reward model or a judge."""
@@ -228,16 +73,6 @@ def something_gives_rewards(config: Config) -> Iterator[str]:
             f"reward.function={as_text(reward.function)} leaves the run without a reward. Set "
             "reward.model to the folder of a reward model, reward.judge, or reward.function to "
             "exact, gsm8k, math or FILE.py:FUNCTION."
-        )
-
-
-@rule("reference")
-def the_reference_moves_in_one_way(config: Config) -> Iterator[str]:
-    """Require either refreshes or a moving average, not both."""
-    if config.reference.refresh_every and config.reference.ema:
-        yield (
-            "reference.refresh_every and reference.ema are two ways to move the reference. Keep "
-            "one of them."
         )
 
 
@@ -282,19 +117,6 @@ def a_step_can_be_filled(config: Config) -> Iterator[str]:
         )
         if problem is not None:
             yield problem
-
-
-@rule()
-def dropping_leaves_rollouts_a_chance(config: Config) -> Iterator[str]:
-    """Refuse settings that drop every group in progress at an update."""
-    section = config.staleness
-    if section.when_too_old == "drop" and section.max_staleness == 0:
-        yield (
-            "staleness.when_too_old=drop with staleness.max_staleness=0 would drop every group "
-            "that is in progress at an update: answers that are sampled during an update would be "
-            "wasted. Set staleness.when_too_old=wait (it trains on the same groups and drops none) "
-            "or staleness.max_staleness=1."
-        )
 
 
 @rule()
@@ -465,17 +287,6 @@ def every_setting_is_read(config: Config) -> Iterator[str]:
 
 
 @rule()
-def a_function_weight_has_a_counterpart(config: Config) -> Iterator[str]:
-    """Require a reward model against which the function is weighed."""
-    reward = config.reward
-    if reward.model is None and reward.function_weight != 1:
-        yield (
-            f"reward.function_weight ({reward.function_weight}) weighs the function against "
-            "reward.model, which is null. Set the model, or leave the weight out."
-        )
-
-
-@rule()
 def gdpo_weighs_the_parts_itself(config: Config) -> Iterator[str]:
     """Require all other weights of rewards to be 1 with gdpo."""
     reward = config.reward
@@ -517,7 +328,8 @@ def shaping_by_length_can_act(config: Config) -> Iterator[str]:
 @rule()
 def folders_that_are_written_are_on_this_machine(config: Config) -> Iterator[str]:
     """Refuse an address as the folder of results: a local folder of that name would be created."""
-    for setting, path in (("run.dir", config.run.dir), ("remote.folder", config.remote.folder)):
+    folders = {"run.dir": config.run.dir, "remote.folder": config.remote_settings.folder}
+    for setting, path in folders.items():
         if path is not None and "://" in path:
             yield (
                 f"{setting} = {path!r} is an address, and a run writes to folders of this machine. "
@@ -527,49 +339,13 @@ def folders_that_are_written_are_on_this_machine(config: Config) -> Iterator[str
 
 
 @rule()
-def traced_steps_are_made(config: Config) -> Iterator[str]:
-    """Require different steps of the run, at most 8, for the profiler's traces."""
-    steps, most = config.run.profile, 8
-    if len(set(steps)) < len(steps) or max(steps, default=0) > config.run.steps:
-        yield (
-            f"run.profile={list(steps)} must name different steps up to run.steps "
-            f"({config.run.steps}), such as [{min(2, config.run.steps)}]: the first step also "
-            "compiles."
-        )
-    if len(steps) > most:
-        yield (
-            f"run.profile names {len(steps)} steps, and at most {most} are allowed: a trace has "
-            "tens to hundreds of MB on an accelerator. Name fewer."
-        )
-
-
-@rule()
-def a_copy_goes_to_an_address(config: Config) -> Iterator[str]:
-    """Require a writable address without a secret: config.yaml contains it."""
-    address = config.run.copy_to
-    if address is None:
-        return
-    scheme, found, rest = address.partition("://")
-    if not found or not rest or scheme in ("http", "https"):
-        yield (
-            f"run.copy_to = {address!r} is not a writable address. Give one such as "
-            "gs://BUCKET/DIR or s3://BUCKET/DIR, or file:///DIR for a mounted folder."
-        )
-    elif ":" in rest.partition("/")[0].rpartition("@")[0] or "?" in rest:
-        yield (
-            f"run.copy_to: the address at {scheme}:// holds a password or a query, which would be "
-            "written to config.yaml. Set keys in the environment variables of its file system."
-        )
-
-
-@rule()
 def a_bucket_holds_all_that_a_run_goes_on_with(config: Config) -> Iterator[str]:
     """Refuse features that need more files of the run's folder than checkpoints on a bucket."""
     if config.checkpoint.dir is None:
         return
     kept = {
         "runs": bool(config.runs),
-        "seats": bool(config.seats),
+        "seats": bool(config.players),
         "warm_start.steps": config.warm_start.steps > 0,
         "model.lora without model.path": config.model.lora is not None
         and config.model.path is None,

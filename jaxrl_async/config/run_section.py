@@ -3,12 +3,13 @@
 Needs no JAX.
 """
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
 from jaxrl_async.config.choice import Choice
-from jaxrl_async.config.section import NonNegative, Positive, Section
+from jaxrl_async.config.section import NonNegative, Positive, Section, check
 
 
 class RunSection(Section):
@@ -46,6 +47,70 @@ class RunSection(Section):
     replay_schedule: str | None = None
     """Replay a recorded schedule bit for bit: the schedule.jsonl of another run of the same
     configuration (also: --replay-schedule FILE); null: no replay."""
+
+    @check
+    def only_rl_is_replayed(self) -> Iterator[str]:
+        """Require run.job=rl for a replay: only its threads are recorded."""
+        if self.replay_schedule is not None and self.job != "rl":
+            yield (
+                f"run.replay_schedule replays run.job=rl; run.job={self.job} has one thread and is "
+                "deterministic. Leave it out."
+            )
+
+    @check
+    def a_replay_starts_at_the_beginning(self) -> Iterator[str]:
+        """Require a replay not to start at a checkpoint: a recording starts with its run."""
+        if self.replay_schedule is not None and self.resume:
+            yield (
+                "run.replay_schedule starts where the recording starts, and run.resume starts at a "
+                "checkpoint. Leave one of them out."
+            )
+
+    @check
+    def what_is_continued_is_not_replaced(self) -> Iterator[str]:
+        """Require run.overwrite not to go with what continues a run: nothing is looked at "
+        "before."""
+        for name in ("resume", "resume_or_start"):
+            if self.overwrite and getattr(self, name):
+                yield (
+                    f"run.{name} and run.overwrite exclude each other: the first continues a run "
+                    "that exists, the second replaces it. Set one of them to false."
+                )
+
+    @check
+    def traced_steps_are_made(self) -> Iterator[str]:
+        """Require different steps of the run, at most 8, for the profiler's traces."""
+        steps, most = self.profile, 8
+        if len(set(steps)) < len(steps) or max(steps, default=0) > self.steps:
+            yield (
+                f"run.profile={list(steps)} must name different steps up to run.steps "
+                f"({self.steps}), such as [{min(2, self.steps)}]: the first step also "
+                "compiles."
+            )
+        if len(steps) > most:
+            yield (
+                f"run.profile names {len(steps)} steps, and at most {most} are allowed: a trace "
+                "has tens to hundreds of MB on an accelerator. Name fewer."
+            )
+
+    @check
+    def a_copy_goes_to_an_address(self) -> Iterator[str]:
+        """Require a writable address without a secret: config.yaml contains it."""
+        address = self.copy_to
+        if address is None:
+            return
+        scheme, found, rest = address.partition("://")
+        if not found or not rest or scheme in ("http", "https"):
+            yield (
+                f"run.copy_to = {address!r} is not a writable address. Give one such as "
+                "gs://BUCKET/DIR or s3://BUCKET/DIR, or file:///DIR for a mounted folder."
+            )
+        elif ":" in rest.partition("/")[0].rpartition("@")[0] or "?" in rest:
+            yield (
+                f"run.copy_to: the address at {scheme}:// holds a password or a query, which would "
+                "be written to config.yaml. Set keys in the environment variables of its file "
+                "system."
+            )
 
 
 class FaultsSection(Section):

@@ -3,11 +3,22 @@
 Needs no JAX.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jaxrl_async.config.section import Count, NonNegative, Positive, Section
+from jaxrl_async.config.section import (
+    Count,
+    NonNegative,
+    Positive,
+    ReadWith,
+    Section,
+    check,
+)
+
+OF_NATIVE = ReadWith("engine", ("native",), switches=())
+"""Marks settings for which an external server has its own flags."""
 
 
 class SamplerSection(Section):
@@ -15,7 +26,9 @@ class SamplerSection(Section):
     """Engine that samples tokens: the sampler of this package, an engine of JetStream's interface
     (engine_class) in threads of this process, or vLLM servers (engine_urls), which need
     mesh.samplers_in=external."""
-    engine_class: str | None = Field(None, pattern=r"^.+\.py:\w+$")
+    engine_class: Annotated[str | None, ReadWith("engine", ("jetstream",), switches=())] = Field(
+        None, pattern=r"^.+\.py:\w+$"
+    )
     """Engine of engine=jetstream: FILE.py:CLASS, a subclass of jetstream.engine.engine_api.Engine;
     null: this package's sampler behind that interface."""
     engine_urls: tuple[str, ...] = ()
@@ -24,7 +37,7 @@ class SamplerSection(Section):
     slots: Count | None = 64
     """Sequences that each sampler decodes concurrently (engine=vllm: concurrent requests to each
     server); null: as many as kv_memory_mib holds."""
-    reserve: float = Field(0.5, ge=0, le=1)
+    reserve: Annotated[float, OF_NATIVE] = Field(0.5, ge=0, le=1)
     """Sequences prefilled ahead to take over slots within a block, as a share of the slots."""
     max_length: Positive = 128
     """Maximum length of a sequence, prompt plus answer, tokens."""
@@ -32,29 +45,29 @@ class SamplerSection(Section):
     """Maximum length of an answer, tokens."""
     block: Count = 8
     """Decode steps per dispatch; weights can be swapped between two dispatches."""
-    prefill_chunk: Positive = 2048
+    prefill_chunk: Annotated[Positive, OF_NATIVE] = 2048
     """Prompt tokens to prefill between two blocks; a longer prompt takes several rounds."""
-    page_tokens: Positive = 32
+    page_tokens: Annotated[Positive, OF_NATIVE] = 32
     """Tokens per page of the KV cache."""
-    kv_memory_mib: float | None = Field(None, gt=0)
+    kv_memory_mib: Annotated[float | None, OF_NATIVE] = Field(None, gt=0)
     """Memory for one sampler's KV cache, and for its adapters if it has some, MiB; null: enough for
     all slots at max_length."""
-    prefix_cache: bool = True
+    prefix_cache: Annotated[bool, OF_NATIVE] = True
     """Keep the KV of finished requests for later requests with the same first tokens."""
     on_new_weights: Literal["continue", "recompute", "drain", "restart"] = "continue"
     """Running sequences at a weight swap: keep their KV (continue), rebuild it
     (recompute), finish them first (drain) or start them again (restart)."""
-    matmul: Literal["full", "bfloat16", "int8"] = "full"
+    matmul: Annotated[Literal["full", "bfloat16", "int8"], OF_NATIVE] = "full"
     """Precision of matrix products: that of model.dtype (full), bfloat16 (faster on chips with
     bfloat16 units), or int8 for weights and tokens alike (needs cpu_kernels; fastest on a CPU with
     AVX512_VNNI). Log-probs then differ from the trainer's, most with int8."""
-    attention: Literal["auto", "gathered", "ragged"] = "auto"
+    attention: Annotated[Literal["auto", "gathered", "ragged"], OF_NATIVE] = "auto"
     """Decode attention: dense on gathered copies of pages, or on the pages by a kernel for TPU or
     GPU (ragged); auto: by platform and model."""
     cpu_kernels: bool = True
     """On a CPU (x86-64 with AVX2), compute products and attention by our C++ kernels, which a
     compiler builds once per machine; without a compiler, or if false, by XLA."""
-    compile_ahead: bool = True
+    compile_ahead: Annotated[bool, OF_NATIVE] = True
     """Compile programs in advance: during the warm start, and, if only a few programs are needed
     (attention by cpu_kernels or ragged), during the first blocks; false: compile each program when
     it is first needed."""
@@ -72,6 +85,22 @@ class SamplerSection(Section):
         """Whether top_k, top_p or min_p leave some tokens out."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
+    @check
+    def an_engine_has_addresses(self) -> Iterator[str]:
+        """Require different addresses exactly for external servers."""
+        engine, urls = self.engine, self.engine_urls
+        if (engine == "vllm") != bool(urls):
+            yield (
+                f"sampler.engine={engine} and sampler.engine_urls ({len(urls)}) do not match: give "
+                "the addresses of the servers exactly with sampler.engine=vllm."
+            )
+        bare = {url.rstrip("/") for url in urls}
+        if len(bare) < len(urls) or not all(u.startswith(("http://", "https://")) for u in bare):
+            yield (
+                f"sampler.engine_urls ({', '.join(urls)}) must be different addresses that begin "
+                "with http:// or https://, such as http://127.0.0.1:8000."
+            )
+
 
 class StalenessSection(Section):
     max_staleness: NonNegative = 1
@@ -82,15 +111,26 @@ class StalenessSection(Section):
     when_too_old: Literal["wait", "drop"] = "wait"
     """Pacing: rollouts wait, so no group becomes too stale (wait); or they run ahead, and groups
     that are too stale for the trainer are dropped (drop)."""
-    overcommit: float = Field(1.5, ge=1)
+    overcommit: Annotated[float, ReadWith("when_too_old", ("drop",))] = Field(1.5, ge=1)
     """With drop: maximum groups in memory, as a multiple of (max_staleness + 1) *
     groups_per_step."""
     adapt: Literal["none", "ess"] = "none"
     """Adaptation of the staleness target: none, or by effective sample size (ess); never above
     max_staleness."""
-    ess_target: float = Field(0.9, ge=0, le=1)
+    ess_target: Annotated[float, ReadWith("adapt", ("ess",))] = Field(0.9, ge=0, le=1)
     """Effective sample size to keep, as a share of the tokens: below it the staleness target is
     halved, well above it raised by 1."""
+
+    @check
+    def dropping_leaves_rollouts_a_chance(self) -> Iterator[str]:
+        """Refuse settings that drop every group in progress at an update."""
+        if self.when_too_old == "drop" and self.max_staleness == 0:
+            yield (
+                "staleness.when_too_old=drop with staleness.max_staleness=0 would drop every group "
+                "that is in progress at an update: answers that are sampled during an update would "
+                "be wasted. Set staleness.when_too_old=wait (it trains on the same groups and "
+                "drops none) or staleness.max_staleness=1."
+            )
 
 
 class BufferSection(Section):

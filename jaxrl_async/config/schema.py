@@ -4,6 +4,7 @@ This is the door to all of them. A field's docstring is its help text (`--help`)
 What settings must keep to together is checked by config/rules.py. Needs no JAX.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -26,7 +27,12 @@ from jaxrl_async.config.model_section import (
     WeightsSection,
     dtype_on,
 )
-from jaxrl_async.config.offline_section import PreferenceSection, SftSection, WarmStartSection
+from jaxrl_async.config.offline_section import (
+    PreferenceSection,
+    RewardModelSection,
+    SftSection,
+    WarmStartSection,
+)
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.reward_section import EvalSection, RewardSection
 from jaxrl_async.config.run_section import (
@@ -74,6 +80,7 @@ __all__ = [
     "ProcessSection",
     "ReferenceSection",
     "RemoteSection",
+    "RewardModelSection",
     "RewardSection",
     "RunSection",
     "SamplerSection",
@@ -111,29 +118,30 @@ class Config(Section):
     distributed: DistributedSection = DistributedSection()
     mesh: MeshSection = MeshSection()
     endpoint: EndpointSection | None = None
-    remote: RemoteSection = RemoteSection()
+    remote: RemoteSection | None = None
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     task: Choice | None = None
     """Task with its environment, data and reward: a built-in (calculator, guess_number),
     your own (FILE.py:NAME), or reasoning_gym:NAME, with its arguments; null: none."""
     env: EnvSection = EnvSection()
-    seats: dict[str, SeatSection] = Field({})
+    seats: dict[str, SeatSection] | None = None
     """Players of the task's game, by seat: policy, {model: DIR or initial},
     {endpoint: URL, model: NAME}, {older: {every: N, keep: K, pick: uniform, latest or worst}}, or
     {mixture: [...]}; with `eval` for the evaluation. The policy plays all other
-    seats."""
+    seats. null: all."""
     warm_start: WarmStartSection = WarmStartSection()
     sft: SftSection = SftSection()
     preference: PreferenceSection = PreferenceSection()
+    reward_model: RewardModelSection = RewardModelSection()
     sampler: SamplerSection = SamplerSection()
     priorities: PrioritySection = PrioritySection()
     staleness: StalenessSection = StalenessSection()
     buffer: BufferSection = BufferSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     pairs: PairsSection | None = None
-    reference: ReferenceSection = ReferenceSection()
-    critic: CriticSection = CriticSection()
+    reference: ReferenceSection | None = None
+    critic: CriticSection | None = None
     teacher: TeacherSection | None = None
     trainer: TrainerSection = TrainerSection()
     weights: WeightsSection = WeightsSection()
@@ -158,6 +166,26 @@ class Config(Section):
     def serving(self) -> EndpointSection:
         """The settings with which the endpoint serves, if it does."""
         return EndpointSection() if self.endpoint is None else self.endpoint
+
+    @property
+    def players(self) -> Mapping[str, SeatSection]:
+        """The players of the task's game by seat, except the policy in all other seats."""
+        return {} if self.seats is None else self.seats
+
+    @property
+    def remote_settings(self) -> RemoteSection:
+        """How samplers in other processes join and get weights, if there are any."""
+        return RemoteSection() if self.remote is None else self.remote
+
+    @property
+    def reference_settings(self) -> ReferenceSection:
+        """The settings of the reference policy, if the run has one."""
+        return ReferenceSection() if self.reference is None else self.reference
+
+    @property
+    def critic_settings(self) -> CriticSection:
+        """The settings of the critic, if the run has one."""
+        return CriticSection() if self.critic is None else self.critic
 
     @property
     def refers(self) -> bool:

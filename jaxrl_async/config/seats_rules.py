@@ -31,7 +31,7 @@ def has_own_weights(filling: FillingSection) -> bool:
 @rule("seats")
 def each_seat_is_filled_once(config: Config) -> Iterator[str]:
     """Require exactly one kind of player per seat."""
-    for path, filling in fillings(config.seats):
+    for path, filling in fillings(config.players):
         ways = [
             name
             for name, there in (
@@ -49,8 +49,8 @@ def each_seat_is_filled_once(config: Config) -> Iterator[str]:
                 "these."
             )
     for path, seat in [
-        *((f"seats.{name}", section) for name, section in config.seats.items()),
-        *((f"seats.{name}.eval", s.eval) for name, s in config.seats.items() if s.eval),
+        *((f"seats.{name}", section) for name, section in config.players.items()),
+        *((f"seats.{name}.eval", s.eval) for name, s in config.players.items() if s.eval),
     ]:
         beside = seat.policy or seat.model or seat.endpoint or seat.older
         if seat.mixture and beside:
@@ -60,7 +60,7 @@ def each_seat_is_filled_once(config: Config) -> Iterator[str]:
 @rule("seats")
 def an_endpoint_names_its_model(config: Config) -> Iterator[str]:
     """Require a model name for an endpoint, and refuse an endpoint's settings without one."""
-    for path, filling in fillings(config.seats):
+    for path, filling in fillings(config.players):
         if filling.endpoint is not None and filling.model is None:
             yield f"{path}.endpoint needs {path}.model, the model's name there. Set it."
         if taken := [name for name in OWN_CALL_FIELDS if name in filling.extra]:
@@ -76,19 +76,19 @@ def an_endpoint_names_its_model(config: Config) -> Iterator[str]:
 @rule("seats")
 def seats_are_of_a_run_that_plays(config: Config) -> Iterator[str]:
     """Refuse seats for a run without a game."""
-    if config.seats and config.run.job != "rl":
+    if config.players and config.run.job != "rl":
         yield f"seats has no effect with run.job={config.run.job}. Leave it out."
-    if config.seats and config.task is None:
+    if config.players and config.task is None:
         yield (
-            f"seats ({', '.join(config.seats)}) are the players of a game, and task is null. Set a "
-            "task with a game, such as nim."
+            f"seats ({', '.join(config.players)}) are the players of a game, and task is null. Set "
+            "a task with a game, such as nim."
         )
 
 
 @rule(job="rl")
 def opponents_have_devices(config: Config) -> Iterator[str]:
     """Refuse opponents with weights if this process has no sampler's devices for them."""
-    paths = [path for path, filling in fillings(config.seats) if has_own_weights(filling)]
+    paths = [path for path, filling in fillings(config.players) if has_own_weights(filling)]
     if not paths:
         return
     instead = "Serve the opponent (python -m jaxrl_async.serve DIR) and set endpoint"

@@ -59,7 +59,7 @@ class FillingSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_word(cls, given: Any) -> Any:
+    def _from_word(cls, given: object) -> Any:
         """Accept the words `policy` and `initial`. Raises ValueError for another word."""
         words: Mapping[str, Any] = {"policy": {"policy": True}, INITIAL: {"model": INITIAL}}
         if isinstance(given, str) and given not in words:

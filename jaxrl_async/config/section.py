@@ -1,6 +1,13 @@
-"""The base of all sections of the configuration: frozen, with help from docstrings. No JAX."""
+"""The base of all sections of the configuration: frozen, with help from docstrings. No JAX.
 
-from typing import Annotated
+A section itself knows what its settings must keep to together (`check`), and which of them are read
+only with certain values of another one (`ReadWith`). What several sections must keep to is in
+config/rules.py.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -10,6 +17,41 @@ Positive = Annotated[int, Field(ge=1, le=MAX_WHOLE)]
 NonNegative = Annotated[int, Field(ge=0, le=MAX_WHOLE)]
 Count = Annotated[int, Field(ge=1, le=65_536)]
 """Number of things that are created one by one."""
+
+Method = TypeVar("Method", bound=Callable[[Any], Iterator[str]])
+
+
+@dataclass(frozen=True, slots=True)
+class ReadWith:
+    """Marks a setting that has an effect only with certain values of another one in its section.
+
+    when_too_old: Literal["wait", "drop"] = "wait"
+    overcommit: Annotated[float, ReadWith("when_too_old", ("drop",))] = 1.5
+    """
+
+    setting: str  # the other one, or a property of the section
+    values: tuple[Any, ...] = ()  # (): any but false, 0 and null
+    needs: str | None = None  # what gives it an effect, in words; None: made from the two above
+    # settings that turn the feature on and off; None: `setting`
+    switches: tuple[str, ...] | None = None
+
+
+class Unread(NamedTuple):
+    """A setting that differs from its default without an effect."""
+
+    name: str
+    needs: str  # what would give it an effect, in words
+    switches: tuple[str, ...]  # settings of the section that turn its feature on and off
+
+
+def check(method: Method) -> Method:
+    """Mark a method of a section as a check of the section's settings.
+
+    It yields a sentence for each way in which they break it: the settings, the reason, and the
+    remedy.
+    """
+    method.__dict__["is_check"] = True
+    return method
 
 
 class Section(BaseModel):
@@ -23,3 +65,51 @@ class Section(BaseModel):
         """Return whether a setting differs from its default, even if that is written down."""
         default = type(self).model_fields[name].get_default(call_default_factory=True)
         return bool(getattr(self, name) != default)
+
+    @classmethod
+    def checks(cls) -> dict[str, Callable[[Any], Iterator[str]]]:
+        """Return the checks of this section by name."""
+        methods = {
+            name: method for kind in reversed(cls.__mro__) for name, method in vars(kind).items()
+        }
+        return {name: m for name, m in methods.items() if getattr(m, "is_check", False)}
+
+    def inner(self, path: str = "") -> Iterator[tuple[str, "Section"]]:
+        """Yield this section and those in it that are not null, with their dotted paths."""
+        yield path, self
+        for name in type(self).model_fields:
+            section = getattr(self, name)
+            if isinstance(section, Section):
+                yield from section.inner(f"{path}.{name}".lstrip("."))
+
+    def unread(self, path: str) -> Iterator[Unread]:
+        """Yield the settings without an effect, as another one of this section is not set so.
+
+        path: of this section, for what is needed in words.
+        """
+        for name, target in type(self).model_fields.items():
+            for mark in target.metadata:
+                if isinstance(mark, ReadWith) and self.is_set(name) and not self._is_read(mark):
+                    fields = (mark.setting,) if mark.switches is None else mark.switches
+                    yield Unread(name, mark.needs or self._needed(mark, path), fields)
+
+    def _is_read(self, mark: ReadWith) -> bool:
+        value = getattr(self, mark.setting)
+        return value in mark.values if mark.values else bool(value)
+
+    def _needed(self, mark: ReadWith, path: str) -> str:
+        """Return what gives a setting an effect: `staleness.when_too_old=drop`."""
+        value = getattr(self, mark.setting)
+        if mark.values:
+            *most, last = map(str, mark.values)
+            return f"{path}.{mark.setting}={', '.join(most) + ' or ' * bool(most) + last}"
+        plain = {bool: "=true", int: " above 0", float: " above 0"}
+        return f"{path}.{mark.setting}{plain.get(type(value), '')}"
+
+
+def as_text(value: object) -> str:
+    """Return a value for a sentence; integers may be too long for Python to print."""
+    try:
+        return str(value)
+    except ValueError:
+        return "a very long number"

@@ -32,7 +32,7 @@ def is_optional(target: FieldInfo) -> bool:
     return NoneType in get_args(target.annotation)
 
 
-def _inner(section: type[Section], key: Any) -> type[Section] | None:
+def _inner(section: type[Section], key: object) -> type[Section] | None:
     target = section.model_fields.get(key) if isinstance(key, str) else None
     return None if target is None else section_of(target)
 

@@ -92,7 +92,7 @@ def runs_share_model_and_samplers(config: Config) -> Iterator[str]:
                 f"runs.{name}.seats: other players of a game are not supported with several "
                 "adapters in one run. Leave it out, or start this run separately."
             )
-    if config.runs and config.seats:
+    if config.runs and config.players:
         yield (
             "seats: other players of a game are not supported with several adapters in one run "
             "(runs). Leave it out, or start each run separately."

@@ -1,4 +1,5 @@
-"""Settings without an effect: refused, or only reported if their feature is turned off.
+"""Settings without an effect because of other sections: refused, or only reported if their feature
+is turned off. What is read only with another setting of its own section is marked there (ReadWith).
 
 A setting that has no effect is most likely a mistake. But if the switch of a feature is explicitly
 off, the feature's other settings may stay: an override can turn off what a file configures.
@@ -9,9 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.config import function_facts as facts
-from jaxrl_async.config.lora_section import FOUR_BITS
 from jaxrl_async.config.remote_section import RemoteSection
-from jaxrl_async.config.rule import as_text
 from jaxrl_async.config.schema import (
     AdditionSection,
     AlgorithmSection,
@@ -21,15 +20,17 @@ from jaxrl_async.config.schema import (
     ReferenceSection,
     name_of,
 )
-from jaxrl_async.config.section import Section
+from jaxrl_async.config.section import Section, Unread, as_text
 from jaxrl_async.config.task_section import EnvSection
 from jaxrl_async.config.userfile import is_own
 
+OF_RECORDS = ("sft", "preference", "reward_model")
+"""Jobs that train on records, each with a section of its name."""
+OF_ROLLOUTS = ("pairs", "reference", "critic", "teacher", "env", "priorities")
+"""Sections of run.job=rl alone."""
 SECTIONS_OF_OTHER_JOBS: dict[str, tuple[str, ...]] = {
-    "rl": ("sft", "preference"),
-    "sft": ("preference", "pairs", "reference", "critic", "teacher", "env", "priorities"),
-    "preference": ("sft", "pairs", "reference", "critic", "teacher", "env", "priorities"),
-    "reward_model": ("sft", "pairs", "reference", "critic", "teacher", "env", "priorities"),
+    "rl": OF_RECORDS,
+    **{job: (*(other for other in OF_RECORDS if other != job), *OF_ROLLOUTS) for job in OF_RECORDS},
 }
 """Sections without an effect, by run.job. The sections about rollouts (sampler, staleness, buffer,
 reward) are allowed: several jobs may share a configuration."""
@@ -41,21 +42,6 @@ SHARED_BY_JOBS = (
     "keep_routing",
 )
 """Settings of algorithm that are allowed for any job, too."""
-OF_OUR_ENGINE = (
-    "reserve",
-    "prefill_chunk",
-    "page_tokens",
-    "kv_memory_mib",
-    "prefix_cache",
-    "matmul",
-    "attention",
-    "compile_ahead",
-)
-"""Settings of sampler for which an external server has its own flags."""
-OF_OUTSIDERS = ("agent_key_variable", "agent_tries")
-"""Settings of endpoint for external agents."""
-
-
 NOTHING = Section()
 """Takes the place of a section that is null: none of its settings is set."""
 
@@ -68,6 +54,7 @@ class Use:
     is_read: Callable[[Config], bool]
     needs: str  # what gives them an effect, in words
     switches: tuple[str, ...] = ()  # dotted settings that turn the feature on and off
+    checked: tuple[str, ...] = ()  # those among `keys` that no switch excuses
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +67,56 @@ class Unused:
 
 def unused_settings(config: Config) -> Unused:
     """Find the settings without an effect."""
+    found: dict[str, tuple[str, str | None]] = {}
+    for key, needs, switches in (*_unread_with_others(config), *_unread_in_sections(config)):
+        off = next((switch for switch in switches if _is_given(config, switch)), None)
+        if key not in found or (off is None and found[key][1] is not None):
+            found[key] = needs, off
     unused = Unused([], {})
-    for use in _uses(config):
-        if use.is_read(config):
-            continue
-        for key in use.keys:
-            if not _is_set(config, key):
-                continue
-            shown = f"{key} ({as_text(_value(config, key))})"
-            if off := [switch for switch in use.switches if _is_given(config, switch)]:
-                unused.turned_off.setdefault(off[0], []).append(shown)
-            else:
-                unused.refused.append(
-                    f"{shown} has no effect without {use.needs}. Set that, or leave {key} out."
-                )
+    for key, (needs, off) in found.items():
+        shown = f"{key} ({as_text(_value(config, key))})"
+        if off is not None:
+            unused.turned_off.setdefault(off, []).append(shown)
+        else:
+            unused.refused.append(
+                f"{shown} has no effect without {needs}. Set that, or leave {key} out."
+            )
     return unused
+
+
+def _unread_with_others(config: Config) -> Iterator[Unread]:
+    """Yield the settings without an effect because of other sections, by dotted names."""
+    for use in _uses(config):
+        if not use.is_read(config):
+            for key in (key for key in use.keys if _is_set(config, key)):
+                yield Unread(key, use.needs, () if key in use.checked else use.switches)
+
+
+def _unread_in_sections(config: Config) -> Iterator[Unread]:
+    """Yield the settings without an effect because of their own section, by dotted names."""
+    for path, section in config.inner():
+        for name, needs, switches in section.unread(path):
+            yield Unread(f"{path}.{name}", needs, tuple(f"{path}.{one}" for one in switches))
+
+
+def without_unread_sections(config: Config) -> Config:
+    """Return the configuration with null for optional sections that nothing reads."""
+    unread = {name: None for name in OPTIONAL if _is_unread(config, name)}
+    return config.model_copy(update=unread) if unread else config
+
+
+def sections_of_defaults(config: Config) -> dict[str, str | None]:
+    """Return the optional sections that have only defaults, as earlier versions wrote them in every
+    run; for each what it needs, in words, if nothing reads it."""
+    return {
+        name: use.needs if _is_unread(config, name) else None
+        for name, use in OPTIONAL.items()
+        if getattr(config, name) is not None and not any(_is_set(config, key) for key in use.keys)
+    }
+
+
+def _is_unread(config: Config, name: str) -> bool:
+    return getattr(config, name) is not None and not OPTIONAL[name].is_read(config)
 
 
 def warnings_of_unused(config: Config) -> Iterator[str]:
@@ -177,12 +199,9 @@ def _uses(config: Config) -> Iterator[Use]:
         lambda c: job in ("rl", "sft"),
         "run.job=rl or sft (preferences among a task's own answers: run.job=rl with pairs.loss)",
     )
-    yield Use(("trainer.share_prefixes",), lambda c: job == "rl", "run.job=rl")
-    if job in ("preference", "reward_model"):
-        yield from OF_PREFERENCES
     yield from OF_EVERY_JOB
     if job == "rl":
-        yield from OF_RL
+        yield from (*OPTIONAL.values(), *OF_RL)
         if _distils(config):
             yield from OF_DISTILLATION
         yield from OF_LOSS_AND_REWARD
@@ -195,7 +214,7 @@ def _of_other_jobs(config: Config) -> Iterator[Use]:
         keys = () if section is None else _keys(other, type(section))
         yield Use(keys, lambda c: False, f"another run.job than {job}")
     yield Use(
-        _keys("algorithm", AlgorithmSection, *SHARED_BY_JOBS),
+        (*_keys("algorithm", AlgorithmSection, *SHARED_BY_JOBS), "trainer.share_prefixes"),
         lambda c: c.run.job == "rl",
         "run.job=rl",
     )
@@ -207,10 +226,6 @@ def _reads_jsonl(config: Config) -> bool:
 
 def _mixes(config: Config) -> bool:
     return bool(config.algorithm.supervised_coefficient)
-
-
-def _has_kl(config: Config) -> bool:
-    return bool(config.algorithm.kl_coefficient)
 
 
 def _pairs(config: Config) -> bool:
@@ -251,48 +266,29 @@ def _weighs_rewards(config: Config) -> bool:
     return config.teacher is None or config.teacher.rewards > 0
 
 
-def _splits(config: Config) -> str | None:
-    return None if config.reward.process is None else config.reward.process.split
-
-
-def _rates_steps(config: Config) -> str | None:
-    return None if config.reward.process is None else config.reward.process.function
-
-
-OF_PREFERENCES = (
-    Use(
-        ("preference.loss", "preference.reference"),
-        lambda c: c.run.job == "preference",
-        "run.job=preference",
+OPTIONAL = {
+    "remote": Use(
+        _keys("remote", RemoteSection),
+        lambda c: c.run.job != "rl" or c.mesh.remote,
+        "mesh.samplers_in=processes or external",
+        ("mesh.samplers_in",),
     ),
-    Use(
-        ("preference.margin",),
-        lambda c: c.run.job == "reward_model",
-        "run.job=reward_model",
+    "reference": Use(
+        _keys("reference", ReferenceSection),
+        lambda c: c.run.job == "rl" and c.refers,
+        "algorithm.kl_coefficient above 0 or a pairs.loss that compares with it",
+        ("algorithm.kl_coefficient",),
     ),
-    Use(
-        ("preference.reference",),
-        lambda c: name_of(c.preference.loss) not in facts.WITHOUT_REFERENCE,
-        "a preference.loss that compares with it",
+    "critic": Use(
+        _keys("critic", CriticSection),
+        lambda c: c.run.job == "rl" and _has_critic(c),
+        "algorithm.advantage=gae, which has a critic",
+        ("algorithm.advantage",),
+        checked=("critic.path",),
     ),
-)
+}
+"""Sections that are null by default, and have their defaults where they are read nevertheless."""
 OF_EVERY_JOB = (
-    Use(
-        ("model.architecture.family",),
-        lambda c: c.model.decoder is None,
-        "model.decoder=null: your own layer has no family",
-    ),
-    Use(
-        ("model.balance.each_layer",),
-        lambda c: c.model.balance.loss > 0,
-        "model.balance.loss above 0",
-        ("model.balance.loss",),
-    ),
-    Use(
-        ("model.lora.group_size",),
-        lambda c: c.model.lora is not None and c.model.lora.base in FOUR_BITS,
-        "model.lora.base in 4 bits",
-    ),
     Use(
         ("data.system_prompt", "data.chat_format", "data.chat_arguments", "data.keep_thinking"),
         lambda c: _reads_jsonl(c) or c.warm_start.path is not None or c.task is not None,
@@ -304,17 +300,7 @@ OF_EVERY_JOB = (
         "warm_start.steps above 0",
         ("warm_start.steps",),
     ),
-    Use(
-        ("weights.probe_tolerance",),
-        lambda c: c.weights.probe,
-        "weights.probe=true",
-        ("weights.probe",),
-    ),
 )
-
-
-def _samples(config: Config) -> bool:
-    return config.sampler.engine == "native"
 
 
 OF_RL = (
@@ -326,21 +312,11 @@ OF_RL = (
     ),
     Use(
         (
-            *(f"sampler.{name}" for name in OF_OUR_ENGINE),
+            *("sampler.block", "mesh.sampler", "mesh.samplers", "weights.checksum"),
             *_keys("remote", RemoteSection, "transfer", "folder"),
         ),
-        _samples,
-        "sampler.engine=native",
-    ),
-    Use(
-        ("sampler.block", "mesh.sampler", "mesh.samplers", "weights.checksum"),
         lambda c: c.sampler.engine != "vllm",
         "sampler.engine=native or jetstream",
-    ),
-    Use(
-        ("sampler.engine_class",),
-        lambda c: c.sampler.engine == "jetstream",
-        "sampler.engine=jetstream",
     ),
     Use(("priorities.later_turns",), lambda c: c.task is not None, "task", ("task",)),
     Use(
@@ -350,64 +326,10 @@ OF_RL = (
         ("endpoint", "task"),
     ),
     Use(
-        tuple(f"endpoint.{name}" for name in OF_OUTSIDERS),
-        lambda c: c.serving.external_agents,
-        "endpoint.external_agents",
-        ("endpoint.external_agents",),
-    ),
-    Use(
-        _keys("remote", RemoteSection),
-        lambda c: c.mesh.remote,
-        "mesh.samplers_in=processes or external",
-        ("mesh.samplers_in",),
-    ),
-    Use(
-        ("remote.data_port",),
-        lambda c: c.remote.transfer in ("auto", "tcp", "device"),
-        "remote.transfer=auto, tcp or device",
-        ("remote.transfer",),
-    ),
-    Use(
-        ("data.curriculum_pool", "data.curriculum_threshold"),
-        lambda c: c.data.curriculum != "none",
-        "data.curriculum",
-        ("data.curriculum",),
-    ),
-    Use(
-        ("staleness.overcommit",),
-        lambda c: c.staleness.when_too_old == "drop",
-        "staleness.when_too_old=drop",
-        ("staleness.when_too_old",),
-    ),
-    Use(
-        ("staleness.ess_target",),
-        lambda c: c.staleness.adapt == "ess",
-        "staleness.adapt=ess",
-        ("staleness.adapt",),
-    ),
-    Use(
-        ("algorithm.pivots.mark",),
-        lambda c: c.algorithm.pivots is not None and c.algorithm.pivots.where == "mark",
-        "algorithm.pivots.where=mark",
-        ("algorithm.pivots.where",),
-    ),
-    Use(
-        ("algorithm.signal_part", "algorithm.signal_std"),
-        lambda c: c.algorithm.dynamic_sampling,
-        "algorithm.dynamic_sampling=true",
-        ("algorithm.dynamic_sampling",),
-    ),
-    Use(
         ("algorithm.baseline",),
         _compares_some,
         "a shaping that masks answers (mask_truncated, overlong_filter, your own) and an "
         "advantage that compares the answers of a group, such as rloo",
-    ),
-    Use(
-        ("algorithm.least_compared",),
-        lambda c: c.algorithm.baseline == "unmasked",
-        "algorithm.baseline=unmasked",
-        ("algorithm.baseline",),
     ),
     Use(
         ("algorithm.max_resampled",),
@@ -425,71 +347,8 @@ OF_RL = (
         _averages,
         "pairs=null, or a KL, an entropy bonus or a teacher in the loss",
     ),
-    Use(
-        ("algorithm.kl", "algorithm.kl_in", "algorithm.kl_target"),
-        _has_kl,
-        "algorithm.kl_coefficient above 0",
-        ("algorithm.kl_coefficient",),
-    ),
-    Use(
-        _keys("reference", ReferenceSection),
-        lambda c: c.refers,
-        "algorithm.kl_coefficient above 0 or a pairs.loss that compares with it",
-        ("algorithm.kl_coefficient",),
-    ),
-    Use(
-        ("algorithm.kl_horizon",),
-        lambda c: c.algorithm.kl_target is not None,
-        "algorithm.kl_target",
-        ("algorithm.kl_target",),
-    ),
-    Use(
-        ("algorithm.entropy_clip",),
-        lambda c: bool(c.algorithm.entropy_coefficient or c.algorithm.entropy_target),
-        "algorithm.entropy_coefficient or entropy_target",
-        ("algorithm.entropy_coefficient", "algorithm.entropy_target"),
-    ),
-    Use(
-        ("algorithm.entropy_step",),
-        lambda c: c.algorithm.entropy_target is not None,
-        "algorithm.entropy_target",
-        ("algorithm.entropy_target",),
-    ),
-    Use(
-        ("algorithm.supervised_batch",),
-        _mixes,
-        "algorithm.supervised_coefficient above 0",
-        ("algorithm.supervised_coefficient",),
-    ),
-    Use(
-        _keys("critic", CriticSection, "path"),
-        _has_critic,
-        "algorithm.advantage=gae, which has a critic",
-        ("algorithm.advantage",),
-    ),
-    # A folder that the start checks: no switch excuses it.
-    Use(("critic.path",), _has_critic, "algorithm.advantage=gae, which has a critic"),
 )
 OF_DISTILLATION = (
-    Use(
-        ("teacher.refresh_every",),
-        lambda c: c.teacher is not None and c.teacher.source == "self",
-        "teacher.source=self",
-        ("teacher.source",),
-    ),
-    Use(
-        ("teacher.kind", "teacher.top_k"),
-        _distils_by_loss,
-        "teacher.form=loss",
-        ("teacher.form",),
-    ),
-    Use(("teacher.beta",), _distils_by_loss, "teacher.form=loss and kind=js", ("teacher.form",)),
-    Use(
-        ("teacher.beta",),
-        lambda c: not _distils_by_loss(c) or (c.teacher is not None and c.teacher.kind == "js"),
-        "teacher.form=loss and kind=js",
-        ("teacher.kind",),
-    ),
     Use(
         tuple(
             f"algorithm.{name}" for name in ("advantage", "loss", "shaping", "correction", "anchor")
@@ -501,41 +360,9 @@ OF_DISTILLATION = (
 )
 OF_LOSS_AND_REWARD = (
     Use(
-        ("algorithm.anchor",),
-        lambda c: (
-            name_of(c.algorithm.loss) not in facts.WITHOUT_RATIO
-            or c.algorithm.correction not in (None, "none")
-        ),
-        "another algorithm.loss or a correction",
-    ),
-    Use(
-        ("reward.model_weight",),
-        lambda c: c.reward.model is not None,
-        "reward.model",
-        ("reward.model",),
-    ),
-    Use(
         ("reward.processes",),
         lambda c: c.task is not None or any(map(is_own, c.reward.weights)),
         "your own reward function",
         ("reward.function", "task"),
-    ),
-    Use(
-        ("reward.process.separator",),
-        lambda c: _splits(c) == "separator",
-        "reward.process.split=separator",
-        ("reward.process.split",),
-    ),
-    Use(
-        ("reward.process.rubric",),
-        lambda c: _rates_steps(c) == "judge",
-        "reward.process.function=judge",
-        ("reward.process.function",),
-    ),
-    Use(
-        ("reward.process.timeout_s",),
-        lambda c: _rates_steps(c) != "judge",
-        "your own reward.process.function",
-        ("reward.process.function",),
     ),
 )

@@ -73,6 +73,6 @@ def load_attribute(name: str, where: str, kind: str, fits: Callable[[Any], bool]
     return loaded
 
 
-def _is_made_in(module: str, value: Any) -> bool:
+def _is_made_in(module: str, value: object) -> bool:
     """Return whether a module's attribute is defined in it, not imported."""
     return not callable(value) or getattr(value, "__module__", module) == module

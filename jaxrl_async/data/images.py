@@ -72,7 +72,7 @@ class ImageStore:
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def add(self, image: Any, where: str) -> int:
+    def add(self, image: object, where: str) -> int:
         """Return the number of an image; equal files have the same number. Raises DataError.
 
         Args:
@@ -163,7 +163,7 @@ class ImageStore:
                 self.release()
 
 
-def taken_images(asked: Any, store: ImageStore | None) -> tuple[Any, list[int]]:
+def taken_images(asked: object, store: ImageStore | None) -> tuple[Any, list[int]]:
     """Return messages with the store's mark instead of each image, and the images' numbers. Raises
     DataError with the message's number for an image that cannot be read.
 
@@ -198,7 +198,7 @@ def holds_images(messages: Sequence[Any]) -> bool:
     return any(_is_image(part) for c in contents if isinstance(c, list) for part in c)
 
 
-def _is_image(part: Any) -> bool:
+def _is_image(part: object) -> bool:
     return isinstance(part, Mapping) and part.get("type") in KINDS
 
 
@@ -211,7 +211,7 @@ def _image_of(part: Mapping[str, Any]) -> Any:
     return given.get("url") if isinstance(given, Mapping) and "url" in given else given
 
 
-def file_of(image: Any, where: str) -> bytes:
+def file_of(image: object, where: str) -> bytes:
     """Return an image as the bytes of a file that PIL can read. Raises DataError."""
     images = _pillow()
     try:
@@ -251,7 +251,7 @@ def _pillow() -> Any:
     return Image
 
 
-def _bytes_of(image: Any, where: str) -> bytes:
+def _bytes_of(image: object, where: str) -> bytes:
     if not isinstance(image, str):
         raise DataError(
             f"{where}: its image is a {type(image).__name__}. Give a path, a data: URL, a PIL "
@@ -294,7 +294,7 @@ def image_preparation(folder: Path, size: int) -> Callable[[Any], Pixels]:
             "do_pan_and_scan=false in preprocessor_config.json."
         )
 
-    def prepared(image: Any) -> Pixels:
+    def prepared(image: object) -> Pixels:
         made = processor(images=[image], return_tensors="np")["pixel_values"]
         return np.asarray(made[0], np.float32)
 

@@ -148,7 +148,7 @@ def _is_judged(fields: Mapping[str, Any]) -> bool:
     return half or (Field.LABEL in fields and not is_pair)
 
 
-def _is_in(asked: Any, before: Sequence[Message]) -> bool:
+def _is_in(asked: object, before: Sequence[Message]) -> bool:
     """Return True if a prompt is contained in the messages before an answer: it is missing, the
     text of one of the user messages, or a prefix of the messages."""
     if asked is None:

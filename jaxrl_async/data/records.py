@@ -278,7 +278,7 @@ class RecordReader:
 
     def pair_ids(
         self,
-        asked: Any,
+        asked: object,
         replies: Sequence[str | Message],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[IntArray, list[IntArray]]:
@@ -352,7 +352,7 @@ class RecordReader:
             raise BadRecord(Bad.TOOLS, "the chat format omits them")
         return opening
 
-    def _conversation(self, asked: Any) -> tuple[Message, ...]:
+    def _conversation(self, asked: object) -> tuple[Message, ...]:
         if isinstance(asked, str):
             asked = [{"role": "user", "content": asked}]
         try:
@@ -447,7 +447,7 @@ def _log_unmarked(path: str | Path, mark: str | None, records: Sequence[Record])
         )
 
 
-def reference_of(value: Any, answer: str | None, mark: str | None) -> str | None:
+def reference_of(value: object, answer: str | None, mark: str | None) -> str | None:
     """Return the text that a reward compares with, or None.
 
     It is the final answer, or JSON if the field's value is neither text nor a number.
@@ -462,7 +462,7 @@ def reference_of(value: Any, answer: str | None, mark: str | None) -> str | None
         return None
 
 
-def field_text(value: Any) -> str | None:
+def field_text(value: object) -> str | None:
     """Return a field's value as text, or None.
 
     A finite number becomes its digits, without an exponent. A float without a fraction becomes an

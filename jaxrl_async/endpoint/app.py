@@ -76,10 +76,10 @@ Handler = Callable[[HttpExchange, Any], Awaitable[None]]
 class EndpointApp:
     """The ASGI application over a EndpointService."""
 
-    def __init__(self, desk: EndpointService) -> None:
-        """desk: serves the calls."""
-        self._desk, self._numbers = desk, itertools.count()
-        self._chats = ChatTurns(desk)
+    def __init__(self, service: EndpointService) -> None:
+        """service: serves the calls."""
+        self._service, self._numbers = service, itertools.count()
+        self._chats = ChatTurns(service)
         self._posts: dict[str, Handler] = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._text,
@@ -100,12 +100,12 @@ class EndpointApp:
         """Serve one connection's call; see ASGI."""
         if scope["type"] != "http":
             raise RuntimeError(f"the endpoint does not serve {scope['type']}")
-        origins = self._desk.cors_origins
+        origins = self._service.cors_origins
         exchange = HttpExchange(scope, receive, send, cors_origins=origins)
         try:
             await self._serve(exchange)
         except ClientGone:
-            self._desk.count(disconnected=1)
+            self._service.count(disconnected=1)
         except asyncio.CancelledError:
             await self._refuse(exchange, CallRefused("the server is closing", status=503))
         except Exception as error:
@@ -126,34 +126,34 @@ class EndpointApp:
         if exchange.method != "POST":
             raise CallRefused(f"{path} takes POST", status=405)
         if path == BEGIN:
-            self._desk.door().check(exchange.key)
+            self._service.door().check(exchange.key)
         elif path in (REWARD, END):
-            self._desk.rewarded(exchange.key)
+            self._service.rewarded(exchange.key)
         else:
-            self._desk.caller(exchange.key, None)  # check the key before reading the body
-        with self._desk.admitted(), self._desk.holding() as hold:
-            most, within_s = self._desk.max_body_bytes, self._desk.limits.body_s
+            self._service.caller(exchange.key, None)  # check the key before reading the body
+        with self._service.admitted(), self._service.holding() as hold:
+            most, within_s = self._service.max_body_bytes, self._service.limits.body_s
             work = self._handled(handler, exchange, await exchange.body(most, within_s, hold))
             await self._until_gone(exchange, work)
 
     async def _told(self, exchange: HttpExchange, path: str) -> bool:
         """Answer a GET or HEAD; return False for a path that has none. Raises CallRefused."""
-        desk = self._desk
+        service = self._service
         if path == "/health":
             await exchange.reply(200, {"status": "ok"})
             return True
         is_model = path == "/v1/models" or path.startswith("/v1/models/")
         if not (is_model or path in ("/version", "/metrics", "/tokenizer_info")):
             return False
-        desk.caller(exchange.key, None)
+        service.caller(exchange.key, None)
         if is_model:
-            await exchange.reply(200, _models(desk, path))
+            await exchange.reply(200, _models(service, path))
         elif path == "/version":
             await exchange.reply(200, {"version": __version__})
         elif path == "/tokenizer_info":
-            await exchange.reply(200, tokenizer_info(desk.served.tokenizer))
+            await exchange.reply(200, tokenizer_info(service.served.tokenizer))
         else:
-            text = prometheus_text(desk.counts.by_name(), {"open_calls": desk.num_open})
+            text = prometheus_text(service.counts.by_name(), {"open_calls": service.num_open})
             await exchange.reply_bytes(200, text.encode(), CONTENT_TYPE)
         return True
 
@@ -168,7 +168,7 @@ class EndpointApp:
         """Run work, in a thread if the body is long."""
         if not exchange.is_long:
             return work(given)
-        return await self._desk.aside(lambda: work(given), is_long=True)
+        return await self._service.aside(lambda: work(given), is_long=True)
 
     async def _until_gone(self, exchange: HttpExchange, work: Awaitable[None]) -> None:
         """Run a call, and cancel it if the client disconnects."""
@@ -189,7 +189,7 @@ class EndpointApp:
         """Send an error response, and count it."""
         anthropic = exchange.path.startswith("/v1/messages")
         ours = refused.status >= 500
-        self._desk.count(failed=ours, refused=not ours)
+        self._service.count(failed=ours, refused=not ours)
         record = anthropic_error(refused) if anthropic else openai_error(refused)
         headers = {}
         if refused.retry_after_s is not None:
@@ -210,22 +210,22 @@ class EndpointApp:
 
     def _adapters(self, exchange: HttpExchange) -> AdapterAdmin:
         """Return the AdapterAdmin for a guest. Raises CallRefused."""
-        self._desk.check_guest(exchange.key)
-        if self._desk.adapters is None:
+        self._service.check_guest(exchange.key)
+        if self._service.adapters is None:
             raise CallRefused("no adapters are served here", status=404)
-        return self._desk.adapters
+        return self._service.adapters
 
     def _caller(self, exchange: HttpExchange, body: Any, conversation: str | None = None) -> Caller:
         """Return the caller of a sampling call; conversation: see EndpointService.caller. Raises
         CallRefused."""
         voice = exchange.header(CONVERSATION)
-        return self._desk.caller(exchange.key, conversation, body.get("model"), voice=voice)
+        return self._service.caller(exchange.key, conversation, body.get("model"), voice=voice)
 
     async def _chat(self, exchange: HttpExchange, body: Any) -> None:
-        desk, call = self._desk, await self._aside(exchange, chat_call, body)
+        service, call = self._service, await self._aside(exchange, chat_call, body)
         caller = self._caller(exchange, body, exchange.header(CONVERSATION))
         prompt = await self._chats.prompt(caller, call, is_long=exchange.is_long)
-        heading = desk.heading(caller, "chatcmpl", next(self._numbers))
+        heading = service.heading(caller, "chatcmpl", next(self._numbers))
         streamed = StreamedChat(self._chats, caller, call, prompt, heading)
         if call.stream:
             await self._stream(exchange, streamed.events(), b": waiting\n\n", b"data: [DONE]\n\n")
@@ -233,10 +233,10 @@ class EndpointApp:
             await exchange.reply(200, await streamed.whole())
 
     async def _messages(self, exchange: HttpExchange, body: Any) -> None:
-        desk, call = self._desk, await self._aside(exchange, messages_call, body)
+        service, call = self._service, await self._aside(exchange, messages_call, body)
         caller = self._caller(exchange, body, exchange.header(CONVERSATION))
         prompt = await self._chats.prompt(caller, call, is_long=exchange.is_long)
-        heading = desk.heading(caller, "msg", next(self._numbers))
+        heading = service.heading(caller, "msg", next(self._numbers))
         streamed = StreamedMessage(self._chats, caller, call, prompt, heading)
         if call.stream:
             ping = anthropic_event({"type": "ping"})
@@ -245,7 +245,7 @@ class EndpointApp:
             await exchange.reply(200, await streamed.whole())
 
     async def _responses(self, exchange: HttpExchange, body: Any) -> None:
-        desk, call = self._desk, await self._aside(exchange, responses_call, body)
+        service, call = self._service, await self._aside(exchange, responses_call, body)
         root = new_root() if call.previous is None else root_of(call.previous)
         conversation = exchange.header(CONVERSATION)
         if conversation is None and (call.stores or call.previous is not None):
@@ -255,7 +255,7 @@ class EndpointApp:
         said = (*before, *call.chat.messages)
         chat = replace(call.chat, messages=call.messages(before))
         prompt = await self._chats.prompt(caller, chat, is_long=exchange.is_long)
-        heading = desk.heading(caller, f"{PREFIX}{root}", next(self._numbers), mark="_")
+        heading = service.heading(caller, f"{PREFIX}{root}", next(self._numbers), mark="_")
         streamed = StreamedResponse(self._chats, caller, call, said, prompt, heading)
         if call.chat.stream:
             await self._stream(exchange, streamed.events(), b": waiting\n\n", b"")
@@ -265,17 +265,17 @@ class EndpointApp:
     async def _count_tokens(self, exchange: HttpExchange, body: Any) -> None:
         counted = functools.partial(messages_call, counting=True)
         call = await self._aside(exchange, counted, body)
-        caller = self._desk.caller(exchange.key, exchange.header(CONVERSATION))
+        caller = self._service.caller(exchange.key, exchange.header(CONVERSATION))
         prompt = await self._chats.prompt(caller, call, is_long=exchange.is_long)
         await exchange.reply(200, {"input_tokens": len(prompt.token_ids)})
 
     async def _text(self, exchange: HttpExchange, body: Any) -> None:
-        desk, call = self._desk, await self._aside(exchange, text_call, body)
+        service, call = self._service, await self._aside(exchange, text_call, body)
         caller = self._caller(exchange, body)
-        desk.ignore(call.ignored)
+        service.ignore(call.ignored)
         prompts = tuple(
             [
-                await desk.text_prompt(
+                await service.text_prompt(
                     caller, given, adds_special=call.adds_special, is_long=exchange.is_long
                 )
                 if isinstance(given, str)
@@ -283,45 +283,45 @@ class EndpointApp:
                 for given in call.prompts
             ]
         )
-        heading = desk.heading(caller, "cmpl", next(self._numbers))
-        writer = TextWriter(call=call, heading=heading, prompts=prompts, words=desk.words)
-        streamed = StreamedText(desk, caller, writer)
+        heading = service.heading(caller, "cmpl", next(self._numbers))
+        writer = TextWriter(call=call, heading=heading, prompts=prompts, words=service.words)
+        streamed = StreamedText(service, caller, writer)
         if call.stream:
             await self._stream(exchange, streamed.events(), b": waiting\n\n", b"data: [DONE]\n\n")
         else:
             await exchange.reply(200, await streamed.whole())
 
     async def _generate(self, exchange: HttpExchange, body: Any) -> None:
-        desk, call = self._desk, await self._aside(exchange, token_call, body)
+        service, call = self._service, await self._aside(exchange, token_call, body)
         caller = self._caller(exchange, body)
-        desk.ignore(call.ignored)
+        service.ignore(call.ignored)
         prompt = np.array(call.token_ids, np.int32)
-        async with desk.drawing(caller, [prompt], call.wish, parts=False) as drawing:
+        async with service.drawing(caller, [prompt], call.options, parts=False) as drawing:
             answers = await drawing.answers()
-        heading = desk.heading(caller, "generate", next(self._numbers))
-        await exchange.reply(200, token_body(call, heading, answers, desk.words))
+        heading = service.heading(caller, "generate", next(self._numbers))
+        await exchange.reply(200, token_body(call, heading, answers, service.words))
 
     async def _tokenize(self, exchange: HttpExchange, body: Any) -> None:
-        desk, call = self._desk, await self._aside(exchange, tokenize_call, body)
+        service, call = self._service, await self._aside(exchange, tokenize_call, body)
         caller = self._caller(exchange, body, exchange.header(CONVERSATION))
         if isinstance(call.prompt, str):
-            tokens = await desk.text_prompt(
+            tokens = await service.text_prompt(
                 caller, call.prompt, adds_special=call.adds_special, is_long=exchange.is_long
             )
         else:
             chat = await self._chats.prompt(caller, call.prompt, is_long=exchange.is_long)
             tokens = chat.token_ids
         most = caller.terms.max_length
-        await exchange.reply(200, tokenize_body(call, tokens, desk.words, most))
+        await exchange.reply(200, tokenize_body(call, tokens, service.words, most))
 
     async def _detokenize(self, exchange: HttpExchange, body: Any) -> None:
         tokens = await self._aside(exchange, detokenize_call, body)
-        text = await self._desk.aside(lambda: self._desk.served.tokenizer.decode_all(tokens))
+        text = await self._service.aside(lambda: self._service.served.tokenizer.decode_all(tokens))
         await exchange.reply(200, {"prompt": text})
 
     async def _reward_key(self, exchange: HttpExchange, body: Any) -> None:
         BodyFields(body).close()
-        key = self._desk.session(exchange.key).tell_reward_key()
+        key = self._service.session(exchange.key).tell_reward_key()
         await exchange.reply(200, {"reward_key": key})
 
     async def _reward(self, exchange: HttpExchange, body: Any) -> None:
@@ -334,14 +334,14 @@ class EndpointApp:
             fields.refuse("parts", "an object of numbers")
         call = fields.text("call")
         fields.close()
-        self._desk.rewarded(exchange.key).reward(value, parts=parts, call=call)
+        self._service.rewarded(exchange.key).reward(value, parts=parts, call=call)
         await exchange.reply(200, {"ok": True})
 
     async def _end(self, exchange: HttpExchange, body: Any) -> None:
         fields = BodyFields(body)
         failed = fields.text("failed")
         fields.close()
-        session = self._desk.rewarded(exchange.key)
+        session = self._service.rewarded(exchange.key)
         if failed is None:
             session.finish()
         else:
@@ -349,8 +349,8 @@ class EndpointApp:
         await exchange.reply(200, {"ok": True})
 
     async def _begin(self, exchange: HttpExchange, body: Any) -> None:
-        desk = self._desk
-        task = await desk.door().begin(body, address=exchange.address, model=desk.served.name)
+        service = self._service
+        task = await service.door().begin(body, address=exchange.address, model=service.served.name)
         await exchange.reply(200, task)
 
     async def _stream(
@@ -363,7 +363,7 @@ class EndpointApp:
         try:
             while True:
                 try:
-                    part = await asyncio.wait_for(parts.get(), self._desk.limits.ping_s)
+                    part = await asyncio.wait_for(parts.get(), self._service.limits.ping_s)
                 except TimeoutError:
                     part = ping
                 if isinstance(part, Exception):
@@ -379,9 +379,9 @@ class EndpointApp:
             await asyncio.gather(pumping, return_exceptions=True)
 
 
-def _models(desk: EndpointService, path: str) -> dict[str, Any]:
+def _models(service: EndpointService, path: str) -> dict[str, Any]:
     """Return the models, or the one that a path names. Raises CallRefused."""
-    served, adapters = desk.served, desk.adapters
+    served, adapters = service.served, service.adapters
     model = {
         "id": served.name,
         "object": "model",

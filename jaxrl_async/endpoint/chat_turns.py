@@ -28,26 +28,26 @@ MAX_FORMATS = 16
 class ChatTurns:
     """Prompts and answers of chat calls of all protocols."""
 
-    def __init__(self, desk: EndpointService) -> None:
-        """desk: serves the calls."""
-        self.desk = desk
+    def __init__(self, service: EndpointService) -> None:
+        """service: serves the calls."""
+        self.service = service
         self._formats: OrderedDict[str, ChatFormat] = OrderedDict()  # by their arguments
 
     async def prompt(
         self, caller: Caller, call: ChatCall, *, is_long: bool = False
     ) -> PromptTokens:
         """Return a chat call's prompt as tokens; is_long: for a long body. Raises CallRefused."""
-        desk = self.desk
-        desk.ignore(call.ignored)
-        chat, conversations = desk.chat(), caller.conversations
+        service = self.service
+        service.ignore(call.ignored)
+        chat, conversations = service.chat(), caller.conversations
         taken: dict[str, Any] = {}
         for name, arguments in call.template.items():
             own = {k: v for k, v in arguments.items() if chat.takes(k)}
             if caller.terms.fixed_sampling or not own:
-                desk.ignore([name])
+                service.ignore([name])
             else:
                 taken = {**own, **taken}
-        tokenizer = desk.served.tokenizer
+        tokenizer = service.served.tokenizer
 
         def written() -> PromptTokens:
             used = self._with_arguments(chat, taken)
@@ -59,7 +59,7 @@ class ChatTurns:
             whole = np.concatenate([prompt.token_ids, begun]).astype(np.int32)
             return replace(prompt, token_ids=whole, prefix=len(begun))
 
-        return await desk.tokenised(caller, written, is_long)
+        return await service.tokenised(caller, written, is_long)
 
     def _with_arguments(self, chat: ChatFormat, arguments: Mapping[str, Any]) -> ChatFormat:
         """Return a chat format with these variables. On any thread."""
@@ -72,19 +72,23 @@ class ChatTurns:
             self._formats.popitem(last=False)
         return found
 
-    def wish(self, caller: Caller, call: ChatCall, prompt: PromptTokens) -> SamplingOptions:
-        """Return a chat call's wish with what its whole turn must match. Raises CallRefused."""
-        wish, marks, tools = call.wish, prompt.chat.marks, call.tools if call.reads_tools else ()
-        shaping = wish.shaping or LogitShaping()
+    def options(self, caller: Caller, call: ChatCall, prompt: PromptTokens) -> SamplingOptions:
+        """Return a chat call's options with what its whole turn must match. Raises CallRefused."""
+        options, marks, tools = (
+            call.options,
+            prompt.chat.marks,
+            call.tools if call.reads_tools else (),
+        )
+        shaping = options.shaping or LogitShaping()
         forced = call.choice.mode == "required"
         if shaping.constraint is None and not forced:
             if call.choice.names:  # only a constraint keeps the policy from the other tools
-                self.desk.ignore(["tool_choice"])
-            return wish
+                self.service.ignore(["tool_choice"])
+            return options
         if not caller.terms.takes_constraints or (tools and marks.calls == "other"):
-            self.desk.ignore(["tool_choice" if forced else "response_format"])
+            self.service.ignore(["tool_choice" if forced else "response_format"])
             rest = replace(shaping, constraint=None)
-            return replace(wish, shaping=None if rest == LogitShaping() else rest)
+            return replace(options, shaping=None if rest == LogitShaping() else rest)
         if marks.thinking == "other":
             raise CallRefused(
                 "this model's chat format writes more than the text of an answer, so its form "
@@ -94,16 +98,16 @@ class ChatTurns:
         if call.prefix and marks.thinking == "may":
             marks = replace(marks, thinking="")
         whole = turn_constraint(shaping.constraint, tools, call.choice, marks)
-        return replace(wish, shaping=replace(shaping, constraint=whole))
+        return replace(options, shaping=replace(shaping, constraint=whole))
 
     async def said(
-        self, caller: Caller, call: ChatCall, prompt: PromptTokens, strand: GrowingAnswer
+        self, caller: Caller, call: ChatCall, prompt: PromptTokens, choice: GrowingAnswer
     ) -> ChatAnswer:
         """Return a finished answer as a message, and store it."""
-        answer = strand.answer
+        answer = choice.answer
         assert answer is not None, "the answer is finished"
         drawn = answer.completion.token_ids
-        message = await self.desk.aside(lambda: _turn(call, prompt, strand))
+        message = await self.service.aside(lambda: _turn(call, prompt, choice))
         said = chat_answer(answer, message, call.choice)
         whole = said.message()
         if not (said.tool_calls and CALL in call.prefix):
@@ -113,20 +117,20 @@ class ChatTurns:
         return said
 
     async def so_far(
-        self, call: ChatCall, prompt: PromptTokens, strand: GrowingAnswer
+        self, call: ChatCall, prompt: PromptTokens, choice: GrowingAnswer
     ) -> Mapping[str, Any]:
         """Return an unfinished answer as a message; empty while it is a call that its prefix has
         begun."""
         if CALL in call.prefix and call.reads_tools:
             return {}
-        return await self.desk.aside(lambda: _turn(call, prompt, strand))
+        return await self.service.aside(lambda: _turn(call, prompt, choice))
 
 
-def _turn(call: ChatCall, prompt: PromptTokens, strand: GrowingAnswer) -> Message:
+def _turn(call: ChatCall, prompt: PromptTokens, choice: GrowingAnswer) -> Message:
     """Return an answer as its caller sees it: without the prefix, and with ids of its calls that
     depend on the request and the tokens before it. Other answers, also of other servers, have
     other ids; the same answer of a replayed run has the same ones."""
-    turn = strand.token_ids
+    turn = choice.token_ids
     message = prompt.chat.message(turn, call.tools)
     if prompt.prefix:  # the prefix may have begun a call or the reasoning
         turn = np.concatenate([prompt.token_ids[-prompt.prefix :], turn]).astype(np.int32)
@@ -136,12 +140,12 @@ def _turn(call: ChatCall, prompt: PromptTokens, strand: GrowingAnswer) -> Messag
         elif CALL in call.prefix and whole.get("tool_calls"):
             message = whole
         else:
-            turn = strand.token_ids
-    text = "" if call.reads_tools else strand.flow.whole()
+            turn = choice.token_ids
+    text = "" if call.reads_tools else choice.flow.whole()
     shown = visible_turn(message, text, reads_tools=call.reads_tools)
     if not shown.get("tool_calls"):
         return shown
-    before = f"{strand.request_id}\n".encode() + prompt.token_ids.tobytes()
+    before = f"{choice.request_id}\n".encode() + prompt.token_ids.tobytes()
     calls = [
         {**made, "id": call_id(turn, i, before)} if made["id"] == call_id(turn, i) else made
         for i, made in enumerate(shown["tool_calls"])

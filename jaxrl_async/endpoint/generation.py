@@ -16,7 +16,7 @@ import numpy as np
 from jaxrl_async.endpoint.callers import Caller, CallerAsk
 from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.progress_watch import ProgressWatch
-from jaxrl_async.endpoint.sampling_request import RequestDraft, SamplingOptions, wish_sampling
+from jaxrl_async.endpoint.sampling_request import RequestDraft, SamplingOptions, sampling_of
 from jaxrl_async.endpoint.text_flow import Decode, TextFlow
 from jaxrl_async.rollout.call_log import cut_completion
 from jaxrl_async.types import (
@@ -122,7 +122,7 @@ class CallGeneration:
         caller: Caller,
         prompts: Sequence[IntArray],
         drafts: Sequence[RequestDraft],
-        wish: SamplingOptions,
+        options: SamplingOptions,
         *,
         decode: Decode,
         watch: ProgressWatch | None = None,
@@ -132,31 +132,32 @@ class CallGeneration:
         Args:
             caller: the caller.
             prompts: [prompt] int32 each.
-            drafts: the wish under the caller's terms, for each prompt.
-            wish: the call's sampling parameters.
+            drafts: the options under the caller's terms, for each prompt.
+            options: the call's sampling parameters.
             decode: tokens to text.
             watch: reports the tokens so far; None: only complete answers are needed.
         """
-        self.strands = [
-            GrowingAnswer(TextFlow(decode, wish.stops)) for _ in range(wish.count * len(prompts))
+        self.choices = [
+            GrowingAnswer(TextFlow(decode, options.stops))
+            for _ in range(options.count * len(prompts))
         ]
         self._news, self._watch = asyncio.Event(), watch
-        named, usual = wish_sampling(wish, caller.terms.sampling), caller.terms.sampling
+        named, usual = sampling_of(options, caller.terms.sampling), caller.terms.sampling
         wanted = None if named == usual else named
         asks = [
             CallerAsk(
-                token_ids=prompts[index // wish.count],
-                draft=drafts[index // wish.count],
+                token_ids=prompts[index // options.count],
+                draft=drafts[index // options.count],
                 wanted=wanted,
-                shaping=wish.shaping,
-                logprobs=wish.logprobs,
-                seed=wish.seed,
-                index=index % wish.count,
-                cut=strand.cut,
-                early=strand.early,
-                began=_Began(strand, watch, self._news),
+                shaping=options.shaping,
+                logprobs=options.logprobs,
+                seed=options.seed,
+                index=index % options.count,
+                cut=choice.cut,
+                early=choice.early,
+                began=_Began(choice, watch, self._news),
             )
-            for index, strand in enumerate(self.strands)
+            for index, choice in enumerate(self.choices)
         ]
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(caller.draw(ask)) for ask in asks]
@@ -164,26 +165,26 @@ class CallGeneration:
             task.add_done_callback(lambda _: self._news.set())
 
     async def steps(self) -> AsyncIterator[None]:
-        """Yield whenever more tokens arrive, until every strand has its answer. Errors of the
+        """Yield whenever more tokens arrive, until every choice has its answer. Errors of the
         sampler are passed on."""
-        while any(strand.answer is None for strand in self.strands):
+        while any(choice.answer is None for choice in self.choices):
             await self._news.wait()
             self._news.clear()
-            for strand, task in zip(self.strands, self._tasks, strict=True):
-                if strand.answer is None:
-                    self._look(strand, task)
+            for choice, task in zip(self.choices, self._tasks, strict=True):
+                if choice.answer is None:
+                    self._look(choice, task)
             yield
 
-    def _look(self, strand: GrowingAnswer, task: "asyncio.Task[Completion]") -> None:
+    def _look(self, choice: GrowingAnswer, task: "asyncio.Task[Completion]") -> None:
         """Process new tokens of one answer."""
         if task.cancelled():
             raise CallRefused("the sampler gave up this answer; call again", status=503)
         if task.done():
-            strand.end(task.result())
-        elif self._watch is not None and strand.request_id is not None:
-            so_far = self._watch.latest(strand.request_id)
-            if so_far is not None and len(so_far.token_ids) > len(strand.token_ids):
-                strand.grow(so_far)
+            choice.end(task.result())
+        elif self._watch is not None and choice.request_id is not None:
+            so_far = self._watch.latest(choice.request_id)
+            if so_far is not None and len(so_far.token_ids) > len(choice.token_ids):
+                choice.grow(so_far)
 
     async def answers(self) -> list[GeneratedAnswer]:
         """Wait for all answers. Errors of the sampler are passed on."""
@@ -194,14 +195,14 @@ class CallGeneration:
     @property
     def finished(self) -> list[GeneratedAnswer]:
         """The finished answers, in order."""
-        return [strand.answer for strand in self.strands if strand.answer is not None]
+        return [choice.answer for choice in self.choices if choice.answer is not None]
 
     async def close(self) -> None:
         """Cancel unfinished answers. Idempotent."""
         for task in self._tasks:
             task.cancel()
         if self._watch is not None:
-            self._watch.remove([s.request_id for s in self.strands if s.request_id is not None])
+            self._watch.remove([s.request_id for s in self.choices if s.request_id is not None])
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
@@ -209,11 +210,11 @@ class _Began:
     """Watches a request from when it is queued."""
 
     def __init__(
-        self, strand: GrowingAnswer, watch: ProgressWatch | None, news: asyncio.Event
+        self, choice: GrowingAnswer, watch: ProgressWatch | None, news: asyncio.Event
     ) -> None:
-        self._strand, self._watch, self._news = strand, watch, news
+        self._choice, self._watch, self._news = choice, watch, news
 
     def __call__(self, request_id: str) -> None:
-        self._strand.begin(request_id)
+        self._choice.begin(request_id)
         if self._watch is not None:
             self._watch.add([request_id], self._news)

@@ -28,23 +28,25 @@ MORE_CONNECTIONS = 64
 class Endpoint:
     """An HTTP server in a thread of this process. A context manager that closes it at the end."""
 
-    def __init__(self, desk: EndpointService, *, host: str = LOOPBACK, port: int = 0) -> None:
+    def __init__(self, service: EndpointService, *, host: str = LOOPBACK, port: int = 0) -> None:
         """Open the socket; `start` serves it. Raises ConfigError if the address is not available,
         and MissingExtraError.
 
         Args:
-            desk: serves the calls.
+            service: serves the calls.
             host: the address to listen on.
             port: 0 uses any free one.
         """
         uvicorn = serving_module("uvicorn")
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
-        self._desk = desk
-        most = 2 * desk.limits.max_open_calls + MORE_CONNECTIONS
-        connection = bounded_connections(most, desk.limits.stall_s, lambda: desk.count(stalled=1))
+        self._service = service
+        most = 2 * service.limits.max_open_calls + MORE_CONNECTIONS
+        connection = bounded_connections(
+            most, service.limits.stall_s, lambda: service.count(stalled=1)
+        )
         self._socket = _listening(host, port)
         config = uvicorn.Config(
-            EndpointApp(desk),
+            EndpointApp(service),
             http=connection,
             ws="none",
             lifespan="off",
@@ -66,7 +68,7 @@ class Endpoint:
 
     def counts(self) -> EndpointCounts:
         """Return its counts since the start."""
-        return self._desk.counts
+        return self._service.counts
 
     def start(self) -> Self:
         """Start serving calls."""
@@ -106,7 +108,7 @@ class Endpoint:
         try:
             await self._server.serve(sockets=[self._socket])
         finally:
-            await self._desk.close()
+            await self._service.close()
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -52,7 +52,7 @@ class ChatCall:
     prefix: str = ""  # the beginning of the answer, as the client wrote it
     tools: tuple[Mapping[str, Any], ...] = ()
     choice: ToolChoice = ANY_TOOL
-    wish: SamplingOptions
+    options: SamplingOptions
     # variables of the chat template, by the field that sets them; the first has precedence
     template: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()  # fields that are accepted without effect
@@ -80,13 +80,13 @@ def chat_call(body: Any) -> ChatCall:
     if top and not logprobs:
         fields.refuse("top_logprobs", "0 unless logprobs is true")
     shown = logprobs_of(fields, top)
-    wish = sampling_options(fields, count=fields.whole("n", 1, MAX_COUNT) or 1)
+    options = sampling_options(fields, count=fields.whole("n", 1, MAX_COUNT) or 1)
     call = ChatCall(
         messages=messages,
         prefix=prefix,
         tools=tools,
         choice=openai_tool_choice(fields, tools),
-        wish=replace(wish, logprobs=shown.request),
+        options=replace(options, logprobs=shown.request),
         template=template_of(fields, {"reasoning_effort": effort_of(fields, "reasoning_effort")}),
         stream=fields.flag("stream"),
         stream_usage=stream_usage_of(fields),
@@ -142,10 +142,10 @@ def template_of(
 
 def stream_usage_of(fields: BodyFields) -> bool:
     """Return whether a stream ends with the token counts."""
-    options = fields.value("stream_options")
-    if options is None:
+    streaming = fields.value("stream_options")
+    if streaming is None:
         return False
-    inner = BodyFields(options, "stream_options")
+    inner = BodyFields(streaming, "stream_options")
     wanted = inner.flag("include_usage")
     inner.close(frozenset({"include_obfuscation", "continuous_usage_stats"}))
     return wanted
@@ -217,7 +217,7 @@ class ChatWriter:
     def begin(self) -> list[dict[str, Any]]:
         """Return the first chunk of each choice."""
         first = {"role": "assistant", "content": ""}
-        chunks = [self._chunk(i, first) for i in range(self.call.wish.count)]
+        chunks = [self._chunk(i, first) for i in range(self.call.options.count)]
         chunks[0] |= self._prompt_ids()
         return chunks
 

@@ -45,7 +45,7 @@ class TextCall:
     """A checked call."""
 
     prompts: tuple[str | tuple[int, ...], ...]
-    wish: SamplingOptions
+    options: SamplingOptions
     adds_special: bool = True  # whether texts begin with the tokenizer's initial tokens
     echo: bool = False  # whether an answer begins with its prompt
     stream: bool = False
@@ -66,15 +66,15 @@ def text_call(body: Any) -> TextCall:
         fields.refuse("prompt", f"prompts with at most {MAX_CHOICES} answers together")
     logprobs, echo = fields.whole("logprobs", 0, MAX_TOP), fields.flag("echo")
     shown = logprobs_of(fields, logprobs or 0)
-    wish = sampling_options(fields, count=count, usual=USUAL_TOKENS, least=0)
-    if wish.max_new_tokens == 0 and not echo and shown.prompt is None:
+    options = sampling_options(fields, count=count, usual=USUAL_TOKENS, least=0)
+    if options.max_new_tokens == 0 and not echo and shown.prompt is None:
         fields.refuse("max_tokens", "at least 1, unless echo or prompt_logprobs is set")
     asked = shown
-    if wish.max_new_tokens == 0 or (echo and logprobs is not None):
+    if options.max_new_tokens == 0 or (echo and logprobs is not None):
         asked = replace(shown, prompt=max(shown.prompt or 0, logprobs or 0))
     call = TextCall(
         prompts=prompts,
-        wish=replace(wish, logprobs=asked.request),
+        options=replace(options, logprobs=asked.request),
         adds_special=fields.flag("add_special_tokens", True),
         echo=echo,
         stream=fields.flag("stream"),
@@ -162,7 +162,7 @@ class TextWriter:
         return [{**self._frame([]), "usage": self._usage(answers)}]
 
     def _prompt(self, index: int) -> IntArray:
-        return self.prompts[index // self.call.wish.count]
+        return self.prompts[index // self.call.options.count]
 
     def _usage(self, answers: Sequence[GeneratedAnswer]) -> dict[str, int]:
         prompt = sum(len(prompt) for prompt in self.prompts)
@@ -181,7 +181,7 @@ class TextWriter:
         """Return the echoed prompt as a choice; None: it is not echoed."""
         if not self.call.echo:
             return None
-        given = self.call.prompts[index // self.call.wish.count]
+        given = self.call.prompts[index // self.call.options.count]
         row = prompt_row(self._prompt(index), drawn.prompt_logprobs)
         text = given if isinstance(given, str) else self.words.decode(row.token_ids.tolist())
         lead = self._choice(index, text, row, flow)

@@ -69,21 +69,21 @@ def responses_call(body: Any) -> ResponsesCall:
     fields = BodyFields(body)
     given = fields.rows("tools", MAX_TOOLS)
     tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(given))
-    wish = sampling_options(fields)
+    options = sampling_options(fields)
     most = fields.whole("max_output_tokens", 1, MAX_ASKED)
-    wish = replace(wish, max_new_tokens=most or wish.max_new_tokens)
-    wish, ignored = _with_format(fields, wish)
+    options = replace(options, max_new_tokens=most or options.max_new_tokens)
+    options, ignored = _with_format(fields, options)
     reasoning, counted = _reasoning(fields)
     for i, wanted in enumerate(fields.rows("include", 16)):
         if wanted not in INCLUDED:
             raise CallRefused(f"must be {INCLUDED[0]!r}", field=f"include[{i}]")
-    if (options := fields.value("stream_options")) is not None:
-        BodyFields(options, "stream_options").close(frozenset({"include_obfuscation"}))
+    if (streaming := fields.value("stream_options")) is not None:
+        BodyFields(streaming, "stream_options").close(frozenset({"include_obfuscation"}))
     chat = ChatCall(
         messages=tuple(input_messages(fields.value("input"))),
         tools=tools,
         choice=openai_tool_choice(fields, tools),
-        wish=wish,
+        options=options,
         template=template_of(fields, {"reasoning.effort": reasoning}),
         stream=fields.flag("stream"),
     )
@@ -98,9 +98,9 @@ def responses_call(body: Any) -> ResponsesCall:
             "parallel_tool_calls": chat.choice.parallel,
             "text": fields.value("text") or {"format": {"type": "text"}},
             "reasoning": fields.value("reasoning") or {"effort": None, "summary": None},
-            "max_output_tokens": wish.max_new_tokens,
-            "temperature": wish.temperature,
-            "top_p": wish.top_p,
+            "max_output_tokens": options.max_new_tokens,
+            "temperature": options.temperature,
+            "top_p": options.top_p,
             "metadata": fields.value("metadata") or {},
         },
     )
@@ -110,9 +110,9 @@ def responses_call(body: Any) -> ResponsesCall:
 
 
 def _with_format(
-    fields: BodyFields, wish: SamplingOptions
+    fields: BodyFields, options: SamplingOptions
 ) -> tuple[SamplingOptions, tuple[str, ...]]:
-    """Return a wish with the format of `text`, and the fields of `text` without effect. Raises
+    """Return options with the format of `text`, and the fields of `text` without effect. Raises
     CallRefused."""
     value = fields.value("text")
     text = BodyFields({} if value is None else value, "text")
@@ -120,11 +120,11 @@ def _with_format(
     ignored = ("text.verbosity",) if text.value("verbosity") is not None else ()
     text.close()
     if constraint is None:
-        return wish, ignored
-    shaping = wish.shaping or LogitShaping()
+        return options, ignored
+    shaping = options.shaping or LogitShaping()
     if shaping.constraint is not None:
         text.refuse("format", "absent: another field gives the form of the answer")
-    return replace(wish, shaping=replace(shaping, constraint=constraint)), ignored
+    return replace(options, shaping=replace(shaping, constraint=constraint)), ignored
 
 
 def _reasoning(fields: BodyFields) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:

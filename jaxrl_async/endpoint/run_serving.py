@@ -88,7 +88,7 @@ class RunServing:
         mib = section.max_body_mib
         most_waiting = section.max_open_calls // 2  # the other slots are for agents that play
         door = TaskLeases(self.lobby, self._agent_key, most_waiting=most_waiting)
-        desk = EndpointService(
+        service = EndpointService(
             served,
             EndpointLimits(
                 max_open_calls=section.max_open_calls,
@@ -101,7 +101,7 @@ class RunServing:
             door=door if section.external_agents else None,
             cors_origins=section.cors_origins,
         )
-        self._endpoint = Endpoint(desk, host=section.host, port=section.port).start()
+        self._endpoint = Endpoint(service, host=section.host, port=section.port).start()
         log.info("the policy is served at %s/v1", self.address())
 
     def end_sessions(self) -> None:

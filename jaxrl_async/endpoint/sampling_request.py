@@ -96,7 +96,7 @@ class CallerLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestDraft:
-    """A wish under a caller's terms."""
+    """Options under a caller's terms."""
 
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
@@ -106,16 +106,16 @@ class RequestDraft:
     shaping: LogitShaping | None  # of a guest, whole; of a fixed distribution, its constraint
 
 
-def drafted(wish: SamplingOptions, terms: CallerLimits, prompt: int) -> RequestDraft:
-    """Apply a caller's terms to a wish. Raises CallRefused if the prompt leaves no room.
+def drafted(options: SamplingOptions, terms: CallerLimits, prompt: int) -> RequestDraft:
+    """Apply a caller's terms to options. Raises CallRefused if the prompt leaves no room.
 
     Args:
-        wish: parameters of the call.
+        options: parameters of the call.
         terms: terms of its caller.
         prompt: length of the prompt, tokens.
     """
     room = terms.max_length - prompt
-    scores = wish.max_new_tokens == 0
+    scores = options.max_new_tokens == 0
     if scores and terms.fixed_sampling:
         raise CallRefused(
             "a session's call samples at least one token; score with a guest's key",
@@ -128,7 +128,9 @@ def drafted(wish: SamplingOptions, terms: CallerLimits, prompt: int) -> RequestD
             code=TOO_LONG,
         )
     stops = tuple(
-        dict.fromkeys((*(terms.stop_token_ids if wish.ends_at_eos else ()), *wish.stop_token_ids))
+        dict.fromkeys(
+            (*(terms.stop_token_ids if options.ends_at_eos else ()), *options.stop_token_ids)
+        )
     )
     if len(stops) > MAX_STOP_TOKENS:
         raise CallRefused(
@@ -138,14 +140,16 @@ def drafted(wish: SamplingOptions, terms: CallerLimits, prompt: int) -> RequestD
         )
     fixed = terms.fixed_sampling
     most = min(terms.max_new_tokens, room)
-    asked = most if wish.max_new_tokens is None else wish.max_new_tokens
+    asked = most if options.max_new_tokens is None else options.max_new_tokens
     return RequestDraft(
-        sampling=terms.sampling if fixed else wish_sampling(wish, terms.sampling),
+        sampling=terms.sampling if fixed else sampling_of(options, terms.sampling),
         stop_token_ids=stops,
         max_new_tokens=min(asked, most),
-        extras=wish.extras or terms.extras,
+        extras=options.extras or terms.extras,
         capped=asked > most,
-        shaping=fixed_shaping(wish.shaping, terms.takes_constraints) if fixed else wish.shaping,
+        shaping=fixed_shaping(options.shaping, terms.takes_constraints)
+        if fixed
+        else options.shaping,
     )
 
 
@@ -170,13 +174,13 @@ def stop_ids(tokenizer: Tokenizer, chat: ChatFormat | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))[:MAX_STOP_TOKENS]
 
 
-def wish_sampling(wish: SamplingOptions, default: SamplingParams) -> SamplingParams:
-    """Return the sampling distribution of a wish."""
+def sampling_of(options: SamplingOptions, default: SamplingParams) -> SamplingParams:
+    """Return the sampling distribution of options."""
     return SamplingParams(
-        temperature=default.temperature if wish.temperature is None else wish.temperature,
-        top_k=default.top_k if wish.top_k is None else wish.top_k,
-        top_p=default.top_p if wish.top_p is None else wish.top_p,
-        min_p=default.min_p if wish.min_p is None else wish.min_p,
+        temperature=default.temperature if options.temperature is None else options.temperature,
+        top_k=default.top_k if options.top_k is None else options.top_k,
+        top_p=default.top_p if options.top_p is None else options.top_p,
+        min_p=default.min_p if options.min_p is None else options.min_p,
     )
 
 

@@ -433,31 +433,31 @@ class EndpointService:
 
     @asynccontextmanager
     async def drawing(
-        self, caller: Caller, prompts: Sequence[IntArray], wish: SamplingOptions, *, parts: bool
+        self, caller: Caller, prompts: Sequence[IntArray], options: SamplingOptions, *, parts: bool
     ) -> AsyncIterator[CallGeneration]:
         """Sample the answers of a call; unfinished ones are cancelled when the block is left.
 
         Args:
             caller: the caller.
             prompts: [prompt] int32 each.
-            wish: the call's sampling parameters.
+            options: the call's sampling parameters.
             parts: whether the answers are streamed.
         """
         drafts: list[RequestDraft] = []
         for token_ids in prompts:
             try:
-                drafts.append(drafted(wish, caller.terms, len(token_ids)))
+                drafts.append(drafted(options, caller.terms, len(token_ids)))
             except CallRefused as refused:
                 if refused.code == TOO_LONG:
                     caller.exhaust(refused.message, token_ids)
                 raise
         self.count(capped=any(draft.capped for draft in drafts))
-        watches = self.served.streams_early and (parts or bool(wish.stops))
+        watches = self.served.streams_early and (parts or bool(options.stops))
         drawing = CallGeneration(
             caller,
             prompts,
             drafts,
-            wish,
+            options,
             decode=self.served.tokenizer.decode,
             watch=self._watch if watches else None,
         )

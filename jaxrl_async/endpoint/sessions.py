@@ -19,24 +19,40 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxrl_async.endpoint.sampling_request import fixed_shaping
+from jaxrl_async.endpoint.session_parts import (
+    CallOptions,
+    GivenRewards,
+    SessionTimes,
+    Talks,
+    bounded,
+    call_number,
+    check_call,
+    key_refused,
+    limit_reached,
+    named_parts,
+    no_room,
+    nothing_sampled,
+    with_options,
+)
+from jaxrl_async.endpoint.session_parts import (
+    SessionCounts as SessionCounts,
+)
+from jaxrl_async.endpoint.session_parts import (
+    SessionLimits as SessionLimits,
+)
 from jaxrl_async.errors import Closed, JaxrlError, RolloutError, SessionEnded, SessionLimit
-from jaxrl_async.lent import as_json
-from jaxrl_async.metrics.metric import names_a_metric, part_name
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.run import Clock
 from jaxrl_async.rollout.call_log import KeptAnswers, Trace, cut_completion
 from jaxrl_async.rollout.episode import SavedCalls, check_kept, make_request, unplayed_episode
 from jaxrl_async.types import (
-    CORRECT,
     Completion,
     Episode,
     EpisodeLimits,
-    FloatArray,
     IntArray,
     LogitShaping,
     LogprobRequest,
@@ -44,7 +60,6 @@ from jaxrl_async.types import (
     Prompt,
     Request,
     SamplingParams,
-    Score,
     StopReason,
 )
 
@@ -60,23 +75,6 @@ REWARD_KEY = "reward-"
 """Prefix of reward keys."""
 KEY_BYTES = 24
 """Random bytes of a session's key."""
-MAX_PARTS = 64
-"""Maximum number of named components of a session's reward."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionLimits:
-    """Limits of one session. Reaching the number of calls or tokens ends its episode as cut off
-    (StopReason.LENGTH); reaching a time limit fails its member."""
-
-    max_calls: int = 256
-    max_tokens: int = 262_144  # in all contexts of the episode: newly read, and sampled
-    idle_s: float = 600.0  # maximum time without a call, seconds; running calls do not count
-    total_s: float = 3600.0
-    # Whether the caller may choose temperature, top-k ..., and a seed. False, as in training: the
-    # run's distribution applies, and other requested values are counted.
-    own_sampling: bool = False
-    max_reward: float = 100.0  # maximum absolute value of a reward or of one of its parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +87,6 @@ class SessionPlace:
 
     def __str__(self) -> str:
         return f"{self.label}/m{self.member}"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Given:
-    """The rewards that callers have sent for a session."""
-
-    reward: float | None = None  # of the whole session
-    parts: dict[str, float] = field(default_factory=dict)
-    of_calls: dict[int, float] = field(default_factory=dict)  # by call number
 
 
 class PolicySession:
@@ -127,49 +116,24 @@ class PolicySession:
             clock: clock of its time limits.
             run_stops: whether the run is stopping, which then is the reason for its end.
         """
-        self.key = key if key is not None else secrets.token_urlsafe(KEY_BYTES)
+        self.key = secrets.token_urlsafe(KEY_BYTES) if key is None else key
+        # rewards and ends the session; not `key`, which code written by the policy may have
         self.reward_key = REWARD_KEY + secrets.token_urlsafe(KEY_BYTES)
-        """Rewards and ends the session. Differs from `key`, because code written by the policy may
-        have that one."""
+        self.prompt, self.label = place.prompt, str(place)  # the task; the member, as "g5/m2"
         self.place, self.limits, self.bounds = place, limits, bounds
-        self._generate, self._clock, self._run_stops = generate, clock, run_stops
+        self._generate, self._run_stops = generate, run_stops
         self._lock = threading.Lock()
-        self._told_reward_key = False
-        self._trace, self._given = Trace(), _Given()
+        self._trace, self._given, self._told_reward_key = Trace(), GivenRewards(), False
         self._kept = kept or KeptAnswers()
-        self._ended: str | None = None
-        self._exhausted: str | None = None
+        self.ended: str | None = None  # the reason for its end; None: it is open
+        self.exhausted: str | None = None  # the limit of calls or tokens that rejected a call
         self._refused: IntArray | None = None  # [prompt] of a call that left no room
-        # by voice, the latest last: messages of the first chat call, and of the latest with its
-        # answer
-        self._talks: dict[str, tuple[tuple[Message, ...], tuple[Message, ...]]] = {}
+        self._talks = Talks()
         self._on_end: list[Callable[[str], None]] = []
         self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Completion]]] = {}
-        self._asked = self._cancelled = self._overridden = self._late = self._cut = 0
-        self._drawing_s = 0.0
-        self._opened_at = self._last_use = self._drawing_since = clock()
+        self._counts, self._times = SessionCounts(), SessionTimes(clock)
 
     # ---- read by callers
-
-    @property
-    def prompt(self) -> Prompt:
-        """The task that it plays."""
-        return self.place.prompt
-
-    @property
-    def label(self) -> str:
-        """Name of its member for messages: "g5/m2"."""
-        return str(self.place)
-
-    @property
-    def ended(self) -> str | None:
-        """The reason for its end; None: it is open."""
-        return self._ended
-
-    @property
-    def exhausted(self) -> str | None:
-        """The limit of calls or tokens that rejected a call; None: none was reached."""
-        return self._exhausted
 
     @property
     def num_calls(self) -> int:
@@ -227,9 +191,8 @@ class PolicySession:
         Raises SessionEnded if the session has ended or ends meanwhile (Closed if the run stops),
         SessionLimit if it may sample no more, RolloutError for a request that cannot be served.
         """
-        request, number = self._begin(
-            token_ids, max_new_tokens, stop_token_ids, sampling, seed, shaping, voice
-        )
+        asked = CallOptions(max_new_tokens, stop_token_ids, sampling, seed, shaping)
+        request, number = self._begin(token_ids, asked, voice)
         request = replace(request, logprobs=logprobs)
         try:
             if began is not None:
@@ -243,13 +206,11 @@ class PolicySession:
             kept = None if cut is None else cut(completion.token_ids)
         except BaseException as error:
             self._cancel(number)
-            reason = self._ended
-            own_end = isinstance(error, asyncio.CancelledError | Closed) and reason is not None
-            if own_end and not _is_cancelled():
+            stopped = isinstance(error, asyncio.CancelledError | Closed) and not _is_cancelled()
+            if stopped and self.ended is not None:
                 raise self._end_error() from None
             raise
-        if kept is not None and kept < len(completion.token_ids):
-            completion = cut_completion(completion, max(kept, 0), len(request.token_ids))
+        completion = _cut_to(kept, completion, len(request.token_ids))
         self._record(number, completion, is_cut=kept is not None)
         return completion
 
@@ -259,11 +220,7 @@ class PolicySession:
         with self._lock:
             self._check_open()
             if self._told_reward_key or self._trace.num_calls:
-                why = "it was returned before" if self._told_reward_key else "calls were made"
-                raise RolloutError(
-                    f"session {self.label}: {why}, and the reward key is returned only once, "
-                    "before the first call. Request it first."
-                )
+                raise key_refused(self.label, returned=self._told_reward_key)
             self._told_reward_key = True
             return self.reward_key
 
@@ -281,37 +238,29 @@ class PolicySession:
         Raises SessionEnded, and RolloutError for a value out of range, too many parts, or a call
         without sampled tokens.
         """
-        most = self.bounds.max_reward
-        value = _bounded("reward", value, most)
-        named = _parts(parts or {}, most)
+        value = bounded("reward", value, self.bounds.max_reward)
+        named = named_parts(parts or {}, self.bounds.max_reward)
         if named and call is not None:
             raise RolloutError(f"session {self.label}: the reward of a call has no parts.")
         with self._lock:
             self._check_open()
-            self._last_use = self._clock()
+            self._times.used()
             if call is None:
                 self._given.reward, self._given.parts = value, named
                 return
-            number = call.removeprefix(f"{self.label}/t")
-            if not number.isdecimal() or not self._trace.drew(int(number)):
-                raise RolloutError(
-                    f"session {self.label}: {call[:60]!r} is not a call that has sampled tokens. "
-                    "Use the id of one of this session's completions."
-                )
-            self._given.of_calls[int(number)] = value
+            self._given.of_calls[call_number(self.label, call, self._trace)] = value
 
     def talked(self, asked: Sequence[Message], answer: Message, voice: str = "") -> None:
         """Record a voice's chat call and its answer, for reward functions. The latest call's
         messages are kept; the first call's messages are the opening."""
         with self._lock:
-            first, _ = self._talks.pop(voice, (tuple(asked), ()))
-            self._talks[voice] = (first, (*asked, answer))
+            self._talks.add(asked, answer, voice)
 
     def exhaust(self, limit: str, token_ids: IntArray | None = None) -> None:
         """Record that a call was rejected for this limit before it reached the session: the episode
         then ends as cut off. token_ids: the call's, [prompt] int32, if they left no room."""
         with self._lock:
-            self._exhausted = self._exhausted or limit
+            self.exhausted = self.exhausted or limit
             self._refused = token_ids if self._refused is None else self._refused
 
     def give_up(self, why: str) -> None:
@@ -329,9 +278,9 @@ class PolicySession:
         if reason != FINISHED and self._run_stops():
             reason = STOPPING  # the stop has failed another member of its group first
         with self._lock:
-            if self._ended is not None:
+            if self.ended is not None:
                 return
-            self._ended = reason
+            self.ended = reason
             waiting, self._waiting = list(self._waiting.values()), {}
             callbacks, self._on_end = self._on_end, []
         for loop, future in waiting:
@@ -343,10 +292,10 @@ class PolicySession:
         """Call a function once with the end reason when it has ended, or now if it has; on the
         thread that ends it."""
         with self._lock:
-            if self._ended is None:
+            if self.ended is None:
                 self._on_end.append(callback)
                 return
-        callback(self._ended)
+        callback(self.ended)
 
     def remaining_s(self) -> float:
         """Return the seconds until a time limit may end it, at least 0; infinite once it has
@@ -366,8 +315,7 @@ class PolicySession:
     def drawing_s(self) -> float:
         """Return the time during which at least one of its calls was running, seconds."""
         with self._lock:
-            running = self._clock() - self._drawing_since if self._trace.num_drawing else 0.0
-            return self._drawing_s + running
+            return self._times.drawing_s(draws=self._trace.num_drawing > 0)
 
     def drawn_versions(self) -> IntArray:
         """Return the versions of the tokens of its finished calls, [drawn] int32."""
@@ -387,13 +335,7 @@ class PolicySession:
     def counts(self) -> "SessionCounts":
         """Return the counts of its calls so far."""
         with self._lock:
-            return SessionCounts(
-                calls=self._asked,
-                cancelled_calls=self._cancelled,
-                cut_calls=self._cut,
-                overridden_calls=self._overridden,
-                late_calls=self._late,
-            )
+            return self._counts
 
     def episode(self, *, stop: StopReason | None = None) -> Episode:
         """Return the sampled contexts as an episode, with the score if there is one.
@@ -405,20 +347,14 @@ class PolicySession:
         """
         with self._lock:
             if not self._trace.num_turns and self._refused is not None:
-                return unplayed_episode(self._refused, self.limits, self._score(None))
+                return unplayed_episode(self._refused, self.limits, self._given.score(None))
             if not self._trace.num_turns:
-                raise RolloutError(
-                    f"session {self.label}, prompt {self.prompt.prompt_id}: it ended "
-                    f"({self._ended or 'while open'}) and no call sampled any token. Let the "
-                    "program use the address and key that it receives."
-                )
+                raise nothing_sampled(self.label, self.prompt.prompt_id, self.ended)
             if stop is None:
-                stop = StopReason.LENGTH if self._exhausted is not None else self._trace.stop
-            episode = self._trace.episode(stop)
-            tokens = self._trace.token_rewards(self._given.of_calls)
-            opened, said = self._said(next(reversed(self._talks), ""))
-            episode = replace(episode, opened=opened, messages=said)
-            return replace(episode, score=self._score(tokens))
+                stop = StopReason.LENGTH if self.exhausted is not None else self._trace.stop
+            score = self._given.score(self._trace.token_rewards(self._given.of_calls))
+            opened, said = self._talks.said(None)
+            return replace(self._trace.episode(stop), opened=opened, messages=said, score=score)
 
     def episode_of(self, voice: str) -> Episode | None:
         """Return one voice's contexts as an episode without a score; None: no sampled tokens."""
@@ -426,80 +362,38 @@ class PolicySession:
             stop = self._trace.stop_of(voice)
             if stop is None:
                 return None
-            stop = StopReason.LENGTH if self._exhausted is not None else stop
-            opened, said = self._said(voice)
+            stop = StopReason.LENGTH if self.exhausted is not None else stop
+            opened, said = self._talks.said(voice)
             return replace(self._trace.episode(stop, voice), opened=opened, messages=said)
-
-    def _said(self, voice: str) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-        """Return Episode.opened and Episode.messages of a voice."""
-        first, talk = self._talks.get(voice, ((), ()))
-        begun = len(first)
-        if talk[:begun] != first:  # its history was rewritten
-            begun = next((i for i, m in enumerate(talk) if m["role"] == "assistant"), 0)
-        said = as_json(talk)
-        return said[:begun], said[begun:]
 
     @property
     def too_long(self) -> bool:
         """Whether it has no sampled tokens because its first call left no room for an answer."""
         return self._refused is not None and not self.drew
 
-    def _score(self, tokens: FloatArray | None) -> Score | None:
-        """Return the callers' score, with rewards of calls [length]; None: they sent none."""
-        if self._given.reward is None and tokens is None:
-            return None
-        reward, parts = self._given.reward or 0.0, dict(self._given.parts)
-        return Score(reward=reward, parts=parts, token_rewards=tokens)
-
     # ---- one call
 
-    def _begin(
-        self,
-        token_ids: IntArray,
-        max_new_tokens: int | None,
-        stop_token_ids: tuple[int, ...],
-        sampling: SamplingParams | None,
-        seed: int | None,
-        shaping: LogitShaping | None,
-        voice: str,
-    ) -> tuple[Request, int]:
+    def _begin(self, token_ids: IntArray, asked: CallOptions, voice: str) -> tuple[Request, int]:
         """Check that a call is allowed, and register it."""
         tokens = np.asarray(token_ids)
-        if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
-            raise RolloutError(
-                f"session {self.label}: a call needs one row of token ids, not an array of shape "
-                f"{tokens.shape} and type {tokens.dtype}."
-            )
-        if max_new_tokens is not None and max_new_tokens < 1:
-            raise RolloutError(f"session {self.label}: max_new_tokens is {max_new_tokens}, not 1+.")
+        check_call(self.label, tokens, asked)
         with self._lock:
             self._check_open()
             self._check_limits(tokens)
             begun = self._trace.begin(tokens, voice)
             if self._trace.num_drawing == 1:
-                self._drawing_since = self._clock()
-            self._asked += 1
-            left = max(self.bounds.max_tokens - self._trace.length, 1)
+                self._times.began_drawing()
             request = make_request(
                 self.place.label, self.prompt, self.place.member, begun.number, tokens, self.limits
             )
-            own = self.bounds.own_sampling
-            fixed = fixed_shaping(shaping, self.takes_constraints)
-            self._overridden += not own and (
-                seed is not None or sampling not in (None, request.sampling) or fixed != shaping
+            request, overridden = with_options(
+                replace(request, branch=begun.branch),
+                asked,
+                own=self.bounds.own_sampling,
+                constraints=self.takes_constraints,
+                left=max(self.bounds.max_tokens - self._trace.length, 1),
             )
-            stops = (*request.stop_token_ids, *stop_token_ids)
-            request = replace(
-                request,
-                max_new_tokens=min(request.max_new_tokens, max_new_tokens or left, left),
-                stop_token_ids=tuple(dict.fromkeys(stops)),
-                branch=begun.branch,
-                shaping=shaping if own else fixed,
-            )
-        if own and sampling is not None:
-            request = replace(request, sampling=sampling)
-        if own and seed is not None:
-            request = replace(request, key=(seed % 2**31, 0), branch=0)
+            self._counts = self._counts.plus(calls=1, overridden_calls=overridden)
         return request, begun.number
 
     def _kept_answer(self, request: Request, voice: str) -> Completion | None:
@@ -510,36 +404,28 @@ class PolicySession:
         return None if found is None else replace(found, request_id=request.request_id)
 
     def _check_open(self) -> None:
-        if self._ended is not None:
-            self._late += 1
+        if self.ended is not None:
+            self._counts = self._counts.plus(late_calls=1)
             raise self._end_error()
 
     def _end_error(self) -> JaxrlError:
         """Return the error of a call that came too late."""
-        text = f"session {self.label} has ended: {self._ended}."
-        return Closed(text) if self._ended == STOPPING else SessionEnded(text)
+        text = f"session {self.label} has ended: {self.ended}."
+        return Closed(text) if self.ended == STOPPING else SessionEnded(text)
 
     def _check_limits(self, tokens: IntArray) -> None:
         """Raise SessionLimit if no token may be sampled after these, [prompt] int32."""
-        limit, length = "", len(tokens)
-        if self._trace.num_calls >= self.bounds.max_calls:
-            limit = f"it has made {self.bounds.max_calls} calls (max_calls)"
-        elif self._trace.length >= self.bounds.max_tokens:
-            limit = f"its contexts have {self._trace.length} tokens (max_tokens)"
-        elif length >= self.limits.max_length:
-            limit = (
-                f"{length} tokens leave no room for an answer in {self.limits.max_length} "
-                "(sampler.max_length)"
-            )
+        limit = limit_reached(self._trace, self.bounds)
+        if not limit and (limit := no_room(len(tokens), self.limits.max_length)):
             self._refused = tokens if self._refused is None else self._refused
         if limit:
-            self._exhausted = self._exhausted or limit
+            self.exhausted = self.exhausted or limit
             raise SessionLimit(f"session {self.label} may not sample any more: {limit}.")
 
     def _wait_for(self, number: int, future: "asyncio.Future[Completion]") -> None:
         """Register this future so that `end` cancels it."""
         with self._lock:
-            if self._ended is None:
+            if self.ended is None:
                 self._waiting[number] = (asyncio.get_running_loop(), future)
                 return
         future.cancel()
@@ -548,48 +434,26 @@ class PolicySession:
         with self._lock:
             waiting = self._waiting.pop(number, None)
             self._trace.cancel(number)
-            self._cancelled += 1
-            self._ended_call()
+            self._counts = self._counts.plus(cancelled_calls=1)
+            self._times.used(stops_drawing=not self._trace.num_drawing)
         if waiting is not None:
             waiting[1].cancel()
 
     def _record(self, number: int, completion: Completion, *, is_cut: bool) -> None:
         with self._lock:
             self._waiting.pop(number, None)
-            if self._ended is not None:  # ended just now: these tokens are not used
+            if self.ended is not None:  # ended just now: these tokens are not used
                 self._trace.cancel(number)
-                self._cancelled += 1
+                self._counts = self._counts.plus(cancelled_calls=1)
                 raise self._end_error()
             self._trace.end(number, completion)
-            self._cut += is_cut
-            self._ended_call()
-
-    def _ended_call(self) -> None:
-        self._last_use = self._clock()
-        if not self._trace.num_drawing:
-            self._drawing_s += self._last_use - self._drawing_since
+            self._counts = self._counts.plus(cut_calls=is_cut)
+            self._times.used(stops_drawing=not self._trace.num_drawing)
 
     def _remaining(self) -> tuple[float, str]:
         """Return the seconds until a time limit is reached, and its end reason."""
-        if self._ended is not None:
-            return math.inf, ""
-        now, bounds = self._clock(), self.bounds
-        total = self._opened_at + bounds.total_s - now
-        idle = math.inf if self._trace.num_drawing else self._last_use + bounds.idle_s - now
-        if idle < total:
-            return max(idle, 0.0), f"it received no call for {bounds.idle_s:g} s (abandoned)"
-        return max(total, 0.0), f"it took more than {bounds.total_s:g} s"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionCounts:
-    """Counts of calls, over some sessions."""
-
-    calls: int = 0  # started
-    cancelled_calls: int = 0  # whose tokens were not used
-    cut_calls: int = 0  # that ended before the sampler's last token
-    overridden_calls: int = 0  # that requested another distribution, or a seed
-    late_calls: int = 0  # after the session's end
+        left = self._times.remaining(self.bounds, draws=self._trace.num_drawing > 0)
+        return left if self.ended is None else (math.inf, "")
 
 
 class Sessions:
@@ -709,33 +573,11 @@ class Sessions:
                 self._past.popitem(last=False)
 
 
-def _parts(parts: Mapping[str, float], most: float) -> dict[str, float]:
-    """Check the parts of a reward. Raises RolloutError for an invalid name or number."""
-    if len(parts) > MAX_PARTS:
-        raise RolloutError(f"a reward has at most {MAX_PARTS} parts, not {len(parts)}.")
-    named = {
-        str(name): _bounded(f"part {name!r:.60}", value, most) for name, value in parts.items()
-    }
-    for name in named:
-        if name != part_name(name) or names_a_metric(name):
-            raise RolloutError(
-                f"a reward cannot have a part named {name!r:.60}: it is not a valid metric name, "
-                "or the name of another metric. Rename it."
-            )
-    if not 0 <= named.get(CORRECT, 0.0) <= 1:
-        raise RolloutError(f"the part {CORRECT!r} of a reward must be from 0 to 1.")
-    return named
-
-
-def _bounded(name: str, value: float, most: float) -> float:
-    """Return a number as a float. Raises RolloutError if it is not one, or exceeds `most`."""
-    is_number = isinstance(value, int | float | np.integer | np.floating)
-    if not is_number or not abs(value) <= most:  # also rejects NaN
-        raise RolloutError(
-            f"the {name} of a session must be a number from {-most:g} to {most:g}, not "
-            f"{value!r:.60}. Correct its source, or raise endpoint.max_reward."
-        )
-    return float(value)
+def _cut_to(kept: int | None, completion: Completion, prompt: int) -> Completion:
+    """Return a completion with only so many tokens, after a prompt of so many; None: with all."""
+    if kept is None or kept >= len(completion.token_ids):
+        return completion
+    return cut_completion(completion, max(kept, 0), prompt)
 
 
 async def _first_of(

@@ -27,11 +27,11 @@ READ_EVERY = 64
 costs no more than a few times its length."""
 
 
-class _ChatStrand:
+class _ChatChoice:
     """One answer of a chat while it is streamed."""
 
-    def __init__(self, strand: GrowingAnswer, deltas: ChatDeltas) -> None:
-        self.strand, self.deltas = strand, deltas
+    def __init__(self, choice: GrowingAnswer, deltas: ChatDeltas) -> None:
+        self.choice, self.deltas = choice, deltas
         self.read = 0  # number of tokens when it was last parsed
         self.told = 0  # number of tokens whose ids were sent
         self.answer: ChatAnswer | None = None
@@ -39,15 +39,15 @@ class _ChatStrand:
     @property
     def is_ripe(self) -> bool:
         """Whether enough tokens have arrived to parse it again, and no stop string has ended it."""
-        count = len(self.strand.token_ids)
-        return self.strand.flow.stop is None and count > self.read + self.read // READ_EVERY
+        count = len(self.choice.token_ids)
+        return self.choice.flow.stop is None and count > self.read + self.read // READ_EVERY
 
     def row(self) -> TokenRow | None:
         """Return the tokens that were not sent yet; None: all were sent."""
-        start, self.told = self.told, len(self.strand.token_ids)
+        start, self.told = self.told, len(self.choice.token_ids)
         if start == self.told:
             return None
-        return TokenRow.of(self.strand, start)
+        return TokenRow.of(self.choice, start)
 
 
 class _ChatSteps:
@@ -57,42 +57,42 @@ class _ChatSteps:
         self, chats: ChatTurns, caller: Caller, call: ChatCall, prompt: PromptTokens
     ) -> None:
         self._chats, self.caller, self.call, self.prompt = chats, caller, call, prompt
-        self._wish = chats.wish(caller, call, prompt)
-        chats.desk.count(continued=prompt.continued, opened=not prompt.continued)
+        self._options = chats.options(caller, call, prompt)
+        chats.service.count(continued=prompt.continued, opened=not prompt.continued)
 
     async def whole(self) -> list[ChatAnswer]:
         """Return all answers."""
         async with self._drawing(parts=False) as drawing:
             await drawing.answers()
             return [
-                await self._chats.said(self.caller, self.call, self.prompt, strand)
-                for strand in drawing.strands
+                await self._chats.said(self.caller, self.call, self.prompt, choice)
+                for choice in drawing.choices
             ]
 
     async def steps(self) -> AsyncIterator[tuple[int, list[ChatDelta], TokenRow | None, Any]]:
-        """Yield index, texts, tokens and, at its end, the answer of each strand that has grown."""
+        """Yield index, texts, tokens and, at its end, the answer of each choice that has grown."""
         async with self._drawing(parts=True) as drawing:
             reads, marks = self.call.reads_tools, self.prompt.chat.marks
             parts = [
-                _ChatStrand(strand, ChatDeltas(reads_tools=reads, marks=marks))
-                for strand in drawing.strands
+                _ChatChoice(choice, ChatDeltas(reads_tools=reads, marks=marks))
+                for choice in drawing.choices
             ]
             async for _ in drawing.steps():
                 for index, part in enumerate(parts):
-                    if part.answer is None and part.strand.answer is not None:
+                    if part.answer is None and part.choice.answer is not None:
                         part.answer = await self._chats.said(
-                            self.caller, self.call, self.prompt, part.strand
+                            self.caller, self.call, self.prompt, part.choice
                         )
                         yield index, list(part.deltas.end(part.answer)), part.row(), part.answer
                     elif part.answer is None and part.is_ripe:
-                        part.read = len(part.strand.token_ids)
-                        message = await self._chats.so_far(self.call, self.prompt, part.strand)
-                        deltas = list(part.deltas.grow(message, part.strand.flow.held))
+                        part.read = len(part.choice.token_ids)
+                        message = await self._chats.so_far(self.call, self.prompt, part.choice)
+                        deltas = list(part.deltas.grow(message, part.choice.flow.held))
                         yield index, deltas, part.row(), None
 
     def _drawing(self, *, parts: bool) -> Any:
-        return self._chats.desk.drawing(
-            self.caller, [self.prompt.token_ids], self._wish, parts=parts
+        return self._chats.service.drawing(
+            self.caller, [self.prompt.token_ids], self._options, parts=parts
         )
 
 
@@ -110,7 +110,7 @@ class StreamedChat:
         """Sample nothing yet."""
         self._steps = _ChatSteps(chats, caller, call, prompt)
         self._writer = ChatWriter(
-            call=call, heading=heading, prompt=prompt.token_ids, words=chats.desk.words
+            call=call, heading=heading, prompt=prompt.token_ids, words=chats.service.words
         )
 
     async def whole(self) -> dict[str, Any]:
@@ -234,9 +234,9 @@ class StreamedResponse:
 class StreamedText:
     """A completion of OpenAI's API."""
 
-    def __init__(self, desk: EndpointService, caller: Caller, writer: TextWriter) -> None:
+    def __init__(self, service: EndpointService, caller: Caller, writer: TextWriter) -> None:
         """Sample nothing yet."""
-        self._desk, self._caller, self._writer = desk, caller, writer
+        self._service, self._caller, self._writer = service, caller, writer
 
     async def whole(self) -> dict[str, Any]:
         """Return the body of the answer."""
@@ -245,35 +245,35 @@ class StreamedText:
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the chunks of a stream."""
-        writer, wish = self._writer, self._writer.call.wish
-        sent = [0] * (wish.count * len(writer.prompts))  # characters
+        writer, options = self._writer, self._writer.call.options
+        sent = [0] * (options.count * len(writer.prompts))  # characters
         told = [0] * len(sent)  # tokens; -1: its end was sent
         begun = [not writer.call.echo] * len(sent)
-        scores = wish.logprobs is not None and wish.logprobs.prompt
+        scores = options.logprobs is not None and options.logprobs.prompt
         flows = [writer.words.flow() for _ in sent]
         async with self._drawing(parts=True) as drawing:
             async for _ in drawing.steps():
-                for index, strand in enumerate(drawing.strands):
+                for index, choice in enumerate(drawing.choices):
                     if told[index] < 0:
                         continue
                     if not begun[index]:
-                        if strand.answer is None and strand.prompt_logprobs is None and scores:
+                        if choice.answer is None and choice.prompt_logprobs is None and scores:
                             continue
                         begun[index] = True
-                        for chunk in writer.begin(index, strand, flows[index]):
+                        for chunk in writer.begin(index, choice, flows[index]):
                             yield openai_event(chunk)
-                    text = strand.flow.sendable() if strand.answer is None else strand.answer.text
-                    row = TokenRow.of(strand, told[index])
+                    text = choice.flow.sendable() if choice.answer is None else choice.answer.text
+                    row = TokenRow.of(choice, told[index])
                     for chunk in writer.grow(index, text[sent[index] :], row, flows[index]):
                         yield openai_event(chunk)
-                    sent[index], told[index] = len(text), len(strand.token_ids)
-                    if strand.answer is not None:
+                    sent[index], told[index] = len(text), len(choice.token_ids)
+                    if choice.answer is not None:
                         told[index] = -1
-                        for chunk in writer.end(index, strand.answer):
+                        for chunk in writer.end(index, choice.answer):
                             yield openai_event(chunk)
             for chunk in writer.close(drawing.finished):
                 yield openai_event(chunk)
 
     def _drawing(self, *, parts: bool) -> Any:
         writer = self._writer
-        return self._desk.drawing(self._caller, writer.prompts, writer.call.wish, parts=parts)
+        return self._service.drawing(self._caller, writer.prompts, writer.call.options, parts=parts)

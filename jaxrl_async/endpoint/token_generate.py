@@ -45,7 +45,7 @@ class TokenCall:
     """A checked call."""
 
     token_ids: tuple[int, ...]
-    wish: SamplingOptions
+    options: SamplingOptions
     request_id: str | None = None
     logprobs: bool = False
     shown: ShownLogprobs = NO_OTHERS
@@ -65,10 +65,12 @@ def token_call(body: Any) -> TokenCall:
     shown = logprobs_of(inner, logprobs or 0)
     count = inner.whole("n", 1, MAX_COUNT) or 1
     least = 1 if shown.prompt is None else 0
-    wish = sampling_options(inner, count=count, usual=USUAL_TOKENS, least=least)
+    options = sampling_options(inner, count=count, usual=USUAL_TOKENS, least=least)
     call = TokenCall(
         token_ids=token_ids,
-        wish=replace(wish, extras=fields.flag("return_sampling_mask"), logprobs=shown.request),
+        options=replace(
+            options, extras=fields.flag("return_sampling_mask"), logprobs=shown.request
+        ),
         request_id=fields.text("request_id"),
         logprobs=logprobs is not None,
         shown=shown,

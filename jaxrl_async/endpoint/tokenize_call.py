@@ -40,7 +40,7 @@ def tokenize_call(body: Any) -> TokenizeCall:
             prefix=prefix,
             tools=read_tools(fields.rows("tools", MAX_TOOLS)),
             template=template_of(fields, {}),
-            wish=SamplingOptions(),
+            options=SamplingOptions(),
         )
     else:
         prompt = fields.needed_text("prompt")

@@ -144,10 +144,12 @@ class PlayerEndpoint:
 class EndpointPlayer:
     """A ports.Player played by another server's model."""
 
-    def __init__(self, desk: PlayerEndpoint, filling: FillingSection, seat: str, seed: int) -> None:
-        """Play a seat through `desk`. seed: the run's seed."""
+    def __init__(
+        self, endpoint: PlayerEndpoint, filling: FillingSection, seat: str, seed: int
+    ) -> None:
+        """Play a seat through `endpoint`. seed: the run's seed."""
         self.name = name_of_filling(filling)
-        self._desk, self._seat, self._seed = desk, seat, seed
+        self._endpoint, self._seat, self._seed = endpoint, seat, seed
 
     async def answer(
         self,
@@ -166,5 +168,5 @@ class EndpointPlayer:
                 "with weights ({model: DIR})."
             )
         words = ("endpoint", self._seat, prompt.position, member, turn)
-        reply = await self._desk.reply(messages, int(chance(self._seed, *words) * SEEDS))
+        reply = await self._endpoint.reply(messages, int(chance(self._seed, *words) * SEEDS))
         return {"role": "assistant", "content": reply.text}

@@ -396,13 +396,13 @@ def round_of(asked: Asked, game: Game, method: str) -> Round:
     return Round(ask=given.ask, rewards=rewards, parts=parts)
 
 
-def verdicts_of(given: Any, game: Game) -> dict[str, Score]:
+def verdicts_of(given: object, game: Game) -> dict[str, Score]:
     """Convert the result of a game's score to a Score for each seat. Raises RolloutError."""
     known = known_seats(given, game, "the game's score")
     return {seat: score_given(value, "score") for seat, value in known.items()}
 
 
-def known_seats(given: Any, game: Game, who: str) -> Mapping[str, Any]:
+def known_seats(given: object, game: Game, who: str) -> Mapping[str, Any]:
     """Return a mapping by seat unchanged. Raises RolloutError if it is not one; `who` gave it."""
     if not isinstance(given, Mapping) or any(name not in game.seats for name in given):
         raise RolloutError(

@@ -83,12 +83,12 @@ class RunOpponents:
         self._config, self._chat, self._spec = config, chat, spec
         self._pools: dict[str | None, FrozenPool] = {}
         self._chats: dict[str | None, ChatFormat] = {} if chat is None else {None: chat}
-        self._specs = {path: self._checked(path) for path in frozen_models(config.seats)}
-        self._desks: dict[str, PlayerEndpoint] = {}
+        self._specs = {path: self._checked(path) for path in frozen_models(config.players)}
+        self._endpoints: dict[str, PlayerEndpoint] = {}
         self._costs: dict[str, float] = {}
-        for path, filling in fillings(config.seats):
-            if filling.endpoint is not None and _key_of(filling) not in self._desks:
-                self._desks[_key_of(filling)] = PlayerEndpoint(
+        for path, filling in fillings(config.players):
+            if filling.endpoint is not None and _key_of(filling) not in self._endpoints:
+                self._endpoints[_key_of(filling)] = PlayerEndpoint(
                     filling, path, count=faults.add, outages=outages
                 )
 
@@ -132,11 +132,11 @@ class RunOpponents:
         if self.opponents is None:
             return {}
         now = {f"seats/{name}": 0.0 for name in JudgeMeter.NAMES if name != "cached"}
-        for desk in self._desks.values():
-            for name, amount in desk.meter.read().items():
+        for endpoint in self._endpoints.values():
+            for name, amount in endpoint.meter.read().items():
                 if name != "cached":
                     now[f"seats/{name}"] += amount
-        costs = now if self._desks else {}
+        costs = now if self._endpoints else {}
         if self._pools:
             costs = {**costs, "seats/loads": float(sum(p.loads for p in self._pools.values()))}
         before, self._costs = self._costs, costs
@@ -164,13 +164,13 @@ class RunOpponents:
             lock: held while they compute.
         """
         config = self._config
-        if not config.seats:
+        if not config.players:
             return
         self._policy = policy
         slack = config.staleness.max_staleness + config.staleness.lookahead + SLACK
         snapshots = Snapshots(paths.root / LEAGUE, remembered=slack + 1)
         self.opponents = Opponents(
-            config.seats,
+            config.players,
             LeagueTerms(
                 seed=config.run.seed,
                 slack=slack,
@@ -180,15 +180,15 @@ class RunOpponents:
             self._player,
         )
         self.opponents.begin(version, policy)
-        if has_opponents(config.seats):
+        if has_opponents(config.players):
             self._open_pools(snapshots, slices.sampler, lock)
 
     def close(self) -> None:
         """Close all samplers and connections. Idempotent."""
         for pool in self._pools.values():
             pool.close()
-        for desk in self._desks.values():
-            desk.close()
+        for endpoint in self._endpoints.values():
+            endpoint.close()
 
     # ---- inside
 
@@ -204,7 +204,7 @@ class RunOpponents:
             path: (spec, functools.partial(_same, Path(path)), 1)
             for path, spec in self._specs.items()
         }
-        if places := resident_snapshots(config.seats):
+        if places := resident_snapshots(config.players):
             models[None] = (self._spec, snapshots.path, places)
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         settings = SamplerSettings(
@@ -225,8 +225,8 @@ class RunOpponents:
     def _player(self, sitter: SeatedPlayer) -> Player:
         filling, config = sitter.filling, self._config
         if filling.endpoint is not None:
-            desk = self._desks[_key_of(filling)]
-            return EndpointPlayer(desk, filling, sitter.seat, config.run.seed)
+            endpoint = self._endpoints[_key_of(filling)]
+            return EndpointPlayer(endpoint, filling, sitter.seat, config.run.seed)
         path = filling.model if sitter.snapshot is None else None
         section = config.sampler
         temperature = section.temperature if filling.temperature is None else filling.temperature
@@ -251,9 +251,9 @@ class RunOpponents:
 
 def check_alone(config: Config, lockstep: Lockstep) -> None:
     """Raise ConfigError if a run of several processes has opponents."""
-    if config.seats and lockstep.count > 1:
+    if config.players and lockstep.count > 1:
         raise ConfigError(
-            f"seats ({', '.join(config.seats)}) cannot be filled in a run of {lockstep.count} "
+            f"seats ({', '.join(config.players)}) cannot be filled in a run of {lockstep.count} "
             "processes. Use one process, with samplers in threads, or remove seats."
         )
 

@@ -12,7 +12,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -256,7 +255,7 @@ class WatchedPublisher:
         """policy: the policy whose weights are published."""
         self._publisher, self._opponents, self._policy = publisher, opponents, policy
 
-    def publish(self, version: int, params: Any, probe_logprobs: Any = None) -> None:
+    def publish(self, version: int, params: object, probe_logprobs: object = None) -> None:
         """See ports.Publisher."""
         self._opponents.published(version, self._policy.with_trained(params))
         self._publisher.publish(version, params, probe_logprobs)

@@ -49,13 +49,13 @@ def try_game(games: GameEnvs, example: Prompt, config: Config) -> None:
         if not moves.ask:
             raise RolloutError("the game's reset asks no seat. Return the seat that moves first.")
         await games.chat.call(game.close)
-        strange = [seat for seat in config.seats if seat not in game.seats]
+        strange = [seat for seat in config.players if seat not in game.seats]
         if strange:
             raise RolloutError(
                 f"seats.{strange[0]} is not a seat of the game, whose seats are "
                 f"{', '.join(game.seats)}. Correct the name."
             )
-        filled = [seat for seat in game.seats if never_the_policys(config.seats.get(seat))]
+        filled = [seat for seat in game.seats if never_the_policys(config.players.get(seat))]
         if len(filled) == len(game.seats):
             raise RolloutError(
                 f"seats ({', '.join(filled)}) leaves no seat of the game to the policy. Remove "

@@ -237,6 +237,6 @@ def engine_settings(
 
 def _weights_root(config: Config) -> Path:
     """Return the folder of the weights: below remote.folder, or in the run's folder."""
-    if config.remote.folder is not None:
-        return Path(config.remote.folder) / config.run.name / FOLDER
+    if config.remote_settings.folder is not None:
+        return Path(config.remote_settings.folder) / config.run.name / FOLDER
     return Path(config.run.dir) / config.run.name / FOLDER

@@ -48,7 +48,7 @@ def start_server(policy: Policy, *, port: int, host: str = LOOPBACK, **engine: A
     server_lib._HOST = f"[{host}]" if ":" in host else host  # it has no host argument
     orchestrator.delete_pytree = _delete  # the original calls jax.tree_map, removed in jax 0.6
 
-    def create(devices: Any) -> Any:
+    def create(devices: object) -> Any:
         return make_engine(policy, **engine)
 
     config = config_lib.ServerConfig(
@@ -58,7 +58,7 @@ def start_server(policy: Policy, *, port: int, host: str = LOOPBACK, **engine: A
     return server_lib.run(port=port, config=config, devices=jax.devices(), jax_padding=False)
 
 
-def _delete(tree: Any) -> None:
+def _delete(tree: object) -> None:
     """Free the arrays of a prefix."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array):

@@ -114,8 +114,8 @@ def asked_of(
     name, is_prompt = name_of(given, number), _is_prompt(given)
     if not is_prompt:
         _check_request(given)
-    wishes = {**_said(usual), **_said(None if is_prompt else value_of(given, "sampling_params"))}
-    _check_served(wishes)
+    asked = {**_said(usual), **_said(None if is_prompt else value_of(given, "sampling_params"))}
+    _check_served(asked)
     prompt = given if is_prompt else value_of(given, "prompt")
     tokens = np.asarray(tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
@@ -123,14 +123,14 @@ def asked_of(
     ids = checked_ids(tokens, None)
     if isinstance(ids, str):
         raise RolloutError(f"prompt: token ids {ids}.")
-    wants_experts = bool(wishes.get("return_routed_experts", False))
+    wants_experts = bool(asked.get("return_routed_experts", False))
     if wants_experts and not tells_experts:
         raise RolloutError(
             "return_routed_experts: this sampler does not keep them. Make it with "
             "RLSampler(..., settings=SamplerSettings(keep_routing=True))."
         )
-    top_k, logprobs = wishes.get("top_k", 0), wishes.get("logprobs", False)
-    experts_from = wishes.get("routed_experts_prompt_start", 0)
+    top_k, logprobs = asked.get("top_k", 0), asked.get("logprobs", False)
+    experts_from = asked.get("routed_experts_prompt_start", 0)
     if not (_is_whole(experts_from) and 0 <= experts_from <= len(tokens)):
         raise RolloutError(
             f"routed_experts_prompt_start must be a whole number from 0 to {len(tokens)}, the "
@@ -144,20 +144,20 @@ def asked_of(
     request = Request(
         request_id=f"{name}#{number}",  # unique here, whatever name the caller gave
         token_ids=ids,
-        max_new_tokens=wishes.get("max_tokens", usual_length),
+        max_new_tokens=asked.get("max_tokens", usual_length),
         sampling=SamplingParams(
-            temperature=wishes.get("temperature", 1.0),
+            temperature=asked.get("temperature", 1.0),
             top_k=0 if _is_whole(top_k) and top_k == -1 else top_k,  # vLLM's -1 means all
-            top_p=wishes.get("top_p", 1.0),
-            min_p=wishes.get("min_p", 0.0),
+            top_p=asked.get("top_p", 1.0),
+            min_p=asked.get("min_p", 0.0),
         ),
-        stop_token_ids=_stops(wishes, tokenizer.eos_ids),
-        key=_key(wishes.get("seed", -1)),
+        stop_token_ids=_stops(asked, tokenizer.eos_ids),
+        key=_key(asked.get("seed", -1)),
     )
     return Asked(
         name=name,
         request=request,
-        wants_logprobs=bool(wishes.get("return_logprobs", False)) or logprobs is not False,
+        wants_logprobs=bool(asked.get("return_logprobs", False)) or logprobs is not False,
         wants_experts=wants_experts,
         experts_from=int(experts_from),
     )
@@ -217,9 +217,9 @@ def _default(field: Any) -> Any:
     return None if field.default is dataclasses.MISSING else field.default
 
 
-def _check_served(wishes: Mapping[str, Any]) -> None:
+def _check_served(asked: Mapping[str, Any]) -> None:
     """Raise RolloutError for a parameter that this sampler does not support."""
-    for key, value in wishes.items():
+    for key, value in asked.items():
         neutral, instead = NOT_SERVED.get(key, ((), ""))
         if instead and not any(_same(value, none) for none in neutral):
             raise RolloutError(f"{key} is {value!r:.80}, which is not served: {instead}.")
@@ -236,12 +236,12 @@ def _same(value: Any, neutral: Any) -> bool:
     return bool(np.array_equal(value, neutral))
 
 
-def _stops(wishes: Mapping[str, Any], eos_ids: Iterable[int]) -> tuple[int, ...]:
+def _stops(asked: Mapping[str, Any], eos_ids: Iterable[int]) -> tuple[int, ...]:
     """Return the tokens that end an answer, from the tokenizer and the request."""
-    own = wishes.get("stop_token_ids", ())
+    own = asked.get("stop_token_ids", ())
     if isinstance(own, str) or not isinstance(own, Iterable):
         raise RolloutError(f"stop_token_ids must be a list of token ids, not {own!r:.80}.")
-    usual = () if wishes.get("ignore_eos", False) else eos_ids
+    usual = () if asked.get("ignore_eos", False) else eos_ids
     return tuple(dict.fromkeys([*usual, *own]))
 
 

@@ -171,7 +171,7 @@ class RLSampler:
 
     # ---- requests
 
-    async def sample(self, sampling_requests: Any, **usual: Any) -> list[Any]:
+    async def sample(self, sampling_requests: object, **usual: Any) -> list[Any]:
         """Complete requests or prompts; waits while the sampler is paused.
 
         Args:
@@ -195,7 +195,7 @@ class RLSampler:
         responses = [self._response(one) for one in asked]
         return list(await asyncio.gather(*responses))
 
-    def _asked(self, given: Any, usual: Mapping[str, Any]) -> Asked | _Refused:
+    def _asked(self, given: object, usual: Mapping[str, Any]) -> Asked | _Refused:
         """Convert a request; return _Refused if that fails."""
         self._count += 1
         try:
@@ -256,12 +256,12 @@ class RLSampler:
             "cache_valid": self._takes.is_set(),
         }
 
-    async def bind_weight_sync(self, sync_request: Any = None, **_: Any) -> dict[str, Any]:
+    async def bind_weight_sync(self, sync_request: object = None, **_: Any) -> dict[str, Any]:
         """Return the metadata; no binding is needed, because weights are passed as arrays."""
         return await self.get_weight_sync_metadata()
 
     async def pre_weight_sync(
-        self, sync_request: Any = None, free_kv_cache: bool = True, **_: Any
+        self, sync_request: object = None, free_kv_cache: bool = True, **_: Any
     ) -> bool:
         """Accept no more requests. The KV cache is kept: the version of its weights is known, and
         sampler.on_new_weights decides what happens to running requests."""
@@ -269,7 +269,7 @@ class RLSampler:
         await self.pause()
         return True
 
-    async def weight_sync(self, sync_request: Any = None, **_: Any) -> int:
+    async def weight_sync(self, sync_request: object = None, **_: Any) -> int:
         """Place new weights next to those in use; return their version.
 
         sync_request: has `weights`, a tree like get_target_state, and `policy_version`, which must
@@ -291,7 +291,7 @@ class RLSampler:
         self._staged = VersionedParams(version=version, params=placed)
         return version
 
-    async def post_weight_sync(self, sync_request: Any = None, **_: Any) -> bool:
+    async def post_weight_sync(self, sync_request: object = None, **_: Any) -> bool:
         """Swap to the new weights, and accept requests again. Raises WeightsError if there are
         none, or if this takes longer than LIVE_S."""
         staged, self._staged = self._staged, None
@@ -306,14 +306,14 @@ class RLSampler:
         await self.resume()
         return True
 
-    async def abort_weight_sync(self, sync_request: Any = None, **_: Any) -> bool:
+    async def abort_weight_sync(self, sync_request: object = None, **_: Any) -> bool:
         """Drop new weights that are not in use yet, and accept requests again."""
         self._staged = None
         self._note(sync_request, ABORTED)
         await self.resume()
         return True
 
-    async def get_transfer_status(self, req_id: Any, **_: Any) -> str:
+    async def get_transfer_status(self, req_id: object, **_: Any) -> str:
         """Return IN_PROGRESS, SUCCESS, ABORTED or MISSING."""
         return self._statuses.get(str(req_id), MISSING)
 
@@ -327,7 +327,7 @@ class RLSampler:
             return jax.tree.map(lambda _: one, self._policy.params)
         return shardings(weight_table(self._policy.spec), self._mesh, SAMPLER_RULES)
 
-    def _note(self, sync_request: Any, status: str) -> None:
+    def _note(self, sync_request: object, status: str) -> None:
         name = value_of(sync_request, "req_id") or value_of(sync_request, "request_id")
         if name:
             self._statuses.pop(str(name), None)
@@ -336,7 +336,7 @@ class RLSampler:
                 del self._statuses[next(iter(self._statuses))]
 
 
-def _each(given: Any) -> Sequence[Any]:
+def _each(given: object) -> Sequence[Any]:
     """Return a list of requests, given one or several requests or prompts."""
     if isinstance(given, list | tuple) and not all(isinstance(x, int | np.integer) for x in given):
         return given
@@ -359,7 +359,7 @@ def _failed(name: str, error: Exception) -> SimpleNamespace:
     )
 
 
-def _differs(given: Any, wanted: Any) -> str | None:
+def _differs(given: object, wanted: object) -> str | None:
     """Return how a tree of arrays differs from the expected one; None: it matches."""
     if jax.tree.structure(given) != jax.tree.structure(wanted):  # type: ignore[operator]
         return "they are not a tree like get_target_state()"

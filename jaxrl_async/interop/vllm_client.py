@@ -196,7 +196,7 @@ class VllmServer:
             )
         return reply.content
 
-    async def _done(self, method: str, path: str, *, body: Any = None) -> None:
+    async def _done(self, method: str, path: str, *, body: object = None) -> None:
         """Send a command. Raises ServerGone unless the server reports success."""
         reply = await self._repeated(method, path, body=body, limit=reply_limit(0))
         if reply.status != 200:
@@ -206,7 +206,7 @@ class VllmServer:
                 "run's), and have the policy's architecture."
             )
 
-    async def _repeated(self, method: str, path: str, *, body: Any, limit: int) -> _Reply:
+    async def _repeated(self, method: str, path: str, *, body: object, limit: int) -> _Reply:
         """Send a call; retry if it broke or the server is overloaded. Raises ServerGone."""
         for number in range(RETRIES + 1):
             try:
@@ -230,7 +230,7 @@ class VllmServer:
         method: str,
         path: str,
         *,
-        body: Any = None,
+        body: object = None,
         limit: int,
         timeout_s: float | None = None,
     ) -> _Reply:

@@ -106,7 +106,7 @@ class BadReply(RolloutError):
     """A server's answer does not have vLLM's format."""
 
 
-def drawn_in_reply(reply: Any, request: Request, run: str, floor: int) -> Drawn:
+def drawn_in_reply(reply: object, request: Request, run: str, floor: int) -> Drawn:
     """Return the checked answer to a request.
 
     Args:
@@ -158,7 +158,7 @@ def _check_end(token_ids: IntArray, request: Request, aborted: bool, name: str) 
     return stopped
 
 
-def versions_of(spans: Any, count: int, run: str, floor: int, name: str) -> IntArray:
+def versions_of(spans: object, count: int, run: str, floor: int, name: str) -> IntArray:
     """Return the version of each token from the server's labels, `floor` without labels.
 
     Raises BadReply if labels are missing, or if another run's weights sampled a token.
@@ -195,7 +195,7 @@ def version_of(label: str, run: str) -> int:
     return int(number)
 
 
-def prompt_logprobs_of(reply: Any, token_ids: IntArray) -> FloatArray:
+def prompt_logprobs_of(reply: object, token_ids: IntArray) -> FloatArray:
     """Return the log-probs [n - 1] of a prompt's tokens after the first. Raises BadReply."""
     name = "the probe"
     entries = _field(reply, "prompt_logprobs", list, name)
@@ -205,7 +205,7 @@ def prompt_logprobs_of(reply: Any, token_ids: IntArray) -> FloatArray:
     return np.array([_logprob(_field(e, str(t), dict, name), name) for e, t in pairs], np.float32)
 
 
-def facts_of(info: Any, version: Any, refusal: str) -> ServerFacts:
+def facts_of(info: object, version: object, refusal: str) -> ServerFacts:
     """Parse a server's information. Raises BadReply.
 
     Args:
@@ -271,7 +271,7 @@ def problem_with(
     return None
 
 
-def refusal_text(reply: Any) -> str:
+def refusal_text(reply: object) -> str:
     """Return the message of an error reply, shortened."""
     error = reply.get("error", reply) if isinstance(reply, Mapping) else reply
     message = error.get("message", error) if isinstance(error, Mapping) else error
@@ -281,7 +281,7 @@ def refusal_text(reply: Any) -> str:
 Kind = type[dict] | type[list] | type[int] | type[str]
 
 
-def _field(record: Any, key: str, kind: Kind, name: str) -> Any:
+def _field(record: object, key: str, kind: Kind, name: str) -> Any:
     """Return a field of a JSON object. Raises BadReply if it is missing or of another type."""
     value = record.get(key) if isinstance(record, dict) else None
     if not isinstance(value, kind) or isinstance(value, bool):
@@ -304,7 +304,7 @@ def _whole_numbers(values: Sequence[Any], name: str) -> IntArray:
     return np.array(values, np.int32)
 
 
-def _logprob(entry: Any, name: str) -> float:
+def _logprob(entry: object, name: str) -> float:
     value = entry.get("logprob") if isinstance(entry, dict) else None
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise BadReply(f"{name}: a log-prob is {value!r:.80}, not a number.")

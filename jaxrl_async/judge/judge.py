@@ -239,7 +239,7 @@ def _fits(scores: Scores, question: JudgeQuestion) -> bool:
     return len(scores) == rows and all(len(row) == columns for row in scores)
 
 
-def make_desk(
+def make_judge_service(
     section: JudgeSection, count: Callable[[str], None], outages: Outages | None = None
 ) -> JudgeService:
     """Make the configured JudgeService; arguments as for JudgeService. Raises ConfigError if the
@@ -258,7 +258,7 @@ class JudgeScorer:
 
     def __init__(
         self,
-        desk: JudgeService,
+        service: JudgeService,
         section: JudgeSection,
         rubric: Rubric,
         transcripts: "Transcripts",
@@ -270,7 +270,7 @@ class JudgeScorer:
         """Judge by a rubric.
 
         Args:
-            desk: asks the endpoint.
+            service: asks the endpoint.
             section: mode, scale, weight.
             rubric: criteria of the judge.
             transcripts: renders tasks and answers as text.
@@ -278,7 +278,7 @@ class JudgeScorer:
             on_failure: None: as in the section.
             count: called with the name of each fault.
         """
-        self._desk, self._section, self._rubric = desk, section, rubric
+        self._service, self._section, self._rubric = service, section, rubric
         self._transcripts, self._others, self._count = transcripts, others, count
         self._on_failure = on_failure or section.on_failure
 
@@ -313,7 +313,7 @@ class JudgeScorer:
         async def unless_away() -> None:
             rows.clear()
             asked = _asked_together(shown, ranked=self._section.mode == "rank")
-            found = await self._desk.answers([self._question(together) for together in asked])
+            found = await self._service.answers([self._question(together) for together in asked])
             for together, got in zip(asked, found, strict=True):
                 if not isinstance(got, Unjudged):
                     rows.update(zip(together, got, strict=True))
@@ -323,8 +323,8 @@ class JudgeScorer:
                 raise away[0]
 
         with suppress(GivenUp):  # it was waited for long enough
-            await self._desk.outages.until_answered(
-                self._desk.name, unless_away, about=prompt.prompt_id
+            await self._service.outages.until_answered(
+                self._service.name, unless_away, about=prompt.prompt_id
             )
         if failures:
             self._note_failures(sum(one not in rows for one in shown), failures[0], prompt)

@@ -247,9 +247,9 @@ class JudgedSteps:
     """StepRewards from the judge: each step's number, 0 to 1, divided by the number of steps."""
 
     def __init__(
-        self, desk: JudgeService, judge: JudgeSection, rubric: str, transcripts: Transcripts
+        self, service: JudgeService, judge: JudgeSection, rubric: str, transcripts: Transcripts
     ) -> None:
-        self._desk, self._judge, self._rubric = desk, judge, rubric
+        self._service, self._judge, self._rubric = service, judge, rubric
         self._transcripts = transcripts
 
     async def __call__(
@@ -259,7 +259,7 @@ class JudgedSteps:
         task = self._transcripts.task(episode, prompt, reference=self._judge.show_reference)
         texts = [step.text for step in steps]
         question = about_steps(self._rubric, task, texts, self._judge.scale)
-        (answer,) = await self._desk.answers([question])
+        (answer,) = await self._service.answers([question])
         if isinstance(answer, Unjudged):
             raise RolloutError(
                 f"prompt {prompt.prompt_id}: steps could not be judged: {answer.reason}"

@@ -12,7 +12,7 @@ from jaxrl_async.judge.judge import (
     JudgeService,
     Transcripts,
     judge_cache_file,
-    make_desk,
+    make_judge_service,
 )
 from jaxrl_async.judge.judge_prompt import Rubric, rubric_of
 from jaxrl_async.judge.process_rewards import FunctionSteps, JudgedSteps, ProcessScorer, StepRewards
@@ -50,10 +50,10 @@ class RunJudges:
         """
         self._reward, self._tokenizer, self._count = config.reward, tokenizer, faults.add
         self._judge = judge = config.reward.judge
-        self._desk: JudgeService | None = None
+        self._service: JudgeService | None = None
         self._rubric: Rubric | None = None
         if judge is not None:
-            self._desk = make_desk(judge, faults.add, outages)
+            self._service = make_judge_service(judge, faults.add, outages)
             self._rubric = rubric_of(judge) if judge.judges_answers else None
         self._transcripts = Transcripts(decode=tokenizer.decode, decode_all=tokenizer.decode_all)
         self._process: ProcessScorer | None = None  # of training
@@ -66,9 +66,9 @@ class RunJudges:
         """Return a scorer of whole answers that adds to `others`; on_failure: None: as
         configured."""
         assert self._judge is not None and self._rubric is not None, "the judge judges answers"
-        assert self._desk is not None
+        assert self._service is not None
         return JudgeScorer(
-            self._desk,
+            self._service,
             self._judge,
             self._rubric,
             self._transcripts,
@@ -93,9 +93,11 @@ class RunJudges:
             return None
         decode = self._tokenizer.decode
         if section.function == "judge":
-            assert self._desk is not None and self._judge is not None, "a config rule requires it"
+            assert self._service is not None and self._judge is not None, (
+                "a config rule requires it"
+            )
             rewards: StepRewards = JudgedSteps(
-                self._desk, self._judge, section.rubric, self._transcripts
+                self._service, self._judge, section.rubric, self._transcripts
             )
         else:
             rewards = FunctionSteps(
@@ -115,7 +117,7 @@ class RunJudges:
 
     def cost(self) -> Mapping[str, float]:
         """Return the cost of the judge so far; empty: no judge."""
-        return {} if self._desk is None else self._desk.meter.read()
+        return {} if self._service is None else self._service.meter.read()
 
     def tally(self) -> Mapping[str, float]:
         """Return the totals of process rewards so far; empty: none are configured."""
@@ -123,12 +125,12 @@ class RunJudges:
 
     def begin(self, folder: Path, process: int, version: Callable[[], int]) -> None:
         """See run.optional_parts.JudgeScorers."""
-        if self._desk is not None:
-            self._desk.cache.open(judge_cache_file(folder, process))
+        if self._service is not None:
+            self._service.cache.open(judge_cache_file(folder, process))
         if self._process is not None:
             self._process.version = version
 
     def close(self) -> None:
         """See run.optional_parts.JudgeScorers."""
-        if self._desk is not None:
-            self._desk.close()
+        if self._service is not None:
+            self._service.close()

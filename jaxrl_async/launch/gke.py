@@ -144,7 +144,7 @@ def _pools(name: str, role: Role, count: int) -> str:
 class _Dumper(yaml.SafeDumper):
     """Writes no aliases, and multi-line texts as blocks."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 

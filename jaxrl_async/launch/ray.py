@@ -120,7 +120,9 @@ def _trainer_tasks(
     config: Config, hardware: Hardware, secret: str, programs: RayPrograms, listen: str, meet: str
 ) -> list[HostTask]:
     host, _, port = listen.rpartition(":")
-    remote = config.remote.model_copy(update={"listen": f"0.0.0.0:{port}", "advertise": host})
+    remote = config.remote_settings.model_copy(
+        update={"listen": f"0.0.0.0:{port}", "advertise": host}
+    )
     text = dump(config.model_copy(update={"remote": remote}))
     return [
         HostTask(words=programs.train, env=_environment(hardware, secret, meet, n), config=text)

@@ -117,7 +117,7 @@ def numbered_lines(path: Path) -> list[tuple[int, dict[str, Any] | None]]:
     return [(number, line) for number, (_, line) in enumerate(_parsed(path), 1)]
 
 
-def is_own(line: Any) -> bool:
+def is_own(line: object) -> bool:
     """Return whether a run wrote a line: an object with the number of a step, or with the fate of a
     group (ledger.jsonl)."""
     if not isinstance(line, dict):
@@ -132,7 +132,7 @@ def encode(record: Mapping[str, Any]) -> str:
     return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -144,7 +144,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> Any:
     return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value
 
 

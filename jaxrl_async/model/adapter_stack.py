@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from jaxrl_async.config.lora_section import ALL_LINEAR, LoraSection
 from jaxrl_async.errors import ConfigError
@@ -71,7 +72,7 @@ def stack_table(spec: ModelSpec, room: AdapterRoom) -> dict[str, Any]:
     return adapter_table(spec, stack_of(spec, room))
 
 
-def empty_stack(spec: ModelSpec, room: AdapterRoom, dtype: Any) -> list[Params]:
+def empty_stack(spec: ModelSpec, room: AdapterRoom, dtype: DTypeLike) -> list[Params]:
     """Return the empty places of each layer."""
     table = stack_table(spec, room)
     shapes = {

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 from jaxrl_async.config.model_section import AMPERE
@@ -397,7 +398,7 @@ def sequence_attention(
     name: str = "auto",
     *,
     mesh: Mesh | None = None,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     head_dim: int = 128,
     cap: float = 0.0,
     sinks: bool = False,
@@ -474,7 +475,7 @@ older version; 12.x supports packed rows from this version on
 (github.com/NVIDIA/TransformerEngine/pull/2693)."""
 
 
-def has_cpu_kernels(device: Any, dtype: Any) -> bool:
+def has_cpu_kernels(device: Any, dtype: DTypeLike) -> bool:
     """Return whether updates on a device can use this package's CPU kernels; builds them."""
     return (
         device.platform == "cpu" and jnp.dtype(dtype) == jnp.float32 and kernels_are_there(TRAINING)
@@ -482,7 +483,13 @@ def has_cpu_kernels(device: Any, dtype: Any) -> bool:
 
 
 def obstacle(
-    name: str, device: Any, dtype: Any, head_dim: int, cap: float = 0.0, *, sinks: bool = False
+    name: str,
+    device: Any,
+    dtype: DTypeLike,
+    head_dim: int,
+    cap: float = 0.0,
+    *,
+    sinks: bool = False,
 ) -> str | None:
     """Return the reason why an attention cannot run on a device, and the remedy; None if it can."""
     if name == "splash" and device.platform != "tpu":

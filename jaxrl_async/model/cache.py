@@ -17,11 +17,12 @@ values have width 0: the keys, of one head, are also the values.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jaxrl_async.model.attention import capped, softmax_with_sinks
 from jaxrl_async.model.kernels import page_head_dim, sinks_page
@@ -64,7 +65,7 @@ def init_pages(
     layout: KvLayout,
     pages: int,
     page_tokens: int,
-    dtype: Any,
+    dtype: DTypeLike,
     *,
     ragged: bool = False,
     padded: bool = True,

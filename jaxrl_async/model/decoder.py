@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxrl_async.algorithms.expert_load import ExpertLoad
 from jaxrl_async.cpu.gradients import MULTIPLIED
@@ -124,7 +125,7 @@ class TokenStates(NamedTuple):
 class DecoderSettings:
     """Settings of a program that runs a decoder and computes log-probs from its logits."""
 
-    dtype: Any = jnp.float32  # type of activations
+    dtype: DTypeLike = jnp.float32  # type of activations
     remat: str = "none"  # parts that the backward pass recomputes, see _remat
     attention: SequenceAttention = reference
     shares_prefixes: bool = False  # segments may continue a prefix; the attention must support it
@@ -144,7 +145,7 @@ def settings_on(
     mesh: Mesh,
     spec: ModelSpec,
     *,
-    dtype: Any,
+    dtype: DTypeLike,
     attention: str,
     shares_prefixes: bool = False,
     cpu_kernels: bool = False,
@@ -185,7 +186,7 @@ def settings_on(
     )
 
 
-def _computes_alone(mesh: Mesh, dtype: Any) -> bool:
+def _computes_alone(mesh: Mesh, dtype: DTypeLike) -> bool:
     """Return whether this package's CPU kernels compute log-probs and products on a mesh."""
     if not has_cpu_kernels(mesh.devices.flat[0], dtype):
         return False
@@ -199,12 +200,12 @@ def _say_once(words: str) -> None:
     logging.getLogger(__name__).info(words)
 
 
-def init_params(spec: ModelSpec, key: Array, dtype: Any = jnp.float32) -> Params:
+def init_params(spec: ModelSpec, key: Array, dtype: DTypeLike = jnp.float32) -> Params:
     """Return random parameters; each weight's key depends only on its name."""
     return init_table(weight_table(spec), key, dtype)
 
 
-def init_table(table: dict[str, Any], key: Array, dtype: Any) -> Params:
+def init_table(table: dict[str, Any], key: Array, dtype: DTypeLike) -> Params:
     """Return random parameters for a table of weights, as `init_params` does."""
 
     def make(path: Any, weight: Weight) -> Array:
@@ -228,7 +229,7 @@ def hidden_states(
     positions: Array,
     segment_ids: Array,
     *,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     remat: str = "none",
     attention: SequenceAttention = reference,
 ) -> Array:
@@ -425,7 +426,7 @@ def flat_forward(
     positions: Array,
     attend: Attend,
     *,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     mixed: bool = False,
     eight_bits: bool = False,
     experts: Experts = run_experts,
@@ -492,7 +493,7 @@ def _of_rows(weights: Params, rows: Array, used: Array) -> Params:
     return {**weights, **own}
 
 
-def _cast(function: Callable[..., Array], dtype: Any) -> Callable[..., Array]:
+def _cast(function: Callable[..., Array], dtype: DTypeLike) -> Callable[..., Array]:
     return lambda *given: function(*given).astype(dtype)
 
 
@@ -519,7 +520,7 @@ def bounded(logits: Array, scales: Scales) -> Array:
 
 
 def _looked_up(
-    spec: ModelSpec, params: Params, tokens: TokenRows, dtype: Any, layout: Layout
+    spec: ModelSpec, params: Params, tokens: TokenRows, dtype: DTypeLike, layout: Layout
 ) -> Array:
     """Embed the layout's tokens: [n] -> [n, D].
 
@@ -547,7 +548,7 @@ def _embed(
     params: Params,
     token_ids: Array,
     positions: Array,
-    dtype: Any,
+    dtype: DTypeLike,
     layout: Layout = ONE_DEVICE,
 ) -> Array:
     if spec.own is not None:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, SingleDeviceSharding
+from jax.typing import DTypeLike
 
 from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.errors import ConfigError
@@ -135,7 +136,7 @@ def _largest_group(inputs: int, most: int) -> int:
     return max(sizes, default=0)
 
 
-def base_shapes(spec: ModelSpec, form: BaseForm | None, dtype: Any) -> Params:
+def base_shapes(spec: ModelSpec, form: BaseForm | None, dtype: DTypeLike) -> Params:
     """Return a base as jax.ShapeDtypeStructs; dtype: type of weights that are not quantised."""
     table = weight_table(spec)
     shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype), table, is_leaf=_is_weight)
@@ -149,7 +150,7 @@ def base_shapes(spec: ModelSpec, form: BaseForm | None, dtype: Any) -> Params:
     return shapes
 
 
-def base_bytes(spec: ModelSpec, form: BaseForm | None, dtype: Any) -> int:
+def base_bytes(spec: ModelSpec, form: BaseForm | None, dtype: DTypeLike) -> int:
     """Return the size of a base in bytes; dtype: type of weights that are not quantised."""
     shapes = jax.tree.leaves(base_shapes(spec, form, dtype))
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes)
@@ -193,7 +194,7 @@ def quantized_base(spec: ModelSpec, params: Params, form: BaseForm, where: Any) 
 
 
 def read_base(
-    folder: str | Path, spec: ModelSpec, form: BaseForm, mesh: Mesh | None, dtype: Any
+    folder: str | Path, spec: ModelSpec, form: BaseForm, mesh: Mesh | None, dtype: DTypeLike
 ) -> Params:
     """Read a Hugging Face directory as a base on a trainer's mesh, its matrices layer by layer.
     Raises CheckpointError, ConfigError.
@@ -261,7 +262,7 @@ def _kept(
     }
 
 
-def _placed(table: Any, mesh: Mesh | None) -> Any:
+def _placed(table: object, mesh: Mesh | None) -> Any:
     if mesh is not None:
         return shardings(table, mesh, TRAINER_RULES)
     one = SingleDeviceSharding(jax.devices()[0])
@@ -284,7 +285,7 @@ def _stacked(
     made: Callable[..., dict[str, Array]],
     weight: Weight,
     parts: Iterator[Array | dict[str, np.ndarray]],
-    placed: Any,
+    placed: object,
 ) -> dict[str, Array]:
     """Convert a matrix's layers one after the other and stack the results.
 
@@ -296,7 +297,7 @@ def _stacked(
     """
     one = _of_one(weight)
 
-    def put(stacks: dict[str, Array], array: Any, layer: Array) -> dict[str, Array]:
+    def put(stacks: dict[str, Array], array: object, layer: Array) -> dict[str, Array]:
         of_layer = array if isinstance(array, dict) else made(weight=one, array=array)
         return {part: stack.at[layer].set(of_layer[part]) for part, stack in stacks.items()}
 
@@ -326,11 +327,11 @@ def _in_form(name: str, weight: Weight, form: BaseForm, array: Array) -> dict[st
     }
 
 
-def _is_weight(node: Any) -> bool:
+def _is_weight(node: object) -> bool:
     return isinstance(node, Weight)
 
 
-def sent_base(base: Params, dtype: Any) -> Params:
+def sent_base(base: Params, dtype: DTypeLike) -> Params:
     """Return a new copy of a base for samplers: the same values and scales, the rest in dtype."""
     return {
         name: computed_in(dtype, {n: jnp.array(w, copy=True) for n, w in part.items()})
@@ -374,7 +375,7 @@ class MergedMatrix:
     at a time on access, since the whole may not fit in memory."""
 
     def __init__(
-        self, name: str, weight: Weight, lora: Lora | None, layers: Params, dtype: Any
+        self, name: str, weight: Weight, lora: Lora | None, layers: Params, dtype: DTypeLike
     ) -> None:
         """layers: the weights of base and adapter together; dtype: type of the results; lora:
         None: no adapter."""

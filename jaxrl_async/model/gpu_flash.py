@@ -22,6 +22,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
 
 from jaxrl_async.model.kernels import ATTENDED, PLAIN, Scoring, of_extent
 
@@ -215,7 +216,7 @@ def _whole(
     return (q, k, v), mask, how
 
 
-def block_of(length: int, width: int, dtype: Any) -> int:
+def block_of(length: int, width: int, dtype: DTypeLike) -> int:
     """Return the number of queries, and of keys, in a block: a power of 2.
 
     >>> [block_of(4096, width, jnp.bfloat16) for width in (64, 128, 256)]

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
 
 BLOCK_ROWS, BLOCK_OUTPUTS = 128, 128
 """Rows and outputs of a program: its sums take 64 KiB of registers."""
@@ -52,7 +53,7 @@ def tiles_of(sizes: Array, rows: int, block: int) -> GroupTiles:
 
 
 def grouped_product_on_gpu(
-    rows: Array, matrices: Array, sizes: Array, dtype: Any, *, turned: bool = False
+    rows: Array, matrices: Array, sizes: Array, dtype: DTypeLike, *, turned: bool = False
 ) -> Array:
     """Multiply each row by its group's matrix: [n, D] and [E, D, F] to [n, F] of `dtype`; sums are
     in float32. Rows after all groups give 0.

@@ -10,13 +10,13 @@ compiler computes all three densely, so custom kernels are used on GPUs (gpu_gro
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.lax import DotDimensionNumbers, RaggedDotDimensionNumbers
+from jax.typing import DTypeLike
 
 from jaxrl_async.model.gpu_grouped import grouped_product_on_gpu, matrices_gradient_on_gpu
 
@@ -32,7 +32,7 @@ TO_MATRICES: DotDimensionNumbers = (((0,), (0,)), ((), ()))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def grouped_product(rows: Array, matrices: Array, sizes: Array, dtype: Any) -> Array:
+def grouped_product(rows: Array, matrices: Array, sizes: Array, dtype: DTypeLike) -> Array:
     """Multiply each row by its group's matrix: [n, D] and [E, D, F] to [n, F] of `dtype`.
 
     Sums are in float32; gradients are computed from cotangents in the type of the rows.
@@ -53,7 +53,7 @@ def grouped_product(rows: Array, matrices: Array, sizes: Array, dtype: Any) -> A
     return out
 
 
-def _by_xla(rows: Array, matrices: Array, sizes: Array, *, dtype: Any, turned: bool) -> Array:
+def _by_xla(rows: Array, matrices: Array, sizes: Array, *, dtype: DTypeLike, turned: bool) -> Array:
     """Multiply each row by its group's matrix; turned: matrices are [E, F, D]."""
     numbers = RaggedDotDimensionNumbers(
         dot_dimension_numbers=TO_ROWS if turned else FORWARD,
@@ -66,13 +66,13 @@ def _by_xla(rows: Array, matrices: Array, sizes: Array, *, dtype: Any, turned: b
 
 
 def _forward(
-    rows: Array, matrices: Array, sizes: Array, dtype: Any
+    rows: Array, matrices: Array, sizes: Array, dtype: DTypeLike
 ) -> tuple[Array, tuple[Array, Array, Array]]:
     return grouped_product(rows, matrices, sizes, dtype), (rows, matrices, sizes)
 
 
 def _backward(
-    dtype: Any, kept: tuple[Array, Array, Array], cotangent: Array
+    dtype: DTypeLike, kept: tuple[Array, Array, Array], cotangent: Array
 ) -> tuple[Array, Array, None]:
     rows, matrices, sizes = kept
     cotangent = cotangent.astype(rows.dtype)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jaxrl_async.model.decoder import (
     ON_ONE_DEVICE,
@@ -165,7 +166,7 @@ def save_head(folder: str | Path, spec: ModelSpec, params: Params) -> None:
 
 
 def load_head(
-    folder: str | Path, head: Head, shardings: Any = None, dtype: Any = jnp.float32
+    folder: str | Path, head: Head, shardings: object = None, dtype: DTypeLike = jnp.float32
 ) -> tuple[ModelSpec, Params]:
     """Load a model of save_head, or of transformers with one label. Raises CheckpointError."""
     spec = load_spec(Path(folder))
@@ -173,7 +174,7 @@ def load_head(
 
 
 def load_critic(
-    folder: str | Path, shardings_of: Callable[[Any], Any], dtype: Any = jnp.float32
+    folder: str | Path, shardings_of: Callable[[Any], Any], dtype: DTypeLike = jnp.float32
 ) -> tuple[ModelSpec, Params]:
     """Load a critic from a directory of a critic, of a reward model (its head, with bias 0) or of a
     policy (with a new head).

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from jaxrl_async.data.gguf_file import POINTER, gguf_of
@@ -78,7 +79,7 @@ class OpenWeights:
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         self._tensors = tensors
 
-    def __call__(self, weight: Weight, sharding: Any, dtype: Any) -> Array:
+    def __call__(self, weight: Weight, sharding: Any, dtype: DTypeLike) -> Array:
         """Return a weight on its devices."""
         return _load(weight, self._tensors, sharding, dtype)
 
@@ -162,7 +163,7 @@ def check_params(folder: str | Path, spec: ModelSpec) -> None:
 
 
 def load_params(
-    folder: str | Path, spec: ModelSpec, shardings: Any = None, dtype: Any = jnp.float32
+    folder: str | Path, spec: ModelSpec, shardings: Any = None, dtype: DTypeLike = jnp.float32
 ) -> Any:
     """Load the parameters of a decoder, on `shardings` (a tree like weight_table's; None: the
     default device). Raises CheckpointError as load_weights does."""
@@ -179,7 +180,7 @@ def load_weights(
     folder: str | Path,
     table: Any,
     shardings: Any = None,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     single: str = SINGLE,
 ) -> Any:
     """Load the weights of a table, on `shardings` (a tree like the table; None: the default
@@ -424,7 +425,9 @@ def _names(weight: Weight) -> list[str]:
     return [weight.hf.format(**dict(zip(axes, each, strict=True))) for each in numbers]
 
 
-def _load(weight: Weight, tensors: Mapping[str, StoredTensor], sharding: Any, dtype: Any) -> Array:
+def _load(
+    weight: Weight, tensors: Mapping[str, StoredTensor], sharding: Any, dtype: DTypeLike
+) -> Array:
     """Load one weight onto its devices; each device's part is read separately."""
     stacked = named(weight)
     numbered, shape = weight.shape[:stacked], weight.shape[stacked:]

@@ -227,21 +227,21 @@ def _heads_first(x_BTHK: Array, block: int) -> Array:
     return jnp.swapaxes(_whole_blocks(x_BTHK, block), 1, 2)
 
 
-def splash_on(device: Any, dtype: Any) -> SequenceAttention:
+def splash_on(device: Any, dtype: DTypeLike) -> SequenceAttention:
     """Return splash attention with the block length for a device and dtype."""
     most = most_splash_block(device, dtype)
     forward = FORWARD_BLOCKS.get(device.device_kind) if jnp.dtype(dtype) == jnp.bfloat16 else None
     return partial(splash, most=most, forward=forward) if forward else splash
 
 
-def splash_part_on(device: Any, dtype: Any) -> PartAttention:
+def splash_part_on(device: Any, dtype: DTypeLike) -> PartAttention:
     """Return splash attention for parts of rows, as splash_on does for whole rows."""
     most = most_splash_block(device, dtype)
     prepare = partial(_splash_part_kernel, most=most)
     return PartAttention(prepare, partial(_splash_part, most=most))
 
 
-def most_splash_block(device: Any, dtype: Any) -> int:
+def most_splash_block(device: Any, dtype: DTypeLike) -> int:
     """Return the maximum block of splash attention. Blocks above MAX_SPLASH_BLOCK are for bfloat16
     only; in float32 they do not fit VMEM."""
     if jnp.dtype(dtype) != jnp.bfloat16:
@@ -567,7 +567,7 @@ def ragged_paged(
 
 
 def ragged_blocks(
-    tokens: int, pages_per_seq: int, page_size: int, kv_rows: int, head_dim: int, dtype: Any
+    tokens: int, pages_per_seq: int, page_size: int, kv_rows: int, head_dim: int, dtype: DTypeLike
 ) -> tuple[int, int]:
     """Return (pages, queries) in a block of `ragged_paged`; kv_rows is 2 N, keys and values.
 
@@ -598,7 +598,7 @@ def sequences_in_a_call(pages_per_seq: int) -> int:
     return max(8, RAGGED_TABLE_BYTES // row_bytes // 8 * 8)
 
 
-def refuse_heads(heads: int, kv_heads: int, head_dim: int, dtype: Any) -> None:
+def refuse_heads(heads: int, kv_heads: int, head_dim: int, dtype: DTypeLike) -> None:
     """Raise ConfigError if `ragged_paged` cannot lay out such heads on one device.
 
     Its copies need key and value rows that fill registers (8 rows of 4 bytes), or 1, 2 or 4 of

@@ -3,12 +3,13 @@
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 
 from jaxrl_async.cpu.gradients import multiplied
 from jaxrl_async.cpu.kernel_calls import PANEL, packed_product, rotated
@@ -185,7 +186,7 @@ class Layer(nnx.Module):
         """Whether the attention matrices are packed for the CPU's kernels (`packed_layer`)."""
         return self.fused and self.qkv_proj[...].ndim == 3
 
-    def _weight(self, name: str, dtype: Any) -> Array:
+    def _weight(self, name: str, dtype: DTypeLike) -> Array:
         return getattr(self, name)[...].astype(dtype)
 
     def _times(self, x: Array, name: str) -> Array:
@@ -463,7 +464,7 @@ MATRICES = ("qkv_proj", "q_b", "o", "gate_up", "down", "shared_gate", "shared_up
 """Names of the matrices that fuse() returns with outputs first."""
 
 
-def initial(weight: Weight, key: Array, dtype: Any) -> Array:
+def initial(weight: Weight, key: Array, dtype: DTypeLike) -> Array:
     """Return initial weights as declared: normal (or narrow) with standard deviation fan_in **
     -0.5, uniform within fan_in ** -0.5, ones or zeros."""
     if weight.init == "ones":

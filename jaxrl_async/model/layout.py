@@ -14,7 +14,6 @@ the end, and hidden states are never moved.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -154,17 +153,17 @@ ONE_DEVICE = Layout()
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gathered(weight: Array, whole: Any, shared: Any) -> Array:
+def _gathered(weight: Array, whole: object, shared: object) -> Array:
     """All-gather with a reduce-scatter as its gradient: with a plain constraint each device would
     sum the whole gradient."""
     return jax.lax.with_sharding_constraint(weight, whole)
 
 
-def _gathered_forward(weight: Array, whole: Any, shared: Any) -> tuple[Array, None]:
+def _gathered_forward(weight: Array, whole: object, shared: object) -> tuple[Array, None]:
     return jax.lax.with_sharding_constraint(weight, whole), None
 
 
-def _gathered_backward(whole: Any, shared: Any, _: None, gradient: Array) -> tuple[Array]:
+def _gathered_backward(whole: object, shared: object, _: None, gradient: Array) -> tuple[Array]:
     return (jax.lax.with_sharding_constraint(gradient, shared),)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jaxrl_async.config.lora_section import ALL_LINEAR, LoraSection
 from jaxrl_async.errors import ConfigError
@@ -311,11 +312,11 @@ def with_adapter(spec: ModelSpec, table: dict[str, Any], params: Params) -> dict
     return {**table, **{stack: {**table[stack], **adapter[stack]} for stack in adapter}}
 
 
-def merged_on(spec: ModelSpec, lora: Lora, shardings: Any) -> Any:
+def merged_on(spec: ModelSpec, lora: Lora, shardings: object) -> Any:
     """Return `merged` as a compiled function of base and adapter, with these output shardings."""
     return jax.jit(lambda base, adapter: merged(spec, lora, base, adapter), out_shardings=shardings)
 
 
-def as_sent(lora: Lora, adapter: Params, dtype: Any) -> Params:
+def as_sent(lora: Lora, adapter: Params, dtype: DTypeLike) -> Params:
     """Return a new copy of an adapter for samplers: B times scale, in dtype."""
     return jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), scaled(lora, adapter))

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jaxrl_async.config.schema import ArchitectureSection
 from jaxrl_async.errors import CheckpointError, ConfigError, JaxrlError
@@ -271,7 +272,7 @@ def _layer_step(spec: ModelSpec, kind: LayerKind, weights: Any, x: Any) -> tuple
     return q, k, v, layer.finish(x, attended.astype(x.dtype))
 
 
-def _check_layer(spec: ModelSpec, code: OwnCode, kind: LayerKind, dtype: Any) -> None:
+def _check_layer(spec: ModelSpec, code: OwnCode, kind: LayerKind, dtype: DTypeLike) -> None:
     """Trace qkv and finish, and compare the shapes and types of their results."""
     n, d, k = TOKENS, spec.width, spec.head_dim
     weights = {
@@ -284,7 +285,7 @@ def _check_layer(spec: ModelSpec, code: OwnCode, kind: LayerKind, dtype: Any) ->
 
 
 def _trace_layer(
-    spec: ModelSpec, code: OwnCode, kind: LayerKind, graph: Any, weights: Any, dtype: Any
+    spec: ModelSpec, code: OwnCode, kind: LayerKind, graph: Any, weights: Any, dtype: DTypeLike
 ) -> tuple[Any, Any]:
     """Return the shapes of the results of qkv and finish.
 
@@ -332,7 +333,11 @@ def _check_around(spec: ModelSpec, code: OwnCode) -> None:
 
 
 def _compare(
-    code: OwnCode, method: str, found: Any, wanted: Sequence[tuple[int, ...]], dtype: Any
+    code: OwnCode,
+    method: str,
+    found: Any,
+    wanted: Sequence[tuple[int, ...]],
+    dtype: DTypeLike | None,
 ) -> None:
     """Raise ConfigError unless a method's results have these shapes and this type (None: any)."""
     shown = [

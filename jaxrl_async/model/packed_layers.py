@@ -1,10 +1,9 @@
 """Layers' matrices packed for the CPU kernels (cpu/kernel_calls.py), in float32, bfloat16 or 8
 bits."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jaxrl_async.cpu.kernel_calls import PANEL, packed
 from jaxrl_async.model.layers import MATRICES, fuse
@@ -23,7 +22,7 @@ def are_in_eight_bits(params: Params) -> bool:
     return bool(scaled) and all(scaled)
 
 
-def in_eight_bits(spec: ModelSpec, params: Params, dtype: Any) -> Params:
+def in_eight_bits(spec: ModelSpec, params: Params, dtype: DTypeLike) -> Params:
     """Return parameters with the layers' matrices in int8; adapters and all other weights in
     dtype."""
     table = weight_table(spec)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from pydantic import ValidationError
 
 from jaxrl_async.config.lora_section import ALL_LINEAR, LoraSection
@@ -110,7 +111,7 @@ def _of_joined(spec: ModelSpec, lora: Lora) -> dict[str, Any]:
 
 
 def load_peft(
-    folder: str | Path, spec: ModelSpec, shardings_of: Any = None, dtype: Any = jnp.float32
+    folder: str | Path, spec: ModelSpec, shardings_of: Any = None, dtype: DTypeLike = jnp.float32
 ) -> tuple[Lora, Params]:
     """Load an adapter that PEFT wrote for this model.
 

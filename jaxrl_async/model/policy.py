@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxrl_async.data.addresses import folder_here
 from jaxrl_async.later import Later
@@ -91,7 +92,7 @@ class Policy:
         *,
         mesh: Mesh | None = None,
         rules: Rules = TRAINER_RULES,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         tokenizer: Any = None,
         adapter: str | Path | None = None,
         form: BaseForm | None = None,

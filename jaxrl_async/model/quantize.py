@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jaxrl_async.later import Later
 from jaxrl_async.model.spec import (
@@ -98,7 +99,7 @@ def table_of(table: dict[str, Any], params: Any) -> dict[str, Any]:
     return {**table, **stacks}
 
 
-def quantize(table: dict[str, Any], params: Any, kind: Kind, dtype: Any) -> Any:
+def quantize(table: dict[str, Any], params: Any, kind: Kind, dtype: DTypeLike) -> Any:
     """Return new arrays in the tree of quantized_table(table): matrices in this kind, the rest in
     dtype."""
     stacks = {
@@ -110,7 +111,7 @@ def quantize(table: dict[str, Any], params: Any, kind: Kind, dtype: Any) -> Any:
 
 
 def _quantized_stack(
-    table: dict[str, Weight], params: Any, kind: Kind, dtype: Any
+    table: dict[str, Weight], params: Any, kind: Kind, dtype: DTypeLike
 ) -> dict[str, Array]:
     layers: dict[str, Array] = {}
     for name, array in params.items():
@@ -147,7 +148,7 @@ def is_matrix(name: str, weight: Weight) -> bool:
 # ---- in a pass
 
 
-def computed_in(dtype: Any, layers: dict[str, Array]) -> dict[str, Array]:
+def computed_in(dtype: DTypeLike, layers: dict[str, Array]) -> dict[str, Array]:
     """Return a layer's weights in the type of a computation. Quantised matrices, their scales and
     dropout keys are unchanged."""
     ending = scales_among(layers)

@@ -104,7 +104,7 @@ def parse_header(header: bytes, data_bytes: int, path: Path) -> dict[str, Stored
     return tensors
 
 
-def _stored(path: Path, name: str, entry: Any) -> Stored:
+def _stored(path: Path, name: str, entry: object) -> Stored:
     """Check one entry of the header. Raises CheckpointError."""
     if not isinstance(entry, dict):
         raise _torn(path, f"the entry of {_name(name)} is not an object")
@@ -127,7 +127,7 @@ def _stored(path: Path, name: str, entry: Any) -> Stored:
     return Stored(dtype=dtype, shape=tuple(shape), begin=begin, end=end)
 
 
-def _are_sizes(values: Any) -> bool:
+def _are_sizes(values: object) -> bool:
     return (
         isinstance(values, list)
         and len(values) <= 32

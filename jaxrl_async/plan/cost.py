@@ -162,10 +162,15 @@ def cost_of(
                 for (k, g), (b, n) in sorted(between.items())
             ),
         ),
-        kernels=tuple(
-            Kernel(name=k, times=n, flops=f, num_bytes=b, length=T, width=K)
-            for (k, T, K), (n, f, b) in sorted(kernels.items())
-        ),
+        kernels=_kernels(kernels),
+    )
+
+
+def _kernels(sums: Mapping[tuple[str, int, int], Sequence[float]]) -> tuple[Kernel, ...]:
+    """Return our kernels from their number, operations and bytes by name, length and width."""
+    return tuple(
+        Kernel(name=k, times=n, flops=f, num_bytes=b, length=T, width=K)
+        for (k, T, K), (n, f, b) in sorted(sums.items())
     )
 
 

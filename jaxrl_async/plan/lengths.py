@@ -98,7 +98,7 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def _of_json(value: Any, path: Path) -> dict[float, float]:
+def _of_json(value: object, path: Path) -> dict[float, float]:
     pairs = list(value.items()) if isinstance(value, dict) else [(n, 1) for n in _listed(value)]
     counts: dict[float, float] = {}
     for length, weight in pairs:
@@ -117,7 +117,7 @@ def _of_json(value: Any, path: Path) -> dict[float, float]:
     return counts
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 

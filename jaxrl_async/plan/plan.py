@@ -341,7 +341,7 @@ def sampler_side(
     own = tuple(p for p in programs if p.side == "sampler")
     where = places.sampler
     # Frozen models are assumed to be as large as the policy: they are not read here.
-    beside = resident_snapshots(config.seats) + len(frozen_models(config.seats))
+    beside = resident_snapshots(config.players) + len(frozen_models(config.players))
     each = bytes_per_device((held.weights, held.state.kv, held.state.logits))
     on_pages = {
         "prefill": (0.0, held.prefill_kernel),
@@ -561,12 +561,12 @@ def transfer_of(
             carried_bytes_per_s(transport, n, rate)
             for n, rate in zip(processes, rates, strict=True)
         ]
-    passed_on = apart and hosts == 1 and config.remote.transfer in ("auto", "tcp")
+    passed_on = apart and hosts == 1 and config.remote_settings.transfer in ("auto", "tcp")
     tree = TransferTree(
         num_bytes=copy_bytes,
         trainer_bytes_per_s=rates[0],
         sampler_bytes_per_s=rates[1],
-        fanout=config.remote.fanout if passed_on else places.num_samplers,
+        fanout=config.remote_settings.fanout if passed_on else places.num_samplers,
         offer_s=copy_bytes / (sends * HOST_LINK_BYTES_PER_S),
         hop_s=HOP_S,
         stage_s=copy_bytes / (takes * HOST_LINK_BYTES_PER_S),

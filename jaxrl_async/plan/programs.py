@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxrl_async.algorithms.columns import COLUMNS, DeviceBatch
 from jaxrl_async.algorithms.objective import Coefficients, pass_columns
@@ -138,7 +139,7 @@ def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str,
 
 
 def trainer_programs(
-    config: schema.Config, spec: ModelSpec, places: Places, cast: Any
+    config: schema.Config, spec: ModelSpec, places: Places, cast: object
 ) -> list[Lowered]:
     """Lower the trainer's programs: gradient, optimizer update, the log-prob pass if a step needs
     one, and the cast of sent weights.
@@ -229,7 +230,7 @@ def micro_batch(
     if config.algorithm.keep_routing:
         routing = routing_of(spec)
         of_token["expert_ids"] = (routing.layers, routing.chosen)
-        dtypes["expert_ids"] = routing.dtype
+        dtypes["expert_ids"] = jnp.dtype(routing.dtype)
     names = [n for n in DeviceBatch._fields if not COLUMNS[n].optional or n in there]
     shape = (step.micro_rows, config.row_length)
     columns: dict[str, Any] = {
@@ -352,7 +353,9 @@ def _pages(tokens: int, page_tokens: int) -> int:
 # ---- shapes
 
 
-def trained(config: schema.Config, spec: ModelSpec, mesh: Mesh, dtype: Any = None) -> Any:
+def trained(
+    config: schema.Config, spec: ModelSpec, mesh: Mesh, dtype: DTypeLike | None = None
+) -> Any:
     """Return the shapes of the trained weights on the trainer's mesh: all, or an adapter.
 
     dtype: None: model.param_dtype.
@@ -375,12 +378,12 @@ def base_on_trainer(config: schema.Config, spec: ModelSpec, mesh: Mesh) -> Any:
 
 def reference(config: schema.Config, spec: ModelSpec, mesh: Mesh) -> Any:
     """Return the shapes of the reference: an older adapter, or whole weights."""
-    if config.reference.path is None:
+    if config.reference_settings.path is None:
         return trained(config, spec, mesh)
     return _on_trainer(weight_table(spec), mesh, config.model.param_dtype)
 
 
-def _on_trainer(table: Any, mesh: Mesh, dtype: Any) -> Any:
+def _on_trainer(table: object, mesh: Mesh, dtype: DTypeLike) -> Any:
     return jax.tree.map(
         lambda w, s: jax.ShapeDtypeStruct(w.shape, jnp.dtype(dtype), sharding=s),
         table,
@@ -389,7 +392,7 @@ def _on_trainer(table: Any, mesh: Mesh, dtype: Any) -> Any:
     )
 
 
-def bytes_per_device(tree: Any) -> float:
+def bytes_per_device(tree: object) -> float:
     """Return the bytes of arrays or their shapes on the device with the most."""
     return float(
         sum(
@@ -399,5 +402,5 @@ def bytes_per_device(tree: Any) -> float:
     )
 
 
-def _array(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+def _array(mesh: Mesh, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))

@@ -38,7 +38,8 @@ def transport_of(config: schema.Config) -> Transport:
     """Return the transport of weights to samplers in separate processes."""
     here = config.mesh.samplers_in == "processes"
     auto = "shared_memory" if here else "tcp"
-    return TRANSPORTS[auto if config.remote.transfer == "auto" else config.remote.transfer]
+    transfer = config.remote_settings.transfer
+    return TRANSPORTS[auto if transfer == "auto" else transfer]
 
 
 def carried_bytes_per_s(transport: Transport, hosts: int, network_bytes_per_s: float) -> float:

@@ -62,6 +62,7 @@ from jaxrl_async.types import (
     IntArray,
     Partial,
     Prompt,
+    Score,
     Ticket,
 )
 
@@ -74,6 +75,15 @@ UNSEEN = "any of them that are too old are dropped once they are complete"
 """Consequences, for log messages, of a sampler that does not report its progress."""
 PROGRESS_S = 30.0
 """Maximum wait for the loop to report the running groups, seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedGroup:
+    """A running group as data."""
+
+    ticket: Ticket
+    prompt: Prompt
+    episodes: tuple[SavedEpisode, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,14 +113,17 @@ class Playing:
             versions.append(drawn_so_far(member, mine))
         return versions
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedGroup:
-    """A running group as data."""
-
-    ticket: Ticket
-    prompt: Prompt
-    episodes: tuple[SavedEpisode, ...]
+    def saved(self, partials: Mapping[str, Partial]) -> SavedGroup:
+        """Return the group as data. partials: sampled parts of running requests, by id."""
+        ids = (request_id(self.label, m, len(one.turns)) for m, one in enumerate(self.members))
+        return SavedGroup(
+            ticket=self.ticket,
+            prompt=self.prompt,
+            episodes=tuple(
+                saved_episode(member, partials.get(of_turn))
+                for member, of_turn in zip(self.members, ids, strict=True)
+            ),
+        )
 
 
 SAVED_KINDS: tuple[type, ...] = (SavedGroup, SavedEpisode, SavedCalls, Turn)
@@ -121,22 +134,26 @@ SAVED_KINDS: tuple[type, ...] = (SavedGroup, SavedEpisode, SavedCalls, Turn)
 class RolloutStats:
     """Totals since the start."""
 
-    groups: int  # put into the gate
-    failures: int  # given back to the gate
-    restarts: int  # groups of a checkpoint, played by programs, that were started over
-    continued_episodes: int  # unfinished episodes of a checkpoint that continue
-    restarted_episodes: int  # those that had tokens of the policy and start over
-    lost_members: int  # failed members whose groups continued without them
-    cancelled_members: int  # started beyond group_size, and not among the first to end
-    cancelled_turn_tokens: int  # sampled by cancelled members in turns that had ended
-    forks: int  # continuations sampled from pivots
-    lost_forks: int  # failed continuations whose groups continued without them
-    fork_tokens: int  # sampled by continuations
-    shared_tokens: int  # tokens before the pivots, which continuations did not sample again
-    active: int  # running groups
-    env_s: float  # seconds in environments, over all episodes
-    score_s: float  # seconds in scorers, over all groups
-    gate_wait_s: float  # seconds of waiting for the gate
+    groups: int = 0  # put into the gate
+    failures: int = 0  # given back to the gate
+    restarts: int = 0  # groups of a checkpoint, played by programs, that were started over
+    continued_episodes: int = 0  # unfinished episodes of a checkpoint that continue
+    restarted_episodes: int = 0  # those that had tokens of the policy and start over
+    lost_members: int = 0  # failed members whose groups continued without them
+    cancelled_members: int = 0  # started beyond group_size, and not among the first to end
+    cancelled_turn_tokens: int = 0  # sampled by cancelled members in turns that had ended
+    forks: int = 0  # continuations sampled from pivots
+    lost_forks: int = 0  # failed continuations whose groups continued without them
+    fork_tokens: int = 0  # sampled by continuations
+    shared_tokens: int = 0  # tokens before the pivots, which continuations did not sample again
+    active: int = 0  # running groups
+    env_s: float = 0.0  # seconds in environments, over all episodes
+    score_s: float = 0.0  # seconds in scorers, over all groups
+    gate_wait_s: float = 0.0  # seconds of waiting for the gate
+
+    def plus(self, **more: float) -> "RolloutStats":
+        """Return the totals with more of some."""
+        return replace(self, **{name: getattr(self, name) + value for name, value in more.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +167,46 @@ class RolloutSettings:
     pivots: PivotPlan | None = None  # continuations of its episodes of one turn; None: none
     max_failures: int = 8  # number of consecutive failed groups that ends the run
     backoff_s: float = 1.0  # wait after a failure, seconds; doubles with each consecutive one
+
+
+class ConsecutiveFailures:
+    """Failed groups in a row, and the wait after one. Owned by one thread.
+
+    Failures are consecutive if each group started after the previous failure was known: groups that
+    ran at the same time may share one cause. Once a group has succeeded, later failures are
+    followed by a wait, which doubles with each.
+    """
+
+    def __init__(self, most: int, first_wait_s: float, clock: Clock) -> None:
+        """Count none. most: number that ends the run. first_wait_s: after one failure, seconds."""
+        self.number = 0
+        self.rests_until_s = 0.0  # on the clock: no group starts before
+        self._most, self._first_wait_s, self._clock = most, first_wait_s, clock
+        self._first: BaseException | None = None  # cause
+        self._some_succeeded = False
+
+    def succeeded(self) -> None:
+        """Note that a group has succeeded."""
+        self.number, self.rests_until_s, self._some_succeeded = 0, 0.0, True
+
+    def failed(self, prompt: Prompt, error: BaseException, *, after: int) -> None:
+        """Count a failure, unless its group started before the last one was known; raise
+        RolloutError if there are too many.
+
+        after: `number` when the group started.
+        """
+        if after < self.number:
+            return
+        self._first = error if self.number == 0 else self._first
+        self.number += 1
+        if self.number >= self._most:
+            raise RolloutError(
+                f"{self.number} groups failed in a row, each started after the previous failure, "
+                f"the last on prompt {prompt.prompt_id}. Correct the environment or the reward. "
+                f"The first failure was: {_text_of(self._first)}"
+            ) from self._first
+        if self._some_succeeded:
+            self.rests_until_s = self._clock() + backoff_s(self._first_wait_s, self.number - 1)
 
 
 class RolloutLoop:
@@ -194,47 +251,29 @@ class RolloutLoop:
             if outages is None
             else PlayAgain(make_env=make_env, outages=outages, started_over=self._note_started_over)
         )
-        self._clock, self._rests_until_s = clock, 0.0
+        self._clock = clock
+        self._in_a_row = ConsecutiveFailures(settings.max_failures, settings.backoff_s, clock)
         self._restored: tuple[SavedGroup, ...] = ()  # played before all others
         self._playing: dict[int, Playing] = {}  # by number; groups that fail or close remain
         self._loop: asyncio.AbstractEventLoop | None = None  # while it runs
-        self._first_cause: BaseException | None = None  # of the consecutive failures
-        self._failures_in_a_row = 0
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of the running groups
         self._aged = asyncio.Event()  # `_oldest` has risen
         self._oldest = 0  # version of the oldest tokens that may still be trained on
-        self._groups = self._failures = self._active = self._restarts = 0
-        self._started_over = 0  # restored episodes whose environment could not be restored
-        self._lost_members = self._cancelled_members = self._cancelled_turn_tokens = 0
-        self._forks = self._lost_forks = self._fork_tokens = self._shared_tokens = 0
-        self._env_s = self._score_s = self._gate_wait_s = 0.0
+        self._stats = RolloutStats()
 
     def stats(self) -> RolloutStats:
         """Return the totals so far."""
-        return RolloutStats(
-            groups=self._groups,
-            failures=self._failures,
-            restarts=self._restarts,
-            continued_episodes=sum(e.continues for g in self._restored for e in g.episodes),
-            restarted_episodes=sum(e.restarts for g in self._restored for e in g.episodes)
-            + self._started_over,
-            lost_members=self._lost_members,
-            cancelled_members=self._cancelled_members,
-            cancelled_turn_tokens=self._cancelled_turn_tokens,
-            forks=self._forks,
-            lost_forks=self._lost_forks,
-            fork_tokens=self._fork_tokens,
-            shared_tokens=self._shared_tokens,
-            active=self._active,
-            env_s=self._env_s,
-            score_s=self._score_s,
-            gate_wait_s=self._gate_wait_s,
-        )
+        return self._stats
 
     def restore(self, groups: Sequence[SavedGroup]) -> None:
         """Play these groups of a checkpoint first; the gate already has their tickets. Call this
         before `run`."""
         self._restored = tuple(groups)
+        episodes = [episode for group in groups for episode in group.episodes]
+        self._stats = self._stats.plus(
+            continued_episodes=sum(episode.continues for episode in episodes),
+            restarted_episodes=sum(episode.restarts for episode in episodes),
+        )
 
     async def run(self) -> None:
         """Admit and play groups until the gate closes.
@@ -313,15 +352,10 @@ class RolloutLoop:
             oldest = self._oldest
             if all(p.ticket.version >= oldest for p in self._playing.values()):
                 continue  # no token is older than its group's ticket
-            drawn = await asyncio.to_thread(self._drawn, UNSEEN)
-            by_label: dict[str, list[Partial]] = {}
-            for request, partial_ in drawn.items():
-                by_label.setdefault(request.partition("/")[0], []).append(partial_)
-            for playing in [p for n, p in self._playing.items() if n in self._tasks]:
-                versions = playing.drawn(by_label.get(playing.label, ()))
-                first = min((int(v.min()) for v in versions if len(v)), default=oldest)
-                if first < oldest:
-                    self._cancel_group(playing, first, tuple(len(v) for v in versions))
+            drawn = await asyncio.to_thread(_drawn, self._generate, UNSEEN)
+            running = [p for n, p in self._playing.items() if n in self._tasks]
+            for playing, first, lengths in _too_old(running, drawn, oldest):
+                self._cancel_group(playing, first, lengths)
 
     def _cancel_group(self, playing: Playing, oldest: int, lengths: tuple[int, ...]) -> None:
         """Cancel a group that is too old.
@@ -351,7 +385,7 @@ class RolloutLoop:
         The sampler is read first; anything that it finishes meanwhile is in the episodes. Raises
         RolloutError after timeout_s.
         """
-        drawn, loop = self._drawn(UNSAVED), self._loop
+        drawn, loop = _drawn(self._generate, UNSAVED), self._loop
         if loop is None:
             return self._saved(drawn)
         saved: Future[tuple[SavedGroup, ...]] = Future()
@@ -368,33 +402,10 @@ class RolloutLoop:
 
     def snapshot(self) -> tuple[SavedGroup, ...]:
         """Return the same as `progress`, on the loop's own thread."""
-        return self._saved(self._drawn(UNSAVED))
-
-    def _drawn(self, without: str) -> dict[str, Partial]:
-        """Return the sampled parts of running turns by request id; empty if the sampler does not
-        report them. without: the consequence, for the log message."""
-        try:
-            return {p.request.request_id: p for p in self._generate.progress()}
-        except Exception as error:
-            log.warning(
-                "the sampler does not report its running requests (%s): %s",
-                _text_of(error),
-                without,
-            )
-            return {}
+        return self._saved(_drawn(self._generate, UNSAVED))
 
     def _saved(self, drawn: Mapping[str, Partial]) -> tuple[SavedGroup, ...]:
-        return tuple(
-            SavedGroup(
-                ticket=group.ticket,
-                prompt=group.prompt,
-                episodes=tuple(
-                    saved_episode(member, drawn.get(request_id(group.label, m, len(member.turns))))
-                    for m, member in enumerate(group.members)
-                ),
-            )
-            for group in self._playing.values()
-        )
+        return tuple(group.saved(drawn) for group in self._playing.values())
 
     def _begin(self, groups: Sequence[SavedGroup]) -> list[Playing]:
         """Queue the next requests of these groups in one call. Empty: the sampler is closed."""
@@ -406,9 +417,7 @@ class RolloutLoop:
         except Closed:
             return []
         burst = [
-            Playing(
-                ticket=g.ticket, prompt=g.prompt, members=members, after=self._failures_in_a_row
-            )
+            Playing(ticket=g.ticket, prompt=g.prompt, members=members, after=self._in_a_row.number)
             for g, members in zip(groups, begun, strict=True)
         ]
         self._playing |= {group.ticket.group: group for group in burst}
@@ -416,32 +425,24 @@ class RolloutLoop:
 
     def _note_started_over(self) -> None:
         """Count a restored episode whose environment could not be restored."""
-        self._started_over += 1
+        self._stats = self._stats.plus(restarted_episodes=1)
 
     def _note_restarts(self, saved: Sequence[SavedGroup], burst: Sequence[Playing]) -> None:
-        """Count and log restored groups with a member, played by a program or a game, of which no
-        call was saved."""
-        groups = [
-            group
-            for of_group, group in zip(saved, burst, strict=False)
-            if any(
-                isinstance(member.env, Plays) and not (one.calls or one.left_out)
-                for one, member in zip(of_group.episodes, group.members, strict=False)
-            )
-        ]
-        self._restarts += len(groups)
-        if groups:
+        """Count and log restored groups that start over."""
+        number = len(_started_over(saved, burst))
+        self._stats = self._stats.plus(restarts=number)
+        if number:
             log.warning(
                 "%d groups with open sessions or games start over with the same random numbers: if "
                 "the program or game repeats its calls, the same weights give the same samples",
-                len(groups),
+                number,
             )
 
     async def _next_burst(self) -> list[Playing]:
         """Wait for tickets, and for the backoff after a failure; then queue the first turns of all
         their groups in one call. Empty: the gate is closed."""
         tickets: tuple[Ticket, ...] = ()
-        while not tickets or self._clock() < self._rests_until_s:
+        while not tickets or self._clock() < self._in_a_row.rests_until_s:
             started = time.monotonic()
             try:
                 with span("wait at the gate", "gate"):
@@ -449,22 +450,14 @@ class RolloutLoop:
             except Closed:
                 return []
             finally:
-                self._gate_wait_s += time.monotonic() - started
+                self._stats = self._stats.plus(gate_wait_s=time.monotonic() - started)
         fresh = (SavedEpisode(),) * (self._settings.group_size + self._settings.oversample)
         return self._begin(
             [
-                SavedGroup(ticket=ticket, prompt=self._next_prompt(), episodes=fresh)
+                SavedGroup(ticket=ticket, prompt=_next_of(self._prompts), episodes=fresh)
                 for ticket in sorted(tickets, key=lambda t: t.group)
             ]
         )
-
-    def _next_prompt(self) -> Prompt:
-        prompt = next(self._prompts, None)
-        if prompt is None:
-            raise RolloutError(
-                "the prompts ran out before the run ended. Use an iterator that repeats."
-            )
-        return prompt
 
     async def _play(self, playing: Playing) -> None:
         """Play and score one group, and put it into the gate.
@@ -475,7 +468,7 @@ class RolloutLoop:
         on failure    the ticket is given back (Drop.FAILED) and counted; too many consecutive
                       failures end the run, and a misconfigured scorer ends it immediately
         """
-        self._active += 1
+        self._stats = self._stats.plus(active=1)
         try:
             group = await self._make_group(playing)
             if not self._is_playing(playing):
@@ -483,8 +476,8 @@ class RolloutLoop:
             self._observe(without_forks(group))
             self._gate.put(group)
             del self._playing[playing.ticket.group]
-            self._groups += 1
-            self._failures_in_a_row, self._rests_until_s = 0, 0.0
+            self._stats = self._stats.plus(groups=1)
+            self._in_a_row.succeeded()
         except Closed:
             return
         except (Exception, asyncio.CancelledError) as error:
@@ -494,7 +487,7 @@ class RolloutLoop:
                 raise
             self._forgive(playing, error)
         finally:
-            self._active -= 1
+            self._stats = self._stats.plus(active=-1)
             self._tasks.pop(playing.ticket.group, None)
 
     def _is_playing(self, playing: Playing) -> bool:
@@ -520,7 +513,14 @@ class RolloutLoop:
             left_out=left_out,
             spent_s=self._count_env,
         )
-        continued = await self._continued(playing, episodes)
+        continued, lost = await _continued(self._generate, settings, playing, episodes)
+        drawn = sum(one.episode.num_drawn for one in continued)
+        self._stats = self._stats.plus(
+            forks=len(continued),
+            lost_forks=lost,
+            fork_tokens=drawn,
+            shared_tokens=sum(one.whole.num_drawn for one in continued) - drawn,
+        )
         judged = (*episodes, *(c.whole for c in continued))
         episodes = (*episodes, *(c.episode for c in continued))
         started = time.monotonic()
@@ -528,43 +528,17 @@ class RolloutLoop:
             with span("score", "scorer", prompt=prompt.prompt_id, answers=len(judged)):
                 scores = tuple(await self._scorer(judged, prompt))
         finally:
-            self._score_s += time.monotonic() - started
-        if len(scores) != len(episodes):
-            raise RolloutError(
-                f"prompt {prompt.prompt_id}: the scorer gave {len(scores)} scores for "
-                f"{len(episodes)} episodes. It must return one for each, in order."
-            )
+            self._stats = self._stats.plus(score_s=time.monotonic() - started)
+        _check_scores(scores, episodes, prompt)
         episodes = tuple(replace(e, opened=(), messages=()) for e in episodes)  # scorers read them
         return EpisodeGroup(prompt=prompt, episodes=episodes, scores=scores, ticket=playing.ticket)
 
-    async def _continued(self, playing: Playing, episodes: Sequence[Episode]) -> list[Continuation]:
-        """Sample the continuations of a group's episodes from their pivots, and count them."""
-        plan, limits = self._settings.pivots, self._settings.limits
-        if plan is None:
-            return []
-        numbers = [m for m, member in enumerate(playing.members) if not member.left_out]
-        forks = planned_forks(
-            plan,
-            playing.prompt,
-            list(zip(numbers, episodes, strict=True)),
-            label=playing.label,
-            limits=limits,
-        )
-        done = await drawn_forks(self._generate, forks, episodes, limits)
-        self._forks += len(done)
-        self._lost_forks += len(forks) - len(done)
-        for one in done:
-            drawn = one.episode.num_drawn
-            self._fork_tokens += drawn
-            self._shared_tokens += one.whole.num_drawn - drawn
-        return done
-
     def _count_left_out(self, playing: Playing, m: int, error: BaseException | None) -> None:
         if error is None:
-            self._cancelled_members += 1
-            self._cancelled_turn_tokens += len(drawn_so_far(playing.members[m], ()))
+            tokens = len(drawn_so_far(playing.members[m], ()))
+            self._stats = self._stats.plus(cancelled_members=1, cancelled_turn_tokens=tokens)
             return
-        self._lost_members += 1
+        self._stats = self._stats.plus(lost_members=1)
         log.warning(
             "group %d, prompt %d continues without its member %d, which failed: %s",
             playing.ticket.group,
@@ -574,43 +548,107 @@ class RolloutLoop:
         )
 
     def _count_env(self, seconds: float) -> None:
-        self._env_s += seconds
+        self._stats = self._stats.plus(env_s=seconds)
 
     def _forgive(self, playing: Playing, error: BaseException) -> None:
         """Give the ticket back, unless too many consecutive groups have failed, or the samplers
         have ended, in which case all groups would fail.
 
-        Failures are consecutive if each group started after the previous failure was known: groups
-        that ran at the same time may share one cause. An outage that was waited out for the maximum
-        time does not count. Once a group has succeeded, later failures are followed by a backoff.
+        An outage that was waited out for the maximum time does not count as one of them.
         """
-        self._failures += 1
+        self._stats = self._stats.plus(failures=1)
         if isinstance(error, WeightsError | SamplersLost):
             raise error
         ticket, prompt = playing.ticket, playing.prompt
-        if not isinstance(error, GivenUp) and playing.after >= self._failures_in_a_row:
-            self._count_failure(prompt, error)
+        if not isinstance(error, GivenUp):
+            self._in_a_row.failed(prompt, error, after=playing.after)
         log.warning(
             "group %d, prompt %d failed: %s", ticket.group, prompt.prompt_id, _text_of(error)
         )
         del self._playing[ticket.group]
         self._gate.fail(ticket, prompt, Drop.FAILED)
 
-    def _count_failure(self, prompt: Prompt, error: BaseException) -> None:
-        """Count a consecutive failure; raise RolloutError if there are too many."""
-        if self._failures_in_a_row == 0:
-            self._first_cause = error
-        self._failures_in_a_row += 1
-        number, cause = self._failures_in_a_row, self._first_cause
-        if number >= self._settings.max_failures:
-            raise RolloutError(
-                f"{number} groups failed in a row, each started after the previous failure, the "
-                f"last on prompt {prompt.prompt_id}. Correct the environment or the reward. The "
-                f"first failure was: {_text_of(cause)}"
-            ) from cause
-        if self._groups:
-            wait_s = backoff_s(self._settings.backoff_s, number - 1)
-            self._rests_until_s = self._clock() + wait_s
+
+def _drawn(generate: Generate, without: str) -> dict[str, Partial]:
+    """Return the sampled parts of running turns by request id; empty if the sampler does not report
+    them. without: the consequence, for the log message."""
+    try:
+        return {p.request.request_id: p for p in generate.progress()}
+    except Exception as error:
+        told = "the sampler does not report its running requests (%s): %s"
+        log.warning(told, _text_of(error), without)
+        return {}
+
+
+def _next_of(prompts: Iterator[Prompt]) -> Prompt:
+    """Return the next prompt. Raises RolloutError if there is none."""
+    prompt = next(prompts, None)
+    if prompt is None:
+        raise RolloutError(
+            "the prompts ran out before the run ended. Use an iterator that repeats."
+        )
+    return prompt
+
+
+async def _continued(
+    generate: Generate, settings: RolloutSettings, playing: Playing, episodes: Sequence[Episode]
+) -> tuple[list[Continuation], int]:
+    """Sample the continuations of a group's episodes from their pivots. Return them, and the number
+    of those that failed."""
+    if settings.pivots is None:
+        return [], 0
+    numbers = [m for m, member in enumerate(playing.members) if not member.left_out]
+    forks = planned_forks(
+        settings.pivots,
+        playing.prompt,
+        list(zip(numbers, episodes, strict=True)),
+        label=playing.label,
+        limits=settings.limits,
+    )
+    done = await drawn_forks(generate, forks, episodes, settings.limits)
+    return done, len(forks) - len(done)
+
+
+def _check_scores(scores: Sequence[Score], episodes: Sequence[Episode], prompt: Prompt) -> None:
+    """Raise RolloutError unless each episode has a score."""
+    if len(scores) != len(episodes):
+        raise RolloutError(
+            f"prompt {prompt.prompt_id}: the scorer gave {len(scores)} scores for "
+            f"{len(episodes)} episodes. It must return one for each, in order."
+        )
+
+
+def _too_old(
+    running: Sequence[Playing], drawn: Mapping[str, Partial], oldest: int
+) -> list[tuple[Playing, int, tuple[int, ...]]]:
+    """Return the groups with a token older than this version, each with the version of its oldest
+    token and the number of sampled tokens of each member.
+
+    drawn: the sampled parts of running turns by request id.
+    """
+    by_label: dict[str, list[Partial]] = {}
+    for request, part in drawn.items():
+        by_label.setdefault(request.partition("/")[0], []).append(part)
+    found = []
+    for playing in running:
+        versions = playing.drawn(by_label.get(playing.label, ()))
+        first = min((int(v.min()) for v in versions if len(v)), default=oldest)
+        if first < oldest:
+            found.append((playing, first, tuple(len(v) for v in versions)))
+    return found
+
+
+def _started_over(saved: Sequence[SavedGroup], burst: Sequence[Playing]) -> list[Playing]:
+    """Return the restored groups with a member, played by a program or a game, of which no call was
+    saved."""
+    return [
+        group
+        for of_group, group in zip(saved, burst, strict=False)
+        if any(
+            isinstance(member.env, Plays) and not (one.calls or one.left_out)
+            for one, member in zip(of_group.episodes, group.members, strict=False)
+        )
+    ]
 
 
 def _cancel(group: Playing, _: object) -> None:

@@ -35,6 +35,7 @@ from jaxrl_async.run.builders.observers import make_observer, make_watchdog
 from jaxrl_async.run.builders.playing import run_chat_format
 from jaxrl_async.run.builders.rehearsal import Rehearsal
 from jaxrl_async.run.builders.rollouts import (
+    Records,
     RolloutSide,
     SharedSampling,
     make_rollout_side,
@@ -43,7 +44,11 @@ from jaxrl_async.run.builders.rollouts import (
 from jaxrl_async.run.builders.samplers import Sampling
 from jaxrl_async.run.builders.scoring import Scorers
 from jaxrl_async.run.builders.trainer_parts import make_outlets, make_trainer
-from jaxrl_async.run.checkpoint.rollout_state import resumed, resuming_if_possible
+from jaxrl_async.run.checkpoint.rollout_state import (
+    StartingPoint,
+    resumed,
+    resuming_if_possible,
+)
 from jaxrl_async.run.checkpoint.store import Checkpoints, OnSaved, open_checkpoints
 from jaxrl_async.run.folder import Paths, write_policy
 from jaxrl_async.run.lockstep import Lockstep
@@ -205,10 +210,7 @@ def connect(
         tokenizer.images,
         inputs.digests,
     )
-    opened = begun.config, paths, start, inputs.recorded, lockstep, closing
-    records = open_records(*opened, continued=begun.continued, scheduled=shared is None)
-    if begun.warm_metrics:
-        records.recorder.log(0, begun.warm_metrics)
+    records = _open_records(begun, start, lockstep, closing, scheduled=shared is None)
     weights = VersionedParams(version=start.version, params=learner.params)
     side = make_rollout_side(
         config,
@@ -222,10 +224,8 @@ def connect(
         base_of(policy),
         sampling,
     )
-    closing.callback(inputs.opponents.close)
-    inputs.opponents.begin(
-        paths, start.version, policy.with_trained(learner.params), slices, inputs.locks.sampler
-    )
+    trained = policy.with_trained(learner.params)
+    _open_opponents(inputs, paths, start.version, trained, closing)
     _open_serving(config, inputs, side, lockstep, closing)
     observer = make_observer(config.metrics, side, lockstep, inputs.serving)
     outlets = make_outlets(config, learner, side, observer, checkpoints, console, lockstep)
@@ -242,17 +242,41 @@ def connect(
         buffer=side.buffer,
         schedule=records.schedule,
         watchdog=make_watchdog(config, side, trainer, paths, console),
-        notices=Notices(
-            inputs.outages,
-            side.buffer.stats,
-            console.notice,
-            groups_per_step=config.algorithm.groups_per_step // lockstep.players,
-        ),
+        notices=_notices(config, inputs, side, context),
         serving=inputs.serving,
         plays=lockstep.plays,
         base_path=begun.base_path,
         label=begun.label,
     )
+
+
+def _open_records(
+    begun: Begun, start: StartingPoint, lockstep: Lockstep, closing: ExitStack, *, scheduled: bool
+) -> Records:
+    """Open the run's records, which begin with the metrics of a warm start."""
+    opened = begun.config, begun.paths, start, begun.inputs.recorded, lockstep, closing
+    records = open_records(*opened, continued=begun.continued, scheduled=scheduled)
+    if begun.warm_metrics:
+        records.recorder.log(0, begun.warm_metrics)
+    return records
+
+
+def _notices(config: Config, inputs: Inputs, side: RolloutSide, context: RunContext) -> Notices:
+    """Make the console's notices of outages and of the buffer."""
+    return Notices(
+        inputs.outages,
+        side.buffer.stats,
+        context.console.notice,
+        groups_per_step=config.algorithm.groups_per_step // context.lockstep.players,
+    )
+
+
+def _open_opponents(
+    inputs: Inputs, paths: Paths, version: int, policy: Policy, closing: ExitStack
+) -> None:
+    """Load the other players of a game, beginning with this policy of this version."""
+    closing.callback(inputs.opponents.close)
+    inputs.opponents.begin(paths, version, policy, inputs.slices, inputs.locks.sampler)
 
 
 def _open_serving(

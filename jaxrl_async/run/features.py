@@ -122,7 +122,7 @@ def opponents(
         faults: counts handled faults.
         outages: tracker of outages of endpoints.
     """
-    if not config.seats:
+    if not config.players:
         return NoOpponents()
     _of("games.league", "check_alone")(config, lockstep)
     made: SeatFillers = _of("games.league", "RunOpponents")(config, chat(), spec, faults, outages)

@@ -271,7 +271,7 @@ def reward_model(
         learning(config, slices, policy.lora),
         learning_rate=config.algorithm.learning_rate,
         total_steps=config.run.steps,
-        margin=config.preference.margin,
+        margin=config.reward_model.margin,
     )
 
     whole = with_head(policy.spec, policy.params, "reward", jax.random.key(config.run.seed))
@@ -292,7 +292,7 @@ def reward_model(
         params=whole if policy.lora is None else {**policy.adapter, HEAD: whole[HEAD]},
         base=base_of(policy),
         split=split,
-        batch_size=config.preference.batch_size,
+        batch_size=config.reward_model.batch_size,
         write=write,
     )
 

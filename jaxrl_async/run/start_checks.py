@@ -135,10 +135,10 @@ def _folders(config: Config) -> Iterator[tuple[str, str | None]]:
     if config.run.job == "rl":
         if config.teacher is not None:
             yield "teacher.path", config.teacher.path
-        yield "critic.path", config.critic.path
+        yield "critic.path", config.critic_settings.path
         yield "reward.model", config.reward.model
         if config.refers:
-            yield "reference.path", config.reference.path
+            yield "reference.path", config.reference_settings.path
 
 
 def _files(config: Config) -> Iterator[tuple[str, str | None]]:

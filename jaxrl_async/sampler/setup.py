@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from jaxrl_async.config import schema
 from jaxrl_async.config.model_section import AMPERE
@@ -65,7 +66,7 @@ LONGEST = 2048
 class SamplerSettings:
     """Less common settings of a Sampler."""
 
-    dtype: Any = jnp.float32  # of its computation and its KV
+    dtype: DTypeLike = jnp.float32  # of its computation and its KV
     keep_routing: bool = False  # completions have each token's experts; mixture of experts only
     one_thread: bool = False  # on a CPU, use one core: for several samplers on one host
     adapters: AdapterRoom | None = None  # that requests may name; None: no adapters
@@ -212,7 +213,7 @@ def _placed(params: Params, mesh: Mesh, shardings: Any) -> Params:
 
 
 def roomy_section(
-    spec: ModelSpec, dtype: Any, room: AdapterRoom | None = None, mesh: Mesh | None = None
+    spec: ModelSpec, dtype: DTypeLike, room: AdapterRoom | None = None, mesh: Mesh | None = None
 ) -> schema.SamplerSection:
     """Return the section of a sampler without one: sequences of the model's maximum length, at most
     LONGEST, in the KV memory of schema.SamplerSection's defaults plus the places of adapters.
@@ -234,7 +235,7 @@ def roomy_section(
 def kv_plan(
     spec: ModelSpec,
     section: schema.SamplerSection,
-    dtype: Any,
+    dtype: DTypeLike,
     room: AdapterRoom | None = None,
     mesh: Mesh | None = None,
     *,
@@ -286,7 +287,7 @@ def _state_bytes(spec: ModelSpec) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(states))
 
 
-def _places_bytes(spec: ModelSpec, room: AdapterRoom, dtype: Any, mesh: Mesh | None) -> int:
+def _places_bytes(spec: ModelSpec, room: AdapterRoom, dtype: DTypeLike, mesh: Mesh | None) -> int:
     """Return the bytes of a sampler's places for adapters, on all devices together."""
     table = stack_table(spec, room)
     weights = jax.tree.leaves(table, is_leaf=lambda w: isinstance(w, Weight))
@@ -305,7 +306,7 @@ def build_engine(
     section: schema.SamplerSection,
     mesh: Mesh | None,
     *,
-    dtype: Any,
+    dtype: DTypeLike,
     one_thread: bool = False,
     keep_routing: bool = False,
     room: AdapterRoom | None = None,
@@ -365,7 +366,7 @@ def device_of(mesh: Mesh | None) -> Any:
     return jax.devices()[0] if mesh is None else mesh.devices.flat[0]
 
 
-def takes_cpu_kernels(mesh: Mesh | None, dtype: Any) -> bool:
+def takes_cpu_kernels(mesh: Mesh | None, dtype: DTypeLike) -> bool:
     """Return whether a sampler on this mesh could use our CPU kernels: on one CPU device, in
     float32."""
     device = device_of(mesh)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import whole
@@ -43,7 +44,7 @@ class SwapCheck:
     def __init__(
         self,
         spec: ModelSpec,
-        dtype: Any,
+        dtype: DTypeLike,
         probe: Probe | None,
         device_lock: AbstractContextManager[Any],
     ) -> None:
@@ -151,7 +152,7 @@ def remake(
 
 
 @partial(jax.jit, static_argnums=(0, 3))
-def _sequence_logprobs(spec: ModelSpec, params: Any, token_ids: Any, dtype: Any) -> Any:
+def _sequence_logprobs(spec: ModelSpec, params: Any, token_ids: Any, dtype: DTypeLike) -> Any:
     """Return the log-probs of token_ids[1:] of one sequence, [n - 1] float32."""
     ids = jnp.asarray(token_ids)[None]
     tokens = TokenRows(ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids))

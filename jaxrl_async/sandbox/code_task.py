@@ -158,7 +158,7 @@ def read_problems(path: str) -> list[TaskRecord]:
     return problems
 
 
-def problem_of(record: Any, where: str) -> TaskRecord:
+def problem_of(record: object, where: str) -> TaskRecord:
     """Return a record with its question. where: names it in errors. Raises DataError."""
     if not isinstance(record, dict) or not any(map(record.get, ("test", "test_list", "tests"))):
         raise DataError(

@@ -207,7 +207,7 @@ def parsed(text: str) -> list[Any]:
     return read
 
 
-def rounded_away(right: Any, given: Any) -> bool:
+def rounded_away(right: object, given: object) -> bool:
     """Return whether two numbers that math-verify considers equal differ, relative to their
     size."""
     ours, theirs = numbers_in(right), numbers_in(given)
@@ -221,7 +221,7 @@ def _far(a: Any, b: Any) -> bool:
     return bool(apart <= SMALL and apart > ROUNDED * size)
 
 
-def numbers_in(read: Any) -> list[Any]:
+def numbers_in(read: object) -> list[Any]:
     """Return the numbers in an expression, in a fixed order, with a number for each of its
     variables; empty: it has none."""
     if isinstance(read, Relational):

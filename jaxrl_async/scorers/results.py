@@ -34,7 +34,7 @@ REMEDY = (
 )
 
 
-def score_of(result: Any, episode: Episode) -> Score:
+def score_of(result: object, episode: Episode) -> Score:
     """Convert a result to a Score. Raises RefusedScore with a message that continues "reward f"."""
     if isinstance(result, Score):
         parts = _parts(result.parts)
@@ -126,7 +126,7 @@ def added(weighted: Sequence[tuple[float, Score | None]]) -> Score:
     )
 
 
-def finite(value: Any) -> float | None:
+def finite(value: object) -> float | None:
     """Convert a real number of any type to a float; None if it is not a number or not finite.
 
     Supports bool, NumPy's types, Decimal, Fraction, arrays without dimensions and others.
@@ -142,7 +142,7 @@ def finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def cited(value: Any) -> str:
+def cited(value: object) -> str:
     """Describe a value and its type for a message; only the type if its repr fails."""
     try:
         text = repr(value)
@@ -151,7 +151,7 @@ def cited(value: Any) -> str:
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
-def _number(value: Any, what: str) -> float:
+def _number(value: object, what: str) -> float:
     number = finite(value)
     if number is None or abs(number) > LARGEST_REWARD:
         raise RefusedScore(f"gave {what} of {cited(value)}. {REMEDY}")
@@ -180,7 +180,7 @@ def _sum(numbers: Any) -> float:
     return _number(total, "parts with a sum")
 
 
-def _floats(values: Any, length: int, unit: str) -> FloatArray | None:
+def _floats(values: object, length: int, unit: str) -> FloatArray | None:
     """Convert values to `length` finite float32 numbers; None stays None."""
     if values is None:
         return None
@@ -196,7 +196,7 @@ def _floats(values: Any, length: int, unit: str) -> FloatArray | None:
     return array.astype(np.float32)
 
 
-def _spread(values: Any, episode: Episode) -> FloatArray | None:
+def _spread(values: object, episode: Episode) -> FloatArray | None:
     """Spread rewards of the generated tokens over all tokens of the episode."""
     drawn = _floats(values, episode.num_drawn, "generated token (in token_ids)")
     if drawn is None:

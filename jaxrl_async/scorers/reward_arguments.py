@@ -73,7 +73,7 @@ class OneForAll(str):
             "the column of the records, which is a list with one item per answer."
         )
 
-    def __getitem__(self, place: Any) -> str:
+    def __getitem__(self, place: object) -> str:
         """Return a slice, or raise the same TypeError for an index, which counts answers."""
         return super().__getitem__(place) if isinstance(place, slice) else self.__iter__()
 
@@ -250,7 +250,7 @@ def answer_of(episode: Episode, completion: str) -> dict[str, Any]:
 
 
 def answers_of(
-    episodes: Sequence[Episode], completions: Sequence[Any], prompt: Any
+    episodes: Sequence[Episode], completions: Sequence[Any], prompt: object
 ) -> dict[str, Any]:
     """Return the values named OF_THE_GROUP.
 

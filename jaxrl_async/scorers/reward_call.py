@@ -87,7 +87,7 @@ async def awaited(
     return scores_of(await function(*positional, **named), arguments, call)
 
 
-def scores_of(result: Any, arguments: RewardArguments, call: RewardCall) -> list[Score | None]:
+def scores_of(result: object, arguments: RewardArguments, call: RewardCall) -> list[Score | None]:
     """Convert a function's result. Raises RefusedScore."""
     count = len(call.episodes)
     listed = one_each(result, count) if arguments.whole_group else [result]
@@ -113,7 +113,7 @@ def one_each(results: Any, count: int) -> list[Any]:
 def checked_log(log: Log) -> Log:
     """Return a `log` that accepts any finite number, and makes the name valid for a metric."""
 
-    def log_metric(name: str, value: Any) -> None:
+    def log_metric(name: str, value: object) -> None:
         number = finite(value)
         if number is None:
             raise RefusedScore(

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxrl_async.config.schema import ModelSection, RewardSection
 from jaxrl_async.data.tokenizer import Tokenizer, load_tokenizer
@@ -47,7 +48,7 @@ class RewardModel:
         params: Any,
         mesh: Mesh,
         *,
-        dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         attention: str = "auto",
         device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
     ) -> None:

@@ -321,7 +321,7 @@ class _about:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: Any, error: BaseException | None, _: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if isinstance(error, Away):
             raise Away(f"{self._head} {error}", error.wait_s) from error.__cause__
         if isinstance(error, RolloutError):

@@ -50,7 +50,7 @@ def source_of(function: Callable[..., Any], name: str, where: str) -> FunctionSo
     return FunctionSource(module=module, file=os.path.abspath(file), name=attribute)
 
 
-def _found(module: Any, name: str) -> Any:
+def _found(module: object, name: str) -> Any:
     """Return a module's attribute by its dotted name; None if it does not exist."""
     for part in name.split("."):
         module = getattr(module, part, None)

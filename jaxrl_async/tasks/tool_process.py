@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from threading import Lock
-from typing import Any
 
 from jaxrl_async.config.userfile import end_loading
 from jaxrl_async.tasks.function_source import FunctionSource
@@ -42,7 +41,7 @@ class ToolProcesses:
         self._lock = Lock()
         weakref.finalize(self, _close_all, self._free)
 
-    def call(self, source: FunctionSource, arguments: Any, timeout_s: float) -> str:
+    def call(self, source: FunctionSource, arguments: object, timeout_s: float) -> str:
         """Return a tool's result as text. arguments: as the policy wrote them, JSON or its value.
 
         Raises ToolFailed if it raises, TooLate after timeout_s seconds, RolloutError if it ended

@@ -143,7 +143,7 @@ class Toolbox:
         return self._cut(outcome.value)
 
     async def _outcome(
-        self, name: str, tool: "_Bound", given: Mapping[str, Any], arguments: Any
+        self, name: str, tool: "_Bound", given: Mapping[str, Any], arguments: object
     ) -> CallOutcome:
         """Call a tool: in a thread, or in a process once it was found to set a signal. The call
         that finds it is made again."""
@@ -194,7 +194,7 @@ class Toolbox:
         text = _sayable(text)
         return text if len(text) <= ERROR_CHARS else text[: ERROR_CHARS - 3] + "..."
 
-    def _cut(self, result: Any) -> str:
+    def _cut(self, result: object) -> str:
         text = text_of(result)
         most = self._limits.result_chars
         if len(text) <= most:
@@ -278,7 +278,7 @@ def _described(doc: str) -> tuple[str, dict[str, str]]:
     return about.strip(), texts
 
 
-def _untitled(schema: Any) -> Any:
+def _untitled(schema: object) -> Any:
     """Return a JSON schema without the titles that pydantic derives from names."""
     if isinstance(schema, list):
         return [_untitled(item) for item in schema]
@@ -299,13 +299,13 @@ def _asked(call: Mapping[str, Any]) -> tuple[str, Any]:
     return str(function.get("name", "")), function.get("arguments", {})
 
 
-def checked_arguments(tool: Tool, arguments: Any) -> dict[str, Any]:
+def checked_arguments(tool: Tool, arguments: object) -> dict[str, Any]:
     """Return a tool's arguments by name, from JSON or its value; raise ValueError with a short text
     if they do not fit."""
     return _checked(_bound(tool), arguments)
 
 
-def _checked(tool: _Bound, arguments: Any) -> dict[str, Any]:
+def _checked(tool: _Bound, arguments: object) -> dict[str, Any]:
     """Return the arguments by name; raise ValueError with a short text if they do not fit."""
     try:
         given = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
@@ -329,7 +329,7 @@ def _checked(tool: _Bound, arguments: Any) -> dict[str, Any]:
     }
 
 
-def text_of(result: Any) -> str:
+def text_of(result: object) -> str:
     """Return a tool's result as the policy sees it: a text, or JSON."""
     if isinstance(result, str):
         return result
@@ -378,7 +378,7 @@ def _warn_of_signals(name: str) -> bool:
     return False
 
 
-def _told(call: Any, text: str) -> Message:
+def _told(call: object, text: str) -> Message:
     """Return the message of the role tool that answers a call."""
     message = {"role": "tool", "content": text}
     if isinstance(call, Mapping):

@@ -103,7 +103,7 @@ class SteppedLoop(asyncio.AbstractEventLoop):
         return Task(coro, loop=self, **options)
 
     def run_in_executor(  # type: ignore[override]
-        self, executor: Any, func: Callable[..., Any], *args: Any
+        self, executor: object, func: Callable[..., Any], *args: Any
     ) -> Future[Any]:
         """See asyncio; the call waits in `calls`."""
         future = self.create_future()

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxrl_async.config import schema
 from jaxrl_async.config.model_section import BalanceSection
@@ -86,7 +87,7 @@ class LearningSettings:
     row_length: int  # tokens of a packed row
     trainer: schema.TrainerSection = field(default_factory=schema.TrainerSection)
     rules: Rules = field(default_factory=lambda: TRAINER_RULES)
-    dtype: Any = jnp.float32  # of activations
+    dtype: DTypeLike = jnp.float32  # of activations
     param_dtype: Any = jnp.float32  # of weights
     remat: str = "none"  # activations that the backward pass recomputes
     attention: str = "auto"  # a name of model.attention

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.typing import DTypeLike
 
 from jaxrl_async.algorithms.registry import Above0, NoFacts, Registry, Share, Whole
 from jaxrl_async.config import schema
@@ -235,7 +236,7 @@ def optimizer_bytes(section: schema.TrainerSection, param_dtype: Any) -> int:
     return 12 if needs_masters(section, param_dtype) else 8
 
 
-def stochastically_rounded(key: Array, values: Array, dtype: Any) -> Array:
+def stochastically_rounded(key: Array, values: Array, dtype: DTypeLike) -> Array:
     """Round float32 stochastically to a neighbour in bfloat16; the expected value is exact.
 
     Gupta et al. 2015 (arXiv:1502.02551), sec. 3. Random bits are added below bfloat16's last bit,
@@ -248,7 +249,7 @@ def stochastically_rounded(key: Array, values: Array, dtype: Any) -> Array:
     return jnp.where(jnp.isfinite(values), cut, values).astype(dtype)
 
 
-def rounded_tree(key: Array, tree: Any, dtype: Any) -> Any:
+def rounded_tree(key: Array, tree: Any, dtype: DTypeLike) -> Any:
     """Round all leaves by `stochastically_rounded`, each with different random bits."""
     leaves, structure = jax.tree.flatten(tree)
     keys = [jax.random.fold_in(key, index) for index in range(len(leaves))]

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from jaxrl_async.algorithms.columns import COLUMNS, Source
 from jaxrl_async.trainer.prefix_plan import PrefixKey, plan_rows, prefix_key
@@ -122,7 +122,7 @@ class RowIndex:
         return made
 
 
-def _joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+def _joined(parts: Sequence[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
     """Return the concatenated parts."""
     return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype), *parts])
 

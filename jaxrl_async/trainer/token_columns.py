@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from jaxrl_async.algorithms.columns import ALL_BITS, UNKNOWN_EXPERT
 from jaxrl_async.data.images import ImageStore
@@ -45,7 +45,9 @@ class SparseBits:
     def __len__(self) -> int:
         return len(self.index)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[np.uint8]:
+    def __array__(
+        self, dtype: DTypeLike | None = None, copy: bool | None = None
+    ) -> NDArray[np.uint8]:
         """Expand the masks to bits."""
         places, masks = self.index.ravel(), self.masks
         if masks.which is None and masks.left_out is None:
@@ -80,7 +82,7 @@ class Routing(NamedTuple):
 
     layers: int
     chosen: int  # in each layer
-    dtype: Any  # of the ids: model.moe.id_dtype
+    dtype: DTypeLike  # of the ids: model.moe.id_dtype
 
 
 class SamplerColumns(NamedTuple):

@@ -144,7 +144,7 @@ ANSWERS: dict[str, Answer] = {
 }
 
 
-def _number(query: Query, name: str, usual: Any) -> Any:
+def _number(query: Query, name: str, usual: object) -> Any:
     given = (query.get(name) or [""])[0]
     return max(int(given), 0) if given else usual
 

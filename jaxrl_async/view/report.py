@@ -126,7 +126,7 @@ def within(samples: Sequence[Any], token_bytes: int, all_bytes: int) -> tuple[li
     return kept, tokens_left_out
 
 
-def as_json(value: Any) -> str:
+def as_json(value: object) -> str:
     """Encode as JSON that is safe anywhere in a page: it contains no `<`, `>` or `&`."""
     text = plain_json(value)
     for character in "<>&\u2028\u2029":
@@ -134,7 +134,7 @@ def as_json(value: Any) -> str:
     return text
 
 
-def page(data: Any) -> str:
+def page(data: object) -> str:
     """Return the page with its scripts, its style and its data. Its policy allows only these
     scripts, by their hashes, and no other loads."""
     library, style = _file("uplot.js"), _file("uplot.css") + "\n" + _file("page.css")
@@ -196,7 +196,7 @@ if __name__ == "__main__":
 # ---- JSON that any browser reads
 
 
-def plain_json(value: Any) -> str:
+def plain_json(value: object) -> str:
     """Return a value as JSON. Non-finite numbers become null, unpaired surrogates become question
     marks."""
     try:
@@ -206,7 +206,7 @@ def plain_json(value: Any) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 
@@ -232,7 +231,9 @@ class WeightChannel:
 
     # ---- the trainer
 
-    def begin(self, params: Params, probe_logprobs: Any = None, base: Params | None = None) -> None:
+    def begin(
+        self, params: Params, probe_logprobs: object = None, base: Params | None = None
+    ) -> None:
         """Let samplers in separate processes fetch the run's initial weights.
 
         base: frozen base of an adapter, in the sent form; it must not change.
@@ -244,7 +245,7 @@ class WeightChannel:
             VersionedParams(version=self._published, params=params, probe_logprobs=probe_logprobs)
         )
 
-    def publish(self, version: int, params: Params, probe_logprobs: Any = None) -> None:
+    def publish(self, version: int, params: Params, probe_logprobs: object = None) -> None:
         """Start the copies and return; wait only while a local sampler still has to take the last
         update.
 

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from jaxrl_async.errors import MeshError
 from jaxrl_async.mesh import shapes_on
@@ -39,7 +40,7 @@ from jaxrl_async.weights.host_reshard import HostReshard
 class Conversion:
     """The conversion of the trainer's weights for the samplers. All arrays are new."""
 
-    dtype: Any = None  # of floating-point weights; None: unchanged
+    dtype: DTypeLike | None = None  # of floating-point weights; None: unchanged
     convert: Callable[[Params], Params] | None = None  # replaces the cast
 
     def copied(self, params: Params) -> Params:
@@ -62,7 +63,7 @@ class Conversion:
 class PrivateCopy:
     """The compiled copy for samplers in separate processes, in the trainer's shardings."""
 
-    def __init__(self, shardings: Any, conversion: Conversion) -> None:
+    def __init__(self, shardings: object, conversion: Conversion) -> None:
         """Create the copy. shardings: pytree of the trainer's shardings for the conversion's
         result."""
         self._copy = jax.jit(conversion.copied, out_shardings=shardings)
@@ -91,7 +92,7 @@ class Push:
         source: Shardings,
         target: Shardings,
         *,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         convert: Callable[[Params], Params] | None = None,
         on_host: bool | None = None,
     ) -> None:

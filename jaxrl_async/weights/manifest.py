@@ -42,7 +42,7 @@ class Manifest:
         return hashlib.sha256(repr(self.entries).encode()).hexdigest()[:16]
 
 
-def manifest_of(params: Any) -> Manifest:
+def manifest_of(params: object) -> Manifest:
     """Return the manifest of a tree of arrays (or ShapeDtypeStructs); move no data."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return Manifest(
@@ -122,7 +122,7 @@ class PartSums:
 class Sums:
     """Checksums of a tree, computed asynchronously: the constructor does not wait for them."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: object) -> None:
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
         self._num_arrays = len(leaves)
         shards = [(n, leaf, s) for n, leaf in enumerate(leaves) for s in leaf.addressable_shards]

@@ -273,7 +273,7 @@ def test_a_task_whose_program_used_the_endpoint_keeps_its_port(write):
 def test_a_source_of_an_older_run_has_not_changed():
     before = flattened({"data": {"source": "addition", **OLD_DATA}, "endpoint": {"enabled": False}})
     now = flattened(Config().model_dump(mode="json"))
-    assert list(changes(before, now)) == []
+    assert list(changes({**before, "seats": {}}, now)) == list(changes(before, now)) == []
     other = flattened(load({"data": {"jsonl": {"path": "x"}}}).model_dump(mode="json"))
     assert {one.name: one.now for one in changes(before, other)} == {"data.jsonl.path": "x"}
     assert [one.name for one in changes(now, {**now, "endpoint": None})] == []
@@ -295,7 +295,7 @@ def test_help_of_a_former_setting_names_the_current_one():
 
 
 def test_a_file_of_an_older_run_is_no_page_of_warnings(write, caplog):
-    of_now = load({"endpoint": {}})
+    of_now = load({"endpoint": {}, "mesh": {"samplers_in": "external"}, "remote": {"fanout": 3}})
     tree = yaml.safe_load(dump(of_now))
     for was, now in NAMES.items():
         section, _, key = was.partition(".")
@@ -305,3 +305,103 @@ def test_a_file_of_an_older_run_is_no_page_of_warnings(write, caplog):
     first, more = caplog.messages
     assert "algorithm.least_members is now written algorithm.min_members=null" in first
     assert more == "and 5 more; --print-config prints how all are written now"
+
+
+BEFORE = {
+    "remote": {"listen": "127.0.0.1:0", "min_samplers": 1, "tls_key": None},
+    "reference": {"path": None, "refresh_every": 0, "ema": 0.0},
+    "critic": {"path": None, "learning_rate": 1e-5, "warmup_steps": 0, "clip": 0.2},
+}
+"""Sections as an earlier version wrote them in every run."""
+
+
+def test_a_section_of_defaults_that_nothing_reads_is_null(write, caplog):
+    assert load(write(yaml.safe_dump(BEFORE))) == load(BEFORE) == Config()
+    for name, needs in (
+        ("remote", "mesh.samplers_in=processes or external"),
+        ("reference", "algorithm.kl_coefficient above 0 or a pairs.loss that compares with it"),
+        ("critic", "algorithm.advantage=gae, which has a critic"),
+    ):
+        assert f"{name} without {needs} is now written {name}=null" in caplog.text
+
+
+@pytest.mark.parametrize("job", ["sft", "preference", "reward_model"])
+def test_a_section_of_defaults_of_another_job_is_null(job):
+    given = {"run": {"job": job}}
+    assert load({**BEFORE, **given}) == load(given)
+    shared = load({**given, "remote": {"fanout": 3}})  # with a configuration of run.job=rl
+    assert shared.remote_settings.fanout == 3
+
+
+def test_a_section_that_is_read_keeps_what_is_written(write):
+    gae = ["algorithm.advantage=gae"]
+    assert load(write(""), gae).critic is None
+    assert load(write(""), gae).critic_settings.clip == 0.2
+    assert load(write(""), [*gae, "critic.clip=null"]).critic_settings.clip is None
+    assert load(write(yaml.safe_dump(BEFORE)), gae) == load(write(""), gae)
+    kl = load(write(""), ["algorithm.kl_coefficient=0.1", "reference.ema=0.5"])
+    assert kl.reference_settings.ema == 0.5 and load(write(dump(kl))) == kl
+    joined = load(write(""), ["mesh.samplers_in=external", "remote.listen=0.0.0.0:7077"])
+    assert joined.remote_settings.listen == "0.0.0.0:7077"
+
+
+def test_a_section_of_another_choice_is_dropped_with_a_warning(write, caplog):
+    file = write("algorithm: {advantage: gae}\ncritic: {warmup_steps: 5}\n")
+    other = load(file, ["algorithm.advantage=rloo"])
+    assert other.critic is None and "critic.warmup_steps (5)" in caplog.text
+    assert load(file, ["algorithm.advantage=rloo", "critic=null"]) == other
+
+
+def test_runs_of_several_may_have_a_critic_each(write):
+    text = "model: {lora: {rank: 4}}\nruns:\n"
+    text += "  a: {algorithm: {advantage: gae}, critic: {warmup_steps: 5}}\n  b: {}\n"
+    several = load(write(text))
+    assert several.critic is None and several.runs["b"] == {}
+    one = runs_of(several)
+    assert one["a"].critic_settings.warmup_steps == 5 and one["b"].critic is None
+    shared = "algorithm: {advantage: gae}\ncritic: {warmup_steps: 5}\nruns:\n"
+    shared += "  a: {algorithm: {advantage: rloo}}\n  b: {critic: {clip: 1}}\n"
+    one = runs_of(load(write("model: {lora: {rank: 4}}\n" + shared)))
+    assert one["a"].critic is None and one["b"].critic_settings.warmup_steps == 5
+
+
+def test_a_null_section_differs_by_its_defaults_from_one_that_sets_more():
+    now = flattened(load({"algorithm": {"advantage": "gae"}}).model_dump(mode="json"))
+    before = flattened({"algorithm": {"advantage": "gae"}, **BEFORE})
+    assert [one for one in changes(before, now) if one.name.startswith("critic")] == []
+    before["critic.clip"] = None
+    assert ("critic.clip", None, 0.2) in list(changes(before, now))
+    more = {k: v for k, v in now.items() if k != "critic"} | {"critic.clip": 0.5}
+    assert list(changes(now, more)) == [("critic.clip", 0.2, 0.5)]
+
+
+OF_REWARDS = {"run": {"job": "reward_model"}}
+
+
+@pytest.mark.parametrize(
+    ("before", "overrides", "now"),
+    [
+        ({"preference": {"batch_size": 8, "margin": 0.5}}, [], {"batch_size": 8, "margin": 0.5}),
+        ({"preference": {"batch_size": 32, "loss": "dpo", "margin": 0.0}}, [], {}),
+        ({}, ["preference.batch_size=8", "preference.margin=0.5"],
+         {"batch_size": 8, "margin": 0.5}),
+        ({"reward_model": {"margin": 0.1}}, ["preference.margin=0.5"], {"margin": 0.5}),
+        ({"preference": {"margin": 0.5}}, ["reward_model.margin=0.1"], {"margin": 0.1}),
+    ],
+)  # fmt: skip
+def test_settings_of_a_reward_model_were_those_of_preferences(
+    write, caplog, before, overrides, now
+):
+    config = load(write(yaml.safe_dump({**OF_REWARDS, **before})), overrides)
+    assert config == load({**OF_REWARDS, "reward_model": now})
+    assert "is now written reward_model." in caplog.text
+    if not overrides:
+        was, are = flattened({**OF_REWARDS, **before}), flattened(config.model_dump(mode="json"))
+        assert [one for one in changes(was, are) if one.name.startswith("reward_model")] == []
+
+
+def test_a_batch_of_preferences_stays_theirs_and_a_margin_is_refused_there(write, refusal):
+    of_pairs = {"run": {"job": "preference"}, "preference": {"batch_size": 8, "margin": 0.0}}
+    assert load(write(yaml.safe_dump(of_pairs))).preference.batch_size == 8
+    told = refusal(write("run: {job: preference}"), "preference.margin=0.1")
+    assert "reward_model.margin (0.1) has no effect without another run.job than pref" in told

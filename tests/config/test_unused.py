@@ -1,13 +1,16 @@
 """Settings that nothing would read: refused, or told where their feature is turned off."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
 from jaxrl_async.config.load import dump, load
 from jaxrl_async.config.schema import Config
-from jaxrl_async.config.unused import unread_with_records
+from jaxrl_async.config.section import ReadWith
+from jaxrl_async.config.several import section_of
+from jaxrl_async.config.unused import unread_with_records, unused_settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -199,7 +202,8 @@ def test_the_same_settings_are_taken_where_something_reads_them(overrides):
         ("sft", "algorithm.kl_coefficient=0.1"),
         ("sft", "preference.batch_size=2"),
         ("preference", "teacher.source=self"),
-        ("preference", "preference.margin=0.1"),
+        ("preference", "reward_model.margin=0.1"),
+        ("rl", "reward_model.batch_size=8"),
         ("preference", "sft.batch_size=2"),
         ("reward_model", "preference.loss=ipo"),
         ("reward_model", "algorithm.loss=cispo"),
@@ -222,8 +226,8 @@ def test_a_section_that_is_written_out_in_full_says_only_what_is_not_the_default
     whole = Config().model_dump()
     assert load(write(yaml.safe_dump(whole))) == Config()
     assert not caplog.records
-    whole["critic"]["warmup_steps"] = 3
-    load(write(yaml.safe_dump(whole)))
+    whole["critic"] = {"warmup_steps": 3, "clip": 0.2}
+    assert load(write(yaml.safe_dump(whole))) == Config()
     assert "critic.warmup_steps (3)" in caplog.text
 
 
@@ -240,3 +244,53 @@ def test_records_of_a_task_leave_no_source_of_data_with_an_effect():
     assert [one.partition(" has no effect")[0] for one in told] == ["data.jsonl.path (y)"]
     told = unread_with_records(load({"data": {"addition": {"digits": 3}}}), "x")
     assert [one.partition(" has no effect")[0] for one in told] == ["data.addition.digits (3)"]
+
+
+def marked(section=Config):
+    """Yield section and name of each setting that is read only with another one, with the mark."""
+    for name, target in section.model_fields.items():
+        yield from ((section, name, mark) for mark in target.metadata if isinstance(mark, ReadWith))
+        inner = section_of(target)
+        if inner is not None:
+            yield from marked(inner)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "mark"), list(marked()), ids=[f"{s.__name__}.{n}" for s, n, _ in marked()]
+)
+def test_a_mark_of_a_setting_names_another_one_and_values_that_it_may_have(section, name, mark):
+    target = section.model_fields.get(mark.setting)
+    if target is None:
+        assert isinstance(getattr(section, mark.setting), property) and mark.needs
+    else:
+        assert set(mark.values) <= set(get_args(target.annotation) or mark.values)
+    assert set(mark.switches or ()) <= section.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "told"),
+    [
+        ("model", {"lora": {"rank": 4, "base": "int8", "group_size": 32}},
+         "model.lora.group_size (32) has no effect without model.lora.base in 4 bits"),
+        ("model", {"balance": {"each_layer": True}},
+         "model.balance.each_layer (True) has no effect without model.balance.loss above 0"),
+        ("endpoint", {"agent_tries": 5},
+         "endpoint.agent_tries (5) has no effect without endpoint.external_agents=true"),
+        ("remote", {"transfer": "shared_memory", "data_port": 7000},
+         "remote.data_port (7000) has no effect without remote.transfer=auto, tcp or device"),
+        ("sampler", {"engine": "jetstream", "page_tokens": 64},
+         "sampler.page_tokens (64) has no effect without sampler.engine=native"),
+        ("sampler", {"engine_class": "a.py:A"},
+         "sampler.engine_class (a.py:A) has no effect without sampler.engine=jetstream"),
+        ("reward", {"process": {"function": "a.py:f", "rubric": "x"}},
+         "reward.process.rubric (x) has no effect without reward.process.function=judge"),
+        ("algorithm", {"pivots": {"continuations": 2, "mark": "x"}},
+         "algorithm.pivots.mark (x) has no effect without algorithm.pivots.where=mark"),
+    ],
+)  # fmt: skip
+def test_what_another_setting_of_the_section_makes_ineffective_is_said(section, values, told):
+    config = Config(**{section: values, "mesh": {"samplers_in": "processes"}})
+    unused = unused_settings(config)
+    setting = told.partition(" has no effect")[0]
+    excused = [one for settings in unused.turned_off.values() for one in settings]
+    assert setting in excused or any(one.startswith(told) for one in unused.refused)

@@ -119,7 +119,7 @@ def test_a_model_that_one_of_several_runs_names_is_found(cache, policy):
     tree = {"model": {"lora": {"rank": 4}}, "runs": {"taught": own, "other": {}}}
     config = with_hub_folders(load(tree))
     taught, other = runs_of(config).values()
-    assert taught.critic.path == str(snapshot) and other.critic.path is None
+    assert taught.critic.path == str(snapshot) and other.critic is None
     assert taught.algorithm.group_size == 3, "what else differs stays"
     check_paths(taught)
     own["critic"]["path"] = "tiny/none"

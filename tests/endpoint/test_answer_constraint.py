@@ -27,7 +27,7 @@ def chat(**fields):
 
 
 def text_of(call):
-    shaping = getattr(call, "chat", call).wish.shaping
+    shaping = getattr(call, "chat", call).options.shaping
     return None if shaping is None else shaping.constraint
 
 

@@ -54,8 +54,8 @@ def test_memory_is_that_of_all_who_may_be_there_at_once() -> None:
             }
         }
     )
-    assert frozen_models(config.seats) == ("d",)
-    assert resident_snapshots(config.seats) == 4
+    assert frozen_models(config.players) == ("d",)
+    assert resident_snapshots(config.players) == 4
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,19 @@ def test_memory_is_that_of_all_who_may_be_there_at_once() -> None:
         ("seats={second: nobody}", "seats.second: "),
         ("seats={second: {older: {every: 0}}}", "seats.second.older.every: "),
         ("seats={second: {mixture: [{modle: d}]}}", "seats.second.mixture.0.modle: "),
-        ("seats=3", "must be {name: {setting: value}}"),
+        ("seats=3", "must be {name: {setting: value}} or null"),
     ],
 )
 def test_a_wrong_value_is_named_by_its_whole_path(given: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         load(CONFIGS / "nim.yaml", [given])
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("none", ["seats={}", "seats=null"])
+def test_no_players_are_null(none: str) -> None:
+    config = load(CONFIGS / "nim.yaml", [none])
+    assert config.seats is None and config.players == {} and "seats: null" in dump(config)
 
 
 def test_seats_are_read_back_as_they_were_written(tmp_path: Path) -> None:

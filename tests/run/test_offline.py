@@ -47,8 +47,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(folder: Path, *overrides: str) -> Config:
     empty = folder / "empty.yaml"
     empty.write_text("")
-    pairs = any(word.startswith(("run.job=pref", "run.job=rew")) for word in overrides)
-    size = "preference.batch_size=8" if pairs else "sft.batch_size=8"
+    jobs = [word.partition("=")[2] for word in overrides if word.startswith("run.job=")]
+    size = f"{jobs[-1] if jobs else 'sft'}.batch_size=8"
     return load(empty, [*TINY, size, f"run.dir={folder}", *overrides])
 
 

@@ -53,7 +53,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what `job=sft` and `job=reward_model` make, and another policy."""
     folder = tmp_path_factory.mktemp("own")
     run(folder, "sft", "sft", *OFFLINE, SHAPE, "sft.batch_size=8", "run.steps=4")
-    pairs = (*OFFLINE, of(folder), "preference.batch_size=8")
+    pairs = (*OFFLINE, of(folder), "reward_model.batch_size=8")
     run(folder, "scored", "rlhf_three_steps/2_reward_model", *pairs)
     policy = Policy.from_pretrained(folder / "sft" / "policy")
     other = jax.tree.map(lambda w: w * 1.1, policy.params)
@@ -85,7 +85,7 @@ JOBS = {
         "mesh.trainer={fsdp: 2, context: 2}",
     ),
     "reward model": (
-        "rlhf_three_steps/2_reward_model", *OFFLINE, "preference.batch_size=8",
+        "rlhf_three_steps/2_reward_model", *OFFLINE, "reward_model.batch_size=8",
         "model.lora={rank: 2, base: int8}",
     ),
     "critic and reward model": (

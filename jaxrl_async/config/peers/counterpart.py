@@ -128,7 +128,7 @@ def converted(
     return Converted(settings=settings, left=left)
 
 
-def same_value(value: Any, default: Any) -> bool:
+def same_value(value: object, default: object) -> bool:
     """Return whether a field has its default. Empty values are alike; objects that a library made
     for an empty field count as it."""
     value = plain(value)
@@ -140,12 +140,12 @@ def same_value(value: Any, default: Any) -> bool:
     return default in empty and (value in empty or not is_plain(value))
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return an enumeration's value; any other value unchanged."""
     return value.value if isinstance(value, Enum) else value
 
 
-def numeric(value: Any, default: Any) -> Any:
+def numeric(value: object, default: object) -> Any:
     """Return a text as a number where a field is one: YAML reads 1e-6 as a text."""
     if not isinstance(value, str) or isinstance(default, bool | str):
         return value
@@ -156,7 +156,7 @@ def numeric(value: Any, default: Any) -> Any:
     return int(number) if isinstance(default, int) and number.is_integer() else number
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Return whether a value is one that a YAML file can hold."""
     if isinstance(value, Mapping):
         return all(is_plain(k) and is_plain(v) for k, v in value.items())

@@ -41,7 +41,7 @@ def fields_of_file(path: Path) -> tuple[Peer, dict[str, Any]]:
     return peer, {k: v for k, v in flat.items() if not k.endswith("_target_")}
 
 
-def _refers(value: Any) -> bool:
+def _refers(value: object) -> bool:
     return isinstance(value, str) and ("${" in value or value == MISSING)
 
 
@@ -88,7 +88,7 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _written(value: Any) -> Any:
+def _written(value: object) -> Any:
     value = plain(value)
     if not is_plain(value):
         raise ConfigError(f"{value!r:.80} cannot be written to a configuration.")

@@ -26,7 +26,7 @@ SHOWN_CHARS = 200
 """Longer values are not shown."""
 
 
-def setting_text(path: str, value: Any) -> str:
+def setting_text(path: str, value: object) -> str:
     """Return a setting as an override; without its value if YAML cannot write it shortly."""
     if not is_plain(value):
         return path
@@ -37,7 +37,7 @@ def setting_text(path: str, value: Any) -> str:
 
 def peer_hint(
     dotted: str,
-    value: Any = NOT_GIVEN,
+    value: object = NOT_GIVEN,
     given: Mapping[str, Any] | None = None,
     written: Callable[[str, Any], str] = setting_text,
     *,
@@ -79,7 +79,7 @@ def _name_in(peer: Peer, dotted: str, whole_name: bool) -> str | None:
 def _told(
     peer: Peer,
     name: str,
-    value: Any,
+    value: object,
     given: Mapping[str, Any],
     written: Callable[[str, Any], str],
 ) -> str:

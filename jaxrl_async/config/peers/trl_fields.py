@@ -268,7 +268,7 @@ def _weights_of_the_model(f: Fields) -> Any:
     return kind if kind in ("float32", "bfloat16") else KEEP
 
 
-def lora_of(peft: Any) -> dict[str, Any]:
+def lora_of(peft: object) -> dict[str, Any]:
     """Return PEFT's LoraConfig, an object or a mapping, as model.lora. Raises NoCounterpart for
     what cannot be trained here."""
     given = peft if isinstance(peft, Mapping) else vars(peft)
@@ -363,7 +363,7 @@ ADAPTIVE = (
 )
 
 
-def _field(default: Any, *settings: Setting) -> PeerField:
+def _field(default: object, *settings: Setting) -> PeerField:
     return PeerField(default=default, settings=settings)
 
 

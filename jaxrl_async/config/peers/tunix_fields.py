@@ -66,7 +66,7 @@ LENGTH = Setting(
 )
 
 
-def _field(default: Any, *settings: Setting) -> PeerField:
+def _field(default: object, *settings: Setting) -> PeerField:
     return PeerField(default=default, settings=settings)
 
 

@@ -245,7 +245,7 @@ TRACKERS = (
 )
 
 
-def _field(default: Any, *settings: Setting) -> PeerField:
+def _field(default: object, *settings: Setting) -> PeerField:
     return PeerField(default=default, settings=settings)
 
 

@@ -29,7 +29,7 @@ class ConfigFields:
         """Return whether the file has a value for a key."""
         return self.values.get(key) is not None
 
-    def said(self, key: str, default: Any = None) -> Any:
+    def said(self, key: str, default: object = None) -> Any:
         """Return a value without validation."""
         return self.values[key] if self.has(key) else default
 
@@ -106,7 +106,7 @@ class ConfigFields:
         raise CheckpointError(f"{self.where}: {what}")
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a JSON value as text, shortened."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -142,7 +142,7 @@ class PartPublisher:
         """Publish to this channel, which has no samplers in this process."""
         self._channel = channel
 
-    def publish(self, version: int, params: Params, probe_logprobs: Any = None) -> None:
+    def publish(self, version: int, params: Params, probe_logprobs: object = None) -> None:
         """See Publisher."""
         self._channel.publish(version, params, probe_logprobs)
 

@@ -15,7 +15,7 @@ from jaxrl_async.run.lockstep import Lockstep
 def check_listening(config: Config, lockstep: Lockstep) -> None:
     """Check certificates, secret and ports early; they are first used after the warm start. Raises
     ConfigError."""
-    remote = config.remote
+    remote = config.remote_settings
     if not config.mesh.remote or config.sampler.engine != "native":
         return
     read_tls(remote)

@@ -140,7 +140,7 @@ class Members:
         self._profiled: dict[str, set[int]] = {}  # steps for which each still has to send a trace
         self._folder: Path | None = None  # the run's
         self._made, self._known = made, ExitStack()
-        remote = invitation.config.remote
+        remote = invitation.config.remote_settings
         self._patience_s = remote.silence_s * PATIENCE
         self._hub = Hub(
             remote.listen,
@@ -174,7 +174,7 @@ class Members:
 
         Raises RolloutError if fewer than remote.min_samplers have joined after remote.wait_s.
         """
-        remote = self._invitation.config.remote
+        remote = self._invitation.config.remote_settings
         end, told = time.monotonic() + remote.wait_s, False
         while not stop.is_set():
             least = max(remote.min_samplers, started())

@@ -96,9 +96,8 @@ def make_remote_sampling(
     check = RequestCheck(
         room_of(spec, config.sampler, config.run.seed, settings), itertools.count()
     )
-    router = make_router(
-        config.faults, (), faults.add, elastic=Elastic(check=check, wait_s=config.remote.wait_s)
-    )
+    elastic = Elastic(check=check, wait_s=config.remote_settings.wait_s)
+    router = make_router(config.faults, (), faults.add, elastic=elastic)
     probe = settings.probe_tokens
     if not lockstep.plays:
         return Sampling(
@@ -111,7 +110,7 @@ def make_remote_sampling(
         router,
         check,
         secret=secret,
-        tls=read_tls(config.remote),
+        tls=read_tls(config.remote_settings),
         count=faults.add,
         made=b"" if given or config.mesh.samplers_in == "processes" else secret,
     )
@@ -182,7 +181,7 @@ def make_outbox(
         lockstep: the processes of the trainer; each offers its own part.
         secret: to be proved by connections for weights.
     """
-    remote, faults = config.remote, inputs.faults
+    remote, faults = config.remote_settings, inputs.faults
     offering: Offering = make_offering(
         remote,
         run=config.run.name,

@@ -93,7 +93,7 @@ class SamplerParts:
         """
         given = own.model_dump(include=TLS_FILES | ({"data_port"} & own.model_fields_set))
         fetching = make_fetching(
-            self.config.remote.model_copy(update=given),
+            self.config.remote_settings.model_copy(update=given),
             self.target,
             host=host,
             advertise=host,

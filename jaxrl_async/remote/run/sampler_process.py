@@ -175,7 +175,7 @@ def _serve(
     config = config_of(welcome)
     check_code(welcome, session.secret)
     add_labels(run=config.run.name)
-    remote, host = config.remote, own_host(joining.address)
+    remote, host = config.remote_settings, own_host(joining.address)
     session.use_limits(WireLimits.of(remote))
     # Before it generates there is nothing to hand back: ending the session ends any wait for
     # weights.
@@ -226,7 +226,7 @@ def _own_sampler(
     receiver, address = parts.receiver(session, joining.remote, host=host, secret=session.secret)
     closing.callback(receiver.close)
     session.send(Prepared(data_address=address))
-    first, weights = receiver.first(parts.config.remote.wait_s), RemoteSource(receiver)
+    first, weights = receiver.first(parts.config.remote_settings.wait_s), RemoteSource(receiver)
     sampler = closing.enter_context(
         Sampler.from_setup(setup, setup.engine.prepare(first.params), first.version, weights)
     )

@@ -56,7 +56,7 @@ def lead_sampler(
     closing.callback(hub.close)
     LeaderPlace.told(hub, host, leads=True, shared=secret)
     parts = parts_of(welcome)
-    wait_s = parts.config.remote.wait_s
+    wait_s = parts.config.remote_settings.wait_s
     crew = FollowerCrew(hub.wait_for_all(wait_s), asked_to_leave=stop.request)
     setup = parts.setup(crew)
     crew.wait_ready(setup, wait_s)

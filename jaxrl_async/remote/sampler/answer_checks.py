@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from jaxrl_async.errors import RolloutError, printable
 from jaxrl_async.sampler.logprob_checks import (
@@ -217,7 +218,7 @@ def _check_stop(name: str, completion: Completion, request: Request, *, stopped:
         )
 
 
-def _is_column(values: Any, dtype: Any, count: int | None = None) -> bool:
+def _is_column(values: Any, dtype: DTypeLike, count: int | None = None) -> bool:
     good = isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype == dtype
     return good and (count is None or len(values) == count)
 

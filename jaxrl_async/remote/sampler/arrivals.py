@@ -8,7 +8,7 @@ against the requests and passes them on. Pure host code.
 
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -156,7 +156,7 @@ class Arrivals:
             )
         return results
 
-    def _report(self, partials: Any) -> tuple[Partial, ...]:
+    def _report(self, partials: object) -> tuple[Partial, ...]:
         """Return the partials of all running requests, and keep them."""
         drawn = self._drawn(partials)
         given = {i: out.given for i, out in self._requests.by_wire_id().items()}
@@ -169,12 +169,12 @@ class Arrivals:
         (saved,) = message.partials
         return (self._checked_drawn(saved, out),)
 
-    def _checked_drawn(self, partial: Any, out: Outstanding) -> Partial:
+    def _checked_drawn(self, partial: object, out: Outstanding) -> Partial:
         newest = self._newest()
         room = self._check.room
         return checked_drawn(partial, out.given, room, newest=newest, oldest=out.oldest)
 
-    def _drawn(self, partials: Any) -> dict[str, Partial]:
+    def _drawn(self, partials: object) -> dict[str, Partial]:
         """Return the checked partials of requests that are still outstanding, by wire id. A partial
         with a non-finite log-prob is dropped: its request restarts."""
         if not isinstance(partials, tuple) or not all(isinstance(p, Partial) for p in partials):

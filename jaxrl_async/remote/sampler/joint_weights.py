@@ -78,7 +78,7 @@ class OfferRelay:
         """See ports.Session."""
         return self._trainer.ended
 
-    def send(self, message: Any) -> None:
+    def send(self, message: object) -> None:
         """See ports.Session; a report of the source counts as one process's report."""
         if isinstance(message, Staged):
             self._note_staged(LEADER, message)
@@ -89,7 +89,7 @@ class OfferRelay:
         else:
             self._trainer.send(message)
 
-    def send_now(self, message: Any) -> bool:
+    def send_now(self, message: object) -> bool:
         """See ports.Session."""
         if not isinstance(message, Staged | Torn | Live):
             return self._trainer.send_now(message)

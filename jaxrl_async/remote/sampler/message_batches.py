@@ -56,7 +56,7 @@ def in_messages(records: Sequence[Item]) -> Iterator[tuple[Item, ...]]:
         yield tuple(batch)
 
 
-def num_bytes(record: Any) -> int:
+def num_bytes(record: object) -> int:
     """Return the bytes of all arrays in a record."""
     if isinstance(record, np.ndarray):
         return record.nbytes

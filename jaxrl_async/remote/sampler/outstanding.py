@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.ports.generate import Departure
@@ -125,7 +124,7 @@ class OutstandingRequests:
         with self._lock:
             return [self._all.pop(wire_id, None) for wire_id in wire_ids]
 
-    def find(self, wire_id: Any) -> Outstanding | None:
+    def find(self, wire_id: object) -> Outstanding | None:
         """Return the request that an answer names; None: everything has ended. Raises RolloutError
         for a request that was not sent or is already answered."""
         with self._lock:

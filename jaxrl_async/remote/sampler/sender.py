@@ -27,7 +27,7 @@ class SendLoop:
         self._queued: list[Any] = []  # messages; guarded by the lifetime's lock, like the next
         self._ending: str | None = None  # reason to end the session
 
-    def send(self, message: Any) -> None:
+    def send(self, message: object) -> None:
         """Queue a message, to be sent after the current requests."""
         with self._lifetime.lock:
             self._queued.append(message)

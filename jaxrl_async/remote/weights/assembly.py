@@ -42,7 +42,7 @@ MOST_SUMS = 1 << 16
 boxes."""
 
 
-def on_host(data: Any, dtype: str) -> NDArray[Any]:
+def on_host(data: object, dtype: str) -> NDArray[Any]:
     """Return a device's array in host memory, as raw_dtype; on a CPU device without a copy."""
     return np.asarray(data).view(raw_dtype(dtype))
 

@@ -29,7 +29,7 @@ LONG_ROW = 2048
 """Maximum row length in words; longer rows are cut to keep the number of column sums small."""
 
 
-def in_host_memory(params: Any) -> bool:
+def in_host_memory(params: object) -> bool:
     """Return True if all arrays are in host memory, so these checksums cover the arrays
     themselves."""
     leaves = jax.tree.leaves(params)

@@ -114,16 +114,16 @@ class WireSession:
 
     # ---- for its users
 
-    def send(self, message: Any) -> None:
+    def send(self, message: object) -> None:
         """See ports.Session. Raises ConfigError for a message that is too large for the other
         side."""
         self._queue(message, wait=True)
 
-    def send_now(self, message: Any) -> bool:
+    def send_now(self, message: object) -> bool:
         """See ports.Session. Raises as `send` does."""
         return self._queue(message, wait=False)
 
-    def _queue(self, message: Any, *, wait: bool) -> bool:
+    def _queue(self, message: object, *, wait: bool) -> bool:
         """Queue a message. Return True, or False if the queue is full and `wait` is False."""
         if not isinstance(message, MESSAGES):
             raise TypeError(f"{type(message).__name__} is not a message (remote.wire.messages)")

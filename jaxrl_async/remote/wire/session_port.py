@@ -1,7 +1,7 @@
 """A stream of messages with one other process."""
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 WireMessage = TypeVar("WireMessage")
 
@@ -20,12 +20,12 @@ class Session(Protocol):
         """The reason why it ended; None: it is open."""
         ...
 
-    def send(self, message: Any) -> None:
+    def send(self, message: object) -> None:
         """Queue a message; block while too many bytes are queued. Raises Disconnected once it has
         ended."""
         ...
 
-    def send_now(self, message: Any) -> bool:
+    def send_now(self, message: object) -> bool:
         """Queue a message as `send` does if there is room; if not, return False immediately."""
         ...
 

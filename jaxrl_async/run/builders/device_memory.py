@@ -127,7 +127,7 @@ def check_sampler_fits(
     """Raise ConfigError if a sampler's devices certainly have less memory than it keeps, in
     addition to what the trainer alone keeps there. On a CPU, whose memory other programs use too,
     only the KV cache counts."""
-    opponents = resident_snapshots(config.seats)
+    opponents = resident_snapshots(config.players)
     also = f", with {opponents} opponents (seats)" if opponents else ""
     if mesh.devices.flat[0].platform == "cpu":
         kv = _kv_of(config, spec, mesh).kv_bytes * (1 + opponents)

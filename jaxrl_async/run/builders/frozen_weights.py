@@ -26,10 +26,10 @@ def check_frozen(config: Config) -> None:
     refers = config.run.job == "rl" and config.refers
     of_policies = [
         None if config.teacher is None else config.teacher.path,
-        config.reference.path if refers else None,
+        config.reference_settings.path if refers else None,
         config.preference.reference,
     ]
-    for path in [*of_policies, config.critic.path]:
+    for path in [*of_policies, config.critic_settings.path]:
         if path is None:
             continue
         spec = load_spec(Path(path))
@@ -41,7 +41,7 @@ def check_frozen(config: Config) -> None:
 def check_advisers(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> None:
     """Raise ConfigError if teacher or critic have other tokens than the policy."""
     teacher = None if config.teacher is None else config.teacher.path
-    paths = {"teacher.path": teacher, "critic.path": config.critic.path}
+    paths = {"teacher.path": teacher, "critic.path": config.critic_settings.path}
     for setting, path in paths.items():
         if path is not None:
             vocab = load_spec(Path(path)).vocab

@@ -41,6 +41,7 @@ from jaxrl_async.run.optional_parts import SeatFillers, Serving
 from jaxrl_async.run.replay.recording import Recorded, read_schedule
 from jaxrl_async.run.warm_start import warm_pairs
 from jaxrl_async.scorers.graders import check_answers, try_references
+from jaxrl_async.scorers.rewards import RewardFunction
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.types import Prompt
 
@@ -89,9 +90,7 @@ def check_inputs(
     features.check_listening(config, lockstep)
     claim_devices(config)
     recorded = recorded_schedule(config)
-    check_algorithm(config.algorithm, config.teacher)
-    if config.pairs is not None:
-        answer_pairs.pairs_loss(config.pairs.loss)
+    _check_functions(config)
     task, faults = find_task(config, task), FaultCounts()
     outages = make_outages(config, faults)
     tokenizer = make_tokenizer(config.data, config.model, task)
@@ -102,7 +101,7 @@ def check_inputs(
     check_frozen(config)
     features.check_engines(config, spec)
     if locks is None:
-        locks = make_locks(config.reward, slices, lockstep, opponents=has_opponents(config.seats))
+        locks = make_locks(config.reward, slices, lockstep, opponents=has_opponents(config.players))
     serving = features.serving(config, task, faults.add)
     opponents = features.opponents(
         config, lockstep, lambda: run_chat_format(config, tokenizer), spec, faults, outages
@@ -114,12 +113,9 @@ def check_inputs(
     scorers = make_scorers(
         config, tokenizer, held_out, slices, locks.trainer, faults, task, outages
     )
-    check_routing(config.algorithm, config.model, spec)
-    check_critic(config.critic, config.algorithm.advantage, config.run.steps)
     keep_mask = keeps_masks(config, task)
     check_constraint(config, task, held_out, tokenizer, spec.vocab)
-    check_advisers(config, spec, tokenizer)
-    check_devices_hold(config, spec, slices)
+    _check_models(config, spec, tokenizer, slices)
     note_process_rewards(config)
     check_reward_parts(config.reward, config.algorithm, scorers, held_out[0], tokenizer, task)
     check_shares(held_out, lockstep)
@@ -127,10 +123,7 @@ def check_inputs(
         data, tokenizer, config.run.seed, lockstep.player, lockstep.players, play.own, graded
     )
     pairs = warm_pairs(config, tokenizer, play.own) if config.warm_start.steps else None
-    references = (*prompts.references, *(p.reference for p in held_out))
-    if graded:
-        check_answers(references, config.data.record_fields.max_bad_share)
-        try_references(graders, references)
+    _check_references(config, graders, [*prompts.references, *(p.reference for p in held_out)])
     tokenizer.images = check_images(config, tokenizer.images)
     inputs = Inputs(
         recorded=recorded,
@@ -151,6 +144,30 @@ def check_inputs(
         digests=inputs_digest(config, task, held_out),
     )
     return inputs, pairs
+
+
+def _check_functions(config: Config) -> None:
+    """Raise ConfigError for a function of the algorithm that is unknown, or for wrong arguments."""
+    check_algorithm(config.algorithm, config.teacher)
+    if config.pairs is not None:
+        answer_pairs.pairs_loss(config.pairs.loss)
+
+
+def _check_models(config: Config, spec: ModelSpec, tokenizer: Tokenizer, slices: Slices) -> None:
+    """Raise ConfigError if policy, critic and teacher do not fit together or into memory."""
+    check_routing(config.algorithm, config.model, spec)
+    check_critic(config.critic_settings, config.algorithm.advantage, config.run.steps)
+    check_advisers(config, spec, tokenizer)
+    check_devices_hold(config, spec, slices)
+
+
+def _check_references(
+    config: Config, graders: Mapping[str, RewardFunction], references: Sequence[str]
+) -> None:
+    """Raise an error if built-in rewards cannot read the records' answers."""
+    if graders:
+        check_answers(references, config.data.record_fields.max_bad_share)
+        try_references(graders, references)
 
 
 def make_outages(config: Config, faults: FaultCounts) -> Outages:

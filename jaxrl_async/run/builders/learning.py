@@ -104,8 +104,8 @@ def with_shared_prefixes(config: Config, policy: Policy, mesh: Mesh, *, images: 
     if trainer.share_prefixes is not None:
         return config
     others = [_teacher_spec(config, policy)]
-    if needs_critic(config.algorithm.advantage) and config.critic.path is not None:
-        others.append(load_spec(Path(config.critic.path)))
+    if needs_critic(config.algorithm.advantage) and config.critic_settings.path is not None:
+        others.append(load_spec(Path(config.critic_settings.path)))
     attends = all(spec.delta is None for spec in (policy.spec, *others))
     counts_once = config.model.balance == BalanceSection()
     saves = config.algorithm.group_size > 1 and attends and counts_once and not images
@@ -155,7 +155,7 @@ def make_learner(
     """
     algorithm, teacher, process = config.algorithm, config.teacher, config.reward.process
     asked = algorithm.epochs * algorithm.minibatches  # updates in a step
-    warming = config.critic.warmup_steps if needs_critic(algorithm.advantage) else 0
+    warming = config.critic_settings.warmup_steps if needs_critic(algorithm.advantage) else 0
     learns = max(config.run.steps - warming, 1)
     teacher_spec = _teacher_spec(config, policy)
     step = make_step(config, policy.spec, slices, learns * asked, teacher_spec)
@@ -163,7 +163,7 @@ def make_learner(
     reference = None
     if config.refers:
         reference = reference_params(
-            config, "reference.path", config.reference.path, policy, slices
+            config, "reference.path", config.reference_settings.path, policy, slices
         )
     _warn_of_anchor(algorithm)
     mixes = algorithm.supervised_coefficient > 0
@@ -185,11 +185,11 @@ def make_learner(
         algorithm=algorithm,
         row_length=config.row_length,
         teacher=teacher,
-        reference=config.reference,
+        reference=config.reference_settings,
         pairs=config.pairs,
         offload_reference="reference" in config.trainer.offload,
         process_max_age=None if process is None else process.max_age,
-        critic_warmup=config.critic.warmup_steps,
+        critic_warmup=config.critic_settings.warmup_steps,
         sampler_columns=SamplerColumns(
             mask_vocab=policy.spec.vocab if keep_mask else None,
             masks_all=config.sampler.truncates or not keep_mask,
@@ -264,7 +264,7 @@ def _critic(config: Config, policy: Policy, slices: Slices, updates: int) -> dic
     """Make a critic if the advantage needs its values."""
     if not needs_critic(config.algorithm.advantage):
         return {}
-    section, spec = config.critic, policy.spec
+    section, spec = config.critic_settings, policy.spec
     if section.path is None:
         backbone = restored_params(spec, policy.params)
         params = heads.with_head(spec, backbone, "value", jax.random.key(config.run.seed))

@@ -134,9 +134,9 @@ def make_play(
 
     Raises ConfigError, also for an environment that cannot begin, and DataError.
     """
-    if config.seats and task.game is None:
+    if config.players and task.game is None:
         raise ConfigError(
-            f"seats ({', '.join(config.seats)}) are the players of a game, and task = "
+            f"seats ({', '.join(config.players)}) are the players of a game, and task = "
             f"{name_of(config.task or '')!r} has none. Leave seats out, or give the task a game."
         )
     if not task.plays:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config, FaultsSection, ModelSection, WeightsSection
@@ -134,7 +135,7 @@ def sent_weights(section: WeightsSection, model: ModelSection, spec: ModelSpec) 
     return sent_whole(section, model, spec)
 
 
-def _sent_adapter(dtype: Any, spec: ModelSpec, lora: Lora) -> SentWeights:
+def _sent_adapter(dtype: DTypeLike, spec: ModelSpec, lora: Lora) -> SentWeights:
     table = adapter_table(spec, lora)
     whole = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype), table, is_leaf=_is_weight)
     conversion = Conversion(dtype=dtype, convert=functools.partial(as_sent, lora, dtype=dtype))

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 import yaml
+from jax.typing import DTypeLike
 from numpy.typing import NDArray
 from orbax.checkpoint import v1
 
@@ -440,7 +441,7 @@ def open_checkpoints(
     )
 
 
-def read_learnt(place: CheckpointStorage, step: int, dtype: Any) -> Any:
+def read_learnt(place: CheckpointStorage, step: int, dtype: DTypeLike) -> Any:
     """Read what a checkpoint's run learns (its weights, or its adapter) without the rest, onto the
     default device; the folder is not changed.
 

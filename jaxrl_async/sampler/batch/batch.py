@@ -10,7 +10,7 @@ requests submitted together always run the same way.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -30,9 +30,12 @@ from jaxrl_async.sampler.batch.prefill import (
     Chunk,
     Part,
     chunks_of,
+    filled,
+    has_usable_kv,
     insert_args,
+    inserts_of,
+    keep_pages,
     leaders,
-    placings,
     plan_parts,
     saved_chunk,
     saved_tokens,
@@ -47,9 +50,10 @@ from jaxrl_async.sampler.batch.sequence import (
     Stage,
     live_of,
     running_of,
+    unfollow,
 )
 from jaxrl_async.sampler.batch.shaping_args import shaping_of, take_masks
-from jaxrl_async.sampler.batch.slots import Slots
+from jaxrl_async.sampler.batch.slots import Slots, Span
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.program_arguments import Block, DecodeState, EngineWeights, Prefix
@@ -155,10 +159,7 @@ class Batch:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each page is held once by each table that names it."""
-        self.cache.check_integrity(self._table_of(p) for p in self.placed.values())
-
-    def _table_of(self, placed: Placed) -> Table:
-        return self.slots.tables[placed.slot_index] if isinstance(placed, Running) else placed.table
+        self.cache.check_integrity(_table_of(p, self.slots) for p in self.placed.values())
 
     # ---- admission
 
@@ -169,11 +170,7 @@ class Batch:
         """
         S = self.spec.total_slots
         free = deque(i for i in range(S) if i not in self.placed)
-        by_content = {
-            content_of(used.salt, p.token_ids, p.scores): p
-            for p in self.prefilling
-            if p.kv_version == (used := self.weights.of(p.request)).version  # no older KV
-        }
+        by_content = _by_content(self.prefilling, self.weights)
         following = self.admission.order(held, self.weights.version_of)
         while free and S - len(free) < self.admission.limit.requests:
             live = following()
@@ -238,10 +235,14 @@ class Batch:
         """Insert a computed chunk, and start the requests that it completes."""
         self.stats = self.stats.plus(prefill_tokens=chunk.num_tokens)
         done = chunk.advance()
-        copies = self._insert(prefix._replace(routes=None), chunk, done)
+        inserts = inserts_of(chunk, done, self.spec, self.seed)
+        for args in inserts:  # all but the first find the chunk's KV in the pages
+            self.state = self.engine.insert(prefix._replace(routes=None), self.state, args)
         pages, offsets = chunk.cells
-        self._routes.expect(prefix.routes, pages[0], offsets, *copies)
-        self._keep_pages(chunk)
+        copied = zip(*((each.sources, each.targets) for each in inserts), strict=True)
+        sources, targets = (np.concatenate(pages) for pages in copied)
+        self._routes.expect(prefix.routes, pages[0], offsets, sources, targets)
+        keep_pages(self.cache, self.weights, chunk)
         for _, leader in done:
             followers, leader.followers = leader.followers, []
             for follower in followers:
@@ -279,71 +280,26 @@ class Batch:
         scored, self._scored = self._scored, []
         return [(p, replace(self.output(p), prompt_logprobs=_result(p))) for p in scored]
 
-    def _insert(
-        self, prefix: Prefix, chunk: Chunk, done: Sequence[tuple[int, Prefilling]]
-    ) -> tuple[IntArray, IntArray]:
-        """Insert a chunk, with several inserts if many requests begin; return the pages that were
-        copied, and their targets. All but the first insert find its KV in the pages."""
-        sources, targets = [], []
-        for placed in placings(done, self.spec):
-            args = insert_args(chunk.unwritten, placed, self.spec, self.seed, chunk.args.slots)
-            self.state = self.engine.insert(prefix, self.state, args)
-            sources.append(args.sources)
-            targets.append(args.targets)
-        return np.concatenate(sources), np.concatenate(targets)
-
     def _parts(self) -> list[Part]:
         """Return the parts to prefill in this round, with pages. Pages that a window hides before
         the prompt ends are taken only now.
 
         If pages run out, requests are preempted, as for a block."""
         parts = plan_parts(self.prefilling, self._chunk, self._images)
-        while not all(self._filled(part) for part in parts):
+        while not all(filled(self.cache, part) for part in parts):
             self._preempt_one()
             parts = plan_parts(self.prefilling, self._chunk, self._images)
         if self.cache.prefixes.enabled:
-            for (
-                part
-            ) in parts:  # also pages that no later token sees: for prompts with equal beginnings
-                self._filled(part, hidden=True)
+            for part in parts:  # also pages that no later token sees, for prompts that begin alike
+                filled(self.cache, part, hidden=True)
         return parts
-
-    def _filled(self, part: Part, *, hidden: bool = False) -> bool:
-        """Take pages for a request's next tokens; return False if there are too few.
-
-        hidden: include the pages that its own later tokens do not see."""
-        (prefilling, count), form = part, self.cache.form
-        end = prefilling.prefilled + count
-        first = prefilling.prefilled // form.page_tokens if hidden else form.first_pages(end)
-        return self.cache.fill(prefilling.table, first, end)
-
-    def _keep_pages(self, chunk: Chunk) -> None:
-        """Store the full pages of a prefilled chunk, and release the pages that windows hide from
-        all later tokens."""
-        for prefilling, _ in chunk.parts:
-            table, used = prefilling.table, self.weights.of(prefilling.request)
-            hidden = self.cache.form.hidden(table, prefilling.prefilled)
-            done = prefilling.prefilled == len(prefilling.token_ids)
-            if prefilling.kv_version == used.version and (done or hidden.any()):
-                known = prefilling.token_ids[: prefilling.prefilled]
-                self.cache.prefixes.put(known, table, used.salt)
-            self.cache.release(table, hidden)
 
     def _start_running(self, prefilling: Prefilling) -> None:
         """Move a prefilled request to its slot; it decodes from the next block on."""
         slot, num_prefilled = prefilling.slot_index, len(prefilling.token_ids)
         used = self.weights.of(prefilling.request)
-        known = prefilling.live.saved_output.token_ids
-        matching = self._grammars.matching(prefilling.request, known.tolist())
-        self.placed[slot] = Running(
-            live=prefilling.live,
-            slot_index=slot,
-            order=prefilling.order,
-            num_prefilled=num_prefilled,
-            kv_version=prefilling.kv_version,
-            matching=matching,
-            scores=prefilling.scores,
-        )
+        known = prefilling.live.saved_output.token_ids.tolist()
+        self.placed[slot] = prefilling.running(self._grammars.matching(prefilling.request, known))
         self.slots.occupy(slot, num_prefilled, prefilling.table, used.version, used.place)
         if prefilling.live.partial is not None:
             self.slots.recall(slot, prefilling.live.partial)
@@ -351,16 +307,11 @@ class Batch:
     def _restore_kv(self, prefilling: Prefilling) -> None:
         """Write saved KV back into pages if the current weights computed it."""
         saved = prefilling.live.partial
-        if saved is None or saved.kv is None or self.spec.model.delta:
-            return  # states of gated delta nets are not saved: prefilled again
-        if prefilling.scores is not None:
-            return  # prefilled again, for its log-probs
-        if saved.kv_version != self.weights.of(prefilling.request).version:
+        version = self.weights.of(prefilling.request).version
+        if saved is None or saved.kv is None or not has_usable_kv(prefilling, self.spec, version):
             return
         if not self._routes.cover(saved):
             return  # prefilled again, for its experts
-        if saved.kv_page_tokens not in (0, self.spec.page_tokens):
-            return  # a window would see pages of which only a part was saved
         n = saved_tokens(prefilling, saved.kv)
         if not self.cache.fill(prefilling.table, self.cache.form.first_pages(n + 1), n):
             return
@@ -382,8 +333,8 @@ class Batch:
             return
         running = {r.slot_index: r for r in (*rows, *reserve)}
         mix = mix_of(r.request for r in running.values())
-        if self.spec.ragged:  # sampling in every way costs a TPU less than another program
-            mix = together([mix, *self._mixes])
+        # sampling in every way costs a TPU less than another program
+        mix = together([mix, *self._mixes]) if self.spec.ragged else mix
         shaping = shaping_of(running, self.slots, self.spec, mix)
         args, context_pages = decode_args(rows, reserve, self.slots, self.spec, shaping)
         if mix.ids:
@@ -391,10 +342,9 @@ class Batch:
         self.state, block = self.engine.generate(
             weights, self.state, args, context_pages=context_pages, mix=mix
         )
-        versions = np.full(self.spec.total_slots, self.version, np.int32)
-        for slot, one in running.items():
-            versions[slot] = self.weights.of(one.request).version
-        self._block = _StartedBlock(block, versions, running)
+        versions = {slot: self.weights.of(one.request).version for slot, one in running.items()}
+        by_slot = [versions.get(slot, self.version) for slot in range(self.spec.total_slots)]
+        self._block = _StartedBlock(block, np.asarray(by_slot, np.int32), running)
 
     def _with_pages(self, steps: int) -> tuple[list[Running], list[Running]]:
         """Return the rows and the reserve of the next block, with pages for `steps` more tokens.
@@ -432,38 +382,16 @@ class Batch:
         if block is None or self._block is None:
             return []
         started, self._block = self._block, None
-        spans = self.slots.take(
-            block.tokens,
-            block.logprobs,
-            block.owners,
-            started.versions,
-            block.extras,
-            wanted={slot for slot, r in started.running.items() if r.request.needs_extras},
-            named={slot for slot, r in started.running.items() if r.request.logprobs},
-        )
+        spans = _taken(self.slots, block, started)
         for span in spans:
             one = started.running[span.slot]
             if one.matching is not None:
                 self.guarded(one, partial(take_masks, span, self.slots))
         self._routes.take(block.routes, block.owners, spans, self.slots)
-        used, steps = sum(s.end - s.start for s in spans), int(block.steps)
-        aside = sum(
-            s.end - s.start for s in spans if not started.running[s.slot].request.for_training
-        )
-        slot_steps = steps * self.spec.slots
-        waiting = bool(self.queue)
-        self.stats = self.stats.plus(
-            blocks=1,
-            slot_steps=slot_steps,
-            row_steps=steps * block.tokens.shape[0],
-            used_slot_steps=used,
-            aside_tokens=aside,
-            waiting_slot_steps=slot_steps * waiting,
-            waiting_used_slot_steps=used * waiting,
-        )
+        waits, slots = bool(self.queue), self.spec.slots
+        self.stats = self.stats.plus(**_counts_of(block, spans, started.running, slots, waits))
         ended = [started.running[int(slot)] for slot in block.owners[block.ends]]
-        there = [r for r in ended if self.placed.get(r.slot_index) is r]
-        return sorted(there, key=lambda r: r.order)
+        return sorted((r for r in ended if self.placed.get(r.slot_index) is r), key=_order_of)
 
     # ---- sampled tokens
 
@@ -475,23 +403,7 @@ class Batch:
         """Return the tokens that a request has sampled so far."""
         if not isinstance(stage, Running):
             return live_of(stage).saved_output
-        slot = stage.slot_index
-        request = stage.request
-        output = self.slots.output(
-            slot,
-            extras=request.extras,
-            masks=request.constraint is not None,
-            asked=request.logprobs,
-        )
-        drawn = len(output.token_ids)
-        tokens = len(stage.request.token_ids) + drawn - 1 if drawn else 0
-        pages = self.slots.tables[slot, 0, : self.cache.form.num_pages(tokens)]
-        saved = stage.live.partial
-        experts = self._routes.of_request(pages, tokens, saved)
-        scores = None if saved is None else saved.prompt_logprobs
-        if stage.scores is not None:
-            scores = stage.scores.result()
-        return replace(output, expert_ids=experts, prompt_logprobs=scores)
+        return _output_of(stage, self.slots, self.cache, self._routes)
 
     # ---- leaving early
 
@@ -505,19 +417,16 @@ class Batch:
         for follower in placed.followers:
             self.leave(follower)
         self.queue.put_back([follower.live for follower in placed.followers])
-        for other in self.placed.values():
-            if isinstance(other, Prefilling) and placed in other.followers:
-                other.followers.remove(placed)
+        unfollow(placed, self.placed.values())
 
     def preempt(self, placed: Placed) -> None:
         """Take a request off the device; it continues first, from its sampled tokens."""
-        output, lost = self.output(placed), 0
-        if isinstance(placed, Running):
-            lost = placed.num_prefilled + len(output.token_ids)
+        output = self.output(placed)
+        again = placed.num_prefilled + len(output.token_ids) if isinstance(placed, Running) else 0
         placed.live.partial = placed.live.as_partial(output, self.seed)
         self.leave(placed)
         self.queue.put_back([placed.live])
-        self.stats = self.stats.plus(preempted=1, recomputed_tokens=lost)
+        self.stats = self.stats.plus(preempted=1, recomputed_tokens=again)
 
     def cancel(self, stage: Stage) -> None:
         """Drop a request at any stage."""
@@ -527,6 +436,88 @@ class Batch:
             self.leave(placed)
         elif live in self.queue:
             self.queue.remove(live)
+
+
+def _order_of(placed: Placed) -> int:
+    return placed.order
+
+
+def _table_of(placed: Placed, slots: Slots) -> Table:
+    return slots.tables[placed.slot_index] if isinstance(placed, Running) else placed.table
+
+
+def _by_content(
+    prefilling: Sequence[Prefilling], weights: WeightsInUse
+) -> dict[Content, Prefilling]:
+    """Return the requests whose KV the current weights compute, by what they compute."""
+    return {
+        content_of(used.salt, p.token_ids, p.scores): p
+        for p in prefilling
+        if p.kv_version == (used := weights.of(p.request)).version  # no older KV
+    }
+
+
+def _taken(slots: Slots, block: Block, started: _StartedBlock) -> list[Span]:
+    """Store the tokens of a finished block in their slots; return them as spans."""
+    return slots.take(
+        block.tokens,
+        block.logprobs,
+        block.owners,
+        started.versions,
+        block.extras,
+        wanted={slot for slot, r in started.running.items() if r.request.needs_extras},
+        named={slot for slot, r in started.running.items() if r.request.logprobs},
+    )
+
+
+def _counts_of(
+    block: Block,
+    spans: Sequence[Span],
+    running: Mapping[int, Running],
+    slots: int,
+    waiting: bool,
+) -> dict[str, int]:
+    """Return what a block adds to BatchStats.
+
+    Args:
+        block: on the host.
+        spans: its tokens that count, by slot.
+        running: its requests by slot index.
+        slots: number of rows that could decode.
+        waiting: whether requests wait for a slot.
+    """
+    used, steps = sum(s.end - s.start for s in spans), int(block.steps)
+    aside = (s for s in spans if not running[s.slot].request.for_training)
+    return {
+        "blocks": 1,
+        "slot_steps": steps * slots,
+        "row_steps": steps * block.tokens.shape[0],
+        "used_slot_steps": used,
+        "aside_tokens": sum(s.end - s.start for s in aside),
+        "waiting_slot_steps": steps * slots * waiting,
+        "waiting_used_slot_steps": used * waiting,
+    }
+
+
+def _output_of(
+    running: Running, slots: Slots, cache: KvCache, routes: Routes | NoRoutes
+) -> TokenRecord:
+    """Return the tokens that a running request has sampled so far, with what it asked for."""
+    slot, request, saved = running.slot_index, running.request, running.live.partial
+    output = slots.output(
+        slot,
+        extras=request.extras,
+        masks=request.constraint is not None,
+        asked=request.logprobs,
+    )
+    drawn = len(output.token_ids)
+    tokens = len(request.token_ids) + drawn - 1 if drawn else 0
+    pages = slots.tables[slot, 0, : cache.form.num_pages(tokens)]
+    experts = routes.of_request(pages, tokens, saved)
+    scores = None if saved is None else saved.prompt_logprobs
+    if running.scores is not None:
+        scores = running.scores.result()
+    return replace(output, expert_ids=experts, prompt_logprobs=scores)
 
 
 def _result(prefilling: Prefilling) -> PositionLogprobs | None:

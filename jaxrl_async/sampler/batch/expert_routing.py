@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from jaxrl_async.sampler.batch.slots import Slots, Span
 from jaxrl_async.types import ExpertIds, IntArray, Partial
@@ -29,7 +30,7 @@ class Routes:
     Changed only by the sampler's thread."""
 
     def __init__(
-        self, pages: int, page_tokens: int, *, layers: int, chosen: int, dtype: Any
+        self, pages: int, page_tokens: int, *, layers: int, chosen: int, dtype: DTypeLike
     ) -> None:
         self._by_page = np.zeros((pages, page_tokens, layers, chosen), dtype)
         self._pending: list[_Pending] = []

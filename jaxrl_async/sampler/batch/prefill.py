@@ -14,6 +14,8 @@ from jaxrl_async.data.images import NO_IMAGE, ImageStore
 from jaxrl_async.model.cache import NewKV
 from jaxrl_async.model.kernels import sequences_in_a_call
 from jaxrl_async.sampler.batch import shapes
+from jaxrl_async.sampler.batch.adapter_places import WeightsInUse
+from jaxrl_async.sampler.batch.kv_cache import KvCache
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Placed, Prefilling
 from jaxrl_async.sampler.batch.shapes import pad_to
 from jaxrl_async.sampler.device.engine import pad_stop_ids, request_keys
@@ -344,3 +346,52 @@ def slot_params_of(requests: Sequence[LiveRequest], size: int, seed: int) -> Slo
         pad_to(size, [live.max_new for live in requests], 1),
         pad_to(size, [r.forced_length is not None for r in given], False, np.bool_),
     )
+
+
+def inserts_of(
+    chunk: Chunk, done: Sequence[tuple[int, Prefilling]], spec: EngineSpec, seed: int
+) -> list[InsertArgs]:
+    """Return the inserts of a computed chunk: several if many requests begin.
+
+    done: the requests that the chunk completes, each with its sequence in the chunk.
+    """
+    return [
+        insert_args(chunk.unwritten, placed, spec, seed, chunk.args.slots)
+        for placed in placings(done, spec)
+    ]
+
+
+def filled(cache: KvCache, part: Part, *, hidden: bool = False) -> bool:
+    """Take pages for a request's next tokens; return False if there are too few.
+
+    hidden: include the pages that its own later tokens do not see.
+    """
+    (prefilling, count), form = part, cache.form
+    end = prefilling.prefilled + count
+    first = prefilling.prefilled // form.page_tokens if hidden else form.first_pages(end)
+    return cache.fill(prefilling.table, first, end)
+
+
+def keep_pages(cache: KvCache, weights: WeightsInUse, chunk: Chunk) -> None:
+    """Store the full pages of a prefilled chunk, and release the pages that windows hide from all
+    later tokens."""
+    for prefilling, _ in chunk.parts:
+        table, used = prefilling.table, weights.of(prefilling.request)
+        hidden = cache.form.hidden(table, prefilling.prefilled)
+        done = prefilling.prefilled == len(prefilling.token_ids)
+        if prefilling.kv_version == used.version and (done or hidden.any()):
+            known = prefilling.token_ids[: prefilling.prefilled]
+            cache.prefixes.put(known, table, used.salt)
+        cache.release(table, hidden)
+
+
+def has_usable_kv(prefilling: Prefilling, spec: EngineSpec, version: int) -> bool:
+    """Return whether the saved KV of a request, whose weights have this version, can be used."""
+    saved = prefilling.live.partial
+    if saved is None or saved.kv is None or spec.model.delta:
+        return False  # states of gated delta nets are not saved: prefilled again
+    if prefilling.scores is not None:
+        return False  # prefilled again, for its log-probs
+    # a window would see pages of which only a part was saved
+    whole = saved.kv_page_tokens in (0, spec.page_tokens)
+    return whole and saved.kv_version == version

@@ -88,6 +88,18 @@ class Prefilling:
         """The owner of `live`."""
         return self.live.owner
 
+    def running(self, matching: Matching | None) -> "Running":
+        """Return the same request once its tokens are computed."""
+        return Running(
+            live=self.live,
+            slot_index=self.slot_index,
+            order=self.order,
+            num_prefilled=len(self.token_ids),
+            kv_version=self.kv_version,
+            matching=matching,
+            scores=self.scores,
+        )
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Running:
@@ -127,6 +139,13 @@ def live_of(stage: Stage) -> LiveRequest:
 def running_of(placed: Iterable[Placed]) -> list[Running]:
     """Return the requests that can decode, in the given order."""
     return [p for p in placed if isinstance(p, Running)]
+
+
+def unfollow(gone: Prefilling, placed: Iterable[Placed]) -> None:
+    """Remove a request from the followers of others."""
+    for other in placed:
+        if isinstance(other, Prefilling) and gone in other.followers:
+            other.followers.remove(gone)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
