@@ -262,7 +262,7 @@ def test_a_prompt_is_scored_without_its_logits(programs):
     for kind in ("", " on tensor"):
         score = programs[f"sampler score{kind}"]
         assert score["tokens"] == 4096 and score["kernels"] == 2
-        assert score["temp_bytes"] < 2**28
+        assert score["temp_bytes"] < min(2**28, score["logits_bytes"])
         assert score["alias_bytes"] >= score["pages_bytes"], "no copy"
 
 

@@ -431,7 +431,8 @@ def sampler_program(
         scored = ScoreArgs(given, np.int32(n), given, given, ids)
         program = engine.programs.score_in_pages
         found = compiled(program, weights, state.kv, chunk, scored, top=8)
-        return {**found, "pages_bytes": pages_bytes, "tokens": n}
+        here = {"pages_bytes": pages_bytes // mesh.size, "logits_bytes": 4 * n * vocab // mesh.size}
+        return {**found, **here, "tokens": n}
     run = DecodeArgs(
         rows=np.arange(slots, dtype=np.int32),
         reserve=np.zeros(8, np.int32),
@@ -478,7 +479,13 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "sampler prefill": partial(sampler_program, "prefill"),
     "sampler score": partial(sampler_program, "score", max_length=4096, budget=4096, vocab=151_936),
     "sampler score on tensor": partial(
-        sampler_program, "score", kv_heads=4, tensor=4, max_length=4096, budget=4096, vocab=151_936
+        sampler_program,
+        "score",
+        kv_heads=16,
+        tensor=16,
+        max_length=4096,
+        budget=4096,
+        vocab=151_936,
     ),
     "sampler block": partial(sampler_program, "block"),
     "sampler block of long contexts": partial(
