@@ -313,8 +313,12 @@ def help_of_fields(section: type[Section] = Config, path: KeyPath = ()) -> Itera
         inner = section_of(target)
         about = target.description or ("" if inner is None else inner.__doc__) or ""
         about = " ".join(about.split())
+        named = _named_section(target)
         if inner is None:
             yield FieldHelp(here, about, _default(target), _allowed(target))
+            if named is not None:
+                yield FieldHelp(f"{here}.NAME", " ".join((named.__doc__ or "").split()))
+                yield from help_of_fields(named, (*path, name, "NAME"))
         else:
             is_null = target.get_default(call_default_factory=True) is None
             yield FieldHelp(here, about, is_null=is_null)
@@ -339,7 +343,7 @@ def help_text(prefix: str = "") -> str:
     if inner is not None:
         found = list(help_of_fields(inner, path))
     else:
-        found = [one for one in help_of_fields() if one.path == prefix]
+        found = [one for one in help_of_fields() if f"{one.path}.".startswith(f"{prefix}.")]
     for one in found:
         if one.default is None:
             null = " = null" if one.is_null else ""
@@ -503,7 +507,7 @@ def _translate(draft: Draft, error: ValidationError) -> Iterator[str]:
         whole = tuple(str(part) for part in one["loc"])
         path = _known_prefix(whole)
         target = _find(path)
-        if isinstance(target, FieldInfo) and _named_sections(target) and len(whole) > len(path):
+        if isinstance(target, FieldInfo) and _named_section(target) and len(whole) > len(path):
             yield f"{draft.where(whole)}: {'.'.join(whole)}: {one['msg']}. Correct it."
         elif isinstance(target, FieldInfo) and one["type"] == "missing" and whole == path:
             yield f"{draft.where(path)}: {_missing(path, target)}"
@@ -603,12 +607,16 @@ def _all_paths(section: type[Section], path: KeyPath) -> Iterator[tuple[KeyPath,
 def _find(path: KeyPath) -> FieldInfo | None:
     """Return the field at a key path, or None."""
     section: type[Section] | None = Config
-    target = None
+    target, named = None, None
     for key in path:
-        if section is None:
+        if named is not None:  # the key is a name that the user chose
+            target = FieldInfo(annotation=named)
+        elif section is None:
             return None
-        target = section.model_fields.get(key)
+        else:
+            target = section.model_fields.get(key)
         section = section_of(target) if target is not None else None
+        named = _named_section(target) if target is not None else None
     return target
 
 
@@ -622,10 +630,13 @@ def _is_section_type(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
-def _named_sections(target: FieldInfo) -> bool:
-    """Return whether a field holds sections by names that the user chooses."""
-    kind = target.annotation
-    return get_origin(kind) is dict and _is_section_type(get_args(kind)[1])
+def _named_section(target: FieldInfo) -> type[Section] | None:
+    """Return the section that a field holds by names that the user chooses; None: it holds none."""
+    for kind in _alternatives(target.annotation):
+        if get_origin(kind) is dict and _is_section_type(get_args(kind)[1]):
+            named: type[Section] = get_args(kind)[1]
+            return named
+    return None
 
 
 def _is_section(target: FieldInfo | None) -> bool:

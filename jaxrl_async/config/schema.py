@@ -28,7 +28,13 @@ from jaxrl_async.config.model_section import (
 )
 from jaxrl_async.config.offline_section import PreferenceSection, SftSection, WarmStartSection
 from jaxrl_async.config.remote_section import RemoteSection
-from jaxrl_async.config.reward_section import EvalSection, RewardSection
+from jaxrl_async.config.reward_section import (
+    EvalName,
+    EvalSection,
+    NamedEvals,
+    NamedEvalSection,
+    RewardSection,
+)
 from jaxrl_async.config.run_section import (
     CheckpointSection,
     FaultsSection,
@@ -69,6 +75,8 @@ __all__ = [
     "MeshSection",
     "MetricsSection",
     "ModelSection",
+    "NamedEvalSection",
+    "NamedEvals",
     "PairsSection",
     "PreferenceSection",
     "ProcessSection",
@@ -140,6 +148,9 @@ class Config(Section):
     reward: RewardSection = RewardSection()
     faults: FaultsSection = FaultsSection()
     eval: EvalSection = EvalSection()
+    evals: dict[EvalName, NamedEvalSection] | None = None
+    """Evaluations by name in addition to `eval`, each with its records or task, samples per prompt,
+    sampling settings and cadence (docs/evaluation.md); null: none."""
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
     runs: dict[RunName, dict[str, Any]] = Field({})
@@ -158,6 +169,11 @@ class Config(Section):
     def serving(self) -> EndpointSection:
         """The settings with which the endpoint serves, if it does."""
         return EndpointSection() if self.endpoint is None else self.endpoint
+
+    @property
+    def named_evals(self) -> NamedEvals:
+        """The evaluations in addition to `eval`, by name."""
+        return {} if self.evals is None else self.evals
 
     @property
     def refers(self) -> bool:
