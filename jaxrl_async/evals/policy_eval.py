@@ -395,7 +395,7 @@ def _questions(config: Config, given: Task | None, tokenizer: Tokenizer, vocab: 
                 faults=faults,
                 effort=EvalEffort(
                     at_once=config.eval.episodes_at_once,
-                    retries=config.env.retries,
+                    retries=0 if vocab is None else config.env.retries,  # it repeats its calls
                     backoff_s=config.faults.backoff_s,
                     count=faults.add,
                     outages=None if vocab is None else outages,

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl_async.data.tokenizer import Tokenizer, chat_tokenizer, fill_template
 from jaxrl_async.errors import ConfigError, RolloutError
-from jaxrl_async.judge.judge_client import JudgeBusy, JudgeClient, JudgeReply
+from jaxrl_async.judge.judge_client import JudgeBusy, JudgeClient, JudgeRefusal, JudgeReply
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.types import (
     Completion,
@@ -196,6 +196,9 @@ class TextEndpoint:
             try:
                 async with self._places:
                     return await self._client.ask(body)
+            except JudgeRefusal as error:
+                said, _, _ = str(error).partition(" If it refuses a field")
+                raise RolloutError(f"the endpoint refuses a question: {said}") from error
             except JudgeBusy as error:
                 if failures + 1 == TRIES:
                     raise RolloutError(f"after {TRIES} calls: {error}") from error
