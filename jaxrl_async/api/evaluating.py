@@ -1,6 +1,7 @@
 """Evaluate a policy from Python: on a task or records, with standard errors."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,13 @@ def evaluate(
         JaxrlError: the evaluation failed; the message names the remedy.
     """
     end_loading()
-    given = {"key_variable": key_variable, "concurrency": concurrency}
-    own_base = None if base is None else str(base)
-    source = PolicySource(policy=policy, base=own_base, model=model, **given)
+    source = PolicySource(
+        policy=policy,
+        base=None if base is None else str(base),
+        model=model,
+        key_variable=key_variable,
+        concurrency=concurrency,
+    )
     if config is None and source.run is not None:
         config = source.run.config
     _check_asks(source, config, data, task, settings, overrides)
@@ -102,9 +107,7 @@ def evaluate(
     )  # fmt: skip
     if overrides:
         resolved = load(resolved.model_dump(), overrides, where="eval")
-    other = None
-    if compare is not None:
-        other = PolicySource(policy=compare, **given)
+    other = None if compare is None else replace(source, policy=compare, base=None, model=None)
     return evaluate_policy(source, resolved, own_task, seed=seed, compare=other)
 
 

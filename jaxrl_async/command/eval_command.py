@@ -31,7 +31,7 @@ KEY_VARIABLE = "JAXRL_ASYNC_KEY"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_intermixed_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     try:
         folder = _folder_of(args)

@@ -509,6 +509,8 @@ def _translate(draft: Draft, error: ValidationError) -> Iterator[str]:
         target = _find(path)
         if isinstance(target, FieldInfo) and _named_section(target) and len(whole) > len(path):
             yield f"{draft.where(whole)}: {'.'.join(whole)}: {one['msg']}. Correct it."
+        elif one["type"] == "extra_forbidden" and len(whole) > len(path):
+            yield f"{draft.where(whole)}: {_unknown_in(whole, target)}"
         elif isinstance(target, FieldInfo) and one["type"] == "missing" and whole == path:
             yield f"{draft.where(path)}: {_missing(path, target)}"
         elif isinstance(target, FieldInfo) and section_of(target) is None:
@@ -518,6 +520,15 @@ def _translate(draft: Draft, error: ValidationError) -> Iterator[str]:
             yield f"{draft.where(path)}: {_not_allowed(path, value, target)}"
         else:
             yield f"{draft.where(path)}: {'.'.join(path) or 'the configuration'}: {one['msg']}."
+
+
+def _unknown_in(path: KeyPath, target: FieldInfo | None) -> str:
+    """Return what is wrong with a key of a section that the user named, and what may be meant."""
+    inner = None if target is None else section_of(target)
+    known: dict[str, KeyPath] = {} if inner is None else {n: (n,) for n in inner.model_fields}
+    near = _most_alike(path[-1], known, 0.7)
+    hint = f"did you mean {'.'.join((*path[:-1], *near))}?" if near else "--help lists all keys."
+    return f"{'.'.join(path)} is not a setting; {hint}"
 
 
 def _missing(path: KeyPath, target: FieldInfo) -> str:

@@ -143,11 +143,6 @@ def _prompts_of(
         if section.task is None or play.own is None:
             return run.held_out[: section.prompts]
         return eval_prompts(config.limited_data, run.tokenizer, play.own)[: section.prompts]
-    if section.task is not None and play.own is not None:
-        raise ConfigError(
-            f"{where}: its task has its own records, and data ({section.data}) gives others. Leave "
-            "one of them out."
-        )
     graded = bool(built_in_graders(config.reward, play.task))
     records = read_records(section.data, config.limited_data, run.tokenizer, graded=graded)
     positions = range(len(records))[: section.prompts]
@@ -188,6 +183,11 @@ def _play_of(where: str, section: NamedEvalSection, config: Config, run: RunInpu
         raise ConfigError(
             f"{where}.task = {name_of(section.task)!r} has a program or a game, which only the "
             "run's own task may have. Choose a task with an environment, tools or a reward."
+        )
+    if task.records is not None and section.data is not None:
+        raise ConfigError(
+            f"{where}: its task has its own records, and data ({section.data}) gives others. Leave "
+            "one of them out."
         )
     return make_play(
         config, task, run.tokenizer, run.faults.add, NoServing(), NoOpponents(), run.outages

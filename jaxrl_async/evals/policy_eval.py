@@ -208,7 +208,7 @@ class PolicySource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Questions:
+class AskedPrompts:
     """What a policy is asked, and what scores its answers."""
 
     tokenizer: Tokenizer
@@ -302,7 +302,7 @@ def _of_endpoint(source: PolicySource, config: Config, task: Task | None, seed: 
     endpoint = source.endpoint
     config = _with_room(config, None, whole=source.run is None)
 
-    async def played(asked: Questions) -> tuple[EvalResult, TextEndpoint]:
+    async def played(asked: AskedPrompts) -> tuple[EvalResult, TextEndpoint]:
         generate = TextEndpoint(
             endpoint,
             asked.prompts,
@@ -385,7 +385,7 @@ def _questions(config: Config, given: Task | None, tokenizer: Tokenizer, vocab: 
     with tempfile.TemporaryDirectory() as folder:
         scorers.begin(Path(folder), 0, lambda: 0)
         try:
-            yield Questions(
+            yield AskedPrompts(
                 tokenizer=tokenizer,
                 task=task,
                 prompts=prompts,
@@ -416,7 +416,7 @@ def _asked_in_text(
     return [prompt_of(source[i], i, EVAL_POSITION + i) for i in range(len(source))[:most]]
 
 
-async def _played(generate: Generate, asked: Questions, config: Config) -> EvalResult:
+async def _played(generate: Generate, asked: AskedPrompts, config: Config) -> EvalResult:
     section = config.named_evals[GIVEN]
     log.info("evaluating %d prompts, %d answers each", len(asked.prompts), section.samples)
     return await play_all(
@@ -436,7 +436,7 @@ async def _played(generate: Generate, asked: Questions, config: Config) -> EvalR
     )
 
 
-def _answers(result: EvalResult, asked: Questions) -> list[EvalAnswer]:
+def _answers(result: EvalResult, asked: AskedPrompts) -> list[EvalAnswer]:
     functions = asked.scorers.functions
     read: Callable[[Episode], str | None] = lambda episode: None  # noqa: E731
     if functions is not None:

@@ -5,8 +5,9 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -198,7 +199,7 @@ class _HeldOutPlay:
         """Queue the first turns of all prompts of tokens in one call."""
         self._generate, self._prompts, self._make_env = generate, prompts, make_env
         self._limits, self._effort, self._label = limits, effort, label
-        self._play = play_episode
+        self._play: Callable[..., Coroutine[Any, Any, tuple[Episode, ...]]] = play_episode
         if effort.outages is not None:
             self._play = PlayAgain(make_env=make_env, outages=effort.outages).played
         self._places = asyncio.Semaphore(effort.at_once)

@@ -56,7 +56,7 @@ def files_of(config: Config, name: str) -> list[str]:
 @pytest.mark.parametrize("age", [0, 1])
 def test_two_evaluations_by_name_alongside_training(tmp_path: Path, age: int) -> None:
     records = tmp_path / "own.jsonl"
-    lines = [{"q": f"{i}+{i}=", "a": f"#{2 * i}"} for i in range(5)]
+    lines = [{"q": f"{i}+{i}=", "a": f"{2 * i}"} for i in range(5)]
     records.write_text("".join(json.dumps(line) + "\n" for line in lines))
     own = f"{{data: {records}, prompt_field: q, answer_field: a, reward: exact, every: 3}}"
     config = job(
@@ -151,7 +151,13 @@ def test_a_resumed_run_compares_with_the_evaluation_before_and_may_change_its_ev
     late = folder_of(begun) / "four" / "3.jsonl"
     late.write_text("an evaluation that a resumed run has undone\n")
     new = "{prompts: 3, every: 0}"
-    resumed = job(tmp_path, *parts, "run.resume=true", f"evals={{four: {every_two}, new: {new}}}")
+    resumed = job(
+        tmp_path,
+        *parts,
+        "run.resume=true",
+        "run.overwrite=false",
+        f"evals={{four: {every_two}, new: {new}}}",
+    )
     train(resumed)
     assert (folder_of(begun) / "four" / "3.superseded.jsonl").exists() and not late.exists()
     assert files_of(begun, "gone") == ["0.jsonl", "2.jsonl"]
@@ -246,7 +252,7 @@ def test_what_cannot_be_evaluated_is_said_before_a_run_begins(tmp_path: Path) ->
         ({"samples": 2, "temperature": 1.0, "top_k": 1}, "all be the same answer"),
         ({"max_new_tokens": 65}, "more than sampler.max_new_tokens (64)"),
         ({"answer_mark": "#"}, "no effect without data"),
-        ({"smaples": 2}, "evals.x.smaples"),
+        ({"smaples": 2}, "evals.x.smaples is not a setting; did you mean evals.x.samples?"),
         ({"every": -1}, "evals.x.every"),
     ],
 )
