@@ -32,7 +32,9 @@ KEY_VARIABLE = "JAXRL_ASYNC_KEY"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
     args = _parser().parse_intermixed_args(argv)
+    hide_secrets((args.key_variable,))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    logging.getLogger("jaxrl_async.evals").setLevel(logging.INFO)
     try:
         folder = _folder_of(args)
         found: Any = importlib.import_module("jaxrl_async.api.evaluating").evaluate(
@@ -55,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             concurrency=args.concurrency,
             overrides=args.settings,
         )
-        hide_secrets((args.key_variable,))
         print(found.table())
         print(f"\nevaluation and all answers: {found.save(folder)}")
         return 0

@@ -46,12 +46,14 @@ from jaxrl_async.scorers.graders import check_answers, try_references
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.tasks.task_source import TaskSource, task_records
 from jaxrl_async.tasks.usercode import run_loop
-from jaxrl_async.types import Episode, Prompt, SamplingParams
+from jaxrl_async.types import Episode, Prompt, SamplingParams, Score
 
 log = logging.getLogger(__name__)
 
 USUAL_ANSWER = 1024
 """Default maximum length of an answer of a policy without a run, tokens."""
+TOLD = 10
+"""Number of times that the progress of an evaluation is logged."""
 GIVEN = "given"
 """Name in `evals` of the evaluation that is made."""
 
@@ -417,12 +419,21 @@ def _asked_in_text(
 
 
 async def _played(generate: Generate, asked: AskedPrompts, config: Config) -> EvalResult:
-    section = config.named_evals[GIVEN]
-    log.info("evaluating %d prompts, %d answers each", len(asked.prompts), section.samples)
+    section, count, done = config.named_evals[GIVEN], len(asked.prompts), 0
+    log.info("evaluating %d prompts, %d answers each", count, section.samples)
+
+    async def scored(episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
+        nonlocal done
+        scores = await asked.scorers.evaluation(episodes, prompt)
+        done += 1
+        if done * TOLD // count > (done - 1) * TOLD // count:
+            log.info("%d of %d prompts", done, count)
+        return scores
+
     return await play_all(
         generate,
         asked.prompts,
-        asked.scorers.evaluation,
+        scored,
         sampling=SamplingParams(
             temperature=section.temperature, top_k=section.top_k, top_p=section.top_p
         ),

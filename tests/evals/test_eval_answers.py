@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,9 +19,11 @@ from jaxrl_async.evals.eval_answers import (
     read_answers_of,
     write_answers,
 )
+from jaxrl_async.evals.run_evals import NamedEvaluation
 from jaxrl_async.metrics.metric import metric_of, names_a_known_metric
 from jaxrl_async.scorers.graders import answer_read, exact, gsm8k
 from jaxrl_async.scorers.graders import math as same_math
+from jaxrl_async.scorers.rewards import Judge, RewardScorer
 
 
 def answer(index=0, sample=0, **change):
@@ -149,3 +152,52 @@ def vars_of(one):
 )
 def test_built_in_graders_read_final_answers(grader, completion, read):
     assert answer_read(grader, completion) == read
+
+
+class Halves:
+    """One of two processes that answer every second prompt; the other one's answers are given."""
+
+    count = players = 2
+    player = 1
+
+    def __init__(self, others):
+        self.others = [vars_of(one) for one in others]
+
+    def gather_json(self, value):
+        return [self.others, json.loads(json.dumps(value))]
+
+
+def test_the_answers_of_all_processes_are_in_the_order_of_the_prompts(tmp_path):
+    others = [answer(0, 0), answer(0, 1), answer(2, 0), answer(2, 1)]
+    own = [answer(1, 0), answer(1, 1), answer(3, 0, parts={"correct": 1.0}), answer(3, 1)]
+    named = NamedEvaluation(
+        name="x",
+        inputs=None,
+        evaluation=SimpleNamespace(lockstep=Halves(others)),
+        folder=tmp_path,
+    )
+    assert named._of_all(own) == sorted(others + own, key=lambda a: (a.index, a.sample))
+
+
+def test_a_users_reward_says_which_answer_it_reads(caplog):
+    texts = {3: "It is <b>7</b> seven", 4: ""}
+    episode = SimpleNamespace(
+        token_ids=np.array([3], np.int32), drawn=np.array([True]), num_turns=1, messages=()
+    )
+    empty = SimpleNamespace(
+        token_ids=np.array([4], np.int32), drawn=np.array([True]), num_turns=1, messages=()
+    )
+
+    def scorer(function):
+        judge = Judge(function=function, name="own.py:f")
+        return RewardScorer([judge], lambda ids: "".join(texts[int(i)] for i in ids), timeout_s=5)
+
+    def own(completion, reference):
+        return 0.0
+
+    assert scorer(own).final_answer(episode) is None
+    own.final_answer = lambda completion: completion.split()[-1]
+    assert scorer(own).final_answer(episode) == "seven"
+    assert scorer(own).final_answer(empty) is None
+    assert "reward.function = 'own.py:f': final_answer raised IndexError" in caplog.text
+    assert scorer(exact).final_answer(episode) == "It is <b>7</b> seven"
