@@ -94,6 +94,22 @@ class PlayedPrompt:
         return tuple(s.parts.get(CORRECT, 0.0) for s in self.scores if counted(s))
 
 
+def played_prompt(
+    index: int,
+    prompt: Prompt,
+    by_sample: Sequence[Sequence[Episode]],
+    scores: tuple[Score, ...],
+) -> PlayedPrompt:
+    """Return a prompt with its answers; by_sample: those of each sample, as they were scored."""
+    return PlayedPrompt(
+        index=index,
+        prompt=prompt,
+        samples=tuple(m for m, of_sample in enumerate(by_sample) for _ in of_sample),
+        episodes=tuple(episode for of_sample in by_sample for episode in of_sample),
+        scores=scores,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
     """The policy's results on the held-out prompts."""
@@ -165,16 +181,7 @@ async def evaluate(
             effort.count("eval_left_out")
             log.warning("skipping held-out prompt %d in this evaluation: %s", index, error)
             return []
-        numbers = tuple(m for m, of_sample in enumerate(by_sample) for _ in of_sample)
-        return [
-            PlayedPrompt(
-                index=index,
-                prompt=prompts[index],
-                samples=numbers,
-                episodes=episodes,
-                scores=scores,
-            )
-        ]
+        return [played_prompt(index, prompts[index], by_sample, scores)]
 
     try:
         played = await all_or_none(one(i) for i in range(len(prompts)))

@@ -94,7 +94,8 @@ def answer_read(grader: Callable[..., object], completion: str) -> str | None:
     """Return the final answer that a built-in grader reads in a completion, for a majority vote:
     equal numbers have equal texts. None: there is none, or it was cut off."""
     if grader is exact:
-        return (after_thinking(completion) or "").strip().rpartition("#")[2].strip() or None
+        text = after_thinking(completion) or ""
+        return text.strip().rpartition("#")[2].strip() or None
     found = find_answer(completion)
     number = written_numbers.number_of(found)
     if found is None or number is not None:
