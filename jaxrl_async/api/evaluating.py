@@ -52,8 +52,8 @@ def evaluate(
     Args:
         policy: a policy, its directory or name on the hub, the folder of a run or of an adapter, or
             the address of an OpenAI-compatible endpoint (http://HOST:PORT/v1).
-        data: records, all of which are held out: a list of mappings, or a file of them; None: those
-            of the task, or a run's own.
+        data: held-out records: a list of mappings, or a file of them; None: the task's, or the
+            run's own.
         task: a task, whose held-out records, environment and reward are used; None: a run's own.
         reward: as of jaxrl_async.train; None: the task's, the run's, or `exact`.
         samples: answers to each prompt, n, for avg@n, pass@k up to n and maj@n.

@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("policy", metavar="POLICY", help="directory, hub name, run, adapter, or endpoint's address")
     add("settings", nargs="*", metavar="section.key=value", help="settings of a configuration")
-    add("--data", metavar="FILE", help="records, all of which are held out (default: the run's)")
+    add("--data", metavar="FILE", help="file of held-out records (default: the run's)")
     add("--task", metavar="NAME", help="task, as in the setting `task` (default: the run's)")
     add("--reward", metavar="NAME", help="reward, as in the setting `reward.function`")
     add("--samples", type=int, default=1, metavar="N", help="answers to each prompt")
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--pass-reward", type=float, default=1.0, metavar="R", help="least reward that passes")
     add("--seed", type=int, default=0, help="seed of the random numbers")
     add("--compare", metavar="OTHER", help="another policy, asked the same: paired difference")
-    add("--base", metavar="DIR", help="base of an adapter (default: the one that it names)")
+    add("--base", metavar="DIR", help="base of an adapter (default: the base that it names)")
     add("--model", metavar="NAME", help="model at an endpoint (default: its only one)")
     add("--key-variable", default=KEY_VARIABLE, metavar="NAME", help="variable with its key")
     add("--concurrency", type=int, default=32, metavar="N", help="calls of an endpoint at a time")

@@ -77,8 +77,8 @@ class NamedEvalSection(Section):
     """An evaluation by name, in addition to `eval`: its records, sampling settings and cadence."""
 
     data: str | None = None
-    """File of its records, all of which are held out, or OWNER/NAME:CONFIG:SPLIT, as
-    data.jsonl.path; null: those of its task, or the run's held-out records."""
+    """File of held-out records, or OWNER/NAME:CONFIG:SPLIT, as data.jsonl.path; null: its task's,
+    or the run's held-out records."""
     prompt_field: str | None = None
     """Field of `data` with the question; null: data.jsonl.prompt_field."""
     answer_field: str | None = None
@@ -89,7 +89,7 @@ class NamedEvalSection(Section):
     """Task whose held-out records, environment and reward are evaluated: a name as for the setting
     `task`, with its arguments, but without a program or a game; null: the run's."""
     reward: Choices | None = None
-    """Functions that score it, as reward.function; null: those of its task or of the run."""
+    """Functions that score it, as reward.function; null: its task's, or the run's."""
     prompts: Positive | None = None
     """Maximum number of prompts, the first ones; null: all."""
     samples: Count = 1

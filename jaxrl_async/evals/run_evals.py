@@ -104,7 +104,7 @@ class NamedEvaluation:
         }
 
     def _before(self, version: int) -> list[EvalAnswer]:
-        """Return the answers of the newest evaluation of an earlier version; []: there is none."""
+        """Return the answers of the newest evaluation of an earlier version; []: none exists."""
         earlier = [step for step in steps_in(self.folder) if step < version]
         return read_answers_of(self.folder / f"{max(earlier)}{SUFFIX}") if earlier else []
 
