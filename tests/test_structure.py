@@ -22,6 +22,7 @@ WINGS = {
     "adapters",
     "cpu",
     "endpoint",
+    "evals",
     "games",
     "interop",
     "judge",

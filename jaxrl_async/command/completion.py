@@ -30,6 +30,9 @@ OPTIONS = {
     "serve": "--help --host --port --key-variable --slots --max-length --max-new-tokens "
     "--kv-memory-mib --max-open-calls --chat-format --cors --adapter --adapters-from --max-loras "
     "--max-lora-rank --decoder --seed",
+    "eval": "--help --data --task --reward --samples --temperature --top-p --top-k "
+    "--max-new-tokens --prompts --pass-reward --seed --compare --base --model --key-variable "
+    "--concurrency --out",
     "export": "--help --dtype --step --adapter --adapter-only --upload --private --decoder",
 }
 """Options of the commands; a test compares them with each command's --help."""

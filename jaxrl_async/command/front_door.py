@@ -44,6 +44,7 @@ COMMANDS = {
     "audit": Command("audit", "check that a run's ledger adds up: RUN"),
     "sample": Command("sample", "join a run as a sampler: --join ADDRESS", computes=True),
     "serve": Command("serve", "serve a policy to OpenAI and Anthropic clients: DIR", computes=True),
+    "eval": Command("command.eval_command", "evaluate a policy: POLICY", computes=True),
     "export": Command("command.export", "write a policy, or an adapter, for other programs"),
     "completion": Command("command.completion", "print a shell's completion script"),
 }

@@ -110,6 +110,13 @@ def jetstream_draws_in_one_way(config: Config) -> Iterator[str]:
             f"{why} returns only tokens. Set adapt=none."
         )
     same = config.eval.temperature == sampler.temperature and not sampler.truncates
+    for name, own in config.named_evals.items():
+        if own.temperature != sampler.temperature or own.top_p < 1 or own.top_k:
+            yield (
+                f"evals.{name} samples differently from training, and an engine of JetStream's "
+                "interface samples all requests in the same way. Give it sampler.temperature "
+                "without top_p and top_k."
+            )
     if config.eval.every and not same:
         yield (
             f"eval.temperature ({config.eval.temperature:g}) samples differently from training "

@@ -329,8 +329,12 @@ def help_of_fields(section: type[Section] = Config, path: KeyPath = ()) -> Itera
         inner = section_of(target)
         about = target.description or ("" if inner is None else inner.__doc__) or ""
         about = " ".join(about.split())
+        named = _named_section(target)
         if inner is None:
             yield FieldHelp(here, about, _default(target), _allowed(target))
+            if named is not None:
+                yield FieldHelp(f"{here}.NAME", " ".join((named.__doc__ or "").split()))
+                yield from help_of_fields(named, (*path, name, "NAME"))
         else:
             is_null = target.get_default(call_default_factory=True) is None
             yield FieldHelp(here, about, is_null=is_null)
@@ -355,7 +359,7 @@ def help_text(prefix: str = "") -> str:
     if inner is not None:
         found = list(help_of_fields(inner, path))
     else:
-        found = [one for one in help_of_fields() if one.path == prefix]
+        found = [one for one in help_of_fields() if f"{one.path}.".startswith(f"{prefix}.")]
     for one in found:
         if one.default is None:
             null = " = null" if one.is_null else ""
@@ -519,8 +523,10 @@ def _translate(draft: Draft, error: ValidationError) -> Iterator[str]:
         whole = tuple(str(part) for part in one["loc"])
         path = _known_prefix(whole)
         target = _find(path)
-        if isinstance(target, FieldInfo) and _named_sections(target) and len(whole) > len(path):
+        if isinstance(target, FieldInfo) and _named_section(target) and len(whole) > len(path):
             yield f"{draft.where(whole)}: {'.'.join(whole)}: {one['msg']}. Correct it."
+        elif one["type"] == "extra_forbidden" and len(whole) > len(path):
+            yield f"{draft.where(whole)}: {_unknown_in(whole, target)}"
         elif isinstance(target, FieldInfo) and one["type"] == "missing" and whole == path:
             yield f"{draft.where(path)}: {_missing(path, target)}"
         elif isinstance(target, FieldInfo) and section_of(target) is None:
@@ -530,6 +536,15 @@ def _translate(draft: Draft, error: ValidationError) -> Iterator[str]:
             yield f"{draft.where(path)}: {_not_allowed(path, value, target)}"
         else:
             yield f"{draft.where(path)}: {'.'.join(path) or 'the configuration'}: {one['msg']}."
+
+
+def _unknown_in(path: KeyPath, target: FieldInfo | None) -> str:
+    """Return what is wrong with a key of a section that the user named, and what may be meant."""
+    inner = None if target is None else section_of(target)
+    known: dict[str, KeyPath] = {} if inner is None else {n: (n,) for n in inner.model_fields}
+    near = _most_alike(path[-1], known, 0.7)
+    hint = f"did you mean {'.'.join((*path[:-1], *near))}?" if near else "--help lists all keys."
+    return f"{'.'.join(path)} is not a setting; {hint}"
 
 
 def _missing(path: KeyPath, target: FieldInfo) -> str:
@@ -621,12 +636,16 @@ def _all_paths(section: type[Section], path: KeyPath) -> Iterator[tuple[KeyPath,
 def _find(path: KeyPath) -> FieldInfo | None:
     """Return the field at a key path, or None."""
     section: type[Section] | None = Config
-    target = None
+    target, named = None, None
     for key in path:
-        if section is None:
+        if named is not None:  # the key is a name that the user chose
+            target = FieldInfo(annotation=named)
+        elif section is None:
             return None
-        target = section.model_fields.get(key)
+        else:
+            target = section.model_fields.get(key)
         section = section_of(target) if target is not None else None
+        named = _named_section(target) if target is not None else None
     return target
 
 
@@ -640,10 +659,13 @@ def _is_section_type(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
-def _named_sections(target: FieldInfo) -> bool:
-    """Return whether a field holds sections by names that the user chooses."""
-    kinds = [kind for kind in _alternatives(target.annotation) if get_origin(kind) is dict]
-    return bool(kinds) and _is_section_type(get_args(kinds[0])[1])
+def _named_section(target: FieldInfo) -> type[Section] | None:
+    """Return the section that a field holds by names that the user chooses; None: it holds none."""
+    for kind in _alternatives(target.annotation):
+        if get_origin(kind) is dict and _is_section_type(get_args(kind)[1]):
+            named: type[Section] = get_args(kind)[1]
+            return named
+    return None
 
 
 def _is_section(target: FieldInfo | None) -> bool:

@@ -1,14 +1,22 @@
-"""Settings of rewards, and of the evaluation. Needs no JAX."""
+"""Settings of rewards, and of evaluations. Needs no JAX."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from sys import float_info
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from jaxrl_async.config.choice import Choices, arguments_of, each_of, name_of
+from jaxrl_async.config.choice import Choice, Choices, arguments_of, each_of, name_of
 from jaxrl_async.config.judge_section import JudgeSection, ProcessSection
-from jaxrl_async.config.section import Count, NonNegative, ReadWith, Section, as_text, check
+from jaxrl_async.config.section import (
+    Count,
+    NonNegative,
+    Positive,
+    ReadWith,
+    Section,
+    as_text,
+    check,
+)
 from jaxrl_async.config.userfile import is_own
 
 
@@ -127,3 +135,52 @@ class EvalSection(Section):
     episodes_at_once: Count = 64
     """Maximum held-out episodes of environments, games and programs that run concurrently; episodes
     of one turn are all requested at the same time."""
+
+
+EVAL_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$"
+"""Pattern of the name of an evaluation: of its metrics, and of its folder."""
+EvalName = Annotated[str, Field(pattern=EVAL_NAME)]
+
+
+class NamedEvalSection(Section):
+    """An evaluation by name, in addition to `eval`: its records, sampling settings and cadence."""
+
+    data: str | None = None
+    """File of held-out records, or OWNER/NAME:CONFIG:SPLIT, as data.jsonl.path; null: its task's,
+    or the run's held-out records."""
+    prompt_field: str | None = None
+    """Field of `data` with the question; null: data.jsonl.prompt_field."""
+    answer_field: str | None = None
+    """Field of `data` with the answer; null: data.jsonl.answer_field."""
+    answer_mark: str | None = None
+    """Text before the final answer of `data`; null: data.jsonl.answer_mark."""
+    task: Choice | None = None
+    """Task whose held-out records, environment and reward are evaluated: a name as for the setting
+    `task`, with its arguments, but without a program or a game; null: the run's."""
+    reward: Choices | None = None
+    """Functions that score it, as reward.function; null: its task's, or the run's."""
+    prompts: Positive | None = None
+    """Maximum number of prompts, the first ones; null: all."""
+    samples: Count = 1
+    """Answers to each prompt, n, for avg@n, pass@k up to n and maj@n."""
+    every: NonNegative = 10
+    """Updates between two evaluations; 0: only at the start and at the end."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature; 0: greedy, only for samples=1."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the likeliest tokens whose probabilities sum to this."""
+    top_k: NonNegative = 0
+    """Sample from this many of the likeliest tokens; 0: all."""
+    max_new_tokens: Positive | None = None
+    """Maximum tokens of an answer, at most sampler.max_new_tokens; null: that."""
+    pass_reward: float = 1.0
+    """Least reward of an answer that passes; where rewards have the part `correct`, least value of
+    that part."""
+
+    @property
+    def own_prompts(self) -> bool:
+        """Whether its prompts are not the run's held-out ones."""
+        return self.data is not None or self.task is not None
+
+
+NamedEvals = Mapping[str, NamedEvalSection]

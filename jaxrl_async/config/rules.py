@@ -371,6 +371,44 @@ def a_copy_and_checkpoints_lie_apart(config: Config) -> Iterator[str]:
         )
 
 
+# --- evaluations by name --------------------------------------------------------------------------
+
+OF_DATA = ("prompt_field", "answer_field", "answer_mark")
+"""Settings that say how the records of `data` are read."""
+
+
+@rule("evals")
+def evaluations_by_name_are_of_rl(config: Config) -> Iterator[str]:
+    """Refuse evaluations by name for jobs without a sampler."""
+    if config.named_evals and config.run.job != "rl":
+        yield f"evals has no effect with run.job={config.run.job}. Leave it out."
+
+
+@rule("evals")
+def each_evaluation_by_name_can_be_made(config: Config) -> Iterator[str]:
+    """Require samples that differ, answers within the sampler's limit, and no unread setting."""
+    most = config.sampler.max_new_tokens
+    for name, section in config.named_evals.items():
+        where = f"evals.{name}"
+        if section.samples > 1 and (section.temperature == 0 or section.top_k == 1):
+            yield (
+                f"{where}.samples ({section.samples}) with temperature "
+                f"{section.temperature:g} and top_k {section.top_k} would all be the same answer. "
+                "Set a temperature, such as 0.7, or samples=1."
+            )
+        if section.max_new_tokens is not None and section.max_new_tokens > most:
+            yield (
+                f"{where}.max_new_tokens ({section.max_new_tokens}) is more than "
+                f"sampler.max_new_tokens ({most}). Lower it, or raise that."
+            )
+        unread = [one for one in OF_DATA if section.is_set(one)]
+        if unread and section.data is None:
+            yield (
+                f"{where}: {', '.join(unread)} has no effect without data. Set {where}.data, or "
+                "leave it out."
+            )
+
+
 # --- all rules -----------------------------------------------------------------------------------
 
 RULES = RuleBook(

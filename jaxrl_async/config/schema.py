@@ -34,7 +34,13 @@ from jaxrl_async.config.offline_section import (
     WarmStartSection,
 )
 from jaxrl_async.config.remote_section import RemoteSection
-from jaxrl_async.config.reward_section import EvalSection, RewardSection
+from jaxrl_async.config.reward_section import (
+    EvalName,
+    EvalSection,
+    NamedEvals,
+    NamedEvalSection,
+    RewardSection,
+)
 from jaxrl_async.config.run_section import (
     CheckpointSection,
     FaultsSection,
@@ -75,6 +81,8 @@ __all__ = [
     "MeshSection",
     "MetricsSection",
     "ModelSection",
+    "NamedEvalSection",
+    "NamedEvals",
     "PairsSection",
     "PreferenceSection",
     "ProcessSection",
@@ -148,6 +156,9 @@ class Config(Section):
     reward: RewardSection = RewardSection()
     faults: FaultsSection = FaultsSection()
     eval: EvalSection = EvalSection()
+    evals: dict[EvalName, NamedEvalSection] | None = None
+    """Evaluations by name in addition to `eval`, each with its records or task, samples per prompt,
+    sampling settings and cadence (docs/evaluation.md); null: none."""
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
     runs: dict[RunName, dict[str, Any]] = Field({})
@@ -186,6 +197,11 @@ class Config(Section):
     def critic_settings(self) -> CriticSection:
         """The settings of the critic, if the run has one."""
         return CriticSection() if self.critic is None else self.critic
+
+    @property
+    def named_evals(self) -> NamedEvals:
+        """The evaluations in addition to `eval`, by name."""
+        return {} if self.evals is None else self.evals
 
     @property
     def refers(self) -> bool:

@@ -3,6 +3,40 @@ far the training data are from the policy."""
 
 from jaxrl_async.metrics.reductions import Last, Max, Mean, Metric, Min, Sum, declared
 
+NAMED_EVALS = (
+    ("eval/<name>/prompts", "prompts", "Prompts of an evaluation by name, without skipped ones."),
+    ("eval/<name>/reward", "reward", "Mean reward of an evaluation by name (evals)."),
+    ("eval/<name>/reward_stderr", "reward", "Its standard error over the prompts."),
+    (
+        "eval/<name>/reward_change",
+        "reward",
+        "Mean difference to the previous evaluation of this name, on the prompts of both.",
+    ),
+    ("eval/<name>/reward_change_stderr", "reward", "Its standard error over the prompts."),
+    ("eval/<name>/accuracy", "share", "Mean of the reward's part `correct`."),
+    ("eval/<name>/accuracy_stderr", "share", "Its standard error over the prompts."),
+    ("eval/<name>/accuracy_change", "share", "As reward_change, for the accuracy."),
+    ("eval/<name>/accuracy_change_stderr", "share", "Its standard error over the prompts."),
+    ("eval/<name>/avg_at_<n>_stderr", "share", "Its standard error over the prompts."),
+    (
+        "eval/<name>/avg_at_<n>",
+        "share",
+        "Mean over n samples a prompt of the part `correct`, or else of the reward.",
+    ),
+    ("eval/<name>/pass_at_<k>_stderr", "share", "Its standard error over the prompts."),
+    (
+        "eval/<name>/pass_at_<k>",
+        "share",
+        "Probability that at least one of k samples passes, estimated without bias from n.",
+    ),
+    ("eval/<name>/maj_at_<n>_stderr", "share", "Its standard error over the prompts."),
+    ("eval/<name>/maj_at_<n>", "share", "Prompts whose most frequent answer of n passes."),
+    ("eval/<name>/length_mean", "tokens", "Generated tokens of an answer."),
+    ("eval/<name>/truncated_share", "share", "Answers cut off by a limit."),
+    ("eval/<name>/seat_<seat>", "reward", "Mean reward of a seat of its games."),
+)
+"""Metrics of the evaluations by name; a family comes before one that matches its keys, too."""
+
 LEARNING_METRICS: tuple[Metric, ...] = (
     *declared(
         Mean,
@@ -219,6 +253,13 @@ LEARNING_METRICS: tuple[Metric, ...] = (
         ),
         ("eval/rejected_reward", "reward", "As preference/rejected_reward, for held-out pairs."),
         ("eval/reward", "reward", "Mean reward on the held-out prompts."),
+        (
+            "eval/reward_stderr",
+            "reward",
+            "Standard error of eval/reward over the prompts; 95 % interval: 1.96 times it.",
+        ),
+        ("eval/accuracy_stderr", "share", "Standard error of eval/accuracy over the prompts."),
+        *NAMED_EVALS,
         ("eval/seat_<seat>", "reward", "Mean reward of a seat of the held-out games."),
         ("eval/length_mean", "tokens", "Generated tokens in a held-out answer."),
         ("eval/truncated_share", "share", "Held-out episodes cut off by a limit."),

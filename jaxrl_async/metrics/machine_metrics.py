@@ -20,6 +20,7 @@ MACHINE_METRICS: tuple[Metric, ...] = (
         ),
         ("time/publish_s", "s", "Time the trainer spent sending the new weights."),
         ("time/eval_s", "s", "Evaluation on the held-out prompts."),
+        ("eval/<name>/time_s", "s", "Time of an evaluation by name."),
         ("time/save_s", "s", "Time for which a checkpoint paused the trainer."),
         ("time/warm_start_s", "s", "All updates of the supervised warm start."),
         ("time/elapsed_s", "s", "Time since the start of the run or of its resume."),

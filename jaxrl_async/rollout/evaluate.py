@@ -1,10 +1,13 @@
-"""Evaluate the policy: one answer to each held-out prompt, greedy by default. Needs no JAX."""
+"""Evaluate the policy: one answer, or several, to each held-out prompt, greedy by default. Needs no
+JAX."""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -15,12 +18,12 @@ from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Opens, Plays, Scorer
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.rollout.episode import (
-    EpisodeProgress,
     PlayAgain,
     SavedEpisode,
+    begin_again,
     begin_groups,
     cancel,
-    play_group,
+    play_episode,
 )
 from jaxrl_async.rollout.quorum import all_or_none
 from jaxrl_async.types import (
@@ -71,6 +74,43 @@ ONE_TRY = EvalEffort()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedPrompt:
+    """A prompt of an evaluation with its answers."""
+
+    index: int  # of the prompt in the evaluation
+    prompt: Prompt
+    samples: tuple[int, ...]  # the sample of each answer; in a game each seat has an answer
+    episodes: tuple[Episode, ...]  # the answers
+    scores: tuple[Score, ...]  # of the answers
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """The total reward of each answer."""
+        return tuple(score.total for score in self.scores)
+
+    @property
+    def correct(self) -> tuple[float, ...]:
+        """The part CORRECT of the answers that count in the accuracy (`counted`)."""
+        return tuple(s.parts.get(CORRECT, 0.0) for s in self.scores if counted(s))
+
+
+def played_prompt(
+    index: int,
+    prompt: Prompt,
+    by_sample: Sequence[Sequence[Episode]],
+    scores: tuple[Score, ...],
+) -> PlayedPrompt:
+    """Return a prompt with its answers; by_sample: those of each sample, as they were scored."""
+    return PlayedPrompt(
+        index=index,
+        prompt=prompt,
+        samples=tuple(m for m, of_sample in enumerate(by_sample) for _ in of_sample),
+        episodes=tuple(episode for of_sample in by_sample for episode in of_sample),
+        scores=scores,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
     """The policy's results on the held-out prompts."""
 
@@ -81,6 +121,7 @@ class EvalResult:
     truncated_share: float  # share of answers cut off by a length bound
     samples: tuple[EvalSample, ...]
     seats: Mapping[str, float] = field(default_factory=dict)  # mean reward of each seat of a game
+    played: tuple[PlayedPrompt, ...] = ()  # without skipped prompts
 
 
 async def evaluate(
@@ -98,14 +139,16 @@ async def evaluate(
     level: int = 0,
     effort: EvalEffort = ONE_TRY,
     constraint: Callable[[Prompt], Constraint | None] | None = None,
+    samples: int = 1,
+    label: str = "eval",
 ) -> EvalResult:
-    """Play every prompt once and score it. The first turns of all prompts of tokens are queued in
-    one call.
+    """Play every prompt `samples` times and score its answers together. The first turns of all
+    prompts of tokens are queued in one call.
 
-    Request ids are "eval/INDEX/m0/t0", of a retry "eval/INDEX.RETRY/m0/t0"; `level` is the first
-    part of their priority. A prompt whose environment or scorer keeps failing is skipped, counted
-    and logged. Raises RolloutError if there are no prompts, and the last error if more than half of
-    the prompts fail, because then the cause is not a single record.
+    Request ids are "LABEL/INDEX/mSAMPLE/t0", of a retry "LABEL/INDEX.RETRY/mSAMPLE/t0"; `level` is
+    the first part of their priority. A prompt whose environment or scorer keeps failing is skipped,
+    counted and logged. Raises RolloutError if there are no prompts, and the last error if more than
+    half of the prompts fail, because then the cause is not a single record.
     """
     if not prompts:
         raise RolloutError(
@@ -120,12 +163,13 @@ async def evaluate(
         for_training=False,
         constraint=constraint,
     )
-    playing = _HeldOutPlay(generate, prompts, make_env, limits, effort)
+    playing = _HeldOutPlay(generate, prompts, make_env, limits, effort, samples, label)
     busy, failed = asyncio.Semaphore(SCORED_AT_ONCE), list[int]()
 
-    async def one(index: int) -> list[tuple[Prompt, Episode, Score]]:
+    async def one(index: int) -> list[PlayedPrompt]:
         try:
-            episodes = await playing.played(index)
+            by_sample = await all_or_none(playing.played(index, m) for m in range(samples))
+            episodes = tuple(episode for of_sample in by_sample for episode in of_sample)
             async with busy:
                 scores = await scorer(episodes, prompts[index])
         except (EndpointMisset, Closed):
@@ -137,24 +181,17 @@ async def evaluate(
             effort.count("eval_left_out")
             log.warning("skipping held-out prompt %d in this evaluation: %s", index, error)
             return []
-        return [(prompts[index], *one) for one in zip(episodes, scores, strict=True)]
+        return [played_prompt(index, prompts[index], by_sample, scores)]
 
     try:
         played = await all_or_none(one(i) for i in range(len(prompts)))
     finally:
         playing.cancel()
-    flat = [one for of_prompt in played for one in of_prompt]
-    result = eval_result(
-        [prompt for prompt, _, _ in flat],
-        [(episode, score) for _, episode, score in flat],
-        decode=decode,
-        num_samples=num_samples,
-    )
-    return replace(result, num_prompts=len(prompts) - len(failed))
+    return eval_result([one for of_prompt in played for one in of_prompt], decode, num_samples)
 
 
 class _HeldOutPlay:
-    """The held-out prompts while they are played, each as a group of one. Owned by one loop."""
+    """The samples of the held-out prompts while they are played. Owned by one loop."""
 
     def __init__(
         self,
@@ -163,22 +200,27 @@ class _HeldOutPlay:
         make_env: MakeEnv,
         limits: EpisodeLimits,
         effort: EvalEffort,
+        samples: int,
+        label: str,
     ) -> None:
         """Queue the first turns of all prompts of tokens in one call."""
         self._generate, self._prompts, self._make_env = generate, prompts, make_env
-        self._limits, self._effort = limits, effort
-        self._again = None
+        self._limits, self._effort, self._label = limits, effort, label
+        self._play: Callable[..., Coroutine[Any, Any, tuple[Episode, ...]]] = play_episode
         if effort.outages is not None:
-            self._again = PlayAgain(make_env=make_env, outages=effort.outages)
+            self._play = PlayAgain(make_env=make_env, outages=effort.outages).played
         self._places = asyncio.Semaphore(effort.at_once)
-        self._begun = self._begin([(f"eval/{i}", p) for i, p in enumerate(prompts)])
+        new = (SavedEpisode(),) * samples
+        groups = [(f"{label}/{i}", p, new) for i, p in enumerate(prompts)]
+        self._begun = begin_groups(generate, make_env, groups, limits)
 
-    async def played(self, index: int) -> tuple[Episode, ...]:
-        """Play a prompt, with up to effort.retries retries. Raises as `evaluate`."""
-        label, effort = f"eval/{index}", self._effort
+    async def played(self, index: int, sample: int) -> tuple[Episode, ...]:
+        """Play a sample of a prompt, with up to effort.retries retries; return its answer, or those
+        of a game's seats. Raises as `evaluate`."""
+        label, effort = f"{self._label}/{index}", self._effort
         for failures in range(effort.retries):
             try:
-                return await self._attempt(index, label)
+                return await self._attempt(index, sample, label)
             except (RolloutTimeout, EndpointMisset, GivenUp):
                 raise
             except RolloutError as error:
@@ -186,56 +228,58 @@ class _HeldOutPlay:
                 effort.count("eval_retries")
                 log.warning("retrying %s in %.1f s: %s", label, wait_s, error)
             await asyncio.sleep(wait_s)
-            label = f"eval/{index}.{failures + 1}"
-            for member in self._begun[index]:
-                cancel(member)
-            (self._begun[index],) = self._begin([(label, self._prompts[index])])
-        return await self._attempt(index, label)
+            label = f"{self._label}/{index}.{failures + 1}"
+            begin_again(
+                self._generate,
+                self._make_env,
+                self._prompts[index],
+                self._begun[index][sample],
+                label,
+                sample,
+                self._limits,
+            )
+        return await self._attempt(index, sample, label)
 
     def cancel(self) -> None:
         """Cancel all pending turns."""
-        for (member,) in self._begun:
-            cancel(member)
+        for members in self._begun:
+            for member in members:
+                cancel(member)
 
-    def _begin(self, labelled: Sequence[tuple[str, Prompt]]) -> list[tuple[EpisodeProgress, ...]]:
-        groups = [(label, prompt, (SavedEpisode(),)) for label, prompt in labelled]
-        return begin_groups(self._generate, self._make_env, groups, self._limits)
-
-    async def _attempt(self, index: int, label: str) -> tuple[Episode, ...]:
-        members = self._begun[index]
-        async with self._places if _begins_late(members) else contextlib.nullcontext():
-            return await play_group(
+    async def _attempt(self, index: int, sample: int, label: str) -> tuple[Episode, ...]:
+        member = self._begun[index][sample]
+        late = isinstance(member.env, Opens | Plays)  # starts when it is played
+        async with self._places if late else contextlib.nullcontext():
+            return await self._play(
                 self._generate,
                 self._prompts[index],
-                members,
+                member,
                 label=label,
+                member=sample,
                 limits=self._limits,
-                again=self._again,
+                spent_s=lambda seconds: None,
             )
 
 
-def _begins_late(members: Sequence[EpisodeProgress]) -> bool:
-    """Return whether these start when they are played, not with a queued request."""
-    return any(isinstance(member.env, Opens | Plays) for member in members)
-
-
 def eval_result(
-    prompts: Sequence[Prompt],
-    played: Sequence[tuple[Episode, Score]],
-    *,
+    played: Sequence[PlayedPrompt],
     decode: Callable[[IntArray], str] | None = None,
     num_samples: int = 8,
 ) -> EvalResult:
     """Average over the answers, and decode the first `num_samples` of them."""
-    rewards = np.array([score.total for _, score in played], np.float64)
-    lengths = np.array([episode.num_drawn for episode, _ in played], np.float64)
-    truncated = [episode.stop is StopReason.LENGTH for episode, _ in played]
-    version = max((int(e.versions.max(initial=0)) for e, _ in played), default=0)
-    shown = list(zip(prompts, played, strict=True))[:num_samples]
+    answers = [
+        (one.prompt, episode, score)
+        for one in played
+        for episode, score in zip(one.episodes, one.scores, strict=True)
+    ]
+    rewards = np.array([score.total for _, _, score in answers], np.float64)
+    lengths = np.array([episode.num_drawn for _, episode, _ in answers], np.float64)
+    truncated = [episode.stop is StopReason.LENGTH for _, episode, _ in answers]
+    version = max((int(e.versions.max(initial=0)) for _, e, _ in answers), default=0)
     return EvalResult(
         num_prompts=len(played),
         mean_reward=float(rewards.mean()),
-        accuracy=accuracy([score for _, score in played]),
+        accuracy=accuracy([score for _, _, score in answers]),
         mean_length_tokens=float(lengths.mean()),
         truncated_share=float(np.mean(truncated)),
         samples=tuple(
@@ -248,9 +292,10 @@ def eval_result(
                 reward=score.total,
                 version=version,
             )
-            for index, (prompt, (episode, score)) in enumerate(shown)
+            for index, (prompt, episode, score) in enumerate(answers[:num_samples])
         ),
-        seats=seat_rewards(played),
+        seats=seat_rewards((episode, score) for _, episode, score in answers),
+        played=tuple(played),
     )
 
 
@@ -270,5 +315,28 @@ def accuracy(scores: Sequence[Score]) -> float | None:
     """
     if not any(CORRECT in score.parts for score in scores):
         return None
-    counted = [score for score in scores if CORRECT in score.parts or not score.left_out]
-    return float(np.mean([score.parts.get(CORRECT, 0.0) for score in counted]))
+    return float(np.mean([s.parts.get(CORRECT, 0.0) for s in scores if counted(s)]))
+
+
+def counted(score: Score) -> bool:
+    """Return whether an answer counts in the accuracy."""
+    return CORRECT in score.parts or not score.left_out
+
+
+def clustered_stderr(groups: Iterable[Sequence[float]]) -> float | None:
+    """Return the standard error of the mean of all values; None with values of fewer than two
+    prompts.
+
+    Values of one prompt are not independent, so prompts are the clusters (Miller 2024,
+    arXiv:2411.00640, equation 4), here with the correction G / (G - 1) for G clusters: for equally
+    many values a prompt it is the usual standard error of the prompts' means.
+
+    groups: the values of each prompt.
+    """
+    kept = [group for group in groups if len(group)]
+    if len(kept) < 2:
+        return None
+    count = sum(len(group) for group in kept)
+    mean = math.fsum(value for group in kept for value in group) / count
+    squares = math.fsum(math.fsum(value - mean for value in group) ** 2 for group in kept)
+    return math.sqrt(squares * len(kept) / (len(kept) - 1)) / count

@@ -228,7 +228,9 @@ def connect(
     _open_opponents(inputs, paths, start.version, trained, closing)
     _open_serving(config, inputs, side, lockstep, closing)
     observer = make_observer(config.metrics, side, lockstep, inputs.serving)
-    outlets = make_outlets(config, learner, side, observer, checkpoints, console, lockstep)
+    outlets = make_outlets(
+        config, learner, side, observer, checkpoints, console, lockstep, start.version
+    )
     trainer = make_trainer(config, learner, side, outlets, lockstep, paths.root, turn)
     start.restore(trainer, side.buffer, side.rollouts, side.prompts)
     return Parts(

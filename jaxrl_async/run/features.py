@@ -21,8 +21,10 @@ from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.rollout.env import MakeEnv
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.optional_parts import (
+    NO_NAMED_EVALUATIONS,
     CopyOfRun,
     JudgeScorers,
+    NamedEvaluations,
     NoCopy,
     NoOpponents,
     NoServing,
@@ -80,6 +82,17 @@ def make_members(
     made: tuple[MakeEnv, Callable[[], float]] = _of("endpoint.run_programs", "make_members")(
         config, task, serving, count
     )
+    return made
+
+
+# ---- evals: evaluations by name
+
+
+def named_evaluations(config: Config, inputs: "Inputs", lockstep: Lockstep) -> NamedEvaluations:
+    """Return the evaluations by name, checked; inputs: the run's. Raises JaxrlErrors."""
+    if not config.named_evals:
+        return NO_NAMED_EVALUATIONS
+    made: NamedEvaluations = _of("evals.run_evals", "RunEvaluations")(config, inputs, lockstep)
     return made
 
 

@@ -316,6 +316,18 @@ def run_rl(config: Config, context: RunContext) -> Path:
     return parts.save_policy()
 
 
+def _achieved_by_name(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each evaluation by name: its accuracy, or else its reward."""
+    found = []
+    for name in sorted({key.split("/")[1] for x in lines for key in x if key.count("/") == 2}):
+        kinds = ("accuracy", "reward")
+        kind = next((k for k in kinds if points(lines, f"eval/{name}/{k}")), "")
+        if values := points(lines, f"eval/{name}/{kind}"):
+            (first, start), (last, end) = values[0], values[-1]
+            found.append(f"{name}: {kind} {start:.3f} at step {first}, {end:.3f} at step {last}")
+    return found
+
+
 def achievements(metrics: Path) -> list[str]:
     """Return the achievements of the run, in a few lines."""
     lines = read_lines(metrics)
@@ -325,6 +337,7 @@ def achievements(metrics: Path) -> list[str]:
         if values and not (key == "reward" and achieved):
             (first, start), (last, end) = values[0], values[-1]
             achieved.append(f"held-out {key} {start:.3f} at step {first}, {end:.3f} at step {last}")
+    achieved += _achieved_by_name(lines)
     if achieved:
         seconds = lines[-1].get("time/elapsed_s", 0.0)
         achieved.append(f"{lines[-1]['step']} updates in {seconds:.0f} s")

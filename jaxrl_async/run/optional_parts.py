@@ -3,7 +3,7 @@ null implementation for runs without it. features.py makes them."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.data.tokenizer import Tokenizer
@@ -17,6 +17,9 @@ from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.types import EpisodeGroup, Prompt, Ticket
+
+if TYPE_CHECKING:
+    from jaxrl_async.run.reporting import Evaluation
 
 
 class Serving(Protocol):
@@ -62,6 +65,53 @@ class NoServing:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+class NamedEvaluations(Protocol):
+    """The evaluations by name of a run (the wing `evals`)."""
+
+    def oldest_s(self) -> tuple[float, float]:
+        """Return the ages of the oldest call of their scorers, and of the oldest reply of their
+        environments, seconds; 0: none."""
+        ...
+
+    def begin(
+        self, like: "Evaluation", folder: Path, version: int, newest: Callable[[], int]
+    ) -> Callable[[int, bool], Mapping[str, float]]:
+        """Begin, and return a function that evaluates a live version, if due: called with its
+        number, and whether it is the last; returns its metrics.
+
+        Args:
+            like: the run's own evaluation.
+            folder: the run's.
+            version: from which the run starts.
+            newest: reads the newest version of the weights.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what they hold. Idempotent."""
+        ...
+
+
+class NoNamedEvaluations:
+    """The NamedEvaluations of a run without `evals`."""
+
+    def oldest_s(self) -> tuple[float, float]:
+        """Return 0: nothing is under way."""
+        return 0.0, 0.0
+
+    def begin(
+        self, like: "Evaluation", folder: Path, version: int, newest: Callable[[], int]
+    ) -> Callable[[int, bool], Mapping[str, float]]:
+        """Return a function that evaluates nothing."""
+        return lambda version, last: {}
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+NO_NAMED_EVALUATIONS = NoNamedEvaluations()
 
 
 class SeatFillers(Protocol):

@@ -33,7 +33,14 @@ from jaxrl_async.metrics.trackers import (
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.rollout.env import MakeEnv
-from jaxrl_async.rollout.evaluate import ONE_TRY, EvalEffort, EvalResult, EvalSample, evaluate
+from jaxrl_async.rollout.evaluate import (
+    ONE_TRY,
+    EvalEffort,
+    EvalResult,
+    EvalSample,
+    clustered_stderr,
+    evaluate,
+)
 from jaxrl_async.run import features
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
@@ -317,7 +324,7 @@ NOT_ASKED = EvalResult(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The evaluation: held-out prompts with sampler and scorer; each process answers a share."""
+    """An evaluation: held-out prompts with sampler and scorer; each process answers a share."""
 
     generate: Generate
     prompts: Sequence[Prompt]
@@ -332,6 +339,14 @@ class Evaluation:
     write: Callable[[Sequence[EvalSample]], None] = lambda samples: None  # the first answers
     # holds the part CORRECT once an answer had it; later answers without it count as wrong
     known: set[str] = field(default_factory=set)
+    samples: int = 1  # answers to each prompt
+    label: str = "eval"  # of its requests: eval, or eval/NAME
+
+    @property
+    def called(self) -> str:
+        """Its name in messages."""
+        name = self.label.removeprefix("eval").removeprefix("/")
+        return f"the evaluation {name}" if name else "an evaluation"
 
     def run(self) -> Mapping[str, float]:
         """Measure reward with the live weights, and accuracy if the reward has the part CORRECT.
@@ -340,6 +355,12 @@ class Evaluation:
         only the time is reported: incomplete numbers could not be compared.
         """
         start = time.perf_counter()
+        result = self.asked()
+        measured = {} if result is None else self._measured(result)
+        return {**measured, "time/eval_s": time.perf_counter() - start}
+
+    def asked(self) -> EvalResult | None:
+        """Return the result of this process's share; None: the evaluation failed in a process."""
         result: EvalResult | None = NOT_ASKED
         try:
             if self.lockstep.plays:
@@ -349,9 +370,11 @@ class Evaluation:
         except RolloutError as error:
             result = None
             self.faults.add("failed_evaluations")
-            log.warning("an evaluation is skipped: %s", error)
-        if not all(self.lockstep.gather_json(result is not None)) or result is None:
-            return {"time/eval_s": time.perf_counter() - start}
+            log.warning("%s is skipped: %s", self.called, error)
+        return result if all(self.lockstep.gather_json(result is not None)) else None
+
+    def _measured(self, result: EvalResult) -> dict[str, float]:
+        """Return the metrics of all processes' results."""
         if self.lockstep.writes:
             self.write(result.samples)
         if any(self.lockstep.gather_json(result.accuracy is not None)):
@@ -363,10 +386,13 @@ class Evaluation:
             "eval/truncated_share": result.truncated_share,
             **{f"eval/seat_{seat}": reward for seat, reward in result.seats.items()},
         }
-        return {
-            **self.lockstep.mean(metrics, result.num_prompts),
-            "time/eval_s": time.perf_counter() - start,
-        }
+        means = self.lockstep.mean(metrics, result.num_prompts)
+        shares = self.lockstep.gather_json([[p.rewards, p.correct] for p in result.played])
+        prompts = [prompt for share in shares for prompt in share]
+        errors = {"eval/reward": clustered_stderr(rewards for rewards, _ in prompts)}
+        if CORRECT in self.known:
+            errors["eval/accuracy"] = clustered_stderr(correct for _, correct in prompts)
+        return means | {f"{k}_stderr": x for k, x in errors.items() if x is not None}
 
     async def _answered_unless_given_up(self) -> EvalResult | None:
         """Return the result; None: the evaluation was abandoned."""
@@ -377,7 +403,7 @@ class Evaluation:
             return await answered
         answered.cancel()
         await asyncio.wait((answered,), timeout=GIVE_UP_S)
-        log.warning("an evaluation is skipped: a stop was requested before all answers")
+        log.warning("%s is skipped: a stop was requested before all answers", self.called)
         return None
 
     async def _answered(self) -> EvalResult:
@@ -394,4 +420,6 @@ class Evaluation:
             level=self.limits.priority.first,
             effort=self.effort,
             constraint=self.limits.constraint,
+            samples=self.samples,
+            label=self.label,
         )

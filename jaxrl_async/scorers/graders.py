@@ -90,6 +90,19 @@ def equal_texts(completion: str, reference: str) -> bool:
     return _bare(given.line) in texts
 
 
+def answer_read(grader: Callable[..., object], completion: str) -> str | None:
+    """Return the final answer that a built-in grader reads in a completion, for a majority vote:
+    equal numbers have equal texts. None: there is none, or it was cut off."""
+    if grader is exact:
+        text = after_thinking(completion) or ""
+        return text.strip().rpartition("#")[2].strip() or None
+    found = find_answer(completion)
+    number = written_numbers.number_of(found)
+    if found is None or number is not None:
+        return None if number is None else written_numbers.written(number)
+    return _bare(found.line) or None
+
+
 def unreadable(grader: Callable[..., object], reference: str) -> bool:
     """Return whether, for this reference, a built-in grader can reward only an equal text."""
     if not reference.strip():

@@ -10,6 +10,7 @@ Built-ins are given by name (graders.py), user functions as FILE.py:FUNCTION.
 
 import functools
 import inspect
+import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from jaxrl_async.config.userfile import is_own, load_function
 from jaxrl_async.errors import Away, ConfigError, RefusedScore, RolloutError, RolloutTimeout
 from jaxrl_async.later import Later
 from jaxrl_async.scorers.answers import opened_thinking
-from jaxrl_async.scorers.graders import exact, gsm8k
+from jaxrl_async.scorers.graders import answer_read, exact, gsm8k
 from jaxrl_async.scorers.graders import math as same_math
 from jaxrl_async.scorers.results import MODEL, added, distinct_parts
 from jaxrl_async.scorers.reward_arguments import RewardArguments, reward_arguments_of
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 else:
     function_source = Later("jaxrl_async.tasks.function_source")
     reward_process = Later("jaxrl_async.scorers.reward_process")
+
+log = logging.getLogger(__name__)
 
 RewardFunction = Callable[..., Any]
 """Returns a number, a mapping of parts or a Score (results.py); for a group, a list of them."""
@@ -153,6 +156,18 @@ class RewardScorer:
         """End the processes, if any; they restart when they are needed."""
         if self._sources:
             self._processes.close()
+
+    def final_answer(self, episode: Episode) -> str | None:
+        """Return the final answer in an episode as the first function reads it that can: a built-in
+        one, or one with an attribute `final_answer`, a function of the completion. None: no
+        function can, or there is no answer."""
+        text = _graded_text(episode, self._decode, self._marks)
+        for judge, _ in self._judges:
+            if judge.function in REWARDS.values():
+                return answer_read(judge.function, text)
+            if (own := getattr(judge.function, "final_answer", None)) is not None:
+                return _own_answer(own, text, judge.where)
+        return None
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
         """Score each episode by all tokens that the policy generated in it. Built-in functions use
@@ -309,6 +324,16 @@ def _graded_text(
     first = int(turn[0]) if len(turn) else 0
     opened = opened_thinking(text_of(episode.token_ids[max(0, first - OPENING_TOKENS) : first]))
     return f"{opened}\n{text}" if opened else text
+
+
+def _own_answer(read: Callable[[str], Any], text: str, where: str) -> str | None:
+    """Return the final answer that a user's function reads; None, and a warning, if it fails."""
+    try:
+        answer = read(text)
+    except Exception as error:
+        log.warning("%s: final_answer raised %s: %s", where, type(error).__name__, error)
+        return None
+    return None if answer is None else str(answer)
 
 
 class _about:

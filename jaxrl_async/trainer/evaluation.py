@@ -36,7 +36,8 @@ class Outlets:
     """Functions that take the trainer's results. Called on the trainer's thread; an asynchronous
     evaluation calls `evaluate` on another."""
 
-    evaluate: Callable[[], Mapping[str, float]]  # with the weights that are live now
+    # version, and whether it is the last; evaluates the weights that are live now
+    evaluate: Callable[[int, bool], Mapping[str, float]]
     report: Callable[
         [int, Mapping[str, float], Sequence[EpisodeGroup]], Finish
     ]  # version, metrics, groups; shown once Finish is called, with further metrics or {}
@@ -110,12 +111,12 @@ class InlineEvaluation:
         """See VersionEvaluation."""
         self.parts.clock.now("waiting for live weights", EVALUATE)
         self.parts.wait_live(version)
-        self.evaluate(report)
+        self.evaluate(version, report)
 
-    def evaluate(self, report: Report) -> None:
-        """Evaluate the weights that are live now, and report."""
+    def evaluate(self, version: int, report: Report) -> None:
+        """Evaluate the weights that are live now, which are this version's, and report."""
         self.parts.clock.now("evaluating")
-        report(self.parts.outlets.evaluate())({})
+        report(self.parts.outlets.evaluate(version, self.last))({})
 
     def after_save(self) -> None:
         """See VersionEvaluation."""
@@ -139,7 +140,7 @@ class AsyncEvaluation:
 
         def evaluate() -> Mapping[str, float]:
             self._parts.wait_live(version)
-            return self._parts.outlets.evaluate()
+            return self._parts.outlets.evaluate(version, False)
 
         self._under_way = EvaluationThread(evaluate, report({}), version)
 
@@ -158,10 +159,21 @@ class AsyncEvaluation:
 class EvaluationTimes:
     """The versions that are evaluated, and when."""
 
-    every: int  # versions; 0: only the first and the last
+    every: tuple[int, ...]  # of each evaluation, see `is_due`
     total_steps: int  # the last version, unless a stop is requested before
     alongside: bool  # while the next version is learned, except the last
     shares_slice: bool  # other runs wait while this one holds the trainer's slice
+
+
+def is_due(every: int, version: int, *, last: bool) -> bool:
+    """Return whether a version is evaluated.
+
+    Args:
+        every: versions from one evaluation to the next; 0: only the first and the last.
+        version: its number.
+        last: whether it is the run's last.
+    """
+    return last or version == 0 or (every > 0 and version % every == 0)
 
 
 class EvaluationSchedule:
@@ -179,7 +191,7 @@ class EvaluationSchedule:
             return
         evaluation = self._of(version, last=False)
         if isinstance(evaluation, InlineEvaluation):
-            evaluation.evaluate(report)
+            evaluation.evaluate(version, report)
         elif isinstance(evaluation, AsyncEvaluation):
             evaluation.after_publish(version, report)
 
@@ -210,8 +222,7 @@ class EvaluationSchedule:
         self._async.complete()
 
     def _of(self, version: int, *, last: bool) -> VersionEvaluation:
-        every = self._times.every
-        due = last or version == 0 or (every > 0 and version % every == 0)
+        due = any(is_due(every, version, last=last) for every in self._times.every)
         if not due or self._parts.outlets.should_hurry():
             return NoEvaluation()
         if self._times.alongside and not last:

@@ -108,7 +108,7 @@ class TrainerSettings:
     """Length of a training run, and how often it evaluates and saves."""
 
     total_steps: int  # versions to make
-    eval_every: int = 10  # versions; 0: only the first and the last
+    eval_every: tuple[int, ...] = (10,)  # versions, of each evaluation; 0: the first and the last
     eval_async: bool = False  # while the next version is learned; the last one inline
     save_every: int = 0  # versions; 0: only the last
     max_skipped_steps: int = 3  # consecutive non-finite steps that stop the run

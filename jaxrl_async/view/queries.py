@@ -1,6 +1,6 @@
 """Answers to the page's queries about runs, from their folders: bounded, as JSON."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,12 @@ MAX_SAMPLES = 100
 MAX_COLUMNS = 2000
 """Maximum number of spans per depth of a lane in one answer."""
 LAST_STEP = 2**62
+Z_95 = 1.959963984540054
+"""Half the length of a 95 % interval, in standard errors."""
+SHARES = ("accuracy", "avg_at_", "pass_at_", "maj_at_")
+"""Beginnings of the names of an evaluation's means that are shares."""
+NOT_DRAWN = ("_stderr", "_change")
+"""Endings of the names of an evaluation's metrics that belong to a mean."""
 
 Query = Mapping[str, Sequence[str]]
 
@@ -37,6 +43,7 @@ def layout(runs: Runs, query: Query) -> Any:
     parts = sorted(k for k in present if k.startswith("reward/") and "<" in told(k)["key"])
     labels = tuple((key, key.partition("/")[2]) for key in parts)
     sections[0][1].append(Chart("Parts of the reward", "reward", labels))
+    sections.insert(1, ("Evaluations by name", charts_of_evaluations(present)))
     sections.append(("Warm start, by update", list(WARM_CHARTS)))
     drawn = [
         {"title": title, "charts": [d for c in charts if (d := _drawn(c, present))["curves"]]}
@@ -44,6 +51,19 @@ def layout(runs: Runs, query: Query) -> Any:
     ]
     metrics = [{**told(key), "key": key} for key in sorted(present)]
     return {"sections": [s for s in drawn if s["charts"]], "metrics": metrics}
+
+
+def charts_of_evaluations(present: Collection[str]) -> list[Chart]:
+    """Return two charts for each evaluation by name: its shares, and its reward."""
+    charts = []
+    for name in sorted({key.split("/")[1] for key in present if key.count("/") == 2}):
+        prefix = f"eval/{name}/"
+        own = sorted(key.removeprefix(prefix) for key in present if key.startswith(prefix))
+        found = [one for one in own if one.startswith(SHARES) and not one.endswith(NOT_DRAWN)]
+        labels = tuple((prefix + one, one.replace("_at_", "@")) for one in found)
+        charts.append(Chart(name, "share", labels, True))
+        charts.append(Chart(f"{name}: reward", "reward", ((f"{prefix}reward", "mean"),)))
+    return charts
 
 
 def _drawn(chart: Chart, present: set[str]) -> dict[str, Any]:
@@ -73,6 +93,7 @@ def summary(runs: Runs, query: Query) -> Any:
     run = runs[query["run"][0]]
     return {
         "tiles": tiles(run),
+        "evaluations": evaluations(run),
         "ages": ages(run),
         "lengths": lengths(run),
         "dropped": dropped(run),
@@ -181,11 +202,13 @@ def tiles(run: WatchedRun) -> list[dict[str, str]]:
     accuracy = accuracy_points(_evaluations(run))
     if held_out := accuracy or run.points("eval/reward"):
         kind = "accuracy" if accuracy else "reward"
+        error = dict(run.points(f"eval/{kind}_stderr")).get(held_out[-1][0])
         note = f"from {held_out[0][1]:.3f} at step {held_out[0][0]}"
         best_step, best = max(held_out, key=lambda point: point[1])
         if best > held_out[-1][1]:
             note += f"; best {best:.3f} at step {best_step}"
-        shown.append(_tile(f"held-out {kind}", f"{held_out[-1][1]:.3f}", note))
+        within = "" if error is None else f" ± {Z_95 * error:.3f}"
+        shown.append(_tile(f"held-out {kind}", f"{held_out[-1][1]:.3f}{within}", note))
     if reward := run.points("reward/mean"):
         shown.append(_tile("reward", number(reward[-1][1]), f"from {number(reward[0][1])}"))
     for key, label, percent in MEDIANS:
@@ -210,6 +233,39 @@ def _evaluations(run: WatchedRun) -> list[dict[str, float]]:
         for step, value in run.points(key):
             lines.setdefault(step, {"step": step})[key] = value
     return [lines[step] for step in sorted(lines)]
+
+
+def evaluations(run: WatchedRun) -> list[dict[str, Any]]:
+    """Return the last value of each mean of the evaluations that has a standard error, with its 95
+    % interval, and its change since the evaluation before where that was measured."""
+    rows = []
+    for key in run.measured():
+        is_mean = key.startswith("eval/") and not key.endswith(NOT_DRAWN)
+        if not is_mean or not (errors := dict(run.points(f"{key}_stderr"))):
+            continue
+        step, value = run.points(key)[-1]
+        change = dict(run.points(f"{key}_change")).get(step)
+        _, name, measure = key.split("/") if key.count("/") == 2 else ("", "eval", key[5:])
+        rows.append(
+            {
+                "name": name,
+                "measure": measure.replace("_at_", "@"),
+                "step": step,
+                "value": value,
+                "interval": _interval(value, errors.get(step)),
+                "change": change,
+                "changeInterval": _interval(
+                    change, dict(run.points(f"{key}_change_stderr")).get(step)
+                ),
+            }
+        )
+    return rows
+
+
+def _interval(mean: float | None, stderr: float | None) -> list[float] | None:
+    if mean is None or stderr is None:
+        return None
+    return [mean - Z_95 * stderr, mean + Z_95 * stderr]
 
 
 def ages(run: WatchedRun) -> list[dict[str, Any]]:

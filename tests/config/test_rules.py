@@ -453,6 +453,8 @@ BROKEN = {
         "seats": {"second": {"endpoint": "http://h/v1"}},
     },
     "seats_are_of_a_run_that_plays": {"seats": {"second": "policy"}},
+    "evaluations_by_name_are_of_rl": {"run": {"job": "sft"}, "evals": {"x": {}}},
+    "each_evaluation_by_name_can_be_made": {"evals": {"x": {"samples": 2}}},
     "opponents_have_devices": {
         "task": "nim",
         "seats": {"second": "initial"},

@@ -582,6 +582,43 @@ GROUPS = (
         ),
     ),
     Group(
+        "evals/estimates",
+        ("evals/test_estimates.py",),
+        (
+            ("math.comb(samples - passed, k)", "math.comb(samples - passed - 1, k)"),
+            ("/ math.comb(samples, k)", "/ math.comb(samples + 1, k)"),
+            ("1.959963984540054", "1.644853626951473"),
+            ("(most - 1).bit_length()", "most.bit_length()"),
+            ("if count == most]", "if count >= 1]"),
+            ("/ (most * len(chosen))", "/ most"),
+            ("if answer is not None)", ")"),
+            ("/ len(after[key]) -", "/ len(after[key]) +"),
+            ("if values and before.get(key)]", "if key in before]"),
+        ),
+    ),
+    Group(
+        "rollout/evaluate",
+        ("evals/test_estimates.py", "rollout/test_evaluate.py"),
+        (
+            ("squares * len(kept) / (len(kept) - 1)", "squares"),
+            ("if len(kept) < 2:", "if not kept:"),
+            ("math.fsum(value - mean for value in group) ** 2", "abs(sum(group) - mean)"),
+            ("for m in range(samples)", "for m in range(1)"),
+        ),
+    ),
+    Group(
+        "evals/eval_answers",
+        ("evals/test_eval_answers.py",),
+        (
+            ("not in one.parts and one.left_out:", "not in one.parts:"),
+            ("grade >= pass_reward", "grade > pass_reward"),
+            ("if len(p) >= k]", "if p]"),
+            ("if any(one.seat for one in answers):", "if False:"),
+            ("if samples > 1 and any(", "if samples > 1 or any("),
+            ("{self.index}\\0{self.prompt}", "{self.index}"),
+        ),
+    ),
+    Group(
         "model/gpu_pages",
         ("model/test_gpu_pages.py",),
         (

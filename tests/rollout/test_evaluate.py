@@ -164,3 +164,98 @@ def test_a_failing_scorer_is_raised():
 
     with pytest.raises(RolloutError, match="scorer is broken"):
         run([prompt(0), prompt(1)], broken)
+
+
+class SampledGenerate(ScriptedGenerate):
+    """Each sample has other tokens; the first tries of sample 1 of prompt 2 fail."""
+
+    failures = 0
+
+    def submit_many(self, requests):
+        self.requests += requests
+        return [self._sampled(request) for request in requests]
+
+    def _sampled(self, request):
+        position, sample = request.key
+        future = asyncio.get_running_loop().create_future()
+        if (position, sample) == (1002, 1) and self.failures:
+            self.failures -= 1
+            future.set_exception(RolloutError("the line is dead"))
+            return future
+        tokens = np.full(sample + 1, 10 * (position - 1000) + sample, np.int32)
+        zeros = np.zeros(len(tokens))
+        future.set_result(
+            Completion(
+                request_id=request.request_id,
+                token_ids=tokens,
+                logprobs=zeros.astype(np.float32),
+                versions=zeros.astype(np.int32),
+                stop=StopReason.EOS,
+            )
+        )
+        return future
+
+
+async def by_token(episodes, prompt):
+    return tuple(Score(reward=float(episode.token_ids[-1])) for episode in episodes)
+
+
+def sampled(failures=0, retries=0, counted=None):
+    generate = SampledGenerate()
+    generate.failures = failures
+    effort = EvalEffort(
+        retries=retries, backoff_s=0.001, count=([] if counted is None else counted).append
+    )
+    settings = {"stop_token_ids": (0,), "max_new_tokens": 50, "max_length": 100}
+    prompts = [prompt(i) for i in range(4)]
+    work = evaluate(
+        generate, prompts, by_token, samples=3, label="eval/x", effort=effort, **settings
+    )
+    return asyncio.run(work), generate
+
+
+def test_each_sample_of_a_prompt_has_its_own_randomness_and_all_are_scored_together():
+    result, generate = sampled()
+    ids = [f"eval/x/{i}/m{m}/t0" for i in range(4) for m in range(3)]
+    assert [r.request_id for r in generate.requests] == ids
+    assert {r.key for r in generate.requests} == {(1000 + i, m) for i in range(4) for m in range(3)}
+    assert [p.index for p in result.played] == [0, 1, 2, 3] and result.num_prompts == 4
+    assert [p.samples for p in result.played] == [(0, 1, 2)] * 4
+    assert [p.rewards for p in result.played][2] == (20.0, 21.0, 22.0)
+    assert result.mean_reward == 16.0 and result.mean_length_tokens == 2.0
+
+
+def test_a_sample_that_fails_is_tried_again_alone_and_else_its_prompt_is_left_out():
+    counted = []
+    result, generate = sampled(failures=1, retries=1, counted=counted)
+    assert counted == ["eval_retries"] and result.num_prompts == 4
+    assert [r.request_id for r in generate.requests][12:] == ["eval/x/2.1/m1/t0"]
+    assert result.played[2].rewards == (20.0, 21.0, 22.0)
+    counted.clear()
+    result, _ = sampled(failures=2, retries=1, counted=counted)
+    assert counted == ["eval_retries", "eval_left_out"]
+    assert [p.index for p in result.played] == [0, 1, 3]
+
+
+def test_the_errors_of_the_runs_own_evaluation_are_over_its_prompts():
+    async def scorer(episodes, prompt):
+        right = float(prompt.prompt_id % 3 == 0)
+        return (Score(reward=2 * right, parts={"correct": right}),)
+
+    limits = EpisodeLimits(
+        sampling=SamplingParams(), stop_token_ids=(0,), max_new_tokens=50, max_length=100
+    )
+    evaluation = Evaluation(
+        generate=ScriptedGenerate(),
+        prompts=[prompt(i) for i in range(6)],
+        scorer=GuardedScorer(scorer, timeout_s=20),
+        make_env=SingleTurn,
+        limits=limits,
+        lockstep=Lockstep(),
+        faults=FaultCounts(),
+        gives_up=lambda: False,
+    )
+    measured = evaluation.run()
+    usual = np.std([1, 0, 0, 1, 0, 0], ddof=1) / np.sqrt(6)
+    assert measured["eval/accuracy_stderr"] == pytest.approx(usual)
+    assert measured["eval/reward_stderr"] == pytest.approx(2 * usual)

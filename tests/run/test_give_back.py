@@ -119,7 +119,7 @@ def trained(folder, fails_at, tears, was=None, version=0, total=4):
         source=buffer,
         publisher=Publisher(buffer),
         outlets=Outlets(
-            evaluate=dict,
+            evaluate=lambda version, last: {},
             report=lambda *_: lambda more: None,
             save=save,
             should_stop=lambda: False,

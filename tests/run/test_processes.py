@@ -23,6 +23,7 @@ from two_processes import (
     wait_for_lines,
 )
 
+from jaxrl_async.evals.eval_answers import read_answers_of
 from jaxrl_async.metrics.recorder import read_lines
 
 pytestmark = pytest.mark.full
@@ -39,8 +40,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.exhaustive
 def test_a_run_in_two_processes_told_to_stop_and_resumed_equals_one_in_one_process(runs):
     judged = judge(runs / "judge")
-    alone(runs, "run.name=one", "run.steps=6", judged)
-    again = ("run.name=two", "run.steps=6", "run.resume_or_start=true", judged)
+    named = "evals={three: {samples: 3, temperature: 0.7, every: 3, pass_reward: 0.1}}"
+    alone(runs, "run.name=one", "run.steps=6", judged, named)
+    again = ("run.name=two", "run.steps=6", "run.resume_or_start=true", judged, named)
     processes = start(runs, *again)
     wait_for_lines(processes, runs / "two" / "metrics.jsonl", 2)
     processes[1].send_signal(signal.SIGTERM)
@@ -60,6 +62,11 @@ def test_a_run_in_two_processes_told_to_stop_and_resumed_equals_one_in_one_proce
         for name in ("one", "two")
     ]
     assert trained[0] == trained[1] and len(trained[0]) == 6 * 4
+    for step in (0, 3, 6):
+        file = f"evals/three/{step}.jsonl"
+        one, two = (read_answers_of(runs / name / file) for name in ("one", "two"))
+        assert [(a.index, a.sample) for a in two] == [divmod(i, 3) for i in range(18)]
+        assert [a.completion for a in two] == [a.completion for a in one]
     assert "step 6/6" in first and "step" not in second, "process 0 alone tells of the run"
     assert "report.html" in first and "report.html" not in second
 

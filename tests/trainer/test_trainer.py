@@ -18,7 +18,7 @@ from jaxrl_async.errors import (
     TrainingError,
 )
 from jaxrl_async.mesh import NO_DEVICE_LOCK
-from jaxrl_async.trainer.evaluation import Finish, Outlets
+from jaxrl_async.trainer.evaluation import Finish, Outlets, is_due
 from jaxrl_async.trainer.trainer import Trainer, TrainerSettings
 from jaxrl_async.types import Draw, Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 
@@ -63,6 +63,7 @@ class Script:
         self.skipped, self.stop_after, self.ess = skipped, stop_after, ess
         self.failing_saves, self.hurries = failing_saves, hurries
         self.telling_saves, self.evaluate = telling_saves, evaluate
+        self.asked: list[tuple[int, bool]] = []
         self.learnt, self.begun = threading.Condition(), list[tuple[int, dict[str, float]]]()
 
     def learn(self, groups: Any, version: int, turns: Any) -> dict[str, float]:
@@ -113,10 +114,23 @@ class Script:
 
         return finish
 
-    def trainer(self, turn: Any = NO_DEVICE_LOCK, **settings: Any) -> Trainer:
+    def evaluated(self, version: int, last: bool) -> dict[str, float]:
+        self.asked.append((version, last))
+        if self.evaluate is not None:
+            return self.evaluate()
+        self.events.append("evaluate")
+        return {"eval/accuracy": 0.5}
+
+    def trainer(
+        self,
+        turn: Any = NO_DEVICE_LOCK,
+        *,
+        eval_every: int | tuple[int, ...] = 2,
+        **settings: Any,
+    ) -> Trainer:
+        every = eval_every if isinstance(eval_every, tuple) else (eval_every,)
         outlets = Outlets(
-            evaluate=self.evaluate
-            or (lambda: self.events.append("evaluate") or {"eval/accuracy": 0.5}),
+            evaluate=self.evaluated,
             report=self.report,
             save=self.save,
             should_stop=lambda: max(self.reports, default=0) >= self.stop_after,
@@ -130,7 +144,7 @@ class Script:
             publisher=self,
             outlets=outlets,
             settings=TrainerSettings(
-                **{"total_steps": 4, "eval_every": 2, "save_every": 0, **settings}
+                **{"total_steps": 4, "save_every": 0, **settings, "eval_every": every}
             ),
             turn=turn,
         )
@@ -148,6 +162,14 @@ def test_an_evaluation_runs_on_exactly_the_version_it_is_reported_for() -> None:
         "save 4",
     ]
     assert [v for v, r in script.reports.items() if "eval/accuracy" in r] == [0, 2, 4]
+
+
+def test_each_evaluation_has_its_own_cadence() -> None:
+    script = Script()
+    script.trainer(total_steps=7, eval_every=(0, 2, 3)).run()
+    assert script.asked == [(0, False), (2, False), (3, False), (4, False), (6, False), (7, True)]
+    due = [v for v in range(8) if is_due(3, v, last=v == 7)]
+    assert due == [0, 3, 6, 7] and [v for v in range(5) if is_due(0, v, last=False)] == [0]
 
 
 def evaluated_while_learning(script: Script) -> dict[str, float]:

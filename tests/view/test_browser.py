@@ -153,7 +153,7 @@ def test_samples_are_filtered_and_what_a_policy_wrote_stays_text(page):
 def test_on_a_phone_nothing_is_wider_than_the_screen(page):
     shown, _ = page
     shown.wait_for_selector(".chart canvas")
-    for tab in ("curves", "samples", "busy", "ages", "metrics", "identity"):
+    for tab in ("curves", "samples", "busy", "evals", "ages", "metrics", "identity"):
         shown.click(f"[data-tab={tab}]")
         shown.wait_for_timeout(300)
         assert shown.evaluate("document.documentElement.scrollWidth") <= 390, tab
@@ -377,10 +377,40 @@ def test_conversations_are_shown_by_role_with_their_branches(page):
 )
 def test_on_a_phone_nothing_of_a_report_is_wider_than_the_screen(report):
     report.wait_for_selector(".chart canvas")
-    for tab in ("curves", "samples", "busy", "ages", "metrics", "identity"):
+    for tab in ("curves", "samples", "busy", "evals", "ages", "metrics", "identity"):
         report.click(f"[data-tab={tab}]")
         report.wait_for_selector(f"#{tab} > *")
         assert report.evaluate("document.documentElement.scrollWidth") <= 390, tab
+
+
+def test_evaluations_have_intervals_in_charts_and_in_a_table(page):
+    """The bars are drawn: without standard errors the chart's pixels are others."""
+    shown, root = page
+    for name, errors in (("grpo-0", True), ("grpo-1", False)):
+        lines = []
+        for step in range(0, 120, 10):
+            line = {"step": step, "eval/math/pass_at_4": step / 150, "eval/math/reward": 0.5}
+            if errors:
+                line |= {"eval/math/pass_at_4_stderr": 0.05, "eval/math/reward_stderr": 0.1}
+                line |= {"eval/math/reward_change": 0.25, "eval/math/reward_change_stderr": 0.0625}
+            lines.append(json.dumps(line) + "\n")
+        (root / name / "metrics.jsonl").write_text("".join(lines))
+    sees(shown.locator("#curves")).to_contain_text("Evaluations by name", timeout=60_000)
+    drawn = []
+    for name in ("grpo-0", "grpo-1"):
+        for run in ("grpo-0", "grpo-1", "dapo"):
+            shown.set_checked(f"#runs li:has-text('{run}') input", run == name)
+        shown.wait_for_timeout(1500)
+        chart = shown.locator(".chart", has_text="math").first.locator("canvas")
+        drawn.append(chart.evaluate("(c) => c.toDataURL()"))
+    assert drawn[0] != drawn[1], "only the first has error bars"
+    shown.click("[data-tab=evals]")
+    shown.set_checked("#runs li:has-text('grpo-0') input", True)
+    sees(shown.locator("#evals")).to_contain_text("pass@4")
+    row = shown.locator("#evals tr", has_text="pass@4").locator("td").all_inner_texts()
+    assert row[:5] == ["math", "pass@4", "110", "0.7333", "0.6353 to 0.8313"]
+    row = shown.locator("#evals tr", has_text="reward").locator("td").all_inner_texts()
+    assert row[4:] == ["0.304 to 0.696", "0.25", "0.1275 to 0.3725"]
 
 
 def sees(locator):

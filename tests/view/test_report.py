@@ -11,7 +11,15 @@ import pytest
 from jaxrl_async.errors import DataError
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.metrics.recorder import Recorder
-from jaxrl_async.view.queries import age_mean, ages, dropped, faults, tiles
+from jaxrl_async.view.queries import (
+    age_mean,
+    ages,
+    charts_of_evaluations,
+    dropped,
+    evaluations,
+    faults,
+    tiles,
+)
 from jaxrl_async.view.report import ALL_POINTS, main, page, within, write_report
 from jaxrl_async.view.sections import SECTIONS, WARM, WARM_CHARTS
 from jaxrl_async.view.watched import WatchedRun
@@ -114,7 +122,8 @@ def test_the_report_holds_curves_tiles_samples_metrics_and_config(tmp_path):
     assert reward["values"] == [pytest.approx(1 / 30), 1.0, pytest.approx(1 / 30), 1.0]
     assert reward["unit"] == metric_of("reward/mean").unit
     assert reward["about"] == metric_of("reward/mean").help
-    assert {"ages", "dropped", "faults", "lengths", "tiles"} == set(answers["/api/summary"])
+    named = {"ages", "dropped", "evaluations", "faults", "lengths", "tiles"}
+    assert named == set(answers["/api/summary"])
 
 
 def test_the_report_loads_nothing_and_runs_its_own_scripts_alone(tmp_path):
@@ -257,3 +266,31 @@ def test_no_two_modules_of_the_page_declare_one_name():
     ]
     assert {"HEIGHT", "BAR", "LANE_GAP", "shown"} <= set(names)
     assert not [name for name, times in Counter(names).items() if times > 1]
+
+
+def test_evaluations_are_listed_with_intervals_and_drawn_by_name(tmp_path):
+    lines = [
+        {"step": 0, "eval/accuracy": 0.5, "eval/accuracy_stderr": 0.1, "eval/m/reward": 0.0},
+        {
+            "step": 4,
+            "eval/accuracy": 0.75,
+            "eval/accuracy_stderr": 0.05,
+            "eval/m/reward": 1.0,
+            "eval/m/reward_stderr": 0.25,
+            "eval/m/reward_change": 1.0,
+            "eval/m/reward_change_stderr": 0.5,
+            "eval/m/pass_at_2": 0.5,
+            "eval/m/length_mean": 7.0,
+        },
+    ]
+    run = recorded(tmp_path / "a", lines)
+    own, named = evaluations(run)
+    assert (own["name"], own["measure"], own["step"], own["value"]) == ("eval", "accuracy", 4, 0.75)
+    assert own["interval"] == pytest.approx([0.652, 0.848], abs=1e-4) and own["change"] is None
+    assert (named["name"], named["measure"], named["change"]) == ("m", "reward", 1.0)
+    assert named["interval"] == pytest.approx([0.51, 1.49], abs=1e-4)
+    assert named["changeInterval"] == pytest.approx([0.02, 1.98], abs=1e-4)
+    shares, reward = charts_of_evaluations(run.measured())
+    assert shares.curves == (("eval/m/pass_at_2", "pass@2"),) and shares.title == "m"
+    assert reward.curves == (("eval/m/reward", "mean"),)
+    assert tiles(run)[1]["value"] == "0.750 ± 0.098"

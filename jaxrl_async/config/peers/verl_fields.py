@@ -469,7 +469,7 @@ _LEFT = {
     ROLLOUT: _SAMPLER,
     f"{ROLLOUT}.prompt_length": "it is data.max_prompt_length, which is converted",
     f"{ROLLOUT}.response_length": "it is data.max_response_length, which is converted",
-    f"{ROLLOUT}.val_kwargs": "a held-out prompt gets one answer, at eval.temperature",
+    f"{ROLLOUT}.val_kwargs": "a held-out prompt gets one answer; more: evals.NAME.samples",
     f"{ROLLOUT}.multi_turn": "tools and turns belong to the task (docs/tasks.md)",
     f"{ROLLOUT}.agent": "agents are programs of a task (docs/tasks.md)",
     f"{ROLLOUT}.profiler": _PROFILE,

@@ -2,7 +2,7 @@
 made."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,12 @@ from jaxrl_async.run.builders.scoring import (
 from jaxrl_async.run.builders.vision import check_images, image_store
 from jaxrl_async.run.checkpoint.inputs_digest import inputs_digest
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.optional_parts import SeatFillers, Serving
+from jaxrl_async.run.optional_parts import (
+    NO_NAMED_EVALUATIONS,
+    NamedEvaluations,
+    SeatFillers,
+    Serving,
+)
 from jaxrl_async.run.replay.recording import Recorded, read_schedule
 from jaxrl_async.run.warm_start import warm_pairs
 from jaxrl_async.scorers.graders import check_answers, try_references
@@ -71,6 +76,7 @@ class Inputs:
     keep_mask: bool  # whether sampling masks go with the tokens
     prompts: PromptStream | Curriculum
     digests: Mapping[str, str]  # of the graders and the held-out records
+    evals: NamedEvaluations = NO_NAMED_EVALUATIONS
 
 
 def check_inputs(
@@ -143,7 +149,8 @@ def check_inputs(
         prompts=prompts,
         digests=inputs_digest(config, task, held_out),
     )
-    return inputs, pairs
+    evals = features.named_evaluations(config, inputs, lockstep)
+    return replace(inputs, evals=evals), pairs
 
 
 def _check_functions(config: Config) -> None:

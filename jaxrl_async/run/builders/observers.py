@@ -132,7 +132,8 @@ def reading(
     router, channel = side.sampling.router, side.sampling.channel
     of_samplers, of_rollouts = router.stats(), side.rollouts.stats()
     of_buffer, inputs = side.buffer.stats(), side.inputs
-    score_s, env_s = inputs.scorers.oldest_s(), inputs.envs.oldest_s()
+    score_s, env_s = inputs.evals.oldest_s()
+    score_s, env_s = max(score_s, inputs.scorers.oldest_s()), max(env_s, inputs.envs.oldest_s())
     program_s = inputs.play.oldest_s()
     return Reading(
         version=trainer.version,

@@ -172,6 +172,7 @@ def make_rollout_side(
         sampling = make_sampling(config, inputs, weights, schedule, gate, base)
     rollouts = make_rollouts(config, inputs, prompts, sampling.generate, gate)
     closing.callback(inputs.scorers.close)
+    closing.callback(inputs.evals.close)
     if lockstep.plays:
         inputs.scorers.begin(folder, lockstep.player, lambda: sampling.channel.published_version)
     return RolloutSide(

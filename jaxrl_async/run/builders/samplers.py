@@ -245,11 +245,13 @@ def make_probe(config: Config, spec: ModelSpec, token_ids: IntArray | None) -> P
 
 
 def asked_mixes(config: Config) -> tuple[Mix, ...]:
-    """Return the sampling modes of a run's requests: for training, and for an evaluation."""
+    """Return the sampling modes of a run's requests: for training, and for evaluations."""
     drawn = config.sampler
     mixes = [Mix(drawn.truncates, drawn.temperature == 0, config.keeps_masks)]
     if config.eval.every:
         mixes.append(Mix(greedy=config.eval.temperature == 0))
+    for one in config.named_evals.values():
+        mixes.append(Mix(one.top_k > 0 or one.top_p < 1, one.temperature == 0))
     return tuple(dict.fromkeys(mixes))
 
 

@@ -1,6 +1,7 @@
 """The trainer with its learner, and the outlets of its results."""
 
 import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jaxrl_async.algorithms.pacing import Bounds
@@ -18,7 +19,7 @@ from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.rates import Observer
 from jaxrl_async.run.reporting import Evaluation, StepReporter
 from jaxrl_async.run.shown_answers import answers_writer
-from jaxrl_async.trainer.evaluation import Outlets
+from jaxrl_async.trainer.evaluation import Outlets, is_due
 from jaxrl_async.trainer.learner import Learner
 from jaxrl_async.trainer.trainer import Trainer, TrainerSettings
 from jaxrl_async.types import EpisodeLimits, SamplingParams, TurnPriority
@@ -48,7 +49,7 @@ def make_trainer(
         outlets=outlets,
         settings=TrainerSettings(
             total_steps=config.run.steps,
-            eval_every=config.eval.every,
+            eval_every=(config.eval.every, *(one.every for one in config.named_evals.values())),
             eval_async=_evaluates_beside(config, lockstep),
             save_every=config.checkpoint.every,
             max_skipped_steps=config.trainer.max_skipped_steps,
@@ -122,6 +123,24 @@ def make_evaluation(config: Config, side: RolloutSide, lockstep: Lockstep) -> Ev
     )
 
 
+def make_evaluations(
+    config: Config, side: RolloutSide, lockstep: Lockstep, version: int
+) -> Callable[[int, bool], Mapping[str, float]]:
+    """Return a function that makes the evaluations of a live version that are due; see
+    Outlets.evaluate. version: from which the run starts."""
+    own, every = make_evaluation(config, side, lockstep), config.eval.every
+    channel = side.sampling.channel
+    named = side.inputs.evals.begin(
+        own, side.records.answers.parent, version, lambda: channel.published_version
+    )
+
+    def evaluate(version: int, last: bool) -> Mapping[str, float]:
+        measured = own.run() if is_due(every, version, last=last) else {}
+        return {**measured, **named(version, last)}
+
+    return evaluate
+
+
 def make_outlets(
     config: Config,
     learner: Learner,
@@ -130,10 +149,11 @@ def make_outlets(
     checkpoints: Checkpoints,
     console: Console,
     lockstep: Lockstep,
+    version: int,
 ) -> Outlets:
-    """Make the outlets of the trainer's results: evaluation, reports and checkpoints."""
+    """Make the outlets of the trainer's results: evaluations, reports and checkpoints. version:
+    from which the run starts."""
     inputs, stop = side.inputs, side.joined.stop
-    evaluation = make_evaluation(config, side, lockstep)
     reporter = StepReporter(
         observer=observer,
         recorder=side.records.recorder,
@@ -159,7 +179,7 @@ def make_outlets(
         lock=inputs.locks.saving,
     )
     return Outlets(
-        evaluate=evaluation.run,
+        evaluate=make_evaluations(config, side, lockstep, version),
         report=reporter.report,
         save=saver.save,
         should_stop=stop.is_set,

@@ -20,6 +20,43 @@ export function smoothed(values, share) {
   });
 }
 
+/** Half the length of a 95 % interval, in standard errors. */
+const Z_95 = 1.96;
+const CAP = 3;
+
+/** Return [step, low, high] of the 95 % interval of each value that has a standard error. */
+export function intervalsOf([steps, values], errors) {
+  if (!errors) return [];
+  const known = new Map(errors[0].map((step, i) => [step, errors[1][i]]));
+  return steps.flatMap((step, i) => {
+    const half = Z_95 * known.get(step);
+    return half > 0 ? [[step, values[i] - half, values[i] + half]] : [];
+  });
+}
+
+/** Draw the intervals of lines as vertical bars with caps. */
+function drawIntervals(plot, lines) {
+  const { ctx } = plot;
+  ctx.save();
+  ctx.lineWidth = uPlot.pxRatio;
+  ctx.beginPath();
+  ctx.rect(plot.bbox.left, plot.bbox.top, plot.bbox.width, plot.bbox.height);
+  ctx.clip();
+  for (const { color, intervals } of lines) {
+    ctx.strokeStyle = color;
+    ctx.beginPath();
+    for (const [step, ...ends] of intervals ?? []) {
+      const x = plot.valToPos(step, "x", true), cap = CAP * uPlot.pxRatio;
+      const [low, high] = ends.map((y) => plot.valToPos(y, "y", true));
+      ctx.moveTo(x, low);
+      ctx.lineTo(x, high);
+      for (const y of [low, high]) { ctx.moveTo(x - cap, y); ctx.lineTo(x + cap, y); }
+    }
+    ctx.stroke();
+  }
+  ctx.restore();
+}
+
 /** Return a run's name without its seed: "grpo" for "grpo-2" and "grpo_seed3". */
 export const withoutSeed = (name) => name.replace(/[-_.]?(seed)?[-_.]?\d+$/i, "") || name;
 
@@ -83,7 +120,7 @@ export function linesOf(chart, data, runs, look) {
   const many = runs.length > 1;
   chart.curves.forEach(([key, label], which) => {
     const curves = runs
-      .map((run) => ({ run, points: data[run.name]?.[key] }))
+      .map((run) => ({ run, points: data[run.name]?.[key], errors: data[run.name]?.[`${key}_stderr`] }))
       .filter((one) => one.points?.[0].length);
     const dash = many && which ? [[6, 4], [2, 3], [8, 3, 2, 3]][(which - 1) % 3] : undefined;
     const title = (name) => (many ? (chart.curves.length > 1 ? `${name}: ${label}` : name) : label);
@@ -96,7 +133,14 @@ export function linesOf(chart, data, runs, look) {
       const color = colorOf(many ? members[0].run.number : which);
       const smooth = members.map(({ points: [s, v] }) => [s, smoothed(v, look.smooth)]);
       if (members.length === 1) {
-        lines.push({ label: title(name), steps: smooth[0][0], values: smooth[0][1], color, dash });
+        const [steps, values] = smooth[0];
+        const intervals = look.smooth || look.log ? [] : intervalsOf(smooth[0], members[0].errors);
+        lines.push({ label: title(name), steps, values, color, dash, intervals });
+        const ends = { color, hidden: true, label: "", steps: intervals.map(([step]) => step) };
+        if (intervals.length) {  // so that the axis has room for them
+          lines.push({ ...ends, values: intervals.map(([, low]) => low) });
+          lines.push({ ...ends, values: intervals.map(([, , high]) => high) });
+        }
         continue;
       }
       const band = banded(smooth);
@@ -145,6 +189,7 @@ export function draw(place, { lines, bands }, look, onZoom) {
       })),
     ],
     hooks: {
+      draw: [(u) => drawIntervals(u, lines)],
       setSelect: [(u) => {
         if (u.select.width < 4) return;
         const [from, to] = [u.select.left, u.select.left + u.select.width].map((x) => u.posToVal(x, "x"));

@@ -73,7 +73,9 @@ const isWarm = (key) => key.startsWith("warm_start/");  // its updates are no st
 
 async function redraw() {
   summarize();
-  const all = [...new Set(charts.flatMap(({ chart }) => chart.curves.map(([key]) => key)))];
+  const known = new Set(layout.metrics.map(({ key }) => key));
+  const all = [...new Set(charts.flatMap(({ chart }) => chart.curves.flatMap(([key]) =>
+    [key, `${key}_stderr`].filter((name) => name === key || known.has(name)))))];
   const range = look.range
     ? { first: Math.max(0, Math.floor(look.range[0])), last: Math.ceil(look.range[1]) } : {};
   const [steps, updates] = [all.filter((key) => !isWarm(key)), all.filter(isWarm)];
@@ -133,6 +135,20 @@ async function listAges() {
     parts.push(make("h2", `${run.name}: faults`), bars(faults, "none"));
   }
   place.replaceChildren(...parts);
+}
+
+async function listEvaluations() {
+  const parts = [];
+  for (const run of visible()) {
+    const { evaluations } = await ask("/api/summary", { run: run.name });
+    parts.push(make("h2", `${run.name}: last evaluation of each name`));
+    const between = (ends) => (ends ? `${shown(ends[0])} to ${shown(ends[1])}` : "");
+    const rows = evaluations.map((row) => [row.name, row.measure, row.step, shown(row.value),
+      between(row.interval), row.change == null ? "" : shown(row.change), between(row.changeInterval)]);
+    parts.push(rows.length ? table(["evaluation", "measure", "step", "value", "95 % interval",
+      "change", "95 % interval of the change"], rows) : make("p", "Nothing has been evaluated yet.", "none"));
+  }
+  at("evals").replaceChildren(...parts);
 }
 
 function table(names, rows) {
@@ -222,6 +238,7 @@ const VIEWS = {
   curves: rebuild,
   samples: async () => { samples ??= browse(at("samples"), ask, () => runs); samples.refresh(); },
   busy: drawLanes,
+  evals: listEvaluations,
   ages: listAges,
   metrics: listMetrics,
   identity: listIdentity,

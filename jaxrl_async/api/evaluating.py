@@ -1,0 +1,133 @@
+"""Evaluate a policy from Python: on a task or records, with standard errors."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxrl_async.api.arguments import Brought, Data, Reward, configured
+from jaxrl_async.config.load import load
+from jaxrl_async.config.schema import Config
+from jaxrl_async.config.section import MAX_WHOLE
+from jaxrl_async.config.userfile import end_loading
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.evals.policy_eval import (
+    GIVEN,
+    PolicyEvaluation,
+    PolicySource,
+    evaluate_policy,
+)
+from jaxrl_async.model.policy import Policy
+from jaxrl_async.tasks.task import Task
+
+KEY_VARIABLE = "JAXRL_ASYNC_KEY"
+"""Environment variable with an endpoint's key."""
+
+
+def evaluate(
+    policy: Policy | str | Path,
+    *,
+    data: Data | Mapping[str, Any] | None = None,
+    task: str | Mapping[str, Any] | Task | type | None = None,
+    reward: Reward | Sequence[Reward] | None = None,
+    samples: int = 1,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    max_new_tokens: int | None = None,
+    prompts: int | None = None,
+    pass_reward: float = 1.0,
+    seed: int = 0,
+    compare: Policy | str | Path | None = None,
+    base: str | Path | None = None,
+    model: str | None = None,
+    key_variable: str = KEY_VARIABLE,
+    concurrency: int = 32,
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+    overrides: Sequence[str] = (),
+    **settings: Any,
+) -> PolicyEvaluation:
+    """Evaluate a policy and return means with standard errors and all answers; blocks.
+
+    Args:
+        policy: a policy, its directory or name on the hub, the folder of a run or of an adapter, or
+            the address of an OpenAI-compatible endpoint (http://HOST:PORT/v1).
+        data: held-out records: a list of mappings, or a file of them; None: the task's, or the
+            run's own.
+        task: a task, whose held-out records, environment and reward are used; None: a run's own.
+        reward: as of jaxrl_async.train; None: the task's, the run's, or `exact`.
+        samples: answers to each prompt, n, for avg@n, pass@k up to n and maj@n.
+        temperature: 0: the most likely tokens, only for samples=1.
+        top_p: least probability of the tokens to choose among, the likeliest first.
+        top_k: number of tokens to choose among; 0: all.
+        max_new_tokens: longest answer; None: a run's, or 1,024.
+        prompts: number of prompts, the first ones; None: all.
+        pass_reward: least part `correct`, or else reward, of an answer that passes.
+        seed: of the random numbers.
+        compare: another policy, asked the same: the result has the paired differences to it.
+        base: of an adapter; None: the base that it names.
+        model: name of the model at an endpoint; None: its only one.
+        key_variable: environment variable with the endpoint's key.
+        concurrency: calls of an endpoint at a time.
+        config: what the arguments change: a YAML file, sections, or a Config; None: a run's own.
+        overrides: settings as on the command line, section.key=value.
+        settings: any setting of a configuration, as of jaxrl_async.train.
+
+    Raises:
+        ConfigError: the arguments do not fit each other.
+        JaxrlError: the evaluation failed; the message names the remedy.
+    """
+    end_loading()
+    source = PolicySource(
+        policy=policy,
+        base=None if base is None else str(base),
+        model=model,
+        key_variable=key_variable,
+        concurrency=concurrency,
+    )
+    if config is None and source.run is not None:
+        config = source.run.config
+    _check_asks(source, config, data, task, settings, overrides)
+    own = {
+        "samples": samples,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "prompts": prompts,
+        "pass_reward": pass_reward,
+        "max_new_tokens": max_new_tokens,
+    }
+    if max_new_tokens is not None:
+        settings = {"max_new_tokens": max_new_tokens, **settings}
+    resolved, own_task = configured(
+        Brought(data=data, eval_data=None if isinstance(data, Mapping) else data, reward=reward,
+                task=task),
+        config,
+        {**_all_held_out(data), **settings, "evals": {GIVEN: own}},
+    )  # fmt: skip
+    if overrides:
+        resolved = load(resolved.model_dump(), overrides, where="eval")
+    other = None if compare is None else replace(source, policy=compare, base=None, model=None)
+    return evaluate_policy(source, resolved, own_task, seed=seed, compare=other)
+
+
+def _all_held_out(data: Any) -> dict[str, Any]:
+    """Return the settings by which all records of a file are held out."""
+    return {"eval_size": MAX_WHOLE} if isinstance(data, str | Path) else {}
+
+
+def _check_asks(
+    source: PolicySource,
+    config: Any,
+    data: Any,
+    task: Any,
+    settings: Mapping[str, Any],
+    overrides: Sequence[str],
+) -> None:
+    """Raise ConfigError if nothing says what the policy is asked."""
+    said = any(text.startswith(("task", "data")) for text in overrides)
+    if (data, task, config) == (None, None, None) and not ({"data", "jsonl"} & {*settings} or said):
+        raise ConfigError(
+            f"evaluate: {source.name} is no run's folder, so its questions must be given: data "
+            "(a file or records) or task."
+        )
