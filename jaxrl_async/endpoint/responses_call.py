@@ -124,7 +124,8 @@ def _with_format(
     shaping = wish.shaping or LogitShaping()
     if shaping.constraint is not None:
         text.refuse("format", "absent: another field gives the form of the answer")
-    return replace(wish, shaping=replace(shaping, constraint=constraint)), ignored
+    shaping = replace(shaping, constraint=constraint)
+    return replace(wish, shaping=shaping, constrained_by="text.format"), ignored
 
 
 def _reasoning(fields: BodyFields) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:

@@ -56,6 +56,7 @@ from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.sampler.swap import SwapCheck, SwappedWeights
 from jaxrl_async.types import (
     Completion,
+    Constraint,
     Partial,
     Request,
     StopReason,
@@ -243,6 +244,11 @@ class Sampler(Living):
         """Return the requests as this sampler will serve them; requests without a key get a fresh
         one. Raises RolloutError, which names the field, for a request that cannot be served."""
         return self._inbox.checked(requests)
+
+    def prepare(self, constraint: Constraint) -> None:
+        """Compile a constraint; see ports.PreparesConstraints."""
+        if self.setup.room.grammars is not None:
+            self.setup.room.grammars.prepare(constraint)
 
     def generate(self, requests: Sequence[Request | Partial]) -> list[Completion]:
         """Complete all requests, in this order; blocks. Raises RolloutError for a request that
