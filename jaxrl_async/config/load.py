@@ -69,6 +69,7 @@ def load(
     overrides: Sequence[str] = (),
     *,
     where: str = "settings",
+    aside: dict[KeyPath, Tree] | None = None,
 ) -> Config:
     """Load a configuration and apply overrides `section.key=value` in order.
 
@@ -80,6 +81,7 @@ def load(
         source: a YAML file, recipe:NAME, or the sections as mappings.
         overrides: see above.
         where: name of mappings in messages.
+        aside: gets the settings of the sections that a former switch made null.
     """
     if isinstance(source, Mapping):
         draft = Draft(file=where, tree=_plain_copy(source))
@@ -90,6 +92,8 @@ def load(
         draft = read_draft(Path(source))
     given, of_runs = draft.tree.pop("runs", None), []
     _renew_names(draft)
+    if aside is not None:
+        aside |= deepcopy(draft.aside)
     for text in overrides:
         if text.strip().startswith(("runs.", "runs=")):
             of_runs.append(text)
