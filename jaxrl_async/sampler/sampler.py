@@ -403,7 +403,9 @@ class DecodeLoop:
                 self._end_compiling()
                 return None
             if self.batch is None:
-                self.open_batch()
+                batch = self.open_batch()
+                if self._setup.settings.possible:
+                    self._begin_compiling(batch)
             else:
                 took_in = self.round(self.batch)
         except BaseException as error:
@@ -459,7 +461,7 @@ class DecodeLoop:
                 with span("wait for the block"):
                     block = batch.wait_for_block()
                 self._finish_block(batch, block)
-            if self._blocks == 1:
+            if self._blocks == 1 and self._compiling is None:
                 self._begin_compiling(batch)
         with self.changing:
             self._note_first_tokens(batch)
