@@ -243,7 +243,8 @@ class AnswerFormat:
 
     def prompt_logprobs(self, row: TokenRow, shown: ShownLogprobs) -> list[Any]:
         """Return the log-probs of a prompt's tokens in vLLM's format: for each position an object
-        from ids to log-probs; null for the first."""
+        from ids to log-probs; null for the first. The rank of a token that is not one of the
+        likeliest is unknown: null."""
 
         def position(place: int) -> dict[str, Any]:
             own = (int(row.token_ids[place]), json_number(float(row.logprobs[place])))

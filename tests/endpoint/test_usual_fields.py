@@ -193,6 +193,19 @@ def test_a_session_whose_trainer_takes_no_masks_is_not_constrained(rig: Rig):
         session.finish()
 
 
+def test_token_counts_with_each_part_are_counted_as_ignored(rig: Rig):
+    before = rig.desk.counts.ignored
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(chat(rig, stream=True, stream_options=options))
+    assert chunks[-1].usage.completion_tokens > 0 and rig.desk.counts.ignored == before + 1
+    rig.sampler.texts.append("Hello")
+    body = {"prompt": "x", "stream": True, "stream_options": options}
+    assert rig.http.post("/v1/completions", json=body).status_code == 200
+    assert rig.desk.counts.ignored == before + 2
+    chat(rig, stream=True, stream_options={"include_usage": True}).close()
+    assert rig.desk.counts.ignored == before + 2
+
+
 def test_fields_without_effect_are_counted(rig: Rig):
     before = rig.desk.counts.ignored
     strict = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]
