@@ -10,15 +10,27 @@ import json
 import statistics
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from common import MODELS, PROMPT_TOKENS, make_params, options, parser, random_prompts, report
+from common import (
+    MODELS,
+    PROMPT_TOKENS,
+    Row,
+    make_params,
+    options,
+    parser,
+    random_prompts,
+    report,
+)
 
 from jaxrl_async.config import schema
 from jaxrl_async.data.tokenizer import chat_tokenizer
 from jaxrl_async.sampler.batch import shaping_args
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
-from jaxrl_async.types import Constraint, LogitShaping, Request
+from jaxrl_async.types import Constraint, IntArray, LogitShaping, Request
 
 LENGTH, LONGEST = 128, 1024
 ITEM = {
@@ -47,7 +59,7 @@ def main() -> None:
     report("constrained", rows, args)
 
 
-def measured(model: str, slots: int, waited: list[int], repeats: int) -> list[dict]:
+def measured(model: str, slots: int, waited: list[int], repeats: int) -> list[Row]:
     """Measure one batch with one constrained request in eight, and with half of them."""
     spec, tokenizer = MODELS[model], chat_tokenizer()
     section = schema.SamplerSection(
@@ -69,24 +81,34 @@ def measured(model: str, slots: int, waited: list[int], repeats: int) -> list[di
             shaping_args.MOST_WAITED = usual
             alone = statistics.median(plain for plain, _ in runs[usual, 0])
             for case in cases:
-                row = {"model": model, "slots": slots, "constrained": held, "waited": case[0]}
-                for place, name in enumerate(("plain_per_s", "constrained_per_s")):
-                    values = [run[place] for run in runs[case]]
-                    row |= {
-                        name: statistics.median(values),
-                        f"{name}_least": min(values),
-                        f"{name}_most": max(values),
+                plain = [run[0] for run in runs[case]]
+                held_back = [run[1] for run in runs[case]]
+                rows.append(
+                    {
+                        "model": model,
+                        "slots": slots,
+                        "constrained": held,
+                        "waited": case[0],
+                        **spread("plain_per_s", plain),
+                        **spread("constrained_per_s", held_back),
+                        "plain_of_alone": statistics.median(plain) / alone,
                     }
-                rows.append({**row, "plain_of_alone": row["plain_per_s"] / alone})
+                )
     return rows
 
 
+def spread(name: str, values: list[float]) -> dict[str, float]:
+    """Return the median, the least and the most of some values."""
+    most = {f"{name}_least": min(values), f"{name}_most": max(values)}
+    return {name: statistics.median(values), **most}
+
+
 def one_run(
-    sampler: Sampler, vocab: int, tokenizer: object, plain: int, held: int
+    sampler: Sampler, vocab: int, tokenizer: Any, plain: int, held: int
 ) -> tuple[float, float]:
     """Return the tokens per second of both kinds, until the last plain answer ends."""
     prompts = random_prompts(vocab, plain + held)
-    stops = tokenizer.eos_ids  # type: ignore[attr-defined]
+    stops = tokenizer.eos_ids
     endless = [
         Request(
             request_id=f"c{i}",
@@ -98,24 +120,16 @@ def one_run(
         )
         for i in range(held)
     ]
+    few = [replace(one, request_id=f"w{i}", max_new_tokens=8) for i, one in enumerate(endless)]
+    sampler.generate(few)  # their programs are compiled, which may take longer than PROGRESS_S
+    sampler.generate([*few, *plain_requests(prompts[:plain], 8)])
     others = sampler.start_many(endless)
     while held and len(sampler.progress()) < held:
         time.sleep(0.01)
     before = drawn(sampler)
     ended = threading.Semaphore(0)
     begin = time.perf_counter()
-    wanted = sampler.start_many(
-        [
-            Request(
-                request_id=f"p{i}",
-                token_ids=prompts[i],
-                max_new_tokens=LENGTH,
-                key=(i, 0),
-                forced_length=LENGTH,
-            )
-            for i in range(plain)
-        ]
-    )
+    wanted = sampler.start_many(plain_requests(prompts[:plain], LENGTH))
     for future in wanted:
         future.add_done_callback(lambda _: ended.release())
     for _ in wanted:
@@ -127,6 +141,20 @@ def one_run(
     while held and sampler.stats().in_flight:
         time.sleep(0.01)
     return plain * LENGTH / took, more / took
+
+
+def plain_requests(prompts: Sequence[IntArray], length: int) -> list[Request]:
+    """Return a request without a constraint for each prompt."""
+    return [
+        Request(
+            request_id=f"p{i}",
+            token_ids=token_ids,
+            max_new_tokens=length,
+            key=(i, 0),
+            forced_length=length,
+        )
+        for i, token_ids in enumerate(prompts)
+    ]
 
 
 def drawn(sampler: Sampler) -> int:

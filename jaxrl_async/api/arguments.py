@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.config.former import Replaced, now_of, renew_names
-from jaxrl_async.config.load import load
+from jaxrl_async.config.load import load, load_with_aside
 from jaxrl_async.config.peers.peer_hints import peer_hint
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.several import section_of
@@ -198,7 +198,7 @@ def _tree_of(
     if isinstance(config, Mapping):
         return {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.items()}
     aside: dict[tuple[str, ...], dict[str, Any]] = {}
-    tree = load(config, aside=aside).model_dump(exclude_unset=True)
+    tree = load_with_aside(config, (), aside).model_dump(exclude_unset=True)
     for (name, *inner), own in aside.items():
         if not inner and isinstance(settings.get(name), Mapping):
             tree[name] = own

@@ -69,7 +69,6 @@ def load(
     overrides: Sequence[str] = (),
     *,
     where: str = "settings",
-    aside: dict[KeyPath, Tree] | None = None,
 ) -> Config:
     """Load a configuration and apply overrides `section.key=value` in order.
 
@@ -81,8 +80,19 @@ def load(
         source: a YAML file, recipe:NAME, or the sections as mappings.
         overrides: see above.
         where: name of mappings in messages.
-        aside: gets the settings of the sections that a former switch made null.
     """
+    return load_with_aside(source, overrides, {}, where=where)
+
+
+def load_with_aside(
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str],
+    aside: dict[KeyPath, Tree],
+    *,
+    where: str = "settings",
+) -> Config:
+    """Load a configuration; put the settings of sections that a former switch made null into
+    `aside`. Otherwise as `load`."""
     if isinstance(source, Mapping):
         draft = Draft(file=where, tree=_plain_copy(source))
     elif str(source).startswith(PREFIX):
@@ -92,8 +102,7 @@ def load(
         draft = read_draft(Path(source))
     given, of_runs = draft.tree.pop("runs", None), []
     _renew_names(draft)
-    if aside is not None:
-        aside |= deepcopy(draft.aside)
+    aside |= deepcopy(draft.aside)
     for text in overrides:
         if text.strip().startswith(("runs.", "runs=")):
             of_runs.append(text)
