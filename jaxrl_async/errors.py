@@ -94,6 +94,21 @@ class RolloutError(JaxrlError, RuntimeError):
     """A request, an environment or a scorer failed, and the error policy does not tolerate it."""
 
 
+class RequestRefused(RolloutError):
+    """A request that a sampler cannot serve."""
+
+    def __init__(self, request: str, field: str, reason: str) -> None:
+        """Name what is wrong.
+
+        Args:
+            request: the request's name, for the message.
+            field: of the request, such as shaping.bias.
+            reason: what is wrong with the field, and what to do.
+        """
+        super().__init__(f"{request}: {field} {reason}")
+        self.field, self.reason = field, reason
+
+
 class SamplersLost(RolloutError):
     """No sampler is left and none can join, so the run ends."""
 

@@ -43,6 +43,7 @@ from jaxrl_async.model.vision.reading import images_of
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.run.builders.program_cache import verify_compiled_programs
 from jaxrl_async.run.signals import STOPPING, listens_to
+from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings, roomy_section
 from jaxrl_async.shown_environment import hide_secrets
@@ -56,6 +57,9 @@ USUAL_ADAPTERS = 8
 """Number of adapter slots if calls may load adapters."""
 USUAL_RANK = 32
 """Rank of adapter slots if no adapter is given at the start."""
+USUAL_KINDS = (Mix(), Mix(shaped=True), Mix(top=8), Mix(greedy=True))
+"""Kinds of sampling that clients usually ask for: no setting, constraints, log-probs of other
+tokens, temperature 0. Their programs are compiled in the background from the start on."""
 KEY_BYTES = 24
 """Random bytes of a generated key."""
 
@@ -90,12 +94,15 @@ def _serve(args: argparse.Namespace) -> int:
         if policy.tower is not None:
             images = images_of(policy.tower, policy.spec, policy.tokenizer)
         room = adapter_room(args, [lora for _, lora, _ in given])
-        settings = SamplerSettings(adapters=room, images=images)
+        settings = SamplerSettings(
+            adapters=room, images=images, mixes=USUAL_KINDS[:1], possible=USUAL_KINDS
+        )
         section = sampler_section(args, policy, settings.adapters)
         with (
             logs_as("text"),
             Sampler(policy, section=section, seed=args.seed, settings=settings) as sampler,
         ):
+            sampler.start()  # and compile
             for name, lora, adapter in given:
                 sampler.adapters.load(name, (lora, adapter))
             served = served_policy(

@@ -147,7 +147,7 @@ class Constraint:
     """What the text of an answer must match. Only tokens that can still lead to a match, and the
     stop tokens once the text matches, are sampled."""
 
-    kind: str  # json_object, json_schema, regex, lark (a grammar) or choice (one of several texts)
+    kind: str  # json_object, json_schema, regex, lark, turn (two kinds of grammars) or choice
     # the schema as JSON, the pattern, the grammar in llguidance's Lark, or the texts of a choice as
     # a JSON list; "" for json_object
     text: str = ""

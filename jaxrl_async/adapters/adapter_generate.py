@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jaxrl_async.ports.generate import Generate
-from jaxrl_async.types import Completion, Partial, Request
+from jaxrl_async.ports.generate import Generate, PreparesConstraints
+from jaxrl_async.types import Completion, Constraint, Partial, Request
 
 
 class AdapterGenerate:
@@ -27,6 +27,11 @@ class AdapterGenerate:
         """Queue all requests together for this adapter (ports.Generate)."""
         futures = self._generate.submit_many([self._named(given) for given in requests])
         return [self._answer(future) for future in futures]
+
+    def prepare(self, constraint: Constraint) -> None:
+        """Compile a constraint; see ports.PreparesConstraints."""
+        if isinstance(self._generate, PreparesConstraints):
+            self._generate.prepare(constraint)
 
     def progress(self) -> tuple[Partial, ...]:
         """Return this adapter's running requests that have sampled tokens (ports.Generate)."""

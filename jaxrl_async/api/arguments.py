@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from jaxrl_async.config.former import Replaced, now_of, renew_names
-from jaxrl_async.config.load import load
+from jaxrl_async.config.load import load, load_with_aside
 from jaxrl_async.config.peers.peer_hints import peer_hint
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.several import section_of
@@ -93,7 +94,7 @@ def configured(
 
     Raises ConfigError and DataError.
     """
-    tree = _tree_of(config)
+    tree = _tree_of(config, settings)
     replaces = None if _continues(tree) else tree.get("run", {}).pop("overwrite", None)
     brought, sections = _without_sections(brought)
     for one in _put_all(tree, {**sections, **settings}):
@@ -184,15 +185,24 @@ def _names_in(section: str) -> set[str]:
     return set() if kind is None else set(kind.model_fields)
 
 
-def _tree_of(config: str | Path | Mapping[str, Any] | Config | None) -> dict[str, Any]:
-    """Return the sections that a configuration writes down, or all of a Config."""
+def _tree_of(
+    config: str | Path | Mapping[str, Any] | Config | None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return the sections that a configuration writes down, or all of a Config. A section that a
+    file turned off has its settings again if `settings` turn it on."""
     if config is None:
         return {}
     if isinstance(config, Config):
         return config.model_dump()
     if isinstance(config, Mapping):
         return {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.items()}
-    return load(config).model_dump(exclude_unset=True)
+    aside: dict[tuple[str, ...], dict[str, Any]] = {}
+    tree = load_with_aside(config, (), aside).model_dump(exclude_unset=True)
+    for (name, *inner), own in aside.items():
+        if not inner and isinstance(settings.get(name), Mapping):
+            tree[name] = own
+    return tree
 
 
 def _put_all(tree: dict[str, Any], settings: Mapping[str, Any]) -> list[Replaced]:

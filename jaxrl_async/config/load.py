@@ -85,6 +85,18 @@ def load(
         overrides: see above.
         where: name of mappings in messages.
     """
+    return load_with_aside(source, overrides, {}, where=where)
+
+
+def load_with_aside(
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str],
+    aside: dict[KeyPath, Tree],
+    *,
+    where: str = "settings",
+) -> Config:
+    """Load a configuration; put the settings of sections that a former switch made null into
+    `aside`. Otherwise as `load`."""
     if isinstance(source, Mapping):
         draft = Draft(file=where, tree=_plain_copy(source))
     elif str(source).startswith(PREFIX):
@@ -94,6 +106,7 @@ def load(
         draft = read_draft(Path(source))
     given, of_runs = draft.tree.pop("runs", None), []
     _renew_names(draft)
+    aside |= deepcopy(draft.aside)
     for text in overrides:
         if text.strip().startswith(("runs.", "runs=")):
             of_runs.append(text)

@@ -11,9 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jaxrl_async.data.chat_formats.written_turn import CALL, CALLED, MAX_CALLS, THINK, THOUGHT
 from jaxrl_async.endpoint.body_fields import BodyFields
 from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.ports.rollout import TurnMarks
+from jaxrl_async.sampler.grammar import with_spaces
 from jaxrl_async.types import Constraint
 
 JSON_OBJECT = Constraint(kind="json_object")
@@ -29,9 +31,8 @@ _BEGUN = r"\/(t(h(i(nk?)?)?)?)?"
 """What may follow "<" in "</think>", without its end."""
 _OTHER = r"([^<\/]|\/([^<t]|t([^<h]|h([^<i]|i([^<n]|n([^<k]|k[^<>]))))))"
 """What follows "<" and is not a part of "</think>", up to the first other letter."""
-THINKING = rf"/([^<]|(<+{_BEGUN})*<+{_OTHER})*(<+{_BEGUN})*<+\/think>\n*/"
-"""The rest of a turn's reasoning, in llguidance's Lark: anything up to the first mark of its end,
-as the turn is read."""
+_INNER = rf"([^<]|(<+{_BEGUN})*<+{_OTHER})*(<+{_BEGUN})*"
+"""A reasoning without the mark of its end, and without the "<" before that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,12 @@ def constraint_of(fields: BodyFields) -> Constraint | None:
             field="response_format",
         )
     return next(iter(constraints), None)
+
+
+def constrained_by(fields: BodyFields) -> str:
+    """Return the name of the field from which `constraint_of` found a constraint."""
+    names = ("response_format", "structured_outputs", *GUIDED)
+    return next(name for name in names if fields.value(name) not in (None, False))
 
 
 def format_constraint(
@@ -198,6 +205,10 @@ def turn_constraint(
 ) -> Constraint | None:
     """Return what a whole turn must match: reasoning, then calls or the text; None: anything.
 
+    Marks that are tokens of their own come only where the turn has them, so a text that spells
+    one is text to formats that read tokens. Formats that read text find the end of the reasoning
+    and the start of calls by their spelling, so that no other part of a turn spells these.
+
     Args:
         constraint: of the text.
         tools: the call's tools; (): the turn has no calls.
@@ -211,33 +222,43 @@ def turn_constraint(
         return None
     if not tools and not marks.thinking:
         return constraint
-    parts = [] if constraint is None or forced else list(_text_rules(constraint))
+    parts = [] if constraint is None or forced else list(_text_rules(constraint, tools, marks))
     forms = [("text", *parts)] if parts else []
     if tools:
         allowed = [t for t in tools if not choice.names or t["function"]["name"] in choice.names]
-        forms.append(("calls", *_call_rules(allowed, choice, bare=marks.calls == "bare")))
+        forms.append(("calls", *_call_rules(allowed, choice, marks)))
     lead = {"": "", "may": "think? ", "open": "rest "}[marks.thinking]
     lines = [f"start: {lead}({' | '.join(name for name, *_ in forms)})"]
-    lines += {"": [], "may": [f'think: "<think>" {THINKING}'], "open": [f"rest: {THINKING}"]}[
-        marks.thinking
-    ]
-    return Constraint(kind="lark", text="\n".join([*lines, *(r for _, *rs in forms for r in rs)]))
+    if marks.thinking == "may":
+        lines.append(f"think: {_mark(THINK, marks)} rest")
+    if marks.thinking:
+        is_token = THOUGHT in marks.tokens
+        end = rf"<*/ {_mark(THOUGHT, marks)} /\n+/?" if is_token else r"<+\/think>\n*/"
+        lines.append(f"rest: /{_INNER}{end}")
+    return Constraint(kind="turn", text="\n".join([*lines, *(r for _, *rs in forms for r in rs)]))
 
 
-def _text_rules(constraint: Constraint) -> Iterator[str]:
+def _mark(text: str, marks: TurnMarks) -> str:
+    """Return a mark in llguidance's Lark: its token, or its spelling."""
+    return f"<[{marks.tokens[text]}]>" if text in marks.tokens else json.dumps(text)
+
+
+def _text_rules(
+    constraint: Constraint, tools: Sequence[Mapping[str, Any]], marks: TurnMarks
+) -> Iterator[str]:
     """Yield the rules of a text. Raises CallRefused."""
     match constraint.kind:
         case "json_object":
-            yield 'text: %json {"type": "object"}'
+            yield _json_rule("text", {"type": "object"})
         case "json_schema":
-            yield f"text: %json {constraint.text}"
-        case "regex":
-            escaped = re.sub(
-                r"\\.|/|\n", lambda m: {"/": r"\/", "\n": r"\n"}.get(m[0], m[0]), constraint.text
-            )
-            yield f"text: /{escaped}/"
-        case "choice":
-            yield f"text: {' | '.join(json.dumps(text) for text in json.loads(constraint.text))}"
+            yield _json_rule("text", json.loads(constraint.text))
+        case "regex" | "choice":
+            lead = r"|\s*<think>(?s:.*)" if marks.thinking == "may" else ""
+            call = r"|(?s:.*)<tool_call>(?s:.*)" if tools and marks.calls == "hermes" else ""
+            apart = f" & ~/{(lead + call)[1:]}/" if lead or call else ""
+            yield "text: TEXT"
+            yield f"TEXT: WANTED{apart}"
+            yield f"WANTED: {_terminal(constraint)}"
         case _:
             raise CallRefused(
                 "a grammar cannot be combined with tools or with a chat template that opens the "
@@ -247,17 +268,33 @@ def _text_rules(constraint: Constraint) -> Iterator[str]:
             )
 
 
+def _terminal(constraint: Constraint) -> str:
+    """Return a pattern or a choice as a terminal of llguidance's Lark."""
+    if constraint.kind == "choice":
+        return " | ".join(json.dumps(text) for text in json.loads(constraint.text))
+    escaped = re.sub(
+        r"\\.|/|\n", lambda m: {"/": r"\/", "\n": r"\n"}.get(m[0], m[0]), constraint.text
+    )
+    return f"/{escaped}/"
+
+
+def _json_rule(name: str, schema: Any) -> str:
+    return f"{name}: %json {json.dumps(with_spaces(schema))}"
+
+
 def _call_rules(
-    tools: Sequence[Mapping[str, Any]], choice: ToolChoice, *, bare: bool
+    tools: Sequence[Mapping[str, Any]], choice: ToolChoice, marks: TurnMarks
 ) -> Iterator[str]:
     """Yield the rules of one or several calls, in Hermes' form or as a turn in bare JSON."""
+    bare = marks.calls == "bare"
     several = choice.parallel and not bare
-    yield 'calls: call ("\\n" call)*' if several else "calls: call"
+    yield f'calls: call ("\\n" call){{0,{MAX_CALLS - 1}}}' if several else "calls: call"
     names = " | ".join(f"call{i}" for i, _ in enumerate(tools))
-    yield f"call: {names}" if bare else f'call: "<tool_call>\\n" ({names}) "\\n</tool_call>"'
+    begin, end = _mark(CALL, marks), _mark(CALLED, marks)
+    yield f"call: {names}" if bare else f'call: {begin} "\\n" ({names}) "\\n" {end}'
     key = "parameters" if bare else "arguments"
     for i, tool in enumerate(tools):
         function = tool["function"]
         head = f'{{"name": {json.dumps(function["name"])}, "{key}": '
-        schema = json.dumps(function.get("parameters") or {"type": "object"})
-        yield f'call{i}: {json.dumps(head)} %json {schema} "}}"'
+        yield f'call{i}: {json.dumps(head)} arguments{i} "}}"'
+        yield _json_rule(f"arguments{i}", function.get("parameters") or {"type": "object"})

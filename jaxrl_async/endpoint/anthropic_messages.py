@@ -83,6 +83,7 @@ def messages_call(body: Any, *, counting: bool = False) -> ChatCall:
             max_new_tokens=asked,
             stops=stops_of(fields, "stop_sequences"),
             shaping=None if constraint is None else LogitShaping(constraint=constraint),
+            constrained_by="output_format" if fields.value("output_format") else "output_config",
         ),
         stream=fields.flag("stream"),
     )

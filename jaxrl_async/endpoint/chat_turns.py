@@ -13,7 +13,12 @@ from jaxrl_async.endpoint.answer_constraint import turn_constraint
 from jaxrl_async.endpoint.callers import Caller
 from jaxrl_async.endpoint.conversations import PromptTokens
 from jaxrl_async.endpoint.generation import GrowingAnswer
-from jaxrl_async.endpoint.http_answers import ChatAnswer, chat_answer, visible_turn
+from jaxrl_async.endpoint.http_answers import (
+    ChatAnswer,
+    chat_answer,
+    text_after_marks,
+    visible_turn,
+)
 from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.openai_chat import ChatCall
 from jaxrl_async.endpoint.sampling_request import SamplingOptions
@@ -98,7 +103,8 @@ class ChatTurns:
         if call.prefix and marks.thinking == "may":
             marks = replace(marks, thinking="")
         whole = turn_constraint(shaping.constraint, tools, call.choice, marks)
-        return replace(options, shaping=replace(shaping, constraint=whole))
+        by = "tool_choice" if forced else options.constrained_by
+        return replace(options, shaping=replace(shaping, constraint=whole), constrained_by=by)
 
     async def said(
         self, caller: Caller, call: ChatCall, prompt: PromptTokens, choice: GrowingAnswer
@@ -141,8 +147,11 @@ def _turn(call: ChatCall, prompt: PromptTokens, choice: GrowingAnswer) -> Messag
             message = whole
         else:
             turn = choice.token_ids
-    text = "" if call.reads_tools else choice.flow.whole()
-    shown = visible_turn(message, text, reads_tools=call.reads_tools)
+    names = {tool["function"]["name"] for tool in call.tools} if call.reads_tools else None
+    exact = call.options.shaping is not None and call.options.shaping.constraint is not None
+    text = choice.flow.whole() if exact or names is None else ""
+    text = text_after_marks(text, turn, prompt.chat.marks)
+    shown = visible_turn(message, text, tools=names, exact=exact)
     if not shown.get("tool_calls"):
         return shown
     before = f"{choice.request_id}\n".encode() + prompt.token_ids.tobytes()

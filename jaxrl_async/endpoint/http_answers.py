@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from jaxrl_async.endpoint.answer_constraint import ToolChoice
 from jaxrl_async.endpoint.generation import GeneratedAnswer, GrowingAnswer
 from jaxrl_async.endpoint.sampling_request import ShownLogprobs
 from jaxrl_async.endpoint.text_flow import Decode, TextBytes, TextFlow, before_stop
+from jaxrl_async.ports.rollout import TurnMarks
 from jaxrl_async.types import (
     Completion,
     FloatArray,
@@ -78,24 +79,55 @@ class ChatAnswer:
         return message
 
 
-def visible_turn(message: Message, text: str, *, reads_tools: bool) -> Message:
+def visible_turn(
+    message: Message, text: str, *, tools: Collection[str] | None, exact: bool = False
+) -> Message:
     """Return a turn as its caller sees it: calls remain text unless tools were given.
 
     Args:
         message: the turn's tokens, parsed by the chat format.
         text: the turn's text.
-        reads_tools: whether calls are parsed.
+        tools: names of the tools that may be called; None: no calls are parsed.
+        exact: the text matches a constraint, so that it keeps the white space around it, and a
+            call of no tool is text in the form of a call.
     """
-    if reads_tools or not (message.get("tool_calls") or message.get("tool_call_errors")):
-        return message
-    shown: dict[str, Any] = {"role": "assistant", "content": text}
-    if (reasoning := message.get("reasoning_content")) is not None:
-        before, mark, rest = text.partition(THOUGHT)
-        shown["reasoning_content"] = (
-            reasoning if mark else before.lstrip().removeprefix(THINK).strip("\n")
-        )
-        shown["content"] = rest.lstrip("\n")
-    return shown
+    calls = message.get("tool_calls") or ()
+    is_text = tools is None or (exact and any(c["function"]["name"] not in tools for c in calls))
+    if is_text and (calls or message.get("tool_call_errors")):
+        shown: dict[str, Any] = {"role": "assistant", "content": text}
+        if (reasoning := message.get("reasoning_content")) is not None:
+            before, mark, rest = text.partition(THOUGHT)
+            shown["reasoning_content"] = (
+                reasoning if mark else before.lstrip().removeprefix(THINK).strip("\n")
+            )
+            shown["content"] = rest.lstrip("\n")
+        return shown
+    if exact and not calls:
+        return {**message, "content": _unstripped(str(message.get("content") or ""), text)}
+    return message
+
+
+def text_after_marks(text: str, token_ids: IntArray, marks: TurnMarks) -> str:
+    """Return a turn's text, [drawn] int32, without the line breaks after a reasoning that has no
+    text and whose marks are special tokens, which are no text either."""
+    is_over = np.isin(marks.tokens.get(THOUGHT, -1), token_ids)
+    return text.lstrip("\n") if is_over and THOUGHT not in text else text
+
+
+def _unstripped(content: str, text: str) -> str:
+    """Return a turn's content with the white space around it, without the line breaks between the
+    reasoning and the content.
+
+    Args:
+        content: without some of the white space around it.
+        text: of the whole turn, which ends with it.
+    """
+    core, end = content.strip(), len(text.rstrip())
+    before = text[: end - len(core)]
+    if text[len(before) : end] != core:
+        return content
+    space = before[len(before.rstrip()) :]
+    return (space if space == before else space.lstrip("\n")) + text[len(before) :]
 
 
 def chat_answer(answer: GeneratedAnswer, message: Message, choice: ToolChoice) -> ChatAnswer:
@@ -211,7 +243,8 @@ class AnswerFormat:
 
     def prompt_logprobs(self, row: TokenRow, shown: ShownLogprobs) -> list[Any]:
         """Return the log-probs of a prompt's tokens in vLLM's format: for each position an object
-        from ids to log-probs; null for the first."""
+        from ids to log-probs; null for the first. The rank of a token that is not one of the
+        likeliest is unknown: null."""
 
         def position(place: int) -> dict[str, Any]:
             own = (int(row.token_ids[place]), json_number(float(row.logprobs[place])))

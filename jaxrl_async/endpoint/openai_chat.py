@@ -81,6 +81,7 @@ def chat_call(body: Any) -> ChatCall:
         fields.refuse("top_logprobs", "0 unless logprobs is true")
     shown = logprobs_of(fields, top)
     options = sampling_options(fields, count=fields.whole("n", 1, MAX_COUNT) or 1)
+    stream_usage, counted = stream_usage_of(fields)
     call = ChatCall(
         messages=messages,
         prefix=prefix,
@@ -89,13 +90,13 @@ def chat_call(body: Any) -> ChatCall:
         options=replace(options, logprobs=shown.request),
         template=template_of(fields, {"reasoning_effort": effort_of(fields, "reasoning_effort")}),
         stream=fields.flag("stream"),
-        stream_usage=stream_usage_of(fields),
+        stream_usage=stream_usage,
         logprobs=logprobs,
         shown=shown,
         token_ids=fields.flag("return_token_ids"),
         ids_as_tokens=fields.flag("return_tokens_as_token_ids"),
     )
-    return replace(call, ignored=(*fields.settle(CHAT), *promised_tools(given)))
+    return replace(call, ignored=(*fields.settle(CHAT), *counted, *promised_tools(given)))
 
 
 def read_conversation(fields: BodyFields) -> tuple[tuple[Message, ...], str]:
@@ -140,15 +141,16 @@ def template_of(
     return {name: variables for name, variables in given.items() if variables}
 
 
-def stream_usage_of(fields: BodyFields) -> bool:
-    """Return whether a stream ends with the token counts."""
-    streaming = fields.value("stream_options")
-    if streaming is None:
-        return False
-    inner = BodyFields(streaming, "stream_options")
-    wanted = inner.flag("include_usage")
-    inner.close(frozenset({"include_obfuscation", "continuous_usage_stats"}))
-    return wanted
+def stream_usage_of(fields: BodyFields) -> tuple[bool, tuple[str, ...]]:
+    """Return whether a stream ends with the token counts, and the options without effect: the
+    counts are not repeated with each part."""
+    options = fields.value("stream_options")
+    if options is None:
+        return False, ()
+    inner = BodyFields(options, "stream_options")
+    wanted, repeats = inner.flag("include_usage"), inner.flag("continuous_usage_stats")
+    inner.close(frozenset({"include_obfuscation"}))
+    return wanted, (inner.name("continuous_usage_stats"),) if repeats else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,19 +72,20 @@ def text_call(body: Any) -> TextCall:
     asked = shown
     if options.max_new_tokens == 0 or (echo and logprobs is not None):
         asked = replace(shown, prompt=max(shown.prompt or 0, logprobs or 0))
+    stream_usage, counted = stream_usage_of(fields)
     call = TextCall(
         prompts=prompts,
         options=replace(options, logprobs=asked.request),
         adds_special=fields.flag("add_special_tokens", True),
         echo=echo,
         stream=fields.flag("stream"),
-        stream_usage=stream_usage_of(fields),
+        stream_usage=stream_usage,
         logprobs=logprobs is not None,
         shown=shown,
         token_ids=fields.flag("return_token_ids"),
         ids_as_tokens=fields.flag("return_tokens_as_token_ids"),
     )
-    return replace(call, ignored=fields.settle(TEXT))
+    return replace(call, ignored=(*fields.settle(TEXT), *counted))
 
 
 def _prompts(fields: BodyFields) -> tuple[str | tuple[int, ...], ...]:

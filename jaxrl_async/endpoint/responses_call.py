@@ -124,7 +124,8 @@ def _with_format(
     shaping = options.shaping or LogitShaping()
     if shaping.constraint is not None:
         text.refuse("format", "absent: another field gives the form of the answer")
-    return replace(options, shaping=replace(shaping, constraint=constraint)), ignored
+    shaping = replace(shaping, constraint=constraint)
+    return replace(options, shaping=shaping, constrained_by="text.format"), ignored
 
 
 def _reasoning(fields: BodyFields) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:

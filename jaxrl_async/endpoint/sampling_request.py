@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.endpoint.answer_constraint import constraint_of
+from jaxrl_async.endpoint.answer_constraint import constrained_by, constraint_of
 from jaxrl_async.endpoint.body_fields import BodyFields
 from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.ports.rollout import ChatFormat
@@ -15,6 +15,7 @@ from jaxrl_async.sampler.request_checks import (
     LEAST_TEMPERATURE,
 )
 from jaxrl_async.types import (
+    MAX_BIASED,
     MAX_LOGPROB_IDS,
     MAX_STOP_TOKENS,
     LogitShaping,
@@ -32,8 +33,6 @@ MAX_STOP_LENGTH = 256
 """Maximum length of a stop string, characters."""
 MAX_STOP_IDS = 64
 """Maximum number of stop token ids in a call; the sampler checks a lower limit itself."""
-MAX_BIASES = 1024
-"""Maximum number of tokens in a call's logit_bias."""
 MAX_TOP = 20
 """Maximum number of likeliest tokens whose log-probs a call gets for each position."""
 MAX_ASKED = 2**63
@@ -57,6 +56,7 @@ class SamplingOptions:
     extras: bool = False  # whether sampling masks are returned, too
     shaping: LogitShaping | None = None  # None: the model's logits
     logprobs: LogprobRequest | None = None  # None: those of the sampled tokens alone
+    constrained_by: str | None = None  # the field that asks for the constraint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,8 +244,8 @@ def shaping_of(fields: BodyFields) -> LogitShaping | None:
     bias = fields.value("logit_bias")
     if bias is not None and not isinstance(bias, dict):
         fields.refuse("logit_bias", "an object from token ids to numbers")
-    if len(bias or {}) > MAX_BIASES:
-        fields.refuse("logit_bias", f"an object with at most {MAX_BIASES} token ids")
+    if len(bias or {}) > MAX_BIASED:
+        fields.refuse("logit_bias", f"an object with at most {MAX_BIASED} token ids")
     if wrong := [name for name in bias or {} if not name.isdecimal() or int(name) >= 2**31]:
         raise CallRefused(
             f"must name token ids, but contains {wrong[0][:80]!r}", field=fields.name("logit_bias")
@@ -279,6 +279,7 @@ def sampling_options(
     older = fields.whole("max_tokens", least, MAX_ASKED)
     most = next((number for number in (asked, older) if number is not None), usual)
     shaping, constraint = shaping_of(fields), constraint_of(fields)
+    by = None if constraint is None else constrained_by(fields)
     if constraint is not None:
         shaping = replace(shaping or LogitShaping(), constraint=constraint)
     return SamplingOptions(
@@ -293,6 +294,7 @@ def sampling_options(
         ends_at_eos=not fields.flag("ignore_eos"),
         seed=seed_of(fields),
         shaping=shaping,
+        constrained_by=by,
     )
 
 

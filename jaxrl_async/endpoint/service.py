@@ -47,13 +47,14 @@ from jaxrl_async.errors import (
     ConfigError,
     DataError,
     MissingExtraError,
+    RequestRefused,
     RolloutError,
     SessionEnded,
     SessionLimit,
     TextTooLong,
 )
 from jaxrl_async.host import give_back_memory
-from jaxrl_async.ports.generate import Generate
+from jaxrl_async.ports.generate import Generate, PreparesConstraints
 from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.types import IntArray
 
@@ -77,6 +78,24 @@ TRIM_S = 3.0
 """Delay after a long body before freed memory is returned to the system, seconds."""
 BUSY_S = 1.0
 """Retry-After for a rejected client, seconds."""
+PARAMS = {
+    "logprobs.ids": "logprob_token_ids",
+    "logprobs.top": "top_logprobs",
+    "max_new_tokens": "max_tokens",
+    "sampling.min_p": "min_p",
+    "sampling.temperature": "temperature",
+    "sampling.top_k": "top_k",
+    "sampling.top_p": "top_p",
+    "shaping.bias": "logit_bias",
+    "shaping.constraint": "response_format",
+    "shaping.frequency_penalty": "frequency_penalty",
+    "shaping.min_tokens": "min_tokens",
+    "shaping.presence_penalty": "presence_penalty",
+    "shaping.repetition_penalty": "repetition_penalty",
+    "stop_token_ids": "stop_token_ids",
+    "token_ids": "prompt",
+}
+"""Fields of calls, by the field of the sampler's request that they become."""
 STOPPED_S = 5.0
 """Retry-After for a client of a run that is stopping, seconds."""
 
@@ -452,6 +471,7 @@ class EndpointService:
                     caller.exhaust(refused.message, token_ids)
                 raise
         self.count(capped=any(draft.capped for draft in drafts))
+        await self._prepare(options)
         watches = self.served.streams_early and (parts or bool(options.stops))
         drawing = CallGeneration(
             caller,
@@ -466,6 +486,18 @@ class EndpointService:
                 yield drawing
         finally:
             await drawing.close()
+
+    async def _prepare(self, options: SamplingOptions) -> None:
+        """Compile a call's constraint on another thread, if it is new. Raises CallRefused."""
+        constraint = None if options.shaping is None else options.shaping.constraint
+        generate = self.served.generate
+        if constraint is None or not isinstance(generate, PreparesConstraints):
+            return
+        pool = self._long
+        try:
+            await asyncio.get_running_loop().run_in_executor(pool, generate.prepare, constraint)
+        except RequestRefused as error:
+            raise CallRefused(error.reason, field=options.constrained_by or "tools") from None
 
 
 def _free() -> None:
@@ -486,6 +518,8 @@ def refusal_of(error: BaseException) -> CallRefused:
             return CallRefused("the run is stopping", status=503, retry_after_s=STOPPED_S)
         case TimeoutError():
             return CallRefused("the answer took too long", status=503, retry_after_s=BUSY_S)
+        case RequestRefused() if error.field in PARAMS:
+            return CallRefused(error.reason, field=PARAMS[error.field])
         case RolloutError() | MissingExtraError():
             return CallRefused(str(error))
     log.error("a call failed: %s", error, exc_info=error)

@@ -4,13 +4,9 @@ from asyncio import Future
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future as ThreadFuture
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
-from jaxrl_async.types import (
-    Completion,
-    Partial,
-    Request,
-)
+from jaxrl_async.types import Completion, Constraint, Partial, Request
 
 
 class Generate(Protocol):
@@ -36,6 +32,16 @@ class Generate(Protocol):
         thread.
         A submitted request that is missing here already has its result in its future, or has
         generated nothing yet."""
+        ...
+
+
+@runtime_checkable
+class PreparesConstraints(Protocol):
+    """A ports.Generate that can compile a constraint before a request has it."""
+
+    def prepare(self, constraint: Constraint) -> None:
+        """Compile a constraint on this thread, which may take seconds, so that requests with it are
+        queued at once. Raises RequestRefused if it cannot be followed. Callable from any thread."""
         ...
 
 

@@ -167,6 +167,9 @@ class TurnMarks:
     thinking: Literal["", "may", "open", "other"] = ""
     # where reasoning or a call may begin or end in the text of a turn; None: unknown
     texts: tuple[str, ...] | None = None
+    # the id of each mark that the tokenizer has as one added token: the format writes it so, and
+    # some formats read it only so. Others are written and read as text
+    tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 class ChatFormat(Protocol):

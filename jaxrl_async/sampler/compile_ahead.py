@@ -40,6 +40,7 @@ def compile_all(
     mixes: Sequence[Mix],
     seed: int,
     *,
+    possible: Sequence[Mix] = (),
     images: bool = False,
     stops: Callable[[], bool] = bool,
 ) -> int:
@@ -53,6 +54,7 @@ def compile_all(
         budget: tokens that are prefilled between two blocks (sampler.prefill_chunk).
         mixes: the kinds of sampling that requests will ask for, the most frequent one first.
         seed: of the sampler.
+        possible: kinds of sampling that requests may ask for; their blocks come last.
         images: whether prompts may have images, whose prefills have many shapes.
         stops: returns True to skip the remaining programs.
     """
@@ -60,7 +62,8 @@ def compile_all(
     blocks = _blocks(engine, weights, state, mixes)
     first = islice(blocks, 1 if engine.spec.ragged else len(mixes))  # of all slots
     prefills = iter(()) if images else _prefills(engine, weights, state, budget, seed)
-    programs = chain(first, prefills, blocks)
+    others = [_blocks(engine, weights, state, [mix]) for mix in possible if mix not in mixes]
+    programs = chain(first, prefills, blocks, *others)
     while not stops() and next(programs, None):
         compiled += 1
     return compiled
@@ -127,6 +130,7 @@ def compile_for(
         setup.section.prefill_chunk,
         setup.settings.mixes,
         setup.seed,
+        possible=setup.settings.possible,
         images=setup.settings.images is not None,
         stops=stops,
     )

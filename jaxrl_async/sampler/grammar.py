@@ -12,14 +12,16 @@ import hashlib
 import json
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from concurrent.futures import Future
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrl_async.errors import RolloutError, in_a_line
+from jaxrl_async.errors import RequestRefused, RolloutError, in_a_line
 from jaxrl_async.types import BoolArray, Constraint, IntArray, KeptTokens, Request
 
 log = logging.getLogger(__name__)
@@ -29,8 +31,13 @@ COMPILED = 256
 SPACES = r"[\x20\x0A\x0D\x09]{0,8}"
 """Whitespace between the parts of JSON: an endless row of spaces would match an unbounded pattern.
 A schema's `x-guidance` may set another `whitespace_pattern`."""
-KINDS = ("json_object", "json_schema", "regex", "lark", "choice")
+KINDS = ("json_object", "json_schema", "regex", "lark", "turn", "choice")
 """Kinds of Constraint."""
+CONSTRAINT = "shaping.constraint"
+"""The field of a request, for errors."""
+MOST_ITEMS = 2**16
+"""Maximum alternatives that a grammar may have at one place. llguidance compiles no more symbols
+than this; its own default of 2000 fails only at a token."""
 LONGEST = 2**20
 """Maximum characters of a constraint."""
 
@@ -49,36 +56,45 @@ class Grammars:
             vocab: number of token ids of the model; ids without a token never match.
         """
         self._tokenizer, self.vocab = tokenizer, vocab
-        self._lock = threading.Lock()
-        self._compiled = lru_cache(maxsize=COMPILED)(self._compile)
+        self._lock = threading.Lock()  # of the dictionary; never held while a grammar compiles
+        self._compiled: OrderedDict[Constraint, Future[Any]] = OrderedDict()
+        self._making = threading.Lock()  # held while the library and the tokens are prepared
 
     def check(self, request: Request) -> None:
         """Raise RolloutError, with the library's reason, unless the request's constraint can be
-        followed. A request without one always passes."""
+        followed. A request without one always passes. Compiles a new constraint on this thread;
+        other threads and constraints do not wait for it."""
         constraint = request.constraint
         if constraint is None:
             return
-        name = f"request {request.request_id!r}: shaping.constraint"
+        name = f"request {request.request_id!r}"
         if not request.stop_token_ids:
-            raise RolloutError(
-                f"{name} needs a stop token, which ends the answer once the text matches. Give "
-                "stop_token_ids, such as the tokenizer's end token."
+            raise RequestRefused(
+                name,
+                CONSTRAINT,
+                "needs a stop token, which ends the answer once the text matches. Give "
+                "stop_token_ids, such as the tokenizer's end token.",
             )
         if request.forced_length is not None:
-            raise RolloutError(f"{name} does not go with forced_length, which ignores the text.")
+            reason = "does not go with forced_length, which ignores the text."
+            raise RequestRefused(name, CONSTRAINT, reason)
+        self.prepare(constraint, name)
+
+    def prepare(self, constraint: Constraint, name: str = "a request") -> None:
+        """Compile a constraint, so that a later `check` finds it; see ports.PreparesConstraints.
+        name: of the request, for errors."""
         try:
-            with self._lock:
-                self._compiled(constraint)
+            self._matcher(constraint)
         except ValueError as error:
-            raise RolloutError(f"{name} ({constraint.kind}) cannot be used: {error}") from None
+            reason = f"({constraint.kind}) cannot be used: {error}"
+            raise RequestRefused(name, CONSTRAINT, reason) from None
 
     def matching(self, request: Request, token_ids: Sequence[int]) -> "Matching | None":
         """Return the state of a request's constraint after the tokens that it has sampled; None:
         it has no constraint. Raises RolloutError if these do not match."""
         if request.constraint is None:
             return None
-        with self._lock:
-            matcher = self._compiled(request.constraint).deep_copy()
+        matcher = self._matcher(request.constraint).deep_copy()
         shaping = request.shaping
         assert shaping is not None
         found = Matching(
@@ -94,23 +110,52 @@ class Grammars:
             found.take([int(token)])
         return found
 
+    def _matcher(self, constraint: Constraint) -> Any:
+        """Return a constraint's matcher at its start, which is only copied. Compiles it unless it
+        is known, or waits for a thread that compiles it. Raises ValueError."""
+        with self._lock:
+            found = self._compiled.get(constraint)
+            is_new = found is None
+            if found is None:
+                found = self._compiled[constraint] = Future()
+            self._compiled.move_to_end(constraint)
+            while len(self._compiled) > COMPILED:
+                self._compiled.popitem(last=False)
+        if is_new:
+            try:
+                found.set_result(self._compile(constraint))
+            except BaseException as error:
+                with self._lock:  # a refused one takes no place
+                    if self._compiled.get(constraint) is found:
+                        del self._compiled[constraint]
+                found.set_exception(error)
+        return found.result()
+
     def _compile(self, constraint: Constraint) -> Any:
         """Return a matcher at its start. Raises ValueError."""
-        library, tokens = self._library
-        grammar = _grammar(library, constraint)
-        failed, messages = library.validate_grammar_with_warnings(grammar, tokens)
-        if failed:
-            raise ValueError(_reason(messages[0]))
-        for warning in messages:
-            log.warning("a constraint (%s): %s", constraint.kind, _reason(warning))
-        matcher = library(tokens, grammar, log_level=0)
+        with self._making:
+            library, tokens = self._named if constraint.kind == "turn" else self._plain
+        grammar = _grammar(library.LLMatcher, constraint)
+        limits = library.LLParserLimits(max_items_in_row=MOST_ITEMS, step_max_items=16 * MOST_ITEMS)
+        matcher = library.LLMatcher(tokens, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise ValueError(_reason(matcher.get_error()))
+        for warning in matcher.get_grammar_warnings():
+            log.warning("a constraint (%s): %s", constraint.kind, _reason(warning))
         return matcher
 
     @cached_property
-    def _library(self) -> tuple[Any, Any]:
-        """llguidance's matcher, and the tokenizer in its form. Raises ValueError."""
+    def _plain(self) -> tuple[Any, Any]:
+        """llguidance, and the tokenizer in its form: added tokens are text, except special ones."""
+        return self._library(names_added=False)
+
+    @cached_property
+    def _named(self) -> tuple[Any, Any]:
+        """The same, but each added token matches only where a grammar names it."""
+        return self._library(names_added=True)
+
+    def _library(self, *, names_added: bool) -> tuple[Any, Any]:
+        """Return llguidance, and the tokenizer in its form. Raises ValueError."""
         try:
             import llguidance
         except ImportError:
@@ -130,8 +175,9 @@ class Grammars:
             )
         if not self._tokenizer.eos_ids:
             raise ValueError("the tokenizer names no end token.")
-        wrapped = llguidance.TokenizerWrapper(_Tokens(self._tokenizer, self.vocab))
-        return llguidance.LLMatcher, llguidance.LLTokenizer(wrapped, n_vocab=self.vocab)
+        tokens = _Tokens(self._tokenizer, self.vocab, names_added=names_added)
+        wrapped = llguidance.TokenizerWrapper(tokens)
+        return llguidance, llguidance.LLTokenizer(wrapped, n_vocab=self.vocab)
 
 
 class _Tokens:
@@ -139,11 +185,13 @@ class _Tokens:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Any, vocab: int) -> None:
+    def __init__(self, tokenizer: Any, vocab: int, *, names_added: bool) -> None:
+        """names_added: tokens that were added to the vocabulary are special, too."""
         self._tokenizer = tokenizer
         self.eos_token_id = int(tokenizer.eos_ids[0])
         known = min(vocab, tokenizer.vocab_size)
-        special = {**tokenizer.special_tokens}
+        added = {i: text for i, (text, _) in tokenizer.added_tokens.items()}
+        special = added if names_added else {**tokenizer.special_tokens}
         self.tokens = [tokenizer.token_bytes(i) for i in range(known)]
         for i in (*special, *tokenizer.eos_ids):
             self.tokens[i] = special.get(i, f"<end {i}>").encode()
@@ -167,7 +215,7 @@ def _grammar(library: Any, constraint: Constraint) -> str:
     kind, text = constraint.kind, constraint.text
     if kind == "regex":
         return str(library.grammar_from_regex(text))
-    if kind == "lark":
+    if kind in ("lark", "turn"):
         return str(library.grammar_from_lark(text))
     if kind == "choice":
         try:
@@ -176,19 +224,30 @@ def _grammar(library: Any, constraint: Constraint) -> str:
             raise ValueError(f"its text is not a JSON list: {error}.") from None
         if not (isinstance(texts, list) and texts and all(isinstance(t, str) for t in texts)):
             raise ValueError("its text must be a JSON list of at least one text.")
-        # a terminal: alternatives of a rule are at most 2000
+        # a terminal: alternatives of a rule are slower
         either = " | ".join(map(json.dumps, texts))
         return str(library.grammar_from_lark(f"start: TEXT\nTEXT: {either}"))
-    schema = text if kind == "json_schema" else '{"type": "object"}'
     try:
-        return str(
-            library.grammar_from_json_schema(schema, defaults={"whitespace_pattern": SPACES})
-        )
-    except ValueError as error:
+        schema = json.loads(text) if kind == "json_schema" else {"type": "object"}
+        return str(library.grammar_from_json_schema(json.dumps(with_spaces(schema))))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"its text is no JSON schema: {_reason(str(error))}") from None
 
 
+def with_spaces(schema: Any) -> Any:
+    """Return a JSON schema that allows SPACES between the parts, unless it has a rule of its own
+    (x-guidance)."""
+    if schema is True:
+        schema = {}
+    own = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
+    if not isinstance(own, dict) or own.get("whitespace_flexible") is False:
+        return schema
+    return {**schema, "x-guidance": {"whitespace_pattern": SPACES, **own}}
+
+
 def _reason(message: str) -> str:
+    if message.startswith("panic: assertion failed: grammar.symbols"):
+        return "it has too many parts: llguidance compiles at most about 65,000."
     return in_a_line(ValueError(message), 400)
 
 

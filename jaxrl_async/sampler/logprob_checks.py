@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.errors import RolloutError
+from jaxrl_async.errors import RequestRefused, RolloutError
 from jaxrl_async.types import (
     MAX_LOGPROB_IDS,
     MAX_TOP_LOGPROBS,
@@ -28,28 +28,32 @@ def checked_logprobs(request: Request, tokens: int, vocab: int | None) -> Logpro
     asked = request.logprobs
     if asked is None:
         return None
-    name = f"request {request.request_id!r}: logprobs"
+    name = f"request {request.request_id!r}"
     if not isinstance(asked, LogprobRequest):
-        raise RolloutError(f"{name} must be a LogprobRequest or None, not {asked!r:.80}.")
+        reason = f"must be a LogprobRequest or None, not {asked!r:.80}."
+        raise RequestRefused(name, "logprobs", reason)
     if not isinstance(asked.prompt, bool | np.bool_):
-        raise RolloutError(f"{name}.prompt must be True or False, not {asked.prompt!r:.80}.")
+        reason = f"must be True or False, not {asked.prompt!r:.80}."
+        raise RequestRefused(name, "logprobs.prompt", reason)
     given: Any = asked.ids
     if not isinstance(given, tuple | list | np.ndarray) or len(given) > MAX_LOGPROB_IDS:
-        raise RolloutError(f"{name}.ids must be a tuple of at most {MAX_LOGPROB_IDS} token ids.")
+        reason = f"must be a tuple of at most {MAX_LOGPROB_IDS} token ids."
+        raise RequestRefused(name, "logprobs.ids", reason)
     most = MAX_TOP_LOGPROBS if vocab is None else min(MAX_TOP_LOGPROBS, vocab)
     end = 2**31 if vocab is None else vocab
     return LogprobRequest(
         prompt=bool(asked.prompt),
-        start=_whole(f"{name}.start", asked.start, tokens),
-        top=_whole(f"{name}.top", asked.top, most),
-        ids=tuple(_whole(f"{name}.ids", one, end - 1) for one in given),
+        start=_whole(name, "logprobs.start", asked.start, tokens),
+        top=_whole(name, "logprobs.top", asked.top, most),
+        ids=tuple(_whole(name, "logprobs.ids", one, end - 1) for one in given),
     )
 
 
-def _whole(name: str, value: Any, most: int) -> int:
+def _whole(name: str, field: str, value: Any, most: int) -> int:
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not (whole and 0 <= value <= most):
-        raise RolloutError(f"{name} must be a whole number from 0 to {most}, not {value!r:.80}.")
+        reason = f"must be a whole number from 0 to {most}, not {value!r:.80}."
+        raise RequestRefused(name, field, reason)
     return int(value)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from jaxrl_async.data.images import ImageStore
-from jaxrl_async.errors import RolloutError
+from jaxrl_async.errors import RequestRefused, RolloutError
 from jaxrl_async.later import Later
 from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
 from jaxrl_async.sampler.grammar import KINDS, LONGEST, Grammars
@@ -211,9 +211,8 @@ def checked_partial(saved: Partial, room: Room) -> Partial:
 
 def _refuse(request: Request, field: str, value: Any, wanted: str) -> NoReturn:
     """Raise RolloutError for a field that is not as wanted."""
-    raise RolloutError(
-        f"request {request.request_id!r}: {field} must be {wanted}, not {_shown(value)}."
-    )
+    reason = f"must be {wanted}, not {_shown(value)}."
+    raise RequestRefused(f"request {request.request_id!r}", field, reason)
 
 
 def _shown(value: Any) -> str:
@@ -251,7 +250,7 @@ def checked_ids(values: Any, vocab: int | None) -> IntArray | str:
 def _prompt(request: Request, room: Room) -> IntArray:
     ids = checked_ids(request.token_ids, room.vocab if room.images is None else room.images.end)
     if isinstance(ids, str):
-        raise RolloutError(f"request {request.request_id!r}: token_ids {ids}.")
+        raise RequestRefused(f"request {request.request_id!r}", "token_ids", f"{ids}.")
     if not len(ids):
         raise RolloutError(
             f"request {request.request_id!r}: token_ids is empty, and there is nothing to continue "

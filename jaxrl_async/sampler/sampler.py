@@ -56,6 +56,7 @@ from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.sampler.swap import SwapCheck, SwappedWeights
 from jaxrl_async.types import (
     Completion,
+    Constraint,
     Partial,
     Request,
     StopReason,
@@ -244,6 +245,11 @@ class Sampler(Living):
         one. Raises RolloutError, which names the field, for a request that cannot be served."""
         return self._inbox.checked(requests)
 
+    def prepare(self, constraint: Constraint) -> None:
+        """Compile a constraint; see ports.PreparesConstraints."""
+        if self.setup.room.grammars is not None:
+            self.setup.room.grammars.prepare(constraint)
+
     def generate(self, requests: Sequence[Request | Partial]) -> list[Completion]:
         """Complete all requests, in this order; blocks. Raises RolloutError for a request that
         cannot be served. After any exception, Ctrl-C's included, the others are cancelled."""
@@ -397,7 +403,9 @@ class DecodeLoop:
                 self._end_compiling()
                 return None
             if self.batch is None:
-                self.open_batch()
+                batch = self.open_batch()
+                if self._setup.settings.possible:
+                    self._begin_compiling(batch)
             else:
                 took_in = self.round(self.batch)
         except BaseException as error:
@@ -453,7 +461,7 @@ class DecodeLoop:
                 with span("wait for the block"):
                     block = batch.wait_for_block()
                 self._finish_block(batch, block)
-            if self._blocks == 1:
+            if self._blocks == 1 and self._compiling is None:
                 self._begin_compiling(batch)
         with self.changing:
             self._note_first_tokens(batch)

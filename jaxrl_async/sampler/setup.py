@@ -79,6 +79,8 @@ class SamplerSettings:
     clock: Clock = time.perf_counter
     name: str = "sampler"  # of its thread, and in the schedule
     mixes: tuple[Mix, ...] = ()  # that requests will ask for: compiled ahead
+    # that requests may ask for: compiled from the thread's start on, after `mixes`, each alone
+    possible: tuple[Mix, ...] = ()
 
     @property
     def probe_tokens(self) -> IntArray | None:

@@ -150,6 +150,10 @@ class CodeReward:
         self._pool, self._partial = pool, partial
         self.__name__ = "code"
 
+    def close(self) -> None:
+        """End the sandboxes that are kept ready; see RewardScorer.close."""
+        self._pool.close()
+
     def __call__(
         self, completion: str, columns: Mapping[str, Any], log_metric: Callable[[str, float], None]
     ) -> dict[str, float]:

@@ -291,13 +291,14 @@ class SandboxPool:
         self._free: deque[Sandbox] = deque()
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(most)
-        self._closed = False
+        self._closed = 0  # number of times that it was closed
 
     @contextmanager
     def one(self) -> Iterator[Sandbox]:
         """Lend a sandbox as it is after its start. Raises Away, ConfigError."""
         with self._places:
             with self._lock:
+                closed = self._closed
                 box = self._free.popleft() if self._free else None
             box = box or Sandbox(self._limits)
             good = False
@@ -307,24 +308,25 @@ class SandboxPool:
                 yield box
                 good = box.clean
             finally:
-                self._take_back(box, good)
+                self._take_back(box, good, closed)
 
-    def _take_back(self, box: Sandbox, good: bool) -> None:
+    def _take_back(self, box: Sandbox, good: bool, closed: int) -> None:
         with self._lock:
-            if good and not self._closed:
+            if good and self._closed == closed:
                 self._free.append(box)
                 return
         box.close()
 
     def _refill(self) -> None:
         with self._lock:
-            while not self._closed and len(self._free) < self._ready:
+            while len(self._free) < self._ready:
                 self._free.append(Sandbox(self._limits))
 
     def close(self) -> None:
-        """End the unused sandboxes. Idempotent."""
+        """End the unused sandboxes now, and those in use once they are given back. Idempotent; new
+        ones are started if they are needed again."""
         with self._lock:
-            self._closed = True
+            self._closed += 1
             left, self._free = list(self._free), deque()
         for box in left:
             box.close()

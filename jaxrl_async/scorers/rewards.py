@@ -153,9 +153,13 @@ class RewardScorer:
             arguments.check(prompts, judge.where)
 
     def close(self) -> None:
-        """End the processes, if any; they restart when they are needed."""
+        """End the processes, if any, and call `close` of the functions that have it. They are used
+        again if the run needs them again."""
         if self._sources:
             self._processes.close()
+        for judge, _ in self._judges:
+            if callable(close := getattr(judge.function, "close", None)):
+                close()
 
     def final_answer(self, episode: Episode) -> str | None:
         """Return the final answer in an episode as the first function reads it that can: a built-in

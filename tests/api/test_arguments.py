@@ -58,6 +58,16 @@ def test_the_file_of_a_first_run_is_continued_by_resume_alone(tmp_path) -> None:
         settled(tmp_path, {"run": {"resume": True, "overwrite": True}}, data=RECORDS)
 
 
+def test_a_section_that_a_file_turned_off_keeps_its_settings_when_it_is_turned_on(tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("endpoint: {enabled: false, port: 8123, max_open_calls: 7}")
+    given = {"endpoint": {"enabled": True, "max_open_calls": 9}}
+    config, _ = configured(Brought(), str(file), given)
+    assert config.endpoint is not None
+    assert (config.endpoint.port, config.endpoint.max_open_calls) == (8123, 9)
+    assert configured(Brought(), str(file), {})[0].endpoint is None
+
+
 def test_records_and_functions_become_a_task_that_no_configuration_can_name(tmp_path) -> None:
     config, task = settled(tmp_path, data=RECORDS, reward=right)
     assert task is not None and task.rewards == (right,) and list(task.records or ()) == RECORDS

@@ -65,9 +65,7 @@ def called(name: str) -> str:
 
 
 SOON = 6.0
-"""Added to the logit of the quote that ends a text."""
-NEVER = -100.0
-"""Added to the logits of what a random policy would not end, and of infinite numbers."""
+"""Added to the logits of what ends a string and a reasoning: a random policy may never end one."""
 
 
 class Kept:
@@ -117,11 +115,9 @@ class Dictated(Kept):
     def _held(self, request):
         if not self.free or request.constraint is None:
             return dictated(request, self._tokenizer)
-        quote, think, *exponents = (
-            int(self._tokenizer.encode(text)[0]) for text in ('"', "<think>", "e", "E")
-        )
-        bias = ((quote, SOON), *((token, NEVER) for token in (think, *exponents)))
-        return replace(request, shaping=replace(request.shaping, bias=bias))
+        ends = (int(self._tokenizer.encode(text)[0]) for text in ('"', "</think>"))
+        shaping = replace(request.shaping, bias=tuple((end, SOON) for end in ends))
+        return replace(request, shaping=shaping)
 
     def __getattr__(self, name):
         return getattr(self._sampler, name)

@@ -314,6 +314,8 @@ GROUPS = (
             ("words & self._no_ends & self._stops", "words & 0"),
             ("< self._least and others.any()", "< self._least"),
             ("else [*alone, self.mask()]", "else [*alone, ~self.mask()]"),
+            ('if constraint.kind == "turn" else self._plain', "if False else self._plain"),
+            ("max_items_in_row=MOST_ITEMS", "max_items_in_row=2000"),
         ),
     ),
     Group(
@@ -922,8 +924,33 @@ GROUPS = (
             ('key = "parameters" if bare else "arguments"', 'key = "arguments"'),
             ("if not tools and not marks.thinking:", "if not tools:"),
             ('mode = "required" if kind in ("any", "tool") else kind', "mode = kind"),
-            ("(<+{_BEGUN})*<+\\/think>", "<\\/think>"),
+            ('else r"<+\\/think>', 'else r"<\\/think>'),
+            ("{{0,{MAX_CALLS - 1}}}", "{{0,{MAX_CALLS}}}"),
+            ('if marks.thinking == "may" else ""', 'if marks.thinking == "open" else ""'),
+            ("if text in marks.tokens else json.dumps(text)", "if False else json.dumps(text)"),
         ),
+    ),
+    Group(
+        "data/chat_formats/chat_messages",
+        ("data/test_chat.py::test_a_number_beyond_float64_is_read_as_the_nearest_one",),
+        (
+            ("max(-LARGEST_NUMBER, min(float(text), LARGEST_NUMBER))", "float(text)"),
+            ("max(-LARGEST_NUMBER, min(float(text), LARGEST_NUMBER))", "-LARGEST_NUMBER"),
+            ("if len(text) <= MAX_DIGITS else", "if len(text) <= 300 else"),
+        ),
+    ),
+    Group(
+        "data/chat_formats/written_turn",
+        ("data/test_chat.py::test_a_string_of_a_call_may_contain_the_marks_as_text",),
+        (
+            ("if rest.startswith(CALLED):", "if False:"),
+            ("rest.removeprefix(CALLED)", "rest"),
+        ),
+    ),
+    Group(
+        "data/chat_formats/template_format",
+        ("data/test_chat.py::test_special_tokens_within_a_turn_do_not_reach_its_message",),
+        (("if int(i) not in self._dropped", "if True"),),
     ),
     Group(
         "endpoint/chat_turns",
@@ -1181,6 +1208,7 @@ GROUPS = (
             ("return blocks[-1] if blocks", "return blocks[0] if blocks"),
             ("reason = reason or failed", "reason = failed"),
             ("float(result.passed == 1.0)", "float(result.passed > 0.5)"),
+            ("self._pool.close()", "pass"),
         ),
     ),
 )

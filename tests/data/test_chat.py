@@ -4,6 +4,7 @@ calls and thinking read back, and where a template rewrites history."""
 import importlib.util
 import json
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -369,6 +370,48 @@ def test_a_malformed_call_stays_text_and_is_named(setting, text, reason):
     assert text in read["content"] and read["content"].startswith("Well.")
     good = chat.message(drawn(chat, tokenizer, f"{HERMES}\n{text}"), (ADD,))
     assert len(good["tool_calls"]) == len(good["tool_call_errors"]) == 1
+
+
+@pytest.mark.parametrize("setting", QWEN3_BOTH)
+@pytest.mark.parametrize(
+    ("number", "value"),
+    [
+        ("64e330", sys.float_info.max),
+        ("-1e999", -sys.float_info.max),
+        ("1e-400", 0.0),
+        ("12", 12),
+        ("9" * 400, int("9" * 400)),
+    ],
+)
+def test_a_number_beyond_float64_is_read_as_the_nearest_one(setting, number, value):
+    tokenizer, chat = made("qwen3", setting)
+    call = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {number}}}}}\n</tool_call>'
+    read = chat.message(drawn(chat, tokenizer, call), (ADD,))
+    (called,) = read["tool_calls"]
+    assert json.loads(called["function"]["arguments"]) == {"a": value}
+    assert checked_messages([{**read, "role": "assistant"}])[0]["tool_calls"]
+
+
+@pytest.mark.parametrize("setting", QWEN3_BOTH)
+@pytest.mark.parametrize("inner", ["9" * 5000, "[" * 3000])
+def test_json_that_python_does_not_read_is_no_error_of_the_run(setting, inner):
+    tokenizer, chat = made("qwen3", setting)
+    call = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {inner}}}}}\n</tool_call>'
+    read = chat.message(drawn(chat, tokenizer, call), (ADD,))
+    if "tool_calls" not in read:
+        assert read["tool_call_errors"] and inner in read["content"]
+
+
+def test_a_string_of_a_call_may_contain_the_marks_as_text():
+    tokenizer, chat = made("qwen3", "template")
+    arguments = {"a": "</tool_call> <|im_end|> <tool_call>", "b": 1}
+    written = json.dumps({"name": "add", "arguments": arguments})
+    spelled = np.concatenate([tokenizer.encode(letter) for letter in written])
+    begin, end = tokenizer.encode("<tool_call>\n"), tokenizer.encode("\n</tool_call>")
+    ids = np.concatenate([begin, spelled, end, chat.stop_token_ids[:1]]).astype(np.int32)
+    read = chat.message(ids, (ADD,))
+    (called,) = read["tool_calls"]
+    assert json.loads(called["function"]["arguments"]) == arguments and read["content"] == ""
 
 
 @pytest.mark.parametrize("setting", QWEN3_BOTH)

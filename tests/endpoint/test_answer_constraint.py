@@ -10,6 +10,7 @@ from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.openai_chat import chat_call
 from jaxrl_async.endpoint.responses_call import responses_call
 from jaxrl_async.ports.rollout import TurnMarks
+from jaxrl_async.sampler.grammar import SPACES
 from jaxrl_async.types import Constraint
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -116,38 +117,68 @@ def test_without_tools_and_thinking_the_turn_is_the_text():
 
 def lines(*given) -> list[str]:
     constraint = turn_constraint(*given)
-    assert constraint.kind == "lark"
+    assert constraint.kind == "turn"
     return constraint.text.splitlines()
 
 
+def schema_of(line: str, name: str):
+    before, _, text = line.partition(" %json ")
+    assert before == f"{name}:"
+    found = json.loads(text)
+    assert found.pop("x-guidance") == {"whitespace_pattern": SPACES}
+    return found
+
+
 def test_the_grammar_of_a_turn():
-    call = f'call0: "{{\\"name\\": \\"add\\", \\"arguments\\": " %json {WRITTEN} "}}"'
+    call = 'call0: "{\\"name\\": \\"add\\", \\"arguments\\": " arguments0 "}"'
     forced = lines(None, [ADD], ToolChoice(mode="required", parallel=False), PLAIN)
-    assert forced == [
+    assert forced[:4] == [
         "start: (calls)",
         "calls: call",
-        'call: "<tool_call>\\n" (call0) "\\n</tool_call>"',
+        'call: "<tool_call>" "\\n" (call0) "\\n" "</tool_call>"',
         call,
     ]
+    assert schema_of(forced[4], "arguments0") == SCHEMA and len(forced) == 5
     assert lines(JSON, [ADD], ToolChoice(mode="required", parallel=False), PLAIN) == forced
     named = lines(None, [SUB, ADD], ToolChoice(mode="required", names=("add",)), PLAIN)
-    assert named[1] == 'calls: call ("\\n" call)*' and named[3:] == [call]
+    assert named[1] == 'calls: call ("\\n" call){0,63}' and named[3:] == forced[3:]
     either = lines(JSON, [ADD], ToolChoice(), MAY)
     assert either[0] == "start: think? (text | calls)"
-    assert either[1].startswith('think: "<think>" /') and either[2] == f"text: %json {WRITTEN}"
+    assert either[1] == 'think: "<think>" rest' and either[2].endswith(r"<+\/think>\n*/")
+    assert schema_of(either[3], "text") == SCHEMA
     opened = TurnMarks(calls="hermes", thinking="open")
     assert lines(JSON, (), ToolChoice(), opened)[0] == "start: rest (text)"
     pattern = Constraint(kind="regex", text=r"a/b\/c" + "\n")
-    assert lines(pattern, (), ToolChoice(), opened)[2] == r"text: /a\/b\/c\n/"
+    assert lines(pattern, (), ToolChoice(), opened)[2:] == [
+        "text: TEXT",
+        "TEXT: WANTED",
+        r"WANTED: /a\/b\/c\n/",
+    ]
     choice = Constraint(kind="choice", text='["a", "b\\"c"]')
-    assert lines(choice, (), ToolChoice(), opened)[2] == r'text: "a" | "b\"c"'
+    assert lines(choice, (), ToolChoice(), opened)[4] == r'WANTED: "a" | "b\"c"'
     bare = lines(None, [SUB], ToolChoice(mode="required"), TurnMarks(calls="bare"))
     assert bare[1:3] == ["calls: call", "call: call0"]
-    assert bare[3] == 'call0: "{\\"name\\": \\"sub\\", \\"parameters\\": " %json ' + (
-        '{"type": "object"} "}"'
-    )
+    assert bare[3] == 'call0: "{\\"name\\": \\"sub\\", \\"parameters\\": " arguments0 "}"'
+    assert schema_of(bare[4], "arguments0") == {"type": "object"}
     with pytest.raises(CallRefused, match="cannot be combined"):
         turn_constraint(Constraint(kind="lark", text="start: /a/"), [ADD], ToolChoice(), PLAIN)
+
+
+def test_marks_that_are_tokens_are_named_by_their_ids():
+    tokens = {"<think>": 7, "</think>": 8, "<tool_call>": 9, "</tool_call>": 10}
+    marks = TurnMarks(calls="hermes", thinking="may", tokens=tokens)
+    found = lines(Constraint(kind="regex", text="a"), [SUB], ToolChoice(), marks)
+    assert found[1] == "think: <[7]> rest" and found[2].endswith(r"<*/ <[8]> /\n+/?")
+    assert 'call: <[9]> "\\n" (call0) "\\n" <[10]>' in found
+    spelled = r"\s*<think>(?s:.*)|(?s:.*)<tool_call>(?s:.*)"
+    assert f"TEXT: WANTED & ~/{spelled}/" in found
+
+
+def test_a_schema_may_have_a_rule_of_its_own_for_white_space():
+    own = {"x-guidance": {"whitespace_flexible": False}, "type": "object"}
+    text = Constraint(kind="json_schema", text=json.dumps(own))
+    (line,) = (x for x in lines(text, [ADD], ToolChoice(), PLAIN) if x.startswith("text:"))
+    assert json.loads(line.removeprefix("text: %json ")) == own
 
 
 GOOD = [

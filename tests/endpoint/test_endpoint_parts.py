@@ -89,7 +89,7 @@ def test_a_chat_answer_in_parts_is_the_answer(data, pieces, has_tools, chat, kno
 
     def turn(ids):
         message = chat.message(np.array(ids, np.int32), tools)
-        return visible_turn(message, TOKENIZER.decode(ids), reads_tools=has_tools)
+        return visible_turn(message, TOKENIZER.decode(ids), tools={"add"} if has_tools else None)
 
     for part in split(data, ids.tolist()):
         so_far += part

@@ -1,6 +1,7 @@
 """What usual clients send, with the official SDKs before a policy that says prescribed texts."""
 
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,8 +14,10 @@ from jaxrl_async.endpoint.http_server import Endpoint
 from jaxrl_async.endpoint.sampling_request import CallerLimits
 from jaxrl_async.endpoint.service import EndpointLimits, EndpointService
 from jaxrl_async.endpoint.sessions import SessionLimits, SessionPlace
+from jaxrl_async.errors import RequestRefused
 from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.types import (
+    Constraint,
     EpisodeLimits,
     LogitShaping,
     LogprobRequest,
@@ -98,7 +101,7 @@ def test_the_logits_of_a_guest_are_shaped(rig: Rig):
     )
     (request,) = rig.sampler.requests
     constraint = request.shaping.constraint
-    assert constraint.kind == "lark" and '%json {"type": "object"}' in constraint.text
+    assert constraint.kind == "turn" and '%json {"type": "object"' in constraint.text
     assert request.shaping == replace(shaping, constraint=constraint)
     assert request.sampling == SamplingParams(temperature=0.5)
     session = session_of(rig, "g7", takes_masks=True)
@@ -117,6 +120,55 @@ def test_the_logits_of_a_guest_are_shaped(rig: Rig):
     chat(rig, client=own, frequency_penalty=0.1)
     assert session.counts().overridden_calls == 2
     session.finish()
+
+
+def test_a_constrained_text_keeps_the_white_space_around_it(rig: Rig):
+    said = chat(rig, " yes \n", structured_outputs={"choice": [" yes \n", "no"]})
+    assert said.choices[0].message.content == " yes \n"
+    text = "<think>\nso\n</think>\n\n yes "
+    said = chat(rig, text, structured_outputs={"choice": [" yes ", "no"]}, stream=True)
+    whole = "".join(c.choices[0].delta.content or "" for c in said if c.choices)
+    assert whole == " yes "
+
+
+def test_too_many_biases_are_refused_by_name(rig: Rig):
+    for count in (512, 513):
+        bias = {str(i): 1 for i in range(count)}
+        if count == 512:
+            chat(rig, logit_bias=bias)
+            continue
+        with pytest.raises(openai.BadRequestError, match="at most 512") as refused:
+            chat(rig, logit_bias=bias)
+        assert refused.value.param == "logit_bias"
+        rig.sampler.texts.clear()
+
+
+def test_a_constraint_is_compiled_aside_and_refused_by_the_field_that_asks_for_it(rig: Rig):
+    asked: list[tuple[int, str]] = []
+    own = threading.get_ident()
+
+    def prepare(constraint: Constraint) -> None:
+        asked.append((threading.get_ident(), constraint.kind))
+        raise RequestRefused("a request", "shaping.constraint", "cannot be used: so")
+
+    rig.sampler.prepare = prepare
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
+    forms = {
+        "response_format": {"response_format": schema},
+        "structured_outputs": {"structured_outputs": {"regex": "a"}},
+        "guided_json": {"guided_json": {}},
+        "tool_choice": {"tools": TOOLS, "tool_choice": "required"},
+    }
+    try:
+        for field, form in forms.items():
+            with pytest.raises(openai.BadRequestError, match="cannot be used: so") as refused:
+                chat(rig, **form)
+            assert refused.value.param == field
+            assert "request" not in str(refused.value.body["message"])
+    finally:
+        del rig.sampler.prepare
+        rig.sampler.texts.clear()
+    assert len(asked) == 4 and own not in {thread for thread, _ in asked}
 
 
 def test_a_session_whose_trainer_takes_no_masks_is_not_constrained(rig: Rig):
@@ -139,6 +191,19 @@ def test_a_session_whose_trainer_takes_no_masks_is_not_constrained(rig: Rig):
         assert (rig.sampler.requests[-1].shaping is not None) == is_honoured
         assert session.counts().overridden_calls == (0 if is_honoured else 1)
         session.finish()
+
+
+def test_token_counts_with_each_part_are_counted_as_ignored(rig: Rig):
+    before = rig.desk.counts.ignored
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(chat(rig, stream=True, stream_options=options))
+    assert chunks[-1].usage.completion_tokens > 0 and rig.desk.counts.ignored == before + 1
+    rig.sampler.texts.append("Hello")
+    body = {"prompt": "x", "stream": True, "stream_options": options}
+    assert rig.http.post("/v1/completions", json=body).status_code == 200
+    assert rig.desk.counts.ignored == before + 2
+    chat(rig, stream=True, stream_options={"include_usage": True}).close()
+    assert rig.desk.counts.ignored == before + 2
 
 
 def test_fields_without_effect_are_counted(rig: Rig):
@@ -240,7 +305,7 @@ def test_one_call_is_kept_without_parallel_calls(rig: Rig):
 def test_a_required_call_is_a_constraint(rig: Rig):
     chat(rig, CALL, tools=TOOLS, tool_choice="required")
     constraint = rig.sampler.requests[-1].shaping.constraint
-    assert constraint.kind == "lark" and "start: think? (calls)" in constraint.text
+    assert constraint.kind == "turn" and "start: think? (calls)" in constraint.text
     rig.sampler.texts.append(CALL)
     rig.anthropic.messages.create(
         model="m", max_tokens=9, messages=HI, tools=ANTHROPIC_TOOLS, tool_choice={"type": "any"}

@@ -33,7 +33,7 @@ from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.testing.interpreted import interpreted_kernels
-from jaxrl_async.types import SamplingParams, VersionedParams
+from jaxrl_async.types import LogitShaping, LogprobRequest, SamplingParams, VersionedParams
 
 CROWDED = {"slots": 16, "page_tokens": 4, "block": 2, "prefill_chunk": 64, "kv_memory_mib": 0.2}
 """Pages for few of the slots, so that sequences are preempted."""
@@ -179,6 +179,27 @@ def test_a_sampler_compiles_beside_its_first_blocks_what_it_will_need(compiled_n
     known = list(compiled_now)
     assert len(known) == 1 + 2 + 2 * 2, "a prefill, its inserts, and blocks of few rows and all"
     random_waves(sampler, 6, seed=1)
+    assert compiled_now == known
+    sampler.close()
+
+
+@pytest.mark.full
+def test_possible_kinds_of_sampling_are_compiled_from_the_start(compiled_now) -> None:
+    needs_cpu_kernels()
+    kinds = (Mix(), Mix(top=8), Mix(shaped=True))
+    settings = SamplerSettings(mixes=kinds[:1], possible=kinds, name="warm")
+    sampler = make_sampler(**{**CROWDED, "slots": 22}, settings=settings)
+    sampler.start()
+    eventually(lambda: len(compiled_now) > 6)
+    eventually(lambda: "warm compiles" not in {t.name for t in threading.enumerate()})
+    known = list(compiled_now)
+    assert len(known) == 1 + 2 + 3 * 2, "a prefill, its inserts, and blocks of few rows and all"
+    random = [request(i, request_id=f"r{i}", sampling=SamplingParams()) for i in range(30)]
+    shaped = [replace(r, shaping=LogitShaping(bias=((3, 2.0),))) for r in random]
+    sampler.generate(random)
+    sampler.generate([replace(r, logprobs=LogprobRequest(top=5)) for r in random])
+    sampler.generate(shaped)
+    sampler.generate(shaped[:1])
     assert compiled_now == known
     sampler.close()
 

@@ -16,6 +16,7 @@ from jaxrl_async.sandbox.code_task import (
 )
 from jaxrl_async.sandbox.sandbox import CommandOutcome, Sandbox, SandboxLimits, SandboxPool
 from jaxrl_async.sandbox.small_functions import TRIED, SmallFunctions
+from jaxrl_async.scorers.rewards import Judge, RewardScorer
 from jaxrl_async.tasks.named_tasks import load_task
 
 HUMAN = {
@@ -267,4 +268,24 @@ def test_rewards_run_side_by_side_on_threads(sandboxes) -> None:
         return await asyncio.gather(*calls)
 
     assert asyncio.run(all_at_once()) == [{"correct": 0.0}] * 6
+    pool.close()
+
+
+@pytest.mark.full
+def test_a_scorer_closes_the_sandboxes_of_its_functions(sandboxes) -> None:
+    pool = SandboxPool(SandboxLimits(), most=1, ready=1)
+    scorer = RewardScorer([Judge(function=CodeReward(pool), name="code")], str, timeout_s=60)
+    with pool.one():
+        pass
+    assert len(pool._free) == 2
+    scorer.close()
+    assert not pool._free
+    with pool.one() as box:
+        scorer.close()
+    assert not pool._free, "one that was in use is not kept"
+    with pytest.raises(Exception, match="ended"):
+        box.run(["true"])
+    with pool.one():
+        pass
+    assert pool._free, "a run after a trial keeps sandboxes again"
     pool.close()

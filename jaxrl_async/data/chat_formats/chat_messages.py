@@ -5,6 +5,7 @@ an assistant message may have "tool_calls" and "reasoning_content"; a tool's has
 """
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ OTHER_TOOLS_FIELD = "tool_defs"
 """Alternative column for tools, used if a record has no column of the usual name."""
 MAX_MESSAGES = 10_000
 """Maximum number of messages in one conversation."""
+LARGEST_NUMBER = sys.float_info.max
+MAX_DIGITS = 4300
+"""Maximum number of digits of a whole number, as of Python's own int()."""
 
 
 def is_conversation(value: Any) -> bool:
@@ -190,11 +194,29 @@ def _checked_call(value: Any, where: str) -> dict[str, Any]:
     return {**call, "type": "function", "function": written}
 
 
+def parsed_json(text: str, **more: Any) -> Any:
+    """Parse JSON. A number beyond float64's range is read as the nearest number in it, which RFC
+    8259 (section 6) leaves to the reader: JSON has no infinity, so it could not be written again.
+    Raises ValueError and RecursionError.
+
+    more: further arguments of json.loads.
+    """
+    return json.loads(text, parse_float=_finite, parse_int=_whole, **more)
+
+
+def _finite(text: str) -> float:
+    return max(-LARGEST_NUMBER, min(float(text), LARGEST_NUMBER))
+
+
+def _whole(text: str) -> int | float:
+    return int(text) if len(text) <= MAX_DIGITS else _finite(text)
+
+
 def arguments_object(arguments: Any) -> Mapping[str, Any] | None:
     """Return a tool call's arguments as an object; None if they are not an object."""
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments, parse_constant=_refused_constant)
+            arguments = parsed_json(arguments, parse_constant=_refused_constant)
         except (ValueError, RecursionError):
             return None
     if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):

@@ -28,6 +28,8 @@ from jaxrl_async.data.chat_formats.written_turn import (
     CallError,
     WrittenTurn,
     assistant_message,
+    mark_tokens,
+    read_call,
     split_thinking,
     with_thinking_in_content,
 )
@@ -229,6 +231,7 @@ class RendererFormat:
             calls="hermes" if call.startswith(HERMES) else "other",
             thinking=thinking,
             texts=None if first is None else (THINK, THOUGHT, first[0]),
+            tokens=mark_tokens(self._tokenizer.added_tokens),
         )
 
     def _written(self, said: Message, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -282,7 +285,7 @@ class RendererFormat:
         turn = WrittenTurn(
             content="\n".join([*filter(None, [content]), *(e.text for e in errors)]),
             reasoning=reasoning,
-            calls=tuple((str(call.name), arguments_object(call.arguments) or {}) for call in good),
+            calls=tuple((str(call.name), _arguments(call) or {}) for call in good),
             call_ids=tuple(call.id for call in good),
             errors=tuple(errors),
         )
@@ -377,9 +380,16 @@ class RendererFormat:
         )
 
     def _parsed(self, ids: list[int], tools: Sequence[Mapping[str, Any]]) -> Any:
-        return self._renderer.parse_response(
-            ids, tools=list(tools) or None, prompt_ids=self._opened
-        )
+        """Parse a turn. A turn with JSON that Python does not read, as it is nested too deep or
+        has a number of too many digits, is one malformed call."""
+        given = list(tools) or None
+        try:
+            return self._renderer.parse_response(ids, tools=given, prompt_ids=self._opened)
+        except (ValueError, RecursionError) as error:
+            base, text = _package("base"), self._tokenizer.decode_all(ids)
+            status = base.ToolCallParseStatus.INVALID_JSON
+            log.info("a turn of the policy cannot be parsed: %s", in_a_line(error))
+            return base.ParsedResponse("", tool_calls=[base.ParsedToolCall(text, status=status)])
 
     def _text_of(self, call: Any, ids: list[int]) -> str:
         """Return the text of a tool call, including its marks if their position is known."""
@@ -397,7 +407,15 @@ class RendererFormat:
 
 def _is_call(call: Any) -> bool:
     """Return True if a parsed tool call has a name and an object as arguments."""
-    return call.status.value in WELL_FORMED and arguments_object(call.arguments or {}) is not None
+    return call.status.value in WELL_FORMED and _arguments(call) is not None
+
+
+def _arguments(call: Any) -> Mapping[str, Any] | None:
+    """Return the arguments of a parsed tool call; None if they are not an object. Those with
+    numbers that the package reads as infinite are read again."""
+    found = arguments_object(call.arguments or {})
+    again = read_call(call.raw) if found is None else ""
+    return found if isinstance(again, str) else again[1]
 
 
 def _reason(call: Any) -> str:

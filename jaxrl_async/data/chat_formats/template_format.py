@@ -31,6 +31,7 @@ from jaxrl_async.data.chat_formats.written_turn import (
     THINK,
     THOUGHT,
     assistant_message,
+    mark_tokens,
     read_turn,
     with_thinking_in_content,
 )
@@ -109,16 +110,8 @@ class TemplateFormat:
         self._arguments, self._keeps = dict(arguments or {}), keeps_thinking
         self._knows_reasoning = True
         self._added = tokenizer.added_tokens
-        marks = {THINK, THOUGHT, CALL, CALLED}
-        special = [text for text, is_special in self._added.values() if is_special]
-        self._special = re.compile(
-            "|".join(
-                re.escape(text)
-                for text in sorted(special, key=len, reverse=True)
-                if text not in marks
-            )
-            or r"(?!)"
-        )
+        marks = mark_tokens(self._added).values()
+        self._dropped = {i for i, (_, special) in self._added.items() if special} - set(marks)
         self._turns = _Turns()
         self._knows_reasoning = self._learn_reasoning()
         self._turns = self._learn_turns()
@@ -134,6 +127,7 @@ class TemplateFormat:
             calls=turns.calls if turns.calls in ("bare", "other") else "hermes",
             thinking="open" if turns.opens_thinking else "may" if thinks else "",
             texts=(THINK, THOUGHT) if turns.calls == "bare" else (THINK, THOUGHT, CALL),
+            tokens=mark_tokens(self._added),
         )
 
     def takes(self, argument: str) -> bool:
@@ -169,7 +163,8 @@ class TemplateFormat:
         length = len(token_ids)
         while length and token_ids[length - 1] in self.stop_token_ids:
             length -= 1
-        text = self._special.sub("", self._tokenizer.decode_all(token_ids[:length]))
+        kept = [i for i in token_ids[:length] if int(i) not in self._dropped]
+        text = self._tokenizer.decode_all(kept)
         turns = self._turns
         turn = read_turn(text, is_thinking=turns.opens_thinking, bare_calls=turns.calls == "bare")
         return assistant_message(turn, np.asarray(token_ids))

@@ -12,6 +12,7 @@ text
 {"name": "calculator", "parameters": {"expression": "1 + 2"}}      a whole turn, as in Llama 3
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -20,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_async.data.chat_formats.chat_messages import arguments_object, json_text
+from jaxrl_async.data.chat_formats.chat_messages import arguments_object, json_text, parsed_json
 from jaxrl_async.types import IntArray
 
 THINK, THOUGHT = "<think>", "</think>"
@@ -31,6 +32,15 @@ CALL_ID_LENGTH, CALL_ID_DIGITS = 9, string.digits + string.ascii_letters
 """The form of a call's id that every template accepts; with 54 bits, ids do not repeat."""
 MAX_CALLS = 64
 """Maximum number of tool calls in one turn; more are an error."""
+WHOLE = json.JSONDecoder(parse_int=float)
+"""Finds the end of a call's JSON; int() would refuse long numbers."""
+
+
+def mark_tokens(added: Mapping[int, tuple[str, bool]]) -> dict[str, int]:
+    """Return the id of each mark that is one of the tokens added to a tokenizer (its
+    added_tokens)."""
+    marks = (THINK, THOUGHT, CALL, CALLED)
+    return {text: i for i, (text, _) in added.items() if text in marks}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +93,7 @@ def read_turn(text: str, *, is_thinking: bool, bare_calls: bool = False) -> Writ
 
 def _read_bare(text: str, reasoning: str | None) -> WrittenTurn:
     """Parse a turn that is a single call or text."""
-    call = _call(text) if BARE_CALL.match(text) else ""
+    call = read_call(text) if BARE_CALL.match(text) else ""
     if not isinstance(call, str):
         return WrittenTurn(content="", reasoning=reasoning, calls=(call,))
     errors = (CallError(text=text, reason=call),) if call else ()
@@ -113,11 +123,11 @@ def _pieces(text: str) -> Iterator[str | CallError | tuple[str, Mapping[str, Any
         yield before
         if not mark:
             return
-        body, end, text = inner.partition(CALLED)
+        body, end, text = _up_to_end(inner)
         if not end:
             yield CallError(text=mark + inner, reason=f"{CALL} without {CALLED}")
             return
-        call = _call(body)
+        call = read_call(body)
         yield CallError(text=mark + body + end, reason=call) if isinstance(call, str) else call
     if CALL in text:
         yield CallError(text=text, reason=f"more than {MAX_CALLS} calls in one turn")
@@ -125,10 +135,22 @@ def _pieces(text: str) -> Iterator[str | CallError | tuple[str, Mapping[str, Any
         yield text
 
 
-def _call(body: str) -> tuple[str, Mapping[str, Any]] | str:
-    """Return a call's name and arguments, or the problem."""
+def _up_to_end(inner: str) -> tuple[str, str, str]:
+    """Split what follows the mark of a call: its body, the mark of its end, the rest. A string in
+    the body's JSON may contain the mark."""
+    start = len(inner) - len(inner.lstrip())
+    with contextlib.suppress(ValueError, RecursionError):
+        _, stop = WHOLE.raw_decode(inner, start)
+        rest = inner[stop:].lstrip()
+        if rest.startswith(CALLED):
+            return inner[: len(inner) - len(rest)], CALLED, rest.removeprefix(CALLED)
+    return inner.partition(CALLED)
+
+
+def read_call(body: str) -> tuple[str, Mapping[str, Any]] | str:
+    """Return the name and the arguments of a call in JSON, or the problem."""
     try:
-        call = json.loads(body)
+        call = parsed_json(body)
     except RecursionError:
         return "not JSON: nested too deep"
     except ValueError as error:

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.errors import Closed, RolloutError, SamplersLost, WeightsError
-from jaxrl_async.ports.generate import Replica
+from jaxrl_async.ports.generate import PreparesConstraints, Replica
 from jaxrl_async.ports.run import Clock
 from jaxrl_async.sampler.lifetime import Lifetime, Living, close_side_by_side
 from jaxrl_async.sampler.partial import branches
@@ -43,7 +43,7 @@ from jaxrl_async.sampler.router.dispatch import Dispatcher
 from jaxrl_async.sampler.router.fleet import Fleet
 from jaxrl_async.sampler.router.job import RouterJob, job_for_loop, job_for_thread
 from jaxrl_async.sampler.router.supervise import RestartLimits
-from jaxrl_async.types import Completion, Partial, Request
+from jaxrl_async.types import Completion, Constraint, Partial, Request
 
 log = logging.getLogger(__name__)
 
@@ -187,6 +187,12 @@ class Router(Living):
         self._submit(jobs)
         futures: list[Any] = [job.future for job in jobs]
         return futures
+
+    def prepare(self, constraint: Constraint) -> None:
+        """Compile a constraint in every replica of this process; see ports.PreparesConstraints."""
+        for sampler in self.samplers:
+            if isinstance(sampler, PreparesConstraints):
+                sampler.prepare(constraint)
 
     async def submit(self, request: Request) -> Completion:
         """Complete one request."""
