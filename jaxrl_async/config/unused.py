@@ -472,6 +472,12 @@ OF_RL = (
 )
 OF_DISTILLATION = (
     Use(
+        ("teacher.column",),
+        lambda c: c.teacher is not None and c.teacher.source == "teachers",
+        "teacher.source=teachers",
+        ("teacher.source",),
+    ),
+    Use(
         ("teacher.refresh_every",),
         lambda c: c.teacher is not None and c.teacher.source == "self",
         "teacher.source=self",
