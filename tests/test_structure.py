@@ -30,6 +30,7 @@ WINGS = {
     "plan",
     "remote",
     "sandbox",
+    "teachers",
     "view",
 }
 TESTS = sorted((ROOT / "tests").rglob("*.py"))

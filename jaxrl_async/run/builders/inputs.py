@@ -112,7 +112,7 @@ def check_inputs(
     data, graded = config.limited_data, bool(graders)
     held_out = eval_prompts(data, tokenizer, play.own, graded=graded)
     scorers = make_scorers(
-        config, tokenizer, held_out, slices, locks.trainer, faults, task, outages
+        config, tokenizer, held_out, slices, locks.trainer, faults, task, outages, vocab=spec.vocab
     )
     check_routing(config.algorithm, config.model, spec)
     check_critic(config.critic, config.algorithm.advantage, config.run.steps)
