@@ -24,7 +24,7 @@ class UnreadableLogprobs(ValueError):
     """A server's answer has not the log-probs that it was asked for; the message says which."""
 
 
-class PromptScores(NamedTuple):
+class ContextLogprobs(NamedTuple):
     """The log-probs of a context's tokens, each given the tokens before it; n tokens. The first
     token's are NaN, with ids of 0."""
 
@@ -32,12 +32,14 @@ class PromptScores(NamedTuple):
     top_ids: IntArray  # [n, k] int32
     top_logprobs: FloatArray  # [n, k] float32, descending
 
-    def at(self, places: NDArray[np.integer[Any]]) -> "PromptScores":
+    def at(self, places: NDArray[np.integer[Any]]) -> "ContextLogprobs":
         """Return the log-probs of some of the tokens."""
-        return PromptScores(self.logprobs[places], self.top_ids[places], self.top_logprobs[places])
+        return ContextLogprobs(
+            self.logprobs[places], self.top_ids[places], self.top_logprobs[places]
+        )
 
 
-def route_of(url: str, protocol: Protocol) -> str:
+def address_of(url: str, protocol: Protocol) -> str:
     """Return the full address of a protocol at a server's `url`, which ends in /v1."""
     base = url.rstrip("/")
     if protocol == "generate":
@@ -64,7 +66,7 @@ def scoring_body(
 
 def read_scores(
     protocol: Protocol, content: bytes, token_ids: IntArray, top_k: int, vocab: int
-) -> PromptScores:
+) -> ContextLogprobs:
     """Return the log-probs in an answer to `scoring_body`. Raises UnreadableLogprobs.
 
     vocab: the policy's number of tokens; a likely token beyond is refused.
@@ -88,13 +90,13 @@ def read_scores(
     return _by_id(given, token_ids, top_k, vocab)
 
 
-def _echoed(given: Sequence[Any]) -> PromptScores:
+def _echoed(given: Sequence[Any]) -> ContextLogprobs:
     logprobs = [math.nan, *(_logprob(value, place) for place, value in enumerate(given[1:], 1))]
     none = np.zeros((len(given), 0))
-    return PromptScores(np.array(logprobs, np.float32), none.astype(np.int32), none.astype("f4"))
+    return ContextLogprobs(np.array(logprobs, np.float32), none.astype(np.int32), none.astype("f4"))
 
 
-def _by_id(given: Sequence[Any], token_ids: IntArray, top_k: int, vocab: int) -> PromptScores:
+def _by_id(given: Sequence[Any], token_ids: IntArray, top_k: int, vocab: int) -> ContextLogprobs:
     count = len(token_ids)
     logprobs = np.full(count, np.nan, np.float32)
     ids = np.zeros((count, top_k), np.int32)
@@ -117,7 +119,7 @@ def _by_id(given: Sequence[Any], token_ids: IntArray, top_k: int, vocab: int) ->
             )
         ids[place] = [token for token, _ in best]
         likely[place] = [logprob for _, logprob in best]
-    return PromptScores(logprobs, ids, likely)
+    return ContextLogprobs(logprobs, ids, likely)
 
 
 def _position(given: Any, place: int) -> dict[int, float]:

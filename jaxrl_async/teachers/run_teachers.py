@@ -9,8 +9,8 @@ from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports.rollout import ChatFormat, Scorer
 from jaxrl_async.tasks.task import Task
+from jaxrl_async.teachers.teacher_choices import TeacherChoices
 from jaxrl_async.teachers.teacher_contexts import TeacherContexts
-from jaxrl_async.teachers.teacher_routes import TeacherRoutes
 from jaxrl_async.teachers.teacher_scorer import TeacherScorer
 from jaxrl_async.teachers.teacher_service import TeacherService
 from jaxrl_async.types import Episode, Prompt, Score
@@ -71,7 +71,7 @@ class RunTeachers:
             if one.context is not None
         }
         self._max_wait_s = {name: one.max_wait_s for name, one in config.teachers.items()}
-        self._routes = TeacherRoutes(
+        self._choices = TeacherChoices(
             weights={name: one.weight for name, one in config.teachers.items()},
             column=section.column,
             of_task=task.teacher,
@@ -80,7 +80,7 @@ class RunTeachers:
     def with_teachers(self, outcome: Scorer) -> Scorer:
         """Return a scorer that adds what the teachers say to an outcome's scores."""
         return TeacherScorer(
-            outcome, self._routes, self._services, self._max_wait_s, self._openings
+            outcome, self._choices, self._services, self._max_wait_s, self._openings
         )
 
     def trials(self) -> list[tuple[str, Scorer]]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.tasks.usercode import side_by_side
-from jaxrl_async.teachers.teacher_routes import TeacherRoutes
+from jaxrl_async.teachers.teacher_choices import TeacherChoices
 from jaxrl_async.teachers.teacher_service import TeacherService, unknown
 from jaxrl_async.types import Episode, IntArray, Prompt, Score, TeacherLogprobs
 
@@ -24,7 +24,7 @@ class TeacherScorer:
     def __init__(
         self,
         outcome: Scorer,
-        routes: TeacherRoutes,
+        choices: TeacherChoices,
         services: Mapping[str, TeacherService],
         max_wait_s: Mapping[str, float | None],
         openings: Mapping[str, Callable[[Prompt], IntArray]],
@@ -33,19 +33,19 @@ class TeacherScorer:
 
         Args:
             outcome: scores answers.
-            routes: tells which teachers a prompt has.
+            choices: tells which teachers a prompt has.
             services: the teachers with an address; the trainer computes the others.
             max_wait_s: how long a group waits for each of these, seconds; None: any time.
             openings: what a teacher reads in place of a prompt's tokens, for teachers with another
                 context.
         """
         self._openings = openings
-        self._outcome, self._routes = outcome, routes
+        self._outcome, self._choices = outcome, choices
         self._services, self._max_wait_s = services, max_wait_s
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
         """Score each episode. Errors of the other scorer and of the teachers are passed on."""
-        of_prompt = self._routes.of(prompt)
+        of_prompt = self._choices.of(prompt)
 
         async def outcome() -> tuple[Score, ...]:
             return tuple(await self._outcome(episodes, prompt))

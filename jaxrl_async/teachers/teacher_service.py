@@ -28,10 +28,10 @@ from jaxrl_async.judge.judge_client import JsonClient, JudgeRefusal
 from jaxrl_async.outages import Outages
 from jaxrl_async.tasks.usercode import run_async, start_async
 from jaxrl_async.teachers.prompt_logprobs import (
-    PromptScores,
+    ContextLogprobs,
     UnreadableLogprobs,
+    address_of,
     read_scores,
-    route_of,
     scoring_body,
 )
 from jaxrl_async.types import Episode, IntArray, Prompt, TeacherLogprobs
@@ -78,7 +78,7 @@ class TeacherService:
         self._section, self._top_k, self._vocab = section, top_k, vocab
         self._named_tokens = named_tokens
         self._who, self._outages = f"the teacher {name} at {section.url}", outages
-        self._route = route_of(section.url, section.protocol)
+        self._route = address_of(section.url, section.protocol)
         self._client: JsonClient | None = None  # made on the loop that uses it
         self._places = asyncio.Semaphore(section.concurrency)
         self._key = _key(section, self.setting)
@@ -105,7 +105,7 @@ class TeacherService:
         Raises RolloutError and EndpointMisset.
         """
         ends = (*episode.starts[1:], len(episode.token_ids))
-        parts: list[PromptScores] = []
+        parts: list[ContextLogprobs] = []
         places: list[NDArray[np.int64]] = []
         for start, end in zip(episode.starts, ends, strict=True):
             strange = np.flatnonzero(episode.token_ids[start:end] >= self._named_tokens)
@@ -148,16 +148,16 @@ class TeacherService:
             )
         return token_ids
 
-    async def of_tokens(self, token_ids: IntArray, about: object) -> PromptScores:
+    async def of_tokens(self, token_ids: IntArray, about: object) -> ContextLogprobs:
         """Return the log-probs of a context's tokens, [n] int32; as `of_episode`."""
         tries = 0
 
-        async def attempt() -> PromptScores:
+        async def attempt() -> ContextLogprobs:
             nonlocal tries
             self._counts["retries"] += tries > 0
             tries += 1
             outcome = await run_async(lambda: self._asked(token_ids), None)
-            scores: PromptScores = outcome.get()
+            scores: ContextLogprobs = outcome.get()
             return scores
 
         try:
@@ -203,7 +203,7 @@ class TeacherService:
 
     # ---- on the loop for user code
 
-    async def _asked(self, token_ids: IntArray) -> PromptScores:
+    async def _asked(self, token_ids: IntArray) -> ContextLogprobs:
         section = self._section
         body = scoring_body(section.protocol, section.model, token_ids, self._top_k)
         async with self._places:

@@ -409,7 +409,7 @@ GROUPS = (
         ),
     ),
     Group(
-        "teachers/teacher_routes",
+        "teachers/teacher_choices",
         ("teachers/test_teacher_scorer.py",),
         (
             ("if weight is not None}", "if weight}"),

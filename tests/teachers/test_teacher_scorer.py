@@ -17,8 +17,8 @@ from jaxrl_async.data.chat import chat_format
 from jaxrl_async.errors import ConfigError, EndpointMisset, GivenUp, OutageTooLong, RolloutError
 from jaxrl_async.outages import Outages
 from jaxrl_async.teachers.prompt_logprobs import UnreadableLogprobs, read_scores
+from jaxrl_async.teachers.teacher_choices import TeacherChoices
 from jaxrl_async.teachers.teacher_contexts import TeacherContexts
-from jaxrl_async.teachers.teacher_routes import TeacherRoutes
 from jaxrl_async.teachers.teacher_scorer import TeacherScorer
 from jaxrl_async.teachers.teacher_service import TeacherService
 from jaxrl_async.testing.fakes import make_prompt
@@ -51,7 +51,7 @@ def asked(
     column: Any = "t",
     openings: Any = None,
 ) -> tuple[Score, ...]:
-    routes = TeacherRoutes(weights={"t": 2.0}, column="teacher")
+    routes = TeacherChoices(weights={"t": 2.0}, column="teacher")
     scorer = TeacherScorer(rewards, routes, {"t": one}, {"t": wait_s}, openings or {})
     prompt = replace(make_prompt(3), columns={"teacher": column})
     try:
@@ -129,7 +129,7 @@ def test_a_teacher_may_read_a_demonstration_in_place_of_the_prompt() -> None:
     shown = np.array([9, 8, 6], np.int32)
     with FakeTeacher(VOCAB, 0) as server:
         one = service(server.url)
-        routes = TeacherRoutes(weights={"t": 1.0}, column="teacher")
+        routes = TeacherChoices(weights={"t": 1.0}, column="teacher")
         scorer = TeacherScorer(rewards, routes, {"t": one}, {"t": None}, {"t": lambda p: shown})
         (score,) = asyncio.run(scorer((episode,), prompt))
         (_, body, _) = server.bodies[0]
@@ -180,7 +180,7 @@ def test_a_context_is_a_text_or_messages_of_a_record() -> None:
     ],
 )
 def test_a_record_or_its_task_names_the_teachers(columns: Any, of_task: Any, wanted: Any) -> None:
-    routes = TeacherRoutes(weights={"a": 1.0, "b": 0.5}, column="teacher", of_task=of_task)
+    routes = TeacherChoices(weights={"a": 1.0, "b": 0.5}, column="teacher", of_task=of_task)
     assert routes.of(replace(make_prompt(0), columns=columns)) == wanted
 
 
@@ -196,7 +196,7 @@ def test_a_record_or_its_task_names_the_teachers(columns: Any, of_task: Any, wan
     ],
 )
 def test_a_wrong_route_ends_the_run_and_says_which(columns: Any, said: str) -> None:
-    routes = TeacherRoutes(weights={"a": 1.0, "b": 0.5}, column="teacher")
+    routes = TeacherChoices(weights={"a": 1.0, "b": 0.5}, column="teacher")
     with pytest.raises(EndpointMisset, match=said):
         routes.of(replace(make_prompt(0), columns=columns))
 
@@ -204,7 +204,7 @@ def test_a_wrong_route_ends_the_run_and_says_which(columns: Any, said: str) -> N
 def test_only_the_teachers_of_a_record_are_asked() -> None:
     with FakeTeacher(VOCAB, 0) as one, FakeTeacher(VOCAB, 1) as two:
         both = {"a": service(one.url, "a"), "b": service(two.url, "b")}
-        routes = TeacherRoutes(weights={"a": 1.0, "b": 1.0, "local": 3.0}, column="teacher")
+        routes = TeacherChoices(weights={"a": 1.0, "b": 1.0, "local": 3.0}, column="teacher")
         scorer = TeacherScorer(rewards, routes, both, dict.fromkeys(both), {})
         for choice in ("b", ["local", "b"]):
             prompt = replace(make_prompt(0), columns={"teacher": choice})
@@ -239,7 +239,7 @@ def test_a_server_that_is_started_again_is_waited_for() -> None:
     second: list[FakeTeacher] = []
 
     async def later() -> tuple[Score, ...]:
-        routes = TeacherRoutes(weights={"t": 1.0}, column="teacher")
+        routes = TeacherChoices(weights={"t": 1.0}, column="teacher")
         scorer = TeacherScorer(rewards, routes, {"t": one}, {"t": None}, {})
         asking = asyncio.ensure_future(scorer((EPISODE,), make_prompt(0)))
         await asyncio.sleep(0.5)
@@ -307,7 +307,7 @@ def test_the_first_failure_of_rewards_ends_the_questions() -> None:
     with FakeTeacher(VOCAB, 0) as server:
         server.faults = ["hang", "hang"]
         one = service(server.url)
-        routes = TeacherRoutes(weights={"t": 1.0}, column="teacher")
+        routes = TeacherChoices(weights={"t": 1.0}, column="teacher")
         scorer = TeacherScorer(broken, routes, {"t": one}, {"t": None}, {})
         began_s = time.monotonic()
         with pytest.raises(RolloutError, match="no reward"):

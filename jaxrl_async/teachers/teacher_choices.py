@@ -13,7 +13,7 @@ from jaxrl_async.types import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherRoutes:
+class TeacherChoices:
     """The teachers of a run, and how its records name them."""
 
     weights: Mapping[str, float]  # of each teacher by name (teachers.NAME.weight)
