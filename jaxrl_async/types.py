@@ -415,6 +415,19 @@ accuracy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherLogprobs:
+    """A teacher's log-probs at some tokens of an episode, each given the tokens before it in its
+    context, at temperature 1."""
+
+    teacher: str  # its name (teachers)
+    weight: float  # of this teacher in the episode's distillation
+    places: IntArray  # [n] int32, index of each token in the episode; [0]: the trainer computes it
+    logprobs: FloatArray  # [n] float32, of the token that stands there
+    top_ids: IntArray  # [n, k] int32, the teacher's likeliest tokens, distinct; k may be 0
+    top_logprobs: FloatArray  # [n, k] float32, of its whole distribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """A scorer's judgement of one episode."""
 
@@ -428,6 +441,7 @@ class Score:
     process_rewards: FloatArray | None = (
         None  # [length] float32 added to these: reward.process, which has its own age limit
     )
+    teachers: tuple[TeacherLogprobs, ...] = ()  # those that the policy distils from (teachers)
     left_out: bool = False  # a function did not apply (None): missing parts do not count
     logged: Mapping[str, float] = field(default_factory=dict)  # from log_metric; not in the reward
 

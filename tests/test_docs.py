@@ -232,6 +232,7 @@ BESIDE = {
     "checkpoint.dir": ["warm_start.steps=0"],
     "run.resume_or_start": ["run.overwrite=false"],
     "model.architecture.family=deepseek": ["model.architecture.experts=4"],
+    "teacher.source=teachers": ["teachers={a: {path: runs/addition/policy}}"],
     "teacher.top_k_of": ["teacher={source: self, form: loss, top_k: 8}"],
     "teacher.form": ["teacher.source=self"],
     "teacher.rewards": ["teacher={source: self, form: loss}"],

@@ -31,6 +31,7 @@ WINGS = {
     "plan",
     "remote",
     "sandbox",
+    "teachers",
     "view",
 }
 TESTS = sorted((ROOT / "tests").rglob("*.py"))

@@ -55,7 +55,7 @@ def _gguf(config: Config) -> str | None:
     settings = {
         "model.path": config.model.path,
         "data.tokenizer": config.data.tokenizer,
-        "teacher.path": None if config.teacher is None else config.teacher.path,
+        **config.teacher_folders,
         "critic.path": config.critic_settings.path,
         "reference.path": config.reference_settings.path,
         "preference.reference": config.preference.reference,

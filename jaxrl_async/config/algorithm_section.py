@@ -279,8 +279,9 @@ class CriticSection(Section):
 class TeacherSection(Section):
     """Distillation from a teacher, in addition to the rewards or in their place."""
 
-    source: Literal["path", "self"]
-    """Teacher to distil from: the model in path, or an older copy of the policy itself (self)."""
+    source: Literal["path", "self", "teachers"]
+    """Teacher to distil from: the model in path, an older copy of the policy itself (self), or
+    those that the section teachers names (teachers)."""
     path: str | None = None
     """Hugging Face directory of the teacher; it must have the policy's tokens, but its vocabulary
     may be padded to another size."""
@@ -309,6 +310,10 @@ class TeacherSection(Section):
     """Weight of the distillation term."""
     rewards: float = Field(1.0, ge=0)
     """Weight of the advantages from rewards; 0: only the distillation."""
+    column: Annotated[str, ReadWith("source", ("teachers",))] = Field("teacher", min_length=1)
+    """Column of a record that names its teacher for source=teachers: a name, a list of names, or
+    names with weights ({math: 0.7, code: 0.3}); empty: none. Without the column, the task's
+    `teacher` decides, or the only teacher there is."""
 
     @property
     def takes_beta(self) -> bool:
@@ -342,6 +347,39 @@ class TeacherSection(Section):
                 f"teacher.coefficient=0 ignores teacher.source={self.source}. Raise it, "
                 "or set teacher=null."
             )
+
+
+class NamedTeacher(Section):
+    """A teacher of some or all records (teacher.source=teachers): exactly one of url and path."""
+
+    url: str | None = Field(None, pattern=r"^https?://\S+$")
+    """Address of a server that gives the log-probs of a prompt's tokens, up to /v1: that of
+    jaxrl-async serve, of vLLM, or of another one with OpenAI's completions."""
+    model: str | None = None
+    """Name of the model, or of the adapter, at url."""
+    path: str | None = None
+    """Hugging Face directory of the teacher, which computes on the trainer's chips at the start of
+    a step; it must have the policy's tokens, but its vocabulary may be padded to another size."""
+    adapter: str | None = None
+    """Directory of a LoRA adapter of the model in path, as PEFT writes it; it is merged."""
+    key_variable: str | None = Field(None, pattern=r"^\w+$")
+    """Environment variable that holds the API key of url; null: it needs none."""
+    protocol: Literal["completions", "generate", "echo"] = "completions"
+    """How url is asked: /v1/completions with prompt_logprobs, /inference/v1/generate with
+    prompt_logprobs, or /v1/completions with echo, which gives no likeliest tokens."""
+    context: str | None = Field(None, min_length=1)
+    """Column of a record with what the teacher at url reads in place of the prompt: a text or
+    messages, such as the question with a demonstration. null: the prompt."""
+    weight: float = Field(1.0, gt=0)
+    """Weight of this teacher; records that name their own weights replace it."""
+    concurrency: Count = 16
+    """Maximum concurrent calls of url."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Timeout of one call of url, seconds. Calls that broke or met an overload (429, 5xx) are
+    repeated with growing waits, as faults.outage_s and faults.backoff_s say."""
+    max_wait_s: float | None = Field(None, gt=0)
+    """Time that a group waits for this teacher, seconds; then the group is dropped. null: it waits
+    for faults.scorer_timeout_s, and for the end of an outage."""
 
 
 class PairsSection(Section):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from jaxrl_async.config import function_facts as facts
 from jaxrl_async.config.rule import RuleBook
 from jaxrl_async.config.schema import Config, arguments_of, name_of
+from jaxrl_async.config.section import as_text
 from jaxrl_async.config.userfile import is_own
 
 rule = RuleBook()
@@ -218,3 +219,84 @@ def a_fork_draws_on_a_branch(config: Config) -> Iterator[str]:
             f"algorithm.pivots needs our sampler's branches, which sampler.engine="
             f"{config.sampler.engine} does not have. Set algorithm.pivots=null."
         )
+
+
+# --- teachers by name
+
+OF_A_SERVER = (
+    *("model", "key_variable", "protocol", "context", "concurrency", "timeout_s", "max_wait_s"),
+)
+"""Settings of a teacher that only one at an address has."""
+
+
+@rule()
+def teachers_are_those_of_the_source(config: Config) -> Iterator[str]:
+    """Require teachers exactly if teacher.source=teachers, in run.job=rl."""
+    teacher, names = config.teacher, ", ".join(config.named_teachers)
+    uses = teacher is not None and teacher.source == "teachers"
+    if config.named_teachers and config.run.job != "rl":
+        yield f"teachers ({names}) have no effect with run.job={config.run.job}. Leave them out."
+    elif config.named_teachers and not uses:
+        yield (
+            f"teachers ({names}) have no effect without teacher.source=teachers. Set "
+            "teacher={source: teachers}, or leave teachers out."
+        )
+    elif uses and not config.named_teachers:
+        yield (
+            "teacher.source=teachers, and the section teachers is empty. Name them there: "
+            "{NAME: {url: ..., model: ...}} or {NAME: {path: ...}}."
+        )
+
+
+@rule()
+def a_named_teacher_has_one_place(config: Config) -> Iterator[str]:
+    """Require exactly one of url and path, and only settings that it uses."""
+    for name, one in config.named_teachers.items():
+        if (one.url is None) == (one.path is None):
+            yield f"teachers.{name}: set exactly one of url and path."
+        elif one.url is not None and one.model is None:
+            yield f"teachers.{name}.url needs the name of the model there: set model next to it."
+        place, settings = ("url", OF_A_SERVER) if one.url is None else ("path", ("adapter",))
+        for setting in settings:
+            if one.is_set(setting):
+                yield (
+                    f"teachers.{name}.{setting} ({as_text(getattr(one, setting))}) has no effect "
+                    f"without {place}. Leave it out."
+                )
+
+
+@rule()
+def servers_give_what_the_loss_compares(config: Config) -> Iterator[str]:
+    """Require a loss over some of the likeliest tokens, at the temperature of the servers."""
+    teacher = config.teacher
+    if teacher is None or teacher.source != "teachers":
+        return
+    served = {name: one for name, one in config.named_teachers.items() if one.url is not None}
+    if teacher.form == "loss" and not teacher.top_k:
+        yield (
+            "teacher.form=loss with teacher.source=teachers compares the likeliest tokens, and "
+            "teacher.top_k=0 asks for none. Set teacher.top_k, such as 16."
+        )
+    if teacher.top_k_of == "student":
+        yield (
+            "teacher.top_k_of=student needs the teacher's log-probs of the policy's likeliest "
+            "tokens, which teacher.source=teachers does not ask for. Leave it out."
+        )
+    if served and config.sampler.temperature != 1.0:
+        yield (
+            f"teachers ({', '.join(served)}) give log-probs at temperature 1, and "
+            f"sampler.temperature is {config.sampler.temperature:g}: the two distributions would "
+            "differ even between equal models. Set sampler.temperature=1."
+        )
+    for name, one in served.items():
+        if one.protocol == "echo" and teacher.form == "loss":
+            yield (
+                f"teachers.{name}.protocol=echo gives no token ids of likely tokens, which "
+                "teacher.form=loss compares. Set protocol=completions, or teacher.form=advantage."
+            )
+        if one.max_wait_s is not None and one.max_wait_s >= config.faults.scorer_timeout_s:
+            yield (
+                f"teachers.{name}.max_wait_s ({one.max_wait_s:g}) must be below "
+                f"faults.scorer_timeout_s ({config.faults.scorer_timeout_s:g}), which ends a "
+                "group's scoring as a whole. Raise that, or lower max_wait_s."
+            )

@@ -12,6 +12,7 @@ from pydantic import Field
 from jaxrl_async.config.algorithm_section import (
     AlgorithmSection,
     CriticSection,
+    NamedTeacher,
     PairsSection,
     ReferenceSection,
     TeacherSection,
@@ -83,6 +84,7 @@ __all__ = [
     "ModelSection",
     "NamedEvalSection",
     "NamedEvals",
+    "NamedTeacher",
     "PairsSection",
     "PreferenceSection",
     "ProcessSection",
@@ -108,6 +110,7 @@ __all__ = [
 RUN_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$"
 """Pattern of the name of one of several runs: of its adapter, and of its folder."""
 RunName = Annotated[str, Field(pattern=RUN_NAME)]
+TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 LONGEST_SHARED_ROW = 8192
@@ -151,6 +154,10 @@ class Config(Section):
     reference: ReferenceSection | None = None
     critic: CriticSection | None = None
     teacher: TeacherSection | None = None
+    teachers: dict[TeacherName, NamedTeacher] | None = None
+    """Teachers by name, for teacher.source=teachers: {url: URL, model: NAME} or {path: DIR}, with
+    the settings that docs/distillation.md lists. An answer has the teachers that its record names
+    (teacher.column). null: none."""
     trainer: TrainerSection = TrainerSection()
     weights: WeightsSection = WeightsSection()
     reward: RewardSection = RewardSection()
@@ -174,9 +181,21 @@ class Config(Section):
         return self.model_copy(update={"model": self.model.model_copy(update={"dtype": chosen})})
 
     @property
+    def teacher_folders(self) -> dict[str, str]:
+        """The directories of teachers that compute on the trainer's chips, by setting."""
+        one = None if self.teacher is None else self.teacher.path
+        named = {f"teachers.{name}.path": t.path for name, t in self.named_teachers.items()}
+        return {k: path for k, path in {"teacher.path": one, **named}.items() if path is not None}
+
+    @property
     def serving(self) -> EndpointSection:
         """The settings with which the endpoint serves, if it does."""
         return EndpointSection() if self.endpoint is None else self.endpoint
+
+    @property
+    def named_teachers(self) -> Mapping[str, NamedTeacher]:
+        """The teachers by name."""
+        return {} if self.teachers is None else self.teachers
 
     @property
     def players(self) -> Mapping[str, SeatSection]:

@@ -243,15 +243,20 @@ class AnswerFormat:
 
     def prompt_logprobs(self, row: TokenRow, shown: ShownLogprobs) -> list[Any]:
         """Return the log-probs of a prompt's tokens in vLLM's format: for each position an object
-        from ids to log-probs; null for the first. The rank of a token that is not one of the
-        likeliest is unknown: null."""
+        from ids to log-probs; null for the first. The rank of a token that is none of the listed
+        likeliest is the least that it can have: their number plus one."""
 
         def position(place: int) -> dict[str, Any]:
             own = (int(row.token_ids[place]), json_number(float(row.logprobs[place])))
             ranks = {} if row.others is None else _ranks(row.others.top_ids[place])
+            beyond = len(ranks) + 1 if ranks else None
             pairs = dict([own, *row.likely(place, shown.prompt or 0, shown.ids)])
             return {
-                str(i): {"logprob": x, "rank": ranks.get(i), "decoded_token": self.text_of(i)}
+                str(i): {
+                    "logprob": x,
+                    "rank": ranks.get(i, beyond),
+                    "decoded_token": self.text_of(i),
+                }
                 for i, x in pairs.items()
             }
 

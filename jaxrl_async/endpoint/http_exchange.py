@@ -5,6 +5,7 @@ stall_s (connection.py), and holds no more than the connection's buffer.
 """
 
 import asyncio
+import base64
 import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -53,11 +54,12 @@ class HttpExchange:
 
     @property
     def key(self) -> str | None:
-        """The client's key; the session header takes precedence."""
+        """The client's key; the session header takes precedence. A client that sends no header of
+        its own takes it from the address, http://any:KEY@HOST:PORT."""
         if session := self.header("x-session-key"):
             return session
         kind, _, token = (self.header("authorization") or "").partition(" ")
-        shown = token.strip() if kind.lower() == "bearer" else None
+        shown = {"bearer": str.strip, "basic": _password}.get(kind.lower(), lambda _: None)(token)
         return shown or self.header("x-api-key")
 
     async def body(self, most: int, within_s: float, hold: Callable[[int], None]) -> bytes:
@@ -161,3 +163,11 @@ def openai_event(record: Any) -> bytes:
 def anthropic_event(record: Mapping[str, Any]) -> bytes:
     """Format an event for an Anthropic stream."""
     return b"event: " + str(record["type"]).encode() + b"\ndata: " + compact_json(record) + b"\n\n"
+
+
+def _password(token: str) -> str | None:
+    """Return the password of basic authentication; None: it cannot be read."""
+    try:
+        return base64.b64decode(token, validate=True).decode().partition(":")[2]
+    except ValueError:
+        return None

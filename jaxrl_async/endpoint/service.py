@@ -227,7 +227,7 @@ class EndpointService:
         if key is None:
             raise CallRefused(
                 "no key: send it as `Authorization: Bearer KEY`, `x-api-key: KEY` or "
-                "`x-session-key: KEY`",
+                "`x-session-key: KEY`, or in the address: http://any:KEY@HOST:PORT",
                 status=401,
                 code="invalid_api_key",
             )

@@ -49,29 +49,28 @@ class JudgeReply:
     completion_tokens: int
 
 
-class JudgeClient:
-    """A client of one endpoint."""
+class JsonClient:
+    """Sends JSON to the routes of one server, and sorts its errors."""
 
     def __init__(
         self,
-        base_url: str,
         *,
         key: str | None,
         places: int,
         timeout_s: float,
-        setting: str = "reward.judge",
+        setting: str,
+        max_bytes: int = MAX_REPLY_BYTES,
     ) -> None:
         """Connect to nothing yet.
 
         Args:
-            base_url: up to /v1.
             key: API key; None: not sent.
             places: maximum number of concurrent calls.
             timeout_s: timeout of one call, seconds.
             setting: name of the setting that configures it, for error messages.
+            max_bytes: maximum size of one reply.
         """
-        self._setting = setting
-        self._url, self._timeout_s = base_url.rstrip("/") + "/chat/completions", timeout_s
+        self._setting, self._timeout_s, self._max_bytes = setting, timeout_s, max_bytes
         self._client = httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else None,
             timeout=httpx2.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s)),
@@ -82,48 +81,77 @@ class JudgeClient:
         """Close all connections."""
         await self._client.aclose()
 
-    async def ask(self, body: Mapping[str, Any]) -> JudgeReply:
-        """Send a chat completion call. Raises JudgeBusy, JudgeRefusal and JudgeMisset."""
-        status, headers, content = await self._sent(body)
+    async def post(self, url: str, body: Mapping[str, Any], advice: str) -> bytes:
+        """Send a body; return the reply. Raises JudgeBusy, JudgeRefusal and JudgeMisset.
+
+        advice: what to do if the server refuses this body.
+        """
+        status, headers, content = await self._sent(url, body)
         said = content[:300].decode(errors="replace")
         if status in BUSY or (status >= 500 and status not in WRONG_FOR_ALL):
-            raise JudgeBusy(f"{self._url} answers {status}: {said}", retry_after_s(headers))
+            raise JudgeBusy(f"{url} answers {status}: {said}", retry_after_s(headers))
         if status in WRONG_FOR_ALL:
             raise JudgeMisset(
-                f"{self._url} answers {status}: {said}. Correct {self._setting}: its address, "
+                f"{url} answers {status}: {said}. Correct {self._setting}: its address, "
                 "model or key."
             )
         if status != 200:
-            raise JudgeRefusal(
-                f"{self._url} answers {status}: {said}. If it refuses a field of the call, set "
-                f"{self._setting}.temperature or max_tokens to null, or correct extra there; if "
-                "the question is too long for it, lower sampler.max_new_tokens."
-            )
-        return reply_of(content, self._url)
+            raise JudgeRefusal(f"{url} answers {status}: {said}. {advice}")
+        return content
 
-    async def _sent(self, body: Mapping[str, Any]) -> tuple[int, Mapping[str, str], bytes]:
+    async def _sent(
+        self, url: str, body: Mapping[str, Any]
+    ) -> tuple[int, Mapping[str, str], bytes]:
         """Return the status, headers and full body of the response. Raises JudgeBusy."""
         content = bytearray()
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
-                self._client.stream("POST", self._url, json=body) as reply,
+                self._client.stream("POST", url, json=body) as reply,
             ):
                 async for chunk in reply.aiter_bytes():
                     content += chunk
-                    if len(content) > MAX_REPLY_BYTES:
-                        raise JudgeBusy(f"{self._url} sent more than {MAX_REPLY_BYTES:,} bytes")
+                    if len(content) > self._max_bytes:
+                        raise JudgeBusy(f"{url} sent more than {self._max_bytes:,} bytes")
         except TimeoutError:
             raise JudgeBusy(
-                f"no complete answer from {self._url} in {self._timeout_s:g} s "
+                f"no complete answer from {url} in {self._timeout_s:g} s "
                 f"({self._setting}.timeout_s)"
             ) from None
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
             raise JudgeBusy(
-                f"no answer from {self._url} ({type(error).__name__}: {error}); check that it can "
+                f"no answer from {url} ({type(error).__name__}: {error}); check that it can "
                 "be reached from this machine"
             ) from error
         return reply.status_code, reply.headers, bytes(content)
+
+
+class JudgeClient(JsonClient):
+    """A client of one endpoint's chat completions."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        key: str | None,
+        places: int,
+        timeout_s: float,
+        setting: str = "reward.judge",
+    ) -> None:
+        """base_url: up to /v1; the others as JsonClient's."""
+        super().__init__(key=key, places=places, timeout_s=timeout_s, setting=setting)
+        self._url = base_url.rstrip("/") + "/chat/completions"
+
+    async def ask(self, body: Mapping[str, Any]) -> JudgeReply:
+        """Send a chat completion call. Raises JudgeBusy, JudgeRefusal and JudgeMisset."""
+        content = await self.post(
+            self._url,
+            body,
+            f"If it refuses a field of the call, set {self._setting}.temperature or max_tokens to "
+            "null, or correct extra there; if the question is too long for it, lower "
+            "sampler.max_new_tokens.",
+        )
+        return reply_of(content, self._url)
 
 
 def reply_of(content: bytes, url: str) -> JudgeReply:

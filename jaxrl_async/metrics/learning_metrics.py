@@ -87,6 +87,11 @@ LEARNING_METRICS: tuple[Metric, ...] = (
             "FLOP",
             "Model FLOP of the step, forward and backward; frozen weights have no gradient.",
         ),
+        (
+            "teacher/<name>/tokens",
+            "tokens",
+            "Trained tokens with a log-prob of this teacher (teachers).",
+        ),
         ("train/rows", "rows", "Packed rows in all micro-batches."),
         ("train/micro_batches", "passes", "Forward and backward passes in the step."),
     ),
@@ -102,6 +107,11 @@ LEARNING_METRICS: tuple[Metric, ...] = (
         ("policy/kl_reference", "nats", "Divergence from the frozen reference, by algorithm.kl."),
         ("policy/teacher_divergence", "nats", "Divergence from the teacher (teacher.form=loss)."),
         ("policy/teacher_gap", "nats", "log policy - log teacher of sampled tokens: reverse KL."),
+        (
+            "teacher/<name>/kl",
+            "nats",
+            "log behaviour - log teacher of sampled tokens that this teacher knows: reverse KL.",
+        ),
         ("policy/ratio_mean", "ratio", "exp(policy - behaviour log-prob) over trained tokens."),
         ("policy/clip_share", "share", "Trained tokens whose gradient the loss clipped away."),
         (

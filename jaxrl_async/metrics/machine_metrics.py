@@ -272,7 +272,7 @@ FAULT_METRICS: tuple[Metric, ...] = (
         (
             "faults/outages",
             "outages",
-            "Outages of an environment, a tool, a judge or a reward.",
+            "Outages of an environment, a tool, a judge, a reward or a teacher.",
         ),
         (
             "faults/outage_retries",

@@ -182,6 +182,27 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
     ),
     *timed(
         Last,
+        ("teacher/<name>/calls", "calls", "Calls of a teacher's server, including retries."),
+        ("teacher/<name>/call_s", "s", "Total time of these calls, which run concurrently."),
+        ("teacher/<name>/retries", "calls", "Calls that repeated a failed one (an outage)."),
+        (
+            "teacher/<name>/failures",
+            "answers",
+            "Answers without this teacher's log-probs.",
+        ),
+        (
+            "teacher/<name>/unknown_tokens",
+            "tokens",
+            "Generated tokens at or after one that the tokenizer does not have: not asked about.",
+        ),
+        (
+            "teacher/<name>/dropped_groups",
+            "groups",
+            "Groups that waited for longer than teachers.NAME.max_wait_s.",
+        ),
+    ),
+    *timed(
+        Last,
         ("process/steps", "steps", "Steps of answers that got a separate reward."),
         ("process/step_reward", "reward", "Mean reward of these steps, before weighting."),
     ),

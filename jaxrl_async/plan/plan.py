@@ -655,7 +655,8 @@ def _notes(config: schema.Config) -> tuple[str, ...]:
     )
     left_out = {
         "the critic's update": needs_critic(config.algorithm.advantage),
-        "the teacher's pass": config.teacher is not None,
+        "the teacher's pass": config.teacher is not None
+        and (config.teacher.source != "teachers" or bool(config.teacher_folders)),
         "the reward model's pass": config.reward.model is not None,
     }
     missing = [name for name, there in left_out.items() if there]

@@ -30,6 +30,7 @@ from jaxrl_async.run.optional_parts import (
     NoServing,
     SeatFillers,
     Serving,
+    TeacherScorers,
 )
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.types import Prompt, VersionedParams
@@ -232,6 +233,29 @@ def remote_sampling(
     make = _of("remote.run.remote_samplers", "make_remote_sampling")
     sampling: Sampling = make(config, inputs, weights, gate, lockstep, folder, closing, base)
     return sampling
+
+
+# ---- teachers: asked over HTTP
+
+
+def teachers(
+    config: Config,
+    task: Task,
+    tokenizer: Tokenizer,
+    vocab: int,
+    faults: FaultCounts,
+    outages: Outages | None,
+    chat: Callable[[], ChatFormat | None],
+) -> TeacherScorers | None:
+    """Return the teachers by name; None: there are none. Raises ConfigError.
+
+    vocab: the policy's number of tokens. chat: returns its format; None: it has none.
+    """
+    if not config.named_teachers:
+        return None
+    make = _of("teachers.run_teachers", "RunTeachers")
+    made: TeacherScorers = make(config, task, tokenizer, vocab, faults, outages, chat)
+    return made
 
 
 # ---- view: the report

@@ -286,6 +286,41 @@ class NoJudges:
         """Do nothing."""
 
 
+class Teachers(Protocol):
+    """Counters of the teachers of a run that are asked over HTTP (the wing `teachers`)."""
+
+    def counts(self) -> Mapping[str, float]:
+        """Return the counters so far, as NAME/COUNTER; empty: no such teacher."""
+        ...
+
+    def close(self) -> None:
+        """Close all connections. Idempotent; they are opened again if they are needed again."""
+        ...
+
+
+class TeacherScorers(Teachers, Protocol):
+    """The scorers of a run's teachers."""
+
+    def with_teachers(self, outcome: Scorer) -> Scorer:
+        """Return a scorer that adds what the teachers say to an outcome's scores."""
+        ...
+
+    def trials(self) -> list[tuple[str, Scorer]]:
+        """Return the settings of the teachers with an address, each with a trial before a run."""
+        ...
+
+
+class NoTeachers:
+    """The Teachers of a run without teachers by name."""
+
+    def counts(self) -> Mapping[str, float]:
+        """Return nothing."""
+        return {}
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class CopyOfRun(Protocol):
     """The thread that copies a run's folder to run.copy_to (the wing `mirror`)."""
 

@@ -42,6 +42,7 @@ class Counters(NamedTuple):
     endpoint: Mapping[str, int] = MappingProxyType({})  # by name, as EndpointCounts; may be empty
     judge: Mapping[str, float] = MappingProxyType({})  # by name, as JudgeMeter; empty: no judge
     process: Mapping[str, float] = MappingProxyType({})  # by name, as ProcessTally; empty: none
+    teachers: Mapping[str, float] = MappingProxyType({})  # as NAME/COUNTER; empty: none is asked
 
 
 class Utilisation:
@@ -155,7 +156,7 @@ def combined_rates(of_processes: Sequence[Mapping[str, float]]) -> dict[str, flo
     for key in sorted({key for rates in of_processes for key in rates}):
         values = [rates[key] for rates in of_processes if key in rates]
         total = max(values) if key in LARGEST else sum(values)
-        is_total = key in ADDED or key in LARGEST or key.startswith("endpoint/")
+        is_total = key in ADDED or key in LARGEST or key.startswith(("endpoint/", "teacher/"))
         combined[key] = total if is_total else total / len(values)
     return combined
 
@@ -187,6 +188,7 @@ def rates(before: Counters, after: Counters, wall_s: float) -> dict[str, float]:
         **_since("endpoint", before.endpoint, after.endpoint),
         **_since("judge", before.judge, after.judge),
         **process_rewards(before.process, after.process),
+        **_since("teacher", before.teachers, after.teachers),
     }
 
 

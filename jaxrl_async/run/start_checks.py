@@ -133,8 +133,9 @@ def _folders(config: Config) -> Iterator[tuple[str, str | None]]:
     if config.run.job == "preference":
         yield "preference.reference", config.preference.reference
     if config.run.job == "rl":
-        if config.teacher is not None:
-            yield "teacher.path", config.teacher.path
+        yield from config.teacher_folders.items()
+        for name, one in config.named_teachers.items():
+            yield f"teachers.{name}.adapter", one.adapter
         yield "critic.path", config.critic_settings.path
         yield "reward.model", config.reward.model
         if config.refers:

@@ -30,6 +30,9 @@ Tool = Callable[..., Any]
 exceptions as text. A call is retried, twice and within 20 s, only if its service did not accept it:
 after a refused connection, HTTP 429 or 503, or a `ConnectionError` that it raises itself. It is
 never retried after a timeout or a broken connection, since it may have taken effect."""
+TeacherChoice = str | Sequence[str] | Mapping[str, float] | None
+"""The teachers of a record by name (teachers): one, several, or several with weights; None or
+empty: none."""
 QUESTIONS = ("prompt", "question")
 """Columns that may hold the question of a record without messages; the first one that exists
 does."""
@@ -127,6 +130,9 @@ class Task:
     # what each answer of the policy must match: one for all records, or a function that returns a
     # record's (None: no constraint); not for a program, whose calls ask for theirs
     constraint: Constraint | Callable[[TaskRecord], Constraint | None] | None = None
+    # for teacher.source=teachers: the teacher of all records, or a function that returns a
+    # record's: a name, names, or names with weights; a record's own column comes first
+    teacher: TeacherChoice | Callable[[TaskRecord], TeacherChoice] = None
     # Each text is one token of a tokenizer that is created for the task if neither data.tokenizer
     # nor model.path names one: for tiny models that learn the task from scratch
     words: Sequence[str] = ()

@@ -34,7 +34,8 @@ class PassResults(NamedTuple):
     teacher: FloatArray | None = None  # log-probs of the teacher
     values: FloatArray | None = None  # a critic's, of the state before each token
     last_values: FloatArray | None = None  # at a sequence's last token: of the state after it
-    top_k: Columns | None = None  # teacher_ids and teacher_logprobs
+    top_k: Columns | None = None  # teacher_ids, teacher_logprobs and, of several, teacher_weights
+    teachers_gap: FloatArray | None = None  # of teachers by name, as named_teachers.Advice.gap
 
     @property
     def num_passes(self) -> int:
@@ -74,6 +75,9 @@ class Credit:
         advantages = step.to_rows(estimated.advantages)
         if results.teacher is not None:
             advantages, gap = self.advised(step.batch, advantages, results.teacher)
+            report["policy/teacher_gap"] = gap
+        if results.teachers_gap is not None:
+            advantages, gap = self.less_gap(step.batch, advantages, results.teachers_gap)
             report["policy/teacher_gap"] = gap
         columns: Columns = {} if results.top_k is None else dict(results.top_k)
         if results.proximal is not None:
@@ -125,12 +129,19 @@ class Credit:
 
         Also return the mean of log behavior - log teacher over the trained tokens.
         """
-        assert self.teacher is not None, "its pass was run"
         behavior = batch.behavior_logprobs
         known = batch.mask & np.isfinite(behavior - teacher)  # an external sampler may give none
         if self.teacher_vocab is not None:
             known &= batch.token_ids < self.teacher_vocab
         gap = -np.asarray(distill.teacher_advantages(behavior, teacher, known))
+        return self.less_gap(batch, advantages, gap)
+
+    def less_gap(
+        self, batch: PackedBatch, advantages: FloatArray, gap: FloatArray
+    ) -> tuple[FloatArray, float]:
+        """Return teacher.rewards advantages - teacher.coefficient gap, [rows, length], and the mean
+        gap of the trained tokens."""
+        assert self.teacher is not None, "its gap is known"
         mixed = self.teacher.rewards * advantages - self.teacher.coefficient * gap
         mean = float(gap[batch.mask].mean(dtype=np.float64)) if batch.mask.any() else 0.0
         return mixed.astype(np.float32), mean

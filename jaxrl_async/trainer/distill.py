@@ -124,6 +124,9 @@ class TeacherTop(NamedTuple):
 
     ids: Array  # [B, T, k] int32, distinct
     logprobs: Array  # [B, T, k] float32, of the teacher's whole distribution
+    # [B, T, n] float32: the last axis above has the k of each of n teachers, one after another,
+    # and the divergence is the sum of theirs with these weights. None: one teacher, of weight 1
+    weights: Array | None = None
 
 
 def distill_rows(
@@ -143,13 +146,22 @@ def distill_rows(
     head = output_head(spec, params, layout)
     hidden, changed, load = token_states(spec, params, tokens, settings)
 
-    def one_chunk(x: Array, target: Array, ids: Array, logprobs: Array) -> TokenDivergence:
+    def one_chunk(
+        x: Array, target: Array, ids: Array, logprobs: Array, *weights: Array
+    ) -> TokenDivergence:
         student = log_softmax_of(x, head, settings.temperature, spec.scales)
         drawn = jnp.take_along_axis(student, target[:, None], axis=-1)[:, 0]
-        apart = measure(*_outcomes(student, ids, logprobs))
+        if not weights:
+            apart = measure(*_outcomes(student, ids, logprobs))
+        else:
+            of_each = weights[0].T  # [teachers, tokens]
+            parts = (jnp.split(a, len(of_each), axis=-1) for a in (ids, logprobs))
+            each = zip(of_each, *parts, strict=True)
+            apart = sum(w * measure(*_outcomes(student, i, p)) for w, i, p in each)
         return TokenDivergence(drawn, entropy_of(student), apart)
 
-    inputs = (after(a, layout) for a in (tokens.token_ids, *teacher))
+    given = (a for a in (tokens.token_ids, *teacher) if a is not None)
+    inputs = (after(a, layout) for a in given)
     measured = over_chunks(one_chunk, (hidden, *inputs), chunk=settings.chunk, layout=layout)
     in_rows = [placed(values, tokens.segment_ids, layout) for values in measured[:3]]
     return TokenDivergence(in_rows[0], in_rows[1], in_rows[2], changed, load)

@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from jaxrl_async.algorithms import answer_pairs
     from jaxrl_async.trainer import pair_credit
     from jaxrl_async.trainer.critic import Critic
+    from jaxrl_async.trainer.named_teachers import NamedTeachers
     from jaxrl_async.trainer.objectives import critic_objective
     from jaxrl_async.trainer.pair_credit import PairCredit
 else:
@@ -136,6 +137,7 @@ class Companions:
     reference: Params | None = None  # at the start of the run; whole weights or an adapter
     teacher: Params | None = None  # at the start of the run
     teacher_pass: LogprobPass | None = None
+    teachers: "NamedTeachers | None" = None  # by name
     critic: "Critic | None" = None
     critic_state: TrainState | None = None
     pairs: Iterator[Pair] | None = None  # demonstrations to mix in
@@ -289,6 +291,7 @@ class Learner:
             share_prefixes=bool(self._step.settings.trainer.share_prefixes),
         )
         results = self.run_passes(step.batch, device_lock)
+        results, of_teachers = self._ask_teachers(step, results, device_lock)
         step, credit_report = self.credit(step, results, self.coefficients.current.kl)
         self.sights = self._look(step, groups, results, version, device_lock)
         report = self._update(step, version, device_lock)
@@ -296,8 +299,21 @@ class Learner:
         report["train/flops"] += results.num_passes * forward_flops(
             self._objective.spec, step.batch
         )
+        report["train/flops"] += of_teachers.pop("teacher/flops", 0.0)
         self._steer_and_follow(report, version)
-        return {**of_process, **shaped.counts, **credit_report, **report}
+        return {**of_process, **shaped.counts, **of_teachers, **credit_report, **report}
+
+    def _ask_teachers(
+        self, step: PackedStep, results: PassResults, device_lock: AnyDeviceLock
+    ) -> tuple[PassResults, dict[str, float]]:
+        """Add what the teachers by name say to the passes' results; also return their report."""
+        teachers, section = self._companions.teachers, self._teacher
+        if teachers is None or section is None:
+            return results, {}
+        advice = teachers(step, device_lock)
+        if section.form == "loss":
+            return results._replace(top_k=advice.columns), advice.report
+        return results._replace(teachers_gap=advice.gap), advice.report
 
     def _look(
         self,

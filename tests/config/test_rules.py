@@ -296,6 +296,12 @@ BROKEN = {
     "a_head_has_an_even_width": {"model": {"architecture": {"head_dim": 3}}},
     "a_students_top_tokens_are_looked_at": {"teacher": {"source": "self", "top_k_of": "student"}},
     "a_teacher_at_a_path_has_one": {"teacher": {"source": "path"}},
+    "teachers_are_those_of_the_source": {"teachers": {"a": {"path": "x"}}},
+    "a_named_teacher_has_one_place": {"teacher": {"source": "teachers"}, "teachers": {"a": {}}},
+    "servers_give_what_the_loss_compares": {
+        "teacher": {"source": "teachers", "form": "loss"},
+        "teachers": {"a": {"path": "x"}},
+    },
     "a_reward_function_takes_one_weight": {"reward": {"function": {"exact": {"wieght": 1}}}},
     "reward_functions_are_listed_once": {"reward": {"function": ["exact", "exact"]}},
     "something_gives_rewards": {"reward": {"function": "none"}},
@@ -522,6 +528,58 @@ def test_a_rule_is_broken_alone_and_kept_by_the_defaults(name):
     with pytest.raises(ConfigError) as caught:
         check_rules(config)
     assert str(caught.value) == violation.sentence
+
+
+SERVED = {"url": "http://x/v1", "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"teacher": {"source": "teachers"}}, "the section teachers is empty"),
+        ({"teacher": {"source": "self"}, "teachers": {"a": SERVED}}, "have no effect without"),
+        ({"run": {"job": "sft"}, "teachers": {"a": SERVED}}, "no effect with run.job=sft"),
+        ({"teachers": {"a": {**SERVED, "path": "x"}}}, "set exactly one of url and path"),
+        ({"teachers": {"a": {"url": "http://x/v1"}}}, "needs the name of the model"),
+        ({"teachers": {"a": {"path": "x", "timeout_s": 3.0}}}, "timeout_s (3.0) has no effect"),
+        ({"teachers": {"a": {**SERVED, "adapter": "x"}}}, "adapter (x) has no effect without path"),
+        ({"teacher": {"form": "loss", "top_k": 0}}, "teacher.top_k=0 asks for none"),
+        ({"teacher": {"form": "loss", "top_k": 2, "top_k_of": "student"}}, "top_k_of=student"),
+        ({"sampler": {"temperature": 0.7}}, "sampler.temperature is 0.7"),
+        (
+            {
+                "teacher": {"form": "loss", "top_k": 2},
+                "teachers": {"a": {**SERVED, "protocol": "echo"}},
+            },
+            "protocol=echo gives no token ids",
+        ),
+        ({"teachers": {"a": {**SERVED, "max_wait_s": 1e6}}}, "must be below faults.scorer_timeout"),
+    ],
+    ids=str,
+)
+def test_teachers_that_cannot_be_asked_are_refused(changes, said):
+    given = {"teacher": {"source": "teachers"}, "teachers": {"a": SERVED}}
+    if changes == {"teacher": {"source": "teachers"}}:
+        given["teachers"] = {}
+    given = {**given, **changes}
+    if given["teacher"] is not None:
+        given["teacher"] = {"source": "teachers", **given["teacher"]}
+    config = Config(**given)
+    found = [v.sentence for v in RULES.violations(config)]
+    assert any(said in sentence for sentence in found), found
+
+
+def test_teachers_that_can_be_asked_are_not_refused():
+    config = Config(
+        teacher={"source": "teachers", "form": "loss", "top_k": 4, "rewards": 0.0},
+        teachers={"a": SERVED, "b": {"path": "x", "weight": 0.5}},
+    )
+    names = {v.rule.name for v in RULES.violations(config)}
+    assert not names & {
+        "teachers_are_those_of_the_source",
+        "a_named_teacher_has_one_place",
+        "servers_give_what_the_loss_compares",
+    }
 
 
 @pytest.mark.parametrize("teacher", [{"form": "loss"}, {"top_k": 4}], ids=str)

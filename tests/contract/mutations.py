@@ -370,6 +370,63 @@ GROUPS = (
         ),
     ),
     Group(
+        "trainer/distill",
+        (
+            "trainer/test_named_teachers.py::test_the_divergence_is_the_weighted_sum_over_each_teachers_top_k_and_rest",
+        ),
+        (
+            ("sum(w * measure(", "sum(1.0 * measure("),
+            ("jnp.split(a, len(of_each), axis=-1)", "jnp.split(a, len(of_each), axis=-1)[::-1]"),
+        ),
+    ),
+    Group(
+        "trainer/named_teachers",
+        (
+            "trainer/test_named_teachers.py::test_the_gap_is_the_weighted_sum_of_log_ratios",
+            "trainer/test_named_teachers.py::test_a_local_teacher_computes_its_own_episodes_alone",
+            "trainer/test_named_teachers.py::test_tokens_without_a_samplers_log_prob_have_no_gap",
+        ),
+        (
+            ("behavior[flat] - teacher.logprobs[used]", "teacher.logprobs[used] - behavior[flat]"),
+            ("teacher.weight * apart[known]", "apart[known]"),
+            ("own[teacher.places] & mask[flat]", "own[teacher.places]"),
+            ("total / count", "total"),
+            ("weights[flat, slot] = teacher.weight", "weights[flat, slot] = 1.0"),
+            ("if any(t.teacher == name for t in of_one)", "if of_one"),
+            ("known = np.isfinite(apart)", "known = apart == apart"),
+        ),
+    ),
+    Group(
+        "teachers/prompt_logprobs",
+        ("teachers/test_teacher_scorer.py",),
+        (
+            ("(-pair[1], pair[0])", "(pair[1], pair[0])"),
+            ("logprobs[place] = known[own]", "logprobs[place] = max(known.values())"),
+            ("if not 0 <= token < vocab", "if not 0 <= token <= 99"),
+            ("given[: len(token_ids)]", "given"),
+            ("if len(best) < top_k:", "if len(best) < top_k - 1:"),
+        ),
+    ),
+    Group(
+        "teachers/teacher_service",
+        ("teachers/test_teacher_scorer.py",),
+        (
+            ("places.append(start + known)", "places.append(known)"),
+            ("found.at(known + len(read) - len(token_ids))", "found.at(known)"),
+            (">= self._named_tokens", "> self._named_tokens"),
+            ("+= tries > 0", "+= tries > 1"),
+        ),
+    ),
+    Group(
+        "teachers/teacher_choices",
+        ("teachers/test_teacher_scorer.py",),
+        (
+            ("if weight is not None}", "if weight}"),
+            ("or not weight > 0", "or weight < 0"),
+            ("elif len(self.weights) == 1:", "elif self.weights:"),
+        ),
+    ),
+    Group(
         "trainer/credit",
         (
             "trainer/test_learner.py::test_a_penalty_is_taken_off_what_tokens_earn_or_else_off_the_sequences",

@@ -18,7 +18,7 @@ CASES = [(g.file, g.tests, *change) for g in GROUPS for change in g.changes]
 IDS = [f"{file}: {old} -> {new}" for file, _, old, new in CASES]
 SELECTIONS = sorted({(g.file, g.tests) for g in GROUPS}, key=str)
 LEAST = {"algorithms": 50, "trainer": 20, "buffer": 12, "sampler": 14, "weights": 9, "model": 14,
-         "data": 9, "judge": 8, "scorers": 5, "run": 3}  # fmt: skip
+         "data": 9, "judge": 8, "teachers": 9, "scorers": 5, "run": 3}  # fmt: skip
 """Mutations of each folder."""
 
 

@@ -5,13 +5,16 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
+import httpx
+import numpy as np
 import openai
 import pytest
 from chat_tokenizers import QWEN3, byte_tokenizer
 from endpoint_rig import KEY, Rig, Speaker, closed, serve, served_by
 
+from jaxrl_async.endpoint.http_answers import AnswerFormat, prompt_row
 from jaxrl_async.endpoint.http_server import Endpoint
-from jaxrl_async.endpoint.sampling_request import CallerLimits
+from jaxrl_async.endpoint.sampling_request import CallerLimits, ShownLogprobs
 from jaxrl_async.endpoint.service import EndpointLimits, EndpointService
 from jaxrl_async.endpoint.sessions import SessionLimits, SessionPlace
 from jaxrl_async.errors import RequestRefused
@@ -21,6 +24,7 @@ from jaxrl_async.types import (
     EpisodeLimits,
     LogitShaping,
     LogprobRequest,
+    PositionLogprobs,
     SamplingParams,
 )
 
@@ -400,6 +404,31 @@ def test_the_log_probs_of_a_prompt(rig: Rig):
     assert rig.sampler.requests[-1].max_new_tokens == 0
     assert [list(p or ()) for p in reply["prompt_logprobs"]] == [[], ["6"], ["7"]]
     assert reply["choices"][0]["token_ids"] == []
+
+
+def test_every_token_of_a_prompt_has_a_rank():
+    told = PositionLogprobs(
+        logprobs=np.array([np.nan, -4.0], np.float32),
+        top_ids=np.array([[-1, -1], [8, 9]], np.int32),
+        top_logprobs=np.array([[np.nan, np.nan], [-0.5, -1.0]], np.float32),
+        id_logprobs=np.zeros((2, 0), np.float32),
+    )
+    words = AnswerFormat(
+        text_of=str, bytes_of=lambda i: b"x", decode=str, bytes_in_text=None, label="v"
+    )
+    row = prompt_row(np.array([5, 6], np.int32), told)
+    found = words.prompt_logprobs(row, ShownLogprobs(prompt=2))
+    assert {i: entry["rank"] for i, entry in found[1].items()} == {"8": 1, "9": 2, "6": 3}
+
+
+def test_a_client_without_a_header_takes_the_key_from_the_address(rig: Rig):
+    body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 1, "prompt_logprobs": 2}
+    rig.sampler.texts.append("ab")
+    asked = f"{rig.endpoint.address}/v1/completions"
+    reply = httpx.post(asked, json=body, auth=("any", KEY))
+    assert reply.status_code == 200 and len(reply.json()["choices"][0]["prompt_logprobs"]) == 3
+    for headers in ({"Authorization": "Basic !"}, {"Authorization": "Basic eDp5"}, {}):
+        assert httpx.post(asked, json=body, headers=headers).status_code == 401
 
 
 def test_an_echo_scores_its_prompt(rig: Rig):

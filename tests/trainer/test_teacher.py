@@ -10,6 +10,7 @@ import pytest
 from whole_rows import row_states
 
 from jaxrl_async.config import schema
+from jaxrl_async.config.lora_section import LoraSection
 from jaxrl_async.data.tokenizer import Tokenizer, character_tokenizer
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import make_slices
@@ -20,6 +21,7 @@ from jaxrl_async.model.divergence import (
     divergence_of,
     reverse_kl,
 )
+from jaxrl_async.model.lora import lora_of
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.run.builders.frozen_weights import check_advisers, cut_vocabulary
@@ -249,3 +251,31 @@ def test_the_learner_distils_at_the_students_likeliest_tokens(tmp_path, sizes):
     q, p = lump(own), lump(theirs)
     wanted = (q * np.log(q / p)).sum(-1)
     np.testing.assert_allclose(found.divergence[packed.mask], wanted[packed.mask], atol=2e-4)
+
+
+def test_named_teachers_in_folders_are_loaded_with_their_adapter_and_cut(tmp_path):
+    policy, base = policy_of(24, 0), policy_of(32, 1)
+    lora = lora_of(base.spec, LoraSection(rank=2))
+    adapted = base.adapted(lora, jax.random.key(2))
+    moved = jax.tree.map(lambda x: x + 0.3, adapted.adapter)
+    adapted = adapted.with_trained(moved)
+    adapted.save_adapter(tmp_path / "adapter")
+    path = saved(tmp_path / "teacher", base, TOKENIZER)
+    section = schema.TeacherSection(source="teachers")
+    config = config_of(path=path).model_copy(
+        update={
+            "teacher": section,
+            "teachers": {
+                "plain": schema.NamedTeacher(path=path),
+                "tuned": schema.NamedTeacher(path=path, adapter=str(tmp_path / "adapter")),
+            },
+        }
+    )
+    teachers = make_learner(config, policy, SLICES, TOKENIZER)._companions.teachers
+    packed = batch()
+    for name, teacher in {"plain": base, "tuned": adapted.merged()}.items():
+        local = teachers.local[name]
+        found = local.logprob_pass.logprobs(local.params, packed)
+        every = log_softmax(logits(teacher, packed)[..., :24])
+        wanted = np.take_along_axis(every, packed.token_ids[..., None], -1)[..., 0]
+        np.testing.assert_allclose(found[packed.mask], wanted[packed.mask], atol=1e-4)

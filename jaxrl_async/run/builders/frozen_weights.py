@@ -25,7 +25,7 @@ def check_frozen(config: Config) -> None:
     ConfigError."""
     refers = config.run.job == "rl" and config.refers
     of_policies = [
-        None if config.teacher is None else config.teacher.path,
+        *config.teacher_folders.values(),
         config.reference_settings.path if refers else None,
         config.preference.reference,
     ]
@@ -40,8 +40,7 @@ def check_frozen(config: Config) -> None:
 
 def check_advisers(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> None:
     """Raise ConfigError if teacher or critic have other tokens than the policy."""
-    teacher = None if config.teacher is None else config.teacher.path
-    paths = {"teacher.path": teacher, "critic.path": config.critic_settings.path}
+    paths = {**config.teacher_folders, "critic.path": config.critic_settings.path}
     for setting, path in paths.items():
         if path is not None:
             vocab = load_spec(Path(path)).vocab

@@ -222,15 +222,17 @@ def load_policy(
     slices: Slices,
     tokenizer: Tokenizer | None = None,
     form: BaseForm | None = None,
+    adapter: str | None = None,
 ) -> Policy:
-    """Load a policy's directory onto the trainer's slice, its matrices in this format. Raises
-    CheckpointError."""
+    """Load a policy's directory onto the trainer's slice, its matrices in this format, with an
+    adapter from another directory. Raises CheckpointError."""
     return Policy.from_pretrained(
         path,
         mesh=slices.trainer,
         rules=TRAINER_RULES,
         dtype=jnp.dtype(model.param_dtype),
         tokenizer=tokenizer,
+        adapter=adapter,
         form=form,
     )
 

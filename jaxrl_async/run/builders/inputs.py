@@ -117,7 +117,7 @@ def check_inputs(
     data, graded = config.limited_data, bool(graders)
     held_out = eval_prompts(data, tokenizer, play.own, graded=graded)
     scorers = make_scorers(
-        config, tokenizer, held_out, slices, locks.trainer, faults, task, outages
+        config, tokenizer, held_out, slices, locks.trainer, faults, task, outages, vocab=spec.vocab
     )
     keep_mask = keeps_masks(config, task)
     check_constraint(config, task, held_out, tokenizer, spec.vocab)

@@ -60,10 +60,11 @@ from jaxrl_async.types import SamplingParams
 if TYPE_CHECKING:
     from jaxrl_async.model import heads
     from jaxrl_async.trainer import critic as critics
-    from jaxrl_async.trainer import pair_credit
+    from jaxrl_async.trainer import named_teachers, pair_credit
 else:
     heads = Later("jaxrl_async.model.heads")
     critics = Later("jaxrl_async.trainer.critic")
+    named_teachers = Later("jaxrl_async.trainer.named_teachers")
     pair_credit = Later("jaxrl_async.trainer.pair_credit")
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ def with_shared_prefixes(config: Config, policy: Policy, mesh: Mesh, *, images: 
     trainer = config.trainer
     if trainer.share_prefixes is not None:
         return config
-    others = [_teacher_spec(config, policy)]
+    others = [load_spec(Path(path)) for path in config.teacher_folders.values()]
     if needs_critic(config.algorithm.advantage) and config.critic_settings.path is not None:
         others.append(load_spec(Path(config.critic_settings.path)))
     attends = all(spec.delta is None for spec in (policy.spec, *others))
@@ -221,7 +222,12 @@ def _teacher_spec(config: Config, policy: Policy) -> ModelSpec:
     """Return the teacher's spec, with no more tokens than the policy has (see cut_vocabulary)."""
     if config.teacher is None or config.teacher.path is None:
         return policy.spec
-    spec = load_spec(Path(config.teacher.path))
+    return _cut_spec(config.teacher.path, policy)
+
+
+def _cut_spec(path: str, policy: Policy) -> ModelSpec:
+    """Return the spec of a model's directory, with no more tokens than the policy has."""
+    spec = load_spec(Path(path))
     return replace(spec, vocab=min(spec.vocab, policy.spec.vocab))
 
 
@@ -245,19 +251,35 @@ def _teacher(config: Config, policy: Policy, slices: Slices, state: TrainState) 
     section = config.teacher
     if section is None:
         return {}
+
+    def passing(spec: ModelSpec) -> LogprobPass:
+        if section.top_k >= spec.vocab:
+            raise ConfigError(
+                f"teacher.top_k ({section.top_k}) must be below the vocabulary ({spec.vocab}); 0 "
+                "uses all tokens."
+            )
+        return _pass(config, spec, slices, section.top_k)
+
+    def loaded(path: str, adapter: str | None = None) -> tuple[Params, LogprobPass]:
+        other = load_policy(config.model, path, slices, adapter=adapter).merged()
+        spec = _cut_spec(path, policy)
+        params = cut_vocabulary(other.spec, other.params, spec, slices.trainer)
+        return params, passing(spec)
+
+    if section.source == "teachers":
+        passing(policy.spec)
+        local = {
+            name: named_teachers.LocalTeacher(*loaded(one.path, one.adapter))
+            for name, one in config.named_teachers.items()
+            if one.path is not None
+        }
+        return {"teachers": named_teachers.NamedTeachers(top_k=section.top_k, local=local)}
     if section.source == "self":
-        spec, params = policy.spec, copied(state.params)
+        params, teacher_pass = copied(state.params), passing(policy.spec)
     else:
         assert section.path is not None
-        other = load_policy(config.model, section.path, slices)
-        spec = _teacher_spec(config, policy)
-        params = cut_vocabulary(other.spec, other.params, spec, slices.trainer)
-    if section.top_k >= spec.vocab:
-        raise ConfigError(
-            f"teacher.top_k ({section.top_k}) must be below the vocabulary ({spec.vocab}); 0 uses "
-            "all tokens."
-        )
-    return {"teacher": params, "teacher_pass": _pass(config, spec, slices, section.top_k)}
+        params, teacher_pass = loaded(section.path)
+    return {"teacher": params, "teacher_pass": teacher_pass}
 
 
 def _critic(config: Config, policy: Policy, slices: Slices, updates: int) -> dict[str, Any]:

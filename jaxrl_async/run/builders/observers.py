@@ -48,6 +48,7 @@ def make_observer(
             },
             judge=scorers.judges.cost(),
             process=scorers.judges.tally(),
+            teachers=scorers.teachers.counts(),
             pivots=PivotCounts(
                 forks=played.forks,
                 tokens=played.fork_tokens,

@@ -26,7 +26,8 @@ from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.run import features
 from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.initial_policy import check_lengths
-from jaxrl_async.run.optional_parts import Judges, NoJudges
+from jaxrl_async.run.builders.playing import run_chat_format
+from jaxrl_async.run.optional_parts import Judges, NoJudges, NoTeachers, Teachers
 from jaxrl_async.scorers.answers import thinking_marks
 from jaxrl_async.scorers.guard import GuardedScorer, try_once
 from jaxrl_async.scorers.results import FUNCTION, FUNCTIONS, MODEL
@@ -50,6 +51,7 @@ class Scorers:
     training: GuardedScorer
     evaluation: GuardedScorer
     judges: Judges = field(default_factory=NoJudges)  # within `training`
+    teachers: Teachers = field(default_factory=NoTeachers)  # within `training`
     functions: RewardScorer | None = None  # within both; None: no functions
     trials: tuple[tuple[str, GuardedScorer], ...] = ()  # settings and their trials before a run
 
@@ -70,9 +72,10 @@ class Scorers:
             self.functions.version = version
 
     def close(self) -> None:
-        """Close the judge's connections and its cache file, and end the functions' processes.
-        Idempotent; they are made again if they are needed again."""
+        """Close the connections of judge and teachers and the judge's cache file, and end the
+        functions' processes. Idempotent; they are made again if they are needed again."""
         self.judges.close()
+        self.teachers.close()
         if self.functions is not None:
             self.functions.close()
 
@@ -86,6 +89,8 @@ def make_scorers(
     faults: FaultCounts,
     task: Task,
     outages: Outages | None = None,
+    *,
+    vocab: int = 0,
 ) -> Scorers:
     """Make the configured scorers, each with a timeout, retries and a check of its scores.
 
@@ -98,6 +103,7 @@ def make_scorers(
         faults: counts handled faults.
         task: its environment and its functions give rewards, too.
         outages: shared tracker of outages; None: one for each scorer.
+        vocab: the policy's number of tokens, for teachers.
     """
     section = config.reward
     guarded = functools.partial(_guarded, config.faults, faults=faults, outages=outages)
@@ -136,10 +142,17 @@ def make_scorers(
     if judges is not None and (steps := judges.process_trial()) is not None:
         training = judges.with_process_rewards(training)
         trials.append(("reward.process", guarded(steps, retries=0)))
+    teachers = features.teachers(
+        config, task, tokenizer, vocab, faults, outages, lambda: run_chat_format(config, tokenizer)
+    )
+    if teachers is not None:
+        training = teachers.with_teachers(training)
+        trials += [(name, guarded(trial, retries=0)) for name, trial in teachers.trials()]
     return Scorers(
         training=guarded(training),
         evaluation=guarded(evaluation),
         judges=NoJudges() if judges is None else judges,
+        teachers=NoTeachers() if teachers is None else teachers,
         functions=functions,
         trials=tuple(trials),
     )

@@ -102,7 +102,7 @@ def _obstacles(config: Config) -> Iterator[str]:
         f"mesh.trainer.context={context}": context != 1,
         f"model.attention={c.model.attention} (set auto or reference)": c.model.attention
         not in ("auto", "reference"),
-        "teacher.path": c.teacher is not None and c.teacher.path is not None,
+        "teacher.path or teachers": bool(c.teacher_folders or c.named_teachers),
         "pairs": c.pairs is not None,
         "reward.model": c.reward.model is not None,
         "a critic (algorithm.advantage)": needs_critic(c.algorithm.advantage),

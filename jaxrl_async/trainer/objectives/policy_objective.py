@@ -77,7 +77,9 @@ class PolicyForward:
         policy = (self.spec, joined(self.lora, frozen.base, trainable, frozen.noise))
         tokens = TokenRows.of(micro._asdict(), self._learnt(micro))
         if micro.teacher_ids is not None and micro.teacher_logprobs is not None:
-            top = distill.TeacherTop(micro.teacher_ids, micro.teacher_logprobs)
+            top = distill.TeacherTop(
+                micro.teacher_ids, micro.teacher_logprobs, micro.teacher_weights
+            )
             passed = distill.distill_rows(
                 *policy, tokens, top, self.teacher_divergence, self.decoder
             )

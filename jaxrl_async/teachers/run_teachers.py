@@ -1,0 +1,122 @@
+"""The teachers of a run: run.optional_parts.TeacherScorers."""
+
+import logging
+from collections.abc import Callable, Mapping
+
+from jaxrl_async.config.schema import Config
+from jaxrl_async.data.tokenizer import Tokenizer
+from jaxrl_async.metrics.fault_counts import FaultCounts
+from jaxrl_async.outages import Outages
+from jaxrl_async.ports.rollout import ChatFormat, Scorer
+from jaxrl_async.tasks.task import Task
+from jaxrl_async.teachers.teacher_choices import TeacherChoices
+from jaxrl_async.teachers.teacher_contexts import TeacherContexts
+from jaxrl_async.teachers.teacher_scorer import TeacherScorer
+from jaxrl_async.teachers.teacher_service import TeacherService
+from jaxrl_async.types import Episode, Prompt, Score
+
+log = logging.getLogger(__name__)
+
+
+class RunTeachers:
+    """The teachers of a run by name."""
+
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        tokenizer: Tokenizer,
+        vocab: int,
+        faults: FaultCounts,
+        outages: Outages | None,
+        chat: Callable[[], ChatFormat | None],
+    ) -> None:
+        """Connect to nothing yet. Raises ConfigError.
+
+        Args:
+            config: teacher and teachers.
+            task: may name the teachers of its records.
+            tokenizer: of the policy.
+            vocab: the policy's number of tokens.
+            faults: counts handled faults.
+            outages: outages of the run's services; None: a new object.
+            chat: returns the policy's chat format; None: it has none.
+        """
+        section = config.teacher
+        assert section is not None, "a config rule requires it"
+        self._tokenizer = tokenizer
+        outages = outages or Outages(count=faults.add)
+        top_k = section.top_k if section.form == "loss" else 0
+        self._services = {
+            name: TeacherService(
+                name,
+                one,
+                top_k=top_k,
+                vocab=vocab,
+                named_tokens=tokenizer.vocab_size,
+                outages=outages,
+            )
+            for name, one in config.named_teachers.items()
+            if one.url is not None
+        }
+        self._openings = {
+            name: TeacherContexts(
+                f"teachers.{name}.context",
+                one.context,
+                template=config.data.record_fields.template,
+                tokenizer=tokenizer,
+                chat=chat,
+            )
+            for name, one in config.named_teachers.items()
+            if one.context is not None
+        }
+        self._max_wait_s = {name: one.max_wait_s for name, one in config.named_teachers.items()}
+        self._choices = TeacherChoices(
+            weights={name: one.weight for name, one in config.named_teachers.items()},
+            column=section.column,
+            of_task=task.teacher,
+        )
+
+    def with_teachers(self, outcome: Scorer) -> Scorer:
+        """Return a scorer that adds what the teachers say to an outcome's scores."""
+        return TeacherScorer(
+            outcome, self._choices, self._services, self._max_wait_s, self._openings
+        )
+
+    def trials(self) -> list[tuple[str, Scorer]]:
+        """Return the settings of the teachers with an address, each with a trial before a run."""
+        return [
+            (service.setting, _Trial(service, self._tokenizer))
+            for service in self._services.values()
+        ]
+
+    def counts(self) -> Mapping[str, float]:
+        """Return the counters since the start, as NAME/COUNTER."""
+        return {
+            f"{name}/{counter}": number
+            for name, service in self._services.items()
+            for counter, number in service.counts().items()
+        }
+
+    def close(self) -> None:
+        """Close all connections. Idempotent; they are made again if they are needed again."""
+        for service in self._services.values():
+            service.close()
+
+
+class _Trial:
+    """A ports.Scorer that asks one teacher about an episode, after a comparison of the tokens."""
+
+    def __init__(self, service: TeacherService, tokenizer: Tokenizer) -> None:
+        self._service, self._tokenizer = service, tokenizer
+
+    async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
+        if (why := await self._service.check_tokens(self._tokenizer, prompt.text)) is not None:
+            log.warning(
+                "%s: its tokens are assumed to be the policy's, and could not be compared: %s",
+                self._service.setting,
+                why,
+            )
+        for episode in episodes:
+            await self._service.of_episode(episode, 1.0, prompt)
+        return (Score(reward=0.0),) * len(episodes)

@@ -1,0 +1,60 @@
+"""What a teacher reads in place of a record's prompt: a column with a text or messages.
+
+Self-distillation from demonstrations compares a policy that sees the question alone with one that
+also sees a demonstration: Shenfeld et al. 2026 (SDFT, arXiv:2601.19897).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxrl_async.data.chat_formats.chat_messages import as_messages
+from jaxrl_async.data.tokenizer import Tokenizer
+from jaxrl_async.errors import DataError, EndpointMisset
+from jaxrl_async.ports.rollout import ChatFormat
+from jaxrl_async.types import IntArray, Prompt
+
+
+class TeacherContexts:
+    """Converts a column of records to tokens, as prompts are converted."""
+
+    def __init__(
+        self,
+        setting: str,
+        column: str,
+        *,
+        template: str | None,
+        tokenizer: Tokenizer,
+        chat: Callable[[], ChatFormat | None],
+    ) -> None:
+        """Convert nothing yet.
+
+        Args:
+            setting: name of the setting, for messages.
+            column: its value.
+            template: of a prompt's text (Tokenizer.encode_prompt).
+            tokenizer: of the policy.
+            chat: returns its chat format; None: it has none.
+        """
+        self._setting, self._column, self._template = setting, column, template
+        self._tokenizer, self._make_chat = tokenizer, chat
+        self._chat: ChatFormat | None = None
+
+    def __call__(self, prompt: Prompt) -> IntArray:
+        """Return the tokens of a record's context, [length] int32. Raises EndpointMisset."""
+        given = prompt.columns.get(self._column)
+        where = f"{self._setting}={self._column}: prompt {prompt.prompt_id}"
+        try:
+            if isinstance(given, str) and given:
+                return self._tokenizer.encode_prompt(given, self._template)
+            messages: Any = as_messages(given)
+            if not messages or isinstance(messages, str):
+                raise EndpointMisset(
+                    f"{where} has {str(given)[:60]!r} there, not a text or messages. Correct the "
+                    "record or the setting."
+                )
+            self._chat = self._chat or self._make_chat()
+            if self._chat is None:
+                raise EndpointMisset(f"{where} has messages, and the tokenizer no chat template.")
+            return self._chat.opening(messages, ())
+        except DataError as error:
+            raise EndpointMisset(f"{where}: {error}") from error

@@ -1,0 +1,93 @@
+"""Scores with what teachers say about each episode. Needs no JAX.
+
+        ┌─> all other scorers ────────────────────> Scores ─┐
+group ──┤                                                   ├──> Scores with teachers
+        └─> each episode ──> its teachers' servers ─────────┘
+                                 └─ after max_wait_s: the group is dropped
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from jaxrl_async.ports.rollout import Scorer
+from jaxrl_async.tasks.usercode import side_by_side
+from jaxrl_async.teachers.teacher_choices import TeacherChoices
+from jaxrl_async.teachers.teacher_service import TeacherService, unknown
+from jaxrl_async.types import Episode, IntArray, Prompt, Score, TeacherLogprobs
+
+
+class TeacherScorer:
+    """ports.Scorer: another scorer's scores, with what the episodes' teachers say."""
+
+    def __init__(
+        self,
+        outcome: Scorer,
+        choices: TeacherChoices,
+        services: Mapping[str, TeacherService],
+        max_wait_s: Mapping[str, float | None],
+        openings: Mapping[str, Callable[[Prompt], IntArray]],
+    ) -> None:
+        """Ask the teachers in parallel to `outcome`.
+
+        Args:
+            outcome: scores answers.
+            choices: tells which teachers a prompt has.
+            services: the teachers with an address; the trainer computes the others.
+            max_wait_s: how long a group waits for each of these, seconds; None: any time.
+            openings: what a teacher reads in place of a prompt's tokens, for teachers with another
+                context.
+        """
+        self._openings = openings
+        self._outcome, self._choices = outcome, choices
+        self._services, self._max_wait_s = services, max_wait_s
+
+    async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
+        """Score each episode. Errors of the other scorer and of the teachers are passed on."""
+        of_prompt = self._choices.of(prompt)
+
+        async def outcome() -> tuple[Score, ...]:
+            return tuple(await self._outcome(episodes, prompt))
+
+        async def advice() -> list[list[TeacherLogprobs]]:
+            return await side_by_side(
+                self._of_teacher(name, weight, episodes, prompt)
+                for name, weight in of_prompt.items()
+            )
+
+        scoring, asking = asyncio.ensure_future(outcome()), asyncio.ensure_future(advice())
+        try:
+            await asyncio.wait((scoring, asking), return_when=asyncio.FIRST_EXCEPTION)
+            for done in (scoring, asking):
+                if done.done():
+                    done.result()  # the first failure ends both
+            scores, by_teacher = await scoring, await asking
+        finally:
+            for task in (scoring, asking):
+                task.cancel()
+            await asyncio.gather(scoring, asking, return_exceptions=True)
+        return tuple(
+            replace(score, teachers=tuple(of_one[number] for of_one in by_teacher))
+            for number, score in enumerate(scores)
+        )
+
+    async def _of_teacher(
+        self, name: str, weight: float, episodes: tuple[Episode, ...], prompt: Prompt
+    ) -> list[TeacherLogprobs]:
+        """Return what a teacher says about each episode. Raises GivenUp after max_wait_s."""
+        service = self._services.get(name)
+        if service is None:
+            return [unknown(name, weight) for _ in episodes]
+        began_s = time.monotonic()
+        opening = self._openings[name](prompt) if name in self._openings else None
+        try:
+            async with asyncio.timeout(self._max_wait_s[name]) as limit:
+                return await side_by_side(
+                    service.of_episode(episode, weight, prompt, opening) for episode in episodes
+                )
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            waited_s = time.monotonic() - began_s
+            raise service.note_dropped(waited_s, prompt.prompt_id) from None

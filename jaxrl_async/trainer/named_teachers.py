@@ -1,0 +1,149 @@
+"""What the teachers of a step's episodes say, as rows: teachers by name (teacher.source=teachers).
+
+    scores: each episode's TeacherLogprobs ──┐
+    passes of the teachers on these chips ───┴──> gaps (form=advantage) or top k (form=loss)
+
+A teacher at an address was asked while its group waited. One in a folder computes here, over the
+episodes that name it and no others.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxrl_async.algorithms.columns import Columns
+from jaxrl_async.mesh import AnyDeviceLock
+from jaxrl_async.model.spec import Params
+from jaxrl_async.trainer.flops import forward_flops
+from jaxrl_async.trainer.logprob_pass import LogprobPass
+from jaxrl_async.trainer.row_index import RowIndex
+from jaxrl_async.trainer.step_data import PackedStep
+from jaxrl_async.types import BoolArray, FloatArray, IntArray, TeacherLogprobs
+
+
+class LocalTeacher(NamedTuple):
+    """A teacher on the trainer's chips."""
+
+    params: Params
+    logprob_pass: LogprobPass
+
+
+class Advice(NamedTuple):
+    """What the teachers say about a step; [rows, length] float32."""
+
+    gap: FloatArray  # sum over an episode's teachers of weight (log behaviour - log teacher)
+    columns: Columns  # teacher_ids, teacher_logprobs and teacher_weights; empty: no top k
+    report: dict[str, float]  # by the names of metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTeachers:
+    """The teachers of a run. Owned by the trainer's thread."""
+
+    top_k: int  # likeliest tokens that the loss compares; 0: none
+    local: Mapping[str, LocalTeacher]  # those on these chips, by name
+
+    def __call__(self, step: PackedStep, device_lock: AnyDeviceLock) -> Advice:
+        """Return what the teachers of a packed step's episodes say."""
+        given = [list(s.teachers) for g in step.data.groups for s in g.scores]
+        flops = 0.0
+        for name, teacher in self.local.items():
+            flops += self._compute(step, name, teacher, given, device_lock)
+        report = {"teacher/flops": flops} if self.local else {}
+        gap, measured = _gap(step, given)
+        columns = _columns(step, given, self.top_k) if self.top_k else {}
+        return Advice(gap, columns, {**report, **measured})
+
+    def _compute(
+        self,
+        step: PackedStep,
+        name: str,
+        teacher: LocalTeacher,
+        given: list[list[TeacherLogprobs]],
+        device_lock: AnyDeviceLock,
+    ) -> float:
+        """Fill in a local teacher's log-probs of the episodes that name it; return its FLOPs."""
+        numbers = [n for n, of_one in enumerate(given) if any(t.teacher == name for t in of_one)]
+        if not numbers:
+            return 0.0
+        batch = step.rows.at(step.index.places_of(np.array(numbers))).batch
+        index, params, run = RowIndex.of(batch), teacher.params, teacher.logprob_pass
+        logprobs = index.to_sequences(run.logprobs(params, batch, device_lock))
+        top: list[tuple[IntArray, FloatArray]] | None = None
+        if self.top_k:
+            ids, likely = run.top(params, batch, device_lock)
+            top = [
+                (ids.reshape(-1, self.top_k)[p], likely.reshape(-1, self.top_k)[p])
+                for p in index.sequences
+            ]
+        episodes = [e for g in step.data.groups for e in g.episodes]
+        for number in numbers:
+            one = episodes[number]
+            known = one.drawn & (one.token_ids < run.spec.vocab)
+            places = np.flatnonzero(known).astype(np.int32)
+            filled: dict[str, Any] = {"places": places, "logprobs": logprobs[number][places]}
+            if top is not None:
+                ids_of_one, likely_of_one = top[number]
+                filled |= {"top_ids": ids_of_one[places], "top_logprobs": likely_of_one[places]}
+            given[number] = [
+                replace(t, **filled) if t.teacher == name else t for t in given[number]
+            ]
+        return forward_flops(run.spec, batch) * (2 if self.top_k else 1)
+
+
+def _marked(
+    step: PackedStep, given: Sequence[Sequence[TeacherLogprobs]]
+) -> Iterator[tuple[int, TeacherLogprobs, NDArray[np.int64], BoolArray]]:
+    """Yield each teacher of each episode, with its number there, the flat index in the rows of each
+    token that it knows and that the episode's own context trains, and which tokens these are."""
+    mask = step.batch.mask.ravel()
+    for number, of_one in enumerate(given):
+        places, own = step.index.sequences[number], step.index.own[number]
+        for slot, teacher in enumerate(of_one):
+            flat = places[teacher.places]
+            used = own[teacher.places] & mask[flat]
+            yield slot, teacher, flat[used], used
+
+
+def _gap(
+    step: PackedStep, given: Sequence[Sequence[TeacherLogprobs]]
+) -> tuple[FloatArray, dict[str, float]]:
+    """Return the weighted gaps of the trained tokens, and each teacher's KL and tokens."""
+    behavior = step.batch.behavior_logprobs.ravel().astype(np.float64)
+    gap = np.zeros(behavior.shape, np.float64)
+    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for _, teacher, flat, used in _marked(step, given):
+        apart = behavior[flat] - teacher.logprobs[used]
+        known = np.isfinite(apart)  # an external sampler may give no log-probs
+        gap[flat[known]] += teacher.weight * apart[known]
+        totals[teacher.teacher][0] += float(apart[known].sum())
+        totals[teacher.teacher][1] += float(np.count_nonzero(known))
+    report: dict[str, float] = {}
+    for name, (total, count) in totals.items():
+        report[f"teacher/{name}/tokens"] = count
+        if count:
+            report[f"teacher/{name}/kl"] = total / count
+    return gap.reshape(step.batch.mask.shape).astype(np.float32), report
+
+
+def _columns(step: PackedStep, given: Sequence[Sequence[TeacherLogprobs]], top_k: int) -> Columns:
+    """Return the columns of the divergence in the loss. Each teacher of an episode has k entries of
+    a token: [rows, length, teachers * k], and one weight: [rows, length, teachers]."""
+    teachers = max((len(of_one) for of_one in given), default=0) or 1
+    shape = step.batch.mask.shape
+    ids = np.zeros((step.batch.mask.size, teachers, top_k), np.int32)
+    logprobs = np.zeros(ids.shape, np.float32)
+    weights = np.zeros(ids.shape[:2], np.float32)
+    for slot, teacher, flat, used in _marked(step, given):
+        ids[flat, slot] = teacher.top_ids[used]
+        logprobs[flat, slot] = teacher.top_logprobs[used]
+        weights[flat, slot] = teacher.weight
+    return {
+        "teacher_ids": ids.reshape(*shape, teachers * top_k),
+        "teacher_logprobs": logprobs.reshape(*shape, teachers * top_k),
+        "teacher_weights": weights.reshape(*shape, teachers),
+    }

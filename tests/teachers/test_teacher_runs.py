@@ -1,0 +1,158 @@
+"""Whole runs whose answers are compared with teachers that are asked over HTTP."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_teacher import FakeTeacher
+from runs import config_of, metrics_of, weights_of
+
+from jaxrl_async.audit import audit_run
+from jaxrl_async.config.schema import Config
+from jaxrl_async.errors import ConfigError
+from jaxrl_async.run.loop import train
+
+TINY = (
+    "model.architecture={layers: 1, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
+    "warm_start.steps=0",
+    "sampler.slots=16",
+    "sampler.max_new_tokens=8",
+    "sampler.max_length=64",
+    "algorithm.group_size=2",
+    "algorithm.groups_per_step=2",
+    "trainer.micro_batch_tokens=512",
+    "trainer.warmup_steps=1",
+    "data.addition.eval_size=4",
+    "eval.every=0",
+    "metrics.peak_flops=1e9",
+    "metrics.tensorboard=false",
+    "checkpoint.every=2",
+)
+VOCAB = 64
+"""More than the tokens of additions."""
+
+
+def taught(folder: Path, url: str, *overrides: str) -> Config:
+    return config_of(
+        "addition",
+        folder,
+        *TINY,
+        "teacher.source=teachers",
+        "teacher.rewards=0.0",
+        f"teachers={{sum: {{url: '{url}', model: m}}}}",
+        *overrides,
+    )
+
+
+@pytest.mark.exhaustive
+def test_a_resumed_run_learns_the_same_from_its_teacher(tmp_path: Path) -> None:
+    calm = ("staleness.max_staleness=0",)
+    with FakeTeacher(VOCAB, 0) as server:
+        whole = taught(tmp_path / "whole", server.url, *calm, "run.steps=4")
+        train(whole)
+        train(taught(tmp_path / "parts", server.url, *calm, "run.steps=2"))
+        again = taught(
+            tmp_path / "parts", server.url, *calm, "run.steps=4", "run.resume=true",
+            "run.overwrite=false",
+        )  # fmt: skip
+        train(again)
+    for name, values in weights_of(whole).items():
+        np.testing.assert_array_equal(values, weights_of(again)[name], err_msg=name)
+    steps = [line for line in metrics_of(again) if "train/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    for line in steps:
+        known = line["teacher/sum/tokens"]  # the others pad the policy's vocabulary
+        assert known + line["teacher/sum/unknown_tokens"] == line["train/tokens"]
+        gap = line["policy/teacher_gap"] * line["train/tokens"]
+        assert line["teacher/sum/kl"] * known == pytest.approx(gap, rel=1e-5)
+    assert all(line["teacher/sum/calls"] > 0 for line in steps)
+    assert audit_run(tmp_path / "parts" / again.run.name).problems == ()
+
+
+@pytest.mark.exhaustive
+def test_a_teacher_with_other_tokens_is_refused_before_the_run(tmp_path: Path) -> None:
+    with FakeTeacher(VOCAB, 0) as server:
+        server.tokenize = lambda text: [ord(c) % 7 for c in text]
+        with pytest.raises(ConfigError, match=r"teachers\.sum has other tokens than the policy"):
+            train(taught(tmp_path, server.url, "run.steps=1"))
+
+
+@contextmanager
+def served(policy: Path, port: int) -> Iterator[str]:
+    """The command serves a policy; its address."""
+    server = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "jaxrl_async.serve", str(policy)),
+            *("--port", str(port), "--slots", "4", "--max-length", "80"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"JAXRL_ASYNC_KEY": "sesame", "JAX_PLATFORMS": "cpu"},
+    )
+    try:
+        assert server.stdout is not None
+        line = next(line for line in server.stdout if line.startswith("serving"))
+        found = re.search(r"http://\S+", line)
+        assert found is not None
+        yield found.group()
+    finally:
+        server.send_signal(signal.SIGKILL)
+        server.wait()
+        server.stdout.close()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+def test_a_named_teacher_computes_as_before_and_a_served_one_may_be_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEACHER_KEY", "sesame")
+    calm = ("staleness.max_staleness=0", "run.overwrite=true")
+    first = config_of("addition", tmp_path / "teacher", *TINY, *calm, "run.steps=1", "run.seed=5")
+    train(first)
+    policy = tmp_path / "teacher" / first.run.name / "policy"
+    key, one = "key_variable: TEACHER_KEY", f"teachers={{here: {{path: {policy}}}}}"
+    gaps = {}
+    local = ["teacher.source=teachers", "teacher.rewards=0.0", one]
+    old = ["teacher.source=path", "teacher.rewards=0.0", f"teacher.path={policy}"]
+    for name, overrides in {"named": local, "path": old}.items():
+        config = config_of("addition", tmp_path / name, *TINY, *calm, "run.steps=1", *overrides)
+        train(config)
+        gaps[name] = next(
+            line["policy/teacher_gap"] for line in metrics_of(config) if line["step"] == 1
+        )
+    with ExitStack() as first_server, ExitStack() as second_server:
+        url = first_server.enter_context(served(policy, 0))
+        found = re.search(r":(\d+)/", url)
+        assert found is not None
+        remote = ["teacher.source=teachers", "teacher.rewards=0.0", "run.steps=6"]
+        remote.append(f"teachers={{there: {{url: '{url}', model: policy, {key}}}}}")
+        config = config_of("addition", tmp_path / "served", *TINY, *calm, *remote)
+        folder = tmp_path / "served" / config.run.name
+
+        def restart() -> None:
+            while not (folder / "metrics.jsonl").is_file():
+                time.sleep(0.02)
+            first_server.close()  # killed while the run asks it
+            second_server.enter_context(served(policy, int(found.group(1))))
+
+        restarting = threading.Thread(target=restart)
+        restarting.start()
+        train(config)
+        restarting.join()
+    lines = metrics_of(config)
+    assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert gaps["named"] == pytest.approx(gaps["path"], abs=1e-5)
+    assert sum(line["teacher/there/retries"] for line in lines) >= 1
+    assert sum(line["faults/outages"] for line in lines) >= 1
+    assert audit_run(folder).problems == ()

@@ -1,0 +1,336 @@
+"""Teachers by name in a step: their gaps and divergences against float64, and whom they move."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from whole_rows import row_states
+
+from jaxrl_async.algorithms.advantages import step_data
+from jaxrl_async.algorithms.shaping import shape
+from jaxrl_async.config import schema
+from jaxrl_async.mesh import NO_DEVICE_LOCK, make_slices
+from jaxrl_async.metrics.metric import metric_of
+from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
+from jaxrl_async.model.divergence import divergence_of
+from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.trainer.distill import TeacherTop, distill_rows
+from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings
+from jaxrl_async.trainer.learning_settings import LearningSettings
+from jaxrl_async.trainer.logprob_pass import LogprobPass
+from jaxrl_async.trainer.named_teachers import LocalTeacher, NamedTeachers
+from jaxrl_async.trainer.objectives.policy_objective import PolicyData, policy_update
+from jaxrl_async.trainer.step_data import PackedStep, pack_step
+from jaxrl_async.trainer.update_programs import Frozen
+from jaxrl_async.types import (
+    Episode,
+    EpisodeGroup,
+    Prompt,
+    Score,
+    StopReason,
+    TeacherLogprobs,
+    Ticket,
+)
+
+pytestmark = pytest.mark.full
+
+VOCAB, ROW, K = 24, 16, 3
+SPEC = ModelSpec.from_architecture(
+    schema.ArchitectureSection(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=24), VOCAB
+)
+MESH = make_slices(schema.MeshSection(), jax.devices()).trainer
+TRAINER = schema.TrainerSection(micro_batch_tokens=4 * ROW, logprob_chunk=32)
+SETTINGS = LearningSettings(mesh=MESH, trainer=TRAINER, row_length=ROW)
+PARAMS = init_params(SPEC, jax.random.key(0), jnp.float32)
+OTHER = jax.tree.map(lambda p: 3 * p, init_params(SPEC, jax.random.key(1), jnp.float32))
+ALGORITHM = schema.AlgorithmSection(
+    learning_rate=1e-2, group_size=2, groups_per_step=4, advantage="group_mean", loss="reinforce"
+)
+KINDS = ("forward", "reverse", "js")
+
+
+def told(name: str, weight: float, episode: Episode, rng: np.random.Generator) -> TeacherLogprobs:
+    """Log-probs that a teacher could say, at some of the generated tokens."""
+    places = np.flatnonzero(episode.drawn)[: max(1, episode.num_drawn - 1)].astype(np.int32)
+    logits = rng.normal(size=(len(places), VOCAB)) * 2
+    logprobs = (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)
+    order = np.argsort(-logprobs, axis=-1)[:, :K].astype(np.int32)
+    return TeacherLogprobs(
+        teacher=name,
+        weight=weight,
+        places=places,
+        logprobs=np.take_along_axis(logprobs, episode.token_ids[places][:, None], -1)[:, 0],
+        top_ids=order,
+        top_logprobs=np.take_along_axis(logprobs, order, -1),
+    )
+
+
+def group(number: int, teachers: dict[str, float]) -> EpisodeGroup:
+    """Two episodes, the second in two contexts, with these teachers and their weights."""
+    rng = np.random.default_rng(number)
+    episodes = []
+    for starts in ((0,), (0, 6)):
+        length = int(rng.integers(9, ROW - 2))
+        drawn = (np.arange(length) >= 2) & (np.arange(length) != 6)
+        episodes.append(
+            Episode(
+                token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
+                drawn=drawn,
+                logprobs=np.where(drawn, -3.2 - rng.random(length) / 5, 0).astype(np.float32),
+                versions=np.where(drawn, 0, -1).astype(np.int32),
+                stop=StopReason.EOS,
+                starts=starts,
+            )
+        )
+    scores = tuple(
+        Score(reward=float(i), teachers=tuple(told(n, w, e, rng) for n, w in teachers.items()))
+        for i, e in enumerate(episodes)
+    )
+    prompt = Prompt(
+        prompt_id=number, position=number, token_ids=np.zeros(2, np.int32), text="", reference=""
+    )
+    ticket = Ticket(group=number, version=0)
+    return EpisodeGroup(prompt=prompt, episodes=tuple(episodes), scores=scores, ticket=ticket)
+
+
+GROUPS = (group(0, {"a": 1.0}), group(1, {"b": 0.5, "a": 2.0}), group(2, {}), group(3, {"b": 1.0}))
+
+
+def packed(groups: Sequence[EpisodeGroup], *, share_prefixes: bool = False) -> PackedStep:
+    return pack_step(shape(step_data(groups)), ROW, share_prefixes=share_prefixes)
+
+
+def asked(step: PackedStep, top_k: int = 0, **local: LocalTeacher) -> Any:
+    return NamedTeachers(top_k=top_k, local=local)(step, NO_DEVICE_LOCK)
+
+
+def by_episode(groups: Sequence[EpisodeGroup]) -> list[tuple[Episode, Score]]:
+    return [pair for g in groups for pair in zip(g.episodes, g.scores, strict=True)]
+
+
+# ---- on-policy distillation: the gap of the sampled token
+
+
+@pytest.mark.parametrize("share_prefixes", [False, True])
+def test_the_gap_is_the_weighted_sum_of_log_ratios(share_prefixes: bool) -> None:
+    step = packed(GROUPS, share_prefixes=share_prefixes)
+    advice = asked(step)
+    found = step.index.to_sequences(advice.gap)
+    totals: dict[str, list[float]] = {"a": [], "b": []}
+    for (episode, score), gap in zip(by_episode(GROUPS), found, strict=True):
+        wanted = np.zeros(len(episode.token_ids))
+        for teacher in score.teachers:
+            for place, logprob in zip(teacher.places, teacher.logprobs, strict=True):
+                apart = float(episode.logprobs[place]) - float(logprob)
+                wanted[place] += teacher.weight * apart
+                totals[teacher.teacher].append(apart)
+        np.testing.assert_allclose(gap, wanted, rtol=1e-6)
+    for name, apart in totals.items():
+        assert advice.report[f"teacher/{name}/tokens"] == len(apart)
+        assert advice.report[f"teacher/{name}/kl"] == pytest.approx(np.mean(apart), rel=1e-9)
+    assert advice.columns == {}
+    assert all(metric_of(key) for key in advice.report)
+
+
+def test_tokens_without_a_samplers_log_prob_have_no_gap() -> None:
+    episode = GROUPS[0].episodes[0]
+    logprobs = episode.logprobs.copy()
+    logprobs[3] = np.nan
+    unknown = replace(episode, logprobs=logprobs)
+    changed = replace(GROUPS[0], episodes=(unknown, GROUPS[0].episodes[1]))
+    step = packed([changed])
+    advice = asked(step)
+    gap = step.index.to_sequences(advice.gap)[0]
+    assert gap[3] == 0 and gap[2] != 0 and np.isfinite(advice.report["teacher/a/kl"])
+    whole = asked(packed([GROUPS[0]])).report["teacher/a/tokens"]
+    assert advice.report["teacher/a/tokens"] == whole - 1
+
+
+# ---- divergences over the top k with the rest
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    return np.asarray(np.exp(x) / np.exp(x).sum(-1, keepdims=True), np.float64)
+
+
+def kl(p: np.ndarray, q: np.ndarray) -> float:
+    return float((p * np.log(p / q)).sum())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_divergence_is_the_weighted_sum_over_each_teachers_top_k_and_rest(kind: Any) -> None:
+    step = packed(GROUPS)
+    columns, batch, beta = asked(step, K).columns, step.batch, 0.3
+    assert columns["teacher_weights"].shape == (*batch.mask.shape, 2)
+    found = distill_rows(
+        SPEC,
+        PARAMS,
+        TokenRows(batch.token_ids, batch.positions, batch.segment_ids),
+        TeacherTop(*(columns[f"teacher_{n}"] for n in ("ids", "logprobs", "weights"))),
+        divergence_of(kind, beta),
+        DecoderSettings(chunk=7),
+    )
+    arrays = (batch.token_ids, batch.positions, batch.segment_ids)
+    hidden = np.asarray(row_states(SPEC, PARAMS, *arrays), np.float64)
+    student = np.roll(softmax(hidden @ np.asarray(PARAMS["embed"].T, np.float64)), 1, axis=1)
+    students = [student.reshape(-1, VOCAB)[places] for places in step.index.sequences]
+    divergences = step.index.to_sequences(np.asarray(found.divergence))
+    masks = step.index.to_sequences(batch.mask)
+    for (_, score), q_all, apart, mask in zip(
+        by_episode(GROUPS), students, divergences, masks, strict=True
+    ):
+        wanted = np.zeros(len(mask))
+        for teacher in score.teachers:
+            for place, ids, logprobs in zip(
+                teacher.places, teacher.top_ids, teacher.top_logprobs, strict=True
+            ):
+                p, q = np.exp(logprobs.astype(np.float64)), q_all[place][ids]
+                p, q = np.append(p, 1 - p.sum()), np.append(q, 1 - q.sum())
+                middle = beta * p + (1 - beta) * q
+                wanted[place] += (
+                    teacher.weight
+                    * {
+                        "forward": kl(p, q),
+                        "reverse": kl(q, p),
+                        "js": beta * kl(p, middle) + (1 - beta) * kl(q, middle),
+                    }[kind]
+                )
+        np.testing.assert_allclose(apart[mask], wanted[mask], atol=2e-5)
+
+
+# ---- teachers on the trainer's chips
+
+
+@pytest.mark.parametrize("share_prefixes", [False, True])
+def test_a_local_teacher_computes_its_own_episodes_alone(share_prefixes: bool) -> None:
+    local = LogprobPass(SPEC, SETTINGS, top_k=K)
+    nothing = TeacherLogprobs(
+        teacher="here",
+        weight=0.5,
+        places=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        top_ids=np.zeros((0, 0), np.int32),
+        top_logprobs=np.zeros((0, 0), np.float32),
+    )
+    scores = tuple(replace(s, teachers=(nothing,)) for s in GROUPS[2].scores)
+    groups = (GROUPS[0], replace(GROUPS[2], scores=scores), GROUPS[3])
+    step = packed(groups, share_prefixes=share_prefixes)
+    advice = asked(step, K, here=LocalTeacher(OTHER, local))
+    whole, (ids, likely) = local.logprobs(OTHER, step.batch), local.top(OTHER, step.batch)
+    of_teacher, gaps = step.index.to_sequences(whole), step.index.to_sequences(advice.gap)
+    for number in (2, 3):
+        episode = groups[1].episodes[number - 2]
+        wanted = np.where(episode.drawn, 0.5 * (episode.logprobs - of_teacher[number]), 0)
+        np.testing.assert_allclose(gaps[number], wanted, atol=1e-5)
+    mine = np.isin(step.batch.sequence_ids, (2, 3)) & step.batch.mask
+    np.testing.assert_array_equal(advice.columns["teacher_ids"][mine], ids[mine])
+    np.testing.assert_allclose(advice.columns["teacher_logprobs"][mine], likely[mine], atol=1e-5)
+    assert (advice.columns["teacher_weights"][mine] == 0.5).all()
+    assert advice.report["teacher/flops"] > 0
+    trained = sum(e.num_drawn for e in groups[1].episodes)
+    assert advice.report["teacher/here/tokens"] == trained
+
+
+# ---- whom a teacher moves
+
+
+def learner_of(form: str, kind: str = "reverse") -> Learner:
+    section = schema.TeacherSection(
+        source="teachers", form=form, kind=kind, top_k=K if form == "loss" else 0, rewards=0.0
+    )
+    step = policy_update(SPEC, SETTINGS, ALGORITHM, total_steps=20, teacher=section)
+    teachers = NamedTeachers(top_k=section.top_k, local={})
+    return Learner(
+        step,
+        step.init(jax.tree.map(jnp.copy, PARAMS)),
+        LearnerSettings(algorithm=ALGORITHM, row_length=ROW, teacher=section),
+        Companions(own_pass=LogprobPass(SPEC, SETTINGS), teachers=teachers),
+    )
+
+
+def gradient(learner: Learner, groups: Sequence[EpisodeGroup]) -> tuple[Any, np.ndarray]:
+    """The gradient of a whole step, and the advantages [rows, length]."""
+    step = packed(groups)
+    results = learner.run_passes(step.batch)
+    results, _ = learner._ask_teachers(step, results, NO_DEVICE_LOCK)
+    step, _ = learner.credit(step, results, 0.0)
+    objective = learner._objective
+    data = PolicyData(step.batch, step.rows.columns)
+    context = objective.context(data)
+    total = jax.tree.map(jnp.zeros_like, PARAMS)
+    for micro in objective.micro_batches(data, SETTINGS.micro_sizes()):
+        part = jax.grad(lambda p, m=micro: objective.loss(p, Frozen(), m, context)[0])(PARAMS)
+        total = jax.tree.map(jnp.add, total, part)
+    return total, step.batch.advantages
+
+
+def without(groups: Sequence[EpisodeGroup], name: str) -> list[EpisodeGroup]:
+    """The same groups as if this teacher had not been asked."""
+    return [
+        replace(
+            g,
+            scores=tuple(
+                replace(s, teachers=tuple(t for t in s.teachers if t.teacher != name))
+                for s in g.scores
+            ),
+        )
+        for g in groups
+    ]
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"), [("advantage", "reverse"), *(("loss", k) for k in KINDS)]
+)
+def test_two_teachers_each_move_only_their_own_records(form: str, kind: str) -> None:
+    groups = [group(4, {"a": 1.0}), group(5, {"b": 1.0}), group(6, {})]
+    learner = learner_of(form, kind)
+    both, advantages = gradient(learner, groups)
+    of_a, a_alone = gradient(learner, without(groups, "b"))
+    of_b, b_alone = gradient(learner, without(groups, "a"))
+    size = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(both))
+    assert size > 1e-3
+    jax.tree.map(
+        lambda x, a, b: np.testing.assert_allclose(x, a + b, atol=1e-5 * size), both, of_a, of_b
+    )
+    for part in (of_a, of_b):
+        assert max(float(jnp.abs(g).max()) for g in jax.tree.leaves(part)) > 1e-2 * size
+    if form == "advantage":
+        records = packed(groups).batch.group_ids
+        np.testing.assert_array_equal(advantages[records == 0], a_alone[records == 0])
+        np.testing.assert_array_equal(advantages[records == 1], b_alone[records == 1])
+        assert not a_alone[records == 1].any() and not b_alone[records == 0].any()
+        assert not advantages[records == 2].any()
+
+
+def test_the_advantage_is_the_rewards_less_the_coefficient_times_the_gap() -> None:
+    section = schema.TeacherSection(
+        source="teachers", form="advantage", rewards=0.5, coefficient=0.25
+    )
+    step = policy_update(SPEC, SETTINGS, ALGORITHM, total_steps=20, teacher=section)
+    learner = Learner(
+        step,
+        step.init(jax.tree.map(jnp.copy, PARAMS)),
+        LearnerSettings(algorithm=ALGORITHM, row_length=ROW, teacher=section),
+        Companions(teachers=NamedTeachers(top_k=0, local={})),
+    )
+    data = packed(GROUPS)
+    results, report = learner._ask_teachers(data, learner.run_passes(data.batch), NO_DEVICE_LOCK)
+    mixed, credit = learner.credit(data, results, 0.0)
+    plain = np.where(data.batch.mask, np.where(data.batch.sequence_ids % 2, 0.5, -0.5), 0.0)
+    gap = np.asarray(results.teachers_gap)
+    np.testing.assert_allclose(mixed.batch.advantages, 0.5 * plain - 0.25 * gap, rtol=1e-6)
+    assert credit["policy/teacher_gap"] == pytest.approx(gap[data.batch.mask].mean(), rel=1e-5)
+    assert set(report) == {f"teacher/{n}/{x}" for n in "ab" for x in ("kl", "tokens")}
+
+
+def test_a_whole_step_learns_with_and_without_teachers_in_it() -> None:
+    learner = learner_of("loss")
+    first = learner.learn(GROUPS, 0)
+    assert first["teacher/a/tokens"] > 0 and first["policy/teacher_divergence"] > 0
+    second = learner.learn([group(7, {}), group(8, {})], 1)
+    assert second["policy/teacher_divergence"] == 0 and "teacher/a/kl" not in second
+    assert all(metric_of(key) for key in (*first, *second))
