@@ -59,7 +59,11 @@ class HttpExchange:
         if session := self.header("x-session-key"):
             return session
         kind, _, token = (self.header("authorization") or "").partition(" ")
-        shown = {"bearer": str.strip, "basic": _password}.get(kind.lower(), lambda _: None)(token)
+        shown = None
+        if kind.lower() == "bearer":
+            shown = token.strip()
+        elif kind.lower() == "basic":
+            shown = _password(token)
         return shown or self.header("x-api-key")
 
     async def body(self, most: int, within_s: float, hold: Callable[[int], None]) -> bytes:
