@@ -155,7 +155,8 @@ class TraceFile:
         self._path, self._process, self._most = path, process, most_spans
         self._older = path.with_name(OLDER + path.name)
         self._lanes: dict[str, Lanes] = {}
-        self._numbers: dict[int | str, int] = {}  # of all tracks, the same in both files
+        self._numbers: dict[int | str, int] = {}  # of the tracks, the same in both files
+        self._next_number: Iterator[int] = count(1)
         self._named: set[int | str] = set()  # the tracks that the file names
         self._end = self._count = self._told = 0  # where its last line begins (0: no file), its
         # spans, and how many it says were dropped
@@ -205,7 +206,9 @@ class TraceFile:
         if not self._end:
             events.append(_named("process_name", pid, 0, self._process))
         for key, name, spans in tracks:
-            number = self._numbers.setdefault(key, len(self._numbers) + 1)
+            if key not in self._numbers:
+                self._numbers[key] = next(self._next_number)
+            number = self._numbers[key]
             if key not in named:
                 named.add(key)
                 events.append(_named("thread_name", pid, number, name))
@@ -234,6 +237,8 @@ class TraceFile:
         self._path.replace(self._older)
         self._lost += self._older_count
         self._older_count, self._older_told = self._count, self._told
+        # most other tracks are of threads that have ended
+        self._numbers = {key: n for key, n in self._numbers.items() if key in self._named}
         self._begin()
 
     def _begin(self) -> None:

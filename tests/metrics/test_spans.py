@@ -1,5 +1,6 @@
 """The recorder of spans, and the file that it writes."""
 
+import functools
 import json
 import threading
 import time
@@ -132,6 +133,27 @@ def test_parts_are_added_behind_what_is_there_and_only_the_newest_files_are_kept
         assert sorted(named.values()) == ["MainThread", "lane 001", "lane 002", "test"]
         assert {e["tid"] for e in events_of(one)} == set(named)
     assert told_of(path) + told_of(older) == file.dropped(6) == 6 + 4 * 3
+
+
+def test_tracks_of_threads_that_ended_are_forgotten_with_their_file(tmp_path):
+    """Fifty threads of one span each, in files of four, and one thread that remains."""
+    path, recorder = tmp_path / "trace.json", SpanRecorder()
+    file = TraceFile(path, "test", most_spans=4)
+    for part in range(50):
+        work = functools.partial(recorder.add, at(part, part + 1))
+        thread = threading.Thread(target=work, name=f"t{part}")
+        thread.start()
+        thread.join()
+        recorder.add(at(part, part + 1, name="stays"))
+        file.add(recorder.take())
+    assert len(file._numbers) == 5  # two files of two such threads each, and this thread
+    both = [e for name in ("older.trace.json", "trace.json") for e in events_of(tmp_path / name)]
+    named = {(e["tid"], e["args"]["name"]) for e in both if e["name"] == "thread_name"}
+    assert sorted(name for _, name in named) == ["MainThread", "t46", "t47", "t48", "t49"]
+    assert len({number for number, _ in named}) == 5
+    assert {e["tid"] for e in both if e["name"] == "stays"} == {
+        number for number, name in named if name == "MainThread"
+    }
 
 
 def test_what_cannot_be_written_is_lost_and_told_and_the_rest_stays(tmp_path):
