@@ -50,6 +50,7 @@ from faults import CONFIG, SETTINGS
 from jaxrl_async.audit import audit_run
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
+from jaxrl_async.host import limit_arenas
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.run import loop
 from jaxrl_async.testing import sabotage as faults
@@ -158,6 +159,7 @@ def main() -> None:
         rows, failed = rows_of_all(args)
         report("soak", rows, args)
         sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+    limit_arenas()  # as a run does, but before the thread that reads
     force_cpu_devices(3)
     logging.getLogger("jaxrl_async").setLevel(logging.CRITICAL)
     jax.monitoring.register_event_duration_secs_listener(count_compiled)

@@ -114,6 +114,24 @@ def more_of_a_gpu() -> str:
     )
 
 
+M_ARENA_MAX = -8
+"""The parameter of glibc's `mallopt` for the maximum number of arenas (malloc.h)."""
+CORES_OF_AN_ARENA = 4
+
+
+def limit_arenas() -> None:
+    """Limit malloc to one arena for each four cores, at least one.
+
+    glibc allows eight per core. Threads that compile leave an arena of small holes; a page with a
+    few live blocks in such holes cannot go back to the system, and over hours ever more pages have
+    some. In one arena the holes are filled first. Call it before threads start: arenas that exist
+    remain. Does nothing if $MALLOC_ARENA_MAX is set or malloc is not glibc's.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and "MALLOC_ARENA_MAX" not in os.environ:
+        mallopt(M_ARENA_MAX, max(1, (os.cpu_count() or 1) // CORES_OF_AN_ARENA))
+
+
 def give_back_memory() -> None:
     """Return freed memory that malloc holds to the system.
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.schema import AxesSection, DistributedSection
 from jaxrl_async.errors import ConfigError, Disconnected, JaxrlError, is_out_of_memory, shown
-from jaxrl_async.host import has_nvidia, more_of_a_gpu
+from jaxrl_async.host import has_nvidia, limit_arenas, more_of_a_gpu
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.left_threads import at_exit_end_with
 from jaxrl_async.metrics.guarded_stream import guarded_output
@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
     args = _parser().parse_args(argv)
     hide_secrets()
+    limit_arenas()
     with guarded_output():
         return _sample(args)
 

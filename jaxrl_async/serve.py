@@ -29,7 +29,7 @@ from jaxrl_async.endpoint.image_chat import seeing
 from jaxrl_async.endpoint.sampling_request import CallerLimits, stop_ids
 from jaxrl_async.endpoint.service import EndpointLimits, EndpointService, Served
 from jaxrl_async.errors import ConfigError, JaxrlError
-from jaxrl_async.host import only_new_garbage
+from jaxrl_async.host import limit_arenas, only_new_garbage
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.left_threads import at_exit_end_with
 from jaxrl_async.metrics.guarded_stream import guarded_output
@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
     args = _parser().parse_args(argv)
     hide_secrets((args.key_variable,))
+    limit_arenas()
     with guarded_output():
         return _serve(args)
 

@@ -17,6 +17,7 @@ from jaxrl_async.api.finished_run import Run
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.userfile import end_loading
 from jaxrl_async.errors import ConfigError, StopTraining
+from jaxrl_async.host import limit_arenas
 from jaxrl_async.metrics.console import OnStep
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.run import loop
@@ -123,6 +124,7 @@ class Steps:
 
     def __iter__(self) -> Iterator[StepMetrics]:
         """Yield each update. Raises what the run raises, and RuntimeError the second time."""
+        limit_arenas()  # before the thread, which would have one of its own
         self._thread.start()
         try:
             self._wanted.release()

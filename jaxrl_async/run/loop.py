@@ -35,7 +35,7 @@ from jaxrl_async.config.rules import check_rules
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.config.several import folders_of, runs_of
 from jaxrl_async.errors import ConfigError, Stopped, StopTraining
-from jaxrl_async.host import only_new_garbage
+from jaxrl_async.host import limit_arenas, only_new_garbage
 from jaxrl_async.later import Later
 from jaxrl_async.metrics.console import Console, OnStep
 from jaxrl_async.metrics.json_logs import add_labels, logs_as
@@ -51,7 +51,6 @@ from jaxrl_async.run.builders.devices import (
     keep_compiled_programs,
     with_dtype,
 )
-from jaxrl_async.run.checkpoint.orbax_fixes import limit_arenas
 from jaxrl_async.run.checkpoint.storage import bring_back
 from jaxrl_async.run.exits import exits_refused, no_end_by_others
 from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config

@@ -1,9 +1,7 @@
-"""Fixes for orbax, and for host memory that threads and checkpoints leak over a long run."""
+"""Fixes for orbax: memory that each checkpoint would leak, and errors that it prints."""
 
-import ctypes
 import importlib
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,22 +9,7 @@ from typing import Any
 ORBAX_WRITES = "orbax.checkpoint._src.serialization.tensorstore_utils"
 """The module of orbax that is patched; its name is private."""
 
-M_ARENA_MAX = -8
-"""The parameter of glibc's `mallopt` for the maximum number of arenas (malloc.h)."""
-
 log = logging.getLogger(__name__)
-
-
-def limit_arenas() -> None:
-    """Limit malloc to a quarter as many arenas as cores, at least four.
-
-    glibc allows eight per core, and an arena keeps whole pages for few live blocks: the memory of a
-    run with many threads would slowly grow beyond its use. Does nothing if $MALLOC_ARENA_MAX is set
-    or malloc is not glibc's.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and "MALLOC_ARENA_MAX" not in os.environ:
-        mallopt(M_ARENA_MAX, max(4, (os.cpu_count() or 1) // 4))
 
 
 def mend_orbax() -> None:
