@@ -4,10 +4,15 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from jaxrl_async import sample, serve
+from jaxrl_async.api import training
+from jaxrl_async.config.schema import Config
 from jaxrl_async.host import give_back_memory
+from jaxrl_async.run import loop
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="malloc is not glibc's")
@@ -63,3 +68,28 @@ def test_malloc_has_an_arena_for_four_cores(tmp_path, cores, asked, arenas) -> N
     words = [sys.executable, "-c", NUM_ARENAS, str(tmp_path / "info.xml"), str(cores)]
     found = subprocess.run(words, env=env, check=True, capture_output=True).stdout
     assert int(found) == arenas
+
+
+class Limited(Exception):
+    """Raised in place of limiting the arenas."""
+
+
+@pytest.mark.parametrize(
+    ("part", "begin"),
+    [
+        (loop, lambda: loop.train(Config())),
+        (training, lambda: list(training.Steps())),
+        (serve, lambda: serve.main(["a folder"])),
+        (sample, lambda: sample.main(["--join", "localhost:1"])),
+    ],
+)
+def test_each_process_limits_its_arenas_before_it_starts_threads(part, begin, monkeypatch) -> None:
+    before = threading.active_count()
+
+    def limit() -> None:
+        assert threading.active_count() == before
+        raise Limited
+
+    monkeypatch.setattr(part, "limit_arenas", limit)
+    with pytest.raises(Limited):
+        begin()
