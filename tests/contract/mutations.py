@@ -1025,6 +1025,19 @@ GROUPS = (
         ),
     ),
     Group(
+        "metrics/trace_file",
+        ("metrics/test_spans.py",),
+        (("if key in self._named}", "if key not in self._named}"),),
+    ),
+    Group(
+        "host",
+        ("test_malloc.py",),
+        (
+            ("max(1, (os.cpu_count() or 1) //", "max(2, (os.cpu_count() or 1) //"),
+            ("CORES_OF_AN_ARENA = 4", "CORES_OF_AN_ARENA = 5"),
+        ),
+    ),
+    Group(
         "metrics/series",
         ("metrics/test_series.py",),
         (("<= n / 1000 for", "<= n for"), ("if u != v), default=inf)", "if u != v), default=0)")),
