@@ -33,7 +33,8 @@ shop = Task(records=[{"question": "What does milk cost?"}] * 64, held_out=[{"que
 """
 TINY = (
     "warm_start.steps=0",
-    "sampler={slots: 8, max_length: 3072, max_new_tokens: 128, block: 8, page_tokens: 64}",
+    "sampler={slots: 8, max_length: 3072, max_new_tokens: 128, block: 8, page_tokens: 64, "
+    "on_new_weights: recompute}",  # else KV of older weights stays, which is no token's lag
     f"algorithm={{group_size: {GROUP}, groups_per_step: {GROUPS}, learning_rate: 1e-2, "
     "keep_sampling_mask: true}",
     "trainer={micro_batch_tokens: 3072, warmup_steps: 1}",

@@ -62,8 +62,8 @@ def test_memory_is_that_of_all_who_may_be_there_at_once() -> None:
     ("given", "said"),
     [
         ("seats={second: nobody}", "seats.second: "),
-        ("seats={second: {older: {every: 0}}}", "seats.second.older.every: "),
-        ("seats={second: {mixture: [{modle: d}]}}", "seats.second.mixture.0.modle: "),
+        ("seats={second: {older: {every: 0}}}", "seats.second.older.every = 0 is not allowed"),
+        ("seats={second: {mixture: [{modle: d}]}}", "seats.second.mixture.0.modle is not a setting"),
         ("seats=3", "must be {name: {setting: value}} or null"),
     ],
 )
