@@ -30,7 +30,7 @@ EPISODE = replace(  # two contexts: P P A A | P A A
     token_ids=np.array([5, 2, 7, 1, 5, 11, 12], np.int32),
     starts=(0, 4),
 )
-TRIED = {"backoff_first_s": 0.1, "longest_s": 20.0}
+TRIED: dict[str, Any] = {"backoff_first_s": 0.1, "longest_s": 20.0}
 
 
 async def rewards(episodes: Any, prompt: Any) -> tuple[Score, ...]:
