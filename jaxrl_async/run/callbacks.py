@@ -50,9 +50,6 @@ class Callbacks:
         self._given, self._on_step = tuple(given), on_step
         self._failure: BaseException | None = None  # of on_save, raised by the next step
 
-    def __bool__(self) -> bool:
-        return bool(self._given) or self._on_step is not None
-
     def begin(self, config: Config, folder: Path) -> None:
         """Call on_begin."""
         for one in self._given:

@@ -68,7 +68,7 @@ from jaxrl_async.trainer.optimizer import check_optimizer
 if TYPE_CHECKING:
     from jaxrl_async.run import callbacks as user_callbacks
     from jaxrl_async.run import offline
-    from jaxrl_async.run.callbacks import Callback
+    from jaxrl_async.run.callbacks import Callback, Callbacks
     from jaxrl_async.run.checkpoint import bucket_start
 else:
     user_callbacks = Later("jaxrl_async.run.callbacks")
@@ -112,10 +112,7 @@ def train(
         check_paths(one)
         check_trackers(one.metrics)
         check_optimizer(one.trainer)
-    called = None
-    if on_step is not None or callbacks or config.run.callbacks:
-        made = user_callbacks.load_callbacks(config.run.callbacks)
-        called = user_callbacks.Callbacks([*made, *callbacks], on_step)
+    called = _called(config, on_step, callbacks)
     paths = Paths(Path(config.run.dir) / config.run.name)
     config = _with_dtype_of_first(config, lockstep, paths.config)
     with ExitStack() as closing:
@@ -150,24 +147,39 @@ def train(
             on_saved=None if called is None else called.saved,
         )
         console.phase("preparing")
-        work = run_rl if config.run.job == "rl" else offline.run
-        if config.runs:
-            work = features.several_runs()
-        weights, early = None, f"stopped early by {stop.reason}"
-        try:
-            weights = work(config, context)
-            early = f"stopped early by {stop.reason}" if stop.reason else ""
-        except Stopped as error:
-            early = str(error)
+        weights, early = _worked(config, context)
         if called is not None:
             called.end(paths.root, weights)
         if not lockstep.writes:
             return paths.root
-        early = f"{early}: everything is saved; --resume continues" if early else ""
         write_spans()  # for the report
         achieved, where = _of_several(config) if config.runs else _of_one(paths, weights)
     console.summary([*achieved, early, *where, *copy.verdict()])
     return paths.root
+
+
+def _called(
+    config: Config, on_step: OnStep | None, callbacks: Sequence["Callback"]
+) -> "Callbacks | None":
+    """Return the run's callbacks; None: there are none. Raises ConfigError."""
+    if on_step is None and not callbacks and not config.run.callbacks:
+        return None
+    made = user_callbacks.load_callbacks(config.run.callbacks)
+    return user_callbacks.Callbacks([*made, *callbacks], on_step)
+
+
+def _worked(config: Config, context: RunContext) -> tuple[Path | None, str]:
+    """Run the job to its end; return the folder of its weights, and why it stopped early."""
+    work: Job = run_rl if config.run.job == "rl" else offline.run
+    if config.runs:
+        work = features.several_runs()
+    weights, stop = None, context.stop
+    try:
+        weights = work(config, context)
+        early = f"stopped early by {stop.reason}" if stop.reason else ""
+    except Stopped as error:
+        early = str(error)
+    return weights, f"{early}: everything is saved; --resume continues" if early else ""
 
 
 def _with_dtype_of_first(config: Config, lockstep: Lockstep, before: Path) -> Config:
