@@ -184,7 +184,7 @@ class ModelSection(Section):
 
     @check
     def own_layers_have_no_family(self) -> Iterator[str]:
-        """Refuse a family beside the user's own layers."""
+        """Refuse a family next to the user's own layers."""
         family = self.architecture.family
         if self.decoder is not None and self.architecture.is_set("family"):
             yield (
