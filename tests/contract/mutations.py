@@ -385,6 +385,7 @@ GROUPS = (
             "trainer/test_named_teachers.py::test_the_gap_is_the_weighted_sum_of_log_ratios",
             "trainer/test_named_teachers.py::test_a_local_teacher_computes_its_own_episodes_alone",
             "trainer/test_named_teachers.py::test_tokens_without_a_samplers_log_prob_have_no_gap",
+            "trainer/test_named_teachers.py::test_a_masked_episode_has_no_gap_and_no_part_of_the_kl",
         ),
         (
             ("behavior[flat] - teacher.logprobs[used]", "teacher.logprobs[used] - behavior[flat]"),

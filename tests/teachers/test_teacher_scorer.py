@@ -1,6 +1,7 @@
 """What teachers' servers say about episodes: routes, protocols, faults and time limits."""
 
 import asyncio
+import json
 import time
 from dataclasses import replace
 from typing import Any
@@ -334,6 +335,15 @@ def test_an_answer_that_cannot_be_right_is_refused(position: str, said: str) -> 
     content = f'{{"choices": [{{"prompt_logprobs": [null, {position}]}}]}}'.encode()
     with pytest.raises(UnreadableLogprobs, match=said):
         read_scores("completions", content, np.array([1, 2], np.int32), 1, VOCAB)
+
+
+def test_a_tokens_own_log_prob_is_read_where_others_are_likelier() -> None:
+    at = {"2": {"logprob": -3.0}, "7": {"logprob": -0.25}, "4": {"logprob": -2.0}}
+    content = json.dumps({"choices": [{"prompt_logprobs": [None, at]}]}).encode()
+    found = read_scores("completions", content, np.array([1, 2], np.int32), 2, VOCAB)
+    assert found.logprobs[1] == -3.0
+    assert found.top_ids[1].tolist() == [7, 4]
+    assert found.top_logprobs[1].tolist() == [-0.25, -2.0]
 
 
 def test_an_answer_may_have_more_tokens_than_the_prompt_and_round_above_zero() -> None:

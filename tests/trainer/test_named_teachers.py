@@ -11,7 +11,7 @@ import pytest
 from whole_rows import row_states
 
 from jaxrl_async.algorithms.advantages import step_data
-from jaxrl_async.algorithms.shaping import shape
+from jaxrl_async.algorithms.shaping import mask_truncated, shape
 from jaxrl_async.config import schema
 from jaxrl_async.mesh import NO_DEVICE_LOCK, make_slices
 from jaxrl_async.metrics.metric import metric_of
@@ -19,6 +19,7 @@ from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
 from jaxrl_async.model.divergence import divergence_of
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.trainer.distill import TeacherTop, distill_rows
+from jaxrl_async.trainer.flops import forward_flops
 from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
@@ -136,10 +137,11 @@ def test_the_gap_is_the_weighted_sum_of_log_ratios(share_prefixes: bool) -> None
     assert all(metric_of(key) for key in advice.report)
 
 
-def test_tokens_without_a_samplers_log_prob_have_no_gap() -> None:
+@pytest.mark.parametrize("unsaid", [np.nan, -np.inf])
+def test_tokens_without_a_samplers_log_prob_have_no_gap(unsaid: float) -> None:
     episode = GROUPS[0].episodes[0]
     logprobs = episode.logprobs.copy()
-    logprobs[3] = np.nan
+    logprobs[3] = unsaid
     unknown = replace(episode, logprobs=logprobs)
     changed = replace(GROUPS[0], episodes=(unknown, GROUPS[0].episodes[1]))
     step = packed([changed])
@@ -148,6 +150,16 @@ def test_tokens_without_a_samplers_log_prob_have_no_gap() -> None:
     assert gap[3] == 0 and gap[2] != 0 and np.isfinite(advice.report["teacher/a/kl"])
     whole = asked(packed([GROUPS[0]])).report["teacher/a/tokens"]
     assert advice.report["teacher/a/tokens"] == whole - 1
+
+
+def test_a_masked_episode_has_no_gap_and_no_part_of_the_kl() -> None:
+    cut, other = GROUPS[0].episodes
+    changed = replace(GROUPS[0], episodes=(replace(cut, stop=StopReason.LENGTH), other))
+    step = pack_step(shape(step_data([changed]), [mask_truncated]), ROW)
+    advice = asked(step)
+    first, second = step.index.to_sequences(advice.gap)
+    assert not first.any() and second.any()
+    assert advice.report["teacher/a/tokens"] == len(GROUPS[0].scores[1].teachers[0].places)
 
 
 # ---- divergences over the top k with the rest
@@ -230,7 +242,9 @@ def test_a_local_teacher_computes_its_own_episodes_alone(share_prefixes: bool) -
     np.testing.assert_array_equal(advice.columns["teacher_ids"][mine], ids[mine])
     np.testing.assert_allclose(advice.columns["teacher_logprobs"][mine], likely[mine], atol=1e-5)
     assert (advice.columns["teacher_weights"][mine] == 0.5).all()
-    assert advice.report["teacher/flops"] > 0
+    named = step.rows.at(step.index.places_of(np.array([2, 3]))).batch
+    assert advice.report["teacher/flops"] == 2 * forward_flops(SPEC, named)
+    assert len(named.token_ids) < len(step.batch.token_ids), "the others' rows are left out"
     trained = sum(e.num_drawn for e in groups[1].episodes)
     assert advice.report["teacher/here/tokens"] == trained
 

@@ -219,6 +219,9 @@ MATRICES = {
         shape=(2, 2, 3, 5), axes=("layers", "rank", "heads", "head_dim"), init="off", decays=True
     ),
 }
+MATRICES["o_lora_a"] = Weight(
+    shape=(2, 2, 3, 2), axes=("layers", "heads", "head_dim", "rank"), init="narrow", decays=True
+)
 OTHERS = {
     "embed": Weight(shape=(8, 4), axes=("vocab", "embed"), init="normal", fan_in=4),
     "lm_head": Weight(shape=(4, 8), axes=("embed", "vocab"), init="normal", fan_in=4),
@@ -236,7 +239,14 @@ def test_muon_makes_the_momentum_of_each_hidden_matrix_orthogonal_and_leaves_the
     section = {"weight_decay": 0.1, "max_grad_norm": 1e9}
     chosen = schema.TrainerSection(optimizer={"muon": {"beta": 0.9, "rms": 0.3}}, **section)
     found = after(make_optimizer(chosen, weights=table), start, gradients, 0.05)
-    for name, inputs in {"up": 6, "o": 6, "gate": 3, "lora_a": 6, "lora_b": 2}.items():
+    for name, inputs in {
+        "up": 6,
+        "o": 6,
+        "gate": 3,
+        "lora_a": 6,
+        "lora_b": 2,
+        "o_lora_a": 6,
+    }.items():
         of_one = table[name].stacked
         shape = (-1, *table[name].shape[of_one:])
         weights = start[name].reshape(shape)
@@ -266,6 +276,20 @@ def test_muon_has_one_moment_for_a_hidden_matrix_sharded_as_its_weight():
     for where, array in zip(jax.tree.leaves(placed), jax.tree.leaves(state), strict=True):
         if where != "whole":
             assert array.shape == table[where].shape
+
+
+def test_weights_of_one_name_in_two_stacks_keep_their_own_shardings():
+    weight = Weight(shape=(2, 6, 4), axes=("layers", "embed", "mlp"), init="normal", fan_in=6)
+    optimizer = make_optimizer(
+        schema.TrainerSection(), weights={"dense": {"up": weight}, "routed": {"up": weight}}
+    )
+    like = jax.ShapeDtypeStruct(weight.shape, jnp.float32)
+    params = {"dense": {"up": like}, "routed": {"up": like}}
+    placed = state_shardings(
+        optimizer, params, {"dense": {"up": "first"}, "routed": {"up": "second"}}, "whole"
+    )
+    found = [where for where in jax.tree.leaves(placed) if where != "whole"]
+    assert found == ["first", "second", "first", "second"]
 
 
 OWN = """
