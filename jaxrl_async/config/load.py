@@ -147,7 +147,7 @@ def _checked(draft: Draft) -> Config:
     else:
         for name, needs in sections_of_defaults(config).items():
             if needs is not None and not draft.problems:
-                told = f"{name} without {needs} is now written {name}=null"
+                told = f"{name}, which nothing reads without {needs}, is now written {name}=null"
                 replaced.append(Replaced(name, name, told))
             config = config.model_copy(update={name: None})
         _tell(draft, replaced)

@@ -322,7 +322,10 @@ def test_a_section_of_defaults_that_nothing_reads_is_null(write, caplog):
         ("reference", "algorithm.kl_coefficient above 0 or a pairs.loss that compares with it"),
         ("critic", "algorithm.advantage=gae, which has a critic"),
     ):
-        assert f"{name} without {needs} is now written {name}=null" in caplog.text
+        assert (
+            f"{name}, which nothing reads without {needs}, is now written {name}=null"
+            in caplog.text
+        )
 
 
 @pytest.mark.parametrize("job", ["sft", "preference", "reward_model"])
