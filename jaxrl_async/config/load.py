@@ -372,11 +372,16 @@ def help_text(prefix: str = "") -> str:
     target = _find(path) if path else None
     if path and target is None:
         raise ConfigError(_unknown(path))
-    inner = Config if target is None else section_of(target)
-    if inner is not None:
-        found = list(help_of_fields(inner, path))
-    else:
-        found = [one for one in help_of_fields() if f"{one.path}.".startswith(f"{prefix}.")]
+    outer = _find(path[:-1])
+    around = Config if outer is None else section_of(outer)
+    if around is not None:
+        found = list(help_of_fields(around, path[:-1]))
+    else:  # a section by a name of the user's
+        assert target is not None
+        named = section_of(target)
+        assert named is not None
+        found = list(help_of_fields(named, path))
+    found = [one for one in found if not path or f"{one.path}.".startswith(f"{prefix}.")]
     for one in found:
         if one.default is None:
             null = " = null" if one.is_null else ""

@@ -337,3 +337,16 @@ def test_what_is_wrong_in_a_section_with_a_name_is_said_with_its_path(
 def test_a_wrong_setting_of_a_section_is_not_said_to_be_written_null(write, refusal, caplog):
     assert "did you mean critic.learning_rate?" in refusal(write("critic: {lerning_rate: 3}"))
     assert "critic=null" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("asked", "first"),
+    [
+        ("remote", "remote = null:  Samplers in separate processes"),
+        ("evals.hard.samples", "  evals.hard.samples = 1    (a whole number >= 1"),
+        ("evals.hard", "  evals.hard.data = null    (text or null)"),
+        ("algorithm.group_size", "  algorithm.group_size = "),
+    ],
+)
+def test_the_help_of_a_section_says_what_it_is_and_a_name_has_its_settings(asked, first):
+    assert help_text(asked).lstrip("\n").startswith(first)
