@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_async.config.draft import shown
+from jaxrl_async.config.offline_section import PreferenceSection
 
 NAMES: Mapping[str, str] = {
     "algorithm.least_members": "algorithm.min_members",
@@ -143,11 +144,7 @@ def _move_margin(tree: dict[str, Any]) -> list[Replaced]:
     settings = _inner(tree, ["preference"])
     if "margin" not in settings:
         return []
-    margin = settings.pop("margin")
-    own = tree.get("reward_model")
-    tree["reward_model"] = {"margin": margin, **(own if isinstance(own, dict) else {})}
-    told = f"preference.margin is now written reward_model.margin={_written(margin)}"
-    return [Replaced("preference.margin", "reward_model.margin", told)]
+    return [_moved_to_reward_model(tree, "margin", settings.pop("margin"))]
 
 
 def _move_size(tree: dict[str, Any]) -> list[Replaced]:
@@ -156,10 +153,21 @@ def _move_size(tree: dict[str, Any]) -> list[Replaced]:
     of_job = _inner(tree, ["run"]).get("job") == "reward_model"
     if not of_job or "batch_size" not in settings or not isinstance(own, dict):
         return []
-    size = settings.pop("batch_size")
-    tree["reward_model"] = {"batch_size": size, **own}
-    told = f"preference.batch_size is now written reward_model.batch_size={_written(size)}"
-    return [Replaced("preference.batch_size", "reward_model.batch_size", told)]
+    if "batch_size" in own and settings == PreferenceSection().model_dump():
+        return []  # the defaults of the other job, as a run's config.yaml has them
+    return [_moved_to_reward_model(tree, "batch_size", settings.pop("batch_size"))]
+
+
+def _moved_to_reward_model(tree: dict[str, Any], name: str, value: object) -> Replaced:
+    """Write a former setting of preference into reward_model, unless that has it."""
+    given = tree.get("reward_model")
+    own = given if isinstance(given, dict) else {}
+    was, now = f"preference.{name}", f"reward_model.{name}"
+    told = f"{was} is now written {now}={_written(value)}"
+    if name in own:
+        told = f"{was} is not read: it is now written {now}, which is given, too"
+    tree["reward_model"] = {name: value, **own}
+    return Replaced(was, now, told)
 
 
 def turn_off(tree: dict[str, Any]) -> list[Replaced]:

@@ -85,7 +85,8 @@ def load(
         overrides: see above.
         where: name of mappings in messages.
     """
-    return load_with_aside(source, overrides, {}, where=where)
+    config = load_with_aside(source, overrides, {}, where=where)
+    return config if config.runs else _with_what_is_read(config)
 
 
 def load_with_aside(
@@ -95,8 +96,11 @@ def load_with_aside(
     *,
     where: str = "settings",
 ) -> Config:
-    """Load a configuration; put the settings of sections that a former switch made null into
-    `aside`. Otherwise as `load`."""
+    """Load a configuration whose settings will be changed; otherwise as `load`.
+
+    The settings of sections that a former switch made null are put into `aside`; sections that
+    nothing reads yet are kept, without a warning.
+    """
     if isinstance(source, Mapping):
         draft = Draft(file=where, tree=_plain_copy(source))
     elif str(source).startswith(PREFIX):
@@ -115,7 +119,7 @@ def load_with_aside(
     config = _checked(draft)
     if given not in (None, {}) or of_runs:
         return _of_several(draft, config, given, of_runs)
-    return _with_what_is_read(config)
+    return config
 
 
 def _with_what_is_read(config: Config, where: str = "") -> Config:
@@ -142,8 +146,8 @@ def _checked(draft: Draft) -> Config:
         _complain_of_whole_sections(draft, known, error)
     else:
         for name, needs in sections_of_defaults(config).items():
-            if needs is not None:
-                told = f"{name} without {needs} is now written {name}=null"
+            if needs is not None and not draft.problems:
+                told = f"{name}, which nothing reads without {needs}, is now written {name}=null"
                 replaced.append(Replaced(name, name, told))
             config = config.model_copy(update={name: None})
         _tell(draft, replaced)
@@ -368,11 +372,16 @@ def help_text(prefix: str = "") -> str:
     target = _find(path) if path else None
     if path and target is None:
         raise ConfigError(_unknown(path))
-    inner = Config if target is None else section_of(target)
-    if inner is not None:
-        found = list(help_of_fields(inner, path))
-    else:
-        found = [one for one in help_of_fields() if f"{one.path}.".startswith(f"{prefix}.")]
+    outer = _find(path[:-1])
+    around = Config if outer is None else section_of(outer)
+    if around is not None:
+        found = list(help_of_fields(around, path[:-1]))
+    else:  # a section by a name of the user's
+        assert target is not None
+        named = section_of(target)
+        assert named is not None
+        found = list(help_of_fields(named, path))
+    found = [one for one in found if not path or f"{one.path}.".startswith(f"{prefix}.")]
     for one in found:
         if one.default is None:
             null = " = null" if one.is_null else ""
@@ -403,7 +412,10 @@ def _apply(draft: Draft, text: str) -> None:
     target = _find(tuple(NAMES.get(name, name).split(".")))
     if target is None and not _below_choice(path) and now_of(name) is None:
         draft.overridden.add(path)
-        draft.complain(path, _unknown(path, _value_of_unknown(raw), draft.tree))
+        if _is_in_named(path):
+            draft.complain(path, _unknown_in(path, _find(path[:-1])))
+        else:
+            draft.complain(path, _unknown(path, _value_of_unknown(raw), draft.tree))
         return
     try:
         value = _override_value(raw.strip(), target, name)
@@ -454,6 +466,8 @@ def _store(draft: Draft, path: KeyPath, value: object, *, replaces: bool = True)
             inner = (
                 {inner: {}} if inner == path[depth + 1] else {}
             )  # `loss: ppo_clip` takes an argument
+        if isinstance(inner, str):
+            inner = _settings_of_word(inner, _find(path[: depth + 1]))
         if not isinstance(inner, dict):
             return  # the section itself is wrong, and is reported
         if _is_choice(_find(path[: depth + 1])) and path[depth + 1] not in inner:
@@ -462,6 +476,17 @@ def _store(draft: Draft, path: KeyPath, value: object, *, replaces: bool = True)
         tree = inner
     if replaces or not isinstance(tree.get(path[-1]), dict):
         tree[path[-1]] = value
+
+
+def _settings_of_word(word: str, target: FieldInfo | None) -> Tree | None:
+    """Return the settings for which a word stands, such as a seat's `initial`; None: for none."""
+    section = None if target is None else section_of(target)
+    if section is None:
+        return None
+    try:
+        return section.model_validate(word).model_dump(exclude_unset=True)
+    except ValidationError:
+        return None
 
 
 def _override_value(raw: str, target: Any, name: str) -> Any:
@@ -497,9 +522,7 @@ def _keep_known(
         if inner is not None and isinstance(value, dict):
             known[key] = _keep_known(draft, value, inner, here)
         elif inner is not None and not (value is None and is_optional(target)):
-            draft.complain(
-                here, f"{'.'.join(here)} = {shown(value)} must be a section: keys and values."
-            )
+            draft.complain(here, _no_section(here, value))
         elif _wrong_at_sight(value, target):
             draft.complain(here, _not_allowed(here, value, target))
         else:
@@ -538,6 +561,11 @@ def _translate(draft: Draft, error: ValidationError) -> Iterator[str]:
         target = _find(path)
         if isinstance(target, FieldInfo) and _named_section(target) and len(whole) > len(path):
             yield f"{draft.where(whole)}: {'.'.join(whole)}: {one['msg']}. Correct it."
+        elif one["type"] == "model_type":
+            yield f"{draft.where(path)}: {_no_section(path, one['input'])}"
+        elif one["type"] == "string_pattern_mismatch" and whole[-1] == "[key]":
+            like = f"a name must be like {one['ctx']['pattern']}"
+            yield f"{draft.where(path)}: {path[0]}: {shown(path[-1])} cannot be a name; {like}."
         elif one["type"] == "extra_forbidden" and len(whole) > len(path):
             yield f"{draft.where(whole)}: {_unknown_in(whole, target)}"
         elif isinstance(target, FieldInfo) and one["type"] == "missing" and whole == path:
@@ -549,6 +577,11 @@ def _translate(draft: Draft, error: ValidationError) -> Iterator[str]:
             yield f"{draft.where(path)}: {_not_allowed(path, value, target)}"
         else:
             yield f"{draft.where(path)}: {'.'.join(path) or 'the configuration'}: {one['msg']}."
+
+
+def _no_section(path: KeyPath, value: object) -> str:
+    """Return what is wrong with a value that is given as a section."""
+    return f"{'.'.join(path)} = {shown(value)} must be a section: keys and values."
 
 
 def _unknown_in(path: KeyPath, target: FieldInfo | None) -> str:
@@ -679,6 +712,12 @@ def _named_section(target: FieldInfo) -> type[Section] | None:
             named: type[Section] = get_args(kind)[1]
             return named
     return None
+
+
+def _is_in_named(path: KeyPath) -> bool:
+    """Return whether a key path leads into a section that has a name of the user's."""
+    outer = (_find(path[:length]) for length in range(1, len(path) - 1))
+    return any(target is not None and _named_section(target) is not None for target in outer)
 
 
 def _is_section(target: FieldInfo | None) -> bool:

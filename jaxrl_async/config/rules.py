@@ -401,6 +401,12 @@ def each_evaluation_by_name_can_be_made(config: Config) -> Iterator[str]:
                 f"{where}.max_new_tokens ({section.max_new_tokens}) is more than "
                 f"sampler.max_new_tokens ({most}). Lower it, or raise that."
             )
+        greedy = [one for one in ("top_p", "top_k") if section.is_set(one)]
+        if greedy and section.temperature == 0:
+            yield (
+                f"{where}: {' and '.join(greedy)} has no effect with temperature 0, which always "
+                "takes the likeliest token. Set a temperature, or leave it out."
+            )
         unread = [one for one in OF_DATA if section.is_set(one)]
         if unread and section.data is None:
             yield (

@@ -212,7 +212,8 @@ def _of_other_jobs(config: Config) -> Iterator[Use]:
     for other in SECTIONS_OF_OTHER_JOBS[job]:
         section = getattr(config, other)
         keys = () if section is None else _keys(other, type(section))
-        yield Use(keys, lambda c: False, f"another run.job than {job}")
+        of_job = other if other in OF_RECORDS else "rl"
+        yield Use(keys, lambda c: False, f"run.job={of_job}")
     yield Use(
         (*_keys("algorithm", AlgorithmSection, *SHARED_BY_JOBS), "trainer.share_prefixes"),
         lambda c: c.run.job == "rl",

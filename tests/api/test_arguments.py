@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import itertools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,24 @@ def test_a_section_that_a_file_turned_off_keeps_its_settings_when_it_is_turned_o
     assert config.endpoint is not None
     assert (config.endpoint.port, config.endpoint.max_open_calls) == (8123, 9)
     assert configured(Brought(), str(file), {})[0].endpoint is None
+
+
+@pytest.mark.parametrize(
+    ("switch", "section", "own", "given"),
+    [
+        ("algorithm: {kl_coefficient: 0}", "reference", {"ema": 0.5}, {"kl_coefficient": 0.1}),
+        ("algorithm: {advantage: rloo}", "critic", {"clip": None}, {"advantage": "gae"}),
+        ("mesh: {samplers_in: threads}", "remote", {"wait_s": 5.0}, {"samplers_in": "external"}),
+    ],
+)
+def test_an_argument_turns_on_what_a_file_has_the_settings_of(
+    tmp_path, switch, section, own, given
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{switch}\n{section}: {json.dumps(own)}")
+    config, _ = configured(Brought(), str(file), given)
+    assert getattr(config, section).model_dump(exclude_unset=True) == own
+    assert getattr(configured(Brought(), str(file), {})[0], section) is None
 
 
 def test_records_and_functions_become_a_task_that_no_configuration_can_name(tmp_path) -> None:

@@ -322,7 +322,10 @@ def test_a_section_of_defaults_that_nothing_reads_is_null(write, caplog):
         ("reference", "algorithm.kl_coefficient above 0 or a pairs.loss that compares with it"),
         ("critic", "algorithm.advantage=gae, which has a critic"),
     ):
-        assert f"{name} without {needs} is now written {name}=null" in caplog.text
+        assert (
+            f"{name}, which nothing reads without {needs}, is now written {name}=null"
+            in caplog.text
+        )
 
 
 @pytest.mark.parametrize("job", ["sft", "preference", "reward_model"])
@@ -404,4 +407,18 @@ def test_a_batch_of_preferences_stays_theirs_and_a_margin_is_refused_there(write
     of_pairs = {"run": {"job": "preference"}, "preference": {"batch_size": 8, "margin": 0.0}}
     assert load(write(yaml.safe_dump(of_pairs))).preference.batch_size == 8
     told = refusal(write("run: {job: preference}"), "preference.margin=0.1")
-    assert "reward_model.margin (0.1) has no effect without another run.job than pref" in told
+    assert "reward_model.margin (0.1) has no effect without run.job=reward_model" in told
+
+
+@pytest.mark.parametrize("name", ["batch_size", "margin"])
+def test_a_former_setting_next_to_the_current_one_is_not_said_to_count(write, caplog, name):
+    both = {**OF_REWARDS, "preference": {name: 8}, "reward_model": {name: 4}}
+    assert getattr(load(write(yaml.safe_dump(both))).reward_model, name) == 4
+    now = f"reward_model.{name}, which is given, too"
+    assert f"preference.{name} is not read: it is now written {now}" in caplog.text
+
+
+def test_the_printed_configuration_of_a_reward_model_loads_without_a_warning(write, caplog):
+    config = load({**OF_REWARDS, "reward_model": {"batch_size": 8}})
+    assert load(write(dump(config))) == config
+    assert not caplog.text

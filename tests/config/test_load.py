@@ -307,3 +307,46 @@ def test_null_on_the_command_line_is_nothing_also_for_a_function(tmp_path, nothi
     file.write_text("algorithm: {correction: tis}\n")
     assert load(file, []).algorithm.correction == "tis"
     assert load(file, [f"algorithm.correction={nothing}"]).algorithm.correction is None
+
+
+@pytest.mark.parametrize(("word", "filled"), [("initial", "model"), ("policy", "policy")])
+def test_an_override_keeps_the_player_that_a_word_names(write, word, filled):
+    path = write(f"task: nim\nseats: {{second: {word}}}")
+    seat = load(path, ["seats.second.temperature=0.5"]).players["second"]
+    assert seat.temperature == 0.5
+    assert getattr(seat, filled) == {"initial": "initial", "policy": True}[word]
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "said"),
+    [
+        ("", ["evals.hard.sampels=2"], "did you mean evals.hard.samples?"),
+        ("task: nim", ["seats.b.older.evry=2"], "did you mean seats.b.older.every?"),
+        ("evals: {hard: null}", [], "line 1: evals.hard = null must be a section"),
+        ("teachers: {a: DIR}", [], "line 1: teachers.a = 'DIR' must be a section"),
+        ("evals: {a/b: {}}", [], "line 1: evals: 'a/b' cannot be a name; a name must be like ^"),
+    ],
+)
+def test_what_is_wrong_in_a_section_with_a_name_is_said_with_its_path(
+    write, refusal, text, overrides, said
+):
+    told = refusal(write(text), *overrides)
+    assert said in told and "NamedEval" not in told
+
+
+def test_a_wrong_setting_of_a_section_is_not_said_to_be_written_null(write, refusal, caplog):
+    assert "did you mean critic.learning_rate?" in refusal(write("critic: {lerning_rate: 3}"))
+    assert "critic=null" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("asked", "first"),
+    [
+        ("remote", "remote = null:  Samplers in separate processes"),
+        ("evals.hard.samples", "  evals.hard.samples = 1    (a whole number >= 1"),
+        ("evals.hard", "  evals.hard.data = null    (text or null)"),
+        ("algorithm.group_size", "  algorithm.group_size = "),
+    ],
+)
+def test_the_help_of_a_section_says_what_it_is_and_a_name_has_its_settings(asked, first):
+    assert help_text(asked).lstrip("\n").startswith(first)

@@ -181,7 +181,10 @@ def test_what_trl_has_and_we_have_not_is_left_with_its_reason():
     assert set(found.left) == {"optim", "top_entropy_quantile", "report_to", "loss_type"} | {
         "nonsense"
     }
-    assert "AdamW" in found.left["optim"] and "comet" in found.left["report_to"]
+    assert (
+        "trainer.optimizer takes adamw, muon" in found.left["optim"]
+        and "comet" in found.left["report_to"]
+    )
     assert "algorithm.aggregate" not in found.settings
 
 

@@ -642,3 +642,11 @@ def test_a_loss_without_a_ratio_is_corrected_with_an_engine(write, refusal):
     gpg = [*ELSEWHERE, "algorithm.loss=gpg"]
     assert "Set algorithm.correction=tis" in refusal(write(""), *gpg, "algorithm.anchor=proximal")
     load(write(""), [*gpg, "algorithm.anchor=proximal", "algorithm.correction=tis"])
+
+
+@pytest.mark.parametrize("setting", ["top_k=5", "top_p=0.5"])
+def test_a_greedy_evaluation_by_name_reads_no_bounds_of_sampling(write, refusal, setting):
+    name = setting.partition("=")[0]
+    told = refusal(write(""), f"evals.hard.{setting}")
+    assert f"evals.hard: {name} has no effect with temperature 0" in told
+    assert load(write(""), [f"evals.hard.{setting}", "evals.hard.temperature=0.7"])

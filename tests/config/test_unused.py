@@ -52,14 +52,15 @@ UNREAD = [
     (["warm_start.path=x"], "warm_start.steps above 0"),
     (["algorithm.loss=gpg", "algorithm.anchor=proximal"], "another algorithm.loss or a correction"),
     (["reward.model_weight=0.5"], "reward.model"),
-    (["sft.batch_size=4"], "another run.job"),
-    (["preference.loss=ipo"], "another run.job"),
+    (["sft.batch_size=4"], "run.job=sft"),
+    (["preference.loss=ipo"], "run.job=preference"),
     (["pairs.loss=dpo", "algorithm.loss=cispo"], "pairs=null"),
     (["pairs.loss=dpo", "algorithm.advantage=rloo"], "pairs=null"),
     (["pairs.loss=dpo", "algorithm.correction=tis"], "pairs=null"),
     (["pairs.loss=dpo", "algorithm.aggregate=sequence_mean"], "pairs=null, or a KL"),
     (["pairs.loss=simpo", "reference.ema=0.5"], "algorithm.kl_coefficient above 0 or a pairs"),
-    (["run.job=sft", "pairs.loss=dpo"], "another run.job"),
+    (["run.job=sft", "pairs.loss=dpo"], "run.job=rl"),
+    (["run.job=preference", "reward_model.margin=0.5"], "run.job=reward_model"),
 ]
 
 

@@ -237,7 +237,10 @@ def _warmup(f: Fields) -> int:
 
 def _optimizer(f: Fields) -> Any:
     if not str(plain(f["optim"])).startswith("adamw"):
-        raise NoCounterpart(f"there is no optimizer {plain(f['optim'])!r}; it is AdamW")
+        raise NoCounterpart(
+            f"there is no optimizer {plain(f['optim'])!r}; trainer.optimizer takes adamw, muon or "
+            "your own"
+        )
     return KEEP
 
 
@@ -532,7 +535,7 @@ _LEFT = {
               torch_compile_mode=None, use_liger_kernel=False, liger_kernel_config=None, tf32=None,
               bf16_full_eval=False, fp16_full_eval=False, full_determinism=False),
     **without("the schedule has no arguments", lr_scheduler_kwargs=None),
-    **without("it is AdamW, without further arguments", optim_args=None, optim_target_modules=None),
+    **without("see trainer.optimizer", optim_args=None, optim_target_modules=None),
     **without("not for learning from rewards",
               label_smoothing_factor=0.0, neftune_noise_alpha=None, label_names=None,
               prediction_loss_only=False, include_for_metrics=[], batch_eval_metrics=False,
@@ -573,7 +576,7 @@ _ARGUMENTS = {
     **without("give the settings themselves, or **jaxrl_async.from_trl(args, ...)", args=None),
     **without("data.tokenizer names another tokenizer than the model's", processing_class=None),
     **without("reward.model is the folder of a reward model", reward_processing_classes=None),
-    **without("it is AdamW: see the section trainer", optimizers=(None, None)),
+    **without("see trainer.optimizer", optimizers=(None, None)),
     **without("model.lora.base is the format of frozen weights", quantization_config=None),
     **without("a task's program plays whole episodes: task=Task(program=...)", rollout_func=None),
 }

@@ -126,7 +126,7 @@ _FIELDS = {
               reward_manager="sequence-level"),
     **without("algorithm.loss names the loss", policy_loss_fn="grpo"),
     **without("the KL of a token has no bound", kl_clamp_value=None),
-    **without("the optimizer is AdamW: algorithm.learning_rate and the section trainer",
+    **without("see trainer.optimizer and algorithm.learning_rate",
               actor_optimizer=None, critic_optimizer=None),
     **without("sequences are packed into rows; trainer.micro_batch_tokens bounds the memory",
               train_micro_batch_size=None, rollout_micro_batch_size=None,

@@ -386,7 +386,7 @@ _SAMPLER = "the sampler of this package samples; see the section sampler, and sa
 _PROFILE = "run.profile traces steps, metrics.spans all threads"
 _FILES = "checkpoints lie in the run's folder: run.dir, run.name and the section checkpoint"
 _FAST = "XLA compiles everything; recomputation is model.remat"
-_OPTIMIZER = "it is AdamW: see the section trainer"
+_OPTIMIZER = "see trainer.optimizer, and the section trainer"
 _RECORDS = "records are read by the section data"
 _REWARD = "see the sections reward and reward.judge"
 _LEAVES = {
@@ -491,7 +491,7 @@ _LEFT = {
     "sandbox_fusion": _REWARD,
     "skip": "run.replay_schedule replays a run",
     "trainer.v1": "see the section staleness",
-    "critic.optim": "AdamW's other settings are the policy's: see the section trainer",
+    "critic.optim": "the other settings are the policy's: see the section trainer",
     "critic.fsdp": _MESH,
     "critic.model": "the critic has the policy's sizes and mesh; see the section critic",
     "critic.checkpoint": _FILES,
