@@ -397,6 +397,13 @@ GROUPS = (
         ),
     ),
     Group(
+        "trainer/named_teachers",
+        (
+            "trainer/test_named_teachers.py::test_a_resumed_run_may_compare_another_number_of_tokens",
+        ),
+        (("if t.top_ids.shape[1] >= top_k", "if True"), ("t.top_ids[:, :top_k]", "t.top_ids")),
+    ),
+    Group(
         "teachers/prompt_logprobs",
         ("teachers/test_teacher_scorer.py",),
         (
@@ -422,7 +429,8 @@ GROUPS = (
         ("teachers/test_teacher_scorer.py",),
         (
             ("if weight is not None}", "if weight}"),
-            ("or not weight > 0", "or weight < 0"),
+            ("or not 0 < weight < math.inf", "or not 0 <= weight < math.inf"),
+            ("self.of_task(record_of(prompt))", "self.of_task(prompt.columns)"),
             ("elif len(self.weights) == 1:", "elif self.weights:"),
         ),
     ),
