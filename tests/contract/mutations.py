@@ -993,6 +993,8 @@ GROUPS = (
             ("{{0,{MAX_CALLS - 1}}}", "{{0,{MAX_CALLS}}}"),
             ('if marks.thinking == "may" else ""', 'if marks.thinking == "open" else ""'),
             ("if text in marks.tokens else json.dumps(text)", "if False else json.dumps(text)"),
+            ("if bare and beside_json:", "if False:"),
+            ('f"#/properties/parameters{ref[1:]}"', "ref"),
         ),
     ),
     Group(

@@ -133,7 +133,7 @@ def meant(walk: Walk, marks: Any, ids: list[int], tools: Any) -> tuple[list[tupl
     if not tools:
         return [], whole
     if marks.calls == "bare":
-        bodies = [whole] if whole.startswith('{"name"') else []
+        bodies = [whole] if re.match(r'\{\s*"name"', whole) else []
     elif begin is None:
         while whole.startswith("<tool_call>"):
             _, stop = json.JSONDecoder().raw_decode(whole, len("<tool_call>\n"))
