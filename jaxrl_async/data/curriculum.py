@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.config.schema import DataSection
-from jaxrl_async.data.prompts import PromptStream, make_prompts
+from jaxrl_async.data.prompts import CheckRecord, PromptStream, make_prompts
 from jaxrl_async.data.records import OwnRecords
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import DataError
@@ -298,13 +298,14 @@ def make_stream(
     process_count: int = 1,
     own: OwnRecords | None = None,
     graded: bool = False,
+    check: CheckRecord | None = None,
 ) -> PromptStream | Curriculum:
     """Return one process's endless stream of prompts, in fixed order or ordered by data.curriculum.
 
-    own, graded: see eval_prompts. Raises DataError or ConfigError.
+    own, graded: see eval_prompts; check: see PromptStream. Raises DataError or ConfigError.
     """
     stream = make_prompts(
-        data, tokenizer, seed, process_index, process_count, own=own, graded=graded
+        data, tokenizer, seed, process_index, process_count, own=own, graded=graded, check=check
     )
     if data.curriculum == "none":
         return stream

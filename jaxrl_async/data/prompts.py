@@ -9,7 +9,7 @@ whole state is its position.
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol, TypeVar
@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 EVAL_POSITION = 2**30
 """First position of held-out prompts, to separate their random numbers from training prompts."""
 
+CheckRecord = Callable[[Prompt], None]
+"""Checks a record, as a prompt at no position; raises ConfigError."""
+
 
 def shuffled(source: Any, seed: int, process_index: int = 0, process_count: int = 1) -> Any:
     """Return an endless MapDataset of (index, record): a process's shard, reshuffled in each
@@ -60,12 +63,19 @@ class PromptStream:
     """
 
     def __init__(
-        self, source: RecordSource, seed: int, *, process_index: int = 0, process_count: int = 1
+        self,
+        source: RecordSource,
+        seed: int,
+        *,
+        process_index: int = 0,
+        process_count: int = 1,
+        check: CheckRecord | None = None,
     ) -> None:
+        """check: called with each surveyed record; see `looked_at`."""
         if not 0 <= process_index < process_count:
             raise DataError(f"process {process_index} is not one of {process_count}.")
         self._dataset = shuffled(source, seed, process_index, process_count)
-        found = survey(source)
+        found = survey(source, check)
         self.references = found.references
         """The reference answers of the surveyed records, see survey.looked_at."""
         self._first, self._stride = process_index, process_count
@@ -157,15 +167,18 @@ def make_prompts(
     split: Split = "train",
     own: OwnRecords | None = None,
     graded: bool = False,
+    check: CheckRecord | None = None,
 ) -> PromptStream:
-    """Return the endless stream of one process. own, graded: see eval_prompts. Raises DataError or
-    ConfigError."""
+    """Return the endless stream of one process. own, graded: see eval_prompts; check: see
+    PromptStream. Raises DataError or ConfigError."""
     source = (
         make_source(data, tokenizer, seed, split, graded=graded)
         if own is None
         else own.source(split)
     )
-    return PromptStream(source, seed, process_index=process_index, process_count=process_count)
+    return PromptStream(
+        source, seed, process_index=process_index, process_count=process_count, check=check
+    )
 
 
 def eval_prompts(
@@ -302,10 +315,12 @@ class Survey:
     references: tuple[str, ...]
 
 
-def survey(source: RecordSource) -> Survey:
-    """Survey the records that `looked_at` yields, in order."""
+def survey(source: RecordSource, check: CheckRecord | None = None) -> Survey:
+    """Survey the records that `looked_at` yields, in order. check: called with each of them."""
     digest, references = _Digest(len(source)), []
-    for record in looked_at(source):
+    for number, record in zip(_surveyed(source), looked_at(source), strict=True):
+        if check is not None:
+            check(prompt_of(record, number, -1))
         digest.add(_content(record))
         references.append(record.reference)
     return Survey(digest=digest.text, references=tuple(references))
@@ -323,12 +338,16 @@ def digest_of(examples: Indexed[Any]) -> str:
 def looked_at(source: Indexed[T_co]) -> Iterator[T_co]:
     """Yield all records if they are in memory, else SAMPLED records including the first and
     last."""
+    return (source[index] for index in _surveyed(source))
+
+
+def _surveyed(source: Indexed[Any]) -> Sequence[int]:
+    """Return the indices of the records that `looked_at` yields."""
     count = len(source)
     if getattr(source, "in_memory", isinstance(source, list | tuple)) or count <= SAMPLED:
-        indices: Any = range(count)
-    else:
-        indices = np.linspace(0, count - 1, SAMPLED).astype(np.int64).tolist()
-    return (source[int(index)] for index in indices)
+        return range(count)
+    indices: list[int] = np.linspace(0, count - 1, SAMPLED).astype(np.int64).tolist()
+    return indices
 
 
 def _content(record: Record) -> Mapping[str, Any]:

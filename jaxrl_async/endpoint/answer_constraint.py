@@ -226,7 +226,8 @@ def turn_constraint(
     forms = [("text", *parts)] if parts else []
     if tools:
         allowed = [t for t in tools if not choice.names or t["function"]["name"] in choice.names]
-        forms.append(("calls", *_call_rules(allowed, choice, marks)))
+        is_json = bool(parts) and constraint is not None and constraint.kind.startswith("json")
+        forms.append(("calls", *_call_rules(allowed, choice, marks, beside_json=is_json)))
     lead = {"": "", "may": "think? ", "open": "rest "}[marks.thinking]
     lines = [f"start: {lead}({' | '.join(name for name, *_ in forms)})"]
     if marks.thinking == "may":
@@ -283,9 +284,14 @@ def _json_rule(name: str, schema: Any) -> str:
 
 
 def _call_rules(
-    tools: Sequence[Mapping[str, Any]], choice: ToolChoice, marks: TurnMarks
+    tools: Sequence[Mapping[str, Any]], choice: ToolChoice, marks: TurnMarks, *, beside_json: bool
 ) -> Iterator[str]:
-    """Yield the rules of one or several calls, in Hermes' form or as a turn in bare JSON."""
+    """Yield the rules of one or several calls, in Hermes' form or as a turn in bare JSON.
+
+    beside_json: the turn may also be a text in JSON. Bare calls then have JSON's grammar, too: the
+    matcher takes the longest piece, and the beginning of a call as one piece would hide a text that
+    begins with the same letters.
+    """
     bare = marks.calls == "bare"
     several = choice.parallel and not bare
     yield f'calls: call ("\\n" call){{0,{MAX_CALLS - 1}}}' if several else "calls: call"
@@ -295,6 +301,34 @@ def _call_rules(
     key = "parameters" if bare else "arguments"
     for i, tool in enumerate(tools):
         function = tool["function"]
+        arguments = function.get("parameters") or {"type": "object"}
+        if bare and beside_json:
+            yield _json_rule(f"call{i}", _call_schema(function["name"], arguments))
+            continue
         head = f'{{"name": {json.dumps(function["name"])}, "{key}": '
         yield f'call{i}: {json.dumps(head)} arguments{i} "}}"'
-        yield _json_rule(f"arguments{i}", function.get("parameters") or {"type": "object"})
+        yield _json_rule(f"arguments{i}", arguments)
+
+
+def _call_schema(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a whole call in bare JSON."""
+    own = {k: v for k, v in arguments.items() if k == "x-guidance"}  # is only read at the top
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "parameters": _moved(arguments)},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+        **own,
+    }
+
+
+def _moved(schema: Any) -> Any:
+    """Return a schema's parts with references that find them within `_call_schema`."""
+    if isinstance(schema, list):
+        return [_moved(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(part) for key, part in schema.items()}
+    if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
+        moved["$ref"] = f"#/properties/parameters{ref[1:]}"
+    return moved

@@ -293,6 +293,10 @@ class Teachers(Protocol):
         """Return the counters so far, as NAME/COUNTER; empty: no such teacher."""
         ...
 
+    def check(self, prompt: Prompt) -> None:
+        """Raise ConfigError if a record names its teachers wrongly."""
+        ...
+
     def close(self) -> None:
         """Close all connections. Idempotent; they are opened again if they are needed again."""
         ...
@@ -316,6 +320,9 @@ class NoTeachers:
     def counts(self) -> Mapping[str, float]:
         """Return nothing."""
         return {}
+
+    def check(self, prompt: Prompt) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
         """Do nothing."""

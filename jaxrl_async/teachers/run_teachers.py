@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.tokenizer import Tokenizer
+from jaxrl_async.errors import ConfigError, EndpointMisset
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports.rollout import ChatFormat, Scorer
@@ -97,6 +98,14 @@ class RunTeachers:
             for name, service in self._services.items()
             for counter, number in service.counts().items()
         }
+
+    def check(self, prompt: Prompt) -> None:
+        """Raise ConfigError if a record names its teachers wrongly. A function of the task is not
+        called."""
+        try:
+            self._choices.check(prompt)
+        except EndpointMisset as error:
+            raise ConfigError(str(error)) from None
 
     def close(self) -> None:
         """Close all connections. Idempotent; they are made again if they are needed again."""

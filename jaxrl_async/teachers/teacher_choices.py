@@ -3,11 +3,13 @@
 Pure. A choice is a name, a list of names, a mapping from names to weights, or nothing.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.errors import EndpointMisset
+from jaxrl_async.rollout.chat_env import record_of
 from jaxrl_async.tasks.task import TaskRecord, TeacherChoice
 from jaxrl_async.types import Prompt
 
@@ -23,14 +25,14 @@ class TeacherChoices:
     def of(self, prompt: Prompt) -> dict[str, float]:
         """Return the weights of a prompt's teachers by name; empty: none.
 
-        Raises EndpointMisset for an unknown name, a weight that is no number above 0, or a record
-        that could have any of several teachers.
+        Raises EndpointMisset for an unknown name, a weight that is no number above 0, a record that
+        could have any of several teachers, or a task's function that raises.
         """
         where = f"prompt {prompt.prompt_id}, column {self.column!r}"
         if self.column in prompt.columns:
             choice = prompt.columns[self.column]
         elif callable(self.of_task):
-            choice, where = self.of_task(prompt.columns), f"prompt {prompt.prompt_id}, the task"
+            choice, where = self._of_record(prompt), f"prompt {prompt.prompt_id}, the task"
         elif self.of_task is not None:
             choice, where = self.of_task, "the task"
         elif len(self.weights) == 1:
@@ -42,6 +44,22 @@ class TeacherChoices:
                 "and the task has no `teacher`. Add one of them; an empty value means none."
             )
         return self._checked(choice, where)
+
+    def check(self, prompt: Prompt) -> None:
+        """Raise EndpointMisset as `of`, without a call of the task's function."""
+        if self.column in prompt.columns or not callable(self.of_task):
+            self.of(prompt)
+
+    def _of_record(self, prompt: Prompt) -> TeacherChoice:
+        """Return what the task's function says of a prompt's record. Raises EndpointMisset."""
+        assert callable(self.of_task)
+        try:
+            return self.of_task(record_of(prompt))
+        except Exception as error:
+            raise EndpointMisset(
+                f"Task.teacher raised {type(error).__name__} for the record of prompt "
+                f"{prompt.prompt_id}: {error}. Correct it."
+            ) from error
 
     @property
     def _names(self) -> str:
@@ -65,11 +83,12 @@ class TeacherChoices:
             if name not in self.weights:
                 raise EndpointMisset(
                     f"{where} names the teacher {name!r}, and teachers has {self._names}. Correct "
-                    "the name, or add it to teachers."
+                    "the name, add it to teachers, or read another column (teacher.column)."
                 )
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+            number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            if not number or not 0 < weight < math.inf:
                 raise EndpointMisset(
-                    f"{where} gives the teacher {name} the weight {weight!r}. It must be a number "
-                    "above 0."
+                    f"{where} gives the teacher {name} the weight {weight!r}. It must be a finite "
+                    "number above 0."
                 )
         return {name: float(weight) for name, weight in given.items()}

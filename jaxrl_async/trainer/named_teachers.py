@@ -7,6 +7,7 @@ A teacher at an address was asked while its group waited. One in a folder comput
 episodes that name it and no others.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.row_index import RowIndex
 from jaxrl_async.trainer.step_data import PackedStep
 from jaxrl_async.types import BoolArray, FloatArray, IntArray, TeacherLogprobs
+
+log = logging.getLogger(__name__)
 
 
 class LocalTeacher(NamedTuple):
@@ -55,7 +58,7 @@ class NamedTeachers:
             flops += self._compute(step, name, teacher, given, device_lock)
         report = {"teacher/flops": flops} if self.local else {}
         gap, measured = _gap(step, given)
-        columns = _columns(step, given, self.top_k) if self.top_k else {}
+        columns = _columns(step, _with_top(given, self.top_k), self.top_k) if self.top_k else {}
         return Advice(gap, columns, {**report, **measured})
 
     def _compute(
@@ -128,6 +131,30 @@ def _gap(
         if count:
             report[f"teacher/{name}/kl"] = total / count
     return gap.reshape(step.batch.mask.shape).astype(np.float32), report
+
+
+def _with_top(
+    given: Sequence[Sequence[TeacherLogprobs]], top_k: int
+) -> list[list[TeacherLogprobs]]:
+    """Return the same with `top_k` tokens each, without teachers that gave fewer: groups from
+    before a run was resumed may have been asked about with another number."""
+    few = [t for of_one in given for t in of_one if t.top_ids.shape[1] < top_k and t.places.size]
+    if few:
+        log.warning(
+            "%d answers of teachers about episodes are not used: they were asked for with "
+            "teacher.top_k=%d, before the run was resumed with teacher.top_k=%d",
+            len(few),
+            few[0].top_ids.shape[1],
+            top_k,
+        )
+    return [
+        [
+            replace(t, top_ids=t.top_ids[:, :top_k], top_logprobs=t.top_logprobs[:, :top_k])
+            for t in of_one
+            if t.top_ids.shape[1] >= top_k
+        ]
+        for of_one in given
+    ]
 
 
 def _columns(step: PackedStep, given: Sequence[Sequence[TeacherLogprobs]], top_k: int) -> Columns:

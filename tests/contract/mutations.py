@@ -398,6 +398,13 @@ GROUPS = (
         ),
     ),
     Group(
+        "trainer/named_teachers",
+        (
+            "trainer/test_named_teachers.py::test_a_resumed_run_may_compare_another_number_of_tokens",
+        ),
+        (("if t.top_ids.shape[1] >= top_k", "if True"), ("t.top_ids[:, :top_k]", "t.top_ids")),
+    ),
+    Group(
         "teachers/prompt_logprobs",
         ("teachers/test_teacher_scorer.py",),
         (
@@ -423,7 +430,8 @@ GROUPS = (
         ("teachers/test_teacher_scorer.py",),
         (
             ("if weight is not None}", "if weight}"),
-            ("or not weight > 0", "or weight < 0"),
+            ("or not 0 < weight < math.inf", "or not 0 <= weight < math.inf"),
+            ("self.of_task(record_of(prompt))", "self.of_task(prompt.columns)"),
             ("elif len(self.weights) == 1:", "elif self.weights:"),
         ),
     ),
@@ -986,6 +994,8 @@ GROUPS = (
             ("{{0,{MAX_CALLS - 1}}}", "{{0,{MAX_CALLS}}}"),
             ('if marks.thinking == "may" else ""', 'if marks.thinking == "open" else ""'),
             ("if text in marks.tokens else json.dumps(text)", "if False else json.dumps(text)"),
+            ("if bare and beside_json:", "if False:"),
+            ('f"#/properties/parameters{ref[1:]}"', "ref"),
         ),
     ),
     Group(

@@ -63,6 +63,12 @@ def question(i):
     return {"question": f"q{i}", "answer": f"so it is {i} #### {i}"}
 
 
+def test_each_record_is_checked_before_the_first_prompt():
+    seen = []
+    PromptStream(records(20), 3, process_index=1, process_count=2, check=seen.append)
+    assert [(p.prompt_id, p.position) for p in seen] == [(i, -1) for i in range(20)]
+
+
 def test_each_pass_holds_every_record_once_in_another_order():
     stream = PromptStream(records(20), 3)
     first, second = ([p.prompt_id for p in islice(stream, 20)] for _ in range(2))

@@ -201,9 +201,49 @@ BAD = [
     ("text", "is_good"), [*((t, True) for t in GOOD), *((t, False) for t in BAD)]
 )
 def test_the_librarys_own_matcher_takes_what_the_parser_reads(text, is_good):
+    assert matches(turn_constraint(JSON, [ADD, SUB], ToolChoice(), MAY), text) == is_good
+
+
+def matches(constraint, text):
     llguidance = pytest.importorskip("llguidance", reason="the extra [structured] is missing")
-    constraint = turn_constraint(JSON, [ADD, SUB], ToolChoice(), MAY)
     grammar = llguidance.LLMatcher.grammar_from_lark(constraint.text)
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar)
     taken = matcher.try_consume_tokens(list(text.encode()))
-    assert (taken == len(text.encode()) and matcher.is_accepting()) == is_good
+    return taken == len(text.encode()) and matcher.is_accepting()
+
+
+NAMED = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+REFERS = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/count"}},
+    "required": ["a"],
+    "additionalProperties": False,
+    "$defs": {"count": {"type": "integer"}},
+}
+
+
+@pytest.mark.parametrize("arguments", [{**SCHEMA, "additionalProperties": False}, REFERS])
+@pytest.mark.parametrize(
+    ("schema", "text", "is_good"),
+    [
+        (NAMED, '{"name": "Bob", "age": 3}', True),
+        (NAMED, '{"name":"add","age":3}', True),
+        (NAMED, '{"name": "Bob"}', False),
+        (SCHEMA, '{"a": 3}', True),
+        (SCHEMA, '{"a":3}', True),
+        *((s, '{"name": "add", "parameters": {"a": 1}}', True) for s in (NAMED, SCHEMA)),
+        *((s, '{"name": "add", "parameters": {"a": "x"}}', False) for s in (NAMED, SCHEMA)),
+        *((s, '{"name": "mul", "parameters": {"a": 1}}', False) for s in (NAMED, SCHEMA)),
+    ],
+)
+def test_a_text_in_json_may_begin_as_a_bare_call_does(arguments, schema, text, is_good):
+    """Before, only calls could begin with {" where both were possible."""
+    tool = {"type": "function", "function": {"name": "add", "parameters": arguments}}
+    bare = TurnMarks(calls="bare")
+    constraint = turn_constraint(Constraint.schema(schema), [tool], ToolChoice(), bare)
+    assert matches(constraint, text) == is_good

@@ -2,6 +2,7 @@
 mean, in every chat format. Written values are found by the tokens of the marks, not by the
 formats."""
 
+import itertools
 import json
 import math
 import re
@@ -15,7 +16,8 @@ from chat_tokenizers import QWEN3, QWEN_TOKENS, TEMPLATES, byte_tokenizer, fitte
 from jaxrl_async.data.chat import chat_format
 from jaxrl_async.data.chat_formats import renderer_format
 from jaxrl_async.endpoint.answer_constraint import ToolChoice, turn_constraint
-from jaxrl_async.endpoint.http_answers import text_after_marks, visible_turn
+from jaxrl_async.endpoint.chat_deltas import ChatDeltas
+from jaxrl_async.endpoint.http_answers import ChatAnswer, text_after_marks, visible_turn
 from jaxrl_async.sampler.grammar import Grammars, unpacked_bits
 from jaxrl_async.types import Constraint, LogitShaping, Request
 
@@ -131,7 +133,7 @@ def meant(walk: Walk, marks: Any, ids: list[int], tools: Any) -> tuple[list[tupl
     if not tools:
         return [], whole
     if marks.calls == "bare":
-        bodies = [whole] if whole.startswith('{"name"') else []
+        bodies = [whole] if re.match(r'\{\s*"name"', whole) else []
     elif begin is None:
         while whole.startswith("<tool_call>"):
             _, stop = json.JSONDecoder().raw_decode(whole, len("<tool_call>\n"))
@@ -180,3 +182,23 @@ def test_a_turn_is_read_back_as_what_its_constraint_allowed(name, setting):
             jsonschema.validate(arguments, ITEM if tool == "buy" else {"type": "object"})
     assert done >= 24, done
     assert called or marks.calls == "other"
+
+
+@pytest.mark.parametrize("name", BARE_RENDERERS)
+def test_the_parts_of_a_streamed_reasoning_are_the_finished_one(name):
+    tokenizer, chat = made("fitted", name)
+    added = {text: i for i, (text, _) in tokenizer.added_tokens.items()}
+    parts = [] if chat.marks.thinking == "open" else ["<think>"]
+    parts += ["\n", " why", "\t", " so", "\n", "</think>", "\n\n", "1", " 2"]
+    ids = [i for p in parts for i in ([added[p]] if p in added else tokenizer.encode(p))]
+    turns = [np.asarray(ids[:count], np.int32) for count in range(1, len(ids) + 1)]
+    deltas, reasoning, content = ChatDeltas(reads_tools=False, marks=chat.marks), "", ""
+    whole = chat.message(turns[-1], ())
+    answer = ChatAnswer(
+        answer=None, content=whole["content"], reasoning=whole.get("reasoning_content")
+    )
+    given = [deltas.grow(chat.message(turn, ()), 0) for turn in turns[:-1]]
+    for delta in (*itertools.chain(*given), *deltas.end(answer)):
+        reasoning, content = reasoning + delta.reasoning, content + delta.content
+    assert "why" in reasoning + content
+    assert (reasoning, content) == (answer.reasoning or "", answer.content)

@@ -661,6 +661,13 @@ def test_the_built_in_functions_judge_the_last_turn_of_several():
     assert seen == ["call(1+1)2"]
 
 
+def test_a_tasks_teacher_without_teachers_is_warned_about(caplog):
+    task = Task(teacher=lambda record: record["kind"])
+    config = Config(reward=RewardSection(function="gsm8k"))
+    make_scorers(config, character_tokenizer(PRINTABLE), [], None, Lock(), FaultCounts(), task)
+    assert "Task.teacher has no effect without teachers (teacher.source=teachers)" in caplog.text
+
+
 @pytest.mark.parametrize("opening, closing", [("[THINK]", "[/THINK]"), ("<think>", "</think>")])
 @pytest.mark.parametrize("special", [True, False])
 def test_thinking_is_seen_where_its_marks_are_special_tokens(opening, closing, special):

@@ -86,6 +86,15 @@ def test_a_teacher_with_other_tokens_is_refused_before_the_run(tmp_path: Path) -
             train(taught(tmp_path, server.url, "run.steps=1"))
 
 
+@pytest.mark.full
+def test_a_record_that_names_no_teacher_is_refused_before_the_run(tmp_path: Path) -> None:
+    with FakeTeacher(VOCAB, 0) as server:
+        one = f"{{url: '{server.url}', model: m}}"
+        with pytest.raises(ConfigError, match="prompt 0 does not say which of the teachers sum, b"):
+            train(taught(tmp_path, server.url, f"teachers={{sum: {one}, b: {one}}}"))
+    assert not list(tmp_path.glob("*/metrics.jsonl"))
+
+
 @contextmanager
 def served(policy: Path, port: int) -> Iterator[str]:
     """The command serves a policy; its address."""

@@ -192,6 +192,7 @@ def test_a_record_or_its_task_names_the_teachers(columns: Any, of_task: Any, wan
         ({"teacher": {"a": 0}}, "gives the teacher a the weight 0"),
         ({"teacher": {"a": True}}, "gives the teacher a the weight True"),
         ({"teacher": {"a": float("nan")}}, "gives the teacher a the weight nan"),
+        ({"teacher": {"a": float("inf")}}, "gives the teacher a the weight inf"),
         ({"teacher": 7}, "names the teacher 7"),
         ({}, "has no column 'teacher'"),
     ],
@@ -200,6 +201,38 @@ def test_a_wrong_route_ends_the_run_and_says_which(columns: Any, said: str) -> N
     routes = TeacherChoices(weights={"a": 1.0, "b": 0.5}, column="teacher")
     with pytest.raises(EndpointMisset, match=said):
         routes.of(replace(make_prompt(0), columns=columns))
+
+
+def test_a_function_of_the_task_reads_the_whole_record() -> None:
+    seen: list[Any] = []
+
+    def of_task(record: Any) -> str:
+        seen.append(record)
+        return "a" if record["messages"][0]["content"] == record["prompt"] else "b"
+
+    prompt = replace(
+        make_prompt(4), text="1+1", messages=({"role": "user", "content": "1+1"},), columns={"n": 2}
+    )
+    routes = TeacherChoices(weights={"a": 1.0, "b": 0.5}, column="teacher", of_task=of_task)
+    assert routes.of(prompt) == {"a": 1.0}
+    assert seen == [{"prompt": "1+1", "n": 2, "messages": [{"role": "user", "content": "1+1"}]}]
+    wrong = TeacherChoices(weights={"a": 1.0}, column="teacher", of_task=lambda r: r["kind"])
+    with pytest.raises(EndpointMisset, match=r"Task\.teacher raised KeyError .* prompt 4: 'kind'"):
+        wrong.of(prompt)
+
+
+def test_records_are_checked_without_a_call_of_the_tasks_function() -> None:
+    one = make_prompt(4)
+    calls: list[Any] = []
+    routes = TeacherChoices(weights={"a": 1.0, "b": 1.0}, column="teacher", of_task=calls.append)
+    routes.check(one)
+    assert not calls
+    wrong = replace(one, columns={"teacher": "c"})
+    for checked in (routes, replace(routes, of_task=None)):
+        with pytest.raises(EndpointMisset, match="column 'teacher' names the teacher 'c'"):
+            checked.check(wrong)
+    with pytest.raises(EndpointMisset, match="prompt 4 does not say which"):
+        replace(routes, of_task=None).check(one)
 
 
 def test_only_the_teachers_of_a_record_are_asked() -> None:

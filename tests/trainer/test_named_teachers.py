@@ -214,6 +214,22 @@ def test_the_divergence_is_the_weighted_sum_over_each_teachers_top_k_and_rest(ki
         np.testing.assert_allclose(apart[mask], wanted[mask], atol=2e-5)
 
 
+def test_a_resumed_run_may_compare_another_number_of_tokens(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    step = packed(GROUPS)
+    whole, fewer = asked(step, K).columns, asked(step, K - 1).columns
+    for name in ("teacher_ids", "teacher_logprobs"):
+        of_each = whole[name].reshape(*step.batch.mask.shape, 2, K)[..., : K - 1]
+        np.testing.assert_array_equal(fewer[name].reshape(of_each.shape), of_each)
+    np.testing.assert_array_equal(fewer["teacher_weights"], whole["teacher_weights"])
+    assert not caplog.records
+    more = asked(step, K + 1).columns
+    assert more["teacher_ids"].shape[-1] == K + 1 and not more["teacher_weights"].any()
+    said = "8 answers of teachers about episodes are not used"
+    assert said in caplog.text
+
+
 # ---- teachers on the trainer's chips
 
 

@@ -234,6 +234,11 @@ class RendererFormat:
             tokens=mark_tokens(self._tokenizer.added_tokens),
         )
 
+    @cached_property
+    def _thought(self) -> int | None:
+        """The token at the end of the reasoning, if there is one."""
+        return mark_tokens(self._tokenizer.added_tokens).get(THOUGHT)
+
     def _written(self, said: Message, tools: Sequence[Mapping[str, Any]]) -> str:
         """Return a turn's text after its header; empty: the format does not write it."""
         try:
@@ -273,6 +278,10 @@ class RendererFormat:
             length -= 1
         ids = [int(i) for i in token_ids[:length]]
         parsed = self._parsed(ids, tools)
+        is_open = parsed.reasoning_content and not parsed.content and not parsed.tool_calls
+        if is_open and self._thought is not None and self._thought not in ids:
+            # formats strip a finished reasoning: an unfinished one must be its beginning
+            parsed = self._parsed([*ids, self._thought], tools)
         good = [call for call in parsed.tool_calls if _is_call(call)]
         errors = [
             CallError(text=self._text_of(call, ids), reason=_reason(call))

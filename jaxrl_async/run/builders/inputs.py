@@ -126,8 +126,9 @@ def check_inputs(
     check_reward_parts(config.reward, config.algorithm, scorers, held_out[0], tokenizer, task)
     check_shares(held_out, lockstep)
     prompts = make_stream(
-        data, tokenizer, config.run.seed, lockstep.player, lockstep.players, play.own, graded
-    )
+        data, tokenizer, config.run.seed, lockstep.player, lockstep.players, play.own, graded,
+        check=scorers.teachers.check,
+    )  # fmt: skip
     pairs = warm_pairs(config, tokenizer, play.own) if config.warm_start.steps else None
     _check_references(config, graders, [*prompts.references, *(p.reference for p in held_out)])
     tokenizer.images = check_images(config, tokenizer.images)

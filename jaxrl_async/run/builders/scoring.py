@@ -148,6 +148,8 @@ def make_scorers(
     if teachers is not None:
         training = teachers.with_teachers(training)
         trials += [(name, guarded(trial, retries=0)) for name, trial in teachers.trials()]
+    elif task.teacher is not None:
+        log.warning("Task.teacher has no effect without teachers (teacher.source=teachers)")
     return Scorers(
         training=guarded(training),
         evaluation=guarded(evaluation),
