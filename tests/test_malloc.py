@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from jaxrl_async import sample, serve
 from jaxrl_async.api import training
 from jaxrl_async.config.schema import Config
-from jaxrl_async.host import give_back_memory
+from jaxrl_async.host import give_back_memory, limit_arenas
 from jaxrl_async.run import loop
 
 
@@ -68,6 +69,20 @@ def test_malloc_has_an_arena_for_four_cores(tmp_path, cores, asked, arenas) -> N
     words = [sys.executable, "-c", NUM_ARENAS, str(tmp_path / "info.xml"), str(cores)]
     found = subprocess.run(words, env=env, check=True, capture_output=True).stdout
     assert int(found) == arenas
+
+
+@pytest.mark.parametrize(("cores", "arenas"), [(None, 1), (2, 1), (7, 1), (8, 2), (20, 5)])
+def test_malloc_is_asked_for_its_arenas_unless_the_user_has(cores, arenas, monkeypatch) -> None:
+    asked: list[tuple[int, int]] = []
+    library = SimpleNamespace(mallopt=lambda *words: asked.append(words))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    limit_arenas()
+    assert asked == [(-8, arenas)]
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "7")
+    limit_arenas()
+    assert len(asked) == 1
 
 
 class Limited(Exception):

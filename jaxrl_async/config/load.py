@@ -444,7 +444,9 @@ def _store_section(draft: Draft, settings: Tree, path: KeyPath, given: KeyPath) 
         _store(draft, path, {}, replaces=False)
     for key, value in settings.items():
         here = (*path, str(key))
-        is_section = _is_section(_find(here)) and isinstance(value, dict)
+        found = _find(here)
+        named = isinstance(found, FieldInfo) and _named_section(found) is not None
+        is_section = (_is_section(found) or named) and isinstance(value, dict)
         if is_section and (len(here) <= len(given) or not value):
             _store_section(draft, value, here, given)
         else:
