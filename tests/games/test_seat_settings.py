@@ -63,7 +63,10 @@ def test_memory_is_that_of_all_who_may_be_there_at_once() -> None:
     [
         ("seats={second: nobody}", "seats.second: "),
         ("seats={second: {older: {every: 0}}}", "seats.second.older.every = 0 is not allowed"),
-        ("seats={second: {mixture: [{modle: d}]}}", "seats.second.mixture.0.modle is not a setting"),
+        (
+            "seats={second: {mixture: [{modle: d}]}}",
+            "seats.second.mixture.0.modle is not a setting",
+        ),
         ("seats=3", "must be {name: {setting: value}} or null"),
     ],
 )

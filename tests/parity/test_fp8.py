@@ -88,7 +88,9 @@ def test_a_directory_in_fp8_is_read_as_its_numbers(tmp_path: Path, family: str) 
     save_file(
         {**packed, name + "_scale_inv": torch.ones(1, 1)}, tmp_path / "packed/model.safetensors"
     )
-    with pytest.raises(CheckpointError, match=r"its scales are F32 \[1, 1\]: they must be .* 8 x 8"):
+    with pytest.raises(
+        CheckpointError, match=r"its scales are F32 \[1, 1\]: they must be .* 8 x 8"
+    ):
         load_params(tmp_path / "packed", spec)
     del packed[name + "_scale_inv"]
     save_file(packed, tmp_path / "packed/model.safetensors")
