@@ -10,6 +10,7 @@ from jaxrl_async.config.load import load
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.run.callbacks import Callbacks, check_callback, load_callbacks
 from jaxrl_async.run.loop import train
+from jaxrl_async.run.start_checks import check_names
 
 OWN = """
 import json
@@ -199,6 +200,14 @@ def test_a_callback_that_would_not_be_called_as_meant_is_refused(made, message):
 def test_a_class_in_place_of_an_object_is_named():
     with pytest.raises(ConfigError, match=r"Extra is a class\. Give an object: Extra\(\)"):
         check_callback(Extra, "train: callbacks")
+
+
+def test_a_class_that_a_file_lacks_is_found_without_a_run(own, tmp_path):
+    config = configured(tmp_path, own, {})
+    check_names(config)  # makes no object
+    run = config.run.model_copy(update={"callbacks": (f"{own}:Other",)})
+    with pytest.raises(ConfigError, match=r"has no class Other \(it has: Noted\)"):
+        check_names(config.model_copy(update={"run": run}))
 
 
 def test_a_callback_of_a_file_is_made_with_its_arguments(own, tmp_path):
