@@ -18,6 +18,7 @@ from jaxrl_async.evals.policy_eval import (
     evaluate_policy,
 )
 from jaxrl_async.model.policy import Policy
+from jaxrl_async.run.start_checks import with_records_here
 from jaxrl_async.tasks.task import Task
 
 KEY_VARIABLE = "JAXRL_ASYNC_KEY"
@@ -99,14 +100,21 @@ def evaluate(
     }
     if max_new_tokens is not None:
         settings = {"max_new_tokens": max_new_tokens, **settings}
-    resolved, own_task = configured(
-        Brought(data=data, eval_data=None if isinstance(data, Mapping) else data, reward=reward,
-                task=task),
-        config,
-        {**_all_held_out(data), **settings, "evals": {GIVEN: own}},
-    )  # fmt: skip
-    if overrides:
-        resolved = load(resolved.model_dump(), overrides, where="eval")
+    brought = Brought(
+        data=data,
+        eval_data=None if isinstance(data, Mapping) else data,
+        reward=reward,
+        task=task,
+    )
+    tree = {**_all_held_out(data), **settings, "evals": {GIVEN: own}}
+    try:
+        resolved, own_task = configured(brought, config, tree)
+        if overrides:
+            resolved = load(resolved.model_dump(), overrides, where="eval")
+    except ConfigError as error:  # an argument has its own name, not that of the setting
+        told = str(error).replace(f"evals.{GIVEN}.", "").replace("train: ", "evaluate: ", 1)
+        raise ConfigError(told) from error
+    resolved = with_records_here(resolved)
     other = None if compare is None else replace(source, policy=compare, base=None, model=None)
     return evaluate_policy(source, resolved, own_task, seed=seed, compare=other)
 
@@ -124,7 +132,18 @@ def _check_asks(
     settings: Mapping[str, Any],
     overrides: Sequence[str],
 ) -> None:
-    """Raise ConfigError if nothing says what the policy is asked."""
+    """Raise ConfigError if nothing says what the policy is asked, or if what names a base or a
+    model at an endpoint would not be used."""
+    if source.base is not None and (source.run or source.endpoint or not source.is_folder):
+        raise ConfigError(
+            f"evaluate: base (--base) is of an adapter's folder, and {source.name} is none. Leave "
+            "it out."
+        )
+    if source.model is not None and source.endpoint is None:
+        raise ConfigError(
+            f"evaluate: model (--model) names a model at an endpoint, and {source.name} is none. "
+            "Leave it out."
+        )
     said = any(text.startswith(("task", "data")) for text in overrides)
     if (data, task, config) == (None, None, None) and not ({"data", "jsonl"} & {*settings} or said):
         raise ConfigError(

@@ -38,8 +38,11 @@ class Extra:
 
 def _task(library: str) -> Callable[[Config], str | None]:
     def used(config: Config) -> str | None:
-        name = "" if config.task is None else name_of(config.task)
-        return f"task={name}" if name.partition(":")[0] == library else None
+        tasks = {"task": config.task}
+        tasks |= {f"evals.{name}.task": one.task for name, one in config.named_evals.items()}
+        named = ((setting, name_of(task)) for setting, task in tasks.items() if task is not None)
+        found = (f"{where}={name}" for where, name in named if name.partition(":")[0] == library)
+        return next(found, None)
 
     return used
 
@@ -47,6 +50,7 @@ def _task(library: str) -> Callable[[Config], str | None]:
 def _records(config: Config) -> str | None:
     files = config.data.record_fields
     paths = [config.warm_start.path, files.path, files.eval_path]
+    paths += [one.data for one in config.named_evals.values()]
     tables = [p for p in paths if p and (p.endswith(".parquet") or os.path.isdir(p))]
     return f"records in {tables[0]}" if tables else None
 
@@ -163,6 +167,11 @@ def _own_files(config: Config) -> Iterator[Finding]:
     choices = [("reward.function", choice) for choice in each_of(config.reward.function)]
     choices += [] if config.task is None else [("task", config.task)]
     choices += [("trainer.optimizer", config.trainer.optimizer)]
+    choices += [("run.callbacks", choice) for choice in config.run.callbacks]
+    for name, one in config.named_evals.items():
+        choices += [] if one.task is None else [(f"evals.{name}.task", one.task)]
+        rewards = () if one.reward is None else each_of(one.reward)
+        choices += [(f"evals.{name}.reward", choice) for choice in rewards]
     for setting, choice in choices:
         if is_absent(choice):
             yield Finding(

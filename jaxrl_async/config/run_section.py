@@ -68,8 +68,7 @@ class RunSection(Section):
 
     @check
     def what_is_continued_is_not_replaced(self) -> Iterator[str]:
-        """Require run.overwrite not to go with what continues a run: nothing is looked at "
-        "before."""
+        """Require run.overwrite not to go with what continues a run."""
         for name in ("resume", "resume_or_start"):
             if self.overwrite and getattr(self, name):
                 yield (

@@ -70,6 +70,16 @@ def several_runs_share_one_process(config: Config) -> Iterator[str]:
 
 
 @rule("runs")
+def several_runs_have_no_callbacks(config: Config) -> Iterator[str]:
+    """Refuse callbacks: they are called with one run's steps and folders."""
+    if config.runs and config.run.callbacks:
+        yield (
+            "run.callbacks: the steps of several adapters in one run (runs) call no callbacks. "
+            "Leave it out, or start each run separately."
+        )
+
+
+@rule("runs")
 def runs_share_model_and_samplers(config: Config) -> Iterator[str]:
     """Refuse a run's own values of shared settings, and names of the folder's other files."""
     for name, own in config.runs.items():

@@ -162,6 +162,11 @@ class PolicySource:
         return repr(self.policy) if isinstance(self.policy, Policy) else str(self.policy)
 
     @property
+    def is_folder(self) -> bool:
+        """Whether it is not in memory."""
+        return not isinstance(self.policy, Policy)
+
+    @property
     def run(self) -> Paths | None:
         """The run whose folder this is; None: it is no run's."""
         if isinstance(self.policy, Policy) or self.endpoint is not None:

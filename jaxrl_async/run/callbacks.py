@@ -34,10 +34,13 @@ class Callback:
 
     def on_save(self, step: int, folder: Path) -> None:
         """Take a complete checkpoint. Called by the thread that writes checkpoints: an exception
-        ends the run at its next update."""
+        ends the run at its next update, or fails it at its end, after on_end."""
 
     def on_end(self, folder: Path, weights: Path | None) -> None:
-        """End: all is saved. weights: the Hugging Face directory; None: the run stopped early."""
+        """End: all is saved; not called if the run failed or was preempted.
+
+        weights: the Hugging Face directory; None: the run stopped before its first update.
+        """
 
 
 STAGES = ("on_begin", "on_step", "on_evaluation", "on_save", "on_end")
@@ -69,19 +72,22 @@ class Callbacks:
             self._on_step(step, metrics)
 
     def saved(self, step: int, folder: Path) -> None:
-        """Call on_save; keep an exception for the next step."""
+        """Call on_save; keep the first exception for the next step, or the end."""
         for one in self._given:
             try:
                 one.on_save(step, folder)
             except Exception as error:
                 if not isinstance(error, StopTraining):
                     log.exception("%s.on_save failed", type(one).__name__)
-                self._failure = error
+                self._failure = self._failure or error
 
     def end(self, folder: Path, weights: Path | None) -> None:
-        """Call on_end."""
+        """Call on_end. Raise the exception of an on_save after the last step."""
         for one in self._given:
             one.on_end(folder, weights)
+        if (failure := self._failure) is not None:
+            self._failure = None
+            raise failure
 
 
 def load_callbacks(choices: Sequence[Choice]) -> list[Callback]:
@@ -89,11 +95,16 @@ def load_callbacks(choices: Sequence[Choice]) -> list[Callback]:
     return [_load(choice) for choice in choices]
 
 
-def _load(choice: Choice) -> Callback:
-    name = name_of(choice)
+def load_class(name: str) -> Any:
+    """Load a class that run.callbacks names. Raise ConfigError."""
     if not is_own(name):
         raise ConfigError(f"run.callbacks: {name!r} must be FILE.py:CLASS, a class of yours.")
-    made: Any = load_attribute(name, "run.callbacks", "class", inspect.isclass)
+    return load_attribute(name, "run.callbacks", "class", inspect.isclass)
+
+
+def _load(choice: Choice) -> Callback:
+    name = name_of(choice)
+    made = load_class(name)
     try:
         one = made(**arguments_of(choice))
     except Exception as error:
@@ -107,6 +118,8 @@ def _load(choice: Choice) -> Callback:
 
 def check_callback(one: Any, where: str) -> None:
     """Raise ConfigError unless an object is a Callback whose functions take what they are given."""
+    if inspect.isclass(one) and issubclass(one, Callback):
+        raise ConfigError(f"{where}: {one.__name__} is a class. Give an object: {one.__name__}().")
     if not isinstance(one, Callback):
         raise ConfigError(
             f"{where} must be a subclass of jaxrl_async.Callback, not {type(one).__name__}."

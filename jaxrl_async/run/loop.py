@@ -24,8 +24,8 @@ have one thread: offline.py.
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +126,7 @@ def train(
         quiet = None if lockstep.writes else closing.enter_context(open(os.devnull, "w"))
         stop = closing.enter_context(Stop(grace_s=config.checkpoint.grace_s))
         stop.answer = "stopping as soon as the run is prepared, and saving"
-        told = None if called is None else _stopping(called.step, stop)
+        told = None if called is None else _stopping(stop)(called.step)
         live = False if config.runs else None  # several write a line each
         shown = Console(config.run.steps, stream=quiet, live=live, on_step=told)
         console = closing.enter_context(shown)
@@ -135,7 +135,8 @@ def train(
             found = claim_together(closing, lockstep, config, copy)
             held.set()
             if called is not None:
-                called.begin(found[0], found[1].root)
+                with _stopping(stop):
+                    called.begin(found[0], found[1].root)
             return found
 
         context = RunContext(
@@ -149,7 +150,8 @@ def train(
         console.phase("preparing")
         weights, early = _worked(config, context)
         if called is not None:
-            called.end(paths.root, weights)
+            with _stopping(stop):
+                called.end(paths.root, weights)
         if not lockstep.writes:
             return paths.root
         write_spans()  # for the report
@@ -228,16 +230,13 @@ def _of_several(config: Config) -> tuple[list[str], list[str]]:
     return achieved, where
 
 
-def _stopping(on_step: OnStep, stop: Stop) -> OnStep:
-    """Return `on_step` with StopTraining made a stop of the run."""
-
-    def told(step: int, values: Mapping[str, float]) -> None:
-        try:
-            on_step(step, values)
-        except StopTraining as error:
-            stop.request(str(error) or "the caller")
-
-    return told
+@contextmanager
+def _stopping(stop: Stop) -> Iterator[None]:
+    """Make StopTraining a stop of the run; also a decorator."""
+    try:
+        yield
+    except StopTraining as error:
+        stop.request(str(error) or "the caller")
 
 
 def look_together(config: Config, lockstep: Lockstep) -> Config:

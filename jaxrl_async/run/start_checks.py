@@ -20,11 +20,16 @@ from jaxrl_async.trainer.optimizer import check_optimizer
 
 if TYPE_CHECKING:
     from jaxrl_async.algorithms import answer_pairs, preference_losses
+    from jaxrl_async.run import callbacks as user_callbacks
     from jaxrl_async.tasks import named_tasks
 else:
     answer_pairs = Later("jaxrl_async.algorithms.answer_pairs")
     preference_losses = Later("jaxrl_async.algorithms.preference_losses")
+    user_callbacks = Later("jaxrl_async.run.callbacks")
     named_tasks = Later("jaxrl_async.tasks.named_tasks")
+
+NAMED = ("evals", "teachers")
+"""Settings that hold a section for each name."""
 
 
 def check_names(config: Config) -> None:
@@ -34,6 +39,9 @@ def check_names(config: Config) -> None:
         jax.config.update("jax_platforms", "cpu")
     if not is_absent(config.trainer.optimizer):
         check_optimizer(config.trainer)
+    for choice in config.run.callbacks:
+        if not is_absent(choice):
+            user_callbacks.load_class(name_of(choice))
     if config.run.job == "preference":
         preference_losses.preference_loss.resolve(config.preference.loss)
     if config.task is not None and not is_absent(config.task):
@@ -43,7 +51,12 @@ def check_names(config: Config) -> None:
     check_algorithm(_without_absent_files(config.algorithm), config.teacher)
     if config.pairs is not None and not is_absent(config.pairs.loss):
         answer_pairs.pairs_loss(config.pairs.loss)
-    for choice in each_of(config.reward.function):
+    of_evals = config.named_evals.values()
+    for task in [one.task for one in of_evals if one.task is not None]:
+        if not is_absent(task):
+            named_tasks.check_task_name(task)
+    rewards = [config.reward.function, *(x.reward for x in of_evals if x.reward is not None)]
+    for choice in [choice for function in rewards for choice in each_of(function)]:
         if name_of(choice) != "none" and not is_absent(choice):
             find_reward(name_of(choice))
 
@@ -72,19 +85,41 @@ def with_hub_folders(config: Config) -> Config:
     return config.model_copy(update={"runs": runs})
 
 
-def _fetched(config: Config, of_run: str = "") -> dict[str, Any]:
+def with_records_here(config: Config) -> Config:
+    """Return the configuration with copies in place of records at an address; records on the hub
+    are downloaded. Raises ConfigError."""
+    fetched = _fetched(config, kinds=("dataset",))
+    return Config.model_validate(merged(config.model_dump(), fetched)) if fetched else config
+
+
+def _fetched(
+    config: Config, of_run: str = "", kinds: Sequence[str] = ("dataset", "model", "tokenizer")
+) -> dict[str, Any]:
     """Fetch the files on the hub and at addresses that a configuration names; return the settings
     of the copies, as a tree.
 
-    of_run: prefix of the names of settings in messages.
+    of_run: prefix of the names of settings in messages. kinds: that are fetched, see `_read`.
     """
     tree: dict[str, Any] = {}
-    for setting, path, kind in _read(config):
+    for setting, path, kind in (found for found in _read(config) if found[2] in kinds):
         if is_address(path) or (kind != "dataset" and is_elsewhere(path)):
-            _put(tree, setting.split("."), folder_here(path, of_run + setting, kind))
+            _put(tree, _names(setting), folder_here(path, of_run + setting, kind))
         elif kind == "dataset" and (records := hub_records(path)) is not None:
             records_folder(records, of_run + setting)
+    for section in tree.keys() & NAMED:  # whole, since `merged` replaces them
+        whole = getattr(config, section).items()
+        dumped = {name: one.model_dump(exclude_unset=True) for name, one in whole}
+        tree[section] = {
+            name: {**one, **tree[section].get(name, {})} for name, one in dumped.items()
+        }
     return tree
+
+
+def _names(setting: str) -> Sequence[str]:
+    """Return the names of a setting and its sections; an evaluation's name may have dots."""
+    if not setting.startswith("evals."):
+        return setting.split(".")
+    return ["evals", *setting.removeprefix("evals.").rsplit(".", 1)]
 
 
 def _put(tree: dict[str, Any], names: Sequence[str], path: Path) -> None:
@@ -150,6 +185,8 @@ def _files(config: Config) -> Iterator[tuple[str, str | None]]:
         yield "data.chat_format", config.data.chat_format
     if config.warm_start.steps:
         yield "warm_start.path", config.warm_start.path
+    for name, one in config.named_evals.items():
+        yield f"evals.{name}.data", one.data
 
 
 def _missing(setting: str, path: str, what: str) -> str:

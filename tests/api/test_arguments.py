@@ -427,7 +427,7 @@ def test_a_script_of_trl_becomes_a_call(tmp_path, caplog) -> None:
     )
     assert call["data"] is RECORDS and call["model"] == "m" and call["tools"] == [look_up]
     assert "use_liger_kernel has no counterpart" in caplog.text
-    assert "callbacks has no counterpart: give on_step= to train" in caplog.text
+    assert "callbacks has no counterpart: give callbacks= to train" in caplog.text
     rest = {k: v for k, v in call.items() if k not in ("config", "model")}
     config, task = settled(tmp_path, call["config"], **rest)
     assert config.algorithm.group_size == 4 and config.algorithm.groups_per_step == 4

@@ -58,13 +58,17 @@ def test_what_is_missing_is_an_error_with_what_to_do(tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(needs, "find_spec", lambda name: None)
     words = ["data.addition=null", "data.jsonl.path=x.parquet", "model.path=nowhere",
-             "reward.function=no.py:f", "warm_start.steps=0", "endpoint={}"]  # fmt: skip
+             "reward.function=no.py:f", "warm_start.steps=0", "endpoint={}",
+             "run.callbacks=[no.py:Upload]", "run.steps=1",
+             "evals={a: {task: no.py:t}, b: {data: x.jsonl, reward: no.py:r}}"]  # fmt: skip
     assert main(["recipe:gsm8k", *words]) == 1
     told = capsys.readouterr().out
     assert "pip install 'jaxrl_async[datasets]'" in told
     assert "pip install 'jaxrl_async[serve]'" in told
     assert "model.path = 'nowhere': there is no such folder" in told
-    assert "reward.function=no.py:f: there is no such file here" in told
+    for setting in ("reward.function=no.py:f", "run.callbacks=no.py:Upload",
+                    "evals.a.task=no.py:t", "evals.b.reward=no.py:r"):  # fmt: skip
+        assert f"{setting}: there is no such file here" in told
     assert f"{levels(told).count('error')} errors" in told.splitlines()[-1]
 
 

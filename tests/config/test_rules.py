@@ -375,6 +375,11 @@ BROKEN = {
         "mesh": {"colocated": True},
         "runs": {"a": {}},
     },
+    "several_runs_have_no_callbacks": {
+        "model": {"lora": {"rank": 4}},
+        "run": {"callbacks": ["own.py:Upload"]},
+        "runs": {"a": {}},
+    },
     "each_run_serves_its_own_metrics": {
         "model": {"lora": {"rank": 4}},
         "metrics": {"prometheus": "127.0.0.1:9100"},

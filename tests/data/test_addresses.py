@@ -135,6 +135,20 @@ def test_a_configuration_gets_paths_of_this_machine(bucket, tmp_path):
     assert inside(Path(config.data.tokenizer)) == {"config.json"}
 
 
+def test_sections_by_name_keep_their_other_settings_and_names(bucket, tmp_path):
+    words = ["evals={a.b: {data: memory://bucket/data/2.jsonl, every: 3}, c: {data: none.jsonl}}"]
+    far = "far: {url: http://h/v1, model: m}"
+    words += [f"teachers={{near: {{path: memory://bucket/model, weight: 2}}, {far}}}"]
+    words += ["teacher={source: teachers, column: teacher}"]
+    (tmp_path / "x.yaml").write_text("")
+    config = with_hub_folders(load(str(tmp_path / "x.yaml"), words))
+    assert Path(config.evals["a.b"].data).is_file() and config.evals["a.b"].every == 3
+    assert Path(config.teachers["near"].path).is_dir() and config.teachers["near"].weight == 2
+    assert config.teachers["far"].url == "http://h/v1"
+    with pytest.raises(ConfigError, match=r"evals\.c\.data = 'none\.jsonl': there is no such file"):
+        check_paths(config)
+
+
 def test_a_file_comes_over_http(tmp_path):
     (tmp_path / "served").mkdir()
     (tmp_path / "served" / "x.jsonl").write_text('{"question": "?"}\n')

@@ -4,6 +4,7 @@ import json
 import random
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 from fake_judge import FakeJudge
@@ -187,3 +188,30 @@ def test_the_command_prints_a_table_and_writes_the_answers(trained, tmp_path, ca
     assert main([str(trained), "--samples", "2"]) == 2
     assert "all be the same answer" in capsys.readouterr().err
     assert main([str(tmp_path / "nothing"), "--task", "calculator"]) in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"samples": 4}, r"^evaluate: samples \(4\) with temperature 0 and top_k 0 would all be"),
+        ({"top_p": 0.0}, r"^evaluate: top_p = 0\.0 is not allowed"),
+        ({"base": "b"}, r"base \(--base\) is of an adapter's folder, and http://h/v1 is none"),
+        (
+            {"policy": "folder"},
+            r"model \(--model\) names a model at an endpoint, and folder is none",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named_as_they_were_given(arguments, told):
+    given = {"policy": "http://h/v1", "data": QUESTIONS, "model": "m", **arguments}
+    with pytest.raises(ConfigError, match=told):
+        jr.evaluate(**given)
+
+
+def test_records_at_an_address_are_copied_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    lines = "".join(json.dumps(question) + "\n" for question in QUESTIONS)
+    fsspec.filesystem("memory").pipe("/questions/test.jsonl", lines.encode())
+    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9/v1/models does not list"):
+        jr.evaluate("http://127.0.0.1:9/v1", data="memory://questions/test.jsonl")

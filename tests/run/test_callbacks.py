@@ -10,6 +10,7 @@ from jaxrl_async.config.load import load
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.run.callbacks import Callbacks, check_callback, load_callbacks
 from jaxrl_async.run.loop import train
+from jaxrl_async.run.start_checks import check_names
 
 OWN = """
 import json
@@ -133,6 +134,40 @@ def test_a_failure_while_saving_is_raised_by_the_next_step_once(caplog):
         calls.step(3, {})
 
 
+def test_failures_of_the_last_checkpoint_are_raised_at_the_end_and_the_first_of_them():
+    class Failing(jr.Callback):
+        ended = False
+
+        def on_save(self, step, folder):
+            raise OSError(f"no room for {step}")
+
+        def on_end(self, folder, weights):
+            self.ended = True
+
+    one = Failing()
+    calls = Callbacks([one], None)
+    calls.saved(3, Path("c/3"))
+    calls.saved(4, Path("c/4"))
+    with pytest.raises(OSError, match="no room for 3"):
+        calls.end(Path("c"), None)
+    assert one.ended
+    calls.end(Path("c"), None)
+
+
+@pytest.mark.full
+def test_stop_training_before_the_first_update_ends_the_run_saved(tmp_path, own):
+    class Late(jr.Callback):
+        def on_begin(self, config, folder):
+            raise jr.StopTraining("the budget is spent")
+
+        def on_end(self, folder, weights):
+            raise jr.StopTraining
+
+    config = configured(tmp_path, own, {})
+    assert (train(config, callbacks=[Late()]) / "checkpoints").is_dir()
+    assert not [line for line in notes(tmp_path) if line[0] == "step" and line[1] > 0]
+
+
 class Extra(jr.Callback):
     def on_episode(self):
         pass
@@ -160,6 +195,19 @@ class Waiting(jr.Callback):
 def test_a_callback_that_would_not_be_called_as_meant_is_refused(made, message):
     with pytest.raises(ConfigError, match=f"train: callbacks.*{message}"):
         check_callback(made(), "train: callbacks")
+
+
+def test_a_class_in_place_of_an_object_is_named():
+    with pytest.raises(ConfigError, match=r"Extra is a class\. Give an object: Extra\(\)"):
+        check_callback(Extra, "train: callbacks")
+
+
+def test_a_class_that_a_file_lacks_is_found_without_a_run(own, tmp_path):
+    config = configured(tmp_path, own, {})
+    check_names(config)  # makes no object
+    run = config.run.model_copy(update={"callbacks": (f"{own}:Other",)})
+    with pytest.raises(ConfigError, match=r"has no class Other \(it has: Noted\)"):
+        check_names(config.model_copy(update={"run": run}))
 
 
 def test_a_callback_of_a_file_is_made_with_its_arguments(own, tmp_path):

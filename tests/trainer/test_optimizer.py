@@ -5,18 +5,21 @@ import pytest
 
 from jaxrl_async.config import schema
 from jaxrl_async.config.lora_section import LoraSection
-from jaxrl_async.errors import ConfigError
+from jaxrl_async.errors import CheckpointError, ConfigError
 from jaxrl_async.model.families.family_registry import FAMILIES
 from jaxrl_async.model.heads import head_table
 from jaxrl_async.model.lora import adapter_table, lora_of
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
+from jaxrl_async.run.checkpoint.store import Checkpoints
 from jaxrl_async.trainer.optimizer import (
+    SMALL_WEIGHTS,
     check_optimizer,
     decayed,
     make_optimizer,
     make_schedule,
     state_shardings,
 )
+from jaxrl_async.trainer.update_programs import TrainState
 
 
 def rates(steps: int, **settings) -> list[float]:
@@ -338,3 +341,24 @@ def test_an_unknown_optimizer_is_named_with_the_known_ones():
         check_optimizer(schema.TrainerSection(optimizer="muno"))
     with pytest.raises(ConfigError, match="steps must be int >= 1, not 0"):
         check_optimizer(schema.TrainerSection(optimizer={"muon": {"steps": 0}}))
+
+
+@pytest.mark.full
+def test_a_run_that_resumes_with_another_optimizer_names_the_setting(tmp_path):
+    params = {name: jnp.ones(one.shape) for name, one in SMALL_WEIGHTS.items()}
+
+    def state(name, params=params):
+        made = make_optimizer(schema.TrainerSection(optimizer=name), weights=SMALL_WEIGHTS)
+        return {"train": TrainState(params, made.init(params), jnp.zeros((), jnp.int32))}
+
+    kept = Checkpoints(tmp_path / "c", 2)
+    kept.save(1, state=state("muon"), loop={})
+    kept.wait()
+    restored = kept.restore(None, state("muon")).state
+    assert jax.tree.structure(restored) == jax.tree.structure(state("muon"))
+    with pytest.raises(CheckpointError, match=r"differs: trainer\.optimizer or trainer\.rounding"):
+        kept.restore(None, state("adamw"))
+    wider = {**params, "norm": jnp.ones(5)}
+    with pytest.raises(CheckpointError, match="does not fit") as raised:
+        kept.restore(None, state("muon", wider))
+    assert "trainer.optimizer" not in str(raised.value)

@@ -571,7 +571,7 @@ _ARGUMENTS = {
     "train_dataset": _field(None, *at("data=")),
     "eval_dataset": _field(None, *at("eval_data=")),
     "peft_config": _field(None, Setting("model.lora", lambda f: lora_of(f["peft_config"]))),
-    "callbacks": _field(None, *at("on_step=")),
+    "callbacks": _field(None, *at("callbacks=")),
     "environment_factory": _field(None, *at("task=")),
     **without("give the settings themselves, or **jaxrl_async.from_trl(args, ...)", args=None),
     **without("data.tokenizer names another tokenizer than the model's", processing_class=None),

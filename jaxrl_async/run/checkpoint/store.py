@@ -392,8 +392,9 @@ class Checkpoints:
         # arrays that are wanted and missing may as well have been torn off.
         if problem := shape_mismatch(saved, {k: v for k, v in wanted.items() if k in saved}):
             raise CheckpointError(
-                f"{self.directory / str(step)} does not fit this run: {problem}. Resume with the "
-                "configuration that made it (config.yaml beside it), or choose another run.name."
+                f"{self.directory / str(step)} does not fit this run: {problem}. "
+                f"{_optimizer_differs(saved, wanted)}Resume with the configuration that made it "
+                "(config.yaml next to it), or choose another run.name."
             )
         if missing := shape_mismatch(saved, wanted):
             raise FileNotFoundError(f"{missing}, or cannot read it")
@@ -570,6 +571,18 @@ def shape_mismatch(
         if saved[path] != wanted[path]:
             return f"{path} is {list(saved[path])} there and {list(wanted[path])} here"
     return ""
+
+
+def _optimizer_differs(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """Return a sentence with the settings if two tables of array shapes differ in the optimizer's
+    state (TrainState.opt_state) alone; "" otherwise."""
+    different = saved.items() ^ wanted.items()
+    if not all("/opt_state/" in path for path, _ in different):
+        return ""
+    return (
+        "Only the optimizer's state differs: trainer.optimizer or trainer.rounding has another "
+        "value. "
+    )
 
 
 def _parts(shapes: Mapping[str, Any]) -> set[str]:
