@@ -4,21 +4,23 @@ and rounding."""
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 from jax.typing import DTypeLike
+from pydantic import Field
 
-from jaxrl_async.algorithms.registry import Above0, NoFacts, Registry, Share, Whole
+from jaxrl_async.algorithms.registry import Above0, NoFacts, Registry, Whole
 from jaxrl_async.config import schema
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model.lora import RANK
 from jaxrl_async.model.spec import Weight, contracted
 
+Below1 = Annotated[float, Field(ge=0, lt=1)]
 Sides = tuple[tuple[int, ...], tuple[int, ...]]
 SMALL_WEIGHTS = {
     "embed": Weight(shape=(6, 4), axes=("vocab", "embed"), init="normal", fan_in=4),
@@ -70,7 +72,7 @@ def adamw(x: OptimizerInputs) -> optax.GradientTransformation:
 
 @optimizer
 def muon(
-    x: OptimizerInputs, *, beta: Share = 0.95, steps: Whole = 5, rms: Above0 = 0.2
+    x: OptimizerInputs, *, beta: Below1 = 0.95, steps: Whole = 5, rms: Above0 = 0.2
 ) -> optax.GradientTransformation:
     """Muon for hidden matrices, AdamW for the embedding, the head, norms and biases.
 

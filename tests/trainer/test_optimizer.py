@@ -339,6 +339,8 @@ def test_an_optimizer_of_a_user_is_tried_before_a_run(choice, message, tmp_path)
 def test_an_unknown_optimizer_is_named_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"unknown optimizer 'muno'; did you mean 'muon'.*adamw"):
         check_optimizer(schema.TrainerSection(optimizer="muno"))
+    with pytest.raises(ConfigError, match=r"beta must be float >= 0 and < 1, not 1\.0"):
+        check_optimizer(schema.TrainerSection(optimizer={"muon": {"beta": 1.0}}))
     with pytest.raises(ConfigError, match="steps must be int >= 1, not 0"):
         check_optimizer(schema.TrainerSection(optimizer={"muon": {"steps": 0}}))
 
