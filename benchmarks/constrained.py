@@ -99,8 +99,8 @@ def measured(model: str, slots: int, waited: list[int], repeats: int) -> list[Ro
 
 def spread(name: str, values: list[float]) -> dict[str, float]:
     """Return the median, the least and the most of some values."""
-    most = {f"{name}_least": min(values), f"{name}_most": max(values)}
-    return {name: statistics.median(values), **most}
+    most = {f"least_{name}": min(values), f"most_{name}": max(values)}
+    return {f"median_{name}": statistics.median(values), **most}
 
 
 def one_run(
