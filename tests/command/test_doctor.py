@@ -59,7 +59,7 @@ def test_what_is_missing_is_an_error_with_what_to_do(tmp_path, monkeypatch, caps
     monkeypatch.setattr(needs, "find_spec", lambda name: None)
     words = ["data.addition=null", "data.jsonl.path=x.parquet", "model.path=nowhere",
              "reward.function=no.py:f", "warm_start.steps=0", "endpoint={}",
-             "run.callbacks=[no.py:Upload]", "run.steps=1",
+             "run.callbacks=[no.py:Upload]",
              "evals={a: {task: no.py:t}, b: {data: x.jsonl, reward: no.py:r}}"]  # fmt: skip
     assert main(["recipe:gsm8k", *words]) == 1
     told = capsys.readouterr().out
