@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import Any
 
 from jaxrl_async.config.seats_section import FillingSection
-from jaxrl_async.errors import ConfigError, RolloutError
+from jaxrl_async.errors import RolloutError
 from jaxrl_async.games.seating import chance, name_of_filling
 from jaxrl_async.judge.judge import JudgeMeter
-from jaxrl_async.judge.judge_client import JudgeBusy, JudgeClient, JudgeReply
+from jaxrl_async.judge.judge_client import JudgeBusy, JudgeClient, JudgeReply, key_in
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.outages import Outages
 from jaxrl_async.tasks.usercode import TooLate, run_async, start_async
@@ -52,14 +52,7 @@ class PlayerEndpoint:
         """
         self._filling, self._path, self._count = filling, path, count
         self._outages = outages or Outages(count=count)
-        self._key = None
-        if filling.key_env is not None and not (key := environ.get(filling.key_env)):
-            raise ConfigError(
-                f"{path}.key_env = {filling.key_env}: the environment has no such variable, or it "
-                "is empty. Export it in the shell that starts the run."
-            )
-        elif filling.key_env is not None:
-            self._key = key
+        self._key = key_in(f"{path}.key_env", filling.key_env, environ)
         self.meter = JudgeMeter()
         self._client: JudgeClient | None = None  # made on the loop that uses it
         self._slots = asyncio.Semaphore(filling.concurrency)

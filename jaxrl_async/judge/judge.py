@@ -11,7 +11,6 @@ evaluation share its connections, its concurrency limit and its cache.
 import asyncio
 import hashlib
 import logging
-import os
 import threading
 import time
 from collections import Counter
@@ -22,13 +21,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jaxrl_async.config.judge_section import JudgeSection
-from jaxrl_async.errors import Away, ConfigError, GivenUp, RolloutError
+from jaxrl_async.errors import Away, GivenUp, RolloutError
 from jaxrl_async.judge.judge_cache import JudgeCache, Scores, question_key
 from jaxrl_async.judge.judge_client import (
     JudgeBusy,
     JudgeClient,
     JudgeMisset,
     JudgeReply,
+    key_in,
 )
 from jaxrl_async.judge.judge_prompt import (
     JudgedTask,
@@ -244,12 +244,7 @@ def make_judge_service(
 ) -> JudgeService:
     """Make the configured JudgeService; arguments as for JudgeService. Raises ConfigError if the
     API key is not in the environment."""
-    key = None
-    if section.key_variable is not None and not (key := os.environ.get(section.key_variable)):
-        raise ConfigError(
-            f"reward.judge.key_variable = {section.key_variable}: the environment has no such "
-            "variable, or it is empty. Export it in the shell that starts the run."
-        )
+    key = key_in("reward.judge.key_variable", section.key_variable)
     return JudgeService(section, key=key, count=count, outages=outages)
 
 

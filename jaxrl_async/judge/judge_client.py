@@ -6,6 +6,7 @@ Used on one event loop. Honours the environment's proxies (HTTPS_PROXY).
 
 import asyncio
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import httpx2
 
 from jaxrl_async.away import retry_after_s
-from jaxrl_async.errors import Away, EndpointMisset, RolloutError
+from jaxrl_async.errors import Away, ConfigError, EndpointMisset, RolloutError
 
 MAX_REPLY_BYTES = 2**20
 """Maximum size of one reply of the endpoint, bytes."""
@@ -152,6 +153,21 @@ class JudgeClient(JsonClient):
             "sampler.max_new_tokens.",
         )
         return reply_of(content, self._url)
+
+
+def key_in(
+    setting: str, variable: str | None, environ: Mapping[str, str] = os.environ
+) -> str | None:
+    """Return the API key in an environment variable that a setting names; None: it names none.
+    Raises ConfigError if the environment has no key there."""
+    if variable is None:
+        return None
+    if key := environ.get(variable):
+        return key
+    raise ConfigError(
+        f"{setting} = {variable}: the environment has no such variable, or it is empty. Export it "
+        "in the shell that starts the run."
+    )
 
 
 def reply_of(content: bytes, url: str) -> JudgeReply:

@@ -5,7 +5,6 @@ Calls run on the loop for user code, never on the trainer's thread; at most `con
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,14 +16,13 @@ from numpy.typing import NDArray
 from jaxrl_async.config.schema import NamedTeacher
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import (
-    ConfigError,
     EndpointMisset,
     GivenUp,
     OutageTooLong,
     RolloutError,
     TextTooLong,
 )
-from jaxrl_async.judge.judge_client import JsonClient, JudgeRefusal
+from jaxrl_async.judge.judge_client import JsonClient, JudgeRefusal, key_in
 from jaxrl_async.outages import Outages
 from jaxrl_async.tasks.usercode import run_async, start_async
 from jaxrl_async.teachers.prompt_logprobs import (
@@ -81,7 +79,7 @@ class TeacherService:
         self._route = address_of(section.url, section.protocol)
         self._client: JsonClient | None = None  # made on the loop that uses it
         self._places = asyncio.Semaphore(section.concurrency)
-        self._key = _key(section, self.setting)
+        self._key = key_in(f"{self.setting}.key_variable", section.key_variable)
         self._counts = dict.fromkeys(("calls", "retries", "failures", "dropped_groups"), 0.0)
         self._counts |= {"call_s": 0.0, "unknown_tokens": 0.0}
 
@@ -261,18 +259,6 @@ def unknown(name: str, weight: float, top_k: int = 0) -> TeacherLogprobs:
         logprobs=np.zeros(0, np.float32),
         top_ids=np.zeros((0, top_k), np.int32),
         top_logprobs=np.zeros((0, top_k), np.float32),
-    )
-
-
-def _key(section: NamedTeacher, setting: str) -> str | None:
-    variable = section.key_variable
-    if variable is None:
-        return None
-    if key := os.environ.get(variable):
-        return key
-    raise ConfigError(
-        f"{setting}.key_variable = {variable}: the environment has no such variable, or it is "
-        "empty. Export it in the shell that starts the run."
     )
 
 
