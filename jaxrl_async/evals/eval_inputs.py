@@ -1,6 +1,6 @@
 """The inputs of an evaluation by name: prompts, environments and scorer, checked before a run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxrl_async.config.schema import (
@@ -21,7 +21,7 @@ from jaxrl_async.outages import Outages
 from jaxrl_async.rollout.env import GuardedEnvs
 from jaxrl_async.run.builders.constraints import OfPrompt, check_constraint, prompt_constraint
 from jaxrl_async.run.builders.devices import Lock
-from jaxrl_async.run.builders.inputs import Inputs, guarded_envs
+from jaxrl_async.run.builders.inputs import Inputs, check_references, guarded_envs
 from jaxrl_async.run.builders.playing import Play, find_task, make_play
 from jaxrl_async.run.builders.scoring import (
     Scorers,
@@ -30,9 +30,8 @@ from jaxrl_async.run.builders.scoring import (
     make_scorers,
 )
 from jaxrl_async.run.optional_parts import NoOpponents, NoServing
-from jaxrl_async.scorers.graders import check_answers, try_references
 from jaxrl_async.scorers.guard import GuardedScorer, try_once
-from jaxrl_async.types import Episode, Prompt
+from jaxrl_async.types import Prompt, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +78,10 @@ class EvalInputs:
     stop_token_ids: tuple[int, ...]
     constraint: OfPrompt | None
 
-    @property
-    def final_answer(self) -> Callable[[Episode], str | None]:
-        """Returns the final answer in an episode."""
-        functions = self.scorers.functions
-        return (lambda episode: None) if functions is None else functions.final_answer
+
+def sampling_of(section: NamedEvalSection) -> SamplingParams:
+    """Return the distribution that an evaluation samples from."""
+    return SamplingParams(temperature=section.temperature, top_k=section.top_k, top_p=section.top_p)
 
 
 def make_eval_inputs(
@@ -111,10 +109,8 @@ def make_eval_inputs(
             f"{where}: {len(prompts)} prompts are too few for {processes} processes, which answer "
             f"a share each. Raise {where}.prompts, or give more records."
         )
-    if section.own_prompts and graders:
-        references = [prompt.reference for prompt in prompts]
-        check_answers(references, config.data.record_fields.max_bad_share)
-        try_references(graders, references)
+    if section.own_prompts:
+        check_references(config, graders, [prompt.reference for prompt in prompts])
     check_constraint(config, play.task, prompts, run.tokenizer, run.vocab)
     scorers, functions = run.scorers, has_functions(config.reward, play.task)
     if section.own_prompts or section.reward is not None:
@@ -153,7 +149,7 @@ def _of_evaluation(section: NamedEvalSection, config: Config) -> dict[str, objec
     """Return the sections of a run's configuration as an evaluation has them."""
     updates: dict[str, object] = {}
     if section.task is not None:
-        updates |= {"task": section.task, "seats": {}}
+        updates |= {"task": section.task, "seats": None}
         bare: dict[str, object] = {"addition": AdditionSection(), "jsonl": None}
         updates["data"] = config.data.model_copy(update=bare | {"max_prompt_tokens": None})
     if section.data is not None:

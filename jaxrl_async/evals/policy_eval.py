@@ -3,7 +3,7 @@
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from jaxrl_async.evals.eval_answers import (
     has_correct,
     write_answers,
 )
+from jaxrl_async.evals.eval_inputs import sampling_of
 from jaxrl_async.evals.text_endpoint import CodePoints, EndpointSettings, TextEndpoint
 from jaxrl_async.mesh import NO_DEVICE_LOCK, make_slices
 from jaxrl_async.metrics.fault_counts import FaultCounts
@@ -34,7 +35,7 @@ from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.rollout.evaluate import EvalEffort, EvalResult
 from jaxrl_async.rollout.evaluate import evaluate as play_all
 from jaxrl_async.run.builders.constraints import check_constraint, prompt_constraint
-from jaxrl_async.run.builders.inputs import guarded_envs, make_outages
+from jaxrl_async.run.builders.inputs import check_references, guarded_envs, make_outages
 from jaxrl_async.run.builders.playing import find_task, make_play
 from jaxrl_async.run.builders.scoring import Scorers, built_in_graders, make_scorers
 from jaxrl_async.run.folder import Paths
@@ -42,11 +43,10 @@ from jaxrl_async.run.optional_parts import NoOpponents, NoServing
 from jaxrl_async.run.saved_policy import policy_at_end
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings, roomy_section
-from jaxrl_async.scorers.graders import check_answers, try_references
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.tasks.task_source import TaskSource, task_records
 from jaxrl_async.tasks.usercode import run_loop
-from jaxrl_async.types import Episode, Prompt, SamplingParams, Score
+from jaxrl_async.types import Episode, Prompt, Score
 
 log = logging.getLogger(__name__)
 
@@ -385,10 +385,7 @@ def _questions(config: Config, given: Task | None, tokenizer: Tokenizer, vocab: 
         config, tokenizer, prompts, make_slices(MeshSection(colocated=True)), NO_DEVICE_LOCK,
         faults, task, outages,
     )  # fmt: skip
-    if graders:
-        references = [prompt.reference for prompt in prompts]
-        check_answers(references, config.data.record_fields.max_bad_share)
-        try_references(graders, references)
+    check_references(config, graders, [prompt.reference for prompt in prompts])
     with tempfile.TemporaryDirectory() as folder:
         scorers.begin(Path(folder), 0, lambda: 0)
         try:
@@ -439,9 +436,7 @@ async def _played(generate: Generate, asked: AskedPrompts, config: Config) -> Ev
         generate,
         asked.prompts,
         scored,
-        sampling=SamplingParams(
-            temperature=section.temperature, top_k=section.top_k, top_p=section.top_p
-        ),
+        sampling=sampling_of(section),
         stop_token_ids=asked.stop_token_ids,
         max_new_tokens=section.max_new_tokens or config.sampler.max_new_tokens,
         max_length=config.sampler.max_length,
@@ -453,8 +448,4 @@ async def _played(generate: Generate, asked: AskedPrompts, config: Config) -> Ev
 
 
 def _answers(result: EvalResult, asked: AskedPrompts) -> list[EvalAnswer]:
-    functions = asked.scorers.functions
-    read: Callable[[Episode], str | None] = lambda episode: None  # noqa: E731
-    if functions is not None:
-        read = functions.final_answer
-    return answers_of(result.played, asked.tokenizer.decode, read)
+    return answers_of(result.played, asked.tokenizer.decode, asked.scorers.final_answer)

@@ -26,24 +26,17 @@ from jaxrl_async.evals.eval_answers import (
     read_answers_of,
     write_answers,
 )
-from jaxrl_async.evals.eval_inputs import EvalInputs, RunInputs, make_eval_inputs
+from jaxrl_async.evals.eval_inputs import EvalInputs, RunInputs, make_eval_inputs, sampling_of
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.reporting import Evaluation
 from jaxrl_async.trainer.evaluation import is_due
-from jaxrl_async.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
 SUFFIX = ".jsonl"
 UNDONE = ".superseded.jsonl"
 """Suffix of the answers of versions that a resumed run makes again."""
-
-
-def sampling_of(inputs: EvalInputs) -> SamplingParams:
-    """Return the distribution that an evaluation samples from."""
-    section = inputs.section
-    return SamplingParams(temperature=section.temperature, top_k=section.top_k, top_p=section.top_p)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +60,7 @@ class NamedEvaluation:
             own = answers_of(
                 result.played,
                 decode,
-                self.inputs.final_answer,
+                self.inputs.scorers.final_answer,
                 lambda index: index * lockstep.players + lockstep.player,
             )
             measured = self._measured(version, self._of_all(own))
@@ -182,7 +175,7 @@ class RunEvaluations:
             make_env=inputs.envs,
             limits=replace(
                 like.limits,
-                sampling=sampling_of(inputs),
+                sampling=sampling_of(section),
                 stop_token_ids=inputs.stop_token_ids,
                 max_new_tokens=section.max_new_tokens or like.limits.max_new_tokens,
                 constraint=inputs.constraint,

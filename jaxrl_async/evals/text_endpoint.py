@@ -37,6 +37,11 @@ FIRST_WAIT_S = 1.0
 """Wait before the second try, seconds; doubles with each further one."""
 
 
+def code_points(text: str) -> IntArray:
+    """Return a text as code points, [length] int32."""
+    return np.array([ord(character) for character in text], np.int32)
+
+
 class CodePoints(Tokenizer):
     """Texts as code points, for scorers of answers that came as text."""
 
@@ -46,7 +51,7 @@ class CodePoints(Tokenizer):
 
     def encode(self, text: str) -> IntArray:
         """Return the code points, [length] int32."""
-        return np.array([ord(character) for character in text], np.int32)
+        return code_points(text)
 
     def decode(self, token_ids: IntArray | Sequence[int]) -> str:
         """Return the text of code points."""
@@ -168,7 +173,7 @@ class TextEndpoint:
         reply = await self._tried(self._body(request, position, sample))
         if reply.completion_tokens:
             self.lengths[request.key] = reply.completion_tokens
-        ids = np.array([ord(character) for character in reply.text], np.int32)
+        ids = code_points(reply.text)
         return Completion(
             request_id=request.request_id,
             token_ids=ids,

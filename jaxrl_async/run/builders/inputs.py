@@ -130,7 +130,7 @@ def check_inputs(
         check=scorers.teachers.check,
     )  # fmt: skip
     pairs = warm_pairs(config, tokenizer, play.own) if config.warm_start.steps else None
-    _check_references(config, graders, [*prompts.references, *(p.reference for p in held_out)])
+    check_references(config, graders, [*prompts.references, *(p.reference for p in held_out)])
     tokenizer.images = check_images(config, tokenizer.images)
     inputs = Inputs(
         recorded=recorded,
@@ -169,7 +169,7 @@ def _check_models(config: Config, spec: ModelSpec, tokenizer: Tokenizer, slices:
     check_devices_hold(config, spec, slices)
 
 
-def _check_references(
+def check_references(
     config: Config, graders: Mapping[str, RewardFunction], references: Sequence[str]
 ) -> None:
     """Raise an error if built-in rewards cannot read the records' answers."""

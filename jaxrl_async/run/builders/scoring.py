@@ -33,7 +33,7 @@ from jaxrl_async.scorers.guard import GuardedScorer, try_once
 from jaxrl_async.scorers.results import FUNCTION, FUNCTIONS, MODEL
 from jaxrl_async.scorers.rewards import REWARDS, RewardFunction, RewardScorer, make_scorer
 from jaxrl_async.tasks.task import QUESTIONS, Task
-from jaxrl_async.types import Prompt
+from jaxrl_async.types import Episode, Prompt
 
 if TYPE_CHECKING:
     from jaxrl_async.scorers import environment_scorer, reward_model
@@ -54,6 +54,10 @@ class Scorers:
     teachers: Teachers = field(default_factory=NoTeachers)  # within `training`
     functions: RewardScorer | None = None  # within both; None: no functions
     trials: tuple[tuple[str, GuardedScorer], ...] = ()  # settings and their trials before a run
+
+    def final_answer(self, episode: Episode) -> str | None:
+        """Return the final answer that the functions read in an episode; None: none."""
+        return None if self.functions is None else self.functions.final_answer(episode)
 
     def oldest_s(self) -> float:
         """Return the age of the oldest running call, seconds; 0: no call."""
