@@ -97,9 +97,9 @@ def visible_turn(
         shown: dict[str, Any] = {"role": "assistant", "content": text}
         if (reasoning := message.get("reasoning_content")) is not None:
             before, mark, rest = text.partition(THOUGHT)
-            shown["reasoning_content"] = (
-                reasoning if mark else before.lstrip().removeprefix(THINK).strip("\n")
-            )
+            after_think = before.lstrip().removeprefix(THINK)
+            unended = after_think if before.lstrip() != after_think else before
+            shown["reasoning_content"] = reasoning if mark else unended.strip("\n")
             shown["content"] = rest.lstrip("\n")
         return shown
     if exact and not calls:

@@ -27,6 +27,8 @@ LOOK_S, IDLE_S = 0.05, 0.5
 only processes run that earlier ones left."""
 DRAIN_S = 0.2
 """Time to read the rest of a command's output after it has ended, seconds."""
+CLEAR_S = 5.0
+"""Time within which killed processes of earlier commands disappear, seconds."""
 SET_DUMPABLE, SET_SECCOMP, SET_NO_NEW_PRIVILEGES, FILTER = 4, 22, 38, 2
 TOPS = ("/", "/dev/shm")
 """The file systems of the sandbox that can be written."""
@@ -101,6 +103,8 @@ class FirstProcess:
 
     def start(self, request: dict[str, Any], given: bytes) -> None:
         """Start a command, or reply why it cannot be started. given: its input."""
+        if request["alone"] and not self.jobs:
+            self.clear()
         environ = {"PATH": self.limits["path"], "HOME": "/work", "LANG": "C.UTF-8",
                    "TMPDIR": "/tmp", "TERM": "dumb", **request["env"]}  # fmt: skip
         try:
@@ -149,6 +153,14 @@ class FirstProcess:
             program = Program(len(self.seccomp) // 8, ctypes.addressof(lines))
             if LIBRARY.prctl(SET_SECCOMP, FILTER, ctypes.byref(program), 0, 0):
                 raise OSError("seccomp is not available")
+
+    def clear(self) -> None:
+        """Wait until what earlier commands left has died: it would count against the next."""
+        end = time.monotonic() + CLEAR_S
+        while processes() and time.monotonic() < end:
+            kill_all()
+            self.reap()
+            time.sleep(0.001)
 
     def reap(self) -> None:
         """Collect ended processes: the commands' and those whose parents have gone."""
