@@ -178,7 +178,7 @@ def command_of(way: str, seed: int, args: argparse.Namespace, place: Path) -> li
     asked = {
         "records": made.records,
         "held_out": made.held_out,
-        "steps": args.steps,
+        "steps": args.peer_steps or args.steps,
         "seed": seed,
         "prompts": config.algorithm.groups_per_step,
         "samples": config.algorithm.group_size,
@@ -267,6 +267,7 @@ def _options() -> argparse.Namespace:
     )
     words.add_argument("--quick", action="store_true", help="smoke test: two small updates")
     words.add_argument("--steps", type=int, default=80, help="updates of each")
+    words.add_argument("--peer-steps", type=int, help="only so many updates of the peers")
     words.add_argument("--ways", nargs="*", choices=list(NAMES), help="default: all; --quick: ours")
     words.add_argument("--seeds", nargs="+", type=int, default=[0])
     words.add_argument("--learning-rate", type=float, default=5e-4, help="0: the control")
