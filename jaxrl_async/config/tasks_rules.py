@@ -89,6 +89,11 @@ def a_tasks_limits_are_within_the_runs(config: Config) -> Iterator[str]:
                 f"tasks.{name}.kl_weight ({own.kl_weight:g}) has no effect without "
                 "algorithm.kl_coefficient. Set that, or leave it out."
             )
+        if own.loss_weight != 1 and config.pairs is not None:
+            yield (
+                f"tasks.{name}.loss_weight ({own.loss_weight:g}) is a factor of the policy loss, "
+                "and pairs have their own. Leave it out, or set pairs=null."
+            )
         if own.sampling.model_fields_set and config.sampler.engine == "jetstream":
             yield (
                 f"tasks.{name}.sampling: an engine of JetStream's interface samples all requests "

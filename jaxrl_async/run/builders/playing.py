@@ -96,7 +96,8 @@ def find_task(config: Config, given: Task | None = None) -> Task:
 
 
 def tasks_of(config: Config, given: Task | None = None) -> dict[str, Task]:
-    """Return the run's tasks by name; "": the only one. given: see find_task. Raises ConfigError."""
+    """Return the run's tasks by name; "": the only one. given: see find_task. Raises
+    ConfigError."""
     found: dict[str, Task] = {}
     for name, own in config.by_task.items():
         with blaming(name):
