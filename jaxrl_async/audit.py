@@ -161,11 +161,12 @@ class _Books:
             (self.uses, group),
             (self.steps, line["version"]),
             (self.lags, line["version"] - line["oldest"]),
-            *([(self.tasks, self.task_of[group])] if group in self.task_of else []),
         ):
             counts[key] -= 1
             if not counts[key]:
                 del counts[key]
+        if (task := self.task_of.get(group)) is not None:
+            self.tasks[task] -= 1
 
     def open_problems(self) -> Iterator[str]:
         """Yield the problems at the end of the ledger: steps, lost groups, gaps in the numbers."""
