@@ -22,7 +22,7 @@ LIMITS = EpisodeLimits(
 
 
 def alternating(*tasks):
-    for prompt, task in zip(prompts(), itertools.cycle(tasks)):
+    for prompt, task in zip(prompts(), itertools.cycle(tasks), strict=True):
         yield replace(prompt, task=task)
 
 
