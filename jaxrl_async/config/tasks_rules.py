@@ -69,6 +69,19 @@ def what_all_tasks_share_is_set_once(config: Config) -> Iterator[str]:
 
 
 @rule("tasks")
+def process_rewards_have_one_age(config: Config) -> Iterator[str]:
+    """Require one maximum age of process rewards: the trainer treats a step's groups alike."""
+    ages = {
+        f"tasks.{name}.reward.process.max_age": own.reward.process.max_age
+        for name, own in config.by_task.items()
+        if name and own.reward.process is not None
+    }
+    if len(set(ages.values())) > 1:
+        listed = ", ".join(f"{setting}={age}" for setting, age in ages.items())
+        yield f"{listed}: give the process rewards of all tasks one max_age."
+
+
+@rule("tasks")
 def a_tasks_limits_are_within_the_runs(config: Config) -> Iterator[str]:
     """Require limits that the run's own allow."""
     most, oldest = config.sampler.max_new_tokens, config.staleness.max_staleness

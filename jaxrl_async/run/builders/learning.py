@@ -180,7 +180,9 @@ def make_learner(
         keep_mask: whether sampling masks come with the tokens.
         own: a task's records, for demonstrations.
     """
-    algorithm, teacher, process = config.algorithm, config.teacher, config.reward.process
+    algorithm, teacher = config.algorithm, config.teacher
+    processes = (one.reward.process for one in config.by_task.values())
+    process = next((one for one in processes if one is not None), None)  # tasks have one max_age
     asked = algorithm.epochs * algorithm.minibatches  # updates in a step
     warming = config.critic_settings.warmup_steps if needs_critic(algorithm.advantage) else 0
     learns = max(config.run.steps - warming, 1)

@@ -105,7 +105,7 @@ def make_evaluation(config: Config, side: RolloutSide, lockstep: Lockstep) -> Ev
         limits=replace(evaluation_limits(config, inputs.play), by_task=by_task),
         effort=EvalEffort(
             at_once=min(config.eval.episodes_at_once, config.serving.max_sessions),
-            retries=config.env.retries,
+            retries=max(one.env.retries for one in config.by_task.values()),
             backoff_s=config.faults.backoff_s,
             count=inputs.faults.add,
             outages=inputs.outages,
