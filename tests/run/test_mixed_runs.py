@@ -10,6 +10,7 @@ import pytest
 import yaml
 from runs import many_digits, metrics_of, weights_of
 
+from jaxrl_async import evaluate
 from jaxrl_async.audit import audit_run
 from jaxrl_async.command.needs import needs_findings
 from jaxrl_async.config.load import dump, load
@@ -490,3 +491,14 @@ def test_an_error_in_a_tasks_records_or_settings_names_the_task(tmp_path: Path) 
         train(job(tmp_path, bad, f"data.tokenizer={tokenizer(tmp_path)}"))
     with pytest.raises(ConfigError, match=r"tasks\.x: task = 'calculatr' is unknown"):
         train(job(tmp_path, {"sums": dict(SUMS), "x": {"task": "calculatr"}}))
+
+
+@pytest.mark.full
+def test_a_saved_policy_is_evaluated_on_one_of_its_runs_tasks(tmp_path: Path) -> None:
+    config = job(tmp_path, {"sums": dict(SUMS), "tools": dict(TOOLS)}, "eval.every=1")
+    lines = run_of(config)
+    folder = Path(config.run.dir) / "mixed"
+    found = evaluate(folder, task="tools")
+    assert found.estimates["reward"].mean == pytest.approx(lines[-1]["eval/tools/reward"])
+    with pytest.raises(ConfigError, match=r"several tasks \(sums, tools\)"):
+        evaluate(folder)

@@ -74,7 +74,7 @@ class TaskInputs:
     play: Play
     held_out: Sequence[Prompt]
     scorers: Scorers
-    prompts: PromptStream | Curriculum
+    prompts: "PromptStream | Curriculum | MixedPrompts"
     keep_mask: bool  # whether its sampling masks go with the tokens
     references: Sequence[str]  # answers of its records that built-in rewards must read
 

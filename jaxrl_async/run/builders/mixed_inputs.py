@@ -47,21 +47,20 @@ def joined(
         play=_joined_play(config, parts, tokenizer),
         held_out=tuple(named),
         scorers=_joined_scorers(config, {n: p.scorers for n, p in parts.items()}, faults, outages),
-        prompts=_mixed(config, {n: p.prompts for n, p in parts.items()}, lockstep),
+        prompts=_mixed(config, parts, lockstep),
         keep_mask=any(part.keep_mask for part in parts.values()),
         references=(),
     )
 
 
-def _mixed(
-    config: Config, streams: Mapping[str, PromptStream | Curriculum], lockstep: Lockstep
-) -> MixedPrompts:
+def _mixed(config: Config, parts: Mapping[str, TaskInputs], lockstep: Lockstep) -> MixedPrompts:
     tasks, own = config.named_tasks, config.mixing
+    prompts = {name: part.prompts for name, part in parts.items()}
     most = catch_up(
         {name: task.weight for name, task in tasks.items()}, config.algorithm.groups_per_step
     )
     return MixedPrompts(
-        streams,
+        {n: one for n, one in prompts.items() if isinstance(one, PromptStream | Curriculum)},
         {
             name: TaskMix(weight=task.weight, most=most[name], max_in_flight=task.max_in_flight)
             for name, task in tasks.items()

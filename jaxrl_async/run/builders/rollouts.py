@@ -168,7 +168,7 @@ def make_rollout_side(
         buffer_settings(config, lockstep.players),
         ledger=records.buffer_ledger,
         note=schedule.write,
-        **({} if mix is None else {"dropped": mix.dropped}),
+        dropped=(lambda task, number, reason: None) if mix is None else mix.dropped,
     )
     gate = schedule.gate(buffer, curriculum=isinstance(prompts, OrderedPrompts))
     if shared is not None:
