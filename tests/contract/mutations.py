@@ -601,6 +601,21 @@ GROUPS = (
         ),
     ),
     Group(
+        "trainer/step_data",
+        ("trainer/test_tasks.py",),
+        (("(numbers >= 0) & (numbers < len(of_sequence))", "numbers >= 0"),),
+    ),
+    Group(
+        "trainer/credit",
+        ("trainer/test_tasks.py",),
+        (("np.asarray(self.kl_factors, np.float32)[step.batch.task_ids]", "np.float32(1)"),),
+    ),
+    Group(
+        "trainer/data_metrics",
+        ("trainer/test_data_metrics.py",),
+        (("own = [group for group in groups if group.prompt.task == name]", "own = list(groups)"),),
+    ),
+    Group(
         "model/logprobs",
         ("model/test_task_temperatures.py",),
         (
