@@ -425,8 +425,8 @@ class Evaluation:
         errors = {"eval/reward": clustered_stderr(p.rewards for p in prompts)}
         if CORRECT in self.known:
             errors["eval/accuracy"] = clustered_stderr(p.correct for p in counted)
-        errors = {f"{k}_stderr": x for k, x in errors.items() if x is not None}
-        return means | errors | self._of_tasks(prompts, counted)
+        known = {f"{k}_stderr": x for k, x in errors.items() if x is not None}
+        return means | known | self._of_tasks(prompts, counted)
 
     def _of_tasks(
         self, prompts: Sequence["TaskPrompt"], counted: Sequence["TaskPrompt"]

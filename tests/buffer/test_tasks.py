@@ -178,9 +178,9 @@ def test_a_users_order_chooses_among_those_that_may_be_taken():
     def first(group, version):
         return group.prompt.task != "tools"
 
-    b = buffer(max_staleness=2, lookahead=2, rank=own_rank(first, "mine.py:first"))
+    b = buffer(max_staleness=3, lookahead=3, rank=own_rank(first, "mine.py:first"))
     tickets = b.admit(0)
-    for ticket, task in zip(tickets, ["sums", "sums", "tools", "tools"], strict=True):
+    for ticket, task in zip(tickets, ["sums", "sums", "tools", "tools", "tools"], strict=True):
         b.put(group(ticket, task))
     assert numbers(b.draw(0, 0)) == [2, 3]
 

@@ -160,14 +160,14 @@ def test_tasks_may_be_added_and_stopped_at_a_resume_and_not_removed(tmp_path: Pa
     with pytest.raises(DataError, match=r"several tasks \(tasks\)"):
         plain = {"data": SUMS["data"], "reward": {"function": "exact"}}
         train(job(tmp_path, {}, *resumed, "tasks=null", **plain))
-    three = {**two, "long": {**LONG, "weight": 0}, "game": dict(GAME)}
+    three = {**two, "long": {**LONG, "weight": 0}, "more": {"data": {"addition": {"digits": 2}}}}
     config = job(tmp_path, three, *resumed)
     lines = run_of(config)
     assert [x["step"] for x in lines] == [*range(7)]
     late = Counter(
         x["task"] for x in ledger_of(config) if x["fate"] == "trained" and x["version"] > 4
     )
-    assert set(late) == {"sums", "game"}
+    assert set(late) == {"sums", "more"}
     train(
         job(
             tmp_path, {}, "tasks=null", "run.name=one", "checkpoint.every=1", "run.steps=1", **plain
