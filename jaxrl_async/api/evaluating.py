@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from jaxrl_async.api.arguments import Brought, Data, Reward, configured
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
@@ -89,8 +91,9 @@ def evaluate(
     )
     if config is None and source.run is not None:
         config = source.run.config
-    if isinstance(config, Config) and config.named_tasks:
-        config, task = _of_one_task(config, data, task)
+        told = yaml.safe_load(config.read_text("utf-8"))
+        if isinstance(told, dict) and told.get("tasks"):
+            config, task = _of_one_task(load(config), data, task)
     _check_asks(source, config, data, task, settings, overrides)
     own = {
         "samples": samples,

@@ -203,7 +203,7 @@ def test_each_task_is_sampled_and_trained_at_its_own_temperature(
     steps = [line for line in lines if "train/loss" in line]
     assert max(line["mismatch/max"] for line in steps) < 1e-4, "as the sampler drew them"
     assert all(line["task/game/length_mean"] <= 2 * 2 for line in steps)
-    assert all(line["rollout/kept_mean"] > 6 for line in steps), "only one task truncates"
+    assert all(0 < line["rollout/kept_mean"] <= 6 for line in steps), "masks of one task"
 
 
 @pytest.mark.full
@@ -225,21 +225,21 @@ def test_a_loss_weight_of_0_trains_nothing_of_a_task(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_evaluations_ask_each_task_and_one_of_them_by_name(tmp_path: Path) -> None:
-    tasks = {"sums": dict(SUMS), "tools": dict(TOOLS), "game": dict(GAME)}
+    exact = {"reward": {"function": "exact"}}
+    tasks = {"sums": dict(SUMS), "tools": dict(TOOLS), "long": {**LONG, **exact}}
     four = {"task": "tools", "samples": 4, "temperature": 1.0, "every": 2, "max_new_tokens": 4}
     config = job(tmp_path, tasks, "eval.every=2", evals={"tools_at_4": four})
     lines = run_of(config)
     last = lines[-1]
     kinds = ("reward", "reward_stderr")
     assert all(f"eval/{name}/{kind}" in last for name in tasks for kind in kinds)
-    assert {"eval/tools/accuracy", "eval/game/accuracy"} <= last.keys()
+    assert "eval/long/accuracy" in last
     assert "eval/sums/accuracy" not in last, "its reward has no part `correct`"
     assert "eval/tools_at_4/pass_at_4" in last
-    counts = {"sums": 4, "tools": 4, "game": 8 * 4}
-    mean = sum(last[f"eval/{name}/reward"] * n for name, n in counts.items()) / sum(counts.values())
+    mean = sum(last[f"eval/{name}/reward"] for name in tasks) / 3
     assert last["eval/reward"] == pytest.approx(mean)
-    graded = sum(last[f"eval/{n}/accuracy"] * counts[n] for n in ("tools", "game")) / (4 + 32)
-    assert last["eval/accuracy"] == pytest.approx(graded)
+    graded = [last[f"eval/{n}/accuracy"] for n in tasks if f"eval/{n}/accuracy" in last]
+    assert last["eval/accuracy"] == pytest.approx(sum(graded) / len(graded))
     samples = read_lines(Path(config.run.dir) / "mixed" / "samples.jsonl")
     assert all(sample["task"] in tasks for sample in samples)
 
@@ -336,19 +336,23 @@ import asyncio
 from jaxrl_async import Environment, Step, Task
 
 class Hangs(Environment):
-    async def step(self, message):
-        await asyncio.sleep(3600)
+    async def reset(self, record):
+        if record["in_training"]:
+            await asyncio.sleep(3600)
+        return record["question"]
 
 class Fails(Environment):
-    def step(self, message):
-        raise OSError("down")
+    def reset(self, record):
+        if record["in_training"]:
+            raise ValueError("down")
+        return record["question"]
 
 class Good(Environment):
     def step(self, message):
         return Step(reward=float(len(message["content"])), done=True)
 
 def records(split):
-    return [{"question": "1" * (1 + i % 3)} for i in range(12)]
+    return [{"question": "1" * (1 + i % 3), "in_training": split == "train"} for i in range(12)]
 
 def of(environment):
     return Task(records=records, environment=environment, words="0123456789")
@@ -382,8 +386,8 @@ def test_a_task_that_hangs_or_fails_slows_no_other(tmp_path: Path, bad: str) -> 
     if bad == "hangs":
         assert last["task/bad/in_flight"] == 2.0 and last["task/bad/behind"] > 0
     else:
-        assert sum(line.get("task/bad/dropped_failed", 0.0) for line in lines) >= 1.0
-        assert last["task/bad/resting"] == 1.0
+        assert sum(line.get("task/bad/dropped_failed", 0.0) for line in lines) >= 2.0
+        assert all("task/bad/resting" in line for line in lines if "train/loss" in line)
 
 
 @pytest.mark.full
