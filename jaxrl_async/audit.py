@@ -34,6 +34,7 @@ class Rules:
     groups_per_step: int
     reuse: int = 1
     waits: bool = False  # the trainer waits for every admitted group (staleness.when_too_old=wait)
+    task_bounds: Mapping[str, int] = field(default_factory=dict)  # lower staleness of some tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,7 @@ class Audit:
     uses: int  # groups times steps
     dropped: Mapping[str, int] = field(default_factory=dict)
     lags: Mapping[int, int] = field(default_factory=dict)  # version - oldest token -> groups
+    tasks: Mapping[str, int] = field(default_factory=dict)  # uses of groups, by task
     resumed: int = 0
     skipped: tuple[str, ...] = ()  # lines that no run wrote
 
@@ -73,6 +75,7 @@ def audit(lines: Sequence[Mapping[str, Any]], rules: Rules) -> Audit:
         uses=sum(uses.values()),
         dropped=dict(Counter(books.drops.values())),
         lags=dict(sorted(books.lags.items())),
+        tasks=dict(sorted(books.tasks.items())),
         resumed=books.resumed,
     )
 
@@ -88,6 +91,8 @@ class _Books:
         self.drops: dict[int, str] = {}  # group -> reason
         self.steps: Counter[int] = Counter()
         self.lags: Counter[int] = Counter()
+        self.tasks: Counter[str] = Counter()
+        self.task_of: dict[int, str] = {}
         self.newest, self.processes, self.resumed = -1, 1, 0
 
     def read(self, number: int, line: Mapping[str, Any]) -> None:
@@ -135,6 +140,10 @@ class _Books:
         self.steps[version] += 1
         self.lags[lag] += 1
         use, most = self.uses[group], self.rules.max_staleness
+        if task := line.get("task"):
+            self.tasks[task] += 1
+            self.task_of[group] = task
+            most = min(most, self.rules.task_bounds.get(task, most))
         if line.get("use", 1) != use:
             self.problems.append(f"{where} is at use {line.get('use')}, the ledger at {use}")
         if not 0 <= lag <= most:
@@ -156,6 +165,8 @@ class _Books:
             counts[key] -= 1
             if not counts[key]:
                 del counts[key]
+        if (task := self.task_of.get(group)) is not None:
+            self.tasks[task] -= 1
 
     def open_problems(self) -> Iterator[str]:
         """Yield the problems at the end of the ledger: steps, lost groups, gaps in the numbers."""
@@ -197,11 +208,18 @@ def audit_run(folder: Path) -> Audit:
     config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     if not (folder / "ledger.jsonl").exists():
         raise FileNotFoundError(f"{folder / 'ledger.jsonl'}: only runs of run.job=rl have one")
+    tasks = config.get("tasks") or {}
     rules = Rules(
         max_staleness=config["staleness"]["max_staleness"],
         groups_per_step=config["algorithm"]["groups_per_step"],
         reuse=config["buffer"]["reuse"],
-        waits=config["staleness"].get("when_too_old", "wait") == "wait",
+        waits=config["staleness"].get("when_too_old", "wait") == "wait"
+        and all(one.get("trainer_waits", True) for one in tasks.values()),
+        task_bounds={
+            name: one["max_staleness"]
+            for name, one in tasks.items()
+            if one.get("max_staleness") is not None
+        },
     )
     ledger, metrics = folder / "ledger.jsonl", folder / "metrics.jsonl"
     # The run may still be training: files read later contain at least what earlier ones did.
@@ -254,6 +272,7 @@ def audit_report(result: Audit) -> str:
         f"({result.uses} uses), {sum(result.dropped.values())} dropped, {result.active} active; "
         f"resumed {result.resumed} times",
         *(f"dropped, {reason}: {count}" for reason, count in sorted(result.dropped.items())),
+        *(f"trained, task {task}: {count}" for task, count in result.tasks.items()),
         "lag of the oldest token, versions: groups  "
         + "  ".join(f"{lag}: {count}" for lag, count in result.lags.items()),
         *result.skipped,

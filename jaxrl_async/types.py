@@ -66,6 +66,7 @@ class Prompt:
     reference: str  # what scorers need (the correct answer)
     columns: Mapping[str, Any] = field(default_factory=dict)  # the whole record, by column
     messages: tuple[Message, ...] = ()  # the source of token_ids; empty: plain text
+    task: str = ""  # its name among the run's tasks (tasks); empty: the run has one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -538,6 +539,7 @@ class CancelledGroup:
     prompt_id: int
     oldest: int  # version of its oldest generated token
     lengths: tuple[int, ...]  # generated tokens of each member so far
+    task: str = ""  # as in Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -587,6 +589,8 @@ class PackedBatch:
     # None: the model reads no images
     image_begins: IntArray | None = None
     embeddings: FloatArray | None = None  # [rows, length, width] of image tokens; 0 elsewhere
+    # [rows, length] int32, index of the token's task among the run's; None: they train alike
+    task_ids: IntArray | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -639,3 +643,9 @@ class EpisodeLimits:
     for_training: bool = True  # False: of an evaluation
     # what each turn of a prompt's answer must match; None: no prompt has a constraint
     constraint: Callable[[Prompt], Constraint | None] | None = None
+    # those of prompts of other tasks, by Prompt.task; empty: these are for all prompts
+    by_task: Mapping[str, "EpisodeLimits"] = field(default_factory=dict)
+
+    def of(self, prompt: Prompt) -> "EpisodeLimits":
+        """Return the settings and limits of a prompt's answers."""
+        return self.by_task.get(prompt.task, self)

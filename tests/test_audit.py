@@ -1,5 +1,7 @@
 """The audit: a ledger that adds up is clean, and each kind of fault in one is named."""
 
+from dataclasses import replace
+
 import pytest
 
 from jaxrl_async.audit import Rules, audit, main
@@ -99,3 +101,22 @@ def test_the_command_says_what_it_found(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 9}\n')
     assert main([str(tmp_path)]) == 1 and "metrics.jsonl" in capsys.readouterr().out
     assert main([]) == 2
+
+
+def of_tasks(**tasks):
+    """Return lines of groups of tasks, all trained on at version 1 with tokens of version 0."""
+    groups = [number for numbers in tasks.values() for number in numbers]
+    late = trained(*groups[2:], version=1, oldest=0)
+    lines = [*admitted(*groups), *trained(*groups[:2], version=0), *late]
+    named = {number: task for task, numbers in tasks.items() for number in numbers}
+    return [x | ({"task": named[x["group"]]} if x["fate"] == "trained" else {}) for x in lines]
+
+
+def test_tasks_are_counted_and_kept_to_their_own_bounds():
+    lines = of_tasks(sums=[0, 1, 2], tools=[3])
+    found = audit(lines, RULES)
+    assert found.problems == () and found.tasks == {"sums": 3, "tools": 1}
+    strict = replace(RULES, task_bounds={"tools": 0})
+    assert "group 3 had a token 1 versions old; at most 0" in audit(lines, strict).problems[0]
+    back = {"fate": "returned", "group": 3, "version": 1, "oldest": 0}
+    assert audit([*lines, back], RULES).tasks == {"sums": 3, "tools": 0}

@@ -84,6 +84,7 @@ COLUMNS: dict[str, Column] = {
             "embeddings", "float32", Source.PACK, 0.0, optional=True, per_token="width",
             of_context=True,
         ),
+        Column("task_ids", "int32", Source.PACK, optional=True, of_context=True),
         Column("sequence_ids", "int32", Source.PACK, -1, on_device=False),
         Column("group_ids", "int32", Source.PACK, -1, on_device=False, of_context=True),
         Column("supervised", "bool", Source.PACK, False, on_device=False),
@@ -121,6 +122,7 @@ class DeviceBatch(NamedTuple):
     expert_ids: Array | None = None  # [rows, length, layers, k]
     image_begins: Array | None = None  # as in PackedBatch
     embeddings: Array | None = None  # [rows, length, width]
+    task_ids: Array | None = None  # as in PackedBatch
 
 
 def names_of(*sources: Source) -> tuple[str, ...]:

@@ -62,6 +62,18 @@ class Recipe(NamedTuple):
     teacher: float = 0.0  # weight of the divergence from the teacher
 
 
+class TaskFactors(NamedTuple):
+    """Factors of terms of the loss that differ between tasks: a number for each task, or, inside a
+    loss, for each token [rows, length]. None: 1 for all."""
+
+    policy: Any = None
+    kl: Any = None  # of the KL to the reference
+
+
+SAME_FACTORS = TaskFactors()
+"""All tasks train alike."""
+
+
 class Totals(NamedTuple):
     """A micro-batch's share of the metrics; scalars by the names of metrics.metric.METRICS."""
 
@@ -128,6 +140,7 @@ def policy_loss(
     coefficients: Coefficients | None = None,
     *,
     num_lags: int = 0,
+    factors: TaskFactors = SAME_FACTORS,
 ) -> tuple[Array, Totals]:
     """Return a micro-batch's share of the step's loss and of its metrics.
 
@@ -140,6 +153,7 @@ def policy_loss(
         version: int32, of the weights being trained.
         coefficients: coefficients of this step. None: the recipe's.
         num_lags: number of lags that are reported separately.
+        factors: of each token's terms, by its task.
     """
     coefficients = recipe.coefficients if coefficients is None else coefficients
     known = ~jnp.isnan(x.behavior_logprobs)
@@ -149,14 +163,14 @@ def policy_loss(
         behavior_logprobs=jnp.where(known, x.behavior_logprobs, proximal), ages=version - x.versions
     )
     token, truncated, factor = _corrected_loss(recipe, x)
-    policy_loss = _weighted(x, weights, factor * token.loss)
+    policy_loss = _weighted(x, _times(weights, factors.policy), factor * token.loss)
     ratio, held = jnp.exp(log_ratio(x)), recipe.anchor == "behavior"
     means = {
         "policy/clip_share": _mean(x.mask, token.clipped),
         "policy/truncated_share": _mean(x.mask, truncated),
         "policy/weight_mean": _mean(x.mask, factor * ratio if held else factor),
     }
-    terms, term_means = _other_terms(recipe, x, weights, coefficients)
+    terms, term_means = _other_terms(recipe, x, weights, coefficients, factors)
     loss = recipe.policy * policy_loss + terms
     sums = {
         "train/loss": loss,
@@ -172,7 +186,11 @@ def policy_loss(
 
 
 def _other_terms(
-    recipe: Recipe, x: TokenInputs, weights: Array, coefficients: Coefficients
+    recipe: Recipe,
+    x: TokenInputs,
+    weights: Array,
+    coefficients: Coefficients,
+    factors: TaskFactors,
 ) -> tuple[Array, dict[str, tuple[Array, Array]]]:
     """Return c_kl * kl - c_h * entropy + c_t * divergence from the teacher, and their means.
 
@@ -183,7 +201,7 @@ def _other_terms(
         divergence = recipe.kl(x)
         means["policy/kl_reference"] = _mean(x.mask, divergence)
         if recipe.kl_in_loss:
-            total += coefficients.kl * _weighted(x, weights, divergence)
+            total += coefficients.kl * _weighted(x, _times(weights, factors.kl), divergence)
     if recipe.has_entropy:
         clip = recipe.entropy_clip
         bonus = entropy_bonus(x) if clip is None else clipped_entropy_bonus(x, bound=clip)
@@ -338,6 +356,11 @@ def _largest_distances(x: TokenInputs, known: Array) -> dict[str, Array]:
 def _fresh(x: TokenInputs) -> Array:
     """Mark tokens sampled by exactly the current weights: a mismatch there is not staleness."""
     return x.mask & (x.ages == 0)
+
+
+def _times(weights: Array, factors: Array | None) -> Array:
+    """Return the weights times the factors of the tokens' tasks, if these differ."""
+    return weights if factors is None else weights * factors
 
 
 def _weighted(x: TokenInputs, weights: Array, values: Array) -> Array:

@@ -148,7 +148,8 @@ def check_given(
     brought, sections = _without_sections(brought)
     _put_all(tree, {**sections, **settings})
     data, model = tree.get("data") or {}, tree.get("model") or {}
-    brings = brought.data is not None or brought.task is not None or bool(tree.get("task"))
+    named = bool(tree.get("task") or tree.get("tasks"))
+    brings = brought.data is not None or brought.task is not None or named
     reads = bool((data.get("jsonl") or {}).get("path"))
     asks = reads or data.get("addition") is not None or bool(tree.get("runs"))
     if not (brings or asks):

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from jaxrl_async.api.arguments import Brought, Data, Reward, configured
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
@@ -55,7 +57,8 @@ def evaluate(
             the address of an OpenAI-compatible endpoint (http://HOST:PORT/v1).
         data: held-out records: a list of mappings, or a file of them; None: the task's, or the
             run's own.
-        task: a task, whose held-out records, environment and reward are used; None: a run's own.
+        task: a task, whose held-out records, environment and reward are used, or the name of one
+            of a run's several (tasks); None: a run's own.
         reward: as of jaxrl_async.train; None: the task's, the run's, or `exact`.
         samples: answers to each prompt, n, for avg@n, pass@k up to n and maj@n.
         temperature: 0: the most likely tokens, only for samples=1.
@@ -88,6 +91,9 @@ def evaluate(
     )
     if config is None and source.run is not None:
         config = source.run.config
+        told = yaml.safe_load(config.read_text("utf-8"))
+        if isinstance(told, dict) and told.get("tasks"):
+            config, task = _of_one_task(load(config), data, task)
     _check_asks(source, config, data, task, settings, overrides)
     own = {
         "samples": samples,
@@ -117,6 +123,22 @@ def evaluate(
     resolved = with_records_here(resolved)
     other = None if compare is None else replace(source, policy=compare, base=None, model=None)
     return evaluate_policy(source, resolved, own_task, seed=seed, compare=other)
+
+
+def _of_one_task(config: Config, data: Any, task: Any) -> tuple[Config, Any]:
+    """Return the configuration of one of a run's several tasks, and the task that is left to find:
+    None, or another one that was asked for. Raises ConfigError if none was."""
+    names = [*config.named_tasks]
+    if isinstance(task, str) and task in names:
+        return config.of_task(task), None
+    if data is None and task is None:
+        if len(names) > 1:
+            raise ConfigError(
+                f"evaluate: the run has several tasks ({', '.join(names)}). Name one of them as "
+                "task (--task)."
+            )
+        return config.of_task(names[0]), None
+    return config.model_copy(update={"tasks": None, "mixing": None, "evals": None}), task
 
 
 def _all_held_out(data: Any) -> dict[str, Any]:

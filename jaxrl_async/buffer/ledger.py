@@ -13,7 +13,8 @@ version of the group's oldest tokens, and `lengths` are generated tokens per epi
 dropped by the trainer, or for lack of a signal (at the live version), has all of these. So does a
 group that was cancelled because it became too old, with its lengths so far. `use` counts a group's
 steps: 1, 2, ... up to buffer.reuse; a group that becomes too old before that is retired after
-`uses` steps. A group is returned if the step that took it was not completed: that use does not
+`uses` steps. If the run has several tasks, trained and dropped groups have `task`, its name. A
+group is returned if the step that took it was not completed: that use does not
 count. A resumed run moves the lines after its checkpoint to ledger.superseded.jsonl and continues
 with `resumed`: numbers from next_group on are reassigned, and earlier lines about them no longer
 count. With n processes, group k of process i has the number k n + i, and places[i] is the first

@@ -21,8 +21,8 @@ old at the draw are dropped there; groups that become too old while they are gen
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxrl_async.buffer.contents import (
@@ -66,6 +66,9 @@ class BufferSettings:
     # groups without a signal in one step that end the run; None: `hopeless` in a row; 0: no limit
     max_resampled: int | None = None
     wants_pairs: bool = False  # a group without a pair also has no signal
+    task_bounds: Mapping[str, int] = field(default_factory=dict)  # lower staleness of some tasks
+    # tasks that the trainer does not wait for: their groups may be overtaken without a limit
+    overtaken_tasks: frozenset[str] = frozenset()
 
     @property
     def hopeless(self) -> int:
@@ -114,6 +117,7 @@ class ReplayBuffer:
         *,
         ledger: Ledger | None = None,
         note: Callable[..., None] = lambda **event: None,
+        dropped: Callable[[str, int, Drop], None] = lambda task, number, reason: None,
         clock: Clock = time.perf_counter,
     ) -> None:
         """Create an empty buffer at version 0. Raises ConfigError if no step could ever be filled.
@@ -123,6 +127,8 @@ class ReplayBuffer:
             ledger: records the outcome of each group.
             note: called with each change, under the lock (ports.Schedule.write). The same changes
                 in the same order reproduce the buffer.
+            dropped: called with the task, the number and the reason of each group that will not be
+                trained on, under the lock.
             clock: for measuring wait times.
         """
         settings.check()
@@ -130,6 +136,8 @@ class ReplayBuffer:
         self._limit = settings.max_staleness  # the staleness target
         self._capacity = settings.capacity(self._limit)
         self._ledger, self._note, self._clock = ledger or Ledger(), note, clock
+        self._tell_dropped = dropped
+        self._overtaken = set[int]()  # running groups that the trainer does not wait for
         self._changed = threading.Condition()
         self._live = 0
         self._contents = Contents(settings.reuse)
@@ -184,7 +192,9 @@ class ReplayBuffer:
                 return Drop.NO_SIGNAL
             self._contents.put(group)
             self._contents.tally.barren = 0
-            if self._waits_for is not None and number <= self._waits_for:
+            late = number in self._overtaken
+            self._overtaken.discard(number)
+            if self._waits_for is not None and (late or number <= self._waits_for):
                 self._waits_for = None
             self._changed.notify_all()
             return None
@@ -199,9 +209,9 @@ class ReplayBuffer:
                 return
             self._waits_for = None
             self._note(fail=number, reason=reason.value)
-            self._ledger.write(
-                "dropped", group=number, prompt=prompt.prompt_id, reason=reason.value
-            )
+            facts = {"prompt": prompt.prompt_id, **_of_task(prompt.task)}
+            self._ledger.write("dropped", group=number, **facts, reason=reason.value)
+            self._forget(prompt.task, number, reason)
             self._changed.notify_all()
 
     def cancel(self, group: CancelledGroup) -> None:
@@ -221,15 +231,28 @@ class ReplayBuffer:
                 reason=Drop.STALE.value,
                 group=number,
                 prompt=group.prompt_id,
+                **_of_task(group.task),
                 version=self._version,
                 **facts,
             )
+            self._forget(group.task, number, Drop.STALE)
             self._changed.notify_all()
+
+    def began(self, ticket: Ticket, prompt: Prompt) -> None:
+        """Record the task of a group that begins, or continues after a resume: a draw may then let
+        others overtake it (overtaken_tasks)."""
+        if prompt.task not in self._settings.overtaken_tasks:
+            return
+        with self._changed:
+            if self._contents.is_in_flight(ticket.group):
+                self._overtaken.add(ticket.group)
+                self._waits_for = None
+                self._changed.notify_all()
 
     def watch(self, aged: Callable[[int], None], stop: Callable[[int], None]) -> None:
         """Register `aged`. It is called, under the lock, with the oldest version whose tokens may
         still be trained on, whenever the trainer draws for a version that raises it; never if
-        rollouts wait. `stop` is not called (ports.Gate)."""
+        rollouts wait and no group may be overtaken. `stop` is not called (ports.Gate)."""
         with self._changed:
             self._aged = aged
             aged(self._oldest)
@@ -383,7 +406,7 @@ class ReplayBuffer:
         """Return the numbers of the fresh groups to take."""
         settings, contents = self._settings, self._contents
         fresh = select(
-            list(contents.pending),
+            self._waiting(),
             contents.ready,
             settings.groups_per_step,
             settings.lookahead,
@@ -391,6 +414,13 @@ class ReplayBuffer:
             version=version,
         )
         return fresh
+
+    def _waiting(self) -> list[int]:
+        """Return the numbers of the groups that a draw takes, or waits for, ascending."""
+        pending = self._contents.pending
+        if not self._overtaken:
+            return list(pending)
+        return [number for number in pending if number not in self._overtaken]
 
     def _selected(self, version: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the numbers of the fresh groups to take, and of the kept groups to reuse."""
@@ -402,9 +432,9 @@ class ReplayBuffer:
     def _complete(self, version: int) -> bool:
         """Drop groups that may not be trained on; return True if a step can be filled."""
         contents, settings = self._contents, self._settings
-        oldest = settings.max_staleness if settings.waits else self._limit
-        dropped = self._judge.unfit(contents.ready, version, oldest)
-        retired = self._judge_again.unfit(contents.kept, version, self._limit)
+        oldest, bounds = self._oldest_age, settings.task_bounds
+        dropped = self._judge.unfit(contents.ready, version, oldest, bounds)
+        retired = self._judge_again.unfit(contents.kept, version, self._limit, bounds)
         for number, reason in dropped.items():
             self._drop(contents.ready[number], reason, version)
         for number in retired:
@@ -415,7 +445,7 @@ class ReplayBuffer:
             fresh = self._fresh(version)
             if len(fresh) + len(contents.kept) >= wanted:
                 return True
-            self._waits_for = waited_for(contents.pending, frozenset(fresh), settings.lookahead)
+            self._waits_for = waited_for(self._waiting(), frozenset(fresh), settings.lookahead)
         if dropped or retired:
             self._note(look=version, dropped=list(dropped), retired=list(retired))
         raise_if_hopeless(settings, contents.tally, self._dropped)
@@ -425,10 +455,16 @@ class ReplayBuffer:
         """Call `aged` if the oldest trainable version rises at this version. The same bound applies
         to the draw."""
         self._version = version
-        oldest = version - self._limit
-        if not self._settings.waits and oldest > self._oldest:
+        oldest = version - self._oldest_age
+        may_age = not self._settings.waits or bool(self._settings.overtaken_tasks)
+        if may_age and oldest > self._oldest:
             self._oldest = oldest
             self._aged(oldest)
+
+    @property
+    def _oldest_age(self) -> int:
+        """Maximum staleness of a group that is taken for the first time."""
+        return self._settings.max_staleness if self._settings.waits else self._limit
 
     def _take(self, number: int, version: int) -> EpisodeGroup:
         """Give a ready group to the trainer for its first use."""
@@ -454,7 +490,13 @@ class ReplayBuffer:
         self._waits_for = None
         self._dropped.append((group, reason))
         self._ledger.write("dropped", reason=reason.value, **_facts(group, version))
+        self._forget(group.prompt.task, group.ticket.group, reason)
         self._changed.notify_all()
+
+    def _forget(self, task: str, number: int, reason: Drop) -> None:
+        """Report a group that will not be trained on."""
+        self._overtaken.discard(number)
+        self._tell_dropped(task, number, reason)
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
         done = self._changed.wait_for(lambda: self._closed or ready(), timeout_s)
@@ -471,10 +513,16 @@ def _facts(group: EpisodeGroup, version: int) -> dict[str, object]:
     return {
         "group": group.ticket.group,
         "prompt": group.prompt.prompt_id,
+        **_of_task(group.prompt.task),
         "version": version,
         "oldest": group.oldest_version,
         "lengths": lengths(group),
     }
+
+
+def _of_task(task: str) -> dict[str, str]:
+    """Return the ledger's field of a group's task, if the run has several."""
+    return {"task": task} if task else {}
 
 
 # ---- groups without a signal

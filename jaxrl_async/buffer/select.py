@@ -9,13 +9,16 @@ staleness.py depends only on the window. With lookahead 0 the window is one grou
 are drawn in order of admission for every rank.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 
+from jaxrl_async.errors import TrainingError
 from jaxrl_async.staleness import drop_reason
 from jaxrl_async.types import Drop, EpisodeGroup
 
@@ -25,6 +28,8 @@ Rank = Callable[
 
 HALF_LIFE = 1.0
 """Age that halves a group's weight in `recent`, in versions."""
+NO_BOUNDS: Mapping[str, int] = {}
+"""All tasks have the buffer's bound."""
 
 
 def strict(group: EpisodeGroup, version: int) -> float:
@@ -61,6 +66,24 @@ def advantage_size(group: EpisodeGroup, version: int) -> float:
 
 
 RANKS: dict[str, Rank] = {f.__name__: f for f in (strict, recent, reward_variance, advantage_size)}
+
+
+def own_rank(function: Callable[..., Any], name: str) -> Rank:
+    """Return a user's function as a rank. It raises TrainingError for anything but a number."""
+
+    def rank(group: EpisodeGroup, version: int) -> float:
+        try:
+            number = float(function(group, version))
+        except Exception as error:
+            raise TrainingError(
+                f"buffer.select={name} raised {type(error).__name__}: {error}. It gets an "
+                "EpisodeGroup and the version to update, and returns a number."
+            ) from error
+        if math.isnan(number):
+            raise TrainingError(f"buffer.select={name} returned NaN. It must return a number.")
+        return number
+
+    return rank
 
 
 def select(
@@ -128,18 +151,27 @@ class Eligibility:
         self._fit = set[int]()  # numbers of groups that were fit then
 
     def unfit(
-        self, groups: dict[int, EpisodeGroup], version: int, max_staleness: int
+        self,
+        groups: dict[int, EpisodeGroup],
+        version: int,
+        max_staleness: int,
+        of_task: Mapping[str, int] = NO_BOUNDS,
     ) -> dict[int, Drop]:
         """Return the groups that may not be trained on at this version, with the reasons, by
         number.
 
         groups: groups added since the last check must come last, and groups found unfit must have
         been removed; else call `forget` first.
+        of_task: lower bounds of some tasks' groups; the same in every call.
         """
         if self._at != (version, max_staleness):
             self._at, self._fit = (version, max_staleness), set()
         new = list(takewhile(lambda n: n not in self._fit, reversed(groups)))
-        reasons = {n: drop_reason(groups[n], version, max_staleness) for n in reversed(new)}
+
+        def bound(group: EpisodeGroup) -> int:
+            return min(max_staleness, of_task.get(group.prompt.task, max_staleness))
+
+        reasons = {n: drop_reason(groups[n], version, bound(groups[n])) for n in reversed(new)}
         self._fit |= {n for n, reason in reasons.items() if reason is None}
         return {n: reason for n, reason in reasons.items() if reason is not None}
 

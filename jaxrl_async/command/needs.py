@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxrl_async.algorithms.registry import is_absent
 from jaxrl_async.command.finding import Finding, gib
 from jaxrl_async.command.machine import Devices, disk_finding
-from jaxrl_async.config.schema import Config, each_of, name_of
+from jaxrl_async.config.schema import Choice, Config, each_of, name_of
 from jaxrl_async.data.gguf_file import is_gguf
 from jaxrl_async.data.hub import cached_folder
 from jaxrl_async.errors import JaxrlError
@@ -22,7 +22,7 @@ from jaxrl_async.model.spec import ModelSpec, num_in, num_weights
 from jaxrl_async.run.builders.device_memory import both_bytes, sampler_bytes, trainer_bytes
 from jaxrl_async.run.builders.devices import CACHE_FOLDER
 from jaxrl_async.run.builders.initial_policy import make_tokenizer, spec_of_run
-from jaxrl_async.run.builders.playing import find_task
+from jaxrl_async.run.builders.playing import tasks_of, tokenizer_source
 from jaxrl_async.run.start_checks import check_names, check_paths, hub_names, with_hub_folders
 from jaxrl_async.trainer.optimizer import optimizer_bytes
 
@@ -38,7 +38,7 @@ class Extra:
 
 def _task(library: str) -> Callable[[Config], str | None]:
     def used(config: Config) -> str | None:
-        tasks = {"task": config.task}
+        tasks = {f"tasks.{n}.task" if n else "task": c.task for n, c in config.by_task.items()}
         tasks |= {f"evals.{name}.task": one.task for name, one in config.named_evals.items()}
         named = ((setting, name_of(task)) for setting, task in tasks.items() if task is not None)
         found = (f"{where}={name}" for where, name in named if name.partition(":")[0] == library)
@@ -48,8 +48,9 @@ def _task(library: str) -> Callable[[Config], str | None]:
 
 
 def _records(config: Config) -> str | None:
-    files = config.data.record_fields
-    paths = [config.warm_start.path, files.path, files.eval_path]
+    paths = [config.warm_start.path]
+    for files in (one.data.record_fields for one in config.by_task.values()):
+        paths += [files.path, files.eval_path]
     paths += [one.data for one in config.named_evals.values()]
     tables = [p for p in paths if p and (p.endswith(".parquet") or os.path.isdir(p))]
     return f"records in {tables[0]}" if tables else None
@@ -64,6 +65,7 @@ def _gguf(config: Config) -> str | None:
         "reference.path": config.reference_settings.path,
         "preference.reference": config.preference.reference,
         "reward.model": config.reward.model,
+        **{f"tasks.{n}.reward.model": c.reward.model for n, c in config.by_task.items() if n},
     }
     named = (f"{name}={path}" for name, path in settings.items() if path and is_gguf(path))
     return next(named, None)
@@ -112,7 +114,8 @@ def needs_findings(config: Config, devices: Devices | None) -> Iterator[Finding]
         yield Finding("error", f"files and folders: {error}")
         return
     try:
-        tokenizer = make_tokenizer(config.data, config.model, find_task(config))
+        data, task = tokenizer_source(config, tasks_of(config))
+        tokenizer = make_tokenizer(data, config.model, task)
         yield Finding("ok", f"tokenizer: {tokenizer.vocab_size:,} tokens")
         spec = spec_of_run(config, tokenizer)
         yield Finding("ok", f"model: {spec.family}, {num_weights(spec):,} weights")
@@ -164,8 +167,14 @@ def _not_cached(named: tuple[str, str, str]) -> Finding | None:
 
 def _own_files(config: Config) -> Iterator[Finding]:
     """Check the files of user functions: check_names tolerates a missing file on other machines."""
-    choices = [("reward.function", choice) for choice in each_of(config.reward.function)]
-    choices += [] if config.task is None else [("task", config.task)]
+    choices: list[tuple[str, Choice]] = []
+    for name, own in config.by_task.items():
+        at = f"tasks.{name}." if name else ""
+        functions = each_of(own.reward.function)
+        choices += [(f"{at}reward.function", choice) for choice in functions]
+        choices += [] if own.task is None else [(f"{at}task", own.task)]
+    choices += [] if config.mixing is None else [("mixing", config.mixing)]
+    choices += [("buffer.select", config.buffer.select)]
     choices += [("trainer.optimizer", config.trainer.optimizer)]
     choices += [("run.callbacks", choice) for choice in config.run.callbacks]
     for name, one in config.named_evals.items():

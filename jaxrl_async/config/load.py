@@ -339,6 +339,10 @@ class FieldHelp:
     is_null: bool = False  # whether it is a section that is null by default
 
 
+OF_THE_TOP = frozenset(filter(None, map(section_of, Config.model_fields.values())))
+"""The sections of a configuration."""
+
+
 def help_of_fields(section: type[Section] = Config, path: KeyPath = ()) -> Iterator[FieldHelp]:
     """Yield every section and setting, a section before its settings."""
     for name, target in section.model_fields.items():
@@ -355,7 +359,8 @@ def help_of_fields(section: type[Section] = Config, path: KeyPath = ()) -> Itera
         else:
             is_null = target.get_default(call_default_factory=True) is None
             yield FieldHelp(here, about, is_null=is_null)
-            yield from help_of_fields(inner, (*path, name))
+            if not path or inner not in OF_THE_TOP:  # `about` says which section it repeats
+                yield from help_of_fields(inner, (*path, name))
 
 
 def help_text(prefix: str = "") -> str:

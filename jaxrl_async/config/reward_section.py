@@ -155,8 +155,9 @@ class NamedEvalSection(Section):
     answer_mark: str | None = None
     """Text before the final answer of `data`; null: data.jsonl.answer_mark."""
     task: Choice | None = None
-    """Task whose held-out records, environment and reward are evaluated: a name as for the setting
-    `task`, with its arguments, but without a program or a game; null: the run's."""
+    """Task whose held-out records, environment and reward are evaluated: one of the run's `tasks`,
+    or a name as for the setting `task`, with its arguments, but without a program or a game; null:
+    the run's."""
     reward: Choices | None = None
     """Functions that score it, as reward.function; null: its task's, or the run's."""
     prompts: Positive | None = None

@@ -16,6 +16,7 @@ from jaxrl_async.config import (
     remote_rules,
     seats_rules,
     several_rules,
+    tasks_rules,
 )
 from jaxrl_async.config import function_facts as facts
 from jaxrl_async.config.lora_section import FOUR_BITS
@@ -68,7 +69,7 @@ def something_gives_rewards(config: Config) -> Iterator[str]:
     """Require a reward function, a reward model or a judge."""
     reward = config.reward
     others = reward.model is not None or reward.judged or config.task is not None
-    if not reward.weights and not others:
+    if not (reward.weights or others or config.named_tasks):
         yield (
             f"reward.function={as_text(reward.function)} leaves the run without a reward. Set "
             "reward.model to the folder of a reward model, reward.judge, or reward.function to "
@@ -90,7 +91,7 @@ def prompts_have_one_source(config: Config) -> Iterator[str]:
             "data.jsonl is given without path. Set data.jsonl.path to the file of records, or "
             "data.jsonl=null."
         )
-    elif data.addition is None and not data.records_path and config.task is None:
+    elif not (data.addition or data.records_path or config.task or config.named_tasks):
         yield (
             "data.addition and data.jsonl are null: there are no prompts. Set data.jsonl.path to a "
             "file of records, data.addition={} for the embedded task, or a task."
@@ -415,6 +416,25 @@ def each_evaluation_by_name_can_be_made(config: Config) -> Iterator[str]:
             )
 
 
+# --- several tasks -------------------------------------------------------------------------------
+
+OF_THE_RUN = ("every_setting_is_read", "each_task_could_be_a_run_of_its_own")
+"""Rules that a task's configuration need not keep: it has settings that only other tasks read."""
+
+
+@rule("tasks")
+def each_task_could_be_a_run_of_its_own(config: Config) -> Iterator[str]:
+    """Require of each task what is required of a run that trains only on it."""
+    if not config.named_tasks:
+        return
+    others = RuleBook({name: one for name, one in RULES.items() if name != OF_THE_RUN[1]})
+    of_run = {violation.sentence for violation in others.violations(config)}
+    for name, own in config.by_task.items():
+        for broken in others.violations(own):
+            if broken.name not in OF_THE_RUN and broken.sentence not in of_run:
+                yield f"tasks.{name}: {broken.sentence}"
+
+
 # --- all rules -----------------------------------------------------------------------------------
 
 RULES = RuleBook(
@@ -427,6 +447,7 @@ RULES = RuleBook(
     | engine_rules.rule
     | seats_rules.rule
     | several_rules.rule
+    | tasks_rules.rule
 )
 
 

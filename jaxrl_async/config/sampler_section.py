@@ -133,10 +133,16 @@ class StalenessSection(Section):
             )
 
 
+SELECTIONS = ("strict", "recent", "reward_variance", "advantage_size")
+"""Names of buffer.select."""
+
+
 class BufferSection(Section):
-    select: Literal["strict", "recent", "reward_variance", "advantage_size"] = "strict"
-    """Order in which the trainer takes groups: the oldest first (strict), the most recent, or by
-    variance of rewards or size of advantages, the largest first."""
+    select: str = Field("strict", pattern=rf"^({'|'.join(SELECTIONS)}|.+\.py:\w+)$")
+    """Order in which the trainer takes groups: the oldest first (strict), the most recent (recent),
+    or by variance of rewards or size of advantages, the largest first (reward_variance,
+    advantage_size); or your own as FILE.py:FUNCTION, which returns a number for an EpisodeGroup
+    and a version, the smallest first (docs/mixing.md)."""
     reuse: Positive = 1
     """Maximum steps that train on one group, within max_staleness; 1: each group once."""
 

@@ -57,6 +57,13 @@ from jaxrl_async.config.sampler_section import (
 from jaxrl_async.config.seats_section import SeatSection
 from jaxrl_async.config.section import Section
 from jaxrl_async.config.task_section import EnvSection
+from jaxrl_async.config.tasks_section import (
+    SHARED_DATA,
+    NamedTasks,
+    NamedTaskSection,
+    TaskName,
+    TaskSamplingSection,
+)
 from jaxrl_async.config.trainer_section import TrainerSection
 from jaxrl_async.staleness import least_limit
 
@@ -84,6 +91,8 @@ __all__ = [
     "ModelSection",
     "NamedEvalSection",
     "NamedEvals",
+    "NamedTaskSection",
+    "NamedTasks",
     "NamedTeacher",
     "PairsSection",
     "PreferenceSection",
@@ -97,6 +106,7 @@ __all__ = [
     "SeatSection",
     "SftSection",
     "StalenessSection",
+    "TaskSamplingSection",
     "TeacherSection",
     "TrainerSection",
     "WarmStartSection",
@@ -135,6 +145,12 @@ class Config(Section):
     task: Choice | None = None
     """Task with its environment, data and reward: a built-in (calculator, guess_number),
     your own (FILE.py:NAME), or reasoning_gym:NAME, with its arguments; null: none."""
+    tasks: dict[TaskName, NamedTaskSection] | None = None
+    """Several tasks in one run, by name, each with its data, environment, reward, weight, limits
+    and sampling settings, in place of `task` and `data` (docs/mixing.md); null: one task."""
+    mixing: str | None = Field(None, pattern=r"^.+\.py:\w+$")
+    """Your own choice of the next group's task, FILE.py:NAME: a function of a MixView that returns
+    a name, or weights by name (docs/mixing.md); null: by the weights of `tasks`."""
     env: EnvSection = EnvSection()
     seats: dict[str, SeatSection] | None = None
     """Players of the task's game, by seat: policy, {model: DIR or initial},
@@ -179,6 +195,43 @@ class Config(Section):
             return self
         chosen = dtype_on(platform, capability)
         return self.model_copy(update={"model": self.model.model_copy(update={"dtype": chosen})})
+
+    @property
+    def named_tasks(self) -> NamedTasks:
+        """The run's tasks by name; empty: it has one, the setting `task` or its data."""
+        return {} if self.tasks is None else self.tasks
+
+    @property
+    def by_task(self) -> dict[str, "Config"]:
+        """The configuration as each task has it, by name; "": the run's only one."""
+        return {name: self.of_task(name) for name in self.named_tasks} or {"": self}
+
+    @property
+    def has_task(self) -> bool:
+        """Whether the run has a task, or one of its tasks has."""
+        return self.task is not None or any(t.task is not None for t in self.named_tasks.values())
+
+    def of_task(self, name: str) -> "Config":
+        """Return the configuration of a run that trains only on one of the tasks."""
+        own = self.named_tasks[name]
+        data = DataSection() if own.data is None else own.data
+        shared = {one: getattr(self.data, one) for one in SHARED_DATA}
+        if data.system_prompt is None:
+            shared["system_prompt"] = self.data.system_prompt
+        return self.model_copy(
+            update={
+                **{"tasks": None, "mixing": None, "evals": None, "task": own.task},
+                "data": data.model_copy(update=shared),
+                "env": self.env if own.env is None else own.env,
+                "reward": self.reward if own.reward is None else own.reward,
+                "sampler": own.sampling.on(self.sampler),
+            }
+        )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top_k, top_p or min_p leave some tokens out, in any task."""
+        return any(one.sampler.truncates for one in self.by_task.values())
 
     @property
     def teacher_folders(self) -> dict[str, str]:
@@ -233,7 +286,7 @@ class Config(Section):
         trained on, whose loss is of whole distributions and has no ratio."""
         wanted = self.algorithm.keep_sampling_mask
         wanted = self.pairs is None if wanted is None else wanted
-        return self.sampler.truncates and wanted
+        return self.truncates and wanted
 
     @property
     def lowest_limit(self) -> int:
@@ -287,7 +340,8 @@ class Config(Section):
         each behind a token of the prompt; or less, where attention would cost too much. Rows fill a
         device's share of a micro-batch; none is shorter than that context."""
         longest, parts = self.sampler.max_length, self.mesh.trainer.row_parts
-        answer = longest if self.task else min(self.sampler.max_new_tokens, longest)  # all turns'
+        # an episode of a task has several turns
+        answer = longest if self.has_task else min(self.sampler.max_new_tokens, longest)
         wanted = longest + (self.algorithm.group_size - 1) * (answer + 1)
         share = self.trainer.micro_batch_tokens // self.mesh.trainer.row_shards
         most = min(share, max(CHEAP_SHARED_ROW, 2 * longest), LONGEST_SHARED_ROW)

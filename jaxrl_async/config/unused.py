@@ -292,7 +292,11 @@ OPTIONAL = {
 OF_EVERY_JOB = (
     Use(
         ("data.system_prompt", "data.chat_format", "data.chat_arguments", "data.keep_thinking"),
-        lambda c: _reads_jsonl(c) or c.warm_start.path is not None or c.task is not None,
+        lambda c: (
+            any(map(_reads_jsonl, c.by_task.values()))
+            or c.warm_start.path is not None
+            or c.has_task
+        ),
         "data.jsonl.path, warm_start.path or task",
     ),
     Use(
@@ -307,7 +311,7 @@ OF_EVERY_JOB = (
 OF_RL = (
     Use(
         _keys("env", EnvSection),
-        lambda c: c.task is not None or c.serving.external_agents,
+        lambda c: c.has_task or c.serving.external_agents,
         "task, or endpoint.external_agents",
         ("task",),
     ),
@@ -319,10 +323,10 @@ OF_RL = (
         lambda c: c.sampler.engine != "vllm",
         "sampler.engine=native or jetstream",
     ),
-    Use(("priorities.later_turns",), lambda c: c.task is not None, "task", ("task",)),
+    Use(("priorities.later_turns",), lambda c: c.has_task, "task", ("task",)),
     Use(
         ("priorities.guests",),
-        lambda c: c.endpoint is not None or c.task is not None,
+        lambda c: c.endpoint is not None or c.has_task,
         "endpoint, or a task with a program",
         ("endpoint", "task"),
     ),
@@ -362,7 +366,7 @@ OF_DISTILLATION = (
 OF_LOSS_AND_REWARD = (
     Use(
         ("reward.processes",),
-        lambda c: c.task is not None or any(map(is_own, c.reward.weights)),
+        lambda c: c.has_task or any(map(is_own, c.reward.weights)),
         "your own reward function",
         ("reward.function", "task"),
     ),

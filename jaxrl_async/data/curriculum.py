@@ -273,17 +273,23 @@ class Curriculum:
         return drawn
 
 
+SUMMED = ("measured_prompts", "in_flight", "overruled")
+"""Measures that are summed over processes, and so are dropped groups."""
+
+
 def combined_measures(of_processes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the measures of the processes' curricula, each over its shard of the prompts."""
-    weights = {"data/difficulty_mean": [m["data/measured_prompts"] for m in of_processes]}
+    """Combine the measures of the processes' prompts, each over its shard of them."""
     even = [1.0] * len(of_processes)
     combined: dict[str, float] = {}
     for key in sorted({key for measures in of_processes for key in measures}):
-        values = [m.get(key, 0.0) for m in of_processes]
-        each = [w * (key in m) for m, w in zip(of_processes, weights.get(key, even), strict=True)]
-        if key == "data/measured_prompts":
+        space, _, kind = key.rpartition("/")
+        values, weights = [m.get(key, 0.0) for m in of_processes], even
+        if kind == "difficulty_mean":
+            weights = [m.get(f"{space}/measured_prompts", 0.0) for m in of_processes]
+        each = [w * (key in m) for m, w in zip(of_processes, weights, strict=True)]
+        if kind in SUMMED or kind.startswith("dropped_"):
             combined[key] = sum(values)
-        elif key == "data/longest_passed_over":
+        elif kind == "longest_passed_over":
             combined[key] = max(values)
         else:
             combined[key] = float(np.average(values, weights=each))

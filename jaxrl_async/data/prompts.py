@@ -115,8 +115,8 @@ class PromptStream:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a saved state.
 
-        Raises DataError if it is the state of a different stream, or of a curriculum with skipped
-        prompts, which would be lost.
+        Raises DataError if it is the state of a different stream, of several tasks, or of a
+        curriculum with skipped prompts, which would be lost.
         """
         if state.get("passed_over"):
             raise DataError(
@@ -124,6 +124,12 @@ class PromptStream:
                 f"{len(state['passed_over'])} prompts: in fixed order they would be lost. Keep "
                 "data.curriculum, with data.curriculum_pool=1 for the order of the stream, or "
                 "start a new run."
+            )
+        if "tasks" in state:
+            raise DataError(
+                "the checkpoint is of a run with several tasks (tasks), and this run has one. "
+                "Resume with the same tasks, or choose another run.name; model.path=.../policy "
+                "starts from a finished run's weights."
             )
         self._next = saved_position(self._identity, state, "prompts")
 

@@ -1,7 +1,7 @@
 """The inputs of an evaluation by name: prompts, environments and scorer, checked before a run."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from jaxrl_async.config.schema import (
     AdditionSection,
@@ -21,7 +21,7 @@ from jaxrl_async.outages import Outages
 from jaxrl_async.rollout.env import GuardedEnvs
 from jaxrl_async.run.builders.constraints import OfPrompt, check_constraint, prompt_constraint
 from jaxrl_async.run.builders.devices import Lock
-from jaxrl_async.run.builders.inputs import Inputs, check_references, guarded_envs
+from jaxrl_async.run.builders.inputs import Inputs, TaskInputs, check_references, guarded_envs
 from jaxrl_async.run.builders.playing import Play, find_task, make_play
 from jaxrl_async.run.builders.scoring import (
     Scorers,
@@ -48,6 +48,25 @@ class RunInputs:
     envs: GuardedEnvs
     scorers: Scorers
     held_out: Sequence[Prompt]
+    tasks: Mapping[str, TaskInputs] = field(default_factory=dict)  # of the run, if it has several
+
+    def of_task(self, name: str, where: str) -> "RunInputs":
+        """Return the inputs of one of the run's tasks. Raises ConfigError for a task that an
+        evaluation by name cannot play; where: that evaluation."""
+        part = self.tasks[name]
+        task = part.play.task
+        if task.program is not None or task.game is not None:
+            raise ConfigError(
+                f"{where}.task = {name!r} has a program or a game, which evaluations by name do "
+                "not play. `eval` answers its held-out prompts: leave this one out."
+            )
+        return replace(
+            self,
+            play=part.play,
+            envs=guarded_envs(part.config, part.play, self.tokenizer, self.faults),
+            scorers=part.scorers,
+            held_out=[p for p in self.held_out if p.task == name],
+        )
 
     @staticmethod
     def of(inputs: Inputs) -> "RunInputs":
@@ -63,6 +82,7 @@ class RunInputs:
             envs=inputs.envs,
             scorers=inputs.scorers,
             held_out=inputs.held_out,
+            tasks={name: part for name, part in inputs.tasks.items() if name},
         )
 
 
@@ -97,6 +117,11 @@ def make_eval_inputs(
         processes: that answer a share each.
     """
     where = f"evals.{name}"
+    own = next(iter(run.tasks), None) if section.task is None else section.task
+    if isinstance(own, str) and own in run.tasks:  # one of the run's several tasks
+        run, config = run.of_task(own, where), run.tasks[own].config
+        most = section.max_new_tokens or config.sampler.max_new_tokens
+        section = section.model_copy(update={"task": None, "max_new_tokens": most})
     config = config.model_copy(update=_of_evaluation(section, config))
     play, envs = run.play, run.envs
     if section.task is not None:

@@ -113,8 +113,11 @@ class RunEvaluations:
             name: make_eval_inputs(name, section, config, run, lockstep.players)
             for name, section in config.named_evals.items()
         }
+        of_run = [run.scorers, *(part.scorers for part in run.tasks.values())]
         self._own = {
-            name: one for name, one in self._inputs.items() if one.scorers is not run.scorers
+            name: one
+            for name, one in self._inputs.items()
+            if not any(one.scorers is scorers for scorers in of_run)
         }
 
     def oldest_s(self) -> tuple[float, float]:
@@ -179,6 +182,7 @@ class RunEvaluations:
                 stop_token_ids=inputs.stop_token_ids,
                 max_new_tokens=section.max_new_tokens or like.limits.max_new_tokens,
                 constraint=inputs.constraint,
+                by_task={},
             ),
             samples=section.samples,
             label=f"eval/{name}",

@@ -5,7 +5,11 @@ from jaxrl_async.metrics.reductions import Last, Max, Mean, Metric, Min, Sum, de
 
 NAMED_EVALS = (
     ("eval/<name>/prompts", "prompts", "Prompts of an evaluation by name, without skipped ones."),
-    ("eval/<name>/reward", "reward", "Mean reward of an evaluation by name (evals)."),
+    (
+        "eval/<name>/reward",
+        "reward",
+        "Mean reward of an evaluation by name (evals), or of a task's held-out prompts (tasks).",
+    ),
     ("eval/<name>/reward_stderr", "reward", "Its standard error over the prompts."),
     (
         "eval/<name>/reward_change",

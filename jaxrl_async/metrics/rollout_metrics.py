@@ -2,7 +2,68 @@
 
 from jaxrl_async.metrics.reductions import Last, Max, Mean, Metric, Sum, declared, timed
 
+TASK_METRICS: tuple[Metric, ...] = (
+    *declared(
+        Sum,
+        ("task/<task>/groups", "groups", "Groups of the task in the step (tasks)."),
+    ),
+    *declared(
+        Mean,
+        ("task/<task>/reward/mean", "reward", "Mean reward over its episodes in the step."),
+        (
+            "task/<task>/reward/<part>",
+            "reward",
+            "As reward/<part>, reward/std and reward/zero_variance_share, over its episodes.",
+        ),
+        ("task/<task>/length_mean", "tokens", "Generated tokens in one of its episodes."),
+        ("task/<task>/truncated_share", "share", "Its episodes that a limit cut off."),
+        ("task/<task>/turns_mean", "turns", "Turns of the policy in one of its episodes."),
+        ("task/<task>/staleness_mean", "versions", "Mean age of its tokens in the step."),
+        ("task/<task>/drawn_difficulty_mean", "share", "As data/drawn_difficulty_mean."),
+    ),
+    *declared(
+        Last,
+        (
+            "task/<task>/share",
+            "share",
+            "Its groups among all that were started and not dropped, since the start of the run.",
+        ),
+        (
+            "task/<task>/behind",
+            "groups",
+            "Groups by which it is behind its share by weight; below 0: ahead of it.",
+        ),
+        ("task/<task>/difficulty_mean", "share", "As data/difficulty_mean."),
+        ("task/<task>/measured_prompts", "prompts", "As data/measured_prompts."),
+        ("task/<task>/longest_passed_over", "groups", "As data/longest_passed_over."),
+    ),
+    *timed(
+        Last,
+        ("task/<task>/in_flight", "groups", "Its groups that were sampled or scored at the end."),
+        (
+            "task/<task>/resting",
+            "flag",
+            "1: its last groups failed, and it starts none for now.",
+        ),
+    ),
+    *timed(
+        Sum,
+        (
+            "task/<task>/dropped_<reason>",
+            "groups",
+            "Its groups that were dropped since the last step, by reason (failed: also timeouts).",
+        ),
+        (
+            "task/overruled",
+            "groups",
+            "Choices of the function of `mixing` that could not start a group: the weights chose.",
+        ),
+    ),
+)
+"""Metrics of each of several tasks."""
+
 ROLLOUT_METRICS: tuple[Metric, ...] = (
+    *TASK_METRICS,
     *declared(
         Mean,
         (

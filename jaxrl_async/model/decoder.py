@@ -96,6 +96,8 @@ class TokenRows(NamedTuple):
     """[B, T, D] float32, embeddings of image tokens, which replace the looked up ones."""
     wanted: Array | None = None
     """[B, T] bool, the tokens whose log-probs are needed. None: all."""
+    task_ids: Array | None = None
+    """[B, T] int32, index of each token's task (DecoderSettings.temperatures). None: one."""
 
     @classmethod
     def of(cls, columns: Mapping[str, Array], wanted: Array | None = None) -> "TokenRows":
@@ -103,7 +105,7 @@ class TokenRows(NamedTuple):
         kept, expert_ids = columns.get("kept"), columns.get("expert_ids")
         tokens = (columns["token_ids"], columns["positions"], columns["segment_ids"])
         images = (columns.get("image_begins"), columns.get("embeddings"))
-        return cls(*tokens, kept, expert_ids, *images, wanted)
+        return cls(*tokens, kept, expert_ids, *images, wanted, columns.get("task_ids"))
 
 
 class Routed(NamedTuple):
@@ -132,6 +134,7 @@ class DecoderSettings:
     layout: Layout = ONE_DEVICE  # order of the tokens; the attention must use the same
     chunk: int = 1024  # tokens of a device whose logits are computed at a time
     temperature: float = 1.0  # divides the logits
+    temperatures: tuple[float, ...] = ()  # of each task by TokenRows.task_ids, in addition; (): 1
     cpu_kernels: bool = False  # whether log-probs are computed by this package's CPU kernels
     in_parts: bool = False  # products by the CPU's matrix unit, see layers.product
     learns_load: bool = False  # whether ExpertLoad.odds carries a gradient

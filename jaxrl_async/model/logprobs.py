@@ -42,6 +42,7 @@ def chunked_logprobs(
     chunk: int,
     temperature: float = 1.0,
     kept: Array | None = None,
+    temperatures: Array | None = None,
     scales: Scales = UNSCALED,
     layout: Layout = ONE_DEVICE,
     cpu_kernels: bool = False,
@@ -51,7 +52,8 @@ def chunked_logprobs(
 
     hidden [tokens, D], head [D, V], targets [tokens] int32 -> [tokens] float32 twice. The
     distribution is softmax(logits / temperature), over the tokens whose bits are set in kept
-    [tokens, ceil(V / 8)] uint8, little-endian; None: over all. scales: the model's scales, for its
+    [tokens, ceil(V / 8)] uint8, little-endian; None: over all. temperatures: each token's own
+    [tokens], which divides its logits, too; None: all have one. scales: the model's scales, for its
     logits. cpu_kernels: use this package's CPU kernels for the results of a chunk's logits;
     in_parts: also for the logits, see layers.product.
     Differentiable; the backward pass computes a chunk's logits again, so in both passes at most
@@ -60,12 +62,19 @@ def chunked_logprobs(
 
     how = HeadSettings(chunk, temperature, scales, cpu_kernels, in_parts)
 
-    def one_chunk(x: Array, target: Array, bits: Array | None) -> tuple[Array, Array]:
-        return _results(how, x, head, target, bits)
+    def one_chunk(x: Array, target: Array, drawn: _Drawn) -> tuple[Array, Array]:
+        return _results(how, x, head, target, drawn)
 
-    inputs = (hidden, targets, kept)
+    inputs = (hidden, targets, _Drawn(kept, temperatures))
     logprobs, entropy = over_chunks(one_chunk, inputs, chunk=chunk, layout=layout)
     return logprobs, entropy
+
+
+class _Drawn(NamedTuple):
+    """How each token was sampled, besides HeadSettings; see the arguments of chunked_logprobs."""
+
+    kept: Array | None = None
+    temperatures: Array | None = None
 
 
 class HeadSettings(NamedTuple):
@@ -85,6 +94,7 @@ def wanted_logprobs(
     wanted: Array,
     how: HeadSettings,
     kept: Array | None = None,
+    temperatures: Array | None = None,
 ) -> tuple[Array, Array]:
     """Return the results of `chunked_logprobs` for the wanted tokens [tokens] bool, 0 for others.
 
@@ -93,10 +103,10 @@ def wanted_logprobs(
     gradient [tokens, D] of each token's log-prob, which the backward pass scales.
     """
     hidden, head, targets, wanted = map(jnp.asarray, (hidden, head, targets, wanted))
-    kept = None if kept is None else jnp.asarray(kept)
+    drawn = jax.tree.map(jnp.asarray, _Drawn(kept, temperatures))
     order = jnp.argsort(~wanted, stable=True)
     places = _Wanted(wanted, order, jnp.argsort(order), jnp.sum(wanted))
-    return _wanted(how, hidden, head, targets, kept, places)
+    return _wanted(how, hidden, head, targets, drawn, places)
 
 
 class _Wanted(NamedTuple):
@@ -126,7 +136,7 @@ class _Kept(NamedTuple):
     hidden: Array
     head: Array
     targets: Array
-    kept: Array | None
+    drawn: _Drawn
     wanted: _Wanted
     slopes: Array | None  # [tokens, D] gradient of each log-prob; None: the head is trained
 
@@ -137,18 +147,18 @@ def _wanted(
     hidden: Array,
     head: Array,
     targets: Array,
-    kept: Array | None,
+    drawn: _Drawn,
     wanted: _Wanted,
 ) -> tuple[Array, Array]:
-    return _forward(how, _Kept(hidden, head, targets, kept, wanted, None), slopes=False)[0]
+    return _forward(how, _Kept(hidden, head, targets, drawn, wanted, None), slopes=False)[0]
 
 
 def _wanted_forward(how: HeadSettings, *given: Any) -> tuple[tuple[Array, Array], _Kept]:
     learns = given[1].perturbed  # the head
-    hidden, head, targets, kept, wanted = jax.tree.map(
+    hidden, head, targets, drawn, wanted = jax.tree.map(
         lambda x: x.value, given, is_leaf=lambda x: hasattr(x, "perturbed")
     )
-    read = _Kept(hidden, head, targets, kept, wanted, None)
+    read = _Kept(hidden, head, targets, drawn, wanted, None)
     results, slopes = _forward(how, read, slopes=not learns)
     return results, read._replace(slopes=slopes)
 
@@ -225,10 +235,10 @@ def _chunk_of(
     """Return a chunk's hidden states, 0 after the wanted ones, and the function from them and the
     head to the chunk's results."""
     tokens = of.wanted.chunk(index, size)
-    bits = None if of.kept is None else of.kept[tokens]
+    drawn = jax.tree.map(lambda values: values[tokens], of.drawn)
     real = jnp.arange(size) + index * size < of.wanted.number
     x = jnp.where(real[:, None], of.hidden[tokens], jnp.zeros((), of.hidden.dtype))
-    return x, lambda x, head: _results(how, x, head, of.targets[tokens], bits)
+    return x, lambda x, head: _results(how, x, head, of.targets[tokens], drawn)
 
 
 def _even_chunk(tokens: int, chunk: int) -> tuple[int, int]:
@@ -238,17 +248,24 @@ def _even_chunk(tokens: int, chunk: int) -> tuple[int, int]:
 
 
 def _results(
-    how: HeadSettings, x: Array, head: Array, targets: Array, bits: Array | None
+    how: HeadSettings, x: Array, head: Array, targets: Array, drawn: _Drawn
 ) -> tuple[Array, Array]:
     """Return the log-probs of targets [n] and the entropies [n], given hidden states [n, D]."""
     logits = logits_of(x, head, how.scales, in_parts=how.in_parts) / how.temperature
-    if bits is not None:
-        logits = jnp.where(unpacked(bits, logits.shape[-1]), logits, REFUSED)
+    if drawn.temperatures is not None:
+        logits = logits / _divisors(drawn.temperatures)[:, None]
+    if drawn.kept is not None:
+        logits = jnp.where(unpacked(drawn.kept, logits.shape[-1]), logits, REFUSED)
     if how.cpu_kernels:
         return chosen(logits, targets)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
     return jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0], entropy
+
+
+def _divisors(temperatures: Array) -> Array:
+    """Return temperatures with 1 in place of the 0 of padding."""
+    return jnp.where(temperatures > 0, temperatures, 1.0)
 
 
 def blocked_logprobs(
@@ -258,6 +275,7 @@ def blocked_logprobs(
     *,
     blocks: int,
     temperature: float = 1.0,
+    temperatures: Array | None = None,
     scales: Scales = UNSCALED,
     layout: Layout = ONE_DEVICE,
 ) -> tuple[Array, Array]:
@@ -288,6 +306,8 @@ def blocked_logprobs(
         x = wide.astype(hidden.dtype)
         logits = jnp.einsum("td,dwv->twv", x, weights, preferred_element_type=jnp.float32)
         logits = bounded(logits, scales) / temperature
+        if temperatures is not None:
+            logits = logits / _divisors(temperatures)[:, None, None]
         now = jnp.maximum(most, jax.lax.stop_gradient(logits).max((1, 2)))
         before, each = jnp.exp(most - now), jnp.exp(logits - now[:, None, None])
         is_target = ids == targets[:, None, None]
@@ -396,6 +416,10 @@ def token_logprobs(
     kept, segment_ids = tokens.kept, tokens.segment_ids
     hidden, changed, load = token_states(spec, params, tokens, settings)
     targets, blocks = after(tokens.token_ids, layout), None
+    temperatures = None
+    if settings.temperatures and tokens.task_ids is not None:
+        of_task = jnp.asarray(settings.temperatures, jnp.float32)
+        temperatures = of_task[after(tokens.task_ids, layout)]
     if kept is None and layout.shares_weights:
         vocab, count = spec.vocab // layout.vocab_ways(spec.vocab), hidden.shape[0]
         blocks = vocab_blocks(vocab, count // layout.token_ways(count), chunk)
@@ -410,6 +434,7 @@ def token_logprobs(
             layout.flat(jnp.pad(read, ((0, 0), (0, 1)))),
             HeadSettings(chunk, temperature, spec.scales, settings.cpu_kernels, settings.in_parts),
             None if kept is None else after(kept, layout),
+            temperatures,
         )
     elif blocks is not None:
         logprobs, entropy = blocked_logprobs(
@@ -418,6 +443,7 @@ def token_logprobs(
             targets,
             blocks=blocks,
             temperature=temperature,
+            temperatures=temperatures,
             scales=spec.scales,
             layout=layout,
         )
@@ -429,6 +455,7 @@ def token_logprobs(
             chunk=chunk,
             temperature=temperature,
             kept=None if kept is None else after(kept, layout),
+            temperatures=temperatures,
             scales=spec.scales,
             layout=layout,
             cpu_kernels=settings.cpu_kernels,

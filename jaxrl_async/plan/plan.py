@@ -657,7 +657,9 @@ def _notes(config: schema.Config) -> tuple[str, ...]:
         "the critic's update": needs_critic(config.algorithm.advantage),
         "the teacher's pass": config.teacher is not None
         and (config.teacher.source != "teachers" or bool(config.teacher_folders)),
-        "the reward model's pass": config.reward.model is not None,
+        "the reward model's pass": any(
+            one.reward.model is not None for one in config.by_task.values()
+        ),
     }
     missing = [name for name, there in left_out.items() if there]
     return (types, f"not planned: {', '.join(missing)}.") if missing else (types,)

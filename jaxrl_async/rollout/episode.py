@@ -483,7 +483,7 @@ def begin_groups(
         generate: The sampler.
         make_env: Makes each episode's environment.
         groups: Label, prompt and saved episodes of each group; SavedEpisode() is a new episode.
-        limits: Sampling settings and limits.
+        limits: Sampling settings and limits, of each prompt's task.
 
     Raises RolloutError if a prompt leaves no room, and errors of submit_many.
     """
@@ -494,7 +494,7 @@ def begin_groups(
         for m, (saved, member) in enumerate(zip(episodes, members, strict=True)):
             if isinstance(member.env, Plays) or _must_open(member):
                 continue  # it makes requests itself, or once its environment has opened
-            request = resumed_request(saved, label, prompt, m, limits, generate.seed)
+            request = resumed_request(saved, label, prompt, m, limits.of(prompt), generate.seed)
             if request is not None and member.waiting is None:
                 requests.append(request)
                 asking.append(member)
@@ -699,6 +699,7 @@ def begin_again(
     limits: EpisodeLimits,
 ) -> None:
     """Reset an episode and queue its first turn; arguments as for `begin_groups`."""
+    limits = limits.of(prompt)
     cancel(progress)
     fresh = made_progress(SavedEpisode(), make_env, prompt)
     for one in fields(EpisodeProgress):

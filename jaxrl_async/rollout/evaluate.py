@@ -139,6 +139,7 @@ async def evaluate(
     level: int = 0,
     effort: EvalEffort = ONE_TRY,
     constraint: Callable[[Prompt], Constraint | None] | None = None,
+    by_task: Mapping[str, EpisodeLimits] | None = None,
     samples: int = 1,
     label: str = "eval",
 ) -> EvalResult:
@@ -146,9 +147,10 @@ async def evaluate(
     prompts of tokens are queued in one call.
 
     Request ids are "LABEL/INDEX/mSAMPLE/t0", of a retry "LABEL/INDEX.RETRY/mSAMPLE/t0"; `level` is
-    the first part of their priority. A prompt whose environment or scorer keeps failing is skipped,
-    counted and logged. Raises RolloutError if there are no prompts, and the last error if more than
-    half of the prompts fail, because then the cause is not a single record.
+    the first part of their priority, and `by_task` has the limits of some tasks' prompts, if they
+    differ. A prompt whose environment or scorer keeps failing is skipped, counted and logged.
+    Raises RolloutError if there are no prompts, and the last error if more than half of the prompts
+    fail, because then the cause is not a single record.
     """
     if not prompts:
         raise RolloutError(
@@ -162,6 +164,7 @@ async def evaluate(
         priority=TurnPriority(first=level, later=level),
         for_training=False,
         constraint=constraint,
+        by_task={} if by_task is None else by_task,
     )
     playing = _HeldOutPlay(generate, prompts, make_env, limits, effort, samples, label)
     busy, failed = asyncio.Semaphore(SCORED_AT_ONCE), list[int]()
@@ -256,7 +259,7 @@ class _HeldOutPlay:
                 member,
                 label=label,
                 member=sample,
-                limits=self._limits,
+                limits=self._limits.of(self._prompts[index]),
                 spent_s=lambda seconds: None,
             )
 

@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from jaxrl_async.algorithms.forks import without_forks
@@ -26,13 +26,14 @@ from jaxrl_async.errors import (
     GivenUp,
     JaxrlError,
     RolloutError,
+    RolloutTimeout,
     SamplersLost,
     WeightsError,
     is_the_runs_own_end,
 )
-from jaxrl_async.metrics.fault_counts import backoff_s
+from jaxrl_async.metrics.fault_counts import LONGEST_BACKOFF_S, backoff_s
 from jaxrl_async.metrics.spans import span
-from jaxrl_async.outages import Outages
+from jaxrl_async.outages import Outages, time_limit
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Gate, Plays, Scorer
 from jaxrl_async.ports.run import Clock
@@ -165,6 +166,8 @@ class RolloutSettings:
     oversample: int = 0  # extra members; the first group_size members that end are kept
     least_members: int | None = None  # minimum with which a group continues; None: all
     pivots: PivotPlan | None = None  # continuations of its episodes of one turn; None: none
+    tasks: tuple[str, ...] = ()  # names of several tasks; (): one
+    timeouts_s: Mapping[str, float] = field(default_factory=dict)  # of a group, by task, seconds
     max_failures: int = 8  # number of consecutive failed groups that ends the run
     backoff_s: float = 1.0  # wait after a failure, seconds; doubles with each consecutive one
 
@@ -177,13 +180,22 @@ class ConsecutiveFailures:
     followed by a wait, which doubles with each.
     """
 
-    def __init__(self, most: int, first_wait_s: float, clock: Clock) -> None:
-        """Count none. most: number that ends the run. first_wait_s: after one failure, seconds."""
+    def __init__(
+        self, most: int, first_wait_s: float, clock: Clock, *, always_waits: bool = False
+    ) -> None:
+        """Count none.
+
+        Args:
+            most: number that ends the run.
+            first_wait_s: wait after one failure, seconds.
+            clock: for the wait.
+            always_waits: wait also before any group has succeeded.
+        """
         self.number = 0
         self.rests_until_s = 0.0  # on the clock: no group starts before
         self._most, self._first_wait_s, self._clock = most, first_wait_s, clock
         self._first: BaseException | None = None  # cause
-        self._some_succeeded = False
+        self._some_succeeded = always_waits
 
     def succeeded(self) -> None:
         """Note that a group has succeeded."""
@@ -199,14 +211,68 @@ class ConsecutiveFailures:
             return
         self._first = error if self.number == 0 else self._first
         self.number += 1
+        if self._some_succeeded:
+            self.rests_until_s = self._clock() + backoff_s(self._first_wait_s, self.number - 1)
         if self.number >= self._most:
             raise RolloutError(
                 f"{self.number} groups failed in a row, each started after the previous failure, "
                 f"the last on prompt {prompt.prompt_id}. Correct the environment or the reward. "
                 f"The first failure was: {_text_of(self._first)}"
             ) from self._first
-        if self._some_succeeded:
-            self.rests_until_s = self._clock() + backoff_s(self._first_wait_s, self.number - 1)
+
+
+class FailuresByTask:
+    """Failed groups in a row of each task of a run. Owned by one thread; `rests` is thread safe.
+
+    With several tasks, one that fails rests alone, and longer after each failure; the run ends only
+    once the last groups of all tasks have failed.
+    """
+
+    def __init__(self, tasks: Sequence[str], most: int, first_wait_s: float, clock: Clock) -> None:
+        """Count none. tasks: names of several that start groups; (): one. The others as in
+        ConsecutiveFailures."""
+        self._names = tuple(tasks) or ("",)
+        self._most, self._first_wait_s, self._clock = most, first_wait_s, clock
+        self._by_task = {name: self._none() for name in self._names}
+
+    def _none(self) -> ConsecutiveFailures:
+        several = len(self._names) > 1
+        return ConsecutiveFailures(
+            self._most, self._first_wait_s, self._clock, always_waits=several
+        )
+
+    def of(self, prompt: Prompt) -> ConsecutiveFailures:
+        """Return the failures of a prompt's task."""
+        if len(self._names) == 1:
+            return self._by_task[self._names[0]]
+        return self._by_task.setdefault(prompt.task, self._none())
+
+    @property
+    def rests_until_s(self) -> float:
+        """Time on the clock before which no task starts a group."""
+        return min(self._by_task[name].rests_until_s for name in self._names)
+
+    def rests(self, task: str) -> bool:
+        """Return whether a task starts no group for now."""
+        own = self._by_task.get(task)
+        return own is not None and self._clock() < own.rests_until_s
+
+    def failed(self, prompt: Prompt, error: BaseException, *, after: int) -> None:
+        """Count a failure as ConsecutiveFailures does. Raises RolloutError if all tasks fail."""
+        own = self.of(prompt)
+        try:
+            own.failed(prompt, error, after=after)
+        except RolloutError as given_up:
+            if all(self._by_task[name].number >= self._most for name in self._names):
+                raise
+            if own.number == self._most:
+                log.error(
+                    "task %s: %s The other tasks continue, and this one is tried again at "
+                    "intervals of up to %.0f s.",
+                    prompt.task,
+                    given_up,
+                    LONGEST_BACKOFF_S,
+                )
 
 
 class RolloutLoop:
@@ -224,6 +290,7 @@ class RolloutLoop:
         observe: Callable[[EpisodeGroup], None] = lambda group: None,
         begins: Callable[[Ticket, Prompt], None] = lambda ticket, prompt: None,
         outages: Outages | None = None,
+        may_begin: Callable[[], bool] = lambda: True,
         clock: Clock = time.monotonic,
     ) -> None:
         """Start nothing yet.
@@ -238,6 +305,7 @@ class RolloutLoop:
             observe: called with each scored group before it goes to the gate.
             begins: called before a group's environments are made, also when a group is resumed.
             outages: waited out by each episode; None: an outage is an ordinary failure.
+            may_begin: asked before each prompt is taken; False: its group waits until others end.
             clock: for the wait after a failure.
         """
         self._prompts = prompts
@@ -252,7 +320,12 @@ class RolloutLoop:
             else PlayAgain(make_env=make_env, outages=outages, started_over=self._note_started_over)
         )
         self._clock = clock
-        self._in_a_row = ConsecutiveFailures(settings.max_failures, settings.backoff_s, clock)
+        self.failures = FailuresByTask(
+            settings.tasks, settings.max_failures, settings.backoff_s, clock
+        )
+        self._may_begin = may_begin
+        self._held: tuple[Ticket, ...] = ()  # for groups that no task may start yet
+        self._left = asyncio.Event()  # a group has ended since tickets were last held
         self._restored: tuple[SavedGroup, ...] = ()  # played before all others
         self._playing: dict[int, Playing] = {}  # by number; groups that fail or close remain
         self._loop: asyncio.AbstractEventLoop | None = None  # while it runs
@@ -373,6 +446,7 @@ class RolloutLoop:
                 prompt_id=playing.prompt.prompt_id,
                 oldest=oldest,
                 lengths=lengths,
+                task=playing.prompt.task,
             )
         )
         self._tasks[number].cancel()
@@ -417,7 +491,12 @@ class RolloutLoop:
         except Closed:
             return []
         burst = [
-            Playing(ticket=g.ticket, prompt=g.prompt, members=members, after=self._in_a_row.number)
+            Playing(
+                ticket=g.ticket,
+                prompt=g.prompt,
+                members=members,
+                after=self.failures.of(g.prompt).number,
+            )
             for g, members in zip(groups, begun, strict=True)
         ]
         self._playing |= {group.ticket.group: group for group in burst}
@@ -441,23 +520,34 @@ class RolloutLoop:
     async def _next_burst(self) -> list[Playing]:
         """Wait for tickets, and for the backoff after a failure; then queue the first turns of all
         their groups in one call. Empty: the gate is closed."""
-        tickets: tuple[Ticket, ...] = ()
-        while not tickets or self._clock() < self._in_a_row.rests_until_s:
+        tickets, held, begun = self._held, bool(self._held), list[SavedGroup]()
+        fresh = (SavedEpisode(),) * (self._settings.group_size + self._settings.oversample)
+        while not begun:
             started = time.monotonic()
             try:
                 with span("wait at the gate", "gate"):
-                    tickets += await asyncio.to_thread(self._gate.admit, ADMIT_S)
+                    if held:  # until a group ends, or a task has rested
+                        await self._until_one_ends()
+                    tickets += await asyncio.to_thread(self._gate.admit, 0.0 if held else ADMIT_S)
             except Closed:
                 return []
             finally:
                 self._stats = self._stats.plus(gate_wait_s=time.monotonic() - started)
-        fresh = (SavedEpisode(),) * (self._settings.group_size + self._settings.oversample)
-        return self._begin(
-            [
-                SavedGroup(ticket=ticket, prompt=_next_of(self._prompts), episodes=fresh)
-                for ticket in sorted(tickets, key=lambda t: t.group)
-            ]
-        )
+            if self._clock() < self.failures.rests_until_s:
+                continue
+            self._left.clear()
+            waiting = sorted(tickets, key=lambda t: t.group)
+            while waiting and self._may_begin():
+                prompt = _next_of(self._prompts)
+                begun.append(SavedGroup(ticket=waiting.pop(0), prompt=prompt, episodes=fresh))
+            tickets = self._held = tuple(waiting)
+            held = bool(waiting)
+        return self._begin(begun)
+
+    async def _until_one_ends(self) -> None:
+        """Wait until a group ends, for ADMIT_S at most."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._left.wait(), ADMIT_S)
 
     async def _play(self, playing: Playing) -> None:
         """Play and score one group, and put it into the gate.
@@ -470,14 +560,14 @@ class RolloutLoop:
         """
         self._stats = self._stats.plus(active=1)
         try:
-            group = await self._make_group(playing)
+            group = await self._made_in_time(playing)
             if not self._is_playing(playing):
                 return
             self._observe(without_forks(group))
             self._gate.put(group)
             del self._playing[playing.ticket.group]
             self._stats = self._stats.plus(groups=1)
-            self._in_a_row.succeeded()
+            self.failures.of(playing.prompt).succeeded()
         except Closed:
             return
         except (Exception, asyncio.CancelledError) as error:
@@ -489,13 +579,32 @@ class RolloutLoop:
         finally:
             self._stats = self._stats.plus(active=-1)
             self._tasks.pop(playing.ticket.group, None)
+            self._left.set()
 
     def _is_playing(self, playing: Playing) -> bool:
         """Return whether this group is still running: not cancelled, its ticket not given back."""
         return playing.ticket.group in self._playing
 
+    async def _made_in_time(self, playing: Playing) -> EpisodeGroup:
+        """Play and score a group within its task's timeout. Raises RolloutTimeout."""
+        task = playing.prompt.task
+        limit_s = self._settings.timeouts_s.get(task)
+        if limit_s is None:
+            return await self._make_group(playing)
+        try:
+            async with time_limit(limit_s) as limit:
+                return await self._make_group(playing)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise RolloutTimeout(
+                f"prompt {playing.prompt.prompt_id}: the group took more than {limit_s:g} s. Make "
+                f"the task faster or raise tasks.{task}.timeout_s."
+            ) from None
+
     async def _make_group(self, playing: Playing) -> EpisodeGroup:
         prompt, settings = playing.prompt, self._settings
+        limits = settings.limits.of(prompt)
 
         def left_out(member: int, error: BaseException | None) -> None:
             self._count_left_out(playing, member, error)
@@ -505,7 +614,7 @@ class RolloutLoop:
             prompt,
             playing.members,
             label=playing.label,
-            limits=settings.limits,
+            limits=limits,
             again=self._again,
             quota=Quota.of(
                 len(playing.members), group_size=settings.group_size, least=settings.least_members
@@ -561,7 +670,7 @@ class RolloutLoop:
             raise error
         ticket, prompt = playing.ticket, playing.prompt
         if not isinstance(error, GivenUp):
-            self._in_a_row.failed(prompt, error, after=playing.after)
+            self.failures.failed(prompt, error, after=playing.after)
         log.warning(
             "group %d, prompt %d failed: %s", ticket.group, prompt.prompt_id, _text_of(error)
         )
@@ -603,9 +712,9 @@ async def _continued(
         playing.prompt,
         list(zip(numbers, episodes, strict=True)),
         label=playing.label,
-        limits=settings.limits,
+        limits=settings.limits.of(playing.prompt),
     )
-    done = await drawn_forks(generate, forks, episodes, settings.limits)
+    done = await drawn_forks(generate, forks, episodes, settings.limits.of(playing.prompt))
     return done, len(forks) - len(done)
 
 

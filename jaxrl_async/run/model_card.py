@@ -65,11 +65,12 @@ def model_card(paths: Paths, *, step: int | None = None, adapter: bool = False) 
 
 def _front(config: Config, *, adapter: bool) -> dict[str, Any]:
     base = _base(config)
-    records = hub_records(config.data.records_path or "")
+    paths = (one.data.records_path or "" for one in config.by_task.values())
+    records = [found.name for path in paths if (found := hub_records(path)) is not None]
     how = {"rl": "reinforcement-learning", "preference": "preference-optimization"}
     return {
         **({"base_model": base} if base else {}),
-        **({"datasets": [records.name]} if records else {}),
+        **({"datasets": [*dict.fromkeys(records)]} if records else {}),
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["jaxrl_async", how.get(config.run.job, config.run.job), *_recipe(config)],

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -234,6 +234,7 @@ def sample_records(
     return [
         {
             **_shown_texts(group.prompt, episode, tokenizer),
+            **({"task": group.prompt.task} if group.prompt.task else {}),
             "reference": group.prompt.reference,
             "reward": score.total,
             "parts": dict(score.parts),
@@ -309,6 +310,31 @@ def _shown_texts(prompt: Prompt, episode: Episode, tokenizer: Tokenizer) -> dict
 
 
 # ---- the evaluation
+
+
+class TaskPrompt(NamedTuple):
+    """The results of one held-out prompt."""
+
+    task: str  # empty: the run has one
+    rewards: Sequence[float]  # of its answers
+    correct: Sequence[float]  # their parts CORRECT, of those that count
+    graded: bool  # whether one of its answers has that part
+
+    @property
+    def graded_task(self) -> str:
+        """Name under which Evaluation.known has its task, once an answer had the part CORRECT."""
+        return f"{CORRECT} of {self.task}" if self.task else CORRECT
+
+
+def estimate_of(key: str, values: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return the mean of all prompts' values as this metric, with its standard error; {}: there are
+    no values."""
+    flat = [value for of_prompt in values for value in of_prompt]
+    if not flat:
+        return {}
+    error = clustered_stderr(values)
+    stderr = {} if error is None else {f"{key}_stderr": error}
+    return {key: math.fsum(flat) / len(flat), **stderr}
 
 
 NOT_ASKED = EvalResult(
@@ -387,12 +413,37 @@ class Evaluation:
             **{f"eval/seat_{seat}": reward for seat, reward in result.seats.items()},
         }
         means = self.lockstep.mean(metrics, result.num_prompts)
-        shares = self.lockstep.gather_json([[p.rewards, p.correct] for p in result.played])
-        prompts = [prompt for share in shares for prompt in share]
-        errors = {"eval/reward": clustered_stderr(rewards for rewards, _ in prompts)}
+        shares = self.lockstep.gather_json(
+            [
+                [p.prompt.task, p.rewards, p.correct, any(CORRECT in s.parts for s in p.scores)]
+                for p in result.played
+            ]
+        )
+        prompts = [TaskPrompt(*prompt) for share in shares for prompt in share]
+        self.known.update(p.graded_task for p in prompts if p.graded)
+        counted = [p for p in prompts if p.graded_task in self.known]
+        errors = {"eval/reward": clustered_stderr(p.rewards for p in prompts)}
         if CORRECT in self.known:
-            errors["eval/accuracy"] = clustered_stderr(correct for _, correct in prompts)
-        return means | {f"{k}_stderr": x for k, x in errors.items() if x is not None}
+            errors["eval/accuracy"] = clustered_stderr(p.correct for p in counted)
+        known = {f"{k}_stderr": x for k, x in errors.items() if x is not None}
+        return means | known | self._of_tasks(prompts, counted)
+
+    def _of_tasks(
+        self, prompts: Sequence["TaskPrompt"], counted: Sequence["TaskPrompt"]
+    ) -> dict[str, float]:
+        """Return the metrics of each of several tasks' prompts, and the accuracy over those whose
+        rewards have the part CORRECT.
+
+        counted: the prompts with that part.
+        """
+        tasks = dict.fromkeys(p.task for p in prompts if p.task)
+        found = estimate_of("eval/accuracy", [p.correct for p in counted]) if tasks else {}
+        for task in tasks:
+            rewards = [p.rewards for p in prompts if p.task == task]
+            correct = [p.correct for p in counted if p.task == task]
+            found |= estimate_of(f"eval/{task}/reward", rewards)
+            found |= estimate_of(f"eval/{task}/accuracy", correct)
+        return found
 
     async def _answered_unless_given_up(self) -> EvalResult | None:
         """Return the result; None: the evaluation was abandoned."""
@@ -420,6 +471,7 @@ class Evaluation:
             level=self.limits.priority.first,
             effort=self.effort,
             constraint=self.limits.constraint,
+            by_task=self.limits.by_task,
             samples=self.samples,
             label=self.label,
         )

@@ -16,7 +16,7 @@ from jaxrl_async.model.peft import load_peft
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.vision.files import read_tower
 from jaxrl_async.run.builders.initial_policy import make_tokenizer, spec_of_run
-from jaxrl_async.run.builders.playing import find_task
+from jaxrl_async.run.builders.playing import tasks_of, tokenizer_source
 from jaxrl_async.run.checkpoint.storage import place_of
 from jaxrl_async.run.checkpoint.store import read_learnt, read_lora
 from jaxrl_async.run.folder import Paths
@@ -114,4 +114,5 @@ def _tokenizer_of(config: Config, paths: Paths) -> Tokenizer:
     for folder in (paths.policy, paths.base):
         if (folder / "tokenizer.json").is_file():
             return load_tokenizer(folder)
-    return make_tokenizer(config.data, config.model, find_task(config))
+    data, task = tokenizer_source(config, tasks_of(config))
+    return make_tokenizer(data, config.model, task)

@@ -11,6 +11,7 @@ from jaxrl_async.algorithms.preflight import check_algorithm
 from jaxrl_async.algorithms.registry import is_absent
 from jaxrl_async.config.schema import AlgorithmSection, Config, each_of, name_of
 from jaxrl_async.config.several import merged, runs_of
+from jaxrl_async.config.userfile import is_own, load_function
 from jaxrl_async.data.addresses import folder_here, is_address, is_elsewhere
 from jaxrl_async.data.hub import hub_records, is_hub_name, records_folder
 from jaxrl_async.errors import ConfigError
@@ -28,7 +29,7 @@ else:
     user_callbacks = Later("jaxrl_async.run.callbacks")
     named_tasks = Later("jaxrl_async.tasks.named_tasks")
 
-NAMED = ("evals", "teachers")
+NAMED = ("evals", "tasks", "teachers")
 """Settings that hold a section for each name."""
 
 
@@ -44,18 +45,26 @@ def check_names(config: Config) -> None:
             user_callbacks.load_class(name_of(choice))
     if config.run.job == "preference":
         preference_losses.preference_loss.resolve(config.preference.loss)
-    if config.task is not None and not is_absent(config.task):
-        named_tasks.check_task_name(config.task)
+    for name, own in config.by_task.items():
+        if own.task is not None and not is_absent(own.task):
+            try:
+                named_tasks.check_task_name(own.task)
+            except ConfigError as error:
+                raise type(error)(f"tasks.{name}: {error}" if name else str(error)) from error
     if config.run.job != "rl":
         return
+    for setting, function in (("mixing", config.mixing), ("buffer.select", config.buffer.select)):
+        if function is not None and is_own(function) and not is_absent(function):
+            load_function(function, setting)
     check_algorithm(_without_absent_files(config.algorithm), config.teacher)
     if config.pairs is not None and not is_absent(config.pairs.loss):
         answer_pairs.pairs_loss(config.pairs.loss)
     of_evals = config.named_evals.values()
     for task in [one.task for one in of_evals if one.task is not None]:
-        if not is_absent(task):
+        if not is_absent(task) and task not in config.named_tasks:
             named_tasks.check_task_name(task)
-    rewards = [config.reward.function, *(x.reward for x in of_evals if x.reward is not None)]
+    rewards = [one.reward.function for one in config.by_task.values()]
+    rewards += [x.reward for x in of_evals if x.reward is not None]
     for choice in [choice for function in rewards for choice in each_of(function)]:
         if name_of(choice) != "none" and not is_absent(choice):
             find_reward(name_of(choice))
@@ -107,10 +116,9 @@ def _fetched(
         elif kind == "dataset" and (records := hub_records(path)) is not None:
             records_folder(records, of_run + setting)
     for section in tree.keys() & NAMED:  # whole, since `merged` replaces them
-        whole = getattr(config, section).items()
-        dumped = {name: one.model_dump(exclude_unset=True) for name, one in whole}
         tree[section] = {
-            name: {**one, **tree[section].get(name, {})} for name, one in dumped.items()
+            name: merged(one.model_dump(exclude_unset=True), tree[section].get(name, {}), type(one))
+            for name, one in getattr(config, section).items()
         }
     return tree
 
@@ -173,6 +181,9 @@ def _folders(config: Config) -> Iterator[tuple[str, str | None]]:
             yield f"teachers.{name}.adapter", one.adapter
         yield "critic.path", config.critic_settings.path
         yield "reward.model", config.reward.model
+        for name, task in config.named_tasks.items():
+            if task.reward is not None:
+                yield f"tasks.{name}.reward.model", task.reward.model
         if config.refers:
             yield "reference.path", config.reference_settings.path
 
@@ -187,6 +198,10 @@ def _files(config: Config) -> Iterator[tuple[str, str | None]]:
         yield "warm_start.path", config.warm_start.path
     for name, one in config.named_evals.items():
         yield f"evals.{name}.data", one.data
+    for name, task in config.named_tasks.items():
+        if task.data is not None:
+            yield f"tasks.{name}.data.jsonl.path", task.data.records_path
+            yield f"tasks.{name}.data.jsonl.eval_path", task.data.record_fields.eval_path
 
 
 def _missing(setting: str, path: str, what: str) -> str:

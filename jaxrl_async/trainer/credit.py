@@ -4,6 +4,7 @@ rewards ──minus the KL──> estimator ──> advantages ──plus the te
 values of a critic ────────^   └────> returns, for the critic
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -55,6 +56,7 @@ class Credit:
     kl: KLFn  # of algorithm.kl
     columns: frozenset[str]  # as pass_columns returns them
     teacher_vocab: int | None = None  # size of the teacher's vocabulary; None: the policy's
+    kl_factors: Sequence[float] | None = None  # of each task, for the KL in the rewards; None: 1
 
     def __call__(
         self, step: PackedStep, results: PassResults, kl_coefficient: float
@@ -105,6 +107,8 @@ class Credit:
             return data, {}
         assert results.proximal is not None, "a KL in the rewards needs the policy's log-probs"
         kl = self.divergence(step.batch, results.proximal, results.reference)
+        if self.kl_factors is not None and step.batch.task_ids is not None:
+            kl = kl * np.asarray(self.kl_factors, np.float32)[step.batch.task_ids]
         penalties = step.own_to_groups(kl_coefficient * kl)
         return less_penalty(data, penalties, self.level)
 

@@ -62,6 +62,30 @@ def group_measures(
     }
 
 
+OF_TASKS = {
+    "rollout/length_mean": "length_mean",
+    "rollout/truncated_share": "truncated_share",
+    "rollout/turns_mean": "turns_mean",
+    "staleness/mean": "staleness_mean",
+}
+"""Measures, besides rewards, that are also reported for each task, by their names there."""
+
+
+def task_measures(groups: Sequence[EpisodeGroup], version: int) -> dict[str, float]:
+    """Report number, rewards, lengths and staleness of each task's groups; {}: the run has one
+    task. Arguments as for `group_measures`."""
+    found: dict[str, float] = {}
+    for name in sorted({group.prompt.task for group in groups} - {""}):
+        own = [group for group in groups if group.prompt.task == name]
+        found[f"task/{name}/groups"] = float(len(own))
+        for key, value in group_measures(own, version).items():
+            if key.startswith("reward/"):
+                found[f"task/{name}/{key}"] = value
+            elif key in OF_TASKS:
+                found[f"task/{name}/{OF_TASKS[key]}"] = value
+    return found
+
+
 def _length_counts(lengths: IntArray) -> dict[str, float]:
     """Count lengths by the next power of two; empty answers are counted under 0."""
     reached = np.where(lengths > 0, 2 ** np.ceil(np.log2(np.maximum(lengths, 1))), 0)

@@ -167,6 +167,7 @@ class LearnerSettings:
     process_max_age: int | None = None  # max age of process rewards, versions; None: any
     critic_warmup: int = 0  # first steps, which train only the critic
     sampler_columns: SamplerColumns = NO_SAMPLER_COLUMNS
+    tasks: tuple[str, ...] = ()  # names of several that train differently; (): one, or alike
     seed: int = 0  # of the mini-batches and of pairs
     sights_every: int = 0  # interval at which `sights` are kept, versions; 0: never
 
@@ -232,6 +233,7 @@ class Learner:
             kl=self._objective.recipe.kl,
             columns=columns,
             teacher_vocab=None if teacher_pass is None else teacher_pass.spec.vocab,
+            kl_factors=self._objective.factors.kl,
         )
 
     # ---- state in a checkpoint
@@ -289,6 +291,7 @@ class Learner:
             pairs=self._next_pairs(),
             sampler_columns=self._settings.sampler_columns,
             share_prefixes=bool(self._step.settings.trainer.share_prefixes),
+            tasks=self._settings.tasks,
         )
         results = self.run_passes(step.batch, device_lock)
         results, of_teachers = self._ask_teachers(step, results, device_lock)

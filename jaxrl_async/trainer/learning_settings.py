@@ -93,6 +93,7 @@ class LearningSettings:
     attention: str = "auto"  # a name of model.attention
     lora: Lora | None = None  # the trained adapter; None: all weights are trained
     balance: BalanceSection = field(default_factory=BalanceSection)  # of a mixture's experts
+    temperatures: tuple[float, ...] = ()  # of each task, if they differ: by PackedBatch.task_ids
 
     @property
     def num_row_shards(self) -> int:
@@ -130,6 +131,7 @@ class LearningSettings:
             remat=self.remat,
             chunk=self.trainer.logprob_chunk,
             temperature=temperature or 1.0,
+            temperatures=self.temperatures,
             learns_load=self.balance.loss > 0,
         )
 

@@ -110,7 +110,7 @@ class LogprobPass:
         for micro, *rest in zip(micros, *of_micros, strict=True):
             tokens = TokenRows(
                 micro.token_ids, micro.positions, micro.segment_ids, micro.kept, micro.expert_ids,
-                micro.image_begins, micro.embeddings,
+                micro.image_begins, micro.embeddings, None, micro.task_ids,
             )  # fmt: skip
             with device_lock:
                 arrays = program(params, *put((tokens, *rest), self._rows))

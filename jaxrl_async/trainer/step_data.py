@@ -88,6 +88,7 @@ def pack_step(
     pairs: Sequence[Pair] = (),
     sampler_columns: SamplerColumns = NO_SAMPLER_COLUMNS,
     share_prefixes: bool = False,
+    tasks: Sequence[str] = (),
 ) -> PackedStep:
     """Pack a shaped step, with advantages of 0. Raise DataError as `pack` does.
 
@@ -97,6 +98,7 @@ def pack_step(
         pairs: demonstrations, packed after the episodes.
         sampler_columns: the sampler's choices to pack.
         share_prefixes: as in `pack`, also in parts of the step.
+        tasks: names of the run's tasks, for PackedBatch.task_ids; (): without.
     """
     batch = pack_groups(
         shaped.data.groups,
@@ -107,8 +109,22 @@ def pack_step(
         sampler_columns=sampler_columns,
         share_prefixes=share_prefixes,
     )
+    if tasks:
+        batch = replace(batch, task_ids=task_ids_of(batch, shaped.data.groups, tasks))
     index = RowIndex.of(batch, share_prefixes)
     return PackedStep(shaped.data, StepRows(batch, {}, {}), index)
+
+
+def task_ids_of(
+    batch: PackedBatch, groups: Sequence[EpisodeGroup], tasks: Sequence[str]
+) -> NDArray[np.int32]:
+    """Return the index of each token's task in `tasks`, [rows, length]; 0 in padding and in
+    demonstrations, which are packed after the groups' episodes."""
+    of_sequence = [tasks.index(g.prompt.task) for g in groups for _ in g.episodes]
+    ids, numbers = np.array([*of_sequence, 0], np.int32), batch.sequence_ids
+    there = (numbers >= 0) & (numbers < len(of_sequence))
+    found: NDArray[np.int32] = ids[np.where(there, numbers, len(of_sequence))]
+    return found
 
 
 def deal(batch: PackedBatch, parts: int, seed: Sequence[int]) -> list[NDArray[np.int64]]:

@@ -24,7 +24,7 @@ from jaxrl_async.metrics.spans import add_span
 from jaxrl_async.ports.rollout import GroupSource
 from jaxrl_async.ports.weights import Publisher
 from jaxrl_async.profiling import NO_TRACES, StepTraces
-from jaxrl_async.trainer.data_metrics import drop_measures, group_measures
+from jaxrl_async.trainer.data_metrics import drop_measures, group_measures, task_measures
 from jaxrl_async.trainer.evaluation import (
     EvaluationParts,
     EvaluationSchedule,
@@ -245,6 +245,7 @@ class Trainer:
             self._saver.torn = self.learner.params is not before or _is_gone(before)
             raise
         values = group_measures(draw.groups, self.version)
+        values |= task_measures(draw.groups, self.version)
         values |= drop_measures(draw.dropped, draw.cancelled, trained=len(draw.groups))
         values |= {**stats, **self._adapt(stats)}
         self._skipped_in_row = self._skipped_in_row + 1 if stats["train/skipped"] else 0

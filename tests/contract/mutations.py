@@ -525,14 +525,114 @@ GROUPS = (
         ("buffer/test_replay.py",),
         (
             (
-                "oldest = settings.max_staleness if settings.waits else self._limit",
-                "oldest = settings.max_staleness",
+                "return self._settings.max_staleness if self._settings.waits else self._limit",
+                "return self._settings.max_staleness",
             ),
             ("self._free_slots() > 0 and not self._paused", "self._free_slots() > 0"),
             ("self._live = max(self._live, version)", "self._live = version"),
             (
-                "fresh = select(\n            list(contents.pending),",
+                "fresh = select(\n            self._waiting(),",
                 "fresh = select(\n            sorted(contents.ready),",
+            ),
+        ),
+    ),
+    Group(
+        "buffer/replay",
+        ("buffer/test_tasks.py",),
+        (
+            ("may_age = not self._settings.waits or bool", "may_age = bool"),
+            ("for number in pending if number not in self._overtaken]", "for number in pending]"),
+            (
+                "self._overtaken.add(ticket.group)\n                self._waits_for = None",
+                "self._overtaken.add(ticket.group)",
+            ),
+            ("        self._tell_dropped(task, number, reason)\n", ""),
+            (
+                "self._judge.unfit(contents.ready, version, oldest, bounds)",
+                "self._judge.unfit(contents.ready, version, oldest)",
+            ),
+        ),
+    ),
+    Group(
+        "data/mixing",
+        ("data/test_mixing.py",),
+        (
+            (
+                "key=lambda name: (1 - credits[name]) / weights[name])",
+                "key=lambda name: -credits[name])",
+            ),
+            ("name for name in able if credits[name] > 0]", "name for name in able]"),
+            ("w > 0 and credits[n] < most[n]}", "w > 0}"),
+            ("credit - before[n] for n, credit", "credit for n, credit"),
+            ("        after[name] -= excess\n", ""),
+            ("name: credits[name] - 1}", "name: credits[name] - 2}"),
+        ),
+    ),
+    Group(
+        "data/mixed_prompts",
+        ("data/test_mixing.py",),
+        (
+            ("max(1.0, share * groups_per_step)", "share * groups_per_step"),
+            ("self._first + self._stride * number)", "self._stride * number)"),
+            (
+                "            self._running.pop(number, None)\n            if rewards",
+                "            if rewards",
+            ),
+            ("            state.drawn[name] += 1\n", "            state.drawn[name] += 2\n"),
+            ("        if next_draw == self._now.next:\n            self._take_in()\n", ""),
+            (
+                "- state.dropped[name] for name in self._tasks}\n            total",
+                "for name in self._tasks}\n            total",
+            ),
+            ("-RECENT:]", "-1:]"),
+        ),
+    ),
+    Group(
+        "rollout/rollout_loop",
+        ("rollout/test_several_tasks.py",),
+        (
+            (
+                "self._by_task.setdefault(prompt.task, self._none())",
+                "self._by_task[self._names[0]]",
+            ),
+            ("always_waits=several", "always_waits=False"),
+            ("        limits = settings.limits.of(prompt)\n", "        limits = settings.limits\n"),
+            ("while waiting and self._may_begin():", "while waiting:"),
+        ),
+    ),
+    Group(
+        "trainer/step_data",
+        ("trainer/test_tasks.py",),
+        (("(numbers >= 0) & (numbers < len(of_sequence))", "numbers >= 0"),),
+    ),
+    Group(
+        "trainer/credit",
+        ("trainer/test_tasks.py",),
+        (("np.asarray(self.kl_factors, np.float32)[step.batch.task_ids]", "np.float32(1)"),),
+    ),
+    Group(
+        "trainer/data_metrics",
+        ("trainer/test_data_metrics.py",),
+        (("own = [group for group in groups if group.prompt.task == name]", "own = list(groups)"),),
+    ),
+    Group(
+        "model/logprobs",
+        ("model/test_task_temperatures.py",),
+        (
+            ("logits = logits / _divisors(drawn.temperatures)[:, None]\n", "pass\n"),
+            ("logits = logits / _divisors(temperatures)[:, None, None]", "pass"),
+            ("return jnp.where(temperatures > 0, temperatures, 1.0)", "return temperatures"),
+            ("of_task[after(tokens.task_ids, layout)]", "of_task[layout.flat(tokens.task_ids)]"),
+        ),
+    ),
+    Group(
+        "algorithms/objective",
+        ("algorithms/test_task_factors.py",),
+        (
+            ("_times(weights, factors.policy)", "_times(weights, factors.kl)"),
+            (
+                "_weighted(x, _times(weights, factors.kl), divergence)",
+                "_weighted(x, weights, divergence)",
             ),
         ),
     ),
@@ -768,8 +868,8 @@ GROUPS = (
         ),
         (
             (
-                "in_parts=how.in_parts) / how.temperature\n    if bits",
-                "in_parts=how.in_parts)\n    if bits",
+                "in_parts=how.in_parts) / how.temperature\n    if drawn.temperatures",
+                "in_parts=how.in_parts)\n    if drawn.temperatures",
             ),
             (
                 "entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)\n    return jnp.take",

@@ -1,11 +1,13 @@
 """What a step's groups say: against counts made by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from builders import episode_of, group_of
 
 from jaxrl_async.metrics.metric import metric_of
-from jaxrl_async.trainer.data_metrics import drop_measures, group_measures
+from jaxrl_async.trainer.data_metrics import drop_measures, group_measures, task_measures
 from jaxrl_async.types import (
     CancelledGroup,
     Drop,
@@ -38,6 +40,29 @@ def test_rewards_lengths_and_lags_are_counted_over_all_episodes() -> None:
     assert (values["staleness/tokens_lag_0"], values["staleness/tokens_lag_1"]) == (6, 1)
     assert values["staleness/max"] == 1
     assert values["staleness/mean"] == pytest.approx(1 / 7)
+
+
+def test_each_of_several_tasks_is_measured_alone() -> None:
+    groups = [
+        group(0, [episode_of([-1, 3, 4]), episode_of([-1, 4], StopReason.LENGTH)], [1.0, 0.0]),
+        group(1, [episode_of([-1, 4, 4, 4]), episode_of([-1, 4])], [1.0, 1.0]),
+        group(2, [episode_of([-1, 4]), episode_of([-1, 4])], [0.0, 0.0]),
+    ]
+    assert task_measures(groups, 4) == {}
+    named = [
+        replace(g, prompt=replace(g.prompt, task=task))
+        for g, task in zip(groups, ["a", "b", "b"], strict=True)
+    ]
+    values = task_measures(named, 4)
+    for task, own in (("a", groups[:1]), ("b", groups[1:])):
+        alone = group_measures(own, 4)
+        assert values[f"task/{task}/groups"] == len(own)
+        for name in ("reward/mean", "reward/std", "reward/exact", "reward/zero_variance_share"):
+            assert values[f"task/{task}/{name}"] == alone[name]
+        assert values[f"task/{task}/length_mean"] == alone["rollout/length_mean"]
+        assert values[f"task/{task}/truncated_share"] == alone["rollout/truncated_share"]
+        assert values[f"task/{task}/staleness_mean"] == alone["staleness/mean"]
+    assert all(metric_of(key) for key in values)
 
 
 def test_lengths_are_counted_by_the_power_of_two_that_they_reach() -> None:

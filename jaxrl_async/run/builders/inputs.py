@@ -2,7 +2,7 @@
 made."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,14 @@ from jaxrl_async.run.builders.devices import Locks, claim_devices, make_locks
 from jaxrl_async.run.builders.frozen_weights import check_advisers, check_frozen
 from jaxrl_async.run.builders.initial_policy import check_model, make_tokenizer
 from jaxrl_async.run.builders.learning import check_critic, check_routing, keeps_masks
-from jaxrl_async.run.builders.playing import Play, find_task, make_play, run_chat_format
+from jaxrl_async.run.builders.playing import (
+    Play,
+    blaming,
+    make_play,
+    run_chat_format,
+    tasks_of,
+    tokenizer_source,
+)
 from jaxrl_async.run.builders.scoring import (
     Scorers,
     built_in_graders,
@@ -52,8 +59,24 @@ from jaxrl_async.types import Prompt
 
 if TYPE_CHECKING:
     from jaxrl_async.algorithms import answer_pairs
+    from jaxrl_async.data.mixed_prompts import MixedPrompts
+    from jaxrl_async.run.builders import mixed_inputs
 else:
     answer_pairs = Later("jaxrl_async.algorithms.answer_pairs")
+    mixed_inputs = Later("jaxrl_async.run.builders.mixed_inputs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskInputs:
+    """Checked inputs of one task."""
+
+    config: Config  # as the task has it
+    play: Play
+    held_out: Sequence[Prompt]
+    scorers: Scorers
+    prompts: "PromptStream | Curriculum | MixedPrompts"
+    keep_mask: bool  # whether its sampling masks go with the tokens
+    references: Sequence[str]  # answers of its records that built-in rewards must read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +92,14 @@ class Inputs:
     outages: Outages
     held_out: Sequence[Prompt]
     scorers: Scorers
-    play: Play  # the task
+    play: Play  # the task, or several as one
     serving: Serving  # not open yet
     opponents: SeatFillers  # other players of a game; not started yet
     envs: GuardedEnvs  # its environments
     keep_mask: bool  # whether sampling masks go with the tokens
-    prompts: PromptStream | Curriculum
+    prompts: "PromptStream | Curriculum | MixedPrompts"
     digests: Mapping[str, str]  # of the graders and the held-out records
+    tasks: Mapping[str, TaskInputs] = field(default_factory=dict)  # by name; "": the only one
     evals: NamedEvaluations = NO_NAMED_EVALUATIONS
 
 
@@ -91,15 +115,17 @@ def check_inputs(
         config: the whole configuration.
         lockstep: the processes of this run.
         locks: of the devices, if several runs share them.
-        task: see find_task.
+        task: see playing.find_task.
     """
     features.check_listening(config, lockstep)
     claim_devices(config)
     recorded = recorded_schedule(config)
     _check_functions(config)
-    task, faults = find_task(config, task), FaultCounts()
+    tasks, faults = tasks_of(config, task), FaultCounts()
     outages = make_outages(config, faults)
-    tokenizer = make_tokenizer(config.data, config.model, task)
+    first = next(iter(tasks.values()))
+    data, with_words = tokenizer_source(config, tasks)
+    tokenizer = make_tokenizer(data, config.model, with_words)
     tokenizer.max_tokens = config.longest_text
     slices = make_slices(config.mesh)
     spec = check_model(config, tokenizer, slices)
@@ -107,30 +133,32 @@ def check_inputs(
     check_frozen(config)
     features.check_engines(config, spec)
     if locks is None:
-        locks = make_locks(config.reward, slices, lockstep, opponents=has_opponents(config.players))
-    serving = features.serving(config, task, faults.add)
+        rewards = [own.reward for own in config.by_task.values()]
+        reward = next((one for one in rewards if one.model is not None), rewards[0])
+        locks = make_locks(reward, slices, lockstep, opponents=has_opponents(config.players))
+    with_program = (one for one in tasks.values() if one.program is not None)
+    serving = features.serving(config, next(with_program, first), faults.add)
     opponents = features.opponents(
         config, lockstep, lambda: run_chat_format(config, tokenizer), spec, faults, outages
     )
-    play = make_play(config, task, tokenizer, faults.add, serving, opponents, outages)
-    graders = built_in_graders(config.reward, task)
-    data, graded = config.limited_data, bool(graders)
-    held_out = eval_prompts(data, tokenizer, play.own, graded=graded)
-    scorers = make_scorers(
-        config, tokenizer, held_out, slices, locks.trainer, faults, task, outages, vocab=spec.vocab
-    )
-    keep_mask = keeps_masks(config, task)
-    check_constraint(config, task, held_out, tokenizer, spec.vocab)
     _check_models(config, spec, tokenizer, slices)
-    note_process_rewards(config)
-    check_reward_parts(config.reward, config.algorithm, scorers, held_out[0], tokenizer, task)
-    check_shares(held_out, lockstep)
-    prompts = make_stream(
-        data, tokenizer, config.run.seed, lockstep.player, lockstep.players, play.own, graded,
-        check=scorers.teachers.check,
-    )  # fmt: skip
-    pairs = warm_pairs(config, tokenizer, play.own) if config.warm_start.steps else None
-    check_references(config, graders, [*prompts.references, *(p.reference for p in held_out)])
+    parts: dict[str, TaskInputs] = {}
+    for name, own in config.by_task.items():
+        with blaming(name):
+            play = make_play(own, tasks[name], tokenizer, faults.add, serving, opponents, outages)
+            parts[name] = _task_inputs(
+                own, play, tokenizer, slices, locks, spec.vocab, lockstep, faults, outages
+            )
+    if config.named_tasks:
+        joined = mixed_inputs.joined(config, parts, lockstep, tokenizer, faults, outages)
+    else:
+        joined = parts[""]
+    check_shares(joined.held_out, lockstep)
+    pairs = warm_pairs(config, tokenizer, joined.play.own) if config.warm_start.steps else None
+    for name, part in parts.items():
+        with blaming(name):
+            graders = built_in_graders(part.config.reward, part.play.task)
+            check_references(part.config, graders, part.references)
     tokenizer.images = check_images(config, tokenizer.images)
     inputs = Inputs(
         recorded=recorded,
@@ -140,18 +168,78 @@ def check_inputs(
         locks=locks,
         faults=faults,
         outages=outages,
-        held_out=held_out,
-        scorers=scorers,
-        play=play,
+        held_out=joined.held_out,
+        scorers=joined.scorers,
+        play=joined.play,
         serving=serving,
         opponents=opponents,
-        envs=guarded_envs(config, play, tokenizer, faults),
-        keep_mask=keep_mask,
-        prompts=prompts,
-        digests=inputs_digest(config, task, held_out),
+        envs=guarded_envs(config, joined.play, tokenizer, faults),
+        keep_mask=joined.keep_mask,
+        prompts=joined.prompts,
+        digests=_digests_of(parts),
+        tasks=parts,
     )
     evals = features.named_evaluations(config, inputs, lockstep)
     return replace(inputs, evals=evals), pairs
+
+
+def _task_inputs(
+    config: Config,
+    play: Play,
+    tokenizer: Tokenizer,
+    slices: Slices,
+    locks: Locks,
+    vocab: int,
+    lockstep: Lockstep,
+    faults: FaultCounts,
+    outages: Outages,
+) -> TaskInputs:
+    """Read and check the records and the rewards of one task. Raises JaxrlErrors.
+
+    Args:
+        config: as the task has it.
+        play: the task with its environments.
+        tokenizer: the policy's.
+        slices: a reward model runs on the trainer's.
+        locks: of the devices.
+        vocab: the policy's number of tokens.
+        lockstep: the processes, which draw shares of the prompts.
+        faults: counts handled faults.
+        outages: the run's.
+    """
+    task = play.task
+    graders = built_in_graders(config.reward, task)
+    data, graded = config.limited_data, bool(graders)
+    held_out = eval_prompts(data, tokenizer, play.own, graded=graded)
+    scorers = make_scorers(
+        config, tokenizer, held_out, slices, locks.trainer, faults, task, outages, vocab=vocab
+    )
+    keep_mask = keeps_masks(config, task)
+    check_constraint(config, task, held_out, tokenizer, vocab)
+    note_process_rewards(config)
+    check_reward_parts(config.reward, config.algorithm, scorers, held_out[0], tokenizer, task)
+    prompts = make_stream(
+        data, tokenizer, config.run.seed, lockstep.player, lockstep.players, play.own, graded,
+        check=scorers.teachers.check,
+    )  # fmt: skip
+    return TaskInputs(
+        config=config,
+        play=play,
+        held_out=held_out,
+        scorers=scorers,
+        prompts=prompts,
+        keep_mask=keep_mask,
+        references=[*prompts.references, *(p.reference for p in held_out)],
+    )
+
+
+def _digests_of(parts: Mapping[str, TaskInputs]) -> dict[str, str]:
+    """Return the digests of all tasks' graders and held-out records, by a name for people."""
+    found: dict[str, str] = {}
+    for name, part in parts.items():
+        digests = inputs_digest(part.config, part.play.task, tuple(part.held_out))
+        found |= {f"{key} of the task {name}" if name else key: d for key, d in digests.items()}
+    return found
 
 
 def _check_functions(config: Config) -> None:

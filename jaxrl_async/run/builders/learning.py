@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxrl_async.algorithms.advantages import needs_critic
 from jaxrl_async.algorithms.corrections import correction_of, weighs
+from jaxrl_async.algorithms.objective import SAME_FACTORS, TaskFactors
 from jaxrl_async.config.learning_rules import compares_whole_distributions
 from jaxrl_async.config.model_section import BalanceSection
 from jaxrl_async.config.schema import (
@@ -86,11 +87,35 @@ def make_step(
         learning(config, slices, lora_of(spec, config.model.lora)),
         pair_credit.as_learnt(config.algorithm) if config.pairs else config.algorithm,
         total_steps=total_steps,
-        temperature=config.sampler.temperature,
+        temperature=temperature_of(config),
         teacher=config.teacher,
         teacher_spec=teacher_spec,
         num_lags=min(config.staleness.max_staleness + 1, MAX_LAGS),
+        factors=task_factors(config),
     )
+
+
+def temperature_of(config: Config) -> float:
+    """Return the temperature that all answers were sampled at; 1 if tasks have different ones."""
+    return 1.0 if task_temperatures(config) else next(iter(_temperatures(config)))
+
+
+def task_temperatures(config: Config) -> tuple[float, ...]:
+    """Return the temperature of each task, in their order; (): they have one."""
+    each = _temperatures(config)
+    return tuple(each) if len(set(each)) > 1 else ()
+
+
+def _temperatures(config: Config) -> list[float]:
+    return [one.sampler.temperature or 1.0 for one in config.by_task.values()]
+
+
+def task_factors(config: Config) -> TaskFactors:
+    """Return the factors of the loss's terms by task; None for those that are 1."""
+    tasks = config.named_tasks.values()
+    policy = tuple(task.loss_weight for task in tasks)
+    kl = tuple(task.kl_weight for task in tasks)
+    return TaskFactors(*(f if any(x != 1 for x in f) else None for f in (policy, kl)))
 
 
 def with_shared_prefixes(config: Config, policy: Policy, mesh: Mesh, *, images: bool) -> Config:
@@ -132,6 +157,7 @@ def learning(config: Config, slices: Slices, lora: Lora | None = None) -> Learni
         attention=config.model.attention,
         lora=lora,
         balance=config.model.balance,
+        temperatures=task_temperatures(config),
     )
 
 
@@ -154,7 +180,9 @@ def make_learner(
         keep_mask: whether sampling masks come with the tokens.
         own: a task's records, for demonstrations.
     """
-    algorithm, teacher, process = config.algorithm, config.teacher, config.reward.process
+    algorithm, teacher = config.algorithm, config.teacher
+    processes = (one.reward.process for one in config.by_task.values())
+    process = next((one for one in processes if one is not None), None)  # tasks have one max_age
     asked = algorithm.epochs * algorithm.minibatches  # updates in a step
     warming = config.critic_settings.warmup_steps if needs_critic(algorithm.advantage) else 0
     learns = max(config.run.steps - warming, 1)
@@ -193,14 +221,20 @@ def make_learner(
         critic_warmup=config.critic_settings.warmup_steps,
         sampler_columns=SamplerColumns(
             mask_vocab=policy.spec.vocab if keep_mask else None,
-            masks_all=config.sampler.truncates or not keep_mask,
+            masks_all=all(c.sampler.truncates for c in config.by_task.values()) or not keep_mask,
             routing=routing_of(policy.spec) if algorithm.keep_routing else None,
             images=tokenizer.images,
         ),
+        tasks=tuple(config.named_tasks) if trains_differently(config) else (),
         seed=config.run.seed,
         sights_every=config.metrics.samples_every,
     )
     return Learner(step, state, settings, companions)
+
+
+def trains_differently(config: Config) -> bool:
+    """Return whether the loss depends on the task of a token."""
+    return bool(task_temperatures(config)) or task_factors(config) != SAME_FACTORS
 
 
 def _warn_of_anchor(algorithm: AlgorithmSection) -> None:
@@ -241,7 +275,7 @@ def _pass(
     return LogprobPass(
         spec,
         learning(config, slices),
-        temperature=config.sampler.temperature,
+        temperature=temperature_of(config),
         top_k=top_k,
         top_vocab=top_vocab,
     )

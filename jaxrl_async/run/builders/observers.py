@@ -112,7 +112,7 @@ def within_limits(config: Config, score_s: float, env_s: float, program_s: float
     return (
         0 < score_s <= tries * faults.scorer_timeout_s + waits_s
         or 0 < env_s <= faults.env_timeout_s
-        or 0 < program_s <= config.env.program_timeout_s
+        or 0 < program_s <= max(one.env.program_timeout_s for one in config.by_task.values())
     )
 
 

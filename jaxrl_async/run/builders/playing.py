@@ -3,17 +3,20 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jaxrl_async.config.schema import Config, name_of
+from jaxrl_async.config.schema import Config, DataSection, name_of
 from jaxrl_async.config.unused import unread_with_records
+from jaxrl_async.data.addition import ALPHABET
 from jaxrl_async.data.prompts import eval_prompts
+from jaxrl_async.data.records import OwnRecords
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.errors import ConfigError, RolloutError
+from jaxrl_async.errors import ConfigError, DataError, RolloutError
 from jaxrl_async.later import Later
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports.rollout import ChatFormat
@@ -54,7 +57,7 @@ class Play:
     task: Task
     make_env: MakeEnv
     stop_token_ids: tuple[int, ...]  # tokens that end a turn of the policy
-    own: "TaskData | None"  # the task's records; None: the configuration's
+    own: OwnRecords | None  # the task's records; None: the configuration's
     oldest_s: Callable[[], float] = lambda: 0.0  # age of the oldest running program, seconds
 
 
@@ -90,6 +93,43 @@ def find_task(config: Config, given: Task | None = None) -> Task:
             f"task = {name!r} is empty. Give it records, an environment, tools or a reward."
         )
     return _for_outsiders(config, task)
+
+
+def tasks_of(config: Config, given: Task | None = None) -> dict[str, Task]:
+    """Return the run's tasks by name; "": the only one. given: see find_task. Raises
+    ConfigError."""
+    found: dict[str, Task] = {}
+    for name, own in config.by_task.items():
+        with blaming(name):
+            found[name] = find_task(own, given)
+    return found
+
+
+@contextmanager
+def blaming(name: str) -> Iterator[None]:
+    """Name the task of several in errors about its settings and records; "": the only one."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        if not name:
+            raise
+        raise type(error)(f"tasks.{name}: {error}") from error
+
+
+def tokenizer_source(config: Config, tasks: Mapping[str, Task]) -> tuple[DataSection, Task]:
+    """Return the data and the task by which the run's tokenizer is chosen: of several tasks those
+    of one that needs the tokenizer of a directory, or else a task with the words of all."""
+    configs = config.by_task
+    if len(tasks) == 1:
+        return next((configs[name].data, task) for name, task in tasks.items())
+    for name, task in tasks.items():
+        if not task.words and (task.records is not None or configs[name].data.problems is None):
+            return configs[name].data, task
+    data = next(iter(configs.values())).data
+    words = [word for task in tasks.values() for word in task.words]
+    if words and any(task.records is None for task in tasks.values()):
+        words += ALPHABET
+    return data, replace(NO_TASK, words=tuple(dict.fromkeys(words)))
 
 
 def _for_outsiders(config: Config, task: Task) -> Task:

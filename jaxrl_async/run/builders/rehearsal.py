@@ -109,9 +109,9 @@ class Rehearsal:
             yield rehearsed(inputs.held_out, 1, greedy, config)
         prompts = inputs.held_out[: config.algorithm.groups_per_step]
         members = config.algorithm.group_size
-        sampling = sampling_params(config.sampler)
-        extras = inputs.keep_mask and sampling.truncates
-        yield rehearsed(prompts, members, sampling, config, extras=extras)
+        for sampling in dict.fromkeys(sampling_params(c.sampler) for c in config.by_task.values()):
+            extras = inputs.keep_mask and sampling.truncates
+            yield rehearsed(prompts, members, sampling, config, extras=extras)
 
 
 def no_weights(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Params, Params]:

@@ -3,16 +3,17 @@
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrl_async.algorithms.shaping import has_signal, shaping
 from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
-from jaxrl_async.buffer.select import RANKS
+from jaxrl_async.buffer.select import RANKS, Rank, own_rank
 from jaxrl_async.config.algorithm_section import PivotSection
 from jaxrl_async.config.schema import Config
+from jaxrl_async.config.userfile import is_own, load_function
 from jaxrl_async.data.curriculum import Curriculum
 from jaxrl_async.data.prompts import PromptStream
 from jaxrl_async.later import Later
@@ -24,6 +25,7 @@ from jaxrl_async.run import features
 from jaxrl_async.run.builders.constraints import prompt_constraint
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.builders.learning import sampling_params
+from jaxrl_async.run.builders.playing import Play
 from jaxrl_async.run.builders.samplers import (
     GivingUp,
     Sampling,
@@ -35,10 +37,18 @@ from jaxrl_async.run.lockstep import Joined, Lockstep
 from jaxrl_async.run.replay.recording import OrderedPrompts, Recorded, Recording, header_of
 from jaxrl_async.run.reporting import MetricsWriter, make_recorder
 from jaxrl_async.run.signals import Stop
-from jaxrl_async.types import EpisodeGroup, EpisodeLimits, TurnPriority, VersionedParams
+from jaxrl_async.types import (
+    EpisodeGroup,
+    EpisodeLimits,
+    Prompt,
+    Ticket,
+    TurnPriority,
+    VersionedParams,
+)
 
 if TYPE_CHECKING:
     from jaxrl_async.algorithms import answer_pairs
+    from jaxrl_async.data.mixed_prompts import MixedPrompts
     from jaxrl_async.rollout import pivots
     from jaxrl_async.rollout.pivots import PivotPlan
     from jaxrl_async.run.replay import player
@@ -153,13 +163,14 @@ def make_rollout_side(
         shared: samplers that several runs share; None: the run has its own.
     """
     schedule = records.schedule
-    prompts = ordered(inputs.prompts, schedule)
+    prompts, mix = ordered(inputs.prompts, schedule), mix_of(inputs)
     buffer = ReplayBuffer(
         buffer_settings(config, lockstep.players),
         ledger=records.buffer_ledger,
         note=schedule.write,
+        dropped=(lambda task, number, reason: None) if mix is None else mix.dropped,
     )
-    gate = schedule.gate(buffer, curriculum=isinstance(inputs.prompts, Curriculum))
+    gate = schedule.gate(buffer, curriculum=isinstance(prompts, OrderedPrompts))
     if shared is not None:
         sampling = shared(config, inputs, weights, gate)
     elif config.sampler.engine != "native":  # vLLM servers are remote, too, but do not join
@@ -170,7 +181,7 @@ def make_rollout_side(
         )
     else:
         sampling = make_sampling(config, inputs, weights, schedule, gate, base)
-    rollouts = make_rollouts(config, inputs, prompts, sampling.generate, gate)
+    rollouts = make_rollouts(config, inputs, prompts, sampling.generate, gate, buffer)
     closing.callback(inputs.scorers.close)
     closing.callback(inputs.evals.close)
     if lockstep.plays:
@@ -188,10 +199,17 @@ def make_rollout_side(
 
 
 def ordered(
-    prompts: PromptStream | Curriculum, schedule: "RunSchedule"
+    prompts: "PromptStream | Curriculum | MixedPrompts", schedule: "RunSchedule"
 ) -> PromptStream | OrderedPrompts:
-    """Return the prompts in an order that a replay repeats; a curriculum's depends on groups."""
-    return OrderedPrompts(prompts, schedule) if isinstance(prompts, Curriculum) else prompts
+    """Return the prompts in an order that a replay repeats; that of a curriculum and of several
+    tasks depends on groups."""
+    return prompts if isinstance(prompts, PromptStream) else OrderedPrompts(prompts, schedule)
+
+
+def mix_of(inputs: Inputs) -> "MixedPrompts | None":
+    """Return the prompts of several tasks; None: the run has one."""
+    prompts = inputs.prompts
+    return None if isinstance(prompts, PromptStream | Curriculum) else prompts
 
 
 def buffer_settings(config: Config, processes: int) -> BufferSettings:
@@ -204,11 +222,26 @@ def buffer_settings(config: Config, processes: int) -> BufferSettings:
         when_too_old=staleness.when_too_old,
         overcommit=staleness.overcommit,
         reuse=buffer.reuse,
-        rank=RANKS[buffer.select],
+        rank=rank_of(buffer.select),
         max_resampled=algorithm.max_resampled,
         wants_pairs=config.pairs is not None,
         has_signal=worth_learning(config),
+        task_bounds={
+            name: one.max_staleness
+            for name, one in config.named_tasks.items()
+            if one.max_staleness is not None
+        },
+        overtaken_tasks=frozenset(
+            name for name, one in config.named_tasks.items() if not one.trainer_waits
+        ),
     )
+
+
+def rank_of(select: str) -> Rank:
+    """Return the order of buffer.select. Raises ConfigError for a user's that cannot be loaded."""
+    if not is_own(select):
+        return RANKS[select]
+    return own_rank(load_function(select, "buffer.select"), select)
 
 
 def worth_learning(config: Config) -> Callable[[EpisodeGroup], bool]:
@@ -233,22 +266,22 @@ def make_rollouts(
     prompts: PromptStream | OrderedPrompts,
     generate: Generate,
     gate: Gate,
+    buffer: ReplayBuffer,
 ) -> RolloutLoop:
     """Make the loop that plays the groups."""
-    limits = EpisodeLimits(
-        sampling=sampling_params(config.sampler),
-        stop_token_ids=inputs.play.stop_token_ids,
-        max_new_tokens=config.sampler.max_new_tokens,
-        max_length=config.sampler.max_length,
-        keep_mask=inputs.keep_mask and config.sampler.truncates,
-        takes_masks=inputs.keep_mask,
-        keep_routing=config.algorithm.keep_routing,
-        priority=TurnPriority(
-            later=config.priorities.later_turns, older_first=config.priorities.older_first
-        ),
-        constraint=prompt_constraint(inputs.play.task),
-    )
-    return RolloutLoop(
+    tasks, mix = config.named_tasks, mix_of(inputs)
+    limits = episode_limits(config, inputs.play, keep_mask=inputs.keep_mask)
+    by_task = {
+        name: episode_limits(part.config, part.play, keep_mask=inputs.keep_mask)
+        for name, part in inputs.tasks.items()
+        if tasks
+    }
+
+    def begins(ticket: Ticket, prompt: Prompt) -> None:
+        inputs.opponents.begins(ticket, prompt)
+        buffer.began(ticket, prompt)
+
+    loop = RolloutLoop(
         prompts,
         generate,
         inputs.scorers.training,
@@ -257,15 +290,43 @@ def make_rollouts(
             group_size=config.algorithm.group_size,
             oversample=config.algorithm.oversample,
             least_members=config.algorithm.min_members,
-            limits=limits,
+            limits=replace(limits, by_task=by_task),
+            tasks=tuple(name for name, one in tasks.items() if one.weight > 0),
+            timeouts_s={
+                name: one.timeout_s for name, one in tasks.items() if one.timeout_s is not None
+            },
             pivots=pivot_plan(config.algorithm.pivots, inputs),
             max_failures=config.faults.max_failures,
             backoff_s=config.faults.backoff_s,
         ),
         make_env=inputs.envs,
         observe=prompts.observe,
-        begins=inputs.opponents.begins,
+        begins=begins,
         outages=inputs.outages,
+        may_begin=(lambda: True) if mix is None else mix.may_begin,
+    )
+    if mix is not None:
+        mix.rests = loop.failures.rests
+    return loop
+
+
+def episode_limits(config: Config, play: Play, *, keep_mask: bool) -> EpisodeLimits:
+    """Return the limits of a task's episodes, and how they are sampled.
+
+    config: as the task has it. keep_mask: whether sampling masks go with the run's tokens.
+    """
+    return EpisodeLimits(
+        sampling=sampling_params(config.sampler),
+        stop_token_ids=play.stop_token_ids,
+        max_new_tokens=config.sampler.max_new_tokens,
+        max_length=config.sampler.max_length,
+        keep_mask=keep_mask and config.sampler.truncates,
+        takes_masks=keep_mask,
+        keep_routing=config.algorithm.keep_routing,
+        priority=TurnPriority(
+            later=config.priorities.later_turns, older_first=config.priorities.older_first
+        ),
+        constraint=prompt_constraint(play.task),
     )
 
 

@@ -246,8 +246,8 @@ def make_probe(config: Config, spec: ModelSpec, token_ids: IntArray | None) -> P
 
 def asked_mixes(config: Config) -> tuple[Mix, ...]:
     """Return the sampling modes of a run's requests: for training, and for evaluations."""
-    drawn = config.sampler
-    mixes = [Mix(drawn.truncates, drawn.temperature == 0, config.keeps_masks)]
+    drawn = [one.sampler for one in config.by_task.values()]
+    mixes = [Mix(one.truncates, one.temperature == 0, config.keeps_masks) for one in drawn]
     if config.eval.every:
         mixes.append(Mix(greedy=config.eval.temperature == 0))
     for one in config.named_evals.values():
@@ -258,11 +258,14 @@ def asked_mixes(config: Config) -> tuple[Mix, ...]:
 def settings_here(config: Config, inputs: Inputs, mesh: Mesh) -> SamplerSettings:
     """Return the settings of a sampler on a mesh of this process."""
     settings = sampler_settings(config, inputs.spec, run_probe_ids(inputs))
+    mixes = settings.mixes
+    for part in inputs.tasks.values():
+        mixes = constrained(mixes, part.play.task)
     return replace(
         settings,
         images=inputs.tokenizer.images,
         tokenizer=inputs.tokenizer,
-        mixes=constrained(settings.mixes, inputs.play.task),
+        mixes=mixes,
         one_thread=uses_one_thread(mesh, colocated=inputs.slices.colocated),
     )
 

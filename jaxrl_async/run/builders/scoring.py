@@ -54,6 +54,7 @@ class Scorers:
     teachers: Teachers = field(default_factory=NoTeachers)  # within `training`
     functions: RewardScorer | None = None  # within both; None: no functions
     trials: tuple[tuple[str, GuardedScorer], ...] = ()  # settings and their trials before a run
+    parts: tuple[tuple[Path, "Scorers"], ...] = ()  # of several tasks, with subfolders of the run's
 
     def final_answer(self, episode: Episode) -> str | None:
         """Return the final answer that the functions read in an episode; None: none."""
@@ -71,6 +72,9 @@ class Scorers:
             process: index of this process.
             version: reads the newest version of the weights.
         """
+        for place, part in self.parts:
+            (folder / place).mkdir(parents=True, exist_ok=True)
+            part.begin(folder / place, process, version)
         self.judges.begin(folder, process, version)
         if self.functions is not None:
             self.functions.version = version
@@ -78,6 +82,8 @@ class Scorers:
     def close(self) -> None:
         """Close the connections of judge and teachers and the judge's cache file, and end the
         functions' processes. Idempotent; they are made again if they are needed again."""
+        for _, part in self.parts:
+            part.close()
         self.judges.close()
         self.teachers.close()
         if self.functions is not None:
@@ -110,7 +116,7 @@ def make_scorers(
         vocab: the policy's number of tokens, for teachers.
     """
     section = config.reward
-    guarded = functools.partial(_guarded, config.faults, faults=faults, outages=outages)
+    guarded = functools.partial(guarded_scorer, config.faults, faults=faults, outages=outages)
     functions: RewardScorer | None = None
     if has_functions(section, task):
         others_judge = task.judges or section.model is not None or section.judged
@@ -205,7 +211,7 @@ def built_in_graders(section: RewardSection, task: Task) -> dict[str, RewardFunc
     return of_task | {name: REWARDS[name] for name in section.weights if name in REWARDS}
 
 
-def _guarded(
+def guarded_scorer(
     section: FaultsSection,
     scorer: Scorer,
     *,
@@ -213,6 +219,7 @@ def _guarded(
     outages: Outages | None,
     retries: int | None = None,
 ) -> GuardedScorer:
+    """Return a scorer with the run's timeout and retries; retries None: as configured."""
     return GuardedScorer(
         scorer,
         timeout_s=section.scorer_timeout_s,

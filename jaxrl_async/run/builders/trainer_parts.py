@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from jaxrl_async.algorithms.pacing import Bounds
@@ -12,6 +13,7 @@ from jaxrl_async.profiling import StepTraces, TracedSamplers
 from jaxrl_async.rollout.evaluate import EvalEffort
 from jaxrl_async.run.builders.constraints import prompt_constraint
 from jaxrl_async.run.builders.devices import Lock
+from jaxrl_async.run.builders.playing import Play
 from jaxrl_async.run.builders.rollouts import RolloutSide
 from jaxrl_async.run.checkpoint.rollout_state import RunSaver
 from jaxrl_async.run.checkpoint.store import Checkpoints
@@ -93,24 +95,17 @@ def make_pacing(config: Config) -> Bounds | None:
 def make_evaluation(config: Config, side: RolloutSide, lockstep: Lockstep) -> Evaluation:
     """Make the evaluation of this process's share of the held-out prompts."""
     inputs = side.inputs
+    tasks = inputs.tasks.items() if config.named_tasks else ()
+    by_task = {name: evaluation_limits(part.config, part.play) for name, part in tasks}
     return Evaluation(
         generate=side.sampling.generate,
         prompts=inputs.held_out[lockstep.player :: lockstep.players],
         scorer=inputs.scorers.evaluation,
         make_env=inputs.envs,
-        limits=EpisodeLimits(
-            sampling=SamplingParams(temperature=config.eval.temperature),
-            stop_token_ids=inputs.play.stop_token_ids,
-            max_new_tokens=config.sampler.max_new_tokens,
-            max_length=config.sampler.max_length,
-            priority=TurnPriority(
-                first=config.priorities.evaluation, later=config.priorities.evaluation
-            ),
-            constraint=prompt_constraint(inputs.play.task),
-        ),
+        limits=replace(evaluation_limits(config, inputs.play), by_task=by_task),
         effort=EvalEffort(
             at_once=min(config.eval.episodes_at_once, config.serving.max_sessions),
-            retries=config.env.retries,
+            retries=max(one.env.retries for one in config.by_task.values()),
             backoff_s=config.faults.backoff_s,
             count=inputs.faults.add,
             outages=inputs.outages,
@@ -120,6 +115,21 @@ def make_evaluation(config: Config, side: RolloutSide, lockstep: Lockstep) -> Ev
         lockstep=lockstep,
         faults=inputs.faults,
         gives_up=side.gives_up,
+    )
+
+
+def evaluation_limits(config: Config, play: Play) -> EpisodeLimits:
+    """Return the limits of a task's held-out episodes, and how they are sampled; config: as the
+    task has it."""
+    level = config.priorities.evaluation
+    return EpisodeLimits(
+        sampling=SamplingParams(temperature=config.eval.temperature),
+        stop_token_ids=play.stop_token_ids,
+        max_new_tokens=config.sampler.max_new_tokens,
+        max_length=config.sampler.max_length,
+        priority=TurnPriority(first=level, later=level),
+        for_training=False,
+        constraint=prompt_constraint(play.task),
     )
 
 

@@ -1,6 +1,8 @@
 """Sampling masks for a resumed run's answers that were sampled without masks."""
 
 import logging
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +13,7 @@ from jaxrl_async.config.sampler_section import SamplerSection
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.run.checkpoint.store import Saved
-from jaxrl_async.types import Completion, Episode, KeptTokens
+from jaxrl_async.types import Completion, Episode, KeptTokens, Prompt
 
 T = TypeVar("T")
 
@@ -27,25 +29,35 @@ def with_masks(state: T, saved: Saved, config: Config, folder: Path) -> T:
     """
     if not config.keeps_masks or not (missing := _num_missing(state)):
         return state
-    sampler = (yaml.safe_load(saved.loop.get("config", "")) or {}).get("sampler", {})
-    cuts = {key: sampler[key] for key in ("top_k", "top_p", "min_p") if key in sampler}
-    if SamplerSection.model_validate(cuts).truncates:
-        listed = ", ".join(f"sampler.{key}={value:g}" for key, value in cuts.items())
-        raise CheckpointError(
-            f"{folder / str(saved.step)}: {missing} answers that are not trained on yet were "
-            f"sampled with {listed} and without sampling masks, which "
-            "algorithm.keep_sampling_mask (null: true with these) asks for now. Resume with "
-            "algorithm.keep_sampling_mask=false, as "
-            "the run was, or choose another run.name; model.path=.../policy starts from a "
-            "finished run's weights."
+    settings = yaml.safe_load(saved.loop.get("config", "")) or {}
+    for task, number in missing.items():
+        cuts = _cuts_of(settings, task)
+        if SamplerSection.model_validate(cuts).truncates:
+            of_task = f" of the task {task}" if task else ""
+            listed = ", ".join(f"sampler.{key}={value:g}" for key, value in cuts.items())
+            raise CheckpointError(
+                f"{folder / str(saved.step)}: {number} answers{of_task} that are not trained on "
+                f"yet were sampled with {listed} and without sampling masks, which "
+                "algorithm.keep_sampling_mask (null: true with these) asks for now. Resume with "
+                "algorithm.keep_sampling_mask=false, as "
+                "the run was, or choose another run.name; model.path=.../policy starts from a "
+                "finished run's weights."
+            )
+    if not config.named_tasks:  # of several, some may always sample so
+        log.warning(
+            "%d answers that are not trained on yet were sampled from the whole vocabulary: their "
+            "sampling masks exclude no token",
+            missing.total(),
         )
-    log.warning(
-        "%d answers that are not trained on yet were sampled from the whole vocabulary: their "
-        "sampling masks exclude no token",
-        missing,
-    )
     filled: T = _filled(state)
     return filled
+
+
+def _cuts_of(settings: Mapping[str, Any], task: str) -> dict[str, float]:
+    """Return the settings of saved ones that truncated the sampling of a task; "": the only one."""
+    own = ((settings.get("tasks") or {}).get(task) or {}).get("sampling") or {}
+    both = settings.get("sampler", {}) | {k: v for k, v in own.items() if v is not None}
+    return {key: both[key] for key in ("top_k", "top_p", "min_p") if key in both}
 
 
 def _lacks(value: Any) -> bool:
@@ -56,9 +68,14 @@ def _num_drawn(value: Episode | Completion) -> int:
     return value.num_drawn if isinstance(value, Episode) else len(value.token_ids)
 
 
-def _num_missing(value: Any) -> int:
-    """Count the episodes and turns without masks in these records."""
-    return int(_lacks(value)) + sum(_num_missing(part) for part in _parts(value).values())
+def _num_missing(value: Any, task: str = "") -> Counter[str]:
+    """Count the episodes and turns without masks in these records, by the task of their group."""
+    prompt = getattr(value, "prompt", None)
+    task = prompt.task if isinstance(prompt, Prompt) else task
+    found = Counter({task: 1}) if _lacks(value) else Counter[str]()
+    for part in _parts(value).values():
+        found += _num_missing(part, task)
+    return found
 
 
 def _filled(value: Any) -> Any:

@@ -38,6 +38,7 @@ from jaxrl_async.trainer.learner import Learner
 from jaxrl_async.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
+    from jaxrl_async.data.mixed_prompts import MixedPrompts
     from jaxrl_async.run.checkpoint import resumed_masks
 else:
     resumed_masks = Later("jaxrl_async.run.checkpoint.resumed_masks")
@@ -128,7 +129,7 @@ class RunSaver:
 
     config: Config
     checkpoints: Checkpoints
-    prompts: PromptStream | Curriculum
+    prompts: "PromptStream | Curriculum | MixedPrompts"
     buffer: ReplayBuffer
     rollouts: RolloutLoop
     ledger: Ledger  # the run's
@@ -204,7 +205,7 @@ def resumed(
     config: Config,
     checkpoints: Checkpoints,
     learner: Learner,
-    prompts: PromptStream | Curriculum,
+    prompts: "PromptStream | Curriculum | MixedPrompts",
     lockstep: Lockstep,
     images: ImageStore | None,
     digests: Mapping[str, str],
@@ -227,6 +228,8 @@ def resumed(
     )
     share = local_share(whole, lockstep)
     prompts.restore(saved.loop["prompts"][lockstep.player])
+    if not isinstance(prompts, PromptStream | Curriculum):
+        prompts.restore_running({g.ticket.group: g.prompt.task for g in share.groups})
     return StartingPoint(
         version=saved.step, whole=whole, share=share, numbers=saved.loop["trainer"]
     )

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -200,6 +200,13 @@ class Replay:
     def burst_ends(self) -> set[int]:
         """See Recording."""
         return self._recording.burst_ends()
+
+    def chosen_tasks(self) -> Sequence[str]:
+        """Return the task of each group of the recording, by number, if it has several."""
+        chosen: list[str] = []
+        for event in self._recorded.events:
+            chosen += event.get("tasks", ())
+        return chosen
 
     # ---- under the lock
 

@@ -8,6 +8,7 @@
 {"look": 2, "dropped": [4], "retired": []}                  the trainer asked: some were too old
 {"live": 2}   {"limit": 1}   {"pause": true}   {"resume": true}
 {"prompts": 11}   {"seen": 7}   {"measured": 9}             of a curriculum: see OrderedPrompts
+{"prompts": 11, "tasks": ["sums", "tools"]}                 with several tasks: groups 10 and 11
 {"end": true}
 
 A sampler's tokens depend on the requests and weights that it took after each block, everything else
@@ -21,7 +22,7 @@ import importlib.metadata
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ from jaxrl_async.errors import ReplayError
 from jaxrl_async.types import EpisodeGroup, Prompt
 
 if TYPE_CHECKING:
+    from jaxrl_async.data.mixed_prompts import MixedPrompts
     from jaxrl_async.run.replay.player import RunSchedule
 
 log = logging.getLogger(__name__)
@@ -115,6 +117,10 @@ class Recording:
         with self._lock:
             self._burst_ends = set()
             return self._burst_ends
+
+    def chosen_tasks(self) -> Sequence[str]:
+        """Return the task of each group, as prescribed: nothing is."""
+        return ()
 
     def close(self) -> None:
         """Write the end of the recording. Idempotent."""
@@ -267,14 +273,19 @@ def _check_blocks(path: Path, events: list[dict[str, Any]]) -> None:
 
 
 class OrderedPrompts:
-    """A curriculum whose prompts depend on the groups seen before, which are recorded, too.
+    """Prompts that depend on the groups seen before, which are recorded, too: a curriculum's, or
+    those of several tasks.
 
     The rollouts take the prompts of a burst one after another; the burst is recorded by its last
-    number. Each group seen is recorded, and each time that the trainer measures.
+    number, and with the tasks of its groups if there are several. Each group seen is recorded, and
+    each time that the trainer measures.
     """
 
-    def __init__(self, prompts: Curriculum, schedule: "RunSchedule") -> None:
+    def __init__(self, prompts: "Curriculum | MixedPrompts", schedule: "RunSchedule") -> None:
         self._prompts, self._schedule = prompts, schedule
+        if not isinstance(prompts, Curriculum):
+            prompts.prescribed = schedule.chosen_tasks()
+        self._tasks: list[str] = []  # of the groups since the last record
         self._burst_ends = schedule.burst_ends()
         self._next = 0
         self._lock = threading.RLock()  # an event and its line are one
@@ -287,9 +298,12 @@ class OrderedPrompts:
         with self._lock:
             prompt = next(self._prompts)
             number, self._next = self._next, self._next + 1
+            self._tasks += [prompt.task] if prompt.task else []
             if number in self._burst_ends:
                 self._burst_ends.remove(number)
-                self._schedule.write(prompts=number)
+                chosen = {"tasks": self._tasks} if self._tasks else {}
+                self._schedule.write(prompts=number, **chosen)
+                self._tasks = []
             return prompt
 
     def restore(self, next_group: int) -> None:

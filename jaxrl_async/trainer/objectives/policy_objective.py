@@ -17,8 +17,10 @@ from jaxrl_async.algorithms.aggregate import AggregateFn, aggregate
 from jaxrl_async.algorithms.columns import COLUMNS, Columns, DeviceBatch, Source, names_of
 from jaxrl_async.algorithms.losses import TokenInputs
 from jaxrl_async.algorithms.objective import (
+    SAME_FACTORS,
     Coefficients,
     Recipe,
+    TaskFactors,
     Totals,
     make_recipe,
     policy_loss,
@@ -162,6 +164,7 @@ class PolicyObjective:
     aggregate: AggregateFn
     supervised_coefficient: float = 0.0  # of mixed-in demonstrations
     num_lags: int = 0  # lags whose divergence is reported
+    factors: TaskFactors = SAME_FACTORS  # of terms of the loss, by task
     prefix: ClassVar[str] = "train"
     rows_are_independent: ClassVar[bool] = True
 
@@ -232,6 +235,7 @@ class PolicyObjective:
             context.version,
             context.coefficients,
             num_lags=self.num_lags,
+            factors=self._factors(micro),
         )
         totals = totals._replace(load=passed.load)
         if micro.expert_ids is not None and passed.changed is not None:
@@ -247,6 +251,15 @@ class PolicyObjective:
         totals.sums["supervised/tokens"] = of_part.sums["train/tokens"]
         totals.sums["train/loss"] += of_part.sums["train/loss"]
         return loss + part, totals
+
+    def _factors(self, micro: DeviceBatch) -> TaskFactors:
+        """Return the factors of each token, [rows, length]; those that are None stay so."""
+        task_ids = micro.task_ids
+        if task_ids is None:
+            return SAME_FACTORS
+        return TaskFactors(
+            *(None if f is None else jnp.asarray(f, jnp.float32)[task_ids] for f in self.factors)
+        )
 
     def measures(
         self, trainable: Params, frozen: Frozen, micro: DeviceBatch, context: PolicyContext
@@ -264,6 +277,7 @@ def policy_update(
     teacher: schema.TeacherSection | None = None,
     teacher_spec: ModelSpec | None = None,
     num_lags: int = 0,
+    factors: TaskFactors = SAME_FACTORS,
 ) -> Update[PolicyObjective]:
     """Make the update of a policy by the algorithm.
 
@@ -271,6 +285,7 @@ def policy_update(
         temperature: the sampler's; 0 counts as 1.
         teacher_spec: None: the policy's.
         num_lags: lags whose divergence is reported.
+        factors: of terms of the loss, by the index of a task.
 
     Raises:
         ConfigError: the algorithm names an unknown function or argument, or the attention cannot
@@ -293,6 +308,7 @@ def policy_update(
         aggregate=aggregate.resolve(algorithm.aggregate),
         supervised_coefficient=algorithm.supervised_coefficient,
         num_lags=num_lags,
+        factors=factors,
     )
     return Update(
         objective,

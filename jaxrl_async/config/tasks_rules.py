@@ -1,0 +1,212 @@
+"""Rules about a run that trains on several tasks (`tasks`). Needs no JAX."""
+
+from collections.abc import Iterator
+
+from jaxrl_async.config.learning_rules import compares_whole_distributions
+from jaxrl_async.config.rule import RuleBook
+from jaxrl_async.config.schema import Config
+from jaxrl_async.config.tasks_section import SHARED_DATA
+from jaxrl_async.staleness import capacity, memory_bound
+
+rule = RuleBook()
+
+OF_ONE_TASK = (
+    *("addition", "jsonl", "max_prompt_tokens"),
+    *("curriculum", "curriculum_pool", "curriculum_threshold"),
+)
+"""Settings of `data` that each task has for itself."""
+
+
+@rule("tasks")
+def tasks_take_the_place_of_one(config: Config) -> Iterator[str]:
+    """Refuse settings of the only task next to several, and other jobs."""
+    if config.tasks is None:
+        if config.mixing is not None:
+            yield (
+                f"mixing ({config.mixing}) chooses among several tasks, and there are none. Give "
+                "them as tasks.NAME, or leave mixing out."
+            )
+        return
+    if config.run.job != "rl":
+        yield (
+            f"tasks: run.job={config.run.job} trains on one source of records. Set run.job=rl, or "
+            "give task or data instead."
+        )
+    if config.task is not None:
+        yield (
+            "task and tasks are both given. Move the task to tasks.NAME.task, or leave tasks out."
+        )
+    given = [one for one in OF_ONE_TASK if config.data.is_set(one)]
+    if "addition" in given and config.data.addition is None:
+        given.remove("addition")
+    for name in given:
+        yield (
+            f"data.{name} is of one task, and the run has several. Move it to "
+            f"tasks.NAME.data.{name}, or leave tasks out."
+        )
+    if not any(own.weight for own in config.tasks.values()):
+        yield "tasks: no task has a weight above 0. Give one to each task to train on."
+
+
+@rule("tasks")
+def what_all_tasks_share_is_set_once(config: Config) -> Iterator[str]:
+    """Refuse a task's own tokenizer and chat format, and models that would be loaded for each."""
+    for name, own in config.named_tasks.items():
+        for setting in SHARED_DATA:
+            if own.data is not None and own.data.is_set(setting):
+                yield (
+                    f"tasks.{name}.data.{setting} is shared by all tasks, which train one model. "
+                    f"Set data.{setting}."
+                )
+    if len(config.named_tasks) < 2:
+        return
+    for setting in ("model", "judge", "process"):
+        if getattr(config.reward, setting) is not None:
+            yield (
+                f"reward.{setting} would score all tasks. Move it to tasks.NAME.reward.{setting} "
+                "of those that it is for."
+            )
+
+
+@rule("tasks")
+def process_rewards_have_one_age(config: Config) -> Iterator[str]:
+    """Require one maximum age of process rewards: the trainer treats a step's groups alike."""
+    ages = {
+        f"tasks.{name}.reward.process.max_age": own.reward.process.max_age
+        for name, own in config.by_task.items()
+        if name and own.reward.process is not None
+    }
+    if len(set(ages.values())) > 1:
+        listed = ", ".join(f"{setting}={age}" for setting, age in ages.items())
+        yield f"{listed}: give the process rewards of all tasks one max_age."
+
+
+@rule("tasks")
+def a_tasks_limits_are_within_the_runs(config: Config) -> Iterator[str]:
+    """Require limits that the run's own allow."""
+    most, oldest = config.sampler.max_new_tokens, config.staleness.max_staleness
+    for name, own in config.named_tasks.items():
+        asked = own.sampling.max_new_tokens
+        if asked is not None and asked > most:
+            yield (
+                f"tasks.{name}.sampling.max_new_tokens ({asked}) is more than "
+                f"sampler.max_new_tokens ({most}). Lower it, or raise that."
+            )
+        if own.max_staleness is not None and own.max_staleness > oldest:
+            yield (
+                f"tasks.{name}.max_staleness ({own.max_staleness}) is more than "
+                f"staleness.max_staleness ({oldest}). Lower it, or raise that."
+            )
+        if own.kl_weight != 1 and not config.algorithm.kl_coefficient:
+            yield (
+                f"tasks.{name}.kl_weight ({own.kl_weight:g}) has no effect without "
+                "algorithm.kl_coefficient. Set that, or leave it out."
+            )
+        if own.loss_weight != 1 and config.pairs is not None:
+            yield (
+                f"tasks.{name}.loss_weight ({own.loss_weight:g}) is a factor of the policy loss, "
+                "and pairs have their own. Leave it out, or set pairs=null."
+            )
+        if own.sampling.model_fields_set and config.sampler.engine == "jetstream":
+            yield (
+                f"tasks.{name}.sampling: an engine of JetStream's interface samples all requests "
+                "in the same way. Leave it out, or set sampler.engine=native."
+            )
+
+
+@rule("tasks")
+def each_setting_of_a_task_is_read(config: Config) -> Iterator[str]:
+    """Require every setting of a task to have an effect."""
+    for name, own in config.named_tasks.items():
+        for path, section in own.inner(f"tasks.{name}"):
+            for unread in section.unread(path):
+                yield (
+                    f"{path}.{unread.name} has no effect without {unread.needs}. Set that, or "
+                    f"leave {path}.{unread.name} out."
+                )
+        if own.env is not None and own.task is None:
+            yield f"tasks.{name}.env has no effect without tasks.{name}.task. Leave it out."
+
+
+@rule("tasks")
+def a_step_is_filled_without_groups_that_no_one_waits_for(config: Config) -> Iterator[str]:
+    """Require a limit for tasks that the trainer does not wait for, and room next to them."""
+    lagging = {n: own for n, own in config.named_tasks.items() if not own.trainer_waits}
+    for name, own in lagging.items():
+        if own.max_in_flight is None:
+            yield (
+                f"tasks.{name}.trainer_waits=false lets other groups overtake its own, which could "
+                f"take all places. Set tasks.{name}.max_in_flight."
+            )
+    section, wanted = config.staleness, config.algorithm.groups_per_step
+    if section.when_too_old == "wait":
+        slots = capacity(section.max_staleness, wanted, section.lookahead, config.buffer.reuse)
+        slots //= config.buffer.reuse
+    else:
+        slots = memory_bound(section.max_staleness, wanted, section.overcommit)
+    held = sum(own.max_in_flight or 0 for own in lagging.values())
+    if held and slots - held < wanted:
+        yield (
+            f"tasks with trainer_waits=false may hold {held} of {slots} groups (max_in_flight), "
+            f"and the others could not fill a step of {wanted}. Lower their max_in_flight, or "
+            "raise staleness.max_staleness."
+        )
+
+
+@rule("tasks")
+def a_replay_repeats_the_choice_of_tasks(config: Config) -> Iterator[str]:
+    """Refuse a replay if timing decides when a group may start."""
+    limited = [n for n, own in config.named_tasks.items() if own.max_in_flight is not None]
+    if config.run.replay_schedule is not None and limited:
+        yield (
+            f"tasks.{limited[0]}.max_in_flight: which group starts when depends on time and is not "
+            "recorded: run.replay_schedule cannot follow it. Leave one of them out."
+        )
+
+
+@rule("tasks")
+def several_tasks_have_no_opponents(config: Config) -> Iterator[str]:
+    """Refuse features that belong to the only task of a run."""
+    if not config.named_tasks:
+        return
+    if config.serving.external_agents:
+        yield (
+            "endpoint.external_agents: external agents play the only task of a run, and tasks "
+            "gives several. Set it to false, or leave tasks out."
+        )
+    if config.players:
+        yield (
+            "seats: the other players are those of the only task of a run, and tasks gives "
+            "several. Leave seats out: the policy then plays all seats."
+        )
+
+
+@rule("tasks")
+def tasks_of_different_temperatures_compare_tokens(config: Config) -> Iterator[str]:
+    """Refuse different temperatures where the loss compares whole distributions."""
+    warm = {own.sampler.temperature or 1.0 for own in config.by_task.values()}
+    if len(warm) > 1 and compares_whole_distributions(config):
+        yield (
+            "tasks: algorithm.kl=full and teacher.form=loss compare distributions at one "
+            f"temperature, and the tasks sample at {', '.join(f'{t:g}' for t in sorted(warm))}. "
+            "Give all one temperature, or set algorithm.kl=k3 and teacher.form=advantage."
+        )
+
+
+@rule("tasks")
+def each_evaluation_names_one_of_several_tasks(config: Config) -> Iterator[str]:
+    """Require the task of each evaluation by name, and names of their own."""
+    if not config.named_tasks:
+        return
+    for name, section in config.named_evals.items():
+        if name in config.named_tasks:
+            yield (
+                f"evals.{name}: {name} is also a task, whose held-out prompts `eval` answers as "
+                f"eval/{name}. Choose another name."
+            )
+        if section.task is None and len(config.named_tasks) > 1:
+            known = ", ".join(config.named_tasks)
+            yield (
+                f"evals.{name}: the run has several tasks. Set evals.{name}.task to one of "
+                f"{known}, or to another task."
+            )

@@ -1,0 +1,376 @@
+"""The prompts of several tasks as one stream: each draw chooses a task and takes its next prompt.
+
+    streams, one for each task ──the task that is due──> Prompt ──> ...... group
+                                      ^                              │
+                                      └── scored, dropped <──────────┘
+
+The choice is data/mixing.py's. Its state is journaled, as a curriculum's is: a checkpoint holds the
+state before an earlier draw, and a resumed run makes the same choices again.
+"""
+
+import logging
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxrl_async.data.curriculum import Curriculum
+from jaxrl_async.data.mixing import (
+    RECENT,
+    MixView,
+    accrued,
+    due,
+    given_back,
+    shares,
+    spent,
+)
+from jaxrl_async.data.prompts import PromptStream
+from jaxrl_async.errors import DataError, RolloutError
+from jaxrl_async.types import Drop, EpisodeGroup, Prompt
+
+log = logging.getLogger(__name__)
+
+ChooseTask = Callable[[MixView], str | Mapping[str, float]]
+"""A user's `mixing` function."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskMix:
+    """One task's part of a mix."""
+
+    weight: float
+    most: float  # groups by which it may be behind its share
+    max_in_flight: int | None = None  # groups that are sampled and scored; None: no limit
+
+
+@dataclass(slots=True)
+class MixState:
+    """The state that determines a mix's next choice."""
+
+    credits: dict[str, float]
+    drawn: dict[str, int]  # groups that were started, by task
+    dropped: dict[str, int]  # those of them that were dropped
+    rewards: dict[str, tuple[float, ...]] = field(default_factory=dict)  # of the last groups
+
+    @property
+    def next(self) -> int:
+        """Number of the next draw."""
+        return sum(self.drawn.values())
+
+    def copy(self) -> "MixState":
+        """Return another state with the same values."""
+        return MixState(
+            dict(self.credits), dict(self.drawn), dict(self.dropped), dict(self.rewards)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTask:
+    """A journal event: a draw, with the weights that it was made by."""
+
+    task: str
+    weights: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedGroup:
+    """A journal event: a group was dropped."""
+
+    group: int
+    task: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """A journal event: a group was scored."""
+
+    group: int
+    task: str
+    reward: float  # mean
+
+
+class MixedPrompts:
+    """The prompts of several tasks. The rollout loop draws and reports, the trainer reads the state
+    and reports drops: access is locked."""
+
+    def __init__(
+        self,
+        streams: Mapping[str, PromptStream | Curriculum],
+        tasks: Mapping[str, TaskMix],
+        *,
+        choose: ChooseTask | None = None,
+        rests: Callable[[str], bool] = lambda task: False,
+        process_index: int = 0,
+        process_count: int = 1,
+    ) -> None:
+        """Begin at the first draw.
+
+        Args:
+            streams: prompts of each task, by name.
+            tasks: the part of each of them.
+            choose: a user's function; None: by the weights.
+            rests: whether a task starts no group for now, after failures.
+            process_index: this process, which draws every process_count-th group of the run.
+            process_count: processes with rollouts.
+        """
+        self._streams, self._tasks, self._choose = dict(streams), dict(tasks), choose
+        self._weights = {name: task.weight for name, task in tasks.items()}
+        self._most = {name: task.most for name, task in tasks.items()}
+        self.rests = rests  # set before the run starts
+        self.prescribed: Sequence[str] = ()  # choices of a recording that is replayed, by draw
+        self._first, self._stride = process_index, process_count
+        self._lock = threading.Lock()
+        nothing = dict.fromkeys(tasks, 0)
+        self._now = MixState(
+            dict.fromkeys(tasks, 0.0),
+            dict(nothing),
+            dict(nothing),
+            dict.fromkeys(tasks, ()),
+        )
+        self._settled = self._now.copy()
+        self._journal: list[ChosenTask | DroppedGroup | ScoredGroup] = []  # between the two states
+        self._arrived: list[DroppedGroup | ScoredGroup] = []  # since the last draw
+        self._running: dict[int, str] = {}  # task of each group that is sampled or scored
+        self._drops = Counter[tuple[str, str]]()  # task and reason, since the last `measures`
+        self._overruled = 0  # choices of tasks that could not start, since the last `measures`
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """See PromptStream: of all tasks."""
+        return tuple(text for stream in self._streams.values() for text in stream.references)
+
+    def __iter__(self) -> "MixedPrompts":
+        return self
+
+    def may_begin(self) -> bool:
+        """Return whether a task may start a group now."""
+        with self._lock:
+            return bool(self._able()) or self._now.next < len(self.prescribed)
+
+    def __next__(self) -> Prompt:
+        """Return the prompt of the next group; the stream never ends. Raises RolloutError if the
+        user's function fails."""
+        with self._lock:
+            self._take_in()
+            number = self._now.next
+            weights, name = self._due()
+            self._note(ChosenTask(name, weights))
+            self._running[number] = name
+            prompt = replace(next(self._streams[name]), task=name)
+            if len(self._tasks) > 1:
+                prompt = replace(prompt, position=self._first + self._stride * number)
+            return prompt
+
+    def observe(self, group: EpisodeGroup) -> None:
+        """Record a scored group, whether or not it will be trained on."""
+        number, name = group.ticket.group, group.prompt.task
+        self._streams[name].observe(group)
+        rewards = [score.total for score in group.scores]
+        with self._lock:
+            self._running.pop(number, None)
+            if rewards:
+                mean = math.fsum(rewards) / len(rewards)
+                self._arrived.append(ScoredGroup(number, name, mean))
+
+    def dropped(self, task: str, number: int, reason: Drop) -> None:
+        """Record a group that will not be trained on: its draw counts no more."""
+        with self._lock:
+            self._running.pop(number, None)
+            self._drops[task, reason.value] += 1
+            self._arrived.append(DroppedGroup(number, task))
+
+    def measures(self, next_draw: int) -> dict[str, float]:
+        """Return each task's metrics before draw `next_draw`, or before the last call's draw if
+        later; drops are those since the last call. Keys as in METRICS."""
+        with self._lock:
+            self._settle(max(next_draw, self._settled.next))
+            state = self._settled
+            kept = {name: state.drawn[name] - state.dropped[name] for name in self._tasks}
+            total = max(sum(kept.values()), 1)
+            found: dict[str, float] = {}
+            for name in self._tasks:
+                found |= {
+                    f"task/{name}/share": kept[name] / total,
+                    f"task/{name}/behind": state.credits[name],
+                    f"task/{name}/in_flight": float(self._number_running(name)),
+                    f"task/{name}/resting": float(self.rests(name)),
+                }
+            for (name, reason), count in self._drops.items():
+                found[f"task/{name}/dropped_{reason}"] = float(count)
+            self._drops.clear()
+            if self._choose is not None:
+                found["task/overruled"] = float(self._overruled)
+                self._overruled = 0
+            drawn = dict(state.drawn)
+        for name, stream in self._streams.items():
+            for key, value in stream.measures(drawn[name]).items():
+                found[f"task/{name}/{key.removeprefix('data/')}"] = value
+        return found
+
+    def state(self, next_draw: int | None = None) -> dict[str, Any]:
+        """Return the state before this draw (None: now), as JSON. Successive calls must not go
+        back."""
+        with self._lock:
+            self._settle(self._now.next if next_draw is None else next_draw)
+            state = self._settled.copy()
+        return {
+            "next": state.next,
+            "tasks": {
+                name: {
+                    "credit": state.credits[name],
+                    "drawn": state.drawn[name],
+                    "dropped": state.dropped[name],
+                    "rewards": list(state.rewards[name]),
+                    "stream": stream.state(state.drawn[name]),
+                }
+                for name, stream in self._streams.items()
+            },
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`; a task that it does not have begins at its first prompt.
+
+        Raises DataError if it is the state of other tasks, or of other records.
+        """
+        saved = state.get("tasks")
+        if not isinstance(saved, Mapping):
+            raise DataError(
+                "the checkpoint is of a run with one task (task, data), and this run has several "
+                "(tasks). Resume with the same task, or choose another run.name; "
+                "model.path=.../policy starts from a finished run's weights."
+            )
+        if gone := [name for name in saved if name not in self._tasks]:
+            raise DataError(
+                f"the checkpoint has groups of the task {gone[0]!r}, which tasks does not have "
+                f"now (it has: {', '.join(self._tasks)}). Keep the names of tasks; weight: 0 "
+                "starts no further group of one."
+            )
+        with self._lock:
+            for name, own in saved.items():
+                self._streams[name].restore(dict(own["stream"]))
+                for one in (self._now, self._settled):
+                    one.credits[name] = float(own["credit"])
+                    one.drawn[name] = int(own["drawn"])
+                    one.dropped[name] = int(own["dropped"])
+                    one.rewards[name] = tuple(map(float, own["rewards"]))
+            self._journal, self._arrived, self._running = [], [], {}
+        if new := [name for name in self._tasks if name not in saved]:
+            log.info("new tasks since the checkpoint: %s", ", ".join(new))
+
+    def restore_running(self, groups: Mapping[int, str]) -> None:
+        """Count these groups of a checkpoint, by number, which continue: the task of each."""
+        with self._lock:
+            self._running = dict(groups)
+
+    # ---- under the lock
+
+    def _number_running(self, name: str) -> int:
+        return sum(task == name for task in self._running.values())
+
+    def _able(self) -> tuple[str, ...]:
+        """Return the tasks that may start a group now."""
+        running = Counter(self._running.values())
+        return tuple(
+            name
+            for name, task in self._tasks.items()
+            if (task.weight > 0 or self._choose is not None)
+            and (task.max_in_flight is None or running[name] < task.max_in_flight)
+            and not self.rests(name)
+        )
+
+    def _due(self) -> tuple[Mapping[str, float], str]:
+        """Return the weights of this draw, and the task that it chooses."""
+        if self._now.next < len(self.prescribed):
+            return self._weights, self.prescribed[self._now.next]
+        able, weights = self._able(), self._weights
+        assert able, "may_begin was asked"
+        if self._choose is not None:
+            chosen = self._asked(able)
+            if isinstance(chosen, str) and chosen in able:
+                return weights, chosen
+            if isinstance(chosen, dict) and any(chosen[name] for name in able):
+                weights = chosen
+            else:
+                self._overruled += 1
+        if not any(weights[name] for name in able):
+            return weights, able[0]
+        return weights, due(accrued(self._now.credits, weights, self._most), weights, able)
+
+    def _asked(self, able: tuple[str, ...]) -> str | dict[str, float]:
+        """Ask the user's function. Raises RolloutError."""
+        assert self._choose is not None
+        state = self._now
+        view = MixView(
+            draw=state.next,
+            weights=dict(self._weights),
+            counts={name: state.drawn[name] - state.dropped[name] for name in self._tasks},
+            rewards=dict(state.rewards),
+            available=able,
+        )
+        try:
+            given: Any = self._choose(view)
+        except Exception as error:
+            raise RolloutError(
+                f"the function of `mixing` raised {type(error).__name__}: {error}. Correct it."
+            ) from error
+        if isinstance(given, str) and given in self._tasks:
+            return given
+        numbers = given.values() if isinstance(given, Mapping) else ()
+        if (
+            isinstance(given, Mapping)
+            and {*given} <= {*self._tasks}
+            and all(isinstance(w, int | float) and 0 <= w < math.inf for w in numbers)
+            and any(numbers)
+        ):
+            return {name: float(given.get(name, 0.0)) for name in self._tasks}
+        raise RolloutError(
+            f"the function of `mixing` returned {given!r:.80}. It must return the name of a task "
+            f"({', '.join(self._tasks)}), or a mapping from names to weights, not negative and not "
+            "all 0."
+        )
+
+    def _note(self, event: ChosenTask | DroppedGroup | ScoredGroup) -> None:
+        self._advance(self._now, event)
+        self._journal.append(event)
+
+    def _advance(self, state: MixState, event: ChosenTask | DroppedGroup | ScoredGroup) -> None:
+        """Bring a state to after an event."""
+        name = event.task
+        if isinstance(event, ChosenTask):
+            gained = accrued(state.credits, event.weights, self._most)
+            state.credits = spent(gained, name)
+            state.drawn[name] += 1
+        elif isinstance(event, DroppedGroup):
+            state.dropped[name] += 1
+            if self._weights[name] > 0:
+                state.credits = given_back(state.credits, self._weights, self._most, name)
+        else:
+            state.rewards[name] = (*state.rewards[name], event.reward)[-RECENT:]
+
+    def _take_in(self) -> None:
+        """Apply what has arrived since the last draw, ordered by group, not by arrival."""
+        for event in sorted(self._arrived, key=lambda e: (e.group, isinstance(e, DroppedGroup))):
+            self._note(event)
+        self._arrived.clear()
+
+    def _settle(self, next_draw: int) -> None:
+        """Advance the settled state to just before this draw."""
+        assert self._settled.next <= next_draw <= self._now.next, "not between the two states"
+        if next_draw == self._now.next:
+            self._take_in()
+        done = 0
+        for event in self._journal:
+            if isinstance(event, ChosenTask) and self._settled.next == next_draw:
+                break
+            self._advance(self._settled, event)
+            done += 1
+        del self._journal[:done]
+
+
+def catch_up(weights: Mapping[str, float], groups_per_step: int) -> dict[str, float]:
+    """Return by how many groups each task may be behind its share: one step's worth of its groups,
+    and at least one."""
+    of_each = shares(weights)
+    return {name: max(1.0, share * groups_per_step) for name, share in of_each.items()}
