@@ -1,6 +1,7 @@
 """The objective of one micro-batch: the chosen functions combined, and their metrics.
 
     loss = c_p * token loss * correction + c_kl * kl - c_h * entropy + c_t * divergence from teacher
+           + c_1 * component 1 + c_2 * component 2 + ...        (loss_components)
 
 Everything adds up over micro-batches: `aggregate` computes the weights of the loss's sum
 beforehand, and each reported mean is kept as (total, count) until `summarize` divides on the host.
@@ -22,6 +23,13 @@ from jaxrl_async.algorithms.aggregate import (
 from jaxrl_async.algorithms.corrections import CorrectionFn, combined, correction_of
 from jaxrl_async.algorithms.expert_load import ExpertLoad
 from jaxrl_async.algorithms.kl import KLFn, k3_of, kl, sees_whole_distribution
+from jaxrl_async.algorithms.loss_components import (
+    Component,
+    component_terms,
+    components_of,
+    entropy,
+    need_entropy,
+)
 from jaxrl_async.algorithms.losses import (
     MAX_LOG_RATIO,
     ON_REQUEST,
@@ -44,6 +52,7 @@ class Coefficients(NamedTuple):
 
     kl: Any = 0.0
     entropy: Any = 0.0
+    losses: tuple[Any, ...] = ()  # of algorithm.losses, in order
 
 
 class Recipe(NamedTuple):
@@ -57,9 +66,11 @@ class Recipe(NamedTuple):
     kl_in_loss: bool = True
     whole_kl: bool = False  # over the whole vocabulary
     has_entropy: bool = False  # whether the bonus may be on
+    sees_entropy: bool = False  # whether a term has a gradient through the entropy
     entropy_clip: float | None = None
     policy: float = 1.0  # weight of the policy loss
     teacher: float = 0.0  # weight of the divergence from the teacher
+    components: tuple[Component, ...] = ()  # of algorithm.losses
 
 
 class Totals(NamedTuple):
@@ -93,6 +104,8 @@ def pass_columns(
     several_passes = algorithm.epochs > 1 and not sees_whole_distribution(algorithm.kl)
     if in_reward or (refers and (several_passes or offloads)):
         needed.add("reference_logprobs")
+    if algorithm.components:
+        needed.add("rewards")
     return frozenset(needed)
 
 
@@ -109,15 +122,23 @@ def make_recipe(
         loss=masked_loss(loss) if is_own(schema.name_of(algorithm.loss)) else loss,
         correction=combined(correction_of(algorithm), algorithm.anchor),
         kl=kl.resolve(algorithm.kl),
-        coefficients=Coefficients(algorithm.kl_coefficient, algorithm.entropy_coefficient),
+        coefficients=coefficients_of(algorithm),
         anchor=algorithm.anchor,
         kl_in_loss=algorithm.kl_in == "loss",
         whole_kl=sees_whole_distribution(algorithm.kl),
         has_entropy=bool(algorithm.entropy_coefficient or algorithm.entropy_target),
+        sees_entropy=algorithm.has_entropy_bonus or need_entropy(algorithm.components),
         entropy_clip=algorithm.entropy_clip,
         policy=teacher.rewards if teacher is not None and distils else 1.0,
         teacher=teacher.coefficient if teacher is not None and distils else 0.0,
+        components=components_of(algorithm.components),
     )
+
+
+def coefficients_of(algorithm: schema.AlgorithmSection, step: int = 0) -> Coefficients:
+    """Return the coefficients as they are configured for a step, from 0."""
+    losses = tuple(one.coefficient_at(step) for one in algorithm.components.values())
+    return Coefficients(algorithm.kl_coefficient, algorithm.entropy_coefficient, losses)
 
 
 def policy_loss(
@@ -127,6 +148,7 @@ def policy_loss(
     version: Array,
     coefficients: Coefficients | None = None,
     *,
+    component_weights: Array | None = None,
     num_lags: int = 0,
 ) -> tuple[Array, Totals]:
     """Return a micro-batch's share of the step's loss and of its metrics.
@@ -139,6 +161,7 @@ def policy_loss(
         weights: [rows, length] float32 from `aggregate`.
         version: int32, of the weights being trained.
         coefficients: coefficients of this step. None: the recipe's.
+        component_weights: [rows, length, components] float32; None: the recipe has no components.
         num_lags: number of lags that are reported separately.
     """
     coefficients = recipe.coefficients if coefficients is None else coefficients
@@ -157,13 +180,16 @@ def policy_loss(
         "policy/weight_mean": _mean(x.mask, factor * ratio if held else factor),
     }
     terms, term_means = _other_terms(recipe, x, weights, coefficients)
-    loss = recipe.policy * policy_loss + terms
+    own = component_terms(recipe.components, x, component_weights, coefficients.losses)
+    loss = recipe.policy * policy_loss + terms + own.loss
     sums = {
         "train/loss": loss,
         "train/policy_loss": policy_loss,
         "train/tokens": jnp.sum(x.mask),
         "train/sequences": jnp.sum(first_tokens(x.mask, x.segment_ids)),
+        **own.sums,
     }
+    means |= own.means
     minima = {"policy/ratio_min": _smallest(x.mask, ratio)}
     means |= term_means | _distances(x, known) | off_policy_measures(x, version)
     means |= divergence_by_lag(x, num_lags)
@@ -185,9 +211,8 @@ def _other_terms(
         if recipe.kl_in_loss:
             total += coefficients.kl * _weighted(x, weights, divergence)
     if recipe.has_entropy:
-        clip = recipe.entropy_clip
-        bonus = entropy_bonus(x) if clip is None else clipped_entropy_bonus(x, bound=clip)
-        total -= coefficients.entropy * _weighted(x, weights, bonus)
+        bonus = entropy(x, below=recipe.entropy_clip)
+        total += coefficients.entropy * _weighted(x, weights, bonus)
     if x.teacher_divergence is not None:
         means["policy/teacher_divergence"] = _mean(x.mask, x.teacher_divergence)
         total += recipe.teacher * _weighted(x, weights, x.teacher_divergence)
@@ -211,16 +236,6 @@ def _corrected_loss(recipe: Recipe, x: TokenInputs) -> tuple[TokenLoss, Array, A
 
 
 # ---- the entropy bonus
-
-
-def entropy_bonus(x: TokenInputs) -> Array:
-    """Return the policy's entropy at each token, nats; 0 outside the mask."""
-    return jnp.where(x.mask, x.entropy, 0.0)
-
-
-def clipped_entropy_bonus(x: TokenInputs, *, bound: float) -> Array:
-    """Return the entropy where it is below `bound`, nats; 0 elsewhere and outside the mask."""
-    return jnp.where(x.mask & (x.entropy < bound), x.entropy, 0.0)
 
 
 def next_entropy_coefficient(

@@ -224,6 +224,7 @@ def records_have_the_answers_asked_for(config: Config) -> Iterator[str]:
         "run.job=sft": config.run.job == "sft",
         "warm_start.steps": bool(config.warm_start.steps) and config.run.job == "rl",
         "algorithm.supervised_coefficient": bool(config.algorithm.supervised_coefficient),
+        "algorithm.losses, tokens=demonstrations": config.algorithm.mixes,
         f"reward.function={', '.join(judges)}": config.run.job == "rl" and bool(judges),
         "data.jsonl.answer_mark": jsonl.answer_mark is not None,
     }

@@ -15,6 +15,7 @@ from jax import Array
 
 from jaxrl_async.algorithms.aggregate import AggregateFn, aggregate
 from jaxrl_async.algorithms.columns import COLUMNS, Columns, DeviceBatch, Source, names_of
+from jaxrl_async.algorithms.loss_components import component_weights
 from jaxrl_async.algorithms.losses import TokenInputs
 from jaxrl_async.algorithms.objective import (
     Coefficients,
@@ -25,6 +26,7 @@ from jaxrl_async.algorithms.objective import (
     supervised_loss,
 )
 from jaxrl_async.config import schema
+from jaxrl_async.config.algorithm_section import LossSection
 from jaxrl_async.later import Later
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.divergence import (
@@ -103,9 +105,12 @@ class PolicyForward:
     @staticmethod
     def _learnt(micro: DeviceBatch) -> Array:
         """Return the tokens whose log-probs the loss reads, [rows, length] bool."""
-        if micro.supervised_weights is None:
-            return micro.mask
-        return micro.mask | (micro.supervised_weights > 0)
+        learnt = micro.mask
+        if micro.supervised_weights is not None:
+            learnt |= micro.supervised_weights > 0
+        if micro.component_weights is not None:
+            learnt |= jnp.any(micro.component_weights > 0, axis=-1)
+        return learnt
 
     def whole(self, frozen: Frozen) -> Frozen:
         """Return the frozen weights; adapters of reference and teacher are joined to the base."""
@@ -161,6 +166,7 @@ class PolicyObjective:
     recipe: Recipe
     aggregate: AggregateFn
     supervised_coefficient: float = 0.0  # of mixed-in demonstrations
+    components: tuple[LossSection, ...] = ()  # of algorithm.losses
     num_lags: int = 0  # lags whose divergence is reported
     prefix: ClassVar[str] = "train"
     rows_are_independent: ClassVar[bool] = True
@@ -176,21 +182,30 @@ class PolicyObjective:
 
     # ---- host
 
-    def weights(self, batch: PackedBatch, times: int = 1) -> Columns:
-        """Return the columns of the tokens' weights in the loss; [rows, length] each.
+    def weights(
+        self, batch: PackedBatch, times: int = 1, columns: Columns | None = None
+    ) -> Columns:
+        """Return the columns of the tokens' weights in the loss; [rows, length, ...] each.
 
-        times: factor of all weights: the number of parts in which a step is trained. The mean of
-        the parts' gradients is then the step's.
+        Args:
+            batch: the whole step.
+            times: factor of all weights: the number of parts in which a step is trained. The mean
+                of the parts' gradients is then the step's.
+            columns: in addition to the batch's.
         """
         weights: Columns = {"weights": self.aggregate(batch)}
         if self.supervised_coefficient:
             weights["supervised_weights"] = supervised_weights(batch, self.supervised_coefficient)
+        if self.components:
+            rewards = (columns or {}).get("rewards")
+            of_components = component_weights(self.components, batch, rewards, self.aggregate)
+            weights["component_weights"] = of_components
         return {name: w * np.float32(times) for name, w in weights.items()}
 
     def micro_batches(self, data: PolicyData, sizes: MicroSizes) -> Sequence[DeviceBatch]:
         columns = data.columns or {}
         if "weights" not in columns:
-            columns = columns | self.weights(data.batch)
+            columns = columns | self.weights(data.batch, columns=columns)
         parts = {k: split(column, sizes, COLUMNS[k].fill) for k, column in columns.items()}
         return [
             DeviceBatch(
@@ -202,8 +217,10 @@ class PolicyObjective:
 
     def context(self, data: PolicyData) -> PolicyContext:
         numbers = self.recipe.coefficients if data.coefficients is None else data.coefficients
+        kl, entropy, losses = numbers
+        own = tuple(np.float32(c) for c in losses)
         return PolicyContext(
-            np.int32(data.version), Coefficients(*(np.float32(c) for c in numbers))
+            np.int32(data.version), Coefficients(np.float32(kl), np.float32(entropy), own)
         )
 
     def probe(self, trainable: Params, frozen: Frozen, tokens: TokenRows) -> Array:
@@ -231,6 +248,7 @@ class PolicyObjective:
             micro.weights,
             context.version,
             context.coefficients,
+            component_weights=micro.component_weights,
             num_lags=self.num_lags,
         )
         totals = totals._replace(load=passed.load)
@@ -284,7 +302,7 @@ def policy_update(
         teacher_spec=teacher_spec or spec,
         teacher_divergence=divergence_of(section.kind, section.beta),
         whole_kl=recipe.whole_kl,
-        has_entropy=recipe.has_entropy,
+        has_entropy=recipe.sees_entropy,
         lora=settings.lora,
     )
     objective = PolicyObjective(
@@ -292,6 +310,7 @@ def policy_update(
         recipe=recipe,
         aggregate=aggregate.resolve(algorithm.aggregate),
         supervised_coefficient=algorithm.supervised_coefficient,
+        components=tuple(algorithm.components.values()),
         num_lags=num_lags,
     )
     return Update(
