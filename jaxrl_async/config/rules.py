@@ -235,6 +235,17 @@ def records_have_the_answers_asked_for(config: Config) -> Iterator[str]:
         )
 
 
+@rule(job="reward_model")
+def a_reward_model_has_no_policy_to_copy(config: Config) -> Iterator[str]:
+    """Refuse Hugging Face folders of the policy for a job that trains none."""
+    if config.checkpoint.hugging_face:
+        yield (
+            "checkpoint.hugging_face writes the policy of each checkpoint, and "
+            "run.job=reward_model trains none. Set it to false; the reward model is written at the "
+            "end of the run."
+        )
+
+
 @rule()
 def sft_needs_no_warm_start(config: Config) -> Iterator[str]:
     """Require no warm start with run.job=sft, which is supervised training itself."""

@@ -257,7 +257,10 @@ def _rewards(pivots: Pivots, file: Path) -> dict[int, list[float]]:
         answers = [json.loads(line) for line in lines if line.strip()]
         for answer in answers:
             index = int(answer["index"])
-            if not 0 <= index < len(pivots) or answer["reference"] != pivots[index]["answer"].strip():
+            if (
+                not 0 <= index < len(pivots)
+                or answer["reference"] != pivots[index]["answer"].strip()
+            ):
                 raise DataError(
                     f"{file}: its answer to record {index} is to another turn. Make the profile "
                     "from the same file, with the same `turns`: its eval_path must be this file."
