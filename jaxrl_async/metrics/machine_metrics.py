@@ -228,7 +228,7 @@ FAULT_METRICS: tuple[Metric, ...] = (
         (
             "faults/failed_policy_copies",
             "folders",
-            "Hugging Face folders of checkpoints that could not be written (checkpoint.hugging_face).",
+            "Folders of checkpoint.hugging_face that could not be written.",
         ),
         (
             "faults/failed_evaluations",

@@ -93,7 +93,7 @@ class Paths:
 
     @property
     def hugging_face(self) -> Path:
-        """A Hugging Face directory of each checkpoint's policy, if checkpoint.hugging_face is set."""
+        """Hugging Face directories of the checkpoints' policies (checkpoint.hugging_face)."""
         return self.root / "hugging_face"
 
     @property
