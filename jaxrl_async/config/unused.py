@@ -277,8 +277,8 @@ OPTIONAL = {
     "reference": Use(
         _keys("reference", ReferenceSection),
         lambda c: c.run.job == "rl" and c.refers,
-        "algorithm.kl_coefficient above 0, or a component of algorithm.losses or a pairs.loss that "
-        "compares with it",
+        "algorithm.kl_coefficient above 0 or a pairs.loss or a loss component that compares with "
+        "it",
         ("algorithm.kl_coefficient",),
     ),
     "critic": Use(

@@ -2,8 +2,8 @@
 
     checkpoint N has its name ──> RUN/hugging_face/.N.writing ──named once it is whole──> .../N
 
-They are read from the checkpoint, on the thread that writes checkpoints: devices and training take
-no part in it. `jaxrl-async export RUN OUT --step N` writes the same files.
+They are read from the checkpoint into the host's memory, on the thread that writes checkpoints, so
+training goes on meanwhile. `jaxrl-async export RUN OUT --step N` writes the same files.
 """
 
 import logging
@@ -21,11 +21,9 @@ from jaxrl_async.run.checkpoint.storage import place_of
 from jaxrl_async.run.checkpoint.store import OnSaved
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.saved_policy import write_step
+from jaxrl_async.whole_files import UNFINISHED
 
 log = logging.getLogger(__name__)
-
-WRITING = ".writing"
-"""End of the name of a folder that is being written."""
 
 
 class PolicyCopies:
@@ -84,7 +82,7 @@ class PolicyCopies:
             self._on_saved(step, folder)
 
     def _write(self, step: int, target: Path) -> None:
-        half = target.with_name(f".{step}{WRITING}")
+        half = target.with_name(f".{step}{UNFINISHED}")
         shutil.rmtree(half, ignore_errors=True)
         write_step(
             self._paths,
@@ -103,8 +101,8 @@ class PolicyCopies:
             place = place_of(self._config.checkpoint, self._config.run.name, self._paths)
             kept = {str(step) for step in place.steps()}
             for folder in self._paths.hugging_face.iterdir():
-                is_ours = folder.name.isdigit() or folder.name.endswith(WRITING)
+                is_ours = folder.name.isdigit() or folder.name.endswith(UNFINISHED)
                 if is_ours and folder.name not in kept:
                     shutil.rmtree(folder)
-        except OSError as error:
+        except Exception as error:  # such as a bucket's
             log.warning("%s: old folders remain: %s", self._paths.hugging_face, error)
