@@ -89,15 +89,20 @@ component.check_known(function_facts.COMPONENTS_OF_ANSWERS, lambda facts: facts.
 
 
 class Component(NamedTuple):
-    """A component with its settings bound."""
+    """A component with its settings bound; hashable, as what programs are compiled for must be."""
 
     name: str
     values: ComponentFn
+    tokens: str = "answers"  # as LossSection.tokens
+    right_reward: float = 0.5  # above which an answer is right
 
 
 def components_of(sections: Mapping[str, LossSection]) -> tuple[Component, ...]:
     """Resolve algorithm.losses. Raise ConfigError."""
-    return tuple(Component(name, component.resolve(one.loss)) for name, one in sections.items())
+    return tuple(
+        Component(name, component.resolve(one.loss), one.tokens, one.right_reward)
+        for name, one in sections.items()
+    )
 
 
 def need_entropy(sections: Mapping[str, LossSection]) -> bool:
@@ -109,7 +114,7 @@ def need_entropy(sections: Mapping[str, LossSection]) -> bool:
 
 
 def component_weights(
-    sections: Sequence[LossSection],
+    components: Sequence[Component],
     batch: PackedBatch,
     rewards: FloatArray | None,
     aggregate: AggregateFn,
@@ -118,25 +123,25 @@ def component_weights(
     tokens that a component does not cover.
 
     Args:
-        sections: algorithm.losses, in order.
+        components: of the recipe.
         batch: the whole step.
         rewards: [rows, length] float32, the reward of a token's answer; None: unknown, and no
             component covers only right answers.
         aggregate: algorithm.aggregate. Demonstrations are averaged over their tokens.
     """
-    weights = [_weights(one, batch, rewards, aggregate) for one in sections]
+    weights = [_weights(one, batch, rewards, aggregate) for one in components]
     return np.stack(weights, axis=-1).astype(np.float32)
 
 
 def _weights(
-    section: LossSection, batch: PackedBatch, rewards: FloatArray | None, aggregate: AggregateFn
+    one: Component, batch: PackedBatch, rewards: FloatArray | None, aggregate: AggregateFn
 ) -> FloatArray:
-    if section.tokens == "demonstrations":
+    if one.tokens == "demonstrations":
         return token_mean(replace(batch, mask=batch.supervised))
     covered: BoolArray = batch.mask
-    if section.tokens == "right":
+    if one.tokens == "right":
         assert rewards is not None, "the rewards say which answers are right"
-        covered = covered & (rewards > section.right_reward)
+        covered = covered & (rewards > one.right_reward)
     return aggregate(replace(batch, mask=covered))
 
 
@@ -171,7 +176,7 @@ def component_terms(
     total: Array | float = 0.0
     sums: dict[str, Array] = {}
     means: dict[str, tuple[Array, Array]] = {}
-    for index, (name, function) in enumerate(components):
+    for index, (name, function, *_) in enumerate(components):
         assert weights is not None, "components have weights"
         covered = weights[..., index] > 0
         values, more = called(function, x._replace(mask=covered))

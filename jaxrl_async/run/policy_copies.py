@@ -97,6 +97,8 @@ class PolicyCopies:
 
     def _forget(self) -> None:
         """Remove the folders whose checkpoint is gone, and what a killed run left half written."""
+        if not self._paths.hugging_face.is_dir():
+            return
         try:
             place = place_of(self._config.checkpoint, self._config.run.name, self._paths)
             kept = {str(step) for step in place.steps()}

@@ -1308,7 +1308,7 @@ GROUPS = (
             ("x.mask & (x.entropy < below)", "x.mask & (x.entropy > below)"),
             ("jnp.where(covered, -x.entropy, 0.0)", "jnp.where(covered, x.entropy, 0.0)"),
             ("log_ratio(x._replace(anchor_logprobs=None)) ** 2 / 2", "log_ratio(x) ** 2"),
-            ("rewards > section.right_reward", "rewards >= section.right_reward"),
+            ("rewards > one.right_reward", "rewards >= one.right_reward"),
             ("covered = weights[..., index] > 0", "covered = x.mask"),
             ("covered, weights[..., index] * values, 0.0", "covered, values, 0.0"),
             ("total += coefficients[index] * term", "total += term"),

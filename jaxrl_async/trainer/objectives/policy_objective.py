@@ -26,7 +26,6 @@ from jaxrl_async.algorithms.objective import (
     supervised_loss,
 )
 from jaxrl_async.config import schema
-from jaxrl_async.config.algorithm_section import LossSection
 from jaxrl_async.later import Later
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.divergence import (
@@ -166,7 +165,6 @@ class PolicyObjective:
     recipe: Recipe
     aggregate: AggregateFn
     supervised_coefficient: float = 0.0  # of mixed-in demonstrations
-    components: tuple[LossSection, ...] = ()  # of algorithm.losses
     num_lags: int = 0  # lags whose divergence is reported
     prefix: ClassVar[str] = "train"
     rows_are_independent: ClassVar[bool] = True
@@ -196,10 +194,9 @@ class PolicyObjective:
         weights: Columns = {"weights": self.aggregate(batch)}
         if self.supervised_coefficient:
             weights["supervised_weights"] = supervised_weights(batch, self.supervised_coefficient)
-        if self.components:
+        if parts := self.recipe.components:
             rewards = (columns or {}).get("rewards")
-            of_components = component_weights(self.components, batch, rewards, self.aggregate)
-            weights["component_weights"] = of_components
+            weights["component_weights"] = component_weights(parts, batch, rewards, self.aggregate)
         return {name: w * np.float32(times) for name, w in weights.items()}
 
     def micro_batches(self, data: PolicyData, sizes: MicroSizes) -> Sequence[DeviceBatch]:
@@ -310,7 +307,6 @@ def policy_update(
         recipe=recipe,
         aggregate=aggregate.resolve(algorithm.aggregate),
         supervised_coefficient=algorithm.supervised_coefficient,
-        components=tuple(algorithm.components.values()),
         num_lags=num_lags,
     )
     return Update(
