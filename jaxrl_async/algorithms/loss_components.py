@@ -59,6 +59,12 @@ def entropy(x: TokenInputs, *, below: Above0 | None = None) -> Array:
 
     below: only tokens with less entropy, nats; None: all.
     """
+    return negative_entropy(x, below)
+
+
+def negative_entropy(x: TokenInputs, below: float | None) -> Array:
+    """Return -entropy of the policy at each token, nats; 0 outside the mask, and for tokens with at
+    least the entropy `below`."""
     covered = x.mask if below is None else x.mask & (x.entropy < below)
     return jnp.where(covered, -x.entropy, 0.0)
 

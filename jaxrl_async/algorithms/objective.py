@@ -27,8 +27,8 @@ from jaxrl_async.algorithms.loss_components import (
     Component,
     component_terms,
     components_of,
-    entropy,
     need_entropy,
+    negative_entropy,
 )
 from jaxrl_async.algorithms.losses import (
     MAX_LOG_RATIO,
@@ -180,16 +180,16 @@ def policy_loss(
         "policy/weight_mean": _mean(x.mask, factor * ratio if held else factor),
     }
     terms, term_means = _other_terms(recipe, x, weights, coefficients)
-    own = component_terms(recipe.components, x, component_weights, coefficients.losses)
-    loss = recipe.policy * policy_loss + terms + own.loss
+    of_components = component_terms(recipe.components, x, component_weights, coefficients.losses)
+    loss = recipe.policy * policy_loss + terms + of_components.loss
     sums = {
         "train/loss": loss,
         "train/policy_loss": policy_loss,
         "train/tokens": jnp.sum(x.mask),
         "train/sequences": jnp.sum(first_tokens(x.mask, x.segment_ids)),
-        **own.sums,
+        **of_components.sums,
     }
-    means |= own.means
+    means |= of_components.means
     minima = {"policy/ratio_min": _smallest(x.mask, ratio)}
     means |= term_means | _distances(x, known) | off_policy_measures(x, version)
     means |= divergence_by_lag(x, num_lags)
@@ -211,7 +211,7 @@ def _other_terms(
         if recipe.kl_in_loss:
             total += coefficients.kl * _weighted(x, weights, divergence)
     if recipe.has_entropy:
-        bonus = entropy(x, below=recipe.entropy_clip)
+        bonus = negative_entropy(x, recipe.entropy_clip)
         total += coefficients.entropy * _weighted(x, weights, bonus)
     if x.teacher_divergence is not None:
         means["policy/teacher_divergence"] = _mean(x.mask, x.teacher_divergence)

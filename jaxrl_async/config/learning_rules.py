@@ -203,8 +203,8 @@ def worked_answers_are_learnt_at_temperature_1(config: Config) -> Iterator[str]:
     if config.algorithm.mixes and temperature != 1.0:
         which = "supervised_coefficient" if config.algorithm.supervised_coefficient else "losses"
         yield (
-            f"algorithm.{which} trains on demonstrations at sampler.temperature ({temperature}), "
-            "and these need temperature 1. Set the temperature to 1, or leave them out."
+            f"algorithm.{which} trains at sampler.temperature ({temperature}), and demonstrations "
+            "need temperature 1. Set the temperature to 1, or leave them out."
         )
 
 

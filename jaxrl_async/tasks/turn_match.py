@@ -47,8 +47,8 @@ def mismatch_of(given: Message, turn: Message, rules: MatchRules) -> str:
     if not wanted:
         if calls:
             return CALL
-        texts = (str(message.get("content") or "") for message in (given, turn))
-        return "" if rules.text == "any" or similar(*texts, rules.similarity) else TEXT
+        said, text = (str(message.get("content") or "") for message in (given, turn))
+        return "" if rules.text == "any" or similar(said, text, rules.similarity) else TEXT
     if not calls:
         return NO_CALL
     if len(calls) != len(wanted):
@@ -87,11 +87,13 @@ def _name(call: Mapping[str, Any]) -> str:
 def _same_call(given: Mapping[str, Any], call: Mapping[str, Any], rules: MatchRules) -> bool:
     if _name(given) != _name(call):
         return False
-    both = [arguments_object(one["function"].get("arguments") or {}) for one in (given, call)]
-    if both[0] is None or both[1] is None:
+    first, second = (
+        arguments_object(one["function"].get("arguments") or {}) for one in (given, call)
+    )
+    if first is None or second is None:
         return False
-    first, second = ({k: v for k, v in one.items() if k not in rules.ignored} for one in both)
-    return same_value(first, second, rules.similarity)
+    compared = [{k: v for k, v in one.items() if k not in rules.ignored} for one in (first, second)]
+    return same_value(compared[0], compared[1], rules.similarity)
 
 
 def same_value(given: Any, value: Any, similarity: float = 1.0) -> bool:

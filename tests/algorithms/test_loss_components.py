@@ -313,7 +313,7 @@ def test_components_ask_for_what_they_need():
                 "algorithm.losses={a: {loss: nll, tokens: demonstrations}}",
                 "sampler.temperature=0.5",
             ],
-            "algorithm.losses trains on demonstrations at sampler.temperature",
+            "algorithm.losses trains at sampler.temperature",
         ),
         (["algorithm.losses={a b: {loss: nll}}"], "a b"),
         (["algorithm.losses={a: {coefficient: 1}}"], "loss"),
