@@ -80,7 +80,7 @@ def test_components_of_all_kinds_are_learnt_and_resumed(tmp_path):
     steps = [line for line in whole if "train/loss" in line]
     assert [x["loss_coefficient/sft"] for x in steps] == pytest.approx([0.2, 0.15, 0.1, 0.05])
     assert all(x["loss_tokens/sft"] > 0 and x["loss/mine/unsure"] <= 1 for x in steps)
-    assert all(x["loss/near"] == 0 for x in steps[:1]) and steps[-1]["loss/near"] > 0
+    assert 0 < steps[0]["loss/near"] < steps[-1]["loss/near"]  # moved by its first update
     assert all(np.isfinite(v) for x in steps for v in x.values())
     keys = [k for k in steps[-1] if k.startswith(("loss/", "train/loss", "reward/mean"))]
     assert len(keys) >= 9

@@ -133,11 +133,12 @@ def test_a_copy_that_fails_is_counted_and_the_checkpoint_is_whole(tmp_path, monk
         return made
 
     monkeypatch.setattr(policy_copies, "write_step", failing)
-    root, config = run(tmp_path, "run.steps=2", callbacks=[seen])
-    assert [there for step, there in seen.there if step] == [False, True]
-    assert [p.name for p in (root / "hugging_face").glob("[0-9]*")] == ["2"]
+    root, config = run(tmp_path, "run.steps=6", "checkpoint.keep=9", callbacks=[seen])
+    assert [there for step, there in seen.there if step] == [False, *[True] * 5]
+    names = {p.name for p in (root / "hugging_face").glob("[0-9]*")}
+    assert names == set("023456")
     assert "could not be written (OSError: the disk is full)" in caplog.text
-    assert {p.name for p in (root / "checkpoints").glob("[0-9]*")} == {"1", "2"}
+    assert {p.name for p in (root / "checkpoints").glob("[0-9]*")} == set("0123456")
     assert sum(x.get("faults/failed_policy_copies", 0) for x in metrics_of(config)) == 1
 
 
