@@ -19,7 +19,12 @@ from jax import Array
 
 from jaxrl_async.algorithms import kl as estimators
 from jaxrl_async.algorithms.aggregate import AggregateFn, token_mean
-from jaxrl_async.algorithms.losses import TokenInputs, cross_entropy, log_ratio
+from jaxrl_async.algorithms.losses import (
+    TokenInputs,
+    cross_entropy,
+    log_ratio,
+    negative_entropy,
+)
 from jaxrl_async.algorithms.registry import Above0, Registry
 from jaxrl_async.config import function_facts
 from jaxrl_async.config.algorithm_section import LossSection
@@ -60,13 +65,6 @@ def entropy(x: TokenInputs, *, below: Above0 | None = None) -> Array:
     below: only tokens with less entropy, nats; None: all.
     """
     return negative_entropy(x, below)
-
-
-def negative_entropy(x: TokenInputs, below: float | None) -> Array:
-    """Return -entropy of the policy at each token, nats; 0 outside the mask, and for tokens with at
-    least the entropy `below`."""
-    covered = x.mask if below is None else x.mask & (x.entropy < below)
-    return jnp.where(covered, -x.entropy, 0.0)
 
 
 @component

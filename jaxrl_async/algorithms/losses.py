@@ -194,6 +194,13 @@ def binary_kl(x: TokenInputs) -> Array:
     return (1 - anchor) * rest - anchor * jax.lax.stop_gradient(log_ratio(x))
 
 
+def negative_entropy(x: TokenInputs, below: float | None = None) -> Array:
+    """Return -entropy of the policy at each token, nats; 0 outside the mask, and for tokens with at
+    least the entropy `below`."""
+    covered = x.mask if below is None else x.mask & (x.entropy < below)
+    return jnp.where(covered, -x.entropy, 0.0)
+
+
 # --- ratio times advantage, with clipped gradient -----------------------------------------------
 
 

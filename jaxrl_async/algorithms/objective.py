@@ -8,7 +8,7 @@ beforehand, and each reported mean is kept as (total, count) until `summarize` d
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +23,6 @@ from jaxrl_async.algorithms.aggregate import (
 from jaxrl_async.algorithms.corrections import CorrectionFn, combined, correction_of
 from jaxrl_async.algorithms.expert_load import ExpertLoad
 from jaxrl_async.algorithms.kl import KLFn, k3_of, kl, sees_whole_distribution
-from jaxrl_async.algorithms.loss_components import (
-    Component,
-    component_terms,
-    components_of,
-    need_entropy,
-    negative_entropy,
-)
 from jaxrl_async.algorithms.losses import (
     MAX_LOG_RATIO,
     ON_REQUEST,
@@ -40,11 +33,19 @@ from jaxrl_async.algorithms.losses import (
     log_ratio,
     masked_loss,
     mismatch,
+    negative_entropy,
     token_loss,
 )
 from jaxrl_async.config import schema
 from jaxrl_async.config.userfile import is_own
+from jaxrl_async.later import Later
 from jaxrl_async.metrics.metric import Mean, merge, metric_of
+
+if TYPE_CHECKING:
+    from jaxrl_async.algorithms import loss_components
+    from jaxrl_async.algorithms.loss_components import Component
+else:
+    loss_components = Later("jaxrl_async.algorithms.loss_components")
 
 
 class Coefficients(NamedTuple):
@@ -70,7 +71,7 @@ class Recipe(NamedTuple):
     entropy_clip: float | None = None
     policy: float = 1.0  # weight of the policy loss
     teacher: float = 0.0  # weight of the divergence from the teacher
-    components: tuple[Component, ...] = ()  # of algorithm.losses
+    components: "tuple[Component, ...]" = ()  # of algorithm.losses
 
 
 class Totals(NamedTuple):
@@ -118,6 +119,7 @@ def make_recipe(
     """
     loss = token_loss.resolve(algorithm.loss)
     distils = teacher is not None and teacher.form == "loss"
+    sections = algorithm.components
     return Recipe(
         loss=masked_loss(loss) if is_own(schema.name_of(algorithm.loss)) else loss,
         correction=combined(correction_of(algorithm), algorithm.anchor),
@@ -127,11 +129,12 @@ def make_recipe(
         kl_in_loss=algorithm.kl_in == "loss",
         whole_kl=sees_whole_distribution(algorithm.kl),
         has_entropy=bool(algorithm.entropy_coefficient or algorithm.entropy_target),
-        sees_entropy=algorithm.has_entropy_bonus or need_entropy(algorithm.components),
+        sees_entropy=algorithm.has_entropy_bonus
+        or bool(sections and loss_components.need_entropy(sections)),
         entropy_clip=algorithm.entropy_clip,
         policy=teacher.rewards if teacher is not None and distils else 1.0,
         teacher=teacher.coefficient if teacher is not None and distils else 0.0,
-        components=components_of(algorithm.components),
+        components=loss_components.components_of(sections) if sections else (),
     )
 
 
@@ -180,16 +183,20 @@ def policy_loss(
         "policy/weight_mean": _mean(x.mask, factor * ratio if held else factor),
     }
     terms, term_means = _other_terms(recipe, x, weights, coefficients)
-    of_components = component_terms(recipe.components, x, component_weights, coefficients.losses)
-    loss = recipe.policy * policy_loss + terms + of_components.loss
-    sums = {
+    loss = recipe.policy * policy_loss + terms
+    sums, components = dict[str, Array](), recipe.components
+    if components:
+        added = loss_components.component_terms(
+            components, x, component_weights, coefficients.losses
+        )
+        loss, sums = loss + added.loss, added.sums
+        means |= added.means
+    sums |= {
         "train/loss": loss,
         "train/policy_loss": policy_loss,
         "train/tokens": jnp.sum(x.mask),
         "train/sequences": jnp.sum(first_tokens(x.mask, x.segment_ids)),
-        **of_components.sums,
     }
-    means |= of_components.means
     minima = {"policy/ratio_min": _smallest(x.mask, ratio)}
     means |= term_means | _distances(x, known) | off_policy_measures(x, version)
     means |= divergence_by_lag(x, num_lags)

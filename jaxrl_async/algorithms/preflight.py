@@ -17,7 +17,7 @@ import logging
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,6 @@ from jaxrl_async.algorithms.advantages import StepAdvantages, StepData, advantag
 from jaxrl_async.algorithms.aggregate import aggregate
 from jaxrl_async.algorithms.corrections import correction, correction_of, default_correction
 from jaxrl_async.algorithms.kl import sees_whole_distribution
-from jaxrl_async.algorithms.loss_components import ComponentFn, called, component
 from jaxrl_async.algorithms.losses import (
     ON_REQUEST,
     TokenInputs,
@@ -41,7 +40,14 @@ from jaxrl_async.algorithms.shaping import kept_group_size, shape, shaping
 from jaxrl_async.config import schema
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.later import Later
 from jaxrl_async.types import Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
+
+if TYPE_CHECKING:
+    from jaxrl_async.algorithms import loss_components
+    from jaxrl_async.algorithms.loss_components import ComponentFn
+else:
+    loss_components = Later("jaxrl_async.algorithms.loss_components")
 
 SHAPE = (2, 6)
 """Rows and length of the tiny batch."""
@@ -284,9 +290,9 @@ def try_components(algorithm: schema.AlgorithmSection) -> None:
     x = tiny_inputs(algorithm)
     for name, section in algorithm.components.items():
         where = f"algorithm.losses.{name} = {schema.name_of(section.loss)!r}"
-        function = component.resolve(section.loss)
+        function = loss_components.component.resolve(section.loss)
         try:
-            values, metrics = jax.eval_shape(partial(called, function), x)
+            values, metrics = jax.eval_shape(partial(loss_components.called, function), x)
         except Exception as error:
             raise ConfigError(
                 f"{where} fails on a batch of {list(SHAPE)} tokens: {_first_line(error)}. It is "
@@ -308,12 +314,12 @@ def try_components(algorithm: schema.AlgorithmSection) -> None:
             _check_component_gradient(where, function, x)
 
 
-def _check_component_gradient(where: str, function: ComponentFn, x: TokenInputs) -> None:
+def _check_component_gradient(where: str, function: "ComponentFn", x: TokenInputs) -> None:
     """Raise ConfigError unless a user's component and its gradient are finite, and not all 0."""
 
     def total(logprobs: jax.Array, entropy: jax.Array) -> jax.Array:
         moved = x._replace(policy_logprobs=logprobs, entropy=entropy)
-        return jnp.where(x.mask, called(function, moved)[0], 0.0).sum()
+        return jnp.where(x.mask, loss_components.called(function, moved)[0], 0.0).sum()
 
     value, slopes = jax.value_and_grad(total, argnums=(0, 1))(x.policy_logprobs, x.entropy)
     if not (np.isfinite(value) and all(np.isfinite(slope).all() for slope in slopes)):

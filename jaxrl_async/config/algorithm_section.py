@@ -246,7 +246,7 @@ class AlgorithmSection(Section):
 
     @check
     def one_kl_looks_at_tokens(self) -> Iterator[str]:
-        """Refuse a component that needs log-probs of tokens beside a KL over the vocabulary."""
+        """Refuse a component that needs log-probs of tokens if a KL is over the vocabulary."""
         components = {name_of(one.loss) for one in self.components.values()}
         if self.has_whole_kl and components & facts.REFERRING_COMPONENTS:
             yield (

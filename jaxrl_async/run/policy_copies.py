@@ -1,9 +1,9 @@
-"""Hugging Face folders of the policy beside the checkpoints of a run (checkpoint.hugging_face).
+"""Hugging Face folders of the policies in the checkpoints of a run (checkpoint.hugging_face).
 
     checkpoint N has its name ──> RUN/hugging_face/.N.writing ──named once it is whole──> .../N
 
 They are read from the checkpoint into the host's memory, on the thread that writes checkpoints, so
-training goes on meanwhile. `jaxrl-async export RUN OUT --step N` writes the same files.
+training continues meanwhile. `jaxrl-async export RUN OUT --step N` writes the same files.
 """
 
 import logging

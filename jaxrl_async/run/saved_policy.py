@@ -69,8 +69,8 @@ def policy_at_step(
         dtype: of the weights; None: model.param_dtype.
         adapter_only: leave an adapter's base out (params is None); all weights have none.
         tokenizer: the run's; None: it is read, or made again.
-        within_run: the run goes on in this process: read to the host's memory instead of a device,
-            and do not compare checksums, which was done when the checkpoint was written.
+        within_run: the run continues in this process: read to the host's memory instead of a
+            device, and do not compare checksums, which the writer of the checkpoint did.
     """
     config = load(paths.config)
     place = place_of(config.checkpoint, config.run.name, paths)

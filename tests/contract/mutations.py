@@ -1305,8 +1305,6 @@ GROUPS = (
             "trainer/test_learner.py::test_components_are_of_the_tokens_that_they_cover_and_in_the_loss",
         ),
         (
-            ("x.mask & (x.entropy < below)", "x.mask & (x.entropy > below)"),
-            ("jnp.where(covered, -x.entropy, 0.0)", "jnp.where(covered, x.entropy, 0.0)"),
             ("log_ratio(x._replace(anchor_logprobs=None)) ** 2 / 2", "log_ratio(x) ** 2"),
             ("rewards > one.right_reward", "rewards >= one.right_reward"),
             ("covered = weights[..., index] > 0", "covered = x.mask"),
@@ -1314,6 +1312,14 @@ GROUPS = (
             ("total += coefficients[index] * term", "total += term"),
             ("token_mean(replace(batch, mask=batch.supervised))", "token_mean(batch)"),
             ('assumed=ComponentFacts(needs=("entropy",))', "assumed=ComponentFacts()"),
+        ),
+    ),
+    Group(
+        "algorithms/losses",
+        ("algorithms/test_loss_components.py",),
+        (
+            ("x.mask & (x.entropy < below)", "x.mask & (x.entropy > below)"),
+            ("jnp.where(covered, -x.entropy, 0.0)", "jnp.where(covered, x.entropy, 0.0)"),
         ),
     ),
     Group(

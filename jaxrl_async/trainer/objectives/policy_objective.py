@@ -15,7 +15,6 @@ from jax import Array
 
 from jaxrl_async.algorithms.aggregate import AggregateFn, aggregate
 from jaxrl_async.algorithms.columns import COLUMNS, Columns, DeviceBatch, Source, names_of
-from jaxrl_async.algorithms.loss_components import component_weights
 from jaxrl_async.algorithms.losses import TokenInputs
 from jaxrl_async.algorithms.objective import (
     Coefficients,
@@ -47,8 +46,10 @@ from jaxrl_async.trainer.update_programs import Frozen, Passes
 from jaxrl_async.types import FloatArray, PackedBatch
 
 if TYPE_CHECKING:
+    from jaxrl_async.algorithms import loss_components
     from jaxrl_async.trainer import distill
 else:
+    loss_components = Later("jaxrl_async.algorithms.loss_components")
     distill = Later("jaxrl_async.trainer.distill")
 
 IN_LOSS = tuple(name for name in DeviceBatch._fields if COLUMNS[name].in_loss)
@@ -196,7 +197,9 @@ class PolicyObjective:
             weights["supervised_weights"] = supervised_weights(batch, self.supervised_coefficient)
         if parts := self.recipe.components:
             rewards = (columns or {}).get("rewards")
-            weights["component_weights"] = component_weights(parts, batch, rewards, self.aggregate)
+            weights["component_weights"] = loss_components.component_weights(
+                parts, batch, rewards, self.aggregate
+            )
         return {name: w * np.float32(times) for name, w in weights.items()}
 
     def micro_batches(self, data: PolicyData, sizes: MicroSizes) -> Sequence[DeviceBatch]:
