@@ -20,7 +20,7 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import make_slices
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.run.assemble import Begun, Parts, RunContext, SharedParts, connect
+from jaxrl_async.run.assemble import Begun, Parts, RunContext, SharedParts, connect, with_copies
 from jaxrl_async.run.builders.devices import Lock, Locks, claim_devices, make_locks
 from jaxrl_async.run.builders.initial_policy import make_policy, with_base_of, with_new_adapter
 from jaxrl_async.run.builders.inputs import Inputs, check_inputs
@@ -142,8 +142,10 @@ def _opened(
     own = one.config.model_copy(update={"run": run})
     folder = closing.enter_context(claimed(run))
     write_config(own, folder)
+    tokenizer, count = one.inputs.tokenizer, one.inputs.faults.add
+    on_saved = with_copies(own, folder, tokenizer, context.stop, context.on_saved, count)
     checkpoints = closing.enter_context(
-        open_checkpoints(own.checkpoint, folder, lambda: context.stop.preempted, context.on_saved)
+        open_checkpoints(own.checkpoint, folder, lambda: context.stop.preempted, on_saved)
     )
     return OpenedRun(
         config=resuming_if_possible(own, checkpoints),

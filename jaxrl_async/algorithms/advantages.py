@@ -239,6 +239,17 @@ def grpo_lead(
 # ---- over the batch
 
 
+@advantage(centered_in_step=True)
+def batch_mean(data: StepData) -> StepAdvantages:
+    """r_i - mean(r) over all answers of the step, without a division, for one answer per prompt.
+
+    FlashREINFORCE, Hu, Zhang, Zhang et al. 2026 ("Critic-Free Single-Rollout Asynchronous RL for
+    Agentic Language Models"); see the loss flash_reinforce.
+    """
+    returns = returns_of(data)
+    return _per_sequence(data, _cut(_centered(np.concatenate([np.zeros(0), *returns])), returns))
+
+
 @advantage(level="token", centered_in_step=True)
 def reinforce_pp(data: StepData, *, gamma: Share = 1.0, epsilon: Above0 = 1e-8) -> StepAdvantages:
     """Return-to-go of token and sequence rewards, normalised over all tokens of the step.

@@ -68,6 +68,11 @@ COLUMNS: dict[str, Column] = {
         Column("advantages", "float32", Source.PACK, 0.0, in_loss=True),
         Column("weights", "float32", Source.AGGREGATE),
         Column("supervised_weights", "float32", Source.AGGREGATE, optional=True),
+        Column(
+            "component_weights", "float32", Source.AGGREGATE, optional=True,
+            per_token="components",
+        ),
+        Column("rewards", "float32", Source.PASS, in_loss=True, optional=True),
         Column("proximal_logprobs", "float32", Source.PASS, in_loss=True, optional=True),
         Column("reference_logprobs", "float32", Source.PASS, in_loss=True, optional=True),
         Column("covariance_rank", "float32", Source.PASS, in_loss=True, optional=True),
@@ -112,6 +117,8 @@ class DeviceBatch(NamedTuple):
     advantages: Array
     weights: Array  # of the policy loss
     supervised_weights: Array | None = None  # of -log policy: demonstrations mixed in
+    component_weights: Array | None = None  # [rows, length, components] of algorithm.losses
+    rewards: Array | None = None  # of the token's answer, if algorithm.losses has components
     proximal_logprobs: Array | None = None  # of the weights at the start of the step
     reference_logprobs: Array | None = None  # if they are computed before the update
     covariance_rank: Array | None = None  # as in losses.TokenInputs

@@ -71,6 +71,9 @@ class TokenInputs(NamedTuple):
     covariance_rank: Array | None = None
     """[rows, length] float32 in [0, 1): share of the step's tokens with a larger covariance of
     log-prob and advantage, (log policy - mean) * (A - mean)."""
+    rewards: Array | None = None
+    """[rows, length] float32, the reward of the token's answer, before shaping. None: the algorithm
+    has no loss components (algorithm.losses)."""
 
 
 check_fields("TokenInputs", TokenInputs._fields, (n for n, c in COLUMNS.items() if c.in_loss))
@@ -114,6 +117,8 @@ OWN_MEAN_BOUND = DefaultCorrections(behavior="none", proximal={"truncate": {"lev
 OWN_PRODUCT_BOUND = DefaultCorrections(behavior="none", proximal=None)
 """The loss weighs by a function of the product over the sequence of policy / behaviour. A factor
 for part of that ratio would change the weights, even of answers whose weight has no ratio in it."""
+OWN_GATE = DefaultCorrections(behavior="none", proximal=None)
+"""The loss drops sequences by their divergence from the policy that sampled them."""
 NO_RATIO = DefaultCorrections(behavior="none", proximal="none")
 """The loss has no importance weight, for off-policy tokens either."""
 
@@ -177,6 +182,23 @@ def bounded_difference(x: TokenInputs, logprobs: Array, others: Array) -> Array:
     """Return logprobs - others, within MAX_LOG_RATIO; 0 outside the mask."""
     difference = jnp.where(x.mask, logprobs - others, 0.0)
     return jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def binary_kl(x: TokenInputs) -> Array:
+    """Return KL(anchor || policy) of "the sampled token or another", nats; without gradient.
+
+    q log(q/p) + (1 - q) log((1 - q)/(1 - p)), q the anchor's probability of the token and p the
+    policy's.
+    """
+    anchor, rest = _probability(_anchor(x)), _log_rest(_anchor(x)) - _log_rest(x.policy_logprobs)
+    return (1 - anchor) * rest - anchor * jax.lax.stop_gradient(log_ratio(x))
+
+
+def negative_entropy(x: TokenInputs, below: float | None = None) -> Array:
+    """Return -entropy of the policy at each token, nats; 0 outside the mask, and for tokens with at
+    least the entropy `below`."""
+    covered = x.mask if below is None else x.mask & (x.entropy < below)
+    return jnp.where(covered, -x.entropy, 0.0)
 
 
 # --- ratio times advantage, with clipped gradient -----------------------------------------------
@@ -279,8 +301,7 @@ def dppo_kl(x: TokenInputs, *, low: Above0 = 0.05, high: Above0 = 0.05) -> Token
     or another", q the anchor's probability and p the policy's. Divergence PPO (arXiv:2602.04879),
     eq. 11, 12 and 14.
     """
-    anchor, rest = _probability(_anchor(x)), _log_rest(_anchor(x)) - _log_rest(x.policy_logprobs)
-    return _trust_region(x, (1 - anchor) * rest - anchor * log_ratio(x), low, high)
+    return _trust_region(x, binary_kl(x), low, high)
 
 
 @token_loss(correction=OWN_BOUND)
@@ -340,6 +361,23 @@ def reinforce(x: TokenInputs) -> TokenLoss:
     that corrects for tokens of an older policy (1 on-policy). A correction bounds r.
     """
     return _score(x, jnp.exp(log_ratio(x)), jnp.zeros_like(x.mask))
+
+
+@token_loss(correction=OWN_GATE)
+def flash_reinforce(x: TokenInputs, *, delta: Above0 = 3e-3) -> TokenLoss:
+    """-stop_gradient(r) A log policy, r = policy / behavior; 0 for all tokens of a sequence whose
+    mean divergence exceeds `delta`, nats.
+
+    The divergence is KL(behavior || policy) of "the sampled token or another", as in dppo_kl. The
+    ratio is not clipped: the gate alone bounds it. FlashREINFORCE, Hu, Zhang, Zhang et al. 2026
+    ("Critic-Free Single-Rollout Asynchronous RL for Agentic Language Models"), whose other parts
+    are advantage=batch_mean, aggregate=sequence_mean and group_size=1: a gated sequence still
+    counts in the mean.
+    """
+    divergence = mean_over_sequence(binary_kl(x), x.mask, x.segment_ids)
+    cut = divergence > delta
+    weights = jnp.where(cut, 0.0, jnp.exp(log_ratio(x)))
+    return _score(x, weights, cut)
 
 
 @token_loss(correction=NO_RATIO)

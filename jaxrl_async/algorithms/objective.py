@@ -1,13 +1,14 @@
 """The objective of one micro-batch: the chosen functions combined, and their metrics.
 
     loss = c_p * token loss * correction + c_kl * kl - c_h * entropy + c_t * divergence from teacher
+           + c_1 * component 1 + c_2 * component 2 + ...        (loss_components)
 
 Everything adds up over micro-batches: `aggregate` computes the weights of the loss's sum
 beforehand, and each reported mean is kept as (total, count) until `summarize` divides on the host.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +33,19 @@ from jaxrl_async.algorithms.losses import (
     log_ratio,
     masked_loss,
     mismatch,
+    negative_entropy,
     token_loss,
 )
 from jaxrl_async.config import schema
 from jaxrl_async.config.userfile import is_own
+from jaxrl_async.later import Later
 from jaxrl_async.metrics.metric import Mean, merge, metric_of
+
+if TYPE_CHECKING:
+    from jaxrl_async.algorithms import loss_components
+    from jaxrl_async.algorithms.loss_components import Component
+else:
+    loss_components = Later("jaxrl_async.algorithms.loss_components")
 
 
 class Coefficients(NamedTuple):
@@ -44,6 +53,7 @@ class Coefficients(NamedTuple):
 
     kl: Any = 0.0
     entropy: Any = 0.0
+    losses: tuple[Any, ...] = ()  # of algorithm.losses, in order
 
 
 class Recipe(NamedTuple):
@@ -57,9 +67,11 @@ class Recipe(NamedTuple):
     kl_in_loss: bool = True
     whole_kl: bool = False  # over the whole vocabulary
     has_entropy: bool = False  # whether the bonus may be on
+    sees_entropy: bool = False  # whether a term has a gradient through the entropy
     entropy_clip: float | None = None
     policy: float = 1.0  # weight of the policy loss
     teacher: float = 0.0  # weight of the divergence from the teacher
+    components: "tuple[Component, ...]" = ()  # of algorithm.losses
 
 
 class TaskFactors(NamedTuple):
@@ -105,6 +117,8 @@ def pass_columns(
     several_passes = algorithm.epochs > 1 and not sees_whole_distribution(algorithm.kl)
     if in_reward or (refers and (several_passes or offloads)):
         needed.add("reference_logprobs")
+    if algorithm.components:
+        needed.add("rewards")
     return frozenset(needed)
 
 
@@ -117,19 +131,29 @@ def make_recipe(
     """
     loss = token_loss.resolve(algorithm.loss)
     distils = teacher is not None and teacher.form == "loss"
+    sections = algorithm.components
     return Recipe(
         loss=masked_loss(loss) if is_own(schema.name_of(algorithm.loss)) else loss,
         correction=combined(correction_of(algorithm), algorithm.anchor),
         kl=kl.resolve(algorithm.kl),
-        coefficients=Coefficients(algorithm.kl_coefficient, algorithm.entropy_coefficient),
+        coefficients=coefficients_of(algorithm),
         anchor=algorithm.anchor,
         kl_in_loss=algorithm.kl_in == "loss",
         whole_kl=sees_whole_distribution(algorithm.kl),
         has_entropy=bool(algorithm.entropy_coefficient or algorithm.entropy_target),
+        sees_entropy=algorithm.has_entropy_bonus
+        or bool(sections and loss_components.need_entropy(sections)),
         entropy_clip=algorithm.entropy_clip,
         policy=teacher.rewards if teacher is not None and distils else 1.0,
         teacher=teacher.coefficient if teacher is not None and distils else 0.0,
+        components=loss_components.components_of(sections) if sections else (),
     )
+
+
+def coefficients_of(algorithm: schema.AlgorithmSection, step: int = 0) -> Coefficients:
+    """Return the coefficients as they are configured for a step, from 0."""
+    losses = tuple(one.coefficient_at(step) for one in algorithm.components.values())
+    return Coefficients(algorithm.kl_coefficient, algorithm.entropy_coefficient, losses)
 
 
 def policy_loss(
@@ -139,6 +163,7 @@ def policy_loss(
     version: Array,
     coefficients: Coefficients | None = None,
     *,
+    component_weights: Array | None = None,
     num_lags: int = 0,
     factors: TaskFactors = SAME_FACTORS,
 ) -> tuple[Array, Totals]:
@@ -152,6 +177,7 @@ def policy_loss(
         weights: [rows, length] float32 from `aggregate`.
         version: int32, of the weights being trained.
         coefficients: coefficients of this step. None: the recipe's.
+        component_weights: [rows, length, components] float32; None: the recipe has no components.
         num_lags: number of lags that are reported separately.
         factors: of each token's terms, by its task.
     """
@@ -172,7 +198,14 @@ def policy_loss(
     }
     terms, term_means = _other_terms(recipe, x, weights, coefficients, factors)
     loss = recipe.policy * policy_loss + terms
-    sums = {
+    sums, components = dict[str, Array](), recipe.components
+    if components:
+        added = loss_components.component_terms(
+            components, x, component_weights, coefficients.losses
+        )
+        loss, sums = loss + added.loss, added.sums
+        means |= added.means
+    sums |= {
         "train/loss": loss,
         "train/policy_loss": policy_loss,
         "train/tokens": jnp.sum(x.mask),
@@ -203,9 +236,8 @@ def _other_terms(
         if recipe.kl_in_loss:
             total += coefficients.kl * _weighted(x, _times(weights, factors.kl), divergence)
     if recipe.has_entropy:
-        clip = recipe.entropy_clip
-        bonus = entropy_bonus(x) if clip is None else clipped_entropy_bonus(x, bound=clip)
-        total -= coefficients.entropy * _weighted(x, weights, bonus)
+        bonus = negative_entropy(x, recipe.entropy_clip)
+        total += coefficients.entropy * _weighted(x, weights, bonus)
     if x.teacher_divergence is not None:
         means["policy/teacher_divergence"] = _mean(x.mask, x.teacher_divergence)
         total += recipe.teacher * _weighted(x, weights, x.teacher_divergence)
@@ -229,16 +261,6 @@ def _corrected_loss(recipe: Recipe, x: TokenInputs) -> tuple[TokenLoss, Array, A
 
 
 # ---- the entropy bonus
-
-
-def entropy_bonus(x: TokenInputs) -> Array:
-    """Return the policy's entropy at each token, nats; 0 outside the mask."""
-    return jnp.where(x.mask, x.entropy, 0.0)
-
-
-def clipped_entropy_bonus(x: TokenInputs, *, bound: float) -> Array:
-    """Return the entropy where it is below `bound`, nats; 0 elsewhere and outside the mask."""
-    return jnp.where(x.mask & (x.entropy < bound), x.entropy, 0.0)
 
 
 def next_entropy_coefficient(

@@ -14,8 +14,10 @@ documented in the class (algorithms/losses.py).
 """
 
 import logging
+import re
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +40,14 @@ from jaxrl_async.algorithms.shaping import kept_group_size, shape, shaping
 from jaxrl_async.config import schema
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.later import Later
 from jaxrl_async.types import Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
+
+if TYPE_CHECKING:
+    from jaxrl_async.algorithms import loss_components
+    from jaxrl_async.algorithms.loss_components import ComponentFn
+else:
+    loss_components = Later("jaxrl_async.algorithms.loss_components")
 
 SHAPE = (2, 6)
 """Rows and length of the tiny batch."""
@@ -71,6 +80,7 @@ def check_algorithm(
     """
     recipe = make_recipe(algorithm, teacher)
     try_own_loss(algorithm)
+    try_components(algorithm)
     x, step = tiny_inputs(algorithm), tiny_step()
     _try("algorithm.loss", algorithm.loss, lambda: jax.eval_shape(recipe.loss, x))
     used = correction_of(algorithm)
@@ -179,7 +189,7 @@ def effective_weights(
             **dict.fromkeys(("mask", "versions", "entropy", "covariance_rank"), ones),
         }
     )
-    recipe = make_recipe(algorithm.model_copy(update={"kl_coefficient": 0.0}))
+    recipe = make_recipe(algorithm.model_copy(update={"kl_coefficient": 0.0, "losses": None}))
 
     def loss(logprobs: jax.Array) -> jax.Array:
         weights = jnp.asarray(ones, jnp.float32)
@@ -197,7 +207,7 @@ def try_own_loss(algorithm: schema.AlgorithmSection) -> None:
     if not is_own(schema.name_of(algorithm.loss)):
         return
     where = f"algorithm.loss = {schema.name_of(algorithm.loss)!r}"
-    made = pass_columns(algorithm, refers=algorithm.kl_coefficient > 0, offloads=False)
+    made = pass_columns(algorithm, refers=algorithm.refers, offloads=False)
     absent = sorted(ON_REQUEST - made)
     function, x = token_loss.resolve(algorithm.loss), tiny_inputs(algorithm)
     none: dict[str, Any] = dict.fromkeys(absent)
@@ -242,7 +252,7 @@ def _check_loss_shape(where: str, loss: Any) -> None:
 
 def tiny_inputs(algorithm: schema.AlgorithmSection) -> TokenInputs:
     """Make every field that a loss may use with this algorithm; some tokens are masked."""
-    refers = algorithm.kl_coefficient > 0
+    refers = algorithm.refers
     whole = sees_whole_distribution(algorithm.kl)
     rng = np.random.default_rng(0)
     policy = -rng.exponential(1.0, SHAPE)
@@ -264,10 +274,65 @@ def tiny_inputs(algorithm: schema.AlgorithmSection) -> TokenInputs:
             "ages": rng.integers(0, 4, SHAPE),
             "reference_divergence": near(0.5) ** 2 if refers and whole else None,
             "covariance_rank": rng.random(SHAPE),
+            "rewards": np.repeat([[1.0], [0.0]], SHAPE[1], axis=1),
             "anchor_logprobs": None,  # the objective sets it, with algorithm.anchor=proximal
             "teacher_divergence": None,  # a separate term, which no loss uses
         }
     )
+
+
+# ---- loss components
+
+
+def try_components(algorithm: schema.AlgorithmSection) -> None:
+    """Check the functions of algorithm.losses: for a user's own shape, dtype, metrics and gradient.
+    Raise ConfigError."""
+    x = tiny_inputs(algorithm)
+    for name, section in algorithm.components.items():
+        where = f"algorithm.losses.{name} = {schema.name_of(section.loss)!r}"
+        function = loss_components.component.resolve(section.loss)
+        try:
+            values, metrics = jax.eval_shape(partial(loss_components.called, function), x)
+        except Exception as error:
+            raise ConfigError(
+                f"{where} fails on a batch of {list(SHAPE)} tokens: {_first_line(error)}. It is "
+                "called as loss(x) inside jit, x being an algorithms.losses.TokenInputs: use "
+                "jax.numpy. x.reference_logprobs exists only if the run has a reference."
+            ) from error
+        _check_loss_shape(where, values)
+        for metric, of_token in metrics.items():
+            if not re.fullmatch(r"[\w.-]{1,64}", str(metric)):
+                raise ConfigError(
+                    f"{where} returns the metric {metric!r}. Name it by letters, digits, _ . and -."
+                )
+            if of_token.shape != SHAPE:
+                raise ConfigError(
+                    f"{where} must return one number per token for the metric {metric!r}, "
+                    f"{list(SHAPE)} here, not {list(of_token.shape)}."
+                )
+        if is_own(schema.name_of(section.loss)):
+            _check_component_gradient(where, function, x)
+
+
+def _check_component_gradient(where: str, function: "ComponentFn", x: TokenInputs) -> None:
+    """Raise ConfigError unless a user's component and its gradient are finite, and not all 0."""
+
+    def total(logprobs: jax.Array, entropy: jax.Array) -> jax.Array:
+        moved = x._replace(policy_logprobs=logprobs, entropy=entropy)
+        return jnp.where(x.mask, loss_components.called(function, moved)[0], 0.0).sum()
+
+    value, slopes = jax.value_and_grad(total, argnums=(0, 1))(x.policy_logprobs, x.entropy)
+    if not (np.isfinite(value) and all(np.isfinite(slope).all() for slope in slopes)):
+        raise ConfigError(
+            f"{where} is not finite, or its gradient is not, on a batch with log ratios up to "
+            "3. Look for a division by zero or the log of 0; jnp.where keeps a NaN in its "
+            "gradient."
+        )
+    if not any(np.any(slope) for slope in slopes):
+        raise ConfigError(
+            f"{where} has no gradient with respect to x.policy_logprobs or x.entropy: it would "
+            "change nothing. Use one of them, without stop_gradient."
+        )
 
 
 # ---- a user's advantage

@@ -64,21 +64,22 @@ def _written(args: argparse.Namespace) -> str:
             decoder=args.decoder,
         )
     elif args.step is not None:
-        policy = saved.policy_at_step(paths, args.step, args.dtype)
-        base = saved.load(paths.config).model.path or str(paths.base)
+        policy, base = saved.write_step(
+            paths, args.step, args.out, args.dtype, adapter_only=args.adapter_only
+        )
     elif args.adapter_only:
         policy, base = saved.adapter_at_end(paths, args.dtype)
     else:
         policy = saved.policy_at_end(paths, args.dtype, args.decoder)
     if args.adapter_only:
-        if policy.lora is None:
-            raise ConfigError(f"--adapter-only: {args.source} trains all weights.")
-        policy.save_adapter(args.out, base)
-        _write_card(args, paths)
+        if args.step is None:
+            policy.save_adapter(args.out, base)
+            _write_card(args, paths)
         hint = GGUF_BASE if base and (Path(base) / POINTER).is_file() else ""
         return f"{args.out}: the adapter only, in PEFT's format; its base is {base}{hint}"
-    policy.save_pretrained(args.out)
-    _write_card(args, paths)
+    if args.step is None:
+        policy.save_pretrained(args.out)
+        _write_card(args, paths)
     return f"{args.out}: a Hugging Face directory of {policy!r}, in {saved.dtype_of(args.out)}"
 
 
@@ -86,7 +87,7 @@ def _write_card(args: argparse.Namespace, paths: Any) -> None:
     """Write README.md, the card of a run's policy, unless another one exists."""
     if _is_run(args.source):
         cards = importlib.import_module("jaxrl_async.run.model_card")
-        card = cards.model_card(paths, step=args.step, adapter=args.adapter_only)
+        card = cards.model_card(paths, adapter=args.adapter_only)
         (args.out / "README.md").write_text(card, encoding="utf-8")
 
 

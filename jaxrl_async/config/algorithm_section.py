@@ -3,7 +3,7 @@
 Needs no JAX.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -28,6 +28,9 @@ ENTROPY_BONUS = ReadWith(
 )
 
 
+LossName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
 class PivotSection(Section):
     """Continuations of answers, sampled from chosen tokens (pivots) and compared with each
     other."""
@@ -47,6 +50,51 @@ class PivotSection(Section):
     trunk: Literal["group", "fork"] = "group"
     """Credit of the forked answer's own tokens after a pivot: by comparison with the group's other
     members (group), or with the pivot's continuations (fork)."""
+
+
+class LossSection(Section):
+    """A loss component: a further term of the policy's loss, per token."""
+
+    loss: Choice
+    """Its function: nll, entropy, kl or squared_log_ratio, with its arguments, or your own as
+    FILE.py:FUNCTION (docs/objectives.md)."""
+    coefficient: float = 1.0
+    """Weight of the term in the loss, at the start of the run; below 0 it is turned around."""
+    coefficient_end: float | None = None
+    """Weight of the term after ramp_steps updates, to which it goes linearly; null: it is
+    constant."""
+    ramp_steps: Positive = 100
+    """Updates until the weight is coefficient_end, if that is set."""
+    tokens: Literal["answers", "right", "demonstrations"] = "answers"
+    """Tokens that it covers: those of all answers, of answers with a reward above right_reward
+    (right), or of the demonstrations of each step (algorithm.supervised_batch)."""
+    right_reward: float = 0.5
+    """Reward, before shaping, above which an answer counts as right, for tokens=right."""
+
+    def coefficient_at(self, step: int) -> float:
+        """Return the weight in a step, from 0."""
+        if self.coefficient_end is None:
+            return self.coefficient
+        share = min(step / self.ramp_steps, 1.0)
+        return self.coefficient + share * (self.coefficient_end - self.coefficient)
+
+    def troubles(self, where: str) -> Iterator[str]:
+        """Yield a sentence for each setting without an effect; where: name of this section."""
+        if not self.coefficient and not self.coefficient_end:
+            yield (
+                f"{where}.coefficient=0 leaves the component without an effect. Give it another "
+                "coefficient, or remove the component."
+            )
+        if self.coefficient_end is None and self.is_set("ramp_steps"):
+            yield f"{where}.ramp_steps has no effect without coefficient_end. Set that, too."
+        if self.tokens != "right" and self.is_set("right_reward"):
+            yield f"{where}.right_reward has no effect without tokens=right. Set that, too."
+        name = name_of(self.loss)
+        if self.tokens == "demonstrations" and name in facts.COMPONENTS_OF_ANSWERS:
+            yield (
+                f"{where}: {name} compares with policies whose log-probs of demonstrations are not "
+                "computed. Set tokens=answers, or loss=nll."
+            )
 
 
 class AlgorithmSection(Section):
@@ -124,8 +172,20 @@ class AlgorithmSection(Section):
     """Change of the bonus's weight per step, towards the entropy target."""
     supervised_coefficient: float = Field(0.0, ge=0)
     """Weight of a supervised (maximum likelihood) loss on demonstrations in each step; 0: none."""
-    supervised_batch: Annotated[Count, ReadWith("supervised_coefficient")] = 16
+    supervised_batch: Annotated[
+        Count,
+        ReadWith(
+            "mixes",
+            (),
+            "algorithm.supervised_coefficient above 0, or algorithm.losses with "
+            "tokens=demonstrations",
+            ("supervised_coefficient", "losses"),
+        ),
+    ] = 16
     """Demonstrations per step for that loss, from warm_start.path or the task's own."""
+    losses: dict[LossName, LossSection] | None = None
+    """Loss components by name: further terms of the loss, each with a function of the tokens, a
+    coefficient and metrics of its own (docs/objectives.md); null: none."""
     aggregate: Choice = "token_mean"
     """How the token losses are averaged into one number."""
     keep_sampling_mask: bool | None = None
@@ -148,6 +208,23 @@ class AlgorithmSection(Section):
         return bool(self.kl_coefficient) and name_of(self.kl) in facts.WHOLE_VOCABULARY
 
     @property
+    def components(self) -> Mapping[str, LossSection]:
+        """The loss components by name."""
+        return {} if self.losses is None else self.losses
+
+    @property
+    def mixes(self) -> bool:
+        """Whether demonstrations are trained on in each step."""
+        covered = any(one.tokens == "demonstrations" for one in self.components.values())
+        return self.supervised_coefficient > 0 or covered
+
+    @property
+    def refers(self) -> bool:
+        """Whether a term of the loss or the rewards compares with a reference policy."""
+        components = (name_of(one.loss) for one in self.components.values())
+        return self.kl_coefficient > 0 or bool(facts.REFERRING_COMPONENTS & {*components})
+
+    @property
     def has_entropy_bonus(self) -> bool:
         """Whether the loss has an entropy bonus."""
         return bool(self.entropy_coefficient or self.entropy_target)
@@ -159,6 +236,23 @@ class AlgorithmSection(Section):
             yield (
                 "algorithm.kl=full is a term of the loss. Set algorithm.kl_in=loss, or an "
                 "estimator per token (k1)."
+            )
+
+    @check
+    def each_component_has_an_effect(self) -> Iterator[str]:
+        """Require settings of loss components that have an effect."""
+        for name, one in self.components.items():
+            yield from one.troubles(f"algorithm.losses.{name}")
+
+    @check
+    def one_kl_looks_at_tokens(self) -> Iterator[str]:
+        """Refuse a component that needs log-probs of tokens if a KL is over the vocabulary."""
+        components = {name_of(one.loss) for one in self.components.values()}
+        if self.has_whole_kl and components & facts.REFERRING_COMPONENTS:
+            yield (
+                "algorithm.losses has a component kl, which reads the reference's log-probs of "
+                "tokens, and algorithm.kl=full compares whole distributions in their place. Set "
+                "algorithm.kl=k3, or remove the component."
             )
 
     @check

@@ -16,7 +16,7 @@ COMPARED_IN_GROUP = frozenset(
 DIVIDED_IN_GROUP = frozenset({"group_normalized", "grpo_lead", "gdpo", "discounted", "maxrl"})
 """Advantages that divide by the spread or the mean of a group's rewards: a KL in a group of equal
 rewards alone is amplified to advantages of full size."""
-CENTERED_IN_STEP = frozenset({"reinforce_pp", "discounted_batch"})
+CENTERED_IN_STEP = frozenset({"reinforce_pp", "discounted_batch", "batch_mean"})
 """Advantages that are 0 for a step of one undiscounted answer, as `discounted` is for a group of
 one."""
 WEIGHS_PARTS = frozenset({"gdpo"})
@@ -25,9 +25,13 @@ MASKS_EPISODES = frozenset({"mask_truncated", "overlong_filter"})
 """Shapings that may mask whole episodes."""
 WITHOUT_RATIO = frozenset({"gpg"})
 """Losses without a ratio: without a correction the anchor has no effect."""
-AGAINST_BEHAVIOR = frozenset({"topr", "vespo"})
-"""Losses whose weight is a function of the whole ratio to the policy that sampled the tokens: they
-have no other anchor."""
+AGAINST_BEHAVIOR = frozenset({"topr", "vespo", "flash_reinforce"})
+"""Losses whose weight or gate is a function of the whole ratio to the policy that sampled the
+tokens: they have no other anchor."""
+REFERRING_COMPONENTS = frozenset({"kl"})
+"""Loss components that compare with a reference policy."""
+COMPONENTS_OF_ANSWERS = frozenset({"kl", "squared_log_ratio"})
+"""Loss components that compare with another policy, whose log-probs only sampled tokens have."""
 WHOLE_VOCABULARY = frozenset({"full"})
 """KL estimators over the whole vocabulary, which can only be a term of the loss."""
 WITHOUT_GRADIENT = frozenset({"k1"})

@@ -200,11 +200,11 @@ def the_critics_warmup_ends(config: Config) -> Iterator[str]:
 def worked_answers_are_learnt_at_temperature_1(config: Config) -> Iterator[str]:
     """Require temperature 1 with a supervised term in the loss."""
     temperature = config.sampler.temperature
-    supervised = config.algorithm.supervised_coefficient
-    if supervised and temperature != 1.0:
+    if config.algorithm.mixes and temperature != 1.0:
+        which = "supervised_coefficient" if config.algorithm.supervised_coefficient else "losses"
         yield (
-            f"algorithm.supervised_coefficient trains at sampler.temperature ({temperature}), and "
-            "demonstrations need temperature 1. Set the temperature to 1, or the coefficient to 0."
+            f"algorithm.{which} trains at sampler.temperature ({temperature}), and demonstrations "
+            "need temperature 1. Set the temperature to 1, or leave them out."
         )
 
 

@@ -225,6 +225,7 @@ def records_have_the_answers_asked_for(config: Config) -> Iterator[str]:
         "run.job=sft": config.run.job == "sft",
         "warm_start.steps": bool(config.warm_start.steps) and config.run.job == "rl",
         "algorithm.supervised_coefficient": bool(config.algorithm.supervised_coefficient),
+        "algorithm.losses, tokens=demonstrations": config.algorithm.mixes,
         f"reward.function={', '.join(judges)}": config.run.job == "rl" and bool(judges),
         "data.jsonl.answer_mark": jsonl.answer_mark is not None,
     }
@@ -232,6 +233,17 @@ def records_have_the_answers_asked_for(config: Config) -> Iterator[str]:
         yield (
             f"{first} needs the records' answers, and data.jsonl.answer_field=null means that they "
             "have none. Name the field, or leave the other setting out."
+        )
+
+
+@rule(job="reward_model")
+def a_reward_model_has_no_policy_to_copy(config: Config) -> Iterator[str]:
+    """Refuse Hugging Face folders of the policy for a job that trains none."""
+    if config.checkpoint.hugging_face:
+        yield (
+            "checkpoint.hugging_face writes the policy of each checkpoint, and "
+            "run.job=reward_model trains none. Set it to false; the reward model is written at the "
+            "end of the run."
         )
 
 

@@ -156,6 +156,9 @@ class CheckpointSection(Section):
     """Updates between two checkpoints; 0: only at the end."""
     keep: Positive = 2
     """Number of newest checkpoints to keep."""
+    hugging_face: bool = False
+    """Write each checkpoint's policy as a Hugging Face directory, too: RUN/hugging_face/STEP, or
+    with model.lora its adapter alone, as PEFT reads it; it is removed with its checkpoint."""
     verify: bool = True
     """Compare every file with its checksum before restoring a checkpoint; if one differs, use the
     previous checkpoint."""

@@ -278,7 +278,7 @@ class Config(Section):
     @property
     def refers(self) -> bool:
         """Whether run.job=rl keeps a reference policy."""
-        return self.algorithm.kl_coefficient > 0 or (self.pairs is not None and self.pairs.refers)
+        return self.algorithm.refers or (self.pairs is not None and self.pairs.refers)
 
     @property
     def keeps_masks(self) -> bool:

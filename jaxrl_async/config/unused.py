@@ -226,7 +226,7 @@ def _reads_jsonl(config: Config) -> bool:
 
 
 def _mixes(config: Config) -> bool:
-    return bool(config.algorithm.supervised_coefficient)
+    return config.algorithm.mixes
 
 
 def _pairs(config: Config) -> bool:
@@ -277,7 +277,8 @@ OPTIONAL = {
     "reference": Use(
         _keys("reference", ReferenceSection),
         lambda c: c.run.job == "rl" and c.refers,
-        "algorithm.kl_coefficient above 0 or a pairs.loss that compares with it",
+        "algorithm.kl_coefficient above 0 or a pairs.loss or a loss component that compares with "
+        "it",
         ("algorithm.kl_coefficient",),
     ),
     "critic": Use(
@@ -343,7 +344,9 @@ OF_RL = (
         ("algorithm.dynamic_sampling",),
     ),
     Use(
-        tuple(f"algorithm.{name}" for name in ("advantage", "loss", "correction", "anchor")),
+        tuple(
+            f"algorithm.{name}" for name in ("advantage", "loss", "losses", "correction", "anchor")
+        ),
         lambda c: not _pairs(c),
         "pairs=null, as pairs have their own loss",
     ),

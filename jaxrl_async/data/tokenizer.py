@@ -436,6 +436,10 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
+HOW_LOADED = ("is_local", "local_files_only")
+"""Keys that transformers adds to a tokenizer's settings when it loads one, and would save."""
+
+
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Load a tokenizer from a Hugging Face directory with tokenizer.json.
 
@@ -455,6 +459,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             "directory that has one (save_pretrained of a fast tokenizer writes it)."
         )
     hf = _open(folder, file)
+    for name in HOW_LOADED:
+        hf.init_kwargs.pop(name, None)
     named = [*_eos_of(folder / "generation_config.json"), *_eos_of(folder / "config.json")]
     with _as_data_error(f"{folder}: the tokenizer's special tokens cannot be read"):
         own = [] if hf.eos_token_id is None else [int(hf.eos_token_id)]

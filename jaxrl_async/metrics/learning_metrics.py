@@ -47,7 +47,7 @@ LEARNING_METRICS: tuple[Metric, ...] = (
         (
             "train/loss",
             "loss",
-            "The loss that the optimizer minimized: policy, KL and entropy terms.",
+            "The loss that the optimizer minimized: policy, KL and entropy terms, and components.",
         ),
         ("train/policy_loss", "loss", "The policy loss only."),
         ("train/packing", "share", "Share of the packed rows that is tokens, not padding."),
@@ -208,6 +208,31 @@ LEARNING_METRICS: tuple[Metric, ...] = (
     *declared(
         Sum,
         ("supervised/tokens", "tokens", "Tokens of demonstrations mixed into the step."),
+    ),
+    *declared(
+        Mean,
+        (
+            "loss/<name>/<what>",
+            "as returned",
+            "Mean over its tokens of a metric that a loss component of your own returns.",
+        ),
+        (
+            "loss/<name>",
+            "loss",
+            "A loss component (algorithm.losses), before its coefficient; train/loss contains it.",
+        ),
+    ),
+    *declared(
+        Sum,
+        (
+            "loss_tokens/<name>",
+            "tokens",
+            "Tokens that a loss component covers, each counted once for any number of epochs.",
+        ),
+    ),
+    *declared(
+        Last,
+        ("loss_coefficient/<name>", "weight", "Weight of a loss component in this step."),
     ),
     *declared(
         Mean,

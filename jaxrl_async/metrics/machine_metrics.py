@@ -226,6 +226,11 @@ FAULT_METRICS: tuple[Metric, ...] = (
             "Failed continuations of a pivot whose groups continued without them.",
         ),
         (
+            "faults/failed_policy_copies",
+            "folders",
+            "Folders of checkpoint.hugging_face that could not be written.",
+        ),
+        (
             "faults/failed_evaluations",
             "evaluations",
             "Evaluations skipped: environment or scorer failed.",

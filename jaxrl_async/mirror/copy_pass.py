@@ -24,6 +24,7 @@ from jaxrl_async.mirror.remote_copy import (
 from jaxrl_async.remote.wire.address import JOIN_FILE
 from jaxrl_async.run.checkpoint.seal import CHECKSUMS, saved_steps
 from jaxrl_async.run.folder import SIGNS, WANDB, FolderWatch
+from jaxrl_async.whole_files import UNFINISHED
 
 STAGE = ".copying"
 """Folder inside the run's folder for files that are being uploaded."""
@@ -192,6 +193,7 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
         if Path(at) == folder:
             folders[:] = [name for name in folders if name not in LEFT_OUT]
             files = [name for name in files if name not in LEFT_OUT]
+        folders[:] = [name for name in folders if not name.endswith(UNFINISHED)]
         for name in sorted(files):
             path = Path(at) / name
             if not path.is_symlink():

@@ -150,8 +150,9 @@ def trainer_programs(
     step = make_step(config, spec, places.slices, config.run.steps)
     params = trained(config, spec, mesh)
     scalar = partial(_array, mesh, ())
+    losses = tuple(scalar(jnp.float32) for _ in config.algorithm.components)
     context = PolicyContext(
-        scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32))
+        scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32), losses)
     )
     drops = config.model.lora is not None and config.model.lora.dropout > 0
     frozen = Frozen(
@@ -222,11 +223,15 @@ def micro_batch(
     dtypes = {name: jnp.dtype(COLUMNS[name].dtype) for name in DeviceBatch._fields}
     others = {
         "supervised_weights": config.algorithm.supervised_coefficient > 0,
+        "component_weights": bool(config.algorithm.components),
         "kept": keeps_masks(config),
         "expert_ids": config.algorithm.keep_routing,
     }
     there = pass_columns_of(config) | {name for name, is_there in others.items() if is_there}
-    of_token: dict[str, tuple[int, ...]] = {"kept": (-(-spec.vocab // 8),)}
+    of_token: dict[str, tuple[int, ...]] = {
+        "kept": (-(-spec.vocab // 8),),
+        "component_weights": (len(config.algorithm.components),),
+    }
     if config.algorithm.keep_routing:
         routing = routing_of(spec)
         of_token["expert_ids"] = (routing.layers, routing.chosen)

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 from jaxrl_async.algorithms.preflight import with_correction
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config
+from jaxrl_async.data.tokenizer import Tokenizer
+from jaxrl_async.later import Later
 from jaxrl_async.mesh import NO_DEVICE_LOCK
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.model.policy import Policy
@@ -62,7 +64,10 @@ from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
 
 if TYPE_CHECKING:
+    from jaxrl_async.run import policy_copies
     from jaxrl_async.run.replay.player import RunSchedule
+else:
+    policy_copies = Later("jaxrl_async.run.policy_copies")
 
 Claim = Callable[[Config], tuple[Config, Paths]]
 """Creates or finds the run's folder and locks it; returns the configuration with run.resume set."""
@@ -139,6 +144,37 @@ class Parts:
         return write_policy(policy, self.paths, self.base_path)
 
 
+def with_copies(
+    config: Config,
+    paths: Paths,
+    tokenizer: Tokenizer,
+    stop: Stop,
+    on_saved: OnSaved | None,
+    count: Callable[[str], None] = lambda name: None,
+) -> OnSaved | None:
+    """Return what is called with each complete checkpoint, with the folders of
+    checkpoint.hugging_face, if that is set. Raises ConfigError.
+
+    Args:
+        config: the run's.
+        paths: the run's.
+        tokenizer: the policy's.
+        stop: says whether the process must end soon.
+        on_saved: called after them.
+        count: called with the name of a fault.
+    """
+    if not config.checkpoint.hugging_face:
+        return on_saved
+    return policy_copies.PolicyCopies(
+        config,
+        paths,
+        tokenizer,
+        is_hurried=lambda: stop.preempted,
+        failed=lambda: count("failed_policy_copies"),
+        on_saved=on_saved,
+    )
+
+
 def assemble(config: Config, context: RunContext, closing: ExitStack) -> Parts:
     """Build every part, and warm-start the policy or restore the run; nothing runs yet.
 
@@ -151,8 +187,11 @@ def assemble(config: Config, context: RunContext, closing: ExitStack) -> Parts:
     config = with_correction(config)
     inputs, pairs = check_inputs(config, lockstep, task=context.task)
     config, paths = context.claim(config)
+    on_saved = with_copies(
+        config, paths, inputs.tokenizer, stop, context.on_saved, inputs.faults.add
+    )
     checkpoints = closing.enter_context(
-        open_checkpoints(config.checkpoint, paths, lambda: stop.preempted, context.on_saved)
+        open_checkpoints(config.checkpoint, paths, lambda: stop.preempted, on_saved)
     )
     continued, warm_metrics = config.run.resume, dict[str, float]()
     config = resuming_if_possible(config, checkpoints)

@@ -92,6 +92,11 @@ class Paths:
         return self.root / "checkpoints"
 
     @property
+    def hugging_face(self) -> Path:
+        """Hugging Face directories of the checkpoints' policies (checkpoint.hugging_face)."""
+        return self.root / "hugging_face"
+
+    @property
     def warm_start(self) -> "Paths":
         """The supervised warm start's own metrics, TensorBoard events and checkpoints."""
         return Paths(self.root / WARM_START)

@@ -46,7 +46,7 @@ from jaxrl_async.model.policy import Policy, speaking
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import Params
 from jaxrl_async.profiling import StepTraces
-from jaxrl_async.run.assemble import RunContext
+from jaxrl_async.run.assemble import RunContext, with_copies
 from jaxrl_async.run.builders.devices import claim_devices
 from jaxrl_async.run.builders.frozen_weights import check_frozen, reference_params
 from jaxrl_async.run.builders.initial_policy import (
@@ -151,8 +151,9 @@ def run(config: Config, context: RunContext) -> Path:
     whole, paths = context.claim(whole)
     config = config.model_copy(update={"run": whole.run})
     with ExitStack() as closing:
+        on_saved = with_copies(config, paths, tokenizer, stop, context.on_saved)
         checkpoints = closing.enter_context(
-            open_checkpoints(config.checkpoint, paths, lambda: stop.preempted, context.on_saved)
+            open_checkpoints(config.checkpoint, paths, lambda: stop.preempted, on_saved)
         )
         resume_asked, warmed = config.run.resume, dict[str, float]()
         config = resuming_if_possible(config, checkpoints)

@@ -3,23 +3,31 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl_async.errors import CheckpointError
+from jaxrl_async.errors import CheckpointError, ConfigError
 from jaxrl_async.model.frozen_base import form_of
 from jaxrl_async.model.hf import load_generation, read_adapter_config
 from jaxrl_async.model.lora import lora_of
 from jaxrl_async.model.peft import load_peft
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.vision.files import read_tower
+from jaxrl_async.run import model_card
 from jaxrl_async.run.builders.initial_policy import make_tokenizer, spec_of_run
 from jaxrl_async.run.builders.playing import tasks_of, tokenizer_source
 from jaxrl_async.run.checkpoint.storage import place_of
 from jaxrl_async.run.checkpoint.store import read_learnt, read_lora
 from jaxrl_async.run.folder import Paths
+
+
+class Written(NamedTuple):
+    """What was written."""
+
+    policy: Policy
+    base: str | None  # of an adapter that was written alone
 
 
 def policy_at_end(paths: Paths, dtype: str | None, decoder: str | None) -> Policy:
@@ -43,7 +51,15 @@ def policy_at_end(paths: Paths, dtype: str | None, decoder: str | None) -> Polic
     return Policy.from_pretrained(folder, dtype=dtype or dtype_of(folder), decoder=decoder)
 
 
-def policy_at_step(paths: Paths, step: int, dtype: str | None) -> Policy:
+def policy_at_step(
+    paths: Paths,
+    step: int,
+    dtype: str | None,
+    *,
+    adapter_only: bool = False,
+    tokenizer: Tokenizer | None = None,
+    within_run: bool = False,
+) -> Policy:
     """Load the policy of a checkpoint: all weights, or an adapter on its base. Raises
     CheckpointError and the errors of loading the run's configuration and task.
 
@@ -51,6 +67,10 @@ def policy_at_step(paths: Paths, step: int, dtype: str | None) -> Policy:
         paths: the run's.
         step: of the checkpoint.
         dtype: of the weights; None: model.param_dtype.
+        adapter_only: leave an adapter's base out (params is None); all weights have none.
+        tokenizer: the run's; None: it is read, or made again.
+        within_run: the run continues in this process: read to the host's memory instead of a
+            device, and do not compare checksums, which the writer of the checkpoint did.
     """
     config = load(paths.config)
     place = place_of(config.checkpoint, config.run.name, paths)
@@ -62,9 +82,9 @@ def policy_at_step(paths: Paths, step: int, dtype: str | None) -> Policy:
             f"{place.directory}: no checkpoint of step {step}; existing steps: "
             f"{', '.join(map(str, steps)) or 'none'}."
         )
-    tokenizer = _tokenizer_of(config, paths)
+    tokenizer = tokenizer or _tokenizer_of(config, paths)
     spec, kind = spec_of_run(config, tokenizer), dtype or config.model.param_dtype
-    learnt = read_learnt(place, step, kind)
+    learnt = read_learnt(place, step, kind, on_host=within_run, verify=not within_run)
     # A refused start may have written another config.yaml.
     section = read_lora(place, step, config.model.lora)
     lora = lora_of(spec, section)
@@ -72,6 +92,8 @@ def policy_at_step(paths: Paths, step: int, dtype: str | None) -> Policy:
         path = config.model.path
         tower = None if path is None else read_tower(Path(path))
         return Policy(spec, learnt, tokenizer, _generation_of(config), tower=tower)
+    if adapter_only:
+        return Policy(spec, None, tokenizer, lora=lora, adapter=learnt)
     base = Policy.from_pretrained(
         config.model.path or paths.base,
         dtype=kind,
@@ -80,6 +102,38 @@ def policy_at_step(paths: Paths, step: int, dtype: str | None) -> Policy:
         decoder=config.model.decoder,
     )
     return dataclasses.replace(base, lora=lora, adapter=learnt)
+
+
+def write_step(
+    paths: Paths,
+    step: int,
+    out: Path,
+    dtype: str | None = None,
+    *,
+    adapter_only: bool = False,
+    tokenizer: Tokenizer | None = None,
+    within_run: bool = False,
+) -> Written:
+    """Write the policy of a checkpoint as a Hugging Face directory with its card, or its adapter
+    alone in PEFT's format. Raises the errors of policy_at_step, and ConfigError if there is no
+    adapter; arguments as its.
+
+    out: the directory; the card is its README.md.
+    """
+    policy = policy_at_step(
+        paths, step, dtype, adapter_only=adapter_only, tokenizer=tokenizer, within_run=within_run
+    )
+    base = None
+    if adapter_only:
+        if policy.lora is None:
+            raise ConfigError(f"--adapter-only: {paths.root} trains all weights.")
+        base = load(paths.config).model.path or str(paths.base)
+        policy.save_adapter(out, base)
+    else:
+        policy.save_pretrained(out)
+    card = model_card.model_card(paths, step=step, adapter=adapter_only)
+    (out / "README.md").write_text(card, encoding="utf-8")
+    return Written(policy, base)
 
 
 def adapter_at_end(paths: Paths, dtype: str | None) -> tuple[Policy, str | None]:

@@ -7,6 +7,7 @@ verifiers:NAME         an environment of the library verifiers (extra [verifiers
 openenv:URL            an environment server of OpenEnv (extra [openenv])
 code:FILE.jsonl        problems with tests, which answers must pass in a sandbox
 harbor:DIR             tasks of Harbor, played by its own package
+pivots:FILE            turns of given conversations, each a task of one turn
 python                 an object that a Python program passed to jaxrl_async.train
 """
 
@@ -39,6 +40,7 @@ LIBRARIES = {
     "verifiers": "tasks.verifiers_task:verifiers_task",
     "openenv": "tasks.openenv_task:openenv_task",
     "code": "sandbox.code_task:code_task",
+    "pivots": "tasks.pivot_task:pivot_task",
     "harbor": "sandbox.harbor_task:harbor_task",
 }
 """Factories of LIBRARY:NAME, called with NAME and the setting's arguments."""

@@ -19,7 +19,7 @@ from jaxrl_async.algorithms.peers import compared_with_peers, num_too_few
 from jaxrl_async.config import schema
 from jaxrl_async.later import Later
 from jaxrl_async.trainer.step_data import ByGroup, PackedStep
-from jaxrl_async.types import FloatArray, PackedBatch
+from jaxrl_async.types import EpisodeGroup, FloatArray, PackedBatch
 
 if TYPE_CHECKING:
     from jaxrl_async.trainer import distill
@@ -90,6 +90,8 @@ class Credit:
             assert results.proximal is not None, "the rank is of the policy's own log-probs"
             rank = covariance_rank(results.proximal, advantages, step.batch.mask)
             columns["covariance_rank"] = rank
+        if "rewards" in self.columns:
+            columns["rewards"] = rewards_by_token(step)
         critic: Columns = {}
         if results.values is not None and estimated.returns is not None:
             critic = {"values": results.values, "returns": step.to_rows(estimated.returns)}
@@ -149,6 +151,17 @@ class Credit:
         mixed = self.teacher.rewards * advantages - self.teacher.coefficient * gap
         mean = float(gap[batch.mask].mean(dtype=np.float64)) if batch.mask.any() else 0.0
         return mixed.astype(np.float32), mean
+
+
+def rewards_by_token(step: PackedStep) -> FloatArray:
+    """Return the reward of each token's answer, before shaping, [rows, length]; 0 outside the
+    mask."""
+
+    def of_group(group: EpisodeGroup) -> list[FloatArray]:
+        both = zip(group.episodes, group.scores, strict=True)
+        return [np.full(len(e.token_ids), s.total, np.float32) for e, s in both]
+
+    return step.to_rows([of_group(group) for group in step.data.groups])
 
 
 def less_penalty(

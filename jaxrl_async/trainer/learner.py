@@ -27,6 +27,7 @@ from jaxrl_async.algorithms.kl import next_coefficient
 from jaxrl_async.algorithms.objective import (
     Coefficients,
     active_entropy_coefficient,
+    coefficients_of,
     mean_report,
     next_entropy_coefficient,
     pass_columns,
@@ -90,18 +91,22 @@ class SteeredCoefficients:
         self._entropy = float(algorithm.entropy_coefficient)  # while the entropy is too low
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers that change from step to step."""
-        current = {name: float(value) for name, value in self.current._asdict().items()}
-        return {**current, "steered_entropy": self._entropy}
+        """Return the numbers that change from step to step and do not follow from its number."""
+        kl, entropy, _ = self.current
+        return {"kl": float(kl), "entropy": float(entropy), "steered_entropy": self._entropy}
 
     def restore(self, numbers: Mapping[str, float]) -> None:
         """Continue from `numbers`; coefficients without a target stay as configured."""
-        kl, entropy = self.current
+        kl, entropy, _ = self.current
         if self._algorithm.kl_target is not None:
             kl = numbers["kl"]
         if self._algorithm.entropy_target is not None:
             entropy, self._entropy = numbers["entropy"], numbers["steered_entropy"]
-        self.current = Coefficients(kl=kl, entropy=entropy)
+        self.current = self.current._replace(kl=kl, entropy=entropy)
+
+    def at(self, step: int) -> Coefficients:
+        """Return the coefficients of a step, from 0: those of loss components follow from it."""
+        return self.current._replace(losses=coefficients_of(self._algorithm, step).losses)
 
     def steer(self, report: Mapping[str, float]) -> None:
         """Move them towards their targets, if the step measured finite KL and entropy."""
@@ -453,7 +458,7 @@ class Learner:
         }
 
     def _policy_data(self, rows: StepRows, version: int) -> PolicyData:
-        return PolicyData(rows.batch, rows.columns, version, self.coefficients.current)
+        return PolicyData(rows.batch, rows.columns, version, self.coefficients.at(version))
 
     def _frozen_of(self, step: PackedStep) -> Frozen:
         """Return the frozen weights of the step's policy updates."""
@@ -498,7 +503,8 @@ class Learner:
             return 1, iter([step.rows])
         dealt = deal(step.batch, number, seed)
         times = len(dealt)
-        columns = step.rows.columns | self._objective.weights(step.batch, times)
+        columns = step.rows.columns
+        columns = columns | self._objective.weights(step.batch, times, columns)
         critic = step.rows.critic
         if critic:
             critic = critic | {"weights": token_mean(step.batch) * np.float32(times)}
@@ -523,6 +529,9 @@ class Learner:
             report["policy/kl_coefficient"] = float(self.coefficients.current.kl)
         if self._objective.recipe.has_entropy:
             report["policy/entropy_coefficient"] = float(self.coefficients.current.entropy)
+        weights = self.coefficients.at(version).losses
+        for name, weight in zip(self._algorithm.components, weights, strict=True):
+            report[f"loss_coefficient/{name}"] = float(weight)
         if not report.get("critic/warming"):
             self.coefficients.steer(report)
         self.frozen.follow(self.params, version)
@@ -535,4 +544,7 @@ COUNTS = ("train/tokens", "train/sequences", "supervised/tokens", "critic/tokens
 def counted_once(report: Mapping[str, float], epochs: int) -> dict[str, float]:
     """Return a report over several epochs with its COUNTS divided by them: each token counts
     once."""
-    return {key: x / epochs if key in COUNTS else x for key, x in report.items()}
+    return {
+        key: x / epochs if key in COUNTS or key.startswith("loss_tokens/") else x
+        for key, x in report.items()
+    }

@@ -135,6 +135,18 @@ def test_epsilon_is_added_to_the_standard_deviation(epsilon):
     assert first == pytest.approx(0.5 / (0.5 + epsilon))
 
 
+def test_batch_mean_compares_all_answers_of_the_step():
+    """One answer a prompt is enough; nothing is divided."""
+    found = adv.batch_mean(step([1.0], [0.0], [0.25, 3.5]))
+    mean = (1.0 + 0.0 + 0.25 + 3.5) / 4
+    assert [values(found, group) for group in range(3)] == [
+        pytest.approx([1.0 - mean]),
+        pytest.approx([-mean]),
+        pytest.approx([0.25 - mean, 3.5 - mean]),
+    ]
+    assert values(adv.batch_mean(step([0.1], [0.1], [0.1])), 1) == [0.0]
+
+
 def test_reinforce_pp_sums_what_follows_and_normalises_over_all_tokens():
     """A_t = r + sum_{i >= t} of the token rewards (-beta KL): a loop over each token."""
     rng = np.random.default_rng(1)

@@ -207,6 +207,16 @@ def ref_score(weigh):
     return reference
 
 
+def ref_flash(n, policy):
+    q, p = np.exp(n.behavior_logprobs), np.exp(n.policy_logprobs)
+    q = np.minimum(q, 1.0)
+    rest = np.log(np.maximum(1 - q, 1e-8)) - np.log(1 - p)
+    divergence = q * (n.behavior_logprobs - n.policy_logprobs) + (1 - q) * rest
+    cut = each_sequence(n, divergence, np.mean) > 0.03
+    weights = np.where(cut, 0, np.exp(n.policy_logprobs - n.behavior_logprobs))
+    return -weights * n.advantages * policy, cut
+
+
 def ref_vespo(n, r, whole):
     k, rate = (np.where(n.advantages >= 0, a, b) for a, b in ((2, 3), (3, 2)))
     return whole**k * np.exp(rate * (1 - whole)), False
@@ -225,6 +235,7 @@ REFERENCES = [
     ("clip_cov", {"share": 0.3}, ref_clip_cov),
     ("kl_cov", {"share": 0.3, "penalty": 0.7}, ref_kl_cov),
     ("reinforce", {}, ref_score(lambda n, r, whole: (r, False))),
+    ("flash_reinforce", {"delta": 0.03}, ref_flash),
     ("gpg", {}, ref_score(lambda n, r, whole: (1.0, False))),
     (
         "cispo",

@@ -319,7 +319,11 @@ def test_a_section_of_defaults_that_nothing_reads_is_null(write, caplog):
     assert load(write(yaml.safe_dump(BEFORE))) == load(BEFORE) == Config()
     for name, needs in (
         ("remote", "mesh.samplers_in=processes or external"),
-        ("reference", "algorithm.kl_coefficient above 0 or a pairs.loss that compares with it"),
+        (
+            "reference",
+            "algorithm.kl_coefficient above 0 or a pairs.loss or a loss component that compares "
+            "with it",
+        ),
         ("critic", "algorithm.advantage=gae, which has a critic"),
     ):
         assert (

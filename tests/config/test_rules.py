@@ -342,6 +342,16 @@ BROKEN = {
     },
     "a_kl_in_the_loss_has_a_gradient": {"algorithm": {"kl": "k1", "kl_coefficient": 0.1}},
     "a_kl_in_the_reward_is_not_blown_up": {"algorithm": {"kl_in": "reward", "kl_coefficient": 0.1}},
+    "each_component_has_an_effect": {
+        "algorithm": {"losses": {"a": {"loss": "nll", "coefficient": 0}}}
+    },
+    "one_kl_looks_at_tokens": {
+        "algorithm": {"kl": "full", "kl_coefficient": 0.1, "losses": {"a": {"loss": "kl"}}}
+    },
+    "a_reward_model_has_no_policy_to_copy": {
+        "run": {"job": "reward_model"},
+        "checkpoint": {"hugging_face": True},
+    },
     "the_learning_rate_reaches_its_peak": {"trainer": {"warmup_steps": 101}},
     "answers_are_drawn_at_random": {"sampler": {"temperature": 0}},
     "a_loss_of_whole_ratios_has_the_behavior_as_anchor": {

@@ -57,6 +57,7 @@ UNREAD = [
     (["pairs.loss=dpo", "algorithm.loss=cispo"], "pairs=null"),
     (["pairs.loss=dpo", "algorithm.advantage=rloo"], "pairs=null"),
     (["pairs.loss=dpo", "algorithm.correction=tis"], "pairs=null"),
+    (["pairs.loss=dpo", "algorithm.losses={a: {loss: nll}}"], "pairs=null"),
     (["pairs.loss=dpo", "algorithm.aggregate=sequence_mean"], "pairs=null, or a KL"),
     (["pairs.loss=simpo", "reference.ema=0.5"], "algorithm.kl_coefficient above 0 or a pairs"),
     (["run.job=sft", "pairs.loss=dpo"], "run.job=rl"),

@@ -17,7 +17,9 @@ BINARY = {"pass_at_k", "grpo_lead"}
 """They know right and wrong only, or look at the share that is right."""
 OF_SCALE = {"maxrl"}
 """A shift of all rewards means something else to them."""
-OVER_BATCH = {"reinforce_pp", "reinforce_pp_baseline", "gdpo", "discounted_batch", "gae"}
+OVER_BATCH = {
+    "reinforce_pp", "reinforce_pp_baseline", "gdpo", "discounted_batch", "gae", "batch_mean",
+}  # fmt: skip
 """A group's advantages depend on the other groups."""
 
 

@@ -9,6 +9,7 @@ from jaxrl_async.algorithms.advantages import advantage
 from jaxrl_async.algorithms.aggregate import aggregate
 from jaxrl_async.algorithms.corrections import correction
 from jaxrl_async.algorithms.kl import kl
+from jaxrl_async.algorithms.loss_components import component
 from jaxrl_async.algorithms.losses import supervised_loss, token_loss
 from jaxrl_async.algorithms.preference_losses import preference_loss
 from jaxrl_async.algorithms.registry import (
@@ -24,7 +25,8 @@ from jaxrl_async.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs/algorithms.md"
 REGISTRIES = [
-    token_loss, supervised_loss, correction, advantage, shaping, kl, aggregate, preference_loss
+    token_loss, supervised_loss, correction, advantage, shaping, kl, aggregate, preference_loss,
+    component,
 ]  # fmt: skip
 ARGUMENTS = [
     (registry, name, key)

@@ -97,9 +97,12 @@ def test_on_policy_gradient_is_the_policy_gradient(function):
 
 @each_policy_loss
 def test_a_loss_declares_whether_it_has_a_ratio(function):
-    """One without it does not look at what drew the tokens."""
+    """One without it does not look at what drew the tokens, here nearly the policy: a loss may drop
+    what drifted."""
     x = inputs()
-    moved = x._replace(behavior_logprobs=x.behavior_logprobs - 0.1)
+    near = x.policy_logprobs + 0.1 * (x.behavior_logprobs - x.policy_logprobs)
+    x = x._replace(behavior_logprobs=near)
+    moved = x._replace(behavior_logprobs=near - 0.02)
     same = bool((function(x).loss == function(moved).loss).all())
     assert same == (token_loss.facts_of(function).correction == NO_RATIO)
 

@@ -436,3 +436,14 @@ def test_fuzz_a_mutated_tokenizer_works_or_is_a_data_error(whole, tmp_path, data
         return
     ids = tokenizer.encode_prompt("12+34=")
     assert all(0 <= i < tokenizer.vocab_size for i in (*ids, *tokenizer.eos_ids))
+
+
+def test_a_tokenizer_that_was_loaded_is_saved_as_it_was(tmp_path):
+    """transformers would note that it was loaded from a folder."""
+    addition_tokenizer().save_pretrained(tmp_path / "first")
+    load_tokenizer(tmp_path / "first").save_pretrained(tmp_path / "again")
+    first, again = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
+        for name in ("first", "again")
+    )
+    assert first == again

@@ -21,6 +21,7 @@ RECIPES = (
     "opd",
     "self_distill",
     "online_dpo",
+    "flash_reinforce",
 )
 OFTEN: tuple[str, ...] = ()
 SMALL = (
@@ -64,7 +65,7 @@ def teacher(folder: Path) -> Path:
 )
 def test_the_recipe_runs(name: str, folder: Path, teacher: Path) -> None:
     extra = [f"teacher.path={teacher}"] if name == "opd" else []
-    extra += ["algorithm.group_size=4"] if name != "opd" else []
+    extra += ["algorithm.group_size=4"] if name not in ("opd", "flash_reinforce") else []
     extra += ["critic.warmup_steps=1"] if name == "ppo_critic" else []
     shaping = (
         "algorithm.shaping=[mask_truncated, {soft_overlong: {max_tokens: 16, cache_tokens: 8}}]"

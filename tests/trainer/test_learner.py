@@ -802,3 +802,83 @@ def test_to_keep_what_the_trainer_saw_changes_nothing_of_what_is_learnt() -> Non
     plain, watched = learner_of(), learner_of(sights_every=1)
     assert moved(plain) == moved(watched)
     assert apart(plain.params, watched.params) == 0
+
+
+# ---- loss components
+
+
+COMPONENTS = {
+    "near": {"loss": "squared_log_ratio", "coefficient": 0.5},
+    "right": {"loss": "nll", "tokens": "right", "coefficient": 0.25},
+    "bonus": {"loss": "entropy", "coefficient": 0.1},
+}
+
+
+def test_components_are_of_the_tokens_that_they_cover_and_in_the_loss() -> None:
+    """Against NumPy, from the trainer's log-probs on."""
+    stats = moved(learner_of(algorithm={"losses": COMPONENTS}))
+    batch = pack_groups(GROUPS, None, ROW)
+    policy = PASS.logprobs(PARAMS, batch).astype(np.float64)
+    earned = [s.total for g in GROUPS for s in g.scores]
+    right = batch.mask & (np.array([*earned, 0.0])[batch.sequence_ids] > 0.5)
+    far = (policy - batch.behavior_logprobs)[batch.mask]
+    wanted = {
+        "loss/near": (far**2 / 2).mean(),
+        "loss/right": -policy[right].mean(),
+        "loss/bonus": -stats["policy/entropy"],
+        "loss_tokens/near": batch.mask.sum(),
+        "loss_tokens/right": right.sum(),
+    }
+    for key, value in wanted.items():
+        assert stats[key] == pytest.approx(value, rel=1e-4), key
+    terms = sum(one["coefficient"] * stats[f"loss/{name}"] for name, one in COMPONENTS.items())
+    assert stats["train/loss"] == pytest.approx(stats["train/policy_loss"] + terms, rel=1e-4)
+    assert stats["loss_coefficient/right"] == 0.25
+
+
+@pytest.mark.parametrize("minibatches", [2, 5])
+def test_components_are_the_same_however_many_updates_a_step_is_learnt_in(minibatches: int) -> None:
+    settings = {"learning_rate": 0.0, "losses": COMPONENTS}
+    whole = moved(learner_of(algorithm=settings))
+    parts = moved(learner_of(algorithm={**settings, "minibatches": minibatches, "epochs": 2}))
+    for key in whole:
+        if key.startswith(("loss/", "loss_tokens/")) or key == "train/loss":
+            assert parts[key] == pytest.approx(whole[key], rel=1e-4, abs=1e-6), key
+
+
+def test_a_component_follows_its_ramp_from_step_to_step_also_when_restored() -> None:
+    ramp = {"loss": "nll", "coefficient": 1.0, "coefficient_end": 0.0, "ramp_steps": 2}
+    learner = learner_of(algorithm={"losses": {"nll": ramp}, "loss": "gpg"})
+    weights = [moved(learner, version=v)["loss_coefficient/nll"] for v in range(3)]
+    assert weights == [1.0, 0.5, 0.0]
+    again = learner_of(algorithm={"losses": {"nll": ramp}, "loss": "gpg"})
+    again.restore(learner_of().tree(), again.numbers())
+    stats = moved(again, version=1)
+    assert stats["loss_coefficient/nll"] == 0.5
+    terms = 0.5 * stats["loss/nll"]
+    assert stats["train/loss"] == pytest.approx(stats["train/policy_loss"] + terms, rel=1e-4)
+
+
+def test_demonstrations_of_a_component_are_learnt_as_those_with_a_coefficient() -> None:
+    pair = (np.arange(3, 11, dtype=np.int32), np.arange(8) >= 3)
+    given: dict[str, Any] = {"pairs": iter(lambda: pair, None)}
+    named = {"sft": {"loss": "nll", "tokens": "demonstrations", "coefficient": 0.5}}
+    new = learner_of(algorithm={"losses": named, "supervised_batch": 2}, companions=given)
+    old = learner_of(
+        algorithm={"supervised_coefficient": 0.5, "supervised_batch": 2}, companions=given
+    )
+    reports = [moved(one) for one in (new, old)]
+    assert reports[0]["loss_tokens/sft"] == reports[1]["supervised/tokens"] == 10
+    assert reports[0]["loss/sft"] == pytest.approx(reports[1]["supervised/loss"], rel=1e-5)
+    assert reports[0]["train/loss"] == pytest.approx(reports[1]["train/loss"], rel=1e-5)
+    assert apart(new.params, old.params) < 1e-5 < apart(new.params, learner_of().params)
+
+
+def test_a_component_of_the_kl_is_the_kl_of_the_loss() -> None:
+    reference = {"reference": copied(OTHER)}
+    named = {"near": {"loss": "kl", "coefficient": 0.5}}
+    new = learner_of(algorithm={"losses": named}, companions=reference)
+    old = learner_of(algorithm={"kl_coefficient": 0.5}, companions=reference)
+    reports = [moved(one) for one in (new, old)]
+    assert reports[0]["loss/near"] == pytest.approx(reports[1]["policy/kl_reference"], rel=1e-5)
+    assert apart(new.params, old.params) < 1e-6

@@ -241,6 +241,6 @@ def check_lengths(config: Config, spec: ModelSpec, where: str) -> None:
     """Raise ConfigError if the job makes longer sequences than the model at `where` supports:
     episodes up to sampler.max_length, examples up to a row."""
     check_positions(spec, config.sampler.max_length, "sampler.max_length", where)
-    mixes = config.warm_start.steps or config.algorithm.supervised_coefficient
+    mixes = config.warm_start.steps or config.algorithm.mixes
     if config.run.job != "rl" or mixes:
         check_positions(spec, config.longest_example, "trainer.row_length", where)

@@ -195,7 +195,7 @@ def make_learner(
             config, "reference.path", config.reference_settings.path, policy, slices
         )
     _warn_of_anchor(algorithm)
-    mixes = algorithm.supervised_coefficient > 0
+    mixes = algorithm.mixes
     companions = Companions(
         base=base_of(policy),
         own_pass=_pass(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import yaml
 from jax.typing import DTypeLike
@@ -442,7 +443,14 @@ def open_checkpoints(
     )
 
 
-def read_learnt(place: CheckpointStorage, step: int, dtype: DTypeLike) -> Any:
+def read_learnt(
+    place: CheckpointStorage,
+    step: int,
+    dtype: DTypeLike,
+    *,
+    on_host: bool = False,
+    verify: bool = True,
+) -> Any:
     """Read what a checkpoint's run learns (its weights, or its adapter) without the rest, onto the
     default device; the folder is not changed.
 
@@ -450,23 +458,23 @@ def read_learnt(place: CheckpointStorage, step: int, dtype: DTypeLike) -> Any:
         place: of the checkpoints.
         step: of one.
         dtype: of the arrays; None: as they were saved.
+        on_host: return NumPy arrays; no device is used.
+        verify: compare checksums, if it has some.
 
     Raises CheckpointError.
     """
     folder = place.directory / str(step)
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     context = v1.Context()
     context.pytree.loading.partial_load = True
     try:
         if place.is_sealed(step):
-            place.check(step)
+            if verify:
+                place.check(step)
         else:
             log.error("%s has no %s: its files may be damaged", folder, CHECKSUMS)
             place.check_links(step)
         learnt = v1.checkpointables_metadata(folder).metadata[STATE]["train"]["params"]
-        like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=device), learnt
-        )
+        like = jax.tree.map(functools.partial(_wanted, dtype=dtype, on_host=on_host), learnt)
         with context:
             items = v1.load_checkpointables(folder, {STATE: {"train": {"params": like}}})
     except Exception as error:
@@ -474,6 +482,15 @@ def read_learnt(place: CheckpointStorage, step: int, dtype: DTypeLike) -> Any:
             f"{folder}: the checkpoint cannot be read: {_root_cause(error)}. Take another step."
         ) from error
     return items[STATE]["train"]["params"]
+
+
+def _wanted(saved: Any, *, dtype: DTypeLike, on_host: bool) -> Any:
+    """Return how orbax is to read an array."""
+    kind = jnp.dtype(dtype or saved.dtype)
+    if on_host:
+        return np.empty(saved.shape, kind)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(saved.shape, kind, sharding=device)
 
 
 def read_lora(

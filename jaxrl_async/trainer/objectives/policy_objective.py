@@ -48,8 +48,10 @@ from jaxrl_async.trainer.update_programs import Frozen, Passes
 from jaxrl_async.types import FloatArray, PackedBatch
 
 if TYPE_CHECKING:
+    from jaxrl_async.algorithms import loss_components
     from jaxrl_async.trainer import distill
 else:
+    loss_components = Later("jaxrl_async.algorithms.loss_components")
     distill = Later("jaxrl_async.trainer.distill")
 
 IN_LOSS = tuple(name for name in DeviceBatch._fields if COLUMNS[name].in_loss)
@@ -105,9 +107,12 @@ class PolicyForward:
     @staticmethod
     def _learnt(micro: DeviceBatch) -> Array:
         """Return the tokens whose log-probs the loss reads, [rows, length] bool."""
-        if micro.supervised_weights is None:
-            return micro.mask
-        return micro.mask | (micro.supervised_weights > 0)
+        learnt = micro.mask
+        if micro.supervised_weights is not None:
+            learnt |= micro.supervised_weights > 0
+        if micro.component_weights is not None:
+            learnt |= jnp.any(micro.component_weights > 0, axis=-1)
+        return learnt
 
     def whole(self, frozen: Frozen) -> Frozen:
         """Return the frozen weights; adapters of reference and teacher are joined to the base."""
@@ -179,21 +184,31 @@ class PolicyObjective:
 
     # ---- host
 
-    def weights(self, batch: PackedBatch, times: int = 1) -> Columns:
-        """Return the columns of the tokens' weights in the loss; [rows, length] each.
+    def weights(
+        self, batch: PackedBatch, times: int = 1, columns: Columns | None = None
+    ) -> Columns:
+        """Return the columns of the tokens' weights in the loss; [rows, length, ...] each.
 
-        times: factor of all weights: the number of parts in which a step is trained. The mean of
-        the parts' gradients is then the step's.
+        Args:
+            batch: the whole step.
+            times: factor of all weights: the number of parts in which a step is trained. The mean
+                of the parts' gradients is then the step's.
+            columns: in addition to the batch's.
         """
         weights: Columns = {"weights": self.aggregate(batch)}
         if self.supervised_coefficient:
             weights["supervised_weights"] = supervised_weights(batch, self.supervised_coefficient)
+        if parts := self.recipe.components:
+            rewards = (columns or {}).get("rewards")
+            weights["component_weights"] = loss_components.component_weights(
+                parts, batch, rewards, self.aggregate
+            )
         return {name: w * np.float32(times) for name, w in weights.items()}
 
     def micro_batches(self, data: PolicyData, sizes: MicroSizes) -> Sequence[DeviceBatch]:
         columns = data.columns or {}
         if "weights" not in columns:
-            columns = columns | self.weights(data.batch)
+            columns = columns | self.weights(data.batch, columns=columns)
         parts = {k: split(column, sizes, COLUMNS[k].fill) for k, column in columns.items()}
         return [
             DeviceBatch(
@@ -205,8 +220,10 @@ class PolicyObjective:
 
     def context(self, data: PolicyData) -> PolicyContext:
         numbers = self.recipe.coefficients if data.coefficients is None else data.coefficients
+        kl, entropy, losses = numbers
+        own = tuple(np.float32(c) for c in losses)
         return PolicyContext(
-            np.int32(data.version), Coefficients(*(np.float32(c) for c in numbers))
+            np.int32(data.version), Coefficients(np.float32(kl), np.float32(entropy), own)
         )
 
     def probe(self, trainable: Params, frozen: Frozen, tokens: TokenRows) -> Array:
@@ -234,6 +251,7 @@ class PolicyObjective:
             micro.weights,
             context.version,
             context.coefficients,
+            component_weights=micro.component_weights,
             num_lags=self.num_lags,
             factors=self._factors(micro),
         )
@@ -299,7 +317,7 @@ def policy_update(
         teacher_spec=teacher_spec or spec,
         teacher_divergence=divergence_of(section.kind, section.beta),
         whole_kl=recipe.whole_kl,
-        has_entropy=recipe.has_entropy,
+        has_entropy=recipe.sees_entropy,
         lora=settings.lora,
     )
     objective = PolicyObjective(
