@@ -367,6 +367,9 @@ class NamedTeacher(Section):
     protocol: Literal["completions", "generate", "echo"] = "completions"
     """How url is asked: /v1/completions with prompt_logprobs, /inference/v1/generate with
     prompt_logprobs, or /v1/completions with echo, which gives no likeliest tokens."""
+    tokenizer: str | None = None
+    """Hugging Face directory of the tokenizer of the model at url, if that is not the policy's: the
+    two are aligned by the text that their tokens cover. null: the policy's tokenizer."""
     context: str | None = Field(None, min_length=1)
     """Column of a record with what the teacher at url reads in place of the prompt: a text or
     messages, such as the question with a demonstration. null: the prompt."""

@@ -224,7 +224,8 @@ def a_fork_draws_on_a_branch(config: Config) -> Iterator[str]:
 # --- teachers by name
 
 OF_A_SERVER = (
-    *("model", "key_variable", "protocol", "context", "concurrency", "timeout_s", "max_wait_s"),
+    *("model", "tokenizer", "key_variable", "protocol", "context"),
+    *("concurrency", "timeout_s", "max_wait_s"),
 )
 """Settings of a teacher that only one at an address has."""
 

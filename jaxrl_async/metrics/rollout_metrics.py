@@ -196,6 +196,11 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
             "Generated tokens at or after one that the tokenizer does not have: not asked about.",
         ),
         (
+            "teacher/<name>/unaligned_tokens",
+            "tokens",
+            "Generated tokens in no span of a text that is aligned (teachers.NAME.tokenizer).",
+        ),
+        (
             "teacher/<name>/dropped_groups",
             "groups",
             "Groups that waited for longer than teachers.NAME.max_wait_s.",

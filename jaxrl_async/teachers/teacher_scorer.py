@@ -8,14 +8,18 @@ group ──┤                                                   ├──> Sco
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.tasks.usercode import side_by_side
 from jaxrl_async.teachers.teacher_choices import TeacherChoices
 from jaxrl_async.teachers.teacher_service import TeacherService, unknown
-from jaxrl_async.types import Episode, IntArray, Prompt, Score, TeacherLogprobs
+from jaxrl_async.types import Episode, IntArray, Message, Prompt, Score, TeacherLogprobs
+
+Opening = Callable[[Prompt, Sequence[Message]], IntArray]
+"""Returns what a teacher reads in place of an episode's prompt, from that and what an environment
+wrote before the policy's first turn; [length] int32."""
 
 
 class TeacherScorer:
@@ -27,7 +31,7 @@ class TeacherScorer:
         choices: TeacherChoices,
         services: Mapping[str, TeacherService],
         max_wait_s: Mapping[str, float | None],
-        openings: Mapping[str, Callable[[Prompt], IntArray]],
+        openings: Mapping[str, Opening],
     ) -> None:
         """Ask the teachers in parallel to `outcome`.
 
@@ -36,8 +40,7 @@ class TeacherScorer:
             choices: tells which teachers a prompt has.
             services: the teachers with an address; the trainer computes the others.
             max_wait_s: how long a group waits for each of these, seconds; None: any time.
-            openings: what a teacher reads in place of a prompt's tokens, for teachers with another
-                context.
+            openings: of the teachers that read something else than the prompt's tokens.
         """
         self._openings = openings
         self._outcome, self._choices = outcome, choices
@@ -80,11 +83,13 @@ class TeacherScorer:
         if service is None:
             return [unknown(name, weight) for _ in episodes]
         began_s = time.monotonic()
-        opening = self._openings[name](prompt) if name in self._openings else None
+        begin = self._openings.get(name)
+        openings = [None if begin is None else begin(prompt, e.opened) for e in episodes]
         try:
             async with asyncio.timeout(self._max_wait_s[name]) as limit:
                 return await side_by_side(
-                    service.of_episode(episode, weight, prompt, opening) for episode in episodes
+                    service.of_episode(episode, weight, prompt, opening)
+                    for episode, opening in zip(episodes, openings, strict=True)
                 )
         except TimeoutError:
             if not limit.expired():

@@ -39,7 +39,9 @@ class Advice(NamedTuple):
     """What the teachers say about a step; [rows, length] float32."""
 
     gap: FloatArray  # sum over an episode's teachers of weight (log behaviour - log teacher)
-    columns: Columns  # teacher_ids, teacher_logprobs and teacher_weights; empty: no top k
+    # teacher_ids, teacher_logprobs and teacher_weights, and with spans teacher_spans and
+    # teacher_span_logprobs; empty: no top k
+    columns: Columns
     report: dict[str, float]  # by the names of metrics
 
 
@@ -49,6 +51,7 @@ class NamedTeachers:
 
     top_k: int  # likeliest tokens that the loss compares; 0: none
     local: Mapping[str, LocalTeacher]  # those on these chips, by name
+    aligned: bool = False  # whether one has another tokenizer, so that spans are compared
 
     def __call__(self, step: PackedStep, device_lock: AnyDeviceLock) -> Advice:
         """Return what the teachers of a packed step's episodes say."""
@@ -58,7 +61,12 @@ class NamedTeachers:
             flops += self._compute(step, name, teacher, given, device_lock)
         report = {"teacher/flops": flops} if self.local else {}
         gap, measured = _gap(step, given)
-        columns = _columns(step, _with_top(given, self.top_k), self.top_k) if self.top_k else {}
+        columns: Columns = {}
+        if self.top_k:
+            known = _with_top(given, self.top_k)
+            columns = _columns(step, known, self.top_k)
+            if self.aligned:
+                columns |= _span_columns(step, known, columns["teacher_weights"].shape)
         return Advice(gap, columns, {**report, **measured})
 
     def _compute(
@@ -115,14 +123,21 @@ def _marked(
 def _gap(
     step: PackedStep, given: Sequence[Sequence[TeacherLogprobs]]
 ) -> tuple[FloatArray, dict[str, float]]:
-    """Return the weighted gaps of the trained tokens, and each teacher's KL and tokens."""
+    """Return the weighted gaps of the trained tokens, and each teacher's KL and tokens.
+
+    A token in a span has the gap of the whole span: the policy chose the span's text with all of
+    its tokens.
+    """
     behavior = step.batch.behavior_logprobs.ravel().astype(np.float64)
     gap = np.zeros(behavior.shape, np.float64)
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for _, teacher, flat, used in _marked(step, given):
         apart = behavior[flat] - teacher.logprobs[used]
         known = np.isfinite(apart)  # an external sampler may give no log-probs
-        gap[flat[known]] += teacher.weight * apart[known]
+        whole = apart
+        if teacher.spans is not None:
+            known, whole = _of_whole_spans(teacher.spans, used, apart, known)
+        gap[flat[known]] += teacher.weight * whole[known]
         totals[teacher.teacher][0] += float(apart[known].sum())
         totals[teacher.teacher][1] += float(np.count_nonzero(known))
     report: dict[str, float] = {}
@@ -131,6 +146,26 @@ def _gap(
         if count:
             report[f"teacher/{name}/kl"] = total / count
     return gap.reshape(step.batch.mask.shape).astype(np.float32), report
+
+
+def _of_whole_spans(
+    spans: IntArray, used: BoolArray, values: NDArray[np.float64], known: BoolArray
+) -> tuple[BoolArray, NDArray[np.float64]]:
+    """Return which of the used tokens are in a span of which all tokens are used and known, and the
+    sum of its values over its span for each.
+
+    Args:
+        spans: [n] number of each token's span.
+        used: [n].
+        values: of the used tokens.
+        known: of the used tokens.
+    """
+    of_used = spans[used]
+    size = int(spans.max(initial=-1)) + 1
+    complete = np.bincount(of_used[known], minlength=size) == np.bincount(spans, minlength=size)
+    known = known & complete[of_used]
+    sums = np.bincount(of_used[known], weights=values[known], minlength=size)
+    return known, sums[of_used]
 
 
 def _with_top(
@@ -173,4 +208,35 @@ def _columns(step: PackedStep, given: Sequence[Sequence[TeacherLogprobs]], top_k
         "teacher_ids": ids.reshape(*shape, teachers * top_k),
         "teacher_logprobs": logprobs.reshape(*shape, teachers * top_k),
         "teacher_weights": weights.reshape(*shape, teachers),
+    }
+
+
+def _span_columns(
+    step: PackedStep, given: Sequence[Sequence[TeacherLogprobs]], shape: tuple[int, ...]
+) -> Columns:
+    """Return the columns of the spans that are compared as a whole: those whose one token has no
+    likely tokens of its own, and those of several tokens. shape: [rows, length, teachers]."""
+    length = shape[1]
+    last = np.full((shape[0] * length, shape[2]), -1, np.int32)
+    logprobs = np.zeros(last.shape, np.float32)
+    for slot, teacher, flat, used in _marked(step, given):
+        if teacher.spans is None:
+            continue
+        alone = (teacher.top_ids < 0).all(axis=-1)
+        known, totals = _of_whole_spans(
+            teacher.spans, used, teacher.logprobs[used].astype(np.float64), alone[used]
+        )
+        places, spans = flat[known], teacher.spans[used][known]
+        if not len(places):
+            continue
+        ends = np.zeros(int(spans.max()) + 1, np.int64)
+        np.maximum.at(ends, spans, places)
+        begins = np.full(len(ends), np.iinfo(np.int64).max)
+        np.minimum.at(begins, spans, places)
+        in_one_row = (begins // length == ends // length)[spans]
+        last[places[in_one_row], slot] = ends[spans][in_one_row] % length
+        logprobs[ends[spans][in_one_row], slot] = totals[known][in_one_row]
+    return {
+        "teacher_spans": last.reshape(shape),
+        "teacher_span_logprobs": logprobs.reshape(shape),
     }

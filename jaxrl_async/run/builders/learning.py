@@ -273,7 +273,9 @@ def _teacher(config: Config, policy: Policy, slices: Slices, state: TrainState) 
             for name, one in config.named_teachers.items()
             if one.path is not None
         }
-        return {"teachers": named_teachers.NamedTeachers(top_k=section.top_k, local=local)}
+        aligned = any(one.tokenizer is not None for one in config.named_teachers.values())
+        teachers = named_teachers.NamedTeachers(top_k=section.top_k, local=local, aligned=aligned)
+        return {"teachers": teachers}
     if section.source == "self":
         params, teacher_pass = copied(state.params), passing(policy.spec)
     else:
