@@ -221,8 +221,8 @@ class TeacherService:
         equal. Waits during an outage. Raises EndpointMisset if they differ."""
         named = "the policy"
         advice = (
-            "A teacher reads the policy's token ids: choose a model of the same family, or name its "
-            f"tokenizer ({self.setting}.tokenizer)."
+            "A teacher reads the policy's token ids: choose a model of the same family, or name "
+            f"its tokenizer ({self.setting}.tokenizer)."
         )
         if self._others is not None:
             tokenizer, named = self._others.other, f"{self.setting}.tokenizer"

@@ -61,9 +61,10 @@ def spans_of(
     spans = Spans(_between(our_ends, borders), _between(their_ends, borders))
     if usual is None:
         return spans
-    differing = np.setxor1d(our_ends, _ends(usual))
-    before = np.searchsorted(differing, np.concatenate([[0], borders]), side="right")
-    return spans.at(np.diff(before) == 0)
+    begins, usual_ends = np.concatenate([[0], borders]), np.concatenate([[0], _ends(usual)])
+    differing = np.setxor1d(np.concatenate([[0], our_ends]), usual_ends)
+    before = np.searchsorted(differing, begins, side="right")
+    return spans.at((np.diff(before) == 0) & np.isin(begins[:-1], usual_ends))
 
 
 def _between(ends: NDArray[np.int64], borders: NDArray[np.int64]) -> IntArray:

@@ -547,6 +547,7 @@ SERVED = {"url": "http://x/v1", "model": "m"}
         ({"teachers": {"a": {**SERVED, "path": "x"}}}, "set exactly one of url and path"),
         ({"teachers": {"a": {"url": "http://x/v1"}}}, "needs the name of the model"),
         ({"teachers": {"a": {"path": "x", "timeout_s": 3.0}}}, "timeout_s (3.0) has no effect"),
+        ({"teachers": {"a": {"path": "x", "tokenizer": "y"}}}, "tokenizer (y) has no effect"),
         ({"teachers": {"a": {**SERVED, "adapter": "x"}}}, "adapter (x) has no effect without path"),
         ({"teacher": {"form": "loss", "top_k": 0}}, "teacher.top_k=0 asks for none"),
         ({"teacher": {"form": "loss", "top_k": 2, "top_k_of": "student"}}, "top_k_of=student"),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from byte_level import byte_level_tokenizer
 from fake_teacher import FakeTeacher
 from runs import config_of, metrics_of, weights_of
 
@@ -84,6 +85,45 @@ def test_a_teacher_with_other_tokens_is_refused_before_the_run(tmp_path: Path) -
         server.tokenize = lambda text: [ord(c) % 7 for c in text]
         with pytest.raises(ConfigError, match=r"teachers\.sum has other tokens than the policy"):
             train(taught(tmp_path, server.url, "run.steps=1"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("form", ["advantage", "loss"])
+def test_a_resumed_run_learns_the_same_from_a_teacher_with_other_tokens(
+    form: str, tmp_path: Path
+) -> None:
+    other = byte_level_tokenizer(500)
+    other.save_pretrained(tmp_path / "tokenizer")
+    with FakeTeacher(other.vocab_size, 0) as server:
+        server.tokenize = lambda text: other.encode(text).tolist()
+        there = f"url: '{server.url}', model: m, tokenizer: {tmp_path / 'tokenizer'}"
+        calm = [
+            "staleness.max_staleness=0",
+            f"teachers={{sum: {{{there}}}}}",
+            f"teacher.form={form}",
+            *(["teacher.top_k=6"] if form == "loss" else []),
+        ]
+        whole = taught(tmp_path / "whole", server.url, *calm, "run.steps=4")
+        train(whole)
+        train(taught(tmp_path / "parts", server.url, *calm, "run.steps=2"))
+        again = taught(
+            tmp_path / "parts", server.url, *calm, "run.steps=4", "run.resume=true",
+            "run.overwrite=false",
+        )  # fmt: skip
+        train(again)
+        bodies = [body["prompt"] for path, body, _ in server.bodies if path == "/v1/completions"]
+    assert max(max(ids) for ids in bodies) > VOCAB, "the policy has no such tokens"
+    for name, values in weights_of(whole).items():
+        np.testing.assert_array_equal(values, weights_of(again)[name], err_msg=name)
+    steps = [line for line in metrics_of(again) if "train/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    for line in steps:
+        known = line["teacher/sum/tokens"]
+        lost = line["teacher/sum/unknown_tokens"] + line["teacher/sum/unaligned_tokens"]
+        assert known > 0 and known + lost == line["train/tokens"]
+        if form == "loss":
+            assert line["policy/teacher_divergence"] > 0
+    assert audit_run(tmp_path / "parts" / again.run.name).problems == ()
 
 
 @pytest.mark.full
@@ -165,3 +205,30 @@ def test_a_named_teacher_computes_as_before_and_a_served_one_may_be_killed(
     assert sum(line["teacher/there/retries"] for line in lines) >= 1
     assert sum(line["faults/outages"] for line in lines) >= 1
     assert audit_run(folder).problems == ()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+def test_the_served_policy_of_a_run_with_another_tokenizer_is_a_teacher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEACHER_KEY", "sesame")
+    byte_level_tokenizer(500).save_pretrained(tmp_path / "words")
+    calm = ("staleness.max_staleness=0", "run.overwrite=true")
+    words = f"data.tokenizer={tmp_path / 'words'}"
+    first = config_of("addition", tmp_path / "teacher", *TINY, *calm, words, "run.steps=1")
+    train(first)
+    policy = tmp_path / "teacher" / first.run.name / "policy"
+    with served(policy, 0) as url:
+        there = f"url: '{url}', model: policy, key_variable: TEACHER_KEY, tokenizer: {policy}"
+        config = config_of(
+            "addition", tmp_path / "student", *TINY, *calm, "teacher.source=teachers",
+            "teacher.rewards=0.0", "teacher.form=loss", "teacher.top_k=4", "run.steps=2",
+            f"teachers={{there: {{{there}}}}}",
+        )  # fmt: skip
+        train(config)
+    steps = [line for line in metrics_of(config) if "train/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2]
+    for line in steps:
+        assert line["teacher/there/tokens"] > 0 and line["policy/teacher_divergence"] > 0
+    assert audit_run(tmp_path / "student" / config.run.name).problems == ()

@@ -18,7 +18,7 @@ from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
 from jaxrl_async.model.divergence import divergence_of
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.trainer.distill import TeacherTop, distill_rows
+from jaxrl_async.trainer.distill import TeacherSpans, TeacherTop, distill_rows, distill_spans
 from jaxrl_async.trainer.flops import forward_flops
 from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings
 from jaxrl_async.trainer.learning_settings import LearningSettings
@@ -230,6 +230,169 @@ def test_a_resumed_run_may_compare_another_number_of_tokens(
     assert said in caplog.text
 
 
+# ---- spans of a teacher with another tokenizer
+
+
+def in_spans(teacher: TeacherLogprobs, sizes: Sequence[int]) -> TeacherLogprobs:
+    """The same log-probs as if the teacher's tokens were spans of these sizes in turn. Every second
+    token that is a span of its own keeps its likely tokens, but for one that the policy lacks."""
+    count = len(teacher.places)
+    apart = np.diff(teacher.places, prepend=-9) > 1  # a span does not go on behind others' tokens
+    spans, number, room = np.zeros(count, np.int32), -1, 0
+    for i in range(count):
+        if apart[i] or not room:
+            number += 1
+            room = sizes[number % len(sizes)]
+        spans[i], room = number, room - 1
+    last = np.append(spans[1:] != spans[:-1], True)
+    single = (np.bincount(spans) == 1)[spans] & (spans % 2 == 0)
+    ids = np.where(single[:, None], teacher.top_ids, -1)
+    ids[:, 1] = -1
+    return replace(
+        teacher,
+        logprobs=np.where(last, teacher.logprobs, 0).astype(np.float32),
+        top_ids=ids,
+        top_logprobs=np.where(ids < 0, -1e4, teacher.top_logprobs).astype(np.float32),
+        spans=spans,
+    )
+
+
+def with_spans(groups: Sequence[EpisodeGroup], sizes: Sequence[int]) -> list[EpisodeGroup]:
+    """The same groups with teacher b of another tokenizer."""
+    return [
+        replace(
+            g,
+            scores=tuple(
+                replace(
+                    s,
+                    teachers=tuple(
+                        in_spans(t, sizes) if t.teacher == "b" else t for t in s.teachers
+                    ),
+                )
+                for s in g.scores
+            ),
+        )
+        for g in groups
+    ]
+
+
+@pytest.mark.parametrize("share_prefixes", [False, True])
+def test_a_token_has_the_gap_of_its_whole_span(share_prefixes: bool) -> None:
+    groups = with_spans(GROUPS, (2, 1, 3))
+    step = packed(groups, share_prefixes=share_prefixes)
+    advice = asked(step)
+    found = step.index.to_sequences(advice.gap)
+    total, count = 0.0, 0
+    for (episode, score), gap in zip(by_episode(groups), found, strict=True):
+        wanted = np.zeros(len(episode.token_ids))
+        for teacher in score.teachers:
+            spans = np.arange(len(teacher.places)) if teacher.spans is None else teacher.spans
+            for span in set(spans.tolist()):
+                inside = np.flatnonzero(spans == span)
+                apart = sum(
+                    float(episode.logprobs[teacher.places[i]]) - float(teacher.logprobs[i])
+                    for i in inside
+                )
+                wanted[teacher.places[inside]] += teacher.weight * apart
+                if teacher.teacher == "b":
+                    total, count = total + apart, count + len(inside)
+        np.testing.assert_allclose(gap, wanted, rtol=1e-6)
+    assert advice.report["teacher/b/kl"] == pytest.approx(total / count, rel=1e-9)
+    assert advice.report["teacher/b/tokens"] == count
+
+
+def test_a_span_of_which_a_token_has_no_log_prob_has_no_gap() -> None:
+    (whole,) = with_spans([GROUPS[3]], (2,))
+    episode = whole.episodes[0]
+    logprobs = episode.logprobs.copy()
+    logprobs[3] = np.nan
+    changed = replace(whole, episodes=(replace(episode, logprobs=logprobs), whole.episodes[1]))
+    gaps, before = (
+        (step := packed([g])).index.to_sequences(asked(step).gap)[0] for g in (changed, whole)
+    )
+    assert not gaps[2:4].any() and before[2:4].all()
+    np.testing.assert_array_equal(gaps[4:], before[4:])
+
+
+@pytest.mark.parametrize("share_prefixes", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_spans_are_compared_as_a_whole_where_no_tokens_match(
+    kind: Any, share_prefixes: bool
+) -> None:
+    groups, beta = with_spans(GROUPS, (2, 1, 1, 3)), 0.3
+    step = packed(groups, share_prefixes=share_prefixes)
+    teachers = NamedTeachers(top_k=K, local={}, aligned=True)
+    columns, batch = teachers(step, NO_DEVICE_LOCK).columns, step.batch
+    names = ("ids", "logprobs", "weights")
+    found = distill_rows(
+        SPEC,
+        PARAMS,
+        TokenRows(batch.token_ids, batch.positions, batch.segment_ids),
+        TeacherTop(
+            *(jnp.asarray(columns[f"teacher_{n}"]) for n in names),
+            TeacherSpans(
+                jnp.asarray(columns["teacher_spans"]), jnp.asarray(columns["teacher_span_logprobs"])
+            ),
+        ),
+        divergence_of(kind, beta),
+        DecoderSettings(chunk=7),
+    )
+    assert isinstance(found.logprobs, jax.Array)
+    arrays = (batch.token_ids, batch.positions, batch.segment_ids)
+    hidden = np.asarray(row_states(SPEC, PARAMS, *arrays), np.float64)
+    student = np.roll(softmax(hidden @ np.asarray(PARAMS["embed"].T, np.float64)), 1, axis=1)
+    students = [student.reshape(-1, VOCAB)[places] for places in step.index.sequences]
+    divergences = step.index.to_sequences(np.asarray(found.divergence))
+
+    def apart(p: np.ndarray, q: np.ndarray) -> float:
+        middle = beta * p + (1 - beta) * q
+        return {
+            "forward": kl(p, q),
+            "reverse": kl(q, p),
+            "js": beta * kl(p, middle) + (1 - beta) * kl(q, middle),
+        }[kind]
+
+    wholes = singles = 0
+    for (episode, score), q_all, got in zip(by_episode(groups), students, divergences, strict=True):
+        wanted = np.zeros(len(got))
+        for teacher in score.teachers:
+            spans = np.arange(len(teacher.places)) if teacher.spans is None else teacher.spans
+            for span in set(spans.tolist()):
+                inside = np.flatnonzero(spans == span)
+                last, places = inside[-1], teacher.places[inside]
+                named = teacher.top_ids[last] >= 0
+                ids, logprobs = teacher.top_ids[last][named], teacher.top_logprobs[last][named]
+                if named.any():
+                    singles += not named.all()
+                    p = np.exp(logprobs.astype(np.float64))
+                    q = q_all[places[-1]][ids]
+                else:
+                    wholes += 1
+                    p = np.exp(teacher.logprobs[inside].astype(np.float64).sum(keepdims=True))
+                    q = np.prod(q_all[places, episode.token_ids[places]], keepdims=True)
+                p, q = np.append(p, 1 - p.sum()), np.append(q, 1 - q.sum())
+                wanted[places[-1]] += teacher.weight * apart(p, q)
+        np.testing.assert_allclose(got[episode.drawn], wanted[episode.drawn], atol=3e-5)
+    assert wholes > 3 and singles > 0
+
+
+def test_the_gradient_of_a_span_reaches_all_of_its_tokens() -> None:
+    logprobs = jnp.log(jnp.array([[0.5, 0.25, 0.5, 0.9]]))
+    spans = TeacherSpans(
+        jnp.array([[[-1], [2], [2], [-1]]], jnp.int32),
+        jnp.array([[[0.0], [0.0], [-0.5], [0.0]]]),
+    )
+
+    def total(x: jax.Array) -> jax.Array:
+        return jnp.sum(distill_spans(x, spans, divergence_of("reverse")))
+
+    s, t = 0.125, np.exp(-0.5)
+    wanted = s * np.log(s / t) + (1 - s) * np.log((1 - s) / (1 - t))
+    assert float(total(logprobs)) == pytest.approx(wanted, rel=1e-5)
+    slope = s * (np.log(s / t) - np.log((1 - s) / (1 - t)))
+    np.testing.assert_allclose(jax.grad(total)(logprobs), [[0, slope, slope, 0]], rtol=1e-5)
+
+
 # ---- teachers on the trainer's chips
 
 
@@ -364,3 +527,23 @@ def test_a_whole_step_learns_with_and_without_teachers_in_it() -> None:
     second = learner.learn([group(7, {}), group(8, {})], 1)
     assert second["policy/teacher_divergence"] == 0 and "teacher/a/kl" not in second
     assert all(metric_of(key) for key in (*first, *second))
+
+
+def test_a_whole_step_learns_from_spans() -> None:
+    section = schema.TeacherSection(
+        source="teachers", form="loss", kind="reverse", top_k=K, rewards=0.0
+    )
+    step = policy_update(SPEC, SETTINGS, ALGORITHM, total_steps=20, teacher=section)
+    learner = Learner(
+        step,
+        step.init(jax.tree.map(jnp.copy, PARAMS)),
+        LearnerSettings(algorithm=ALGORITHM, row_length=ROW, teacher=section),
+        Companions(
+            own_pass=LogprobPass(SPEC, SETTINGS),
+            teachers=NamedTeachers(top_k=K, local={}, aligned=True),
+        ),
+    )
+    groups = with_spans([group(5, {"b": 1.0})], (2, 3))
+    first = learner.learn(groups, 0)["policy/teacher_divergence"]
+    last = [learner.learn(groups, version)["policy/teacher_divergence"] for version in (1, 2, 3)]
+    assert 0 < last[-1] < first
