@@ -656,7 +656,13 @@ def _notes(config: schema.Config) -> tuple[str, ...]:
     left_out = {
         "the critic's update": needs_critic(config.algorithm.advantage),
         "the teacher's pass": config.teacher is not None
-        and (config.teacher.source != "teachers" or bool(config.teacher_folders)),
+        and (
+            config.teacher.source != "teachers"
+            or not all(one.is_asked for one in config.named_teachers.values())
+        ),
+        "teachers on the sampler's chips": any(
+            one.on == "sampler" for one in config.named_teachers.values()
+        ),
         "the reward model's pass": config.reward.model is not None,
     }
     missing = [name for name, there in left_out.items() if there]

@@ -4,6 +4,8 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
 
 from jaxrl_async.config.schema import Config, NamedTeacher
 from jaxrl_async.data.chat import chat_format
@@ -13,6 +15,8 @@ from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports.rollout import ChatFormat, Scorer
 from jaxrl_async.tasks.task import Task
+from jaxrl_async.teachers.episode_teacher import EpisodeTeacher
+from jaxrl_async.teachers.local_teacher import Compute, LocalTeacher
 from jaxrl_async.teachers.other_tokens import OtherTokens
 from jaxrl_async.teachers.teacher_choices import TeacherChoices
 from jaxrl_async.teachers.teacher_contexts import TeacherContexts
@@ -21,6 +25,20 @@ from jaxrl_async.teachers.teacher_service import TeacherService
 from jaxrl_async.types import Episode, Prompt, Score
 
 log = logging.getLogger(__name__)
+
+
+class ModelHere(Protocol):
+    """A model of this process that computes log-probs, not loaded yet."""
+
+    @property
+    def load(self) -> Callable[[], Compute]:
+        """Loads it; it then computes the log-probs of sequences."""
+        ...
+
+    @property
+    def vocab(self) -> int:
+        """Number of its tokens."""
+        ...
 
 
 class RunTeachers:
@@ -35,41 +53,55 @@ class RunTeachers:
         faults: FaultCounts,
         outages: Outages | None,
         chat: Callable[[], ChatFormat | None],
+        models: Mapping[str, ModelHere] = MappingProxyType({}),
     ) -> None:
-        """Connect to nothing yet. Raises ConfigError.
+        """Connect to nothing and load nothing yet. Raises ConfigError.
 
         Args:
-            config: teacher and teachers.
+            config: teacher, teachers and reference.
             task: may name the teachers of its records.
             tokenizer: of the policy.
             vocab: the policy's number of tokens.
             faults: counts handled faults.
             outages: outages of the run's services; None: a new object.
             chat: returns the policy's chat format; None: it has none.
+            models: of the teachers on the sampler's chips, by name.
         """
-        section = config.teacher
-        assert section is not None, "a config rule requires it"
-        self._tokenizer = tokenizer
+        section, reference = config.teacher, config.reference_settings.teacher
+        distils = section is not None and section.source == "teachers"
+        self._tokenizer, self._reference = tokenizer, reference if config.refers else None
         outages = outages or Outages(count=faults.add)
-        top_k = section.top_k if section.form == "loss" else 0
+        top_k = section.top_k if section is not None and section.form == "loss" else 0
         of_others = {
             name: _Other.of(one.tokenizer, tokenizer, chat)
             for name, one in config.named_teachers.items()
             if one.tokenizer is not None
         }
-        self._services = {
-            name: TeacherService(
-                name,
-                one,
-                top_k=top_k,
-                vocab=vocab,
-                named_tokens=tokenizer.vocab_size,
-                outages=outages,
-                others=of_others[name].tokens if name in of_others else None,
-            )
-            for name, one in config.named_teachers.items()
-            if one.url is not None
-        }
+        self._services: dict[str, EpisodeTeacher] = {}
+        for name, one in config.named_teachers.items():
+            others = of_others[name].tokens if name in of_others else None
+            k = 0 if name == reference else top_k
+            if one.url is not None:
+                self._services[name] = TeacherService(
+                    name,
+                    one,
+                    top_k=k,
+                    vocab=vocab,
+                    named_tokens=tokenizer.vocab_size,
+                    outages=outages,
+                    others=others,
+                )
+            elif name in models:
+                model = models[name]
+                named = tokenizer.vocab_size
+                self._services[name] = LocalTeacher(
+                    name,
+                    model.load,
+                    max_tokens=config.trainer.micro_batch_tokens,
+                    top_k=k,
+                    named_tokens=named if others is not None else min(named, model.vocab),
+                    others=others,
+                )
         own = _Other(tokenizer, chat, None)
         self._openings = {
             name: of_others.get(name, own).contexts(
@@ -80,15 +112,20 @@ class RunTeachers:
         }
         self._max_wait_s = {name: one.max_wait_s for name, one in config.named_teachers.items()}
         self._choices = TeacherChoices(
-            weights={name: one.weight for name, one in config.named_teachers.items()},
-            column=section.column,
-            of_task=task.teacher,
+            weights={name: one.weight for name, one in config.distilling.items() if distils},
+            column="teacher" if section is None else section.column,
+            of_task=task.teacher if distils else None,
         )
 
     def with_teachers(self, outcome: Scorer) -> Scorer:
         """Return a scorer that adds what the teachers say to an outcome's scores."""
         return TeacherScorer(
-            outcome, self._choices, self._services, self._max_wait_s, self._openings
+            outcome,
+            self._choices,
+            self._services,
+            self._max_wait_s,
+            self._openings,
+            reference=self._reference,
         )
 
     def trials(self) -> list[tuple[str, Scorer]]:
@@ -96,6 +133,7 @@ class RunTeachers:
         return [
             (service.setting, _Trial(service, self._tokenizer, self._openings.get(name)))
             for name, service in self._services.items()
+            if isinstance(service, TeacherService)
         ]
 
     def counts(self) -> Mapping[str, float]:

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.tasks.usercode import side_by_side
+from jaxrl_async.teachers.episode_teacher import EpisodeTeacher, unknown
 from jaxrl_async.teachers.teacher_choices import TeacherChoices
-from jaxrl_async.teachers.teacher_service import TeacherService, unknown
 from jaxrl_async.types import Episode, IntArray, Message, Prompt, Score, TeacherLogprobs
 
 Opening = Callable[[Prompt, Sequence[Message]], IntArray]
@@ -29,26 +29,31 @@ class TeacherScorer:
         self,
         outcome: Scorer,
         choices: TeacherChoices,
-        services: Mapping[str, TeacherService],
+        services: Mapping[str, EpisodeTeacher],
         max_wait_s: Mapping[str, float | None],
         openings: Mapping[str, Opening],
+        *,
+        reference: str | None = None,
     ) -> None:
         """Ask the teachers in parallel to `outcome`.
 
         Args:
             outcome: scores answers.
             choices: tells which teachers a prompt has.
-            services: the teachers with an address; the trainer computes the others.
+            services: the teachers that are asked here; the trainer computes the others.
             max_wait_s: how long a group waits for each of these, seconds; None: any time.
             openings: of the teachers that read something else than the prompt's tokens.
+            reference: the teacher that is the reference of all answers; None: no teacher is.
         """
-        self._openings = openings
+        self._openings, self._reference = openings, reference
         self._outcome, self._choices = outcome, choices
         self._services, self._max_wait_s = services, max_wait_s
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
         """Score each episode. Errors of the other scorer and of the teachers are passed on."""
         of_prompt = self._choices.of(prompt)
+        if self._reference is not None:
+            of_prompt[self._reference] = 0.0  # nothing is learned from it
 
         async def outcome() -> tuple[Score, ...]:
             return tuple(await self._outcome(episodes, prompt))

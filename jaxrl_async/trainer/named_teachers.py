@@ -43,6 +43,7 @@ class Advice(NamedTuple):
     # teacher_span_logprobs; empty: no top k
     columns: Columns
     report: dict[str, float]  # by the names of metrics
+    reference: FloatArray | None = None  # log-probs of the teacher that is the reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +53,12 @@ class NamedTeachers:
     top_k: int  # likeliest tokens that the loss compares; 0: none
     local: Mapping[str, LocalTeacher]  # those on these chips, by name
     aligned: bool = False  # whether one has another tokenizer, so that spans are compared
+    reference: str | None = None  # the one whose log-probs are the reference's
 
     def __call__(self, step: PackedStep, device_lock: AnyDeviceLock) -> Advice:
         """Return what the teachers of a packed step's episodes say."""
-        given = [list(s.teachers) for g in step.data.groups for s in g.scores]
+        told = [list(s.teachers) for g in step.data.groups for s in g.scores]
+        given = [[t for t in of_one if t.teacher != self.reference] for of_one in told]
         flops = 0.0
         for name, teacher in self.local.items():
             flops += self._compute(step, name, teacher, given, device_lock)
@@ -67,7 +70,12 @@ class NamedTeachers:
             columns = _columns(step, known, self.top_k)
             if self.aligned:
                 columns |= _span_columns(step, known, columns["teacher_weights"].shape)
-        return Advice(gap, columns, {**report, **measured})
+        reference = None
+        if self.reference is not None:
+            refers = [[t for t in of_one if t.teacher == self.reference] for of_one in told]
+            reference = _reference(step, refers)
+            measured |= _gap(step, refers)[1]
+        return Advice(gap, columns, {**report, **measured}, reference)
 
     def _compute(
         self,
@@ -146,6 +154,23 @@ def _gap(
         if count:
             report[f"teacher/{name}/kl"] = total / count
     return gap.reshape(step.batch.mask.shape).astype(np.float32), report
+
+
+def _reference(step: PackedStep, given: Sequence[Sequence[TeacherLogprobs]]) -> FloatArray:
+    """Return the log-probs of the reference, [rows, length]; the sampler's for trained tokens that
+    it does not know, which are logged."""
+    found = step.batch.behavior_logprobs.copy()
+    flat_of_rows, known = found.reshape(-1), 0
+    for _, teacher, flat, used in _marked(step, given):
+        flat_of_rows[flat] = teacher.logprobs[used]
+        known += len(flat)
+    if missing := int(np.count_nonzero(step.batch.mask)) - known:
+        log.warning(
+            "reference.teacher does not know %d of the step's tokens: they are trained as if it "
+            "gave them the sampler's log-probs",
+            missing,
+        )
+    return found
 
 
 def _of_whole_spans(

@@ -22,7 +22,7 @@ from jaxrl_async.rollout.env import GuardedEnvs
 from jaxrl_async.run import features
 from jaxrl_async.run.builders.constraints import check_constraint
 from jaxrl_async.run.builders.device_memory import check_devices_hold
-from jaxrl_async.run.builders.devices import Locks, claim_devices, make_locks
+from jaxrl_async.run.builders.devices import Lock, Locks, claim_devices, make_locks
 from jaxrl_async.run.builders.frozen_weights import check_advisers, check_frozen
 from jaxrl_async.run.builders.initial_policy import check_model, make_tokenizer
 from jaxrl_async.run.builders.learning import check_critic, check_routing, keeps_masks
@@ -52,8 +52,11 @@ from jaxrl_async.types import Prompt
 
 if TYPE_CHECKING:
     from jaxrl_async.algorithms import answer_pairs
+    from jaxrl_async.run.builders import sampler_teachers
+    from jaxrl_async.run.builders.sampler_teachers import SamplerModel
 else:
     answer_pairs = Later("jaxrl_async.algorithms.answer_pairs")
+    sampler_teachers = Later("jaxrl_async.run.builders.sampler_teachers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +110,9 @@ def check_inputs(
     check_frozen(config)
     features.check_engines(config, spec)
     if locks is None:
-        locks = make_locks(config.reward, slices, lockstep, opponents=has_opponents(config.players))
+        teaches = any(one.on == "sampler" for one in config.named_teachers.values())
+        shares = teaches or has_opponents(config.players)
+        locks = make_locks(config.reward, slices, lockstep, shares_sampler=shares)
     serving = features.serving(config, task, faults.add)
     opponents = features.opponents(
         config, lockstep, lambda: run_chat_format(config, tokenizer), spec, faults, outages
@@ -117,8 +122,10 @@ def check_inputs(
     data, graded = config.limited_data, bool(graders)
     held_out = eval_prompts(data, tokenizer, play.own, graded=graded)
     scorers = make_scorers(
-        config, tokenizer, held_out, slices, locks.trainer, faults, task, outages, vocab=spec.vocab
-    )
+        config, tokenizer, held_out, slices, locks.trainer, faults, task, outages,
+        vocab=spec.vocab,
+        models=_models_on_samplers(config, spec, slices, locks.sampler),
+    )  # fmt: skip
     keep_mask = keeps_masks(config, task)
     check_constraint(config, task, held_out, tokenizer, spec.vocab)
     _check_models(config, spec, tokenizer, slices)
@@ -152,6 +159,15 @@ def check_inputs(
     )
     evals = features.named_evaluations(config, inputs, lockstep)
     return replace(inputs, evals=evals), pairs
+
+
+def _models_on_samplers(
+    config: Config, spec: ModelSpec, slices: Slices, lock: Lock
+) -> Mapping[str, "SamplerModel"]:
+    """Return the teachers on the sampler's chips, not loaded yet; most runs have none."""
+    if all(one.on != "sampler" for one in config.named_teachers.values()):
+        return {}
+    return sampler_teachers.sampler_models(config, spec, slices, lock)
 
 
 def _check_functions(config: Config) -> None:

@@ -162,7 +162,7 @@ def make_learner(
     step = make_step(config, policy.spec, slices, learns * asked, teacher_spec)
     state = step.init(policy.trained)
     reference = None
-    if config.refers:
+    if config.holds_reference:
         reference = reference_params(
             config, "reference.path", config.reference_settings.path, policy, slices
         )
@@ -179,7 +179,7 @@ def make_learner(
         ),
         reference=reference,
         pairs=warm_pairs(config, tokenizer, own) if mixes else None,
-        **_teacher(config, policy, slices, state),
+        **_teachers(config, policy, slices, state),
         **_critic(config, policy, slices, config.run.steps * asked),
     )
     settings = LearnerSettings(
@@ -247,18 +247,18 @@ def _pass(
     )
 
 
-def _teacher(config: Config, policy: Policy, slices: Slices, state: TrainState) -> dict[str, Any]:
+def _teachers(config: Config, policy: Policy, slices: Slices, state: TrainState) -> dict[str, Any]:
+    """Make what teachers say, or the one teacher on these chips. Raises ConfigError."""
     section = config.teacher
-    if section is None:
-        return {}
+    top_k = 0 if section is None else section.top_k
 
     def passing(spec: ModelSpec) -> LogprobPass:
-        if section.top_k >= spec.vocab:
+        if top_k >= spec.vocab:
             raise ConfigError(
-                f"teacher.top_k ({section.top_k}) must be below the vocabulary ({spec.vocab}); 0 "
+                f"teacher.top_k ({top_k}) must be below the vocabulary ({spec.vocab}); 0 "
                 "uses all tokens."
             )
-        return _pass(config, spec, slices, section.top_k)
+        return _pass(config, spec, slices, top_k)
 
     def loaded(path: str, adapter: str | None = None) -> tuple[Params, LogprobPass]:
         other = load_policy(config.model, path, slices, adapter=adapter).merged()
@@ -266,22 +266,27 @@ def _teacher(config: Config, policy: Policy, slices: Slices, state: TrainState) 
         params = cut_vocabulary(other.spec, other.params, spec, slices.trainer)
         return params, passing(spec)
 
-    if section.source == "teachers":
-        passing(policy.spec)
-        local = {
-            name: named_teachers.LocalTeacher(*loaded(one.path, one.adapter))
-            for name, one in config.named_teachers.items()
-            if one.path is not None
-        }
-        aligned = any(one.tokenizer is not None for one in config.named_teachers.values())
-        teachers = named_teachers.NamedTeachers(top_k=section.top_k, local=local, aligned=aligned)
-        return {"teachers": teachers}
-    if section.source == "self":
-        params, teacher_pass = copied(state.params), passing(policy.spec)
-    else:
-        assert section.path is not None
+    found: dict[str, Any] = {}
+    distils = section is not None and section.source == "teachers"
+    if config.named_teachers:
+        if distils:
+            passing(policy.spec)
+        found["teachers"] = named_teachers.NamedTeachers(
+            top_k=top_k if distils else 0,
+            local={
+                name: named_teachers.LocalTeacher(*loaded(one.path, one.adapter))
+                for name, one in config.named_teachers.items()
+                if one.path is not None and not one.is_asked
+            },
+            aligned=any(one.tokenizer is not None for one in config.named_teachers.values()),
+            reference=config.reference_settings.teacher if config.refers else None,
+        )
+    if section is not None and section.source == "self":
+        found |= {"teacher": copied(state.params), "teacher_pass": passing(policy.spec)}
+    elif section is not None and section.path is not None:
         params, teacher_pass = loaded(section.path)
-    return {"teacher": params, "teacher_pass": teacher_pass}
+        found |= {"teacher": params, "teacher_pass": teacher_pass}
+    return found
 
 
 def _critic(config: Config, policy: Policy, slices: Slices, updates: int) -> dict[str, Any]:
