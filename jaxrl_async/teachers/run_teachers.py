@@ -93,13 +93,12 @@ class RunTeachers:
                 )
             elif name in models:
                 model = models[name]
-                named = tokenizer.vocab_size
                 self._services[name] = LocalTeacher(
                     name,
                     model.load,
                     max_tokens=config.trainer.micro_batch_tokens,
                     top_k=k,
-                    named_tokens=named if others is not None else min(named, model.vocab),
+                    named_tokens=model.vocab if others is None else tokenizer.vocab_size,
                     others=others,
                 )
         own = _Other(tokenizer, chat, None)

@@ -232,3 +232,92 @@ def test_the_served_policy_of_a_run_with_another_tokenizer_is_a_teacher(
     for line in steps:
         assert line["teacher/there/tokens"] > 0 and line["policy/teacher_divergence"] > 0
     assert audit_run(tmp_path / "student" / config.run.name).problems == ()
+
+
+# ---- on the sampler's chips
+
+
+def policy_of_a_run(folder: Path, *overrides: str) -> Path:
+    """The saved policy of a short run."""
+    config = config_of("addition", folder, *TINY, "run.steps=1", "run.seed=5", *overrides)
+    train(config)
+    return folder / config.run.name / "policy"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("form", ["advantage", "loss"])
+@pytest.mark.parametrize("colocated", ["false", "true"])
+def test_a_teacher_on_the_sampler_says_what_one_on_the_trainer_says(
+    form: str, colocated: str, tmp_path: Path
+) -> None:
+    policy = policy_of_a_run(tmp_path / "teacher")
+    lines = {}
+    for place in ("trainer", "sampler"):
+        config = config_of(
+            "addition", tmp_path / place, *TINY, "staleness.max_staleness=0", "run.steps=1",
+            f"mesh.colocated={colocated}", "teacher.source=teachers", "teacher.rewards=0.0",
+            f"teacher.form={form}", *(["teacher.top_k=4"] if form == "loss" else []),
+            f"teachers={{t: {{path: {policy}, on: {place}}}}}",
+        )  # fmt: skip
+        train(config)
+        assert audit_run(tmp_path / place / config.run.name).problems == ()
+        lines[place] = next(line for line in metrics_of(config) if line["step"] == 1)
+    there, here = lines["sampler"], lines["trainer"]
+    name = "policy/teacher_gap" if form == "advantage" else "policy/teacher_divergence"
+    assert there[name] == pytest.approx(here[name], abs=1e-5)
+    assert there["teacher/t/kl"] == pytest.approx(here["teacher/t/kl"], abs=1e-5)
+    assert there["teacher/t/calls"] > 0 and "teacher/t/calls" not in here
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_a_teacher_on_the_sampler_may_have_other_tokens(tmp_path: Path) -> None:
+    byte_level_tokenizer(500).save_pretrained(tmp_path / "words")
+    policy = policy_of_a_run(tmp_path / "teacher", f"data.tokenizer={tmp_path / 'words'}")
+    config = taught(
+        tmp_path / "student", "", "run.steps=2", "teacher.form=loss", "teacher.top_k=4",
+        f"teachers={{t: {{path: {policy}, on: sampler, tokenizer: {policy}}}}}",
+    )  # fmt: skip
+    train(config)
+    steps = [line for line in metrics_of(config) if "train/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2]
+    for line in steps:
+        assert line["teacher/t/tokens"] > 0 and line["policy/teacher_divergence"] > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_a_reference_on_the_sampler_trains_as_one_on_the_trainer(
+    kl_in: str, tmp_path: Path
+) -> None:
+    policy = policy_of_a_run(tmp_path / "reference")
+    lines, weights = {}, {}
+    for place, overrides in {
+        "trainer": [f"reference={{path: {policy}}}"],
+        "sampler": ["reference={teacher: r}", f"teachers={{r: {{path: {policy}, on: sampler}}}}"],
+    }.items():
+        config = config_of(
+            "addition", tmp_path / place, *TINY, "staleness.max_staleness=0", "run.steps=2",
+            "model.dtype=float32", "algorithm.kl_coefficient=0.1", f"algorithm.kl_in={kl_in}",
+            *overrides,
+        )  # fmt: skip
+        train(config)
+        assert audit_run(tmp_path / place / config.run.name).problems == ()
+        lines[place] = [line for line in metrics_of(config) if "train/loss" in line]
+        weights[place] = weights_of(config)
+    for there, here in zip(lines["sampler"], lines["trainer"], strict=True):
+        assert there["policy/kl_reference"] == pytest.approx(here["policy/kl_reference"], abs=1e-5)
+        assert there["teacher/r/tokens"] == there["train/tokens"]
+    for name, values in weights["trainer"].items():
+        np.testing.assert_allclose(values, weights["sampler"][name], atol=1e-4, err_msg=name)
+    resumed = config_of(
+        "addition", tmp_path / "sampler", *TINY, "staleness.max_staleness=0", "run.steps=4",
+        "model.dtype=float32", "algorithm.kl_coefficient=0.1", f"algorithm.kl_in={kl_in}",
+        "reference={teacher: r}", f"teachers={{r: {{path: {policy}, on: sampler}}}}",
+        "run.resume=true", "run.overwrite=false",
+    )  # fmt: skip
+    train(resumed)
+    steps = [line["step"] for line in metrics_of(resumed) if "train/loss" in line]
+    assert steps == [1, 2, 3, 4]

@@ -547,3 +547,79 @@ def test_a_whole_step_learns_from_spans() -> None:
     first = learner.learn(groups, 0)["policy/teacher_divergence"]
     last = [learner.learn(groups, version)["policy/teacher_divergence"] for version in (1, 2, 3)]
     assert 0 < last[-1] < first
+
+
+# ---- the reference
+
+
+def refers(groups: Sequence[EpisodeGroup], params: Any) -> list[EpisodeGroup]:
+    """The same groups with what a teacher r with these weights says about all generated tokens."""
+    step = packed(groups)
+    of_rows = step.index.to_sequences(LogprobPass(SPEC, SETTINGS).logprobs(params, step.batch))
+    found, number = [], 0
+    for g in groups:
+        scores = []
+        for episode, score in zip(g.episodes, g.scores, strict=True):
+            places = np.flatnonzero(episode.drawn).astype(np.int32)
+            said = TeacherLogprobs(
+                teacher="r",
+                weight=0.0,
+                places=places,
+                logprobs=of_rows[number][places],
+                top_ids=np.zeros((len(places), 0), np.int32),
+                top_logprobs=np.zeros((len(places), 0), np.float32),
+            )
+            scores.append(replace(score, teachers=(*score.teachers, said)))
+            number += 1
+        found.append(replace(g, scores=tuple(scores)))
+    return found
+
+
+@pytest.mark.parametrize("kl", ["k1", "k3"])
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+@pytest.mark.parametrize("distils", [False, True])
+def test_a_teacher_as_the_reference_trains_as_a_reference_on_the_chips(
+    kl: str, kl_in: str, distils: bool
+) -> None:
+    algorithm = ALGORITHM.model_copy(update={"kl": kl, "kl_in": kl_in, "kl_coefficient": 0.5})
+    section = schema.TeacherSection(source="teachers", form="loss", top_k=K) if distils else None
+
+    def learner(**companions: Any) -> Learner:
+        step = policy_update(SPEC, SETTINGS, algorithm, total_steps=20, teacher=section)
+        return Learner(
+            step,
+            step.init(jax.tree.map(jnp.copy, PARAMS)),
+            LearnerSettings(algorithm=algorithm, row_length=ROW, teacher=section),
+            Companions(own_pass=LogprobPass(SPEC, SETTINGS), **companions),
+        )
+
+    held = learner(reference=OTHER, teachers=NamedTeachers(top_k=K if distils else 0, local={}))
+    asked_for = NamedTeachers(top_k=K if distils else 0, local={}, reference="r")
+    told = learner(teachers=asked_for)
+    groups = list(GROUPS) if distils else without(without(GROUPS, "a"), "b")
+    with_r = refers(groups, OTHER)
+    for version in range(2):
+        wanted, got = held.learn(groups, version), told.learn(with_r, version)
+        assert got["policy/kl_reference"] == pytest.approx(wanted["policy/kl_reference"], abs=1e-5)
+        assert got["policy/kl_coefficient"] == 0.5
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), held.params, told.params)
+    assert told.frozen.reference is None and "reference" not in told.tree()
+    assert got["train/flops"] < wanted["train/flops"]
+    drawn = sum(e.num_drawn for g in groups for e in g.episodes)
+    assert got["teacher/r/tokens"] == drawn and all(metric_of(key) for key in got)
+
+
+def test_tokens_that_the_reference_does_not_know_are_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (whole,) = refers([GROUPS[2]], OTHER)
+    (said,) = whole.scores[0].teachers
+    fewer = {n: getattr(said, n)[1:] for n in ("places", "logprobs", "top_ids", "top_logprobs")}
+    scores = (replace(whole.scores[0], teachers=(replace(said, **fewer),)), whole.scores[1])
+    step = packed([replace(whole, scores=scores)])
+    advice = NamedTeachers(top_k=0, local={}, reference="r")(step, NO_DEVICE_LOCK)
+    assert advice.reference is not None and not advice.gap.any()
+    rows = step.index.to_sequences(advice.reference)
+    np.testing.assert_array_equal(rows[0][said.places[1:]], said.logprobs[1:])
+    assert rows[0][said.places[0]] == whole.episodes[0].logprobs[said.places[0]]
+    assert "does not know 1 of the step's tokens" in caplog.text
