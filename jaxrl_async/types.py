@@ -431,6 +431,10 @@ class TeacherLogprobs:
     # log-prob of the whole span is then that of its last token, and the others have 0. None: every
     # token stands for itself
     spans: IntArray | None = None
+    # [n] int32, for a teacher that the trainer computes: what it reads in place of the first
+    # `replaced` tokens of the episode. None: those tokens
+    opening: IntArray | None = None
+    replaced: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

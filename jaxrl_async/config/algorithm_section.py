@@ -352,9 +352,18 @@ class TeacherSection(Section):
             )
 
 
+class FollowingTeacher(Section):
+    """The policy itself as a teacher, on the trainer's chips: exactly one of average and every."""
+
+    average: float | None = Field(None, gt=0, lt=1)
+    """After each update the teacher becomes average * teacher + (1 - average) * policy."""
+    every: NonNegative | None = None
+    """Updates between two copies of the policy into the teacher; 0: it stays the initial policy."""
+
+
 class NamedTeacher(Section):
     """A teacher of some or all records (teacher.source=teachers), or the reference
-    (reference.teacher): exactly one of url and path."""
+    (reference.teacher): exactly one of url, path and policy."""
 
     url: str | None = Field(None, pattern=r"^https?://\S+$")
     """Address of a server that gives the log-probs of a prompt's tokens, up to /v1: that of
@@ -364,6 +373,9 @@ class NamedTeacher(Section):
     path: str | None = None
     """Hugging Face directory of the teacher; without a tokenizer below it must have the policy's
     tokens, but its vocabulary may be padded to another size."""
+    policy: FollowingTeacher | None = None
+    """The policy itself, as a moving average of its weights or an older version. null: another
+    model."""
     on: Literal["trainer", "sampler"] = "trainer"
     """Chips on which the teacher in path computes: the trainer's, at the start of a step, or those
     of the first sampler, while a group waits for its rewards."""

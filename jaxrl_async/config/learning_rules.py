@@ -251,17 +251,19 @@ def teachers_are_those_of_the_source(config: Config) -> Iterator[str]:
 
 @rule()
 def a_named_teacher_has_one_place(config: Config) -> Iterator[str]:
-    """Require exactly one of url and path, and only settings that it uses."""
+    """Require exactly one of url, path and policy, and only settings that it uses."""
     for name, one in config.named_teachers.items():
-        if (one.url is None) == (one.path is None):
-            yield f"teachers.{name}: set exactly one of url and path."
+        if sum(place is not None for place in (one.url, one.path, one.policy)) != 1:
+            yield f"teachers.{name}: set exactly one of url, path and policy."
+        elif one.policy is not None and (one.policy.average is None) == (one.policy.every is None):
+            yield f"teachers.{name}.policy: set exactly one of average and every."
         elif one.url is not None and one.model is None:
             yield f"teachers.{name}.url needs the name of the model there: set model next to it."
         unused = dict.fromkeys(OF_A_SERVER, "url") if one.url is None else {}
-        if one.url is not None:
-            unused = {"adapter": "path", "on": "path"}
+        if one.path is None:
+            unused |= {"adapter": "path", "on": "path"}
         if not one.is_asked:
-            unused |= dict.fromkeys(("tokenizer", "context"), "url or on=sampler")
+            unused |= {"tokenizer": "url or on=sampler"}
         for setting, needed in unused.items():
             if one.is_set(setting):
                 yield (

@@ -12,6 +12,7 @@ from pydantic import Field
 from jaxrl_async.config.algorithm_section import (
     AlgorithmSection,
     CriticSection,
+    FollowingTeacher,
     NamedTeacher,
     PairsSection,
     ReferenceSection,
@@ -77,6 +78,7 @@ __all__ = [
     "EnvSection",
     "EvalSection",
     "FaultsSection",
+    "FollowingTeacher",
     "JsonlSection",
     "JudgeSection",
     "MeshSection",
@@ -155,9 +157,9 @@ class Config(Section):
     critic: CriticSection | None = None
     teacher: TeacherSection | None = None
     teachers: dict[TeacherName, NamedTeacher] | None = None
-    """Teachers by name, for teacher.source=teachers and reference.teacher: {url: URL, model: NAME}
-    or {path: DIR}, with the settings that docs/distillation.md lists. An answer has the teachers
-    that its record names (teacher.column). null: none."""
+    """Teachers by name, for teacher.source=teachers and reference.teacher: {url: URL, model: NAME},
+    {path: DIR} or {policy: {average: 0.99}}, with the settings that docs/distillation.md lists. An
+    answer has the teachers that its record names (teacher.column). null: none."""
     trainer: TrainerSection = TrainerSection()
     weights: WeightsSection = WeightsSection()
     reward: RewardSection = RewardSection()

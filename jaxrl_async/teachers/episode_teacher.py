@@ -7,6 +7,7 @@ teacher_service asks a server for the log-probs, local_teacher a model in this p
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,7 +104,7 @@ class EpisodeTeacher:
         Raises RolloutError and EndpointMisset.
         """
         ends = (*episode.starts[1:], len(episode.token_ids))
-        head = _head(episode, prompt, of_episode=self._others is not None)
+        head = head_of(episode, prompt, of_episode=self._others is not None)
         parts: list[_Said] = []
         for start, end in zip(episode.starts, ends, strict=True):
             strange = np.flatnonzero(episode.token_ids[start:end] >= self._named_tokens)
@@ -116,11 +117,7 @@ class EpisodeTeacher:
                 continue
             begins = np.array_equal(token_ids[: len(head)], head)
             if opening is not None and not begins and start == 0:
-                raise EndpointMisset(
-                    f"{self.setting}.context replaces a record's prompt, and an answer to prompt "
-                    f"{prompt.prompt_id} does not begin with it: the task's environment writes its "
-                    "own beginning. Leave context out."
-                )
+                raise foreign_beginning(self.setting, prompt)
             shown = (len(head), opening) if opening is not None and begins else (0, NO_TOKENS)
             said = await self._of_context(token_ids, drawn, *shown, prompt.prompt_id)
             if said is not None:
@@ -218,7 +215,7 @@ def _of_spans(spans: Spans, found: ContextLogprobs, own_ids: IntArray) -> _Said:
     return _Said(spans.ours[numbers, 0] + inside, logprobs, top_ids, top_logprobs, numbers)
 
 
-def _head(episode: Episode, prompt: Prompt, *, of_episode: bool) -> IntArray:
+def head_of(episode: Episode, prompt: Prompt, *, of_episode: bool) -> IntArray:
     """Return the tokens of an episode's prompt: those of its record, if that has any; of_episode:
     all before the first that the policy generated."""
     if len(prompt.token_ids) and not of_episode:
@@ -235,4 +232,29 @@ def unknown(name: str, weight: float, top_k: int = 0) -> TeacherLogprobs:
         logprobs=np.zeros(0, np.float32),
         top_ids=np.zeros((0, top_k), np.int32),
         top_logprobs=np.zeros((0, top_k), np.float32),
+    )
+
+
+def computed_later(
+    name: str, weight: float, episode: Episode, prompt: Prompt, opening: IntArray | None
+) -> TeacherLogprobs:
+    """Return what is known of an episode's teacher that the trainer computes. Raises EndpointMisset
+    as EpisodeTeacher.of_episode.
+
+    opening: what the teacher reads in place of the prompt's tokens; None: these.
+    """
+    if opening is None:
+        return unknown(name, weight)
+    head = head_of(episode, prompt, of_episode=False)
+    if not np.array_equal(episode.token_ids[: len(head)], head):
+        raise foreign_beginning(f"teachers.{name}", prompt)
+    return replace(unknown(name, weight), opening=opening, replaced=len(head))
+
+
+def foreign_beginning(setting: str, prompt: Prompt) -> EndpointMisset:
+    """Return the error for an answer that does not begin with its record's prompt."""
+    return EndpointMisset(
+        f"{setting}.context replaces a record's prompt, and an answer to prompt "
+        f"{prompt.prompt_id} does not begin with it: the task's environment writes its own "
+        "beginning. Leave context out."
     )

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.tasks.usercode import side_by_side
-from jaxrl_async.teachers.episode_teacher import EpisodeTeacher, unknown
+from jaxrl_async.teachers.episode_teacher import EpisodeTeacher, computed_later
 from jaxrl_async.teachers.teacher_choices import TeacherChoices
 from jaxrl_async.types import Episode, IntArray, Message, Prompt, Score, TeacherLogprobs
 
@@ -85,11 +85,14 @@ class TeacherScorer:
     ) -> list[TeacherLogprobs]:
         """Return what a teacher says about each episode. Raises GivenUp after max_wait_s."""
         service = self._services.get(name)
-        if service is None:
-            return [unknown(name, weight) for _ in episodes]
-        began_s = time.monotonic()
         begin = self._openings.get(name)
         openings = [None if begin is None else begin(prompt, e.opened) for e in episodes]
+        if service is None:
+            return [
+                computed_later(name, weight, episode, prompt, opening)
+                for episode, opening in zip(episodes, openings, strict=True)
+            ]
+        began_s = time.monotonic()
         try:
             async with asyncio.timeout(self._max_wait_s[name]) as limit:
                 return await side_by_side(

@@ -198,6 +198,7 @@ class Learner:
             moves=settings.reference,
             teaches=settings.teacher,
             offload_reference=settings.offload_reference,
+            **self._following(),
         )
         self.critic_state = companions.critic_state
         self.coefficients = SteeredCoefficients(
@@ -233,6 +234,13 @@ class Learner:
             columns=columns,
             teacher_vocab=None if teacher_pass is None else teacher_pass.spec.vocab,
         )
+
+    def _following(self) -> dict[str, Any]:
+        """Return the teachers by name that are the policy, as arguments of FrozenModels."""
+        teachers = self._companions.teachers
+        if teachers is None or teachers.following is None:
+            return {}
+        return {"teachers": teachers.following.params, "follows": teachers.following.moves}
 
     @property
     def _asks_reference(self) -> bool:
@@ -315,7 +323,8 @@ class Learner:
         teachers, section = self._companions.teachers, self._teacher
         if teachers is None:
             return results, {}
-        advice = teachers(step, device_lock)
+        own = {name: partial(self.whole, part) for name, part in self.frozen.teachers.items()}
+        advice = teachers(step, device_lock, own)
         if advice.reference is not None:
             results = results._replace(reference=advice.reference)
         if section is None or section.source != "teachers":

@@ -9,21 +9,33 @@ episodes that name it and no others.
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.columns import Columns
+from jaxrl_async.config.schema import FollowingTeacher
 from jaxrl_async.mesh import AnyDeviceLock
 from jaxrl_async.model.spec import Params
 from jaxrl_async.trainer.flops import forward_flops
 from jaxrl_async.trainer.logprob_pass import LogprobPass
+from jaxrl_async.trainer.pack import TrainSequence, pack
 from jaxrl_async.trainer.row_index import RowIndex
 from jaxrl_async.trainer.step_data import PackedStep
-from jaxrl_async.types import BoolArray, FloatArray, IntArray, TeacherLogprobs
+from jaxrl_async.types import (
+    NOT_DRAWN,
+    BoolArray,
+    Episode,
+    FloatArray,
+    IntArray,
+    PackedBatch,
+    TeacherLogprobs,
+)
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +44,14 @@ class LocalTeacher(NamedTuple):
     """A teacher on the trainer's chips."""
 
     params: Params
+    logprob_pass: LogprobPass
+
+
+class FollowingTeachers(NamedTuple):
+    """The teachers that are the policy itself."""
+
+    params: Mapping[str, Params]  # at the start of the run, by name
+    moves: Mapping[str, FollowingTeacher]
     logprob_pass: LogprobPass
 
 
@@ -54,15 +74,24 @@ class NamedTeachers:
     local: Mapping[str, LocalTeacher]  # those on these chips, by name
     aligned: bool = False  # whether one has another tokenizer, so that spans are compared
     reference: str | None = None  # the one whose log-probs are the reference's
+    following: FollowingTeachers | None = None  # None: no teacher is the policy
 
-    def __call__(self, step: PackedStep, device_lock: AnyDeviceLock) -> Advice:
-        """Return what the teachers of a packed step's episodes say."""
+    def __call__(
+        self,
+        step: PackedStep,
+        device_lock: AnyDeviceLock,
+        following: Mapping[str, Callable[[], Params]] = MappingProxyType({}),
+    ) -> Advice:
+        """Return what the teachers of a packed step's episodes say.
+
+        following: return the weights of the teachers that are the policy, by name.
+        """
         told = [list(s.teachers) for g in step.data.groups for s in g.scores]
         given = [[t for t in of_one if t.teacher != self.reference] for of_one in told]
         flops = 0.0
-        for name, teacher in self.local.items():
+        for name, teacher in self._on_chips(following):
             flops += self._compute(step, name, teacher, given, device_lock)
-        report = {"teacher/flops": flops} if self.local else {}
+        report = {"teacher/flops": flops} if self.local or following else {}
         gap, measured = _gap(step, given)
         columns: Columns = {}
         if self.top_k:
@@ -77,41 +106,131 @@ class NamedTeachers:
             measured |= _gap(step, refers)[1]
         return Advice(gap, columns, {**report, **measured}, reference)
 
+    def _on_chips(
+        self, following: Mapping[str, Callable[[], Params]]
+    ) -> Iterator[tuple[str, Callable[[], LocalTeacher]]]:
+        """Yield the teachers that compute here, by name; their weights are made when needed."""
+        for name, teacher in self.local.items():
+            yield name, partial(LocalTeacher, *teacher)
+        for name, params in following.items():
+            assert self.following is not None, "they are its teachers"
+            yield name, partial(_made, params, self.following.logprob_pass)
+
     def _compute(
         self,
         step: PackedStep,
         name: str,
-        teacher: LocalTeacher,
+        make: Callable[[], LocalTeacher],
         given: list[list[TeacherLogprobs]],
         device_lock: AnyDeviceLock,
     ) -> float:
         """Fill in a local teacher's log-probs of the episodes that name it; return its FLOPs."""
-        numbers = [n for n, of_one in enumerate(given) if any(t.teacher == name for t in of_one)]
-        if not numbers:
+        named = {n: t for n, of_one in enumerate(given) for t in of_one if t.teacher == name}
+        if not named:
             return 0.0
-        batch = step.rows.at(step.index.places_of(np.array(numbers))).batch
-        index, params, run = RowIndex.of(batch), teacher.params, teacher.logprob_pass
-        logprobs = index.to_sequences(run.logprobs(params, batch, device_lock))
-        top: list[tuple[IntArray, FloatArray]] | None = None
-        if self.top_k:
-            ids, likely = run.top(params, batch, device_lock)
-            top = [
-                (ids.reshape(-1, self.top_k)[p], likely.reshape(-1, self.top_k)[p])
-                for p in index.sequences
-            ]
-        episodes = [e for g in step.data.groups for e in g.episodes]
-        for number in numbers:
-            one = episodes[number]
-            known = one.drawn & (one.token_ids < run.spec.vocab)
-            places = np.flatnonzero(known).astype(np.int32)
-            filled: dict[str, Any] = {"places": places, "logprobs": logprobs[number][places]}
-            if top is not None:
-                ids_of_one, likely_of_one = top[number]
-                filled |= {"top_ids": ids_of_one[places], "top_logprobs": likely_of_one[places]}
-            given[number] = [
-                replace(t, **filled) if t.teacher == name else t for t in given[number]
-            ]
-        return forward_flops(run.spec, batch) * (2 if self.top_k else 1)
+        params, run = make()
+        flops = 0.0
+        for reading in _readings(step, named):
+            index, run_on = RowIndex.of(reading.batch), (params, reading.batch, device_lock)
+            logprobs = index.to_sequences(run.logprobs(*run_on))
+            top: tuple[IntArray, FloatArray] | None = None
+            if self.top_k:
+                ids, likely = run.top(*run_on)
+                top = ids.reshape(-1, self.top_k), likely.reshape(-1, self.top_k)
+            flops += forward_flops(run.spec, reading.batch) * (2 if self.top_k else 1)
+            for number, sequence, there, token_ids in reading.episodes:
+                places = np.flatnonzero((there >= 0) & (token_ids < run.spec.vocab))
+                at = there[places]
+                filled: dict[str, Any] = {
+                    "places": places.astype(np.int32),
+                    "logprobs": logprobs[sequence][at],
+                    "opening": None,
+                    "replaced": 0,
+                }
+                if top is not None:
+                    flat = index.sequences[sequence][at]
+                    filled |= {"top_ids": top[0][flat], "top_logprobs": top[1][flat]}
+                given[number] = [
+                    replace(t, **filled) if t.teacher == name else t for t in given[number]
+                ]
+        return flops
+
+
+class _Reading(NamedTuple):
+    """Rows that a local teacher reads."""
+
+    batch: PackedBatch
+    # of each episode: its number in the step and in the rows, the place in the sequence in the rows
+    # of each of its tokens [length] (-1: of those that it did not generate, or are not there), and
+    # the tokens
+    episodes: list[tuple[int, int, NDArray[np.int64], IntArray]]
+
+
+def _readings(step: PackedStep, named: Mapping[int, TeacherLogprobs]) -> Iterator[_Reading]:
+    """Yield the rows of the episodes that a teacher reads as they are, and of those with another
+    beginning. named: what it said about episodes, by their numbers in the step."""
+    episodes = [e for g in step.data.groups for e in g.episodes]
+    if plain := [n for n, t in named.items() if t.opening is None]:
+        batch = step.rows.at(step.index.places_of(np.array(plain))).batch
+        theirs = ((n, episodes[n]) for n in plain)
+        places = [(n, n, np.where(e.drawn, np.arange(len(e.drawn)), -1), e) for n, e in theirs]
+        yield _Reading(batch, [(n, m, there, e.token_ids) for n, m, there, e in places])
+    if shown := [n for n, t in named.items() if t.opening is not None]:
+        length, unread = step.batch.mask.shape[1], 0
+        sequences, found = [], []
+        for number in shown:
+            episode = episodes[number]
+            sequence, there = _with_opening(episode, named[number], length)
+            found.append((number, len(sequences), there, episode.token_ids))
+            sequences.append(sequence)
+            unread += episode.num_drawn - int(np.count_nonzero(there >= 0))
+        if unread:
+            log.warning(
+                "%d generated tokens are beyond a row's %d tokens behind what their teacher reads "
+                "in place of the prompt, and have no teacher. Raise trainer.row_length.",
+                unread,
+                length,
+            )
+        yield _Reading(pack(sequences, length), found)
+
+
+def _with_opening(
+    episode: Episode, teacher: TeacherLogprobs, length: int
+) -> tuple[TrainSequence, NDArray[np.int64]]:
+    """Return an episode as a teacher reads it, each context with at most `length` tokens, and the
+    place there of each token that the policy generated, [length of the episode]; -1: of others."""
+    assert teacher.opening is not None
+    head, count = episode.token_ids[: teacher.replaced], len(episode.token_ids)
+    there = np.full(count, -1, np.int64)
+    parts: list[IntArray] = []
+    starts: list[int] = []
+    total = 0
+    for start, end in zip(episode.starts, (*episode.starts[1:], count), strict=True):
+        own, begins = episode.token_ids[start:end], start
+        opening = own[:0]
+        if np.array_equal(own[: len(head)], head):
+            own, begins, opening = own[len(head) :], start + len(head), teacher.opening
+        ids = np.concatenate([opening, own])[:length].astype(np.int32)
+        kept = max(0, len(ids) - len(opening))
+        there[begins : begins + kept] = total + len(opening) + np.arange(kept)
+        parts.append(ids)
+        starts.append(total)
+        total += len(ids)
+    there[~episode.drawn] = -1
+    nothing = np.zeros(total, np.float32)
+    sequence = TrainSequence(
+        token_ids=np.concatenate(parts),
+        mask=np.zeros(total, np.bool_),
+        behavior_logprobs=nothing,
+        versions=np.full(total, NOT_DRAWN, np.int32),
+        advantages=nothing,
+        starts=tuple(starts),
+    )
+    return sequence, there
+
+
+def _made(params: Callable[[], Params], logprob_pass: LogprobPass) -> LocalTeacher:
+    return LocalTeacher(params(), logprob_pass)
 
 
 def _marked(

@@ -548,8 +548,12 @@ SERVED = {"url": "http://x/v1", "model": "m"}
         ({"teacher": {"source": "teachers"}}, "the section teachers is empty"),
         ({"teacher": {"source": "self"}, "teachers": {"a": SERVED}}, "have no effect without"),
         ({"run": {"job": "sft"}, "teachers": {"a": SERVED}}, "no effect with run.job=sft"),
-        ({"teachers": {"a": {**SERVED, "path": "x"}}}, "set exactly one of url and path"),
+        ({"teachers": {"a": {**SERVED, "path": "x"}}}, "set exactly one of url, path and policy"),
         ({"teachers": {"a": {"url": "http://x/v1"}}}, "needs the name of the model"),
+        ({"teachers": {"a": {"path": "x", "policy": {"every": 2}}}}, "one of url, path and policy"),
+        ({"teachers": {"a": {"policy": {}}}}, "exactly one of average and every"),
+        ({"teachers": {"a": {"policy": {"every": 2, "average": 0.9}}}}, "one of average and every"),
+        ({"teachers": {"a": {"policy": {"every": 2}, "on": "sampler"}}}, "has no effect"),
         ({"teachers": {"a": {"path": "x", "timeout_s": 3.0}}}, "timeout_s (3.0) has no effect"),
         ({"teachers": {"a": {"path": "x", "tokenizer": "y"}}}, "tokenizer (y) has no effect"),
         ({"teachers": {"a": {**SERVED, "adapter": "x"}}}, "adapter (x) has no effect without path"),
@@ -620,7 +624,11 @@ def test_a_teacher_at_an_address_or_on_the_sampler_can_be_the_reference(one):
 def test_teachers_that_can_be_asked_are_not_refused():
     config = Config(
         teacher={"source": "teachers", "form": "loss", "top_k": 4, "rewards": 0.0},
-        teachers={"a": SERVED, "b": {"path": "x", "weight": 0.5}},
+        teachers={
+            "a": SERVED,
+            "b": {"path": "x", "weight": 0.5, "context": "c"},
+            "c": {"policy": {"average": 0.9}, "context": "c"},
+        },
     )
     names = {v.rule.name for v in RULES.violations(config)}
     assert not names & {

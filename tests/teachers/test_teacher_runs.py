@@ -1,5 +1,6 @@
 """Whole runs whose answers are compared with teachers that are asked over HTTP."""
 
+import json
 import os
 import re
 import signal
@@ -321,3 +322,45 @@ def test_a_reference_on_the_sampler_trains_as_one_on_the_trainer(
     train(resumed)
     steps = [line["step"] for line in metrics_of(resumed) if "train/loss" in line]
     assert steps == [1, 2, 3, 4]
+
+
+# ---- the policy itself
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("how", ["average: 0.9", "every: 2"])
+def test_a_policy_that_teaches_itself_with_demonstrations_resumes_as_it_was(
+    how: str, tmp_path: Path
+) -> None:
+    records = tmp_path / "records.jsonl"
+    with records.open("w") as file:
+        for a in range(10):
+            for b in range(5):
+                shown = f"2+3=5\n{a}+{b}="
+                line = {"question": f"{a}+{b}=", "answer": str(a + b), "shown": shown}
+                file.write(json.dumps(line) + "\n")
+    byte_level_tokenizer(300).save_pretrained(tmp_path / "tokenizer")
+    common = [
+        *TINY, "staleness.max_staleness=0", "data.addition=null", f"data.jsonl.path={records}",
+        "data.jsonl.prompt_field=question", "data.jsonl.answer_field=answer",
+        "data.jsonl.eval_size=4", f"data.tokenizer={tmp_path / 'tokenizer'}",
+        "teacher.source=teachers", "teacher.rewards=0.0", "teacher.form=loss", "teacher.top_k=8",
+        f"teachers={{me: {{policy: {{{how}}}, context: shown}}}}",
+    ]  # fmt: skip
+    common = [word for word in common if not word.startswith("data.addition.eval_size")]
+    whole = config_of("addition", tmp_path / "whole", *common, "run.steps=4")
+    train(whole)
+    train(config_of("addition", tmp_path / "parts", *common, "run.steps=2"))
+    again = config_of(
+        "addition", tmp_path / "parts", *common, "run.steps=4", "run.resume=true",
+        "run.overwrite=false",
+    )  # fmt: skip
+    train(again)
+    for name, values in weights_of(whole).items():
+        np.testing.assert_array_equal(values, weights_of(again)[name], err_msg=name)
+    steps = [line for line in metrics_of(again) if "train/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    for line in steps:
+        assert line["teacher/me/tokens"] == line["train/tokens"]
+        assert line["policy/teacher_divergence"] > 0

@@ -23,7 +23,7 @@ from jaxrl_async.trainer.flops import forward_flops
 from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
-from jaxrl_async.trainer.named_teachers import LocalTeacher, NamedTeachers
+from jaxrl_async.trainer.named_teachers import FollowingTeachers, LocalTeacher, NamedTeachers
 from jaxrl_async.trainer.objectives.policy_objective import PolicyData, policy_update
 from jaxrl_async.trainer.step_data import PackedStep, pack_step
 from jaxrl_async.trainer.update_programs import Frozen
@@ -623,3 +623,117 @@ def test_tokens_that_the_reference_does_not_know_are_logged(
     np.testing.assert_array_equal(rows[0][said.places[1:]], said.logprobs[1:])
     assert rows[0][said.places[0]] == whole.episodes[0].logprobs[said.places[0]]
     assert "does not know 1 of the step's tokens" in caplog.text
+
+
+# ---- the policy as its own teacher, and other contexts
+
+
+def in_other_contexts(teacher: TeacherLogprobs, replaced: int, opening: Sequence[int]) -> Any:
+    """What a scorer leaves for the trainer to compute."""
+    few: dict[str, Any] = {
+        name: getattr(teacher, name)[:0]
+        for name in ("places", "logprobs", "top_ids", "top_logprobs")
+    }
+    return replace(teacher, **few, opening=np.array(opening, np.int32), replaced=replaced)
+
+
+def with_contexts(groups: Sequence[EpisodeGroup], openings: Sequence[Sequence[int]]) -> Any:
+    """The groups with a teacher c, which reads one of these in place of the first two tokens."""
+    found = []
+    numbers = iter(range(99))
+    for g in groups:
+        scores = tuple(
+            replace(
+                s,
+                teachers=(
+                    in_other_contexts(
+                        told("c", 0.5, e, np.random.default_rng(0)),
+                        2,
+                        openings[next(numbers) % len(openings)],
+                    ),
+                ),
+            )
+            for e, s in zip(g.episodes, g.scores, strict=True)
+        )
+        found.append(replace(g, scores=scores))
+    return found
+
+
+def test_a_local_teacher_reads_other_contexts_than_the_policy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    openings = ([7, 3, 1], [5], [4] * 9)
+    groups = with_contexts([GROUPS[0], GROUPS[2]], openings)
+    step, local = packed(groups), LogprobPass(SPEC, SETTINGS, top_k=K)
+    advice = asked(step, K, c=LocalTeacher(OTHER, local))
+    gaps = step.index.to_sequences(advice.gap)
+    ids = step.index.to_sequences(advice.columns["teacher_ids"])
+    unread = 0
+    for number, (episode, _) in enumerate(by_episode(groups)):
+        opening = np.array(openings[number % 3], np.int32)
+        ends = (*episode.starts[1:], len(episode.token_ids))
+        for start, end in zip(episode.starts, ends, strict=True):
+            own = episode.token_ids[start:end]
+            shown = np.array_equal(own[:2], episode.token_ids[:2])
+            begins = start + 2 if shown else start
+            read = np.concatenate([opening if shown else own[:0], episode.token_ids[begins:end]])
+            row = read[None, :ROW].astype(np.int32)
+            arrays = (row, np.arange(row.shape[1], dtype=np.int32)[None], np.ones_like(row))
+            hidden = np.asarray(row_states(SPEC, OTHER, *arrays), np.float64)[0]
+            probs = softmax(hidden @ np.asarray(OTHER["embed"].T, np.float64))
+            for place in np.flatnonzero(episode.drawn[start:end]) + start:
+                at = place - begins + (len(opening) if shown else 0)
+                if at >= ROW:
+                    unread += 1
+                    assert gaps[number][place] == 0
+                    continue
+                logprob = np.log(probs[at - 1, episode.token_ids[place]])
+                wanted = 0.5 * (float(episode.logprobs[place]) - logprob)
+                assert gaps[number][place] == pytest.approx(wanted, abs=2e-5)
+                likely = np.argsort(-probs[at - 1])[:K]
+                assert ids[number][place].tolist() == likely.tolist()
+    assert unread > 0 and f"{unread} generated tokens are beyond a row's 16 tokens" in caplog.text
+
+
+@pytest.mark.parametrize("how", [{"average": 0.75}, {"every": 2}])
+def test_the_policy_as_a_teacher_follows_the_policy(how: dict[str, Any]) -> None:
+    section = schema.TeacherSection(source="teachers", form="loss", top_k=K, rewards=0.0)
+    step = policy_update(SPEC, SETTINGS, ALGORITHM, total_steps=20, teacher=section)
+    own = LogprobPass(SPEC, SETTINGS, top_k=K)
+
+    def learner() -> Learner:
+        following = FollowingTeachers(
+            {"c": jax.tree.map(jnp.copy, PARAMS)}, {"c": schema.FollowingTeacher(**how)}, own
+        )
+        return Learner(
+            step,
+            step.init(jax.tree.map(jnp.copy, PARAMS)),
+            LearnerSettings(algorithm=ALGORITHM, row_length=ROW, teacher=section),
+            Companions(
+                own_pass=own, teachers=NamedTeachers(top_k=K, local={}, following=following)
+            ),
+        )
+
+    one = learner()
+    teacher = policy = jax.tree.map(np.asarray, PARAMS)
+    for version in range(4):
+        report = one.learn(with_contexts([GROUPS[0]], ([7, 3, 1],)), version)
+        assert report["policy/teacher_divergence"] > 0 and report["teacher/c/tokens"] > 0
+        policy = jax.tree.map(np.asarray, one.params)
+        if "average" in how:
+            teacher = jax.tree.map(lambda t, p: 0.75 * t + 0.25 * p, teacher, policy)
+        elif version % 2:
+            teacher = policy
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+            one.frozen.teachers["c"],
+            teacher,
+        )
+        if version == 1:
+            kept = jax.tree.map(jnp.copy, one.tree()), one.numbers()
+    again = learner()
+    again.restore(*kept)
+    for version in (2, 3):
+        again.learn(with_contexts([GROUPS[0]], ([7, 3, 1],)), version)
+    for a, b in ((again.params, one.params), (again.frozen.teachers, one.frozen.teachers)):
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y), a, b)

@@ -29,7 +29,8 @@ SMALLER = (
 
 def trainer_bytes(config: Config, spec: ModelSpec) -> float:
     """Return the bytes that the trainer keeps on all its devices together: weights, their gradient,
-    the optimizer's state, the weights in transfer, and a reference. The kinds are as in
+    the optimizer's state, the weights in transfer, a reference and teachers that follow the policy.
+    The kinds are as in
     plan.hbm, without activations and programs."""
     dtype = jnp.dtype(config.model.param_dtype)
     lora, form = lora_of(spec, config.model.lora), form_of(config.model.lora)
@@ -42,7 +43,8 @@ def trainer_bytes(config: Config, spec: ModelSpec) -> float:
     sent = in_transfer_bytes(config, spec) if config.run.job == "rl" else 0
     refers = config.holds_reference and lora is None and "reference" not in config.trainer.offload
     reference = num_weights(spec) * dtype.itemsize if refers else 0
-    return float(held + sent + reference)
+    follow = sum(one.policy is not None for one in config.named_teachers.values())
+    return float(held + sent + reference + follow * trained * dtype.itemsize)
 
 
 def in_transfer_bytes(config: Config, spec: ModelSpec) -> float:

@@ -280,6 +280,7 @@ def _teachers(config: Config, policy: Policy, slices: Slices, state: TrainState)
             },
             aligned=any(one.tokenizer is not None for one in config.named_teachers.values()),
             reference=config.reference_settings.teacher if config.refers else None,
+            following=_following(config, state, functools.partial(passing, policy.spec)),
         )
     if section is not None and section.source == "self":
         found |= {"teacher": copied(state.params), "teacher_pass": passing(policy.spec)}
@@ -287,6 +288,18 @@ def _teachers(config: Config, policy: Policy, slices: Slices, state: TrainState)
         params, teacher_pass = loaded(section.path)
         found |= {"teacher": params, "teacher_pass": teacher_pass}
     return found
+
+
+def _following(
+    config: Config, state: TrainState, make_pass: Callable[[], LogprobPass]
+) -> "named_teachers.FollowingTeachers | None":
+    """Return the teachers by name that are the policy; None: there are none."""
+    named = config.named_teachers.items()
+    moves = {name: one.policy for name, one in named if one.policy is not None}
+    if not moves:
+        return None
+    params = {name: copied(state.params) for name in moves}
+    return named_teachers.FollowingTeachers(params, moves, make_pass())
 
 
 def _critic(config: Config, policy: Policy, slices: Slices, updates: int) -> dict[str, Any]:
