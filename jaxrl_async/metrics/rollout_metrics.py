@@ -182,7 +182,11 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
     ),
     *timed(
         Last,
-        ("teacher/<name>/calls", "calls", "Calls of a teacher's server, including retries."),
+        (
+            "teacher/<name>/calls",
+            "calls",
+            "Calls of a teacher's server or model, including retries.",
+        ),
         ("teacher/<name>/call_s", "s", "Total time of these calls, which run concurrently."),
         ("teacher/<name>/retries", "calls", "Calls that repeated a failed one (an outage)."),
         (

@@ -1,5 +1,10 @@
 """Spans of a text that two tokenizers have split, against a search of every prefix."""
 
+import json
+import os
+import random
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,3 +96,42 @@ def test_spans_move_with_the_tokens_before_them() -> None:
     spans = spans_of([b"ab", b"c"], [b"a", b"b", b"c"]).moved(5, 7)
     assert as_rows(spans) == [(5, 6, 7, 9), (6, 7, 9, 10)]
     assert as_rows(spans.at(np.array([False, True]))) == [(6, 7, 9, 10)]
+
+
+ALIGN = """
+import json, sys
+from trl.experimental.gold.gold_trainer import ULDLoss
+print(json.dumps([ULDLoss._align_by_byte_offsets(*case) for case in json.load(sys.stdin)]))
+"""
+
+
+def cut(text: bytes, rng: random.Random) -> list[bytes]:
+    ends = [*sorted(rng.sample(range(1, len(text)), rng.randrange(0, len(text) - 1))), len(text)]
+    return [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def offsets_of(pieces: list[bytes]) -> list[tuple[int, int]]:
+    ends = np.cumsum([len(piece) for piece in pieces]).tolist()
+    return list(zip([0, *ends], ends, strict=False))
+
+
+@pytest.mark.exhaustive
+def test_spans_are_the_groups_of_trls_gold() -> None:
+    home = os.environ.get("JAXRL_PEERS")
+    if not home:
+        pytest.skip("JAXRL_PEERS is not set: no environments of peers (docs/agreement.md)")
+    rng = random.Random(0)
+    text = "The quick brown fox, été 数学 🙂".encode()
+    pairs = [(cut(text, rng), cut(text, rng)) for _ in range(50)]
+    offsets = [[offsets_of(pieces) for pieces in pair] for pair in pairs]
+    done = subprocess.run(
+        [Path(home) / "trl" / "bin" / "python", "-c", ALIGN],
+        input=json.dumps(offsets),
+        capture_output=True,
+        text=True,
+        env={k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "XLA_FLAGS")},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for (ours, theirs), groups in zip(pairs, json.loads(done.stdout), strict=True):
+        wanted = [(a[0], a[-1] + 1, b[0], b[-1] + 1) for a, b in zip(*groups, strict=True)]
+        assert as_rows(spans_of(ours, theirs)) == wanted
