@@ -2,7 +2,7 @@
 
     contexts of an episode ──> in the teacher's tokens ──> log-probs ──> of the policy's tokens
 
-teacher_service asks a server for the log-probs, local_teacher a model in this process.
+teacher_service asks a server for the log-probs, teacher_here a model in this process.
 """
 
 import asyncio

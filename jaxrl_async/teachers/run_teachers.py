@@ -16,10 +16,10 @@ from jaxrl_async.outages import Outages
 from jaxrl_async.ports.rollout import ChatFormat, Scorer
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.teachers.episode_teacher import EpisodeTeacher
-from jaxrl_async.teachers.local_teacher import Compute, LocalTeacher
 from jaxrl_async.teachers.other_tokens import OtherTokens
 from jaxrl_async.teachers.teacher_choices import TeacherChoices
 from jaxrl_async.teachers.teacher_contexts import TeacherContexts
+from jaxrl_async.teachers.teacher_here import Compute, TeacherHere
 from jaxrl_async.teachers.teacher_scorer import TeacherScorer
 from jaxrl_async.teachers.teacher_service import TeacherService
 from jaxrl_async.types import Episode, Prompt, Score
@@ -93,7 +93,7 @@ class RunTeachers:
                 )
             elif name in models:
                 model = models[name]
-                self._services[name] = LocalTeacher(
+                self._services[name] = TeacherHere(
                     name,
                     model.load,
                     max_tokens=config.trainer.micro_batch_tokens,

@@ -490,8 +490,8 @@ GROUPS = (
         ),
     ),
     Group(
-        "teachers/local_teacher",
-        ("teachers/test_local_teacher.py",),
+        "teachers/teacher_here",
+        ("teachers/test_teacher_here.py",),
         (
             ("(len(taken) + 1) * longest > self._max_tokens", "len(taken) > self._max_tokens"),
             ("if future.set_running_or_notify_cancel()", "if future is not None"),

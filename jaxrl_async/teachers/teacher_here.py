@@ -19,7 +19,7 @@ Compute = Callable[[Sequence[IntArray]], Sequence[tuple[FloatArray, IntArray, Fl
 """Returns the log-probs of each sequence, as a ContextLogprobs."""
 
 
-class LocalTeacher(EpisodeTeacher):
+class TeacherHere(EpisodeTeacher):
     """One teacher whose model computes in this process."""
 
     def __init__(
