@@ -177,7 +177,8 @@ def _readings(step: PackedStep, named: Mapping[int, TeacherLogprobs]) -> Iterato
         yield _Reading(batch, [(n, m, there, e.token_ids) for n, m, there, e in places])
     if shown := [n for n, t in named.items() if t.opening is not None]:
         length, unread = step.batch.mask.shape[1], 0
-        sequences, found = [], []
+        sequences: list[TrainSequence] = []
+        found: list[tuple[int, int, NDArray[np.int64], IntArray]] = []
         for number in shown:
             episode = episodes[number]
             sequence, there = _with_opening(episode, named[number], length)
@@ -308,7 +309,8 @@ def _of_whole_spans(
     size = int(spans.max(initial=-1)) + 1
     complete = np.bincount(of_used[known], minlength=size) == np.bincount(spans, minlength=size)
     known = known & complete[of_used]
-    sums = np.bincount(of_used[known], weights=values[known], minlength=size)
+    sums = np.zeros(size, np.float64)
+    np.add.at(sums, of_used[known], values[known])
     return known, sums[of_used]
 
 
@@ -366,7 +368,7 @@ def _span_columns(
     for slot, teacher, flat, used in _marked(step, given):
         if teacher.spans is None:
             continue
-        alone = (teacher.top_ids < 0).all(axis=-1)
+        alone: BoolArray = np.all(teacher.top_ids < 0, axis=-1)
         known, totals = _of_whole_spans(
             teacher.spans, used, teacher.logprobs[used].astype(np.float64), alone[used]
         )
@@ -377,7 +379,7 @@ def _span_columns(
         np.maximum.at(ends, spans, places)
         begins = np.full(len(ends), np.iinfo(np.int64).max)
         np.minimum.at(begins, spans, places)
-        in_one_row = (begins // length == ends // length)[spans]
+        in_one_row = begins[spans] // length == ends[spans] // length
         last[places[in_one_row], slot] = ends[spans][in_one_row] % length
         logprobs[ends[spans][in_one_row], slot] = totals[known][in_one_row]
     return {

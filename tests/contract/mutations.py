@@ -415,7 +415,7 @@ GROUPS = (
         (
             ("return known, sums[of_used]", "return known, values"),
             ("known = known & complete[of_used]", "known = known & (of_used >= 0)"),
-            ("(teacher.top_ids < 0).all(axis=-1)", "(teacher.top_ids < 0).any(axis=-1)"),
+            ("np.all(teacher.top_ids < 0, axis=-1)", "np.any(teacher.top_ids < 0, axis=-1)"),
             ("= ends[spans][in_one_row] % length", "= ends[spans][in_one_row] % length - 1"),
             ("flat_of_rows[flat] = teacher.logprobs[used]", "flat_of_rows[flat] += 0"),
             ("if t.teacher != self.reference]", "if t]"),

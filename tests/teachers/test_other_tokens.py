@@ -338,7 +338,7 @@ def test_a_server_must_have_the_tokens_of_the_named_tokenizer(tmp_path: Any) -> 
         one = episode(own, "Hi", "yes")
         server.tokenize = lambda text: other.encode(text).tolist()
         asyncio.run(trial((one,), prompt))
-        server.tokenize = lambda text: own.encode(text).tolist()
+        server.tokenize = lambda text: byte_level_tokenizer(500).encode(text).tolist()
         said = r"teachers\.t has other tokens than teachers\.t\.tokenizer"
         with pytest.raises(EndpointMisset, match=said):
             asyncio.run(trial((one,), prompt))

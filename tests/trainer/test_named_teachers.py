@@ -660,7 +660,8 @@ def test_a_local_teacher_reads_other_contexts_than_the_policy(
     step, local = packed(groups), LogprobPass(SPEC, SETTINGS, top_k=K)
     advice = asked(step, K, c=LocalTeacher(OTHER, local))
     gaps = step.index.to_sequences(advice.gap)
-    ids = step.index.to_sequences(advice.columns["teacher_ids"])
+    flat_ids = advice.columns["teacher_ids"].reshape(-1, K)
+    ids = [flat_ids[places] for places in step.index.sequences]
     unread = 0
     for number, (episode, _) in enumerate(by_episode(groups)):
         opening = np.array(openings[number % 3], np.int32)
