@@ -101,7 +101,7 @@ def check_runs(config: Config, lockstep: Lockstep) -> tuple[dict[str, CheckedRun
     configs = {name: with_correction(own) for name, own in runs_of(config).items()}
     claim_devices(config)
     named = (one for own in configs.values() for one in own.named_teachers.values())
-    shares = any(one.on == "sampler" for one in named)
+    shares = any(one.chips == "sampler" for one in named)
     locks = make_locks(config.reward, make_slices(config.mesh), lockstep, shares_sampler=shares)
     checked: dict[str, CheckedRun] = {}
     for name, own in configs.items():

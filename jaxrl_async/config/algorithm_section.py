@@ -376,7 +376,7 @@ class NamedTeacher(Section):
     policy: FollowingTeacher | None = None
     """The policy itself, as a moving average of its weights or an older version. null: another
     model."""
-    on: Literal["trainer", "sampler"] = "trainer"
+    chips: Literal["trainer", "sampler"] = "trainer"
     """Chips on which the teacher in path computes: the trainer's, at the start of a step, or those
     of the first sampler, while a group waits for its rewards."""
     adapter: str | None = None
@@ -406,7 +406,7 @@ class NamedTeacher(Section):
     @property
     def is_asked(self) -> bool:
         """Whether it gives log-probs while a group waits; else the trainer computes them."""
-        return self.url is not None or self.on == "sampler"
+        return self.url is not None or self.chips == "sampler"
 
 
 class PairsSection(Section):

@@ -261,21 +261,21 @@ def a_named_teacher_has_one_place(config: Config) -> Iterator[str]:
             yield f"teachers.{name}.url needs the name of the model there: set model next to it."
         unused = dict.fromkeys(OF_A_SERVER, "url") if one.url is None else {}
         if one.path is None:
-            unused |= {"adapter": "path", "on": "path"}
+            unused |= {"adapter": "path", "chips": "path"}
         if not one.is_asked:
-            unused |= {"tokenizer": "url or on=sampler"}
+            unused |= {"tokenizer": "url or chips=sampler"}
         for setting, needed in unused.items():
             if one.is_set(setting):
                 yield (
                     f"teachers.{name}.{setting} ({as_text(getattr(one, setting))}) has no effect "
                     f"without {needed}. Leave it out."
                 )
-        if one.on == "sampler" and (config.mesh.remote or config.sampler.engine != "native"):
+        if one.chips == "sampler" and (config.mesh.remote or config.sampler.engine != "native"):
             yield (
-                f"teachers.{name}.on=sampler computes in this process, and the sampler's chips "
+                f"teachers.{name}.chips=sampler computes in this process, and the sampler's chips "
                 f"belong to others (mesh.samplers_in={config.mesh.samplers_in}, "
                 f"sampler.engine={config.sampler.engine}). Serve it and give its url, or set "
-                "on=trainer."
+                "chips=trainer."
             )
 
 
@@ -294,7 +294,7 @@ def a_teacher_can_be_the_reference(config: Config) -> Iterator[str]:
     if not one.is_asked:
         yield (
             f"{where} computes on the trainer's chips. Give its path as reference.path, or set "
-            f"teachers.{section.teacher}.on=sampler."
+            f"teachers.{section.teacher}.chips=sampler."
         )
     if given := [name for name in ("path", "refresh_every", "ema") if section.is_set(name)]:
         yield f"{where} stays as it is: reference.{given[0]} has no effect. Leave one of them out."

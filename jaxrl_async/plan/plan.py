@@ -661,7 +661,7 @@ def _notes(config: schema.Config) -> tuple[str, ...]:
             or not all(one.is_asked for one in config.named_teachers.values())
         ),
         "teachers on the sampler's chips": any(
-            one.on == "sampler" for one in config.named_teachers.values()
+            one.chips == "sampler" for one in config.named_teachers.values()
         ),
         "the reward model's pass": config.reward.model is not None,
     }

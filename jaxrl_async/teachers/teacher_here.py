@@ -1,4 +1,4 @@
-"""A teacher in this process, on the sampler's chips (teachers.NAME.on=sampler). Needs no JAX.
+"""A teacher in this process, on the sampler's chips (teachers.NAME.chips=sampler). Needs no JAX.
 
 contexts of several groups ──> queue ──> one thread: all that wait, up to MAX_TOKENS at a time
 """

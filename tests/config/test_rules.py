@@ -553,7 +553,7 @@ SERVED = {"url": "http://x/v1", "model": "m"}
         ({"teachers": {"a": {"path": "x", "policy": {"every": 2}}}}, "one of url, path and policy"),
         ({"teachers": {"a": {"policy": {}}}}, "exactly one of average and every"),
         ({"teachers": {"a": {"policy": {"every": 2, "average": 0.9}}}}, "one of average and every"),
-        ({"teachers": {"a": {"policy": {"every": 2}, "on": "sampler"}}}, "has no effect"),
+        ({"teachers": {"a": {"policy": {"every": 2}, "chips": "sampler"}}}, "has no effect"),
         ({"teachers": {"a": {"path": "x", "timeout_s": 3.0}}}, "timeout_s (3.0) has no effect"),
         ({"teachers": {"a": {"path": "x", "tokenizer": "y"}}}, "tokenizer (y) has no effect"),
         ({"teachers": {"a": {**SERVED, "adapter": "x"}}}, "adapter (x) has no effect without path"),
@@ -583,7 +583,7 @@ def test_teachers_that_cannot_be_asked_are_refused(changes, said):
     assert any(said in sentence for sentence in found), found
 
 
-HERE = {"path": "x", "on": "sampler"}
+HERE = {"path": "x", "chips": "sampler"}
 REFERRED = {"algorithm": {"kl_coefficient": 0.1}, "reference": {"teacher": "r"}}
 
 
@@ -601,9 +601,9 @@ REFERRED = {"algorithm": {"kl_coefficient": 0.1}, "reference": {"teacher": "r"}}
         ({"teacher": {"source": "teachers"}}, "the section teachers is empty"),
         ({"teachers": {"r": HERE, "b": HERE}}, "teachers (b) have no effect without"),
         ({"teachers": {"r": SERVED}, "sampler": {"temperature": 0.7}}, "temperature is 0.7"),
-        ({"mesh": {"samplers_in": "processes"}}, "on=sampler computes in this process"),
+        ({"mesh": {"samplers_in": "processes"}}, "chips=sampler computes in this process"),
         ({"teachers": {"r": {**HERE, "timeout_s": 3.0}}}, "has no effect without url"),
-        ({"teachers": {"r": {**SERVED, "on": "sampler"}}}, "has no effect without path"),
+        ({"teachers": {"r": {**SERVED, "chips": "sampler"}}}, "has no effect without path"),
     ],
     ids=str,
 )

@@ -259,7 +259,7 @@ def test_a_teacher_on_the_sampler_says_what_one_on_the_trainer_says(
             "addition", tmp_path / place, *TINY, "staleness.max_staleness=0", "run.steps=1",
             f"mesh.colocated={colocated}", "teacher.source=teachers", "teacher.rewards=0.0",
             f"teacher.form={form}", *(["teacher.top_k=4"] if form == "loss" else []),
-            f"teachers={{t: {{path: {policy}, on: {place}}}}}",
+            f"teachers={{t: {{path: {policy}, chips: {place}}}}}",
         )  # fmt: skip
         train(config)
         assert audit_run(tmp_path / place / config.run.name).problems == ()
@@ -278,7 +278,7 @@ def test_a_teacher_on_the_sampler_may_have_other_tokens(tmp_path: Path) -> None:
     policy = policy_of_a_run(tmp_path / "teacher", f"data.tokenizer={tmp_path / 'words'}")
     config = taught(
         tmp_path / "student", "", "run.steps=2", "teacher.form=loss", "teacher.top_k=4",
-        f"teachers={{t: {{path: {policy}, on: sampler, tokenizer: {policy}}}}}",
+        f"teachers={{t: {{path: {policy}, chips: sampler, tokenizer: {policy}}}}}",
     )  # fmt: skip
     train(config)
     steps = [line for line in metrics_of(config) if "train/loss" in line]
@@ -294,29 +294,36 @@ def test_a_reference_on_the_sampler_trains_as_one_on_the_trainer(
     kl_in: str, tmp_path: Path
 ) -> None:
     policy = policy_of_a_run(tmp_path / "reference")
+    learns = [
+        "model.dtype=float32", "algorithm.kl_coefficient=0.1", f"algorithm.kl_in={kl_in}",
+        "algorithm.advantage=group_mean",
+    ]  # fmt: skip
     lines, weights = {}, {}
     for place, overrides in {
         "trainer": [f"reference={{path: {policy}}}"],
-        "sampler": ["reference={teacher: r}", f"teachers={{r: {{path: {policy}, on: sampler}}}}"],
+        "sampler": [
+            "reference={teacher: r}",
+            f"teachers={{r: {{path: {policy}, chips: sampler}}}}",
+        ],
     }.items():
         config = config_of(
             "addition", tmp_path / place, *TINY, "staleness.max_staleness=0", "run.steps=2",
-            "model.dtype=float32", "algorithm.kl_coefficient=0.1", f"algorithm.kl_in={kl_in}",
+            *learns,
             *overrides,
         )  # fmt: skip
         train(config)
         assert audit_run(tmp_path / place / config.run.name).problems == ()
         lines[place] = [line for line in metrics_of(config) if "train/loss" in line]
         weights[place] = weights_of(config)
-    for there, here in zip(lines["sampler"], lines["trainer"], strict=True):
-        assert there["policy/kl_reference"] == pytest.approx(here["policy/kl_reference"], abs=1e-5)
-        assert there["teacher/r/tokens"] == there["train/tokens"]
+    for line, here in zip(lines["sampler"], lines["trainer"], strict=True):
+        assert line["policy/kl_reference"] == pytest.approx(here["policy/kl_reference"], abs=1e-5)
+        assert line["teacher/r/tokens"] == line["train/tokens"]
     for name, values in weights["trainer"].items():
         np.testing.assert_allclose(values, weights["sampler"][name], atol=1e-4, err_msg=name)
     resumed = config_of(
         "addition", tmp_path / "sampler", *TINY, "staleness.max_staleness=0", "run.steps=4",
-        "model.dtype=float32", "algorithm.kl_coefficient=0.1", f"algorithm.kl_in={kl_in}",
-        "reference={teacher: r}", f"teachers={{r: {{path: {policy}, on: sampler}}}}",
+        *learns,
+        "reference={teacher: r}", f"teachers={{r: {{path: {policy}, chips: sampler}}}}",
         "run.resume=true", "run.overwrite=false",
     )  # fmt: skip
     train(resumed)

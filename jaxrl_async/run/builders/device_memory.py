@@ -79,9 +79,9 @@ def sampler_bytes(config: Config, spec: ModelSpec, mesh: Mesh | None = None) -> 
 
 
 def teachers_bytes(config: Config) -> float:
-    """Return the bytes of the teachers on the first sampler's devices (teachers.NAME.on)."""
+    """Return the bytes of the teachers on the first sampler's devices (teachers.NAME.chips)."""
     itemsize = jnp.dtype(config.model.computes_in).itemsize
-    paths = [one.path for one in config.named_teachers.values() if one.on == "sampler"]
+    paths = [one.path for one in config.named_teachers.values() if one.chips == "sampler"]
     return float(sum(num_weights(load_spec(Path(p))) * itemsize for p in paths if p is not None))
 
 

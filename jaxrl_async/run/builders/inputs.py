@@ -110,7 +110,7 @@ def check_inputs(
     check_frozen(config)
     features.check_engines(config, spec)
     if locks is None:
-        teaches = any(one.on == "sampler" for one in config.named_teachers.values())
+        teaches = any(one.chips == "sampler" for one in config.named_teachers.values())
         shares = teaches or has_opponents(config.players)
         locks = make_locks(config.reward, slices, lockstep, shares_sampler=shares)
     serving = features.serving(config, task, faults.add)
@@ -165,7 +165,7 @@ def _models_on_samplers(
     config: Config, spec: ModelSpec, slices: Slices, lock: Lock
 ) -> Mapping[str, "SamplerModel"]:
     """Return the teachers on the sampler's chips, not loaded yet; most runs have none."""
-    if all(one.on != "sampler" for one in config.named_teachers.values()):
+    if all(one.chips != "sampler" for one in config.named_teachers.values()):
         return {}
     return sampler_teachers.sampler_models(config, spec, slices, lock)
 

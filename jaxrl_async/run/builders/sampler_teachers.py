@@ -1,4 +1,4 @@
-"""Teachers and the reference that compute on the sampler's chips (teachers.NAME.on=sampler)."""
+"""Teachers and the reference that compute on the sampler's chips (teachers.NAME.chips=sampler)."""
 
 import functools
 import logging
@@ -40,7 +40,7 @@ def sampler_models(
     """
     found = {}
     for name, one in config.named_teachers.items():
-        if one.on != "sampler":
+        if one.chips != "sampler":
             continue
         assert one.path is not None, "a config rule requires it"
         spec = load_spec(Path(one.path))
