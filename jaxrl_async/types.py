@@ -424,8 +424,18 @@ class TeacherLogprobs:
     weight: float  # of this teacher in the episode's distillation
     places: IntArray  # [n] int32, index of each token in the episode; [0]: the trainer computes it
     logprobs: FloatArray  # [n] float32, of the token that stands there
-    top_ids: IntArray  # [n, k] int32, the teacher's likeliest tokens, distinct; k may be 0
+    # [n, k] int32, the teacher's likeliest tokens, distinct; k may be 0. -1: one that the policy's
+    # tokenizer does not have
+    top_ids: IntArray
     top_logprobs: FloatArray  # [n, k] float32, of its whole distribution
+    # [n] int32, number of each token's span, from 0, if the teacher has another tokenizer: the
+    # log-prob of the whole span is then that of its last token, and the others have 0. None: every
+    # token stands for itself
+    spans: IntArray | None = None
+    # [n] int32, for a teacher that the trainer computes: what it reads in place of the first
+    # `replaced` tokens of the episode. None: those tokens
+    opening: IntArray | None = None
+    replaced: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

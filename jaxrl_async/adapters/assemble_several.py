@@ -100,7 +100,9 @@ def check_runs(config: Config, lockstep: Lockstep) -> tuple[dict[str, CheckedRun
     Raises JaxrlError subclasses; a ConfigError names the run."""
     configs = {name: with_correction(own) for name, own in runs_of(config).items()}
     claim_devices(config)
-    locks = make_locks(config.reward, make_slices(config.mesh), lockstep)
+    named = (one for own in configs.values() for one in own.named_teachers.values())
+    shares = any(one.chips == "sampler" for one in named)
+    locks = make_locks(config.reward, make_slices(config.mesh), lockstep, shares_sampler=shares)
     checked: dict[str, CheckedRun] = {}
     for name, own in configs.items():
         try:

@@ -79,6 +79,10 @@ COLUMNS: dict[str, Column] = {
         Column("teacher_ids", "int32", Source.PASS, optional=True, per_token="k"),
         Column("teacher_logprobs", "float32", Source.PASS, optional=True, per_token="k"),
         Column("teacher_weights", "float32", Source.PASS, optional=True, per_token="teachers"),
+        Column("teacher_spans", "int32", Source.PASS, -1, optional=True, per_token="teachers"),
+        Column(
+            "teacher_span_logprobs", "float32", Source.PASS, optional=True, per_token="teachers"
+        ),
         Column("kept", "uint8", Source.PACK, ALL_BITS, optional=True, per_token="vocab / 8"),
         Column(
             "expert_ids", "int8", Source.PACK, UNKNOWN_EXPERT, optional=True,  # or int16
@@ -125,6 +129,8 @@ class DeviceBatch(NamedTuple):
     teacher_ids: Array | None = None  # [rows, length, k] the teacher's most likely tokens
     teacher_logprobs: Array | None = None  # [rows, length, k]
     teacher_weights: Array | None = None  # [rows, length, teachers]: k of each; None: one teacher
+    teacher_spans: Array | None = None  # [rows, length, teachers], as distill.TeacherSpans
+    teacher_span_logprobs: Array | None = None  # [rows, length, teachers]
     kept: Array | None = None  # [rows, length, ceil(vocab / 8)] sampling masks
     expert_ids: Array | None = None  # [rows, length, layers, k]
     image_begins: Array | None = None  # as in PackedBatch

@@ -61,6 +61,7 @@ def _gguf(config: Config) -> str | None:
         "model.path": config.model.path,
         "data.tokenizer": config.data.tokenizer,
         **config.teacher_folders,
+        **{f"teachers.{name}.tokenizer": t.tokenizer for name, t in config.named_teachers.items()},
         "critic.path": config.critic_settings.path,
         "reference.path": config.reference_settings.path,
         "preference.reference": config.preference.reference,

@@ -340,6 +340,9 @@ class ReferenceSection(Section):
 
     path: str | None = None
     """Hugging Face directory of the reference policy; null: the initial policy of the run."""
+    teacher: str | None = None
+    """Name of a model in teachers, at an address or on the sampler's chips, whose log-probs are the
+    reference's: the trainer's chips then hold no reference. null: they hold it."""
     refresh_every: NonNegative = 0
     """Updates between two copies of the policy into the reference; 0: it stays fixed."""
     ema: float = Field(0.0, ge=0, lt=1)
@@ -443,8 +446,18 @@ class TeacherSection(Section):
             )
 
 
+class FollowingTeacher(Section):
+    """The policy itself as a teacher, on the trainer's chips: exactly one of average and every."""
+
+    average: float | None = Field(None, gt=0, lt=1)
+    """After each update the teacher becomes average * teacher + (1 - average) * policy."""
+    every: NonNegative | None = None
+    """Updates between two copies of the policy into the teacher; 0: it stays the initial policy."""
+
+
 class NamedTeacher(Section):
-    """A teacher of some or all records (teacher.source=teachers): exactly one of url and path."""
+    """A teacher of some or all records (teacher.source=teachers), or the reference
+    (reference.teacher): exactly one of url, path and policy."""
 
     url: str | None = Field(None, pattern=r"^https?://\S+$")
     """Address of a server that gives the log-probs of a prompt's tokens, up to /v1: that of
@@ -452,8 +465,14 @@ class NamedTeacher(Section):
     model: str | None = None
     """Name of the model, or of the adapter, at url."""
     path: str | None = None
-    """Hugging Face directory of the teacher, which computes on the trainer's chips at the start of
-    a step; it must have the policy's tokens, but its vocabulary may be padded to another size."""
+    """Hugging Face directory of the teacher; without a tokenizer below it must have the policy's
+    tokens, but its vocabulary may be padded to another size."""
+    policy: FollowingTeacher | None = None
+    """The policy itself, as a moving average of its weights or an older version. null: another
+    model."""
+    chips: Literal["trainer", "sampler"] = "trainer"
+    """Chips on which the teacher in path computes: the trainer's, at the start of a step, or those
+    of the first sampler, while a group waits for its rewards."""
     adapter: str | None = None
     """Directory of a LoRA adapter of the model in path, as PEFT writes it; it is merged."""
     key_variable: str | None = Field(None, pattern=r"^\w+$")
@@ -461,9 +480,12 @@ class NamedTeacher(Section):
     protocol: Literal["completions", "generate", "echo"] = "completions"
     """How url is asked: /v1/completions with prompt_logprobs, /inference/v1/generate with
     prompt_logprobs, or /v1/completions with echo, which gives no likeliest tokens."""
+    tokenizer: str | None = None
+    """Hugging Face directory of the teacher's tokenizer, if that is not the policy's: the two are
+    aligned by the text that their tokens cover. null: the policy's tokenizer."""
     context: str | None = Field(None, min_length=1)
-    """Column of a record with what the teacher at url reads in place of the prompt: a text or
-    messages, such as the question with a demonstration. null: the prompt."""
+    """Column of a record with what the teacher reads in place of the prompt: a text or messages,
+    such as the question with a demonstration. null: the prompt."""
     weight: float = Field(1.0, gt=0)
     """Weight of this teacher; records that name their own weights replace it."""
     concurrency: Count = 16
@@ -474,6 +496,11 @@ class NamedTeacher(Section):
     max_wait_s: float | None = Field(None, gt=0)
     """Time that a group waits for this teacher, seconds; then the group is dropped. null: it waits
     for faults.scorer_timeout_s, and for the end of an outage."""
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether it gives log-probs while a group waits; else the trainer computes them."""
+        return self.url is not None or self.chips == "sampler"
 
 
 class PairsSection(Section):

@@ -22,11 +22,12 @@ rule = RuleBook()
 def an_offloaded_reference_is_looked_up_by_token(config: Config) -> Iterator[str]:
     """Require that only an offloaded reference's log-probs of sampled tokens are used."""
     if "reference" in config.trainer.offload and (
-        config.algorithm.has_whole_kl or not config.refers
+        config.algorithm.has_whole_kl or not config.holds_reference
     ):
         yield (
-            "trainer.offload=reference needs a reference (algorithm.kl_coefficient above 0, or a "
-            "pairs.loss that compares with it) with only its log-probs of sampled tokens in use "
+            "trainer.offload=reference needs a reference on the trainer's chips "
+            "(algorithm.kl_coefficient above 0, or a pairs.loss that compares with it, without "
+            "reference.teacher) with only its log-probs of sampled tokens in use "
             "(algorithm.kl other than full). Remove reference from trainer.offload, or change "
             "these settings."
         )
@@ -223,25 +224,25 @@ def a_fork_draws_on_a_branch(config: Config) -> Iterator[str]:
 
 # --- teachers by name
 
-OF_A_SERVER = (
-    *("model", "key_variable", "protocol", "context", "concurrency", "timeout_s", "max_wait_s"),
-)
+OF_A_SERVER = (*("model", "key_variable", "protocol", "concurrency", "timeout_s", "max_wait_s"),)
 """Settings of a teacher that only one at an address has."""
 
 
 @rule()
 def teachers_are_those_of_the_source(config: Config) -> Iterator[str]:
-    """Require teachers exactly if teacher.source=teachers, in run.job=rl."""
-    teacher, names = config.teacher, ", ".join(config.named_teachers)
+    """Require teachers exactly if teacher.source=teachers, in run.job=rl; the reference's is no
+    teacher of records."""
+    teacher, names = config.teacher, ", ".join(config.distilling)
     uses = teacher is not None and teacher.source == "teachers"
     if config.named_teachers and config.run.job != "rl":
+        names = ", ".join(config.named_teachers)
         yield f"teachers ({names}) have no effect with run.job={config.run.job}. Leave them out."
-    elif config.named_teachers and not uses:
+    elif config.distilling and not uses:
         yield (
             f"teachers ({names}) have no effect without teacher.source=teachers. Set "
             "teacher={source: teachers}, or leave teachers out."
         )
-    elif uses and not config.named_teachers:
+    elif uses and not config.distilling:
         yield (
             "teacher.source=teachers, and the section teachers is empty. Name them there: "
             "{NAME: {url: ..., model: ...}} or {NAME: {path: ...}}."
@@ -250,34 +251,85 @@ def teachers_are_those_of_the_source(config: Config) -> Iterator[str]:
 
 @rule()
 def a_named_teacher_has_one_place(config: Config) -> Iterator[str]:
-    """Require exactly one of url and path, and only settings that it uses."""
+    """Require exactly one of url, path and policy, and only settings that it uses."""
     for name, one in config.named_teachers.items():
-        if (one.url is None) == (one.path is None):
-            yield f"teachers.{name}: set exactly one of url and path."
+        if sum(place is not None for place in (one.url, one.path, one.policy)) != 1:
+            yield f"teachers.{name}: set exactly one of url, path and policy."
+        elif one.policy is not None and (one.policy.average is None) == (one.policy.every is None):
+            yield f"teachers.{name}.policy: set exactly one of average and every."
         elif one.url is not None and one.model is None:
             yield f"teachers.{name}.url needs the name of the model there: set model next to it."
-        place, settings = ("url", OF_A_SERVER) if one.url is None else ("path", ("adapter",))
-        for setting in settings:
+        unused = dict.fromkeys(OF_A_SERVER, "url") if one.url is None else {}
+        if one.path is None:
+            unused |= {"adapter": "path", "chips": "path"}
+        if not one.is_asked:
+            unused |= {"tokenizer": "url or chips=sampler"}
+        for setting, needed in unused.items():
             if one.is_set(setting):
                 yield (
                     f"teachers.{name}.{setting} ({as_text(getattr(one, setting))}) has no effect "
-                    f"without {place}. Leave it out."
+                    f"without {needed}. Leave it out."
                 )
+        if one.chips == "sampler" and (config.mesh.remote or config.sampler.engine != "native"):
+            yield (
+                f"teachers.{name}.chips=sampler computes in this process, and the sampler's chips "
+                f"belong to others (mesh.samplers_in={config.mesh.samplers_in}, "
+                f"sampler.engine={config.sampler.engine}). Serve it and give its url, or set "
+                "chips=trainer."
+            )
+
+
+@rule()
+def a_teacher_can_be_the_reference(config: Config) -> Iterator[str]:
+    """Require of reference.teacher a model that says how likely the policy's own tokens are."""
+    section = config.reference_settings
+    if section.teacher is None:
+        return
+    where = f"reference.teacher={section.teacher}"
+    one = config.named_teachers.get(section.teacher)
+    if one is None:
+        names = ", ".join(config.named_teachers) or "none"
+        yield f"{where} is not in teachers ({names}). Correct the name, or add it there."
+        return
+    if not one.is_asked:
+        yield (
+            f"{where} computes on the trainer's chips. Give its path as reference.path, or set "
+            f"teachers.{section.teacher}.chips=sampler."
+        )
+    if given := [name for name in ("path", "refresh_every", "ema") if section.is_set(name)]:
+        yield f"{where} stays as it is: reference.{given[0]} has no effect. Leave one of them out."
+    if given := [name for name in ("context", "tokenizer", "weight") if one.is_set(name)]:
+        yield (
+            f"{where} is compared with the policy token by token: "
+            f"teachers.{section.teacher}.{given[0]} has no effect. Leave it out."
+        )
+    if config.algorithm.has_whole_kl:
+        yield (
+            f"{where} gives the log-probs of sampled tokens, and algorithm.kl=full compares all. "
+            "Set algorithm.kl=k3, or reference.path."
+        )
+    if config.sampler.truncates and config.keeps_masks:
+        s = config.sampler
+        yield (
+            f"{where} gives log-probs over the whole vocabulary, and the policy's are over the "
+            f"tokens that top_k={s.top_k}, top_p={s.top_p:g} and min_p={s.min_p:g} leave. Sample "
+            "without them, or set reference.path."
+        )
 
 
 @rule()
 def servers_give_what_the_loss_compares(config: Config) -> Iterator[str]:
     """Require a loss over some of the likeliest tokens, at the temperature of the servers."""
     teacher = config.teacher
-    if teacher is None or teacher.source != "teachers":
-        return
     served = {name: one for name, one in config.named_teachers.items() if one.url is not None}
-    if teacher.form == "loss" and not teacher.top_k:
+    if teacher is not None and teacher.source != "teachers":
+        teacher = None
+    if teacher is not None and teacher.form == "loss" and not teacher.top_k:
         yield (
             "teacher.form=loss with teacher.source=teachers compares the likeliest tokens, and "
             "teacher.top_k=0 asks for none. Set teacher.top_k, such as 16."
         )
-    if teacher.top_k_of == "student":
+    if teacher is not None and teacher.top_k_of == "student":
         yield (
             "teacher.top_k_of=student needs the teacher's log-probs of the policy's likeliest "
             "tokens, which teacher.source=teachers does not ask for. Leave it out."
@@ -289,7 +341,8 @@ def servers_give_what_the_loss_compares(config: Config) -> Iterator[str]:
             "differ even between equal models. Set sampler.temperature=1."
         )
     for name, one in served.items():
-        if one.protocol == "echo" and teacher.form == "loss":
+        compared = name in config.distilling and teacher is not None and teacher.form == "loss"
+        if one.protocol == "echo" and compared:
             yield (
                 f"teachers.{name}.protocol=echo gives no token ids of likely tokens, which "
                 "teacher.form=loss compares. Set protocol=completions, or teacher.form=advantage."

@@ -12,6 +12,7 @@ from pydantic import Field
 from jaxrl_async.config.algorithm_section import (
     AlgorithmSection,
     CriticSection,
+    FollowingTeacher,
     NamedTeacher,
     PairsSection,
     ReferenceSection,
@@ -84,6 +85,7 @@ __all__ = [
     "EnvSection",
     "EvalSection",
     "FaultsSection",
+    "FollowingTeacher",
     "JsonlSection",
     "JudgeSection",
     "MeshSection",
@@ -171,9 +173,9 @@ class Config(Section):
     critic: CriticSection | None = None
     teacher: TeacherSection | None = None
     teachers: dict[TeacherName, NamedTeacher] | None = None
-    """Teachers by name, for teacher.source=teachers: {url: URL, model: NAME} or {path: DIR}, with
-    the settings that docs/distillation.md lists. An answer has the teachers that its record names
-    (teacher.column). null: none."""
+    """Teachers by name, for teacher.source=teachers and reference.teacher: {url: URL, model: NAME},
+    {path: DIR} or {policy: {average: 0.99}}, with the settings that docs/distillation.md lists. An
+    answer has the teachers that its record names (teacher.column). null: none."""
     trainer: TrainerSection = TrainerSection()
     weights: WeightsSection = WeightsSection()
     reward: RewardSection = RewardSection()
@@ -235,7 +237,7 @@ class Config(Section):
 
     @property
     def teacher_folders(self) -> dict[str, str]:
-        """The directories of teachers that compute on the trainer's chips, by setting."""
+        """The directories of teachers that compute in this process, by setting."""
         one = None if self.teacher is None else self.teacher.path
         named = {f"teachers.{name}.path": t.path for name, t in self.named_teachers.items()}
         return {k: path for k, path in {"teacher.path": one, **named}.items() if path is not None}
@@ -279,6 +281,18 @@ class Config(Section):
     def refers(self) -> bool:
         """Whether run.job=rl keeps a reference policy."""
         return self.algorithm.refers or (self.pairs is not None and self.pairs.refers)
+
+    @property
+    def holds_reference(self) -> bool:
+        """Whether run.job=rl keeps a reference policy on the trainer's chips, or in their host's
+        memory; else a teacher gives its log-probs."""
+        return self.refers and self.reference_settings.teacher is None
+
+    @property
+    def distilling(self) -> Mapping[str, NamedTeacher]:
+        """The teachers by name that the policy learns from."""
+        reference = self.reference_settings.teacher
+        return {name: one for name, one in self.named_teachers.items() if name != reference}
 
     @property
     def keeps_masks(self) -> bool:

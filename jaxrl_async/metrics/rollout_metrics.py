@@ -243,7 +243,11 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
     ),
     *timed(
         Last,
-        ("teacher/<name>/calls", "calls", "Calls of a teacher's server, including retries."),
+        (
+            "teacher/<name>/calls",
+            "calls",
+            "Calls of a teacher's server or model, including retries.",
+        ),
         ("teacher/<name>/call_s", "s", "Total time of these calls, which run concurrently."),
         ("teacher/<name>/retries", "calls", "Calls that repeated a failed one (an outage)."),
         (
@@ -255,6 +259,11 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
             "teacher/<name>/unknown_tokens",
             "tokens",
             "Generated tokens at or after one that the tokenizer does not have: not asked about.",
+        ),
+        (
+            "teacher/<name>/unaligned_tokens",
+            "tokens",
+            "Generated tokens in no span of a text that is aligned (teachers.NAME.tokenizer).",
         ),
         (
             "teacher/<name>/dropped_groups",

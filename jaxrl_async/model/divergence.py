@@ -242,8 +242,12 @@ def logprobs_at(
 
 def lumped(logprobs: Array, ids: Array) -> Array:
     """Return log-probs of k distinct ids [tokens, k], and of all other tokens together: [tokens,
-    vocab] -> [tokens, k + 1]."""
-    chosen = jnp.take_along_axis(logprobs, ids, axis=-1)
+    vocab] -> [tokens, k + 1]. An id of -1 is no token: its log-prob is MIN_LOGPROB."""
+    known = ids >= 0
+    chosen = jnp.take_along_axis(logprobs, jnp.where(known, ids, 0), axis=-1)
     rows = jnp.arange(ids.shape[0])[:, None]
-    rest = logsumexp(_floored(logprobs).at[rows, ids].set(MIN_LOGPROB), axis=-1, keepdims=True)
-    return jnp.concatenate([chosen, rest], axis=-1)
+    places = rows, jnp.where(known, ids, logprobs.shape[-1])
+    rest = _floored(logprobs).at[places].set(MIN_LOGPROB, mode="drop")
+    return jnp.concatenate(
+        [jnp.where(known, chosen, MIN_LOGPROB), logsumexp(rest, axis=-1, keepdims=True)], axis=-1
+    )

@@ -656,7 +656,13 @@ def _notes(config: schema.Config) -> tuple[str, ...]:
     left_out = {
         "the critic's update": needs_critic(config.algorithm.advantage),
         "the teacher's pass": config.teacher is not None
-        and (config.teacher.source != "teachers" or bool(config.teacher_folders)),
+        and (
+            config.teacher.source != "teachers"
+            or not all(one.is_asked for one in config.named_teachers.values())
+        ),
+        "teachers on the sampler's chips": any(
+            one.chips == "sampler" for one in config.named_teachers.values()
+        ),
         "the reward model's pass": any(
             one.reward.model is not None for one in config.by_task.values()
         ),

@@ -189,7 +189,7 @@ def trainer_programs(
 
 def holds_reference(config: schema.Config) -> bool:
     """Return whether the reference is on the trainer's devices."""
-    return config.refers and "reference" not in config.trainer.offload
+    return config.holds_reference and "reference" not in config.trainer.offload
 
 
 def pass_columns_of(config: schema.Config) -> frozenset[str]:
@@ -197,7 +197,7 @@ def pass_columns_of(config: schema.Config) -> frozenset[str]:
     columns = pass_columns(
         config.algorithm,
         refers=config.refers,
-        offloads="reference" in config.trainer.offload,
+        offloads="reference" in config.trainer.offload or not config.holds_reference,
     )
     return columns | pair_columns(config.pairs)
 
@@ -208,7 +208,8 @@ TOKENS_OF_A_PASS = ("token_ids", "positions", "segment_ids", "kept", "expert_ids
 def own_passes(config: schema.Config) -> int:
     """Return how often a step computes log-probs of the whole batch before its updates with weights
     of the policy's shapes: its own, and a reference's that are kept in host memory."""
-    return len(pass_columns_of(config) & {"proximal_logprobs", "reference_logprobs"})
+    counted = {"proximal_logprobs", *(["reference_logprobs"] if config.holds_reference else [])}
+    return len(pass_columns_of(config) & counted)
 
 
 def runs_reference(config: schema.Config) -> bool:

@@ -5,7 +5,7 @@ optional_parts.py has the core's interfaces to them.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ from jaxrl_async.types import Prompt, VersionedParams
 if TYPE_CHECKING:  # what only some runs load; both builders import this module
     from jaxrl_async.rollout.chat_env import ChatEnvs
     from jaxrl_async.run.builders.inputs import Inputs
+    from jaxrl_async.run.builders.sampler_teachers import SamplerModel
     from jaxrl_async.run.builders.samplers import Sampling
     from jaxrl_async.run.replay.player import ReplayedBuffer
     from jaxrl_async.tasks.game import Game
@@ -235,7 +236,7 @@ def remote_sampling(
     return sampling
 
 
-# ---- teachers: asked over HTTP
+# ---- teachers: asked while groups wait
 
 
 def teachers(
@@ -246,15 +247,17 @@ def teachers(
     faults: FaultCounts,
     outages: Outages | None,
     chat: Callable[[], ChatFormat | None],
+    models: "Mapping[str, SamplerModel]",
 ) -> TeacherScorers | None:
     """Return the teachers by name; None: there are none. Raises ConfigError.
 
-    vocab: the policy's number of tokens. chat: returns its format; None: it has none.
+    vocab: the policy's number of tokens. chat: returns its format; None: it has none. models:
+    teachers on the sampler's chips, by name.
     """
     if not config.named_teachers:
         return None
     make = _of("teachers.run_teachers", "RunTeachers")
-    made: TeacherScorers = make(config, task, tokenizer, vocab, faults, outages, chat)
+    made: TeacherScorers = make(config, task, tokenizer, vocab, faults, outages, chat, models)
     return made
 
 

@@ -287,7 +287,7 @@ class NoJudges:
 
 
 class Teachers(Protocol):
-    """Counters of the teachers of a run that are asked over HTTP (the wing `teachers`)."""
+    """Counters of the teachers of a run that are asked while groups wait (the wing `teachers`)."""
 
     def counts(self) -> Mapping[str, float]:
         """Return the counters so far, as NAME/COUNTER; empty: no such teacher."""

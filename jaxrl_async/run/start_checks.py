@@ -150,7 +150,7 @@ def _read(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yield the run's inputs: the setting, the path that it names, and its kind, as hub_names."""
     for setting, path in _folders(config):
         if path is not None:
-            yield setting, path, "tokenizer" if setting == "data.tokenizer" else "model"
+            yield setting, path, "tokenizer" if setting.endswith(".tokenizer") else "model"
     for setting, path in _files(config):
         if path is not None:
             yield setting, path, "dataset"
@@ -179,6 +179,7 @@ def _folders(config: Config) -> Iterator[tuple[str, str | None]]:
         yield from config.teacher_folders.items()
         for name, one in config.named_teachers.items():
             yield f"teachers.{name}.adapter", one.adapter
+            yield f"teachers.{name}.tokenizer", one.tokenizer
         yield "critic.path", config.critic_settings.path
         yield "reward.model", config.reward.model
         for name, task in config.named_tasks.items():

@@ -1,1 +1,1 @@
-"""Wing: teachers by name, asked over HTTP while groups wait (teachers). Needs no JAX."""
+"""Wing: teachers by name, asked while groups wait (teachers). Needs no JAX."""

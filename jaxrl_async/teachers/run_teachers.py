@@ -2,21 +2,43 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
 
-from jaxrl_async.config.schema import Config
-from jaxrl_async.data.tokenizer import Tokenizer
+from jaxrl_async.config.schema import Config, NamedTeacher
+from jaxrl_async.data.chat import chat_format
+from jaxrl_async.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_async.errors import ConfigError, EndpointMisset
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports.rollout import ChatFormat, Scorer
 from jaxrl_async.tasks.task import Task
+from jaxrl_async.teachers.episode_teacher import EpisodeTeacher
+from jaxrl_async.teachers.other_tokens import OtherTokens
 from jaxrl_async.teachers.teacher_choices import TeacherChoices
 from jaxrl_async.teachers.teacher_contexts import TeacherContexts
+from jaxrl_async.teachers.teacher_here import Compute, TeacherHere
 from jaxrl_async.teachers.teacher_scorer import TeacherScorer
 from jaxrl_async.teachers.teacher_service import TeacherService
 from jaxrl_async.types import Episode, Prompt, Score
 
 log = logging.getLogger(__name__)
+
+
+class ModelHere(Protocol):
+    """A model of this process that computes log-probs, not loaded yet."""
+
+    @property
+    def load(self) -> Callable[[], Compute]:
+        """Loads it; it then computes the log-probs of sequences."""
+        ...
+
+    @property
+    def vocab(self) -> int:
+        """Number of its tokens."""
+        ...
 
 
 class RunTeachers:
@@ -31,64 +53,86 @@ class RunTeachers:
         faults: FaultCounts,
         outages: Outages | None,
         chat: Callable[[], ChatFormat | None],
+        models: Mapping[str, ModelHere] = MappingProxyType({}),
     ) -> None:
-        """Connect to nothing yet. Raises ConfigError.
+        """Connect to nothing and load nothing yet. Raises ConfigError.
 
         Args:
-            config: teacher and teachers.
+            config: teacher, teachers and reference.
             task: may name the teachers of its records.
             tokenizer: of the policy.
             vocab: the policy's number of tokens.
             faults: counts handled faults.
             outages: outages of the run's services; None: a new object.
             chat: returns the policy's chat format; None: it has none.
+            models: of the teachers on the sampler's chips, by name.
         """
-        section = config.teacher
-        assert section is not None, "a config rule requires it"
-        self._tokenizer = tokenizer
+        section, reference = config.teacher, config.reference_settings.teacher
+        distils = section is not None and section.source == "teachers"
+        self._tokenizer, self._reference = tokenizer, reference if config.refers else None
         outages = outages or Outages(count=faults.add)
-        top_k = section.top_k if section.form == "loss" else 0
-        self._services = {
-            name: TeacherService(
-                name,
-                one,
-                top_k=top_k,
-                vocab=vocab,
-                named_tokens=tokenizer.vocab_size,
-                outages=outages,
-            )
+        top_k = section.top_k if section is not None and section.form == "loss" else 0
+        of_others = {
+            name: _Other.of(one.tokenizer, tokenizer, chat)
             for name, one in config.named_teachers.items()
-            if one.url is not None
+            if one.tokenizer is not None
         }
+        self._services: dict[str, EpisodeTeacher] = {}
+        for name, one in config.named_teachers.items():
+            others = of_others[name].tokens if name in of_others else None
+            k = 0 if name == reference else top_k
+            if one.url is not None:
+                self._services[name] = TeacherService(
+                    name,
+                    one,
+                    top_k=k,
+                    vocab=vocab,
+                    named_tokens=tokenizer.vocab_size,
+                    outages=outages,
+                    others=others,
+                )
+            elif name in models:
+                model = models[name]
+                self._services[name] = TeacherHere(
+                    name,
+                    model.load,
+                    max_tokens=config.trainer.micro_batch_tokens,
+                    top_k=k,
+                    named_tokens=model.vocab if others is None else tokenizer.vocab_size,
+                    others=others,
+                )
+        own = _Other(tokenizer, chat, None)
         self._openings = {
-            name: TeacherContexts(
-                f"teachers.{name}.context",
-                one.context,
-                template=config.data.record_fields.template,
-                tokenizer=tokenizer,
-                chat=chat,
+            name: of_others.get(name, own).contexts(
+                f"teachers.{name}", one, config.data.record_fields.template
             )
             for name, one in config.named_teachers.items()
-            if one.context is not None
+            if one.context is not None or name in of_others
         }
         self._max_wait_s = {name: one.max_wait_s for name, one in config.named_teachers.items()}
         self._choices = TeacherChoices(
-            weights={name: one.weight for name, one in config.named_teachers.items()},
-            column=section.column,
-            of_task=task.teacher,
+            weights={name: one.weight for name, one in config.distilling.items() if distils},
+            column="teacher" if section is None else section.column,
+            of_task=task.teacher if distils else None,
         )
 
     def with_teachers(self, outcome: Scorer) -> Scorer:
         """Return a scorer that adds what the teachers say to an outcome's scores."""
         return TeacherScorer(
-            outcome, self._choices, self._services, self._max_wait_s, self._openings
+            outcome,
+            self._choices,
+            self._services,
+            self._max_wait_s,
+            self._openings,
+            reference=self._reference,
         )
 
     def trials(self) -> list[tuple[str, Scorer]]:
         """Return the settings of the teachers with an address, each with a trial before a run."""
         return [
-            (service.setting, _Trial(service, self._tokenizer))
-            for service in self._services.values()
+            (service.setting, _Trial(service, self._tokenizer, self._openings.get(name)))
+            for name, service in self._services.items()
+            if isinstance(service, TeacherService)
         ]
 
     def counts(self) -> Mapping[str, float]:
@@ -113,11 +157,48 @@ class RunTeachers:
             service.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Other:
+    """A tokenizer with its chat format, and how it writes what the policy's has written."""
+
+    tokenizer: Tokenizer
+    chat: Callable[[], ChatFormat | None]
+    tokens: OtherTokens | None  # None: it is the policy's
+
+    @classmethod
+    def of(cls, folder: str, own: Tokenizer, own_chat: Callable[[], ChatFormat | None]) -> "_Other":
+        """Load the tokenizer of a teacher, beside the policy's. Raises DataError."""
+        other = load_tokenizer(folder)
+        chat = chat_format(other, Path(folder)) if other.has_chat_template else None
+        ends = () if (own_format := own_chat()) is None else own_format.stop_token_ids
+        others_ends = other.eos_ids if chat is None else (*chat.stop_token_ids, *other.eos_ids)
+        tokens = OtherTokens(
+            own,
+            other,
+            own_ends=tuple(dict.fromkeys((*ends, *own.eos_ids))),
+            other_end=next(iter(others_ends), None),
+        )
+        return cls(other, lambda: chat, tokens)
+
+    def contexts(self, setting: str, one: NamedTeacher, template: str | None) -> TeacherContexts:
+        """Return what converts the context of a teacher, or the prompt if it has no context."""
+        named = f"tokenizer={one.tokenizer}" if one.context is None else f"context={one.context}"
+        return TeacherContexts(
+            f"{setting}.{named}",
+            one.context,
+            template=template,
+            tokenizer=self.tokenizer,
+            chat=self.chat,
+        )
+
+
 class _Trial:
     """A ports.Scorer that asks one teacher about an episode, after a comparison of the tokens."""
 
-    def __init__(self, service: TeacherService, tokenizer: Tokenizer) -> None:
-        self._service, self._tokenizer = service, tokenizer
+    def __init__(
+        self, service: TeacherService, tokenizer: Tokenizer, opening: TeacherContexts | None
+    ) -> None:
+        self._service, self._tokenizer, self._opening = service, tokenizer, opening
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
         if (why := await self._service.check_tokens(self._tokenizer, prompt.text)) is not None:
@@ -126,6 +207,16 @@ class _Trial:
                 self._service.setting,
                 why,
             )
+        opening = None
+        if self._opening is not None and self._service.reads_other_tokens:
+            opening = self._opening(prompt)
         for episode in episodes:
-            await self._service.of_episode(episode, 1.0, prompt)
+            found = await self._service.of_episode(episode, 1.0, prompt, opening)
+            if not len(found.places) and self._service.reads_other_tokens:
+                log.warning(
+                    "%s: no token of an answer such as %r can be aligned with the teacher's. See "
+                    "teacher/<name>/unaligned_tokens",
+                    self._service.setting,
+                    self._tokenizer.decode(episode.token_ids)[:60],
+                )
         return (Score(reward=0.0),) * len(episodes)

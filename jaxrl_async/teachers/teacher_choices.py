@@ -23,12 +23,14 @@ class TeacherChoices:
     of_task: TeacherChoice | Callable[[TaskRecord], TeacherChoice] = None
 
     def of(self, prompt: Prompt) -> dict[str, float]:
-        """Return the weights of a prompt's teachers by name; empty: none.
+        """Return the weights of a prompt's teachers by name; empty: none, as in a run without.
 
         Raises EndpointMisset for an unknown name, a weight that is no number above 0, a record that
         could have any of several teachers, or a task's function that raises.
         """
         where = f"prompt {prompt.prompt_id}, column {self.column!r}"
+        if not self.weights:
+            return {}
         if self.column in prompt.columns:
             choice = prompt.columns[self.column]
         elif callable(self.of_task):

@@ -8,14 +8,18 @@ group ──┤                                                   ├──> Sco
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.tasks.usercode import side_by_side
+from jaxrl_async.teachers.episode_teacher import EpisodeTeacher, computed_later
 from jaxrl_async.teachers.teacher_choices import TeacherChoices
-from jaxrl_async.teachers.teacher_service import TeacherService, unknown
-from jaxrl_async.types import Episode, IntArray, Prompt, Score, TeacherLogprobs
+from jaxrl_async.types import Episode, IntArray, Message, Prompt, Score, TeacherLogprobs
+
+Opening = Callable[[Prompt, Sequence[Message]], IntArray]
+"""Returns what a teacher reads in place of an episode's prompt, from that and what an environment
+wrote before the policy's first turn; [length] int32."""
 
 
 class TeacherScorer:
@@ -25,27 +29,31 @@ class TeacherScorer:
         self,
         outcome: Scorer,
         choices: TeacherChoices,
-        services: Mapping[str, TeacherService],
+        services: Mapping[str, EpisodeTeacher],
         max_wait_s: Mapping[str, float | None],
-        openings: Mapping[str, Callable[[Prompt], IntArray]],
+        openings: Mapping[str, Opening],
+        *,
+        reference: str | None = None,
     ) -> None:
         """Ask the teachers in parallel to `outcome`.
 
         Args:
             outcome: scores answers.
             choices: tells which teachers a prompt has.
-            services: the teachers with an address; the trainer computes the others.
+            services: the teachers that are asked here; the trainer computes the others.
             max_wait_s: how long a group waits for each of these, seconds; None: any time.
-            openings: what a teacher reads in place of a prompt's tokens, for teachers with another
-                context.
+            openings: of the teachers that read something else than the prompt's tokens.
+            reference: the teacher that is the reference of all answers; None: no teacher is.
         """
-        self._openings = openings
+        self._openings, self._reference = openings, reference
         self._outcome, self._choices = outcome, choices
         self._services, self._max_wait_s = services, max_wait_s
 
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
         """Score each episode. Errors of the other scorer and of the teachers are passed on."""
         of_prompt = self._choices.of(prompt)
+        if self._reference is not None:
+            of_prompt[self._reference] = 0.0  # nothing is learned from it
 
         async def outcome() -> tuple[Score, ...]:
             return tuple(await self._outcome(episodes, prompt))
@@ -77,14 +85,19 @@ class TeacherScorer:
     ) -> list[TeacherLogprobs]:
         """Return what a teacher says about each episode. Raises GivenUp after max_wait_s."""
         service = self._services.get(name)
+        begin = self._openings.get(name)
+        openings = [None if begin is None else begin(prompt, e.opened) for e in episodes]
         if service is None:
-            return [unknown(name, weight) for _ in episodes]
+            return [
+                computed_later(name, weight, episode, prompt, opening)
+                for episode, opening in zip(episodes, openings, strict=True)
+            ]
         began_s = time.monotonic()
-        opening = self._openings[name](prompt) if name in self._openings else None
         try:
             async with asyncio.timeout(self._max_wait_s[name]) as limit:
                 return await side_by_side(
-                    service.of_episode(episode, weight, prompt, opening) for episode in episodes
+                    service.of_episode(episode, weight, prompt, opening)
+                    for episode, opening in zip(episodes, openings, strict=True)
                 )
         except TimeoutError:
             if not limit.expired():

@@ -6,18 +6,13 @@ Calls run on the loop for user code, never on the trainer's thread; at most `con
 import asyncio
 import json
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from jaxrl_async.config.schema import NamedTeacher
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import (
     EndpointMisset,
-    GivenUp,
     OutageTooLong,
     RolloutError,
     TextTooLong,
@@ -25,6 +20,8 @@ from jaxrl_async.errors import (
 from jaxrl_async.judge.judge_client import JsonClient, JudgeRefusal, key_in
 from jaxrl_async.outages import Outages
 from jaxrl_async.tasks.usercode import run_async, start_async
+from jaxrl_async.teachers.episode_teacher import EpisodeTeacher
+from jaxrl_async.teachers.other_tokens import OtherTokens
 from jaxrl_async.teachers.prompt_logprobs import (
     ContextLogprobs,
     UnreadableLogprobs,
@@ -32,7 +29,7 @@ from jaxrl_async.teachers.prompt_logprobs import (
     read_scores,
     scoring_body,
 )
-from jaxrl_async.types import Episode, IntArray, Prompt, TeacherLogprobs
+from jaxrl_async.types import IntArray
 
 MAX_ANSWER_BYTES = 2**29
 """Maximum size of one answer, bytes: 32 likely tokens of 100,000 positions take about 250 MB."""
@@ -40,6 +37,8 @@ CLOSE_S = 5.0
 """Maximum wait for the end of the connections, seconds."""
 PROBES = ("Hello, World!", "12 + 34 = 46.\n", "\tif x != y:", "naïve 数学 🙂")
 """Short texts that the teacher's server must convert to the policy's tokens."""
+ANY_TOKEN = 2**31 - 1
+"""Number of tokens of a teacher with another tokenizer: its model may have more than that."""
 ADVICE = (
     "If the text is too long for it, lower sampler.max_length; one token must be left for an "
     "answer. If it refuses prompt_logprobs, raise its limit (vLLM's --max-logprobs), lower "
@@ -47,8 +46,8 @@ ADVICE = (
 )
 
 
-class TeacherService:
-    """One teacher's server. Counters are read from any thread."""
+class TeacherService(EpisodeTeacher):
+    """One teacher's server."""
 
     def __init__(
         self,
@@ -59,6 +58,7 @@ class TeacherService:
         vocab: int,
         named_tokens: int,
         outages: Outages,
+        others: OtherTokens | None = None,
     ) -> None:
         """Connect to nothing yet. Raises ConfigError if the API key is not in the environment.
 
@@ -70,81 +70,22 @@ class TeacherService:
             named_tokens: number of these that its tokenizer has; a server may refuse the others,
                 which only pad the policy's vocabulary.
             outages: of the run.
+            others: the policy's tokenizer and the teacher's; None: they are the same.
         """
         assert section.url is not None, "teachers with an address are asked"
-        self.setting, self.name = f"teachers.{name}", name
-        self._section, self._top_k, self._vocab = section, top_k, vocab
-        self._named_tokens = named_tokens
-        self._who, self._outages = f"the teacher {name} at {section.url}", outages
+        super().__init__(
+            name,
+            f"the teacher {name} at {section.url}",
+            top_k=top_k,
+            named_tokens=named_tokens,
+            others=others,
+        )
+        self._section, self._outages = section, outages
+        self._vocab = vocab if others is None else ANY_TOKEN
         self._route = address_of(section.url, section.protocol)
         self._client: JsonClient | None = None  # made on the loop that uses it
         self._places = asyncio.Semaphore(section.concurrency)
         self._key = key_in(f"{self.setting}.key_variable", section.key_variable)
-        self._counts = dict.fromkeys(("calls", "retries", "failures", "dropped_groups"), 0.0)
-        self._counts |= {"call_s": 0.0, "unknown_tokens": 0.0}
-
-    def counts(self) -> Mapping[str, float]:
-        """Return the counters since the start, by the last part of their metrics' names."""
-        return dict(self._counts)
-
-    async def of_episode(
-        self, episode: Episode, weight: float, prompt: Prompt, opening: IntArray | None = None
-    ) -> TeacherLogprobs:
-        """Return the log-probs of an episode's generated tokens. Waits during an outage.
-
-        A context with a token that the tokenizer does not have is asked about up to there.
-
-        Args:
-            episode: one answer.
-            weight: of this teacher.
-            prompt: of the episode.
-            opening: what the teacher reads in place of the prompt's tokens; None: these.
-
-        Raises RolloutError and EndpointMisset.
-        """
-        ends = (*episode.starts[1:], len(episode.token_ids))
-        parts: list[ContextLogprobs] = []
-        places: list[NDArray[np.int64]] = []
-        for start, end in zip(episode.starts, ends, strict=True):
-            strange = np.flatnonzero(episode.token_ids[start:end] >= self._named_tokens)
-            token_ids = episode.token_ids[start : start + strange[0] if len(strange) else end]
-            wanted = np.flatnonzero(episode.drawn[start:end])
-            known = wanted[wanted < len(token_ids)]
-            self._counts["unknown_tokens"] += len(wanted) - len(known)
-            if len(known):
-                read = self._with_opening(token_ids, prompt, opening, is_first=start == 0)
-                found = await self.of_tokens(read, prompt.prompt_id)
-                parts.append(found.at(known + len(read) - len(token_ids)))
-                places.append(start + known)
-        if not parts:
-            return unknown(self.name, weight, self._top_k)
-        logprobs, ids, likely = (np.concatenate(c) for c in zip(*parts, strict=True))
-        return TeacherLogprobs(
-            teacher=self.name,
-            weight=weight,
-            places=np.concatenate(places).astype(np.int32),
-            logprobs=logprobs,
-            top_ids=ids,
-            top_logprobs=likely,
-        )
-
-    def _with_opening(
-        self, token_ids: IntArray, prompt: Prompt, opening: IntArray | None, *, is_first: bool
-    ) -> IntArray:
-        """Return a context's tokens with `opening` in place of the prompt, if it begins with that.
-        Raises EndpointMisset if an episode's first context does not."""
-        length = len(prompt.token_ids)
-        if opening is None:
-            return token_ids
-        if np.array_equal(token_ids[:length], prompt.token_ids):
-            return np.concatenate([opening, token_ids[length:]]).astype(np.int32)
-        if is_first:
-            raise EndpointMisset(
-                f"{self.setting}.context replaces a record's prompt, and an answer to prompt "
-                f"{prompt.prompt_id} does not begin with it: the task's environment writes its own "
-                "beginning. Leave context out."
-            )
-        return token_ids
 
     async def of_tokens(self, token_ids: IntArray, about: object) -> ContextLogprobs:
         """Return the log-probs of a context's tokens, [n] int32; as `of_episode`."""
@@ -165,9 +106,17 @@ class TeacherService:
             raise
 
     async def check_tokens(self, tokenizer: Tokenizer, text: str) -> str | None:
-        """Compare the server's tokens of some texts with the policy's. Return why they cannot be
-        compared; None: they are equal. Waits during an outage. Raises EndpointMisset if they
-        differ."""
+        """Compare the server's tokens of some texts with those of the teacher's tokenizer, which is
+        the policy's unless another one is set. Return why they cannot be compared; None: they are
+        equal. Waits during an outage. Raises EndpointMisset if they differ."""
+        named = "the policy"
+        advice = (
+            "A teacher reads the policy's token ids: choose a model of the same family, or name "
+            f"its tokenizer ({self.setting}.tokenizer)."
+        )
+        if self._others is not None:
+            tokenizer, named = self._others.other, f"{self.setting}.tokenizer"
+            advice = "Name the tokenizer of the model that is served there."
 
         for shown in (*PROBES, text):
 
@@ -186,9 +135,8 @@ class TeacherService:
                 return str(error)
             if theirs != ours:
                 raise EndpointMisset(
-                    f"{self.setting} has other tokens than the policy: {shown[:60]!r} is "
-                    f"{theirs[:12]} there and {ours[:12]} here. A teacher reads the policy's "
-                    "token ids: choose a model of the same family."
+                    f"{self.setting} has other tokens than {named}: {shown[:60]!r} is "
+                    f"{theirs[:12]} there and {ours[:12]} here. {advice}"
                 )
         return None
 
@@ -239,27 +187,6 @@ class TeacherService:
                 max_bytes=MAX_ANSWER_BYTES,
             )
         return self._client
-
-    def note_dropped(self, waited_s: float, prompt_id: int) -> GivenUp:
-        """Count a group that waited for too long; return the error that drops it."""
-        self._counts["dropped_groups"] += 1
-        return GivenUp(
-            f"prompt {prompt_id}: the group waited {waited_s:.0f} s for {self._who} "
-            f"({self.setting}.max_wait_s) and is dropped. Raise that, or concurrency, or use a "
-            "faster teacher."
-        )
-
-
-def unknown(name: str, weight: float, top_k: int = 0) -> TeacherLogprobs:
-    """Return a teacher's log-probs of no token. The trainer computes a local teacher later."""
-    return TeacherLogprobs(
-        teacher=name,
-        weight=weight,
-        places=np.zeros(0, np.int32),
-        logprobs=np.zeros(0, np.float32),
-        top_ids=np.zeros((0, top_k), np.int32),
-        top_logprobs=np.zeros((0, top_k), np.float32),
-    )
 
 
 def _tokens_in(content: bytes, url: str) -> list[int]:

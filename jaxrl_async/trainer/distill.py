@@ -5,10 +5,11 @@
     its logits, [tokens, vocab]      distill_logits      yes
     its k likeliest, [tokens, k]     distill_top         of those k and of the others as one
     log-prob of the token, [tokens]  distill_token       of the token and of the others as one
+    that of a span of tokens         distill_spans       of the span and of all other texts as one
     the same, for tokens that the    teacher_advantages  an estimate: one sample of the reverse KL
     student sampled
 
-Rows are independent tokens: model.logprobs.over_chunks can run all but the last function in chunks,
+Rows are independent tokens: model.logprobs.over_chunks can run the first three functions in chunks,
 as `distill_rows` does for a packed batch. Merging outcomes never raises a divergence, so each is a
 lower bound of the one above it.
 """
@@ -119,6 +120,43 @@ def teacher_advantages(
     return jax.lax.stop_gradient(-coefficient * gap)
 
 
+class TeacherSpans(NamedTuple):
+    """What teachers with another tokenizer say about spans of tokens; each span lies in one row."""
+
+    # [B, T, n] int32, index in the row of the last token of the token's span, for each of n
+    # teachers; -1: the token is in none
+    last: Array
+    logprobs: Array  # [B, T, n] float32, of the whole span, at its last token
+
+
+def distill_spans(logprobs: Array, spans: TeacherSpans, measure: Divergence) -> Array:
+    """Return the divergence between student and teachers of each span's text and of all other texts
+    together, at the span's last token; [B, T, n] nats, 0 elsewhere.
+
+    logprobs: [B, T] the student's, of the tokens in the rows. The log-prob of a span is the sum of
+    its tokens'. This merges outcomes of the span's tokens together: it is a lower bound of the sum
+    of their divergences.
+    """
+    length = logprobs.shape[1]
+
+    def totals(of_row: Array, last: Array) -> Array:
+        place = jnp.where(last < 0, length, last)
+        return jnp.zeros_like(of_row).at[place].add(of_row, mode="drop")
+
+    of_teachers = jax.vmap(jax.vmap(totals, in_axes=(None, 1), out_axes=1))
+    students = of_teachers(logprobs, spans.last)
+    is_last = spans.last == jnp.arange(length)[None, :, None]
+    student = jnp.stack([students, _log_rest(students)], axis=-1)
+    teacher = jnp.where(is_last, jax.lax.stop_gradient(spans.logprobs), 0.0)
+    apart = measure(student, jnp.stack([teacher, _log_rest(teacher)], axis=-1))
+    return jnp.where(is_last, apart, 0.0)
+
+
+def _log_rest(logprobs: Array) -> Array:
+    """Return the log of the remaining mass, at least MIN_REST."""
+    return jnp.log(jnp.maximum(-jnp.expm1(logprobs), MIN_REST))
+
+
 class TeacherTop(NamedTuple):
     """A teacher's k likeliest tokens at each position, as model.divergence.top_logprobs returns."""
 
@@ -127,6 +165,7 @@ class TeacherTop(NamedTuple):
     # [B, T, n] float32: the last axis above has the k of each of n teachers, one after another,
     # and the divergence is the sum of theirs with these weights. None: one teacher, of weight 1
     weights: Array | None = None
+    spans: TeacherSpans | None = None  # if some teachers have another tokenizer
 
 
 def distill_rows(
@@ -137,7 +176,8 @@ def distill_rows(
     measure: Divergence,
     settings: DecoderSettings = ON_ONE_DEVICE,
 ) -> TokenDivergence:
-    """Return `distill_top` of a packed batch, in chunks of tokens; [B, T] each, nats.
+    """Return `distill_top` of a packed batch, in chunks of tokens, plus `distill_spans`; [B, T]
+    each, nats.
 
     Log-probs, entropy and tokens.expert_ids are the student's. Values are 0 where a segment starts
     and in padding.
@@ -160,8 +200,11 @@ def distill_rows(
             apart = sum(w * measure(*_outcomes(student, i, p)) for w, i, p in each)
         return TokenDivergence(drawn, entropy_of(student), apart)
 
-    given = (a for a in (tokens.token_ids, *teacher) if a is not None)
+    given = (a for a in (tokens.token_ids, *teacher[:3]) if a is not None)
     inputs = (after(a, layout) for a in given)
     measured = over_chunks(one_chunk, (hidden, *inputs), chunk=settings.chunk, layout=layout)
     in_rows = [placed(values, tokens.segment_ids, layout) for values in measured[:3]]
+    if teacher.spans is not None and teacher.weights is not None:
+        of_spans = distill_spans(in_rows[0], teacher.spans, measure)
+        in_rows[2] += jnp.sum(teacher.weights * of_spans, axis=-1)
     return TokenDivergence(in_rows[0], in_rows[1], in_rows[2], changed, load)

@@ -1,17 +1,18 @@
-"""Models that a step reads and does not train: the reference and the teacher.
+"""Models that a step reads and does not train: the reference and teachers.
 
-Either may follow the policy: the reference as a moving average or as a copy every so many steps,
-the teacher as a copy.
+Each may follow the policy: the reference and teachers by name as a moving average or as a copy
+every so many steps, the only teacher as a copy.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_async.config.schema import ReferenceSection, TeacherSection
+from jaxrl_async.config.schema import FollowingTeacher, ReferenceSection, TeacherSection
 from jaxrl_async.mesh import DEVICE, HOST, in_memory
 from jaxrl_async.model.spec import Params
 from jaxrl_async.trainer.optimizer import rounded_tree
@@ -21,7 +22,7 @@ EMA_SEED = 1
 
 
 class FrozenModels:
-    """The weights of the reference and the teacher. Owned by the trainer's thread."""
+    """The weights of the reference and of teachers. Owned by the trainer's thread."""
 
     def __init__(
         self,
@@ -31,12 +32,16 @@ class FrozenModels:
         moves: ReferenceSection,
         teaches: TeacherSection | None,
         offload_reference: bool = False,
+        teachers: Mapping[str, Params] = MappingProxyType({}),
+        follows: Mapping[str, FollowingTeacher] = MappingProxyType({}),
     ) -> None:
         """Begin with these weights, whole or an adapter; None: the run has no such model.
 
         moves, teaches: how the reference and the teacher follow the policy; None: no teacher.
         offload_reference: to host memory between two uses.
+        teachers, follows: the teachers by name that are the policy, and how they follow it.
         """
+        self.teachers, self._follows = dict(teachers), follows
         self._moves, self._teaches, self._offloads = moves, teaches, offload_reference
         self.reference, self.teacher = self._stored(reference), teacher
         self._follow = jax.jit(_moved_average, donate_argnums=(0,), static_argnums=(3,))
@@ -51,12 +56,14 @@ class FrozenModels:
         return {
             "reference": self.reference,
             "teacher": self.teacher if self._teaches_itself else None,
+            "teachers": self.teachers or None,
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Continue from `tree`."""
         self.reference = tree.get("reference", self.reference)
         self.teacher = tree.get("teacher", self.teacher)
+        self.teachers = dict(tree.get("teachers", self.teachers))
 
     def loaded_reference(self) -> Params:
         """Return the reference in device memory."""
@@ -76,6 +83,12 @@ class FrozenModels:
         every = 0 if self._teaches is None else self._teaches.refresh_every
         if self._teaches_itself and _is_due(version, every):
             self.teacher = copied(policy)
+        for name, how in self._follows.items():
+            if how.average is not None:
+                now, at = self.teachers[name], np.int32(version)
+                self.teachers[name] = self._follow(now, policy, at, how.average)
+            elif how.every is not None and _is_due(version, how.every):
+                self.teachers[name] = copied(policy)
 
     def _stored(self, reference: Params | None) -> Params | None:
         """Return the reference in the memory that holds it between two uses."""

@@ -204,6 +204,7 @@ class Learner:
             moves=settings.reference,
             teaches=settings.teacher,
             offload_reference=settings.offload_reference,
+            **self._following(),
         )
         self.critic_state = companions.critic_state
         self.coefficients = SteeredCoefficients(
@@ -222,8 +223,8 @@ class Learner:
         settings, companions = self._settings, self._companions
         columns = pass_columns(
             self._algorithm,
-            refers=companions.reference is not None,
-            offloads=settings.offload_reference,
+            refers=companions.reference is not None or self._asks_reference,
+            offloads=settings.offload_reference or self._asks_reference,
         )
         if settings.pairs is not None:
             weights = self._objective.weights
@@ -240,6 +241,19 @@ class Learner:
             teacher_vocab=None if teacher_pass is None else teacher_pass.spec.vocab,
             kl_factors=self._objective.factors.kl,
         )
+
+    def _following(self) -> dict[str, Any]:
+        """Return the teachers by name that are the policy, as arguments of FrozenModels."""
+        teachers = self._companions.teachers
+        if teachers is None or teachers.following is None:
+            return {}
+        return {"teachers": teachers.following.params, "follows": teachers.following.moves}
+
+    @property
+    def _asks_reference(self) -> bool:
+        """Whether a teacher gives the reference's log-probs."""
+        teachers = self._companions.teachers
+        return teachers is not None and teachers.reference is not None
 
     # ---- state in a checkpoint
 
@@ -299,14 +313,13 @@ class Learner:
             tasks=self._settings.tasks,
         )
         results = self.run_passes(step.batch, device_lock)
+        num_passes = results.num_passes
         results, of_teachers = self._ask_teachers(step, results, device_lock)
         step, credit_report = self.credit(step, results, self.coefficients.current.kl)
         self.sights = self._look(step, groups, results, version, device_lock)
         report = self._update(step, version, device_lock)
         self._report_pairs(report, credit_report)
-        report["train/flops"] += results.num_passes * forward_flops(
-            self._objective.spec, step.batch
-        )
+        report["train/flops"] += num_passes * forward_flops(self._objective.spec, step.batch)
         report["train/flops"] += of_teachers.pop("teacher/flops", 0.0)
         self._steer_and_follow(report, version)
         return {**of_process, **shaped.counts, **of_teachers, **credit_report, **report}
@@ -316,9 +329,14 @@ class Learner:
     ) -> tuple[PassResults, dict[str, float]]:
         """Add what the teachers by name say to the passes' results; also return their report."""
         teachers, section = self._companions.teachers, self._teacher
-        if teachers is None or section is None:
+        if teachers is None:
             return results, {}
-        advice = teachers(step, device_lock)
+        own = {name: partial(self.whole, part) for name, part in self.frozen.teachers.items()}
+        advice = teachers(step, device_lock, own)
+        if advice.reference is not None:
+            results = results._replace(reference=advice.reference)
+        if section is None or section.source != "teachers":
+            return results, advice.report
         if section.form == "loss":
             return results._replace(top_k=advice.columns), advice.report
         return results._replace(teachers_gap=advice.gap), advice.report
@@ -374,7 +392,8 @@ class Learner:
             own = self.whole(self.params)
             proximal = has.own_pass.logprobs(own, batch, device_lock, replays=True)
             results = results._replace(proximal=proximal)
-        if has.own_pass is not None and "reference_logprobs" in columns:
+        reads = "reference_logprobs" in columns and self.frozen.reference is not None
+        if has.own_pass is not None and reads:
             reference = has.own_pass.logprobs(
                 self.whole(self.frozen.loaded_reference()), batch, device_lock
             )
@@ -525,7 +544,7 @@ class Learner:
 
     def _steer_and_follow(self, report: dict[str, float], version: int) -> None:
         """Report and adapt the coefficients; update reference and teacher from the policy."""
-        if self.frozen.reference is not None:
+        if self.frozen.reference is not None or self._asks_reference:
             report["policy/kl_coefficient"] = float(self.coefficients.current.kl)
         if self._objective.recipe.has_entropy:
             report["policy/entropy_coefficient"] = float(self.coefficients.current.entropy)

@@ -9,21 +9,33 @@ episodes that name it and no others.
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.columns import Columns
+from jaxrl_async.config.schema import FollowingTeacher
 from jaxrl_async.mesh import AnyDeviceLock
 from jaxrl_async.model.spec import Params
 from jaxrl_async.trainer.flops import forward_flops
 from jaxrl_async.trainer.logprob_pass import LogprobPass
+from jaxrl_async.trainer.pack import TrainSequence, pack
 from jaxrl_async.trainer.row_index import RowIndex
 from jaxrl_async.trainer.step_data import PackedStep
-from jaxrl_async.types import BoolArray, FloatArray, IntArray, TeacherLogprobs
+from jaxrl_async.types import (
+    NOT_DRAWN,
+    BoolArray,
+    Episode,
+    FloatArray,
+    IntArray,
+    PackedBatch,
+    TeacherLogprobs,
+)
 
 log = logging.getLogger(__name__)
 
@@ -35,12 +47,23 @@ class LocalTeacher(NamedTuple):
     logprob_pass: LogprobPass
 
 
+class FollowingTeachers(NamedTuple):
+    """The teachers that are the policy itself."""
+
+    params: Mapping[str, Params]  # at the start of the run, by name
+    moves: Mapping[str, FollowingTeacher]
+    logprob_pass: LogprobPass
+
+
 class Advice(NamedTuple):
     """What the teachers say about a step; [rows, length] float32."""
 
     gap: FloatArray  # sum over an episode's teachers of weight (log behaviour - log teacher)
-    columns: Columns  # teacher_ids, teacher_logprobs and teacher_weights; empty: no top k
+    # teacher_ids, teacher_logprobs and teacher_weights, and with spans teacher_spans and
+    # teacher_span_logprobs; empty: no top k
+    columns: Columns
     report: dict[str, float]  # by the names of metrics
+    reference: FloatArray | None = None  # log-probs of the teacher that is the reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,53 +72,166 @@ class NamedTeachers:
 
     top_k: int  # likeliest tokens that the loss compares; 0: none
     local: Mapping[str, LocalTeacher]  # those on these chips, by name
+    aligned: bool = False  # whether one has another tokenizer, so that spans are compared
+    reference: str | None = None  # the one whose log-probs are the reference's
+    following: FollowingTeachers | None = None  # None: no teacher is the policy
 
-    def __call__(self, step: PackedStep, device_lock: AnyDeviceLock) -> Advice:
-        """Return what the teachers of a packed step's episodes say."""
-        given = [list(s.teachers) for g in step.data.groups for s in g.scores]
+    def __call__(
+        self,
+        step: PackedStep,
+        device_lock: AnyDeviceLock,
+        following: Mapping[str, Callable[[], Params]] = MappingProxyType({}),
+    ) -> Advice:
+        """Return what the teachers of a packed step's episodes say.
+
+        following: return the weights of the teachers that are the policy, by name.
+        """
+        told = [list(s.teachers) for g in step.data.groups for s in g.scores]
+        given = [[t for t in of_one if t.teacher != self.reference] for of_one in told]
         flops = 0.0
-        for name, teacher in self.local.items():
+        for name, teacher in self._on_chips(following):
             flops += self._compute(step, name, teacher, given, device_lock)
-        report = {"teacher/flops": flops} if self.local else {}
+        report = {"teacher/flops": flops} if self.local or following else {}
         gap, measured = _gap(step, given)
-        columns = _columns(step, _with_top(given, self.top_k), self.top_k) if self.top_k else {}
-        return Advice(gap, columns, {**report, **measured})
+        columns: Columns = {}
+        if self.top_k:
+            known = _with_top(given, self.top_k)
+            columns = _columns(step, known, self.top_k)
+            if self.aligned:
+                columns |= _span_columns(step, known, columns["teacher_weights"].shape)
+        reference = None
+        if self.reference is not None:
+            refers = [[t for t in of_one if t.teacher == self.reference] for of_one in told]
+            reference = _reference(step, refers)
+            measured |= _gap(step, refers)[1]
+        return Advice(gap, columns, {**report, **measured}, reference)
+
+    def _on_chips(
+        self, following: Mapping[str, Callable[[], Params]]
+    ) -> Iterator[tuple[str, Callable[[], LocalTeacher]]]:
+        """Yield the teachers that compute here, by name; their weights are made when needed."""
+        for name, teacher in self.local.items():
+            yield name, partial(LocalTeacher, *teacher)
+        for name, params in following.items():
+            assert self.following is not None, "they are its teachers"
+            yield name, partial(_made, params, self.following.logprob_pass)
 
     def _compute(
         self,
         step: PackedStep,
         name: str,
-        teacher: LocalTeacher,
+        make: Callable[[], LocalTeacher],
         given: list[list[TeacherLogprobs]],
         device_lock: AnyDeviceLock,
     ) -> float:
         """Fill in a local teacher's log-probs of the episodes that name it; return its FLOPs."""
-        numbers = [n for n, of_one in enumerate(given) if any(t.teacher == name for t in of_one)]
-        if not numbers:
+        named = {n: t for n, of_one in enumerate(given) for t in of_one if t.teacher == name}
+        if not named:
             return 0.0
-        batch = step.rows.at(step.index.places_of(np.array(numbers))).batch
-        index, params, run = RowIndex.of(batch), teacher.params, teacher.logprob_pass
-        logprobs = index.to_sequences(run.logprobs(params, batch, device_lock))
-        top: list[tuple[IntArray, FloatArray]] | None = None
-        if self.top_k:
-            ids, likely = run.top(params, batch, device_lock)
-            top = [
-                (ids.reshape(-1, self.top_k)[p], likely.reshape(-1, self.top_k)[p])
-                for p in index.sequences
-            ]
-        episodes = [e for g in step.data.groups for e in g.episodes]
-        for number in numbers:
-            one = episodes[number]
-            known = one.drawn & (one.token_ids < run.spec.vocab)
-            places = np.flatnonzero(known).astype(np.int32)
-            filled: dict[str, Any] = {"places": places, "logprobs": logprobs[number][places]}
-            if top is not None:
-                ids_of_one, likely_of_one = top[number]
-                filled |= {"top_ids": ids_of_one[places], "top_logprobs": likely_of_one[places]}
-            given[number] = [
-                replace(t, **filled) if t.teacher == name else t for t in given[number]
-            ]
-        return forward_flops(run.spec, batch) * (2 if self.top_k else 1)
+        params, run = make()
+        flops = 0.0
+        for reading in _readings(step, named):
+            index, run_on = RowIndex.of(reading.batch), (params, reading.batch, device_lock)
+            logprobs = index.to_sequences(run.logprobs(*run_on))
+            top: tuple[IntArray, FloatArray] | None = None
+            if self.top_k:
+                ids, likely = run.top(*run_on)
+                top = ids.reshape(-1, self.top_k), likely.reshape(-1, self.top_k)
+            flops += forward_flops(run.spec, reading.batch) * (2 if self.top_k else 1)
+            for number, sequence, there, token_ids in reading.episodes:
+                places = np.flatnonzero((there >= 0) & (token_ids < run.spec.vocab))
+                at = there[places]
+                filled: dict[str, Any] = {
+                    "places": places.astype(np.int32),
+                    "logprobs": logprobs[sequence][at],
+                    "opening": None,
+                    "replaced": 0,
+                }
+                if top is not None:
+                    flat = index.sequences[sequence][at]
+                    filled |= {"top_ids": top[0][flat], "top_logprobs": top[1][flat]}
+                given[number] = [
+                    replace(t, **filled) if t.teacher == name else t for t in given[number]
+                ]
+        return flops
+
+
+class _Reading(NamedTuple):
+    """Rows that a local teacher reads."""
+
+    batch: PackedBatch
+    # of each episode: its number in the step and in the rows, the place in the sequence in the rows
+    # of each of its tokens [length] (-1: of those that it did not generate, or are not there), and
+    # the tokens
+    episodes: list[tuple[int, int, NDArray[np.int64], IntArray]]
+
+
+def _readings(step: PackedStep, named: Mapping[int, TeacherLogprobs]) -> Iterator[_Reading]:
+    """Yield the rows of the episodes that a teacher reads as they are, and of those with another
+    beginning. named: what it said about episodes, by their numbers in the step."""
+    episodes = [e for g in step.data.groups for e in g.episodes]
+    if plain := [n for n, t in named.items() if t.opening is None]:
+        batch = step.rows.at(step.index.places_of(np.array(plain))).batch
+        theirs = ((n, episodes[n]) for n in plain)
+        places = [(n, n, np.where(e.drawn, np.arange(len(e.drawn)), -1), e) for n, e in theirs]
+        yield _Reading(batch, [(n, m, there, e.token_ids) for n, m, there, e in places])
+    if shown := [n for n, t in named.items() if t.opening is not None]:
+        length, unread = step.batch.mask.shape[1], 0
+        sequences: list[TrainSequence] = []
+        found: list[tuple[int, int, NDArray[np.int64], IntArray]] = []
+        for number in shown:
+            episode = episodes[number]
+            sequence, there = _with_opening(episode, named[number], length)
+            found.append((number, len(sequences), there, episode.token_ids))
+            sequences.append(sequence)
+            unread += episode.num_drawn - int(np.count_nonzero(there >= 0))
+        if unread:
+            log.warning(
+                "%d generated tokens are beyond a row's %d tokens behind what their teacher reads "
+                "in place of the prompt, and have no teacher. Raise trainer.row_length.",
+                unread,
+                length,
+            )
+        yield _Reading(pack(sequences, length), found)
+
+
+def _with_opening(
+    episode: Episode, teacher: TeacherLogprobs, length: int
+) -> tuple[TrainSequence, NDArray[np.int64]]:
+    """Return an episode as a teacher reads it, each context with at most `length` tokens, and the
+    place there of each token that the policy generated, [length of the episode]; -1: of others."""
+    assert teacher.opening is not None
+    head, count = episode.token_ids[: teacher.replaced], len(episode.token_ids)
+    there = np.full(count, -1, np.int64)
+    parts: list[IntArray] = []
+    starts: list[int] = []
+    total = 0
+    for start, end in zip(episode.starts, (*episode.starts[1:], count), strict=True):
+        own, begins = episode.token_ids[start:end], start
+        opening = own[:0]
+        if np.array_equal(own[: len(head)], head):
+            own, begins, opening = own[len(head) :], start + len(head), teacher.opening
+        ids = np.concatenate([opening, own])[:length].astype(np.int32)
+        kept = max(0, len(ids) - len(opening))
+        there[begins : begins + kept] = total + len(opening) + np.arange(kept)
+        parts.append(ids)
+        starts.append(total)
+        total += len(ids)
+    there[~episode.drawn] = -1
+    nothing = np.zeros(total, np.float32)
+    sequence = TrainSequence(
+        token_ids=np.concatenate(parts),
+        mask=np.zeros(total, np.bool_),
+        behavior_logprobs=nothing,
+        versions=np.full(total, NOT_DRAWN, np.int32),
+        advantages=nothing,
+        starts=tuple(starts),
+    )
+    return sequence, there
+
+
+def _made(params: Callable[[], Params], logprob_pass: LogprobPass) -> LocalTeacher:
+    return LocalTeacher(params(), logprob_pass)
 
 
 def _marked(
@@ -115,14 +251,21 @@ def _marked(
 def _gap(
     step: PackedStep, given: Sequence[Sequence[TeacherLogprobs]]
 ) -> tuple[FloatArray, dict[str, float]]:
-    """Return the weighted gaps of the trained tokens, and each teacher's KL and tokens."""
+    """Return the weighted gaps of the trained tokens, and each teacher's KL and tokens.
+
+    A token in a span has the gap of the whole span: the policy chose the span's text with all of
+    its tokens.
+    """
     behavior = step.batch.behavior_logprobs.ravel().astype(np.float64)
     gap = np.zeros(behavior.shape, np.float64)
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for _, teacher, flat, used in _marked(step, given):
         apart = behavior[flat] - teacher.logprobs[used]
         known = np.isfinite(apart)  # an external sampler may give no log-probs
-        gap[flat[known]] += teacher.weight * apart[known]
+        whole = apart
+        if teacher.spans is not None:
+            known, whole = _of_whole_spans(teacher.spans, used, apart, known)
+        gap[flat[known]] += teacher.weight * whole[known]
         totals[teacher.teacher][0] += float(apart[known].sum())
         totals[teacher.teacher][1] += float(np.count_nonzero(known))
     report: dict[str, float] = {}
@@ -131,6 +274,44 @@ def _gap(
         if count:
             report[f"teacher/{name}/kl"] = total / count
     return gap.reshape(step.batch.mask.shape).astype(np.float32), report
+
+
+def _reference(step: PackedStep, given: Sequence[Sequence[TeacherLogprobs]]) -> FloatArray:
+    """Return the log-probs of the reference, [rows, length]; the sampler's for trained tokens that
+    it does not know, which are logged."""
+    found = step.batch.behavior_logprobs.copy()
+    flat_of_rows, known = found.reshape(-1), 0
+    for _, teacher, flat, used in _marked(step, given):
+        flat_of_rows[flat] = teacher.logprobs[used]
+        known += len(flat)
+    if missing := int(np.count_nonzero(step.batch.mask)) - known:
+        log.warning(
+            "reference.teacher does not know %d of the step's tokens: they are trained as if it "
+            "gave them the sampler's log-probs",
+            missing,
+        )
+    return found
+
+
+def _of_whole_spans(
+    spans: IntArray, used: BoolArray, values: NDArray[np.float64], known: BoolArray
+) -> tuple[BoolArray, NDArray[np.float64]]:
+    """Return which of the used tokens are in a span of which all tokens are used and known, and the
+    sum of its values over its span for each.
+
+    Args:
+        spans: [n] number of each token's span.
+        used: [n].
+        values: of the used tokens.
+        known: of the used tokens.
+    """
+    of_used = spans[used]
+    size = int(spans.max(initial=-1)) + 1
+    complete = np.bincount(of_used[known], minlength=size) == np.bincount(spans, minlength=size)
+    known = known & complete[of_used]
+    sums = np.zeros(size, np.float64)
+    np.add.at(sums, of_used[known], values[known])
+    return known, sums[of_used]
 
 
 def _with_top(
@@ -173,4 +354,35 @@ def _columns(step: PackedStep, given: Sequence[Sequence[TeacherLogprobs]], top_k
         "teacher_ids": ids.reshape(*shape, teachers * top_k),
         "teacher_logprobs": logprobs.reshape(*shape, teachers * top_k),
         "teacher_weights": weights.reshape(*shape, teachers),
+    }
+
+
+def _span_columns(
+    step: PackedStep, given: Sequence[Sequence[TeacherLogprobs]], shape: tuple[int, ...]
+) -> Columns:
+    """Return the columns of the spans that are compared as a whole: those whose one token has no
+    likely tokens of its own, and those of several tokens. shape: [rows, length, teachers]."""
+    length = shape[1]
+    last = np.full((shape[0] * length, shape[2]), -1, np.int32)
+    logprobs = np.zeros(last.shape, np.float32)
+    for slot, teacher, flat, used in _marked(step, given):
+        if teacher.spans is None:
+            continue
+        alone: BoolArray = np.all(teacher.top_ids < 0, axis=-1)
+        known, totals = _of_whole_spans(
+            teacher.spans, used, teacher.logprobs[used].astype(np.float64), alone[used]
+        )
+        places, spans = flat[known], teacher.spans[used][known]
+        if not len(places):
+            continue
+        ends = np.zeros(int(spans.max()) + 1, np.int64)
+        np.maximum.at(ends, spans, places)
+        begins = np.full(len(ends), np.iinfo(np.int64).max)
+        np.minimum.at(begins, spans, places)
+        in_one_row = begins[spans] // length == ends[spans] // length
+        last[places[in_one_row], slot] = ends[spans][in_one_row] % length
+        logprobs[ends[spans][in_one_row], slot] = totals[known][in_one_row]
+    return {
+        "teacher_spans": last.reshape(shape),
+        "teacher_span_logprobs": logprobs.reshape(shape),
     }

@@ -298,6 +298,10 @@ BROKEN = {
     "a_teacher_at_a_path_has_one": {"teacher": {"source": "path"}},
     "teachers_are_those_of_the_source": {"teachers": {"a": {"path": "x"}}},
     "a_named_teacher_has_one_place": {"teacher": {"source": "teachers"}, "teachers": {"a": {}}},
+    "a_teacher_can_be_the_reference": {
+        "algorithm": {"kl_coefficient": 0.1},
+        "reference": {"teacher": "a"},
+    },
     "servers_give_what_the_loss_compares": {
         "teacher": {"source": "teachers", "form": "loss"},
         "teachers": {"a": {"path": "x"}},
@@ -554,9 +558,14 @@ SERVED = {"url": "http://x/v1", "model": "m"}
         ({"teacher": {"source": "teachers"}}, "the section teachers is empty"),
         ({"teacher": {"source": "self"}, "teachers": {"a": SERVED}}, "have no effect without"),
         ({"run": {"job": "sft"}, "teachers": {"a": SERVED}}, "no effect with run.job=sft"),
-        ({"teachers": {"a": {**SERVED, "path": "x"}}}, "set exactly one of url and path"),
+        ({"teachers": {"a": {**SERVED, "path": "x"}}}, "set exactly one of url, path and policy"),
         ({"teachers": {"a": {"url": "http://x/v1"}}}, "needs the name of the model"),
+        ({"teachers": {"a": {"path": "x", "policy": {"every": 2}}}}, "one of url, path and policy"),
+        ({"teachers": {"a": {"policy": {}}}}, "exactly one of average and every"),
+        ({"teachers": {"a": {"policy": {"every": 2, "average": 0.9}}}}, "one of average and every"),
+        ({"teachers": {"a": {"policy": {"every": 2}, "chips": "sampler"}}}, "has no effect"),
         ({"teachers": {"a": {"path": "x", "timeout_s": 3.0}}}, "timeout_s (3.0) has no effect"),
+        ({"teachers": {"a": {"path": "x", "tokenizer": "y"}}}, "tokenizer (y) has no effect"),
         ({"teachers": {"a": {**SERVED, "adapter": "x"}}}, "adapter (x) has no effect without path"),
         ({"teacher": {"form": "loss", "top_k": 0}}, "teacher.top_k=0 asks for none"),
         ({"teacher": {"form": "loss", "top_k": 2, "top_k_of": "student"}}, "top_k_of=student"),
@@ -584,10 +593,52 @@ def test_teachers_that_cannot_be_asked_are_refused(changes, said):
     assert any(said in sentence for sentence in found), found
 
 
+HERE = {"path": "x", "chips": "sampler"}
+REFERRED = {"algorithm": {"kl_coefficient": 0.1}, "reference": {"teacher": "r"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"teachers": {"a": SERVED}}, "reference.teacher=r is not in teachers (a)"),
+        ({"teachers": {"r": {"path": "x"}}}, "Give its path as reference.path"),
+        ({"reference": {"teacher": "r", "ema": 0.9}}, "reference.ema has no effect"),
+        ({"teachers": {"r": {**HERE, "context": "c"}}}, "teachers.r.context has no effect"),
+        ({"teachers": {"r": {**HERE, "tokenizer": "c"}}}, "teachers.r.tokenizer has no effect"),
+        ({"algorithm": {"kl_coefficient": 0.1, "kl": "full"}}, "algorithm.kl=full compares all"),
+        ({"sampler": {"top_p": 0.9}}, "over the whole vocabulary"),
+        ({"trainer": {"offload": ["reference"]}}, "without reference.teacher"),
+        ({"teacher": {"source": "teachers"}}, "the section teachers is empty"),
+        ({"teachers": {"r": HERE, "b": HERE}}, "teachers (b) have no effect without"),
+        ({"teachers": {"r": SERVED}, "sampler": {"temperature": 0.7}}, "temperature is 0.7"),
+        ({"mesh": {"samplers_in": "processes"}}, "chips=sampler computes in this process"),
+        ({"teachers": {"r": {**HERE, "timeout_s": 3.0}}}, "has no effect without url"),
+        ({"teachers": {"r": {**SERVED, "chips": "sampler"}}}, "has no effect without path"),
+    ],
+    ids=str,
+)
+def test_a_reference_that_no_teacher_can_be_is_refused(changes, said):
+    config = Config(**{**REFERRED, "teachers": {"r": HERE}, **changes})
+    found = [v.sentence for v in RULES.violations(config)]
+    assert any(said in sentence for sentence in found), found
+
+
+@pytest.mark.parametrize("one", [HERE, SERVED, {**SERVED, "protocol": "echo"}], ids=str)
+def test_a_teacher_at_an_address_or_on_the_sampler_can_be_the_reference(one):
+    teacher = {"source": "teachers", "form": "loss", "top_k": 4}
+    both = {"r": one, "b": {**HERE, "tokenizer": "y", "context": "c"}}
+    for more in ({"teachers": {"r": one}}, {"teachers": both, "teacher": teacher}):
+        assert not RULES.violations(Config(**REFERRED, **more))
+
+
 def test_teachers_that_can_be_asked_are_not_refused():
     config = Config(
         teacher={"source": "teachers", "form": "loss", "top_k": 4, "rewards": 0.0},
-        teachers={"a": SERVED, "b": {"path": "x", "weight": 0.5}},
+        teachers={
+            "a": SERVED,
+            "b": {"path": "x", "weight": 0.5, "context": "c"},
+            "c": {"policy": {"average": 0.9}, "context": "c"},
+        },
     )
     names = {v.rule.name for v in RULES.violations(config)}
     assert not names & {

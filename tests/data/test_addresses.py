@@ -137,7 +137,7 @@ def test_a_configuration_gets_paths_of_this_machine(bucket, tmp_path):
 
 def test_sections_by_name_keep_their_other_settings_and_names(bucket, tmp_path):
     words = ["evals={a.b: {data: memory://bucket/data/2.jsonl, every: 3}, c: {data: none.jsonl}}"]
-    far = "far: {url: http://h/v1, model: m}"
+    far = "far: {url: http://h/v1, model: m, tokenizer: memory://bucket/model}"
     words += [f"teachers={{near: {{path: memory://bucket/model, weight: 2}}, {far}}}"]
     words += ["teacher={source: teachers, column: teacher}"]
     (tmp_path / "x.yaml").write_text("")
@@ -145,6 +145,7 @@ def test_sections_by_name_keep_their_other_settings_and_names(bucket, tmp_path):
     assert Path(config.evals["a.b"].data).is_file() and config.evals["a.b"].every == 3
     assert Path(config.teachers["near"].path).is_dir() and config.teachers["near"].weight == 2
     assert config.teachers["far"].url == "http://h/v1"
+    assert inside(Path(config.teachers["far"].tokenizer)) == {"config.json"}
     with pytest.raises(ConfigError, match=r"evals\.c\.data = 'none\.jsonl': there is no such file"):
         check_paths(config)
 

@@ -1,5 +1,6 @@
 """Whole runs whose answers are compared with teachers that are asked over HTTP."""
 
+import json
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from byte_level import byte_level_tokenizer
 from fake_teacher import FakeTeacher
 from runs import config_of, metrics_of, weights_of
 
@@ -84,6 +86,45 @@ def test_a_teacher_with_other_tokens_is_refused_before_the_run(tmp_path: Path) -
         server.tokenize = lambda text: [ord(c) % 7 for c in text]
         with pytest.raises(ConfigError, match=r"teachers\.sum has other tokens than the policy"):
             train(taught(tmp_path, server.url, "run.steps=1"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("form", ["advantage", "loss"])
+def test_a_resumed_run_learns_the_same_from_a_teacher_with_other_tokens(
+    form: str, tmp_path: Path
+) -> None:
+    other = byte_level_tokenizer(500)
+    other.save_pretrained(tmp_path / "tokenizer")
+    with FakeTeacher(other.vocab_size, 0) as server:
+        server.tokenize = lambda text: other.encode(text).tolist()
+        there = f"url: '{server.url}', model: m, tokenizer: {tmp_path / 'tokenizer'}"
+        calm = [
+            "staleness.max_staleness=0",
+            f"teachers={{sum: {{{there}}}}}",
+            f"teacher.form={form}",
+            *(["teacher.top_k=6"] if form == "loss" else []),
+        ]
+        whole = taught(tmp_path / "whole", server.url, *calm, "run.steps=4")
+        train(whole)
+        train(taught(tmp_path / "parts", server.url, *calm, "run.steps=2"))
+        again = taught(
+            tmp_path / "parts", server.url, *calm, "run.steps=4", "run.resume=true",
+            "run.overwrite=false",
+        )  # fmt: skip
+        train(again)
+        bodies = [body["prompt"] for path, body, _ in server.bodies if path == "/v1/completions"]
+    assert max(max(ids) for ids in bodies) > VOCAB, "the policy has no such tokens"
+    for name, values in weights_of(whole).items():
+        np.testing.assert_array_equal(values, weights_of(again)[name], err_msg=name)
+    steps = [line for line in metrics_of(again) if "train/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    for line in steps:
+        known = line["teacher/sum/tokens"]
+        lost = line["teacher/sum/unknown_tokens"] + line["teacher/sum/unaligned_tokens"]
+        assert known > 0 and known + lost == line["train/tokens"]
+        if form == "loss":
+            assert line["policy/teacher_divergence"] > 0
+    assert audit_run(tmp_path / "parts" / again.run.name).problems == ()
 
 
 @pytest.mark.full
@@ -165,3 +206,168 @@ def test_a_named_teacher_computes_as_before_and_a_served_one_may_be_killed(
     assert sum(line["teacher/there/retries"] for line in lines) >= 1
     assert sum(line["faults/outages"] for line in lines) >= 1
     assert audit_run(folder).problems == ()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+def test_the_served_policy_of_a_run_with_another_tokenizer_is_a_teacher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEACHER_KEY", "sesame")
+    byte_level_tokenizer(500).save_pretrained(tmp_path / "words")
+    calm = ("staleness.max_staleness=0", "run.overwrite=true")
+    words = f"data.tokenizer={tmp_path / 'words'}"
+    first = config_of("addition", tmp_path / "teacher", *TINY, *calm, words, "run.steps=1")
+    train(first)
+    policy = tmp_path / "teacher" / first.run.name / "policy"
+    with served(policy, 0) as url:
+        there = f"url: '{url}', model: policy, key_variable: TEACHER_KEY, tokenizer: {policy}"
+        config = config_of(
+            "addition", tmp_path / "student", *TINY, *calm, "teacher.source=teachers",
+            "teacher.rewards=0.0", "teacher.form=loss", "teacher.top_k=4", "run.steps=2",
+            f"teachers={{there: {{{there}}}}}",
+        )  # fmt: skip
+        train(config)
+    steps = [line for line in metrics_of(config) if "train/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2]
+    for line in steps:
+        assert line["teacher/there/tokens"] > 0 and line["policy/teacher_divergence"] > 0
+    assert audit_run(tmp_path / "student" / config.run.name).problems == ()
+
+
+# ---- on the sampler's chips
+
+
+def policy_of_a_run(folder: Path, *overrides: str) -> Path:
+    """The saved policy of a short run."""
+    config = config_of("addition", folder, *TINY, "run.steps=1", "run.seed=5", *overrides)
+    train(config)
+    return folder / config.run.name / "policy"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("form", ["advantage", "loss"])
+@pytest.mark.parametrize("colocated", ["false", "true"])
+def test_a_teacher_on_the_sampler_says_what_one_on_the_trainer_says(
+    form: str, colocated: str, tmp_path: Path
+) -> None:
+    policy = policy_of_a_run(tmp_path / "teacher")
+    lines = {}
+    for place in ("trainer", "sampler"):
+        config = config_of(
+            "addition", tmp_path / place, *TINY, "staleness.max_staleness=0", "run.steps=1",
+            f"mesh.colocated={colocated}", "teacher.source=teachers", "teacher.rewards=0.0",
+            f"teacher.form={form}", *(["teacher.top_k=4"] if form == "loss" else []),
+            f"teachers={{t: {{path: {policy}, chips: {place}}}}}",
+        )  # fmt: skip
+        train(config)
+        assert audit_run(tmp_path / place / config.run.name).problems == ()
+        lines[place] = next(line for line in metrics_of(config) if line["step"] == 1)
+    there, here = lines["sampler"], lines["trainer"]
+    name = "policy/teacher_gap" if form == "advantage" else "policy/teacher_divergence"
+    assert there[name] == pytest.approx(here[name], abs=1e-5)
+    assert there["teacher/t/kl"] == pytest.approx(here["teacher/t/kl"], abs=1e-5)
+    assert there["teacher/t/calls"] > 0 and "teacher/t/calls" not in here
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_a_teacher_on_the_sampler_may_have_other_tokens(tmp_path: Path) -> None:
+    byte_level_tokenizer(500).save_pretrained(tmp_path / "words")
+    policy = policy_of_a_run(tmp_path / "teacher", f"data.tokenizer={tmp_path / 'words'}")
+    config = taught(
+        tmp_path / "student", "", "run.steps=2", "teacher.form=loss", "teacher.top_k=4",
+        f"teachers={{t: {{path: {policy}, chips: sampler, tokenizer: {policy}}}}}",
+    )  # fmt: skip
+    train(config)
+    steps = [line for line in metrics_of(config) if "train/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2]
+    for line in steps:
+        assert line["teacher/t/tokens"] > 0 and line["policy/teacher_divergence"] > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_a_reference_on_the_sampler_trains_as_one_on_the_trainer(
+    kl_in: str, tmp_path: Path
+) -> None:
+    policy = policy_of_a_run(tmp_path / "reference")
+    learns = [
+        "model.dtype=float32", "algorithm.kl_coefficient=0.1", f"algorithm.kl_in={kl_in}",
+        "algorithm.advantage=group_mean",
+    ]  # fmt: skip
+    lines, weights = {}, {}
+    for place, overrides in {
+        "trainer": [f"reference={{path: {policy}}}"],
+        "sampler": [
+            "reference={teacher: r}",
+            f"teachers={{r: {{path: {policy}, chips: sampler}}}}",
+        ],
+    }.items():
+        config = config_of(
+            "addition", tmp_path / place, *TINY, "staleness.max_staleness=0", "run.steps=2",
+            *learns,
+            *overrides,
+        )  # fmt: skip
+        train(config)
+        assert audit_run(tmp_path / place / config.run.name).problems == ()
+        lines[place] = [line for line in metrics_of(config) if "train/loss" in line]
+        weights[place] = weights_of(config)
+    for line, here in zip(lines["sampler"], lines["trainer"], strict=True):
+        assert line["policy/kl_reference"] == pytest.approx(here["policy/kl_reference"], abs=1e-5)
+        assert line["teacher/r/tokens"] == line["train/tokens"]
+    for name, values in weights["trainer"].items():
+        np.testing.assert_allclose(values, weights["sampler"][name], atol=1e-4, err_msg=name)
+    resumed = config_of(
+        "addition", tmp_path / "sampler", *TINY, "staleness.max_staleness=0", "run.steps=4",
+        *learns,
+        "reference={teacher: r}", f"teachers={{r: {{path: {policy}, chips: sampler}}}}",
+        "run.resume=true", "run.overwrite=false",
+    )  # fmt: skip
+    train(resumed)
+    steps = [line["step"] for line in metrics_of(resumed) if "train/loss" in line]
+    assert steps == [1, 2, 3, 4]
+
+
+# ---- the policy itself
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("how", ["average: 0.9", "every: 2"])
+def test_a_policy_that_teaches_itself_with_demonstrations_resumes_as_it_was(
+    how: str, tmp_path: Path
+) -> None:
+    records = tmp_path / "records.jsonl"
+    with records.open("w") as file:
+        for a in range(10):
+            for b in range(5):
+                shown = f"2+3=5\n{a}+{b}="
+                line = {"question": f"{a}+{b}=", "answer": str(a + b), "shown": shown}
+                file.write(json.dumps(line) + "\n")
+    byte_level_tokenizer(300).save_pretrained(tmp_path / "tokenizer")
+    common = [
+        *TINY, "staleness.max_staleness=0", "data.addition=null", f"data.jsonl.path={records}",
+        "data.jsonl.prompt_field=question", "data.jsonl.answer_field=answer",
+        "data.jsonl.eval_size=4", f"data.tokenizer={tmp_path / 'tokenizer'}",
+        "teacher.source=teachers", "teacher.rewards=0.0", "teacher.form=loss", "teacher.top_k=8",
+        f"teachers={{me: {{policy: {{{how}}}, context: shown}}}}",
+    ]  # fmt: skip
+    common = [word for word in common if not word.startswith("data.addition.eval_size")]
+    whole = config_of("addition", tmp_path / "whole", *common, "run.steps=4")
+    train(whole)
+    train(config_of("addition", tmp_path / "parts", *common, "run.steps=2"))
+    again = config_of(
+        "addition", tmp_path / "parts", *common, "run.steps=4", "run.resume=true",
+        "run.overwrite=false",
+    )  # fmt: skip
+    train(again)
+    for name, values in weights_of(whole).items():
+        np.testing.assert_array_equal(values, weights_of(again)[name], err_msg=name)
+    steps = [line for line in metrics_of(again) if "train/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    for line in steps:
+        assert line["teacher/me/tokens"] == line["train/tokens"]
+        assert line["policy/teacher_divergence"] > 0

@@ -131,7 +131,7 @@ def test_a_teacher_may_read_a_demonstration_in_place_of_the_prompt() -> None:
     with FakeTeacher(VOCAB, 0) as server:
         one = service(server.url)
         routes = TeacherChoices(weights={"t": 1.0}, column="teacher")
-        scorer = TeacherScorer(rewards, routes, {"t": one}, {"t": None}, {"t": lambda p: shown})
+        scorer = TeacherScorer(rewards, routes, {"t": one}, {"t": None}, {"t": lambda p, _: shown})
         (score,) = asyncio.run(scorer((episode,), prompt))
         (_, body, _) = server.bodies[0]
         assert body["prompt"] == [9, 8, 6, 7, 1, 5, 11, 12]
@@ -148,7 +148,7 @@ def test_a_teacher_may_read_a_demonstration_in_place_of_the_prompt() -> None:
 def test_a_context_is_a_text_or_messages_of_a_record() -> None:
     tokenizer = byte_tokenizer(CHATML)
     contexts = TeacherContexts(
-        "teachers.t.context",
+        "teachers.t.context=shown",
         "shown",
         template=None,
         tokenizer=tokenizer,

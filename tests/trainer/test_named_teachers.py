@@ -18,12 +18,12 @@ from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
 from jaxrl_async.model.divergence import divergence_of
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.trainer.distill import TeacherTop, distill_rows
+from jaxrl_async.trainer.distill import TeacherSpans, TeacherTop, distill_rows, distill_spans
 from jaxrl_async.trainer.flops import forward_flops
 from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.logprob_pass import LogprobPass
-from jaxrl_async.trainer.named_teachers import LocalTeacher, NamedTeachers
+from jaxrl_async.trainer.named_teachers import FollowingTeachers, LocalTeacher, NamedTeachers
 from jaxrl_async.trainer.objectives.policy_objective import PolicyData, policy_update
 from jaxrl_async.trainer.step_data import PackedStep, pack_step
 from jaxrl_async.trainer.update_programs import Frozen
@@ -230,6 +230,169 @@ def test_a_resumed_run_may_compare_another_number_of_tokens(
     assert said in caplog.text
 
 
+# ---- spans of a teacher with another tokenizer
+
+
+def in_spans(teacher: TeacherLogprobs, sizes: Sequence[int]) -> TeacherLogprobs:
+    """The same log-probs as if the teacher's tokens were spans of these sizes in turn. Every second
+    token that is a span of its own keeps its likely tokens, but for one that the policy lacks."""
+    count = len(teacher.places)
+    apart = np.diff(teacher.places, prepend=-9) > 1  # a span does not go on behind others' tokens
+    spans, number, room = np.zeros(count, np.int32), -1, 0
+    for i in range(count):
+        if apart[i] or not room:
+            number += 1
+            room = sizes[number % len(sizes)]
+        spans[i], room = number, room - 1
+    last = np.append(spans[1:] != spans[:-1], True)
+    single = (np.bincount(spans) == 1)[spans] & (spans % 2 == 0)
+    ids = np.where(single[:, None], teacher.top_ids, -1)
+    ids[:, 1] = -1
+    return replace(
+        teacher,
+        logprobs=np.where(last, teacher.logprobs, 0).astype(np.float32),
+        top_ids=ids,
+        top_logprobs=np.where(ids < 0, -1e4, teacher.top_logprobs).astype(np.float32),
+        spans=spans,
+    )
+
+
+def with_spans(groups: Sequence[EpisodeGroup], sizes: Sequence[int]) -> list[EpisodeGroup]:
+    """The same groups with teacher b of another tokenizer."""
+    return [
+        replace(
+            g,
+            scores=tuple(
+                replace(
+                    s,
+                    teachers=tuple(
+                        in_spans(t, sizes) if t.teacher == "b" else t for t in s.teachers
+                    ),
+                )
+                for s in g.scores
+            ),
+        )
+        for g in groups
+    ]
+
+
+@pytest.mark.parametrize("share_prefixes", [False, True])
+def test_a_token_has_the_gap_of_its_whole_span(share_prefixes: bool) -> None:
+    groups = with_spans(GROUPS, (2, 1, 3))
+    step = packed(groups, share_prefixes=share_prefixes)
+    advice = asked(step)
+    found = step.index.to_sequences(advice.gap)
+    total, count = 0.0, 0
+    for (episode, score), gap in zip(by_episode(groups), found, strict=True):
+        wanted = np.zeros(len(episode.token_ids))
+        for teacher in score.teachers:
+            spans = np.arange(len(teacher.places)) if teacher.spans is None else teacher.spans
+            for span in set(spans.tolist()):
+                inside = np.flatnonzero(spans == span)
+                apart = sum(
+                    float(episode.logprobs[teacher.places[i]]) - float(teacher.logprobs[i])
+                    for i in inside
+                )
+                wanted[teacher.places[inside]] += teacher.weight * apart
+                if teacher.teacher == "b":
+                    total, count = total + apart, count + len(inside)
+        np.testing.assert_allclose(gap, wanted, rtol=1e-6)
+    assert advice.report["teacher/b/kl"] == pytest.approx(total / count, rel=1e-9)
+    assert advice.report["teacher/b/tokens"] == count
+
+
+def test_a_span_of_which_a_token_has_no_log_prob_has_no_gap() -> None:
+    (whole,) = with_spans([GROUPS[3]], (2,))
+    episode = whole.episodes[0]
+    logprobs = episode.logprobs.copy()
+    logprobs[3] = np.nan
+    changed = replace(whole, episodes=(replace(episode, logprobs=logprobs), whole.episodes[1]))
+    gaps, before = (
+        (step := packed([g])).index.to_sequences(asked(step).gap)[0] for g in (changed, whole)
+    )
+    assert not gaps[2:4].any() and before[2:4].all()
+    np.testing.assert_array_equal(gaps[4:], before[4:])
+
+
+@pytest.mark.parametrize("share_prefixes", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_spans_are_compared_as_a_whole_where_no_tokens_match(
+    kind: Any, share_prefixes: bool
+) -> None:
+    groups, beta = with_spans(GROUPS, (2, 1, 1, 3)), 0.3
+    step = packed(groups, share_prefixes=share_prefixes)
+    teachers = NamedTeachers(top_k=K, local={}, aligned=True)
+    columns, batch = teachers(step, NO_DEVICE_LOCK).columns, step.batch
+    names = ("ids", "logprobs", "weights")
+    found = distill_rows(
+        SPEC,
+        PARAMS,
+        TokenRows(batch.token_ids, batch.positions, batch.segment_ids),
+        TeacherTop(
+            *(jnp.asarray(columns[f"teacher_{n}"]) for n in names),
+            TeacherSpans(
+                jnp.asarray(columns["teacher_spans"]), jnp.asarray(columns["teacher_span_logprobs"])
+            ),
+        ),
+        divergence_of(kind, beta),
+        DecoderSettings(chunk=7),
+    )
+    assert isinstance(found.logprobs, jax.Array)
+    arrays = (batch.token_ids, batch.positions, batch.segment_ids)
+    hidden = np.asarray(row_states(SPEC, PARAMS, *arrays), np.float64)
+    student = np.roll(softmax(hidden @ np.asarray(PARAMS["embed"].T, np.float64)), 1, axis=1)
+    students = [student.reshape(-1, VOCAB)[places] for places in step.index.sequences]
+    divergences = step.index.to_sequences(np.asarray(found.divergence))
+
+    def apart(p: np.ndarray, q: np.ndarray) -> float:
+        middle = beta * p + (1 - beta) * q
+        return {
+            "forward": kl(p, q),
+            "reverse": kl(q, p),
+            "js": beta * kl(p, middle) + (1 - beta) * kl(q, middle),
+        }[kind]
+
+    wholes = singles = 0
+    for (episode, score), q_all, got in zip(by_episode(groups), students, divergences, strict=True):
+        wanted = np.zeros(len(got))
+        for teacher in score.teachers:
+            spans = np.arange(len(teacher.places)) if teacher.spans is None else teacher.spans
+            for span in set(spans.tolist()):
+                inside = np.flatnonzero(spans == span)
+                last, places = inside[-1], teacher.places[inside]
+                named = teacher.top_ids[last] >= 0
+                ids, logprobs = teacher.top_ids[last][named], teacher.top_logprobs[last][named]
+                if named.any():
+                    singles += not named.all()
+                    p = np.exp(logprobs.astype(np.float64))
+                    q = q_all[places[-1]][ids]
+                else:
+                    wholes += 1
+                    p = np.exp(teacher.logprobs[inside].astype(np.float64).sum(keepdims=True))
+                    q = np.prod(q_all[places, episode.token_ids[places]], keepdims=True)
+                p, q = np.append(p, 1 - p.sum()), np.append(q, 1 - q.sum())
+                wanted[places[-1]] += teacher.weight * apart(p, q)
+        np.testing.assert_allclose(got[episode.drawn], wanted[episode.drawn], atol=3e-5)
+    assert wholes > 3 and singles > 0
+
+
+def test_the_gradient_of_a_span_reaches_all_of_its_tokens() -> None:
+    logprobs = jnp.log(jnp.array([[0.5, 0.25, 0.5, 0.9]]))
+    spans = TeacherSpans(
+        jnp.array([[[-1], [2], [2], [-1]]], jnp.int32),
+        jnp.array([[[0.0], [0.0], [-0.5], [0.0]]]),
+    )
+
+    def total(x: jax.Array) -> jax.Array:
+        return jnp.sum(distill_spans(x, spans, divergence_of("reverse")))
+
+    s, t = 0.125, np.exp(-0.5)
+    wanted = s * np.log(s / t) + (1 - s) * np.log((1 - s) / (1 - t))
+    assert float(total(logprobs)) == pytest.approx(wanted, rel=1e-5)
+    slope = s * (np.log(s / t) - np.log((1 - s) / (1 - t)))
+    np.testing.assert_allclose(jax.grad(total)(logprobs), [[0, slope, slope, 0]], rtol=1e-5)
+
+
 # ---- teachers on the trainer's chips
 
 
@@ -273,7 +436,7 @@ def learner_of(form: str, kind: str = "reverse") -> Learner:
         source="teachers", form=form, kind=kind, top_k=K if form == "loss" else 0, rewards=0.0
     )
     step = policy_update(SPEC, SETTINGS, ALGORITHM, total_steps=20, teacher=section)
-    teachers = NamedTeachers(top_k=section.top_k, local={})
+    teachers = NamedTeachers(top_k=section.top_k, local={}, aligned=True)
     return Learner(
         step,
         step.init(jax.tree.map(jnp.copy, PARAMS)),
@@ -312,11 +475,16 @@ def without(groups: Sequence[EpisodeGroup], name: str) -> list[EpisodeGroup]:
     ]
 
 
+@pytest.mark.parametrize("other_tokens", [False, True])
 @pytest.mark.parametrize(
     ("form", "kind"), [("advantage", "reverse"), *(("loss", k) for k in KINDS)]
 )
-def test_two_teachers_each_move_only_their_own_records(form: str, kind: str) -> None:
+def test_two_teachers_each_move_only_their_own_records(
+    form: str, kind: str, other_tokens: bool
+) -> None:
     groups = [group(4, {"a": 1.0}), group(5, {"b": 1.0}), group(6, {})]
+    if other_tokens:  # of teacher b
+        groups = with_spans(groups, (2, 1, 3))
     learner = learner_of(form, kind)
     both, advantages = gradient(learner, groups)
     of_a, a_alone = gradient(learner, without(groups, "b"))
@@ -364,3 +532,202 @@ def test_a_whole_step_learns_with_and_without_teachers_in_it() -> None:
     second = learner.learn([group(7, {}), group(8, {})], 1)
     assert second["policy/teacher_divergence"] == 0 and "teacher/a/kl" not in second
     assert all(metric_of(key) for key in (*first, *second))
+
+
+def test_a_whole_step_learns_from_spans() -> None:
+    learner, groups = learner_of("loss"), with_spans([group(5, {"b": 1.0})], (2, 3))
+    first, *_, last = (
+        learner.learn(groups, version)["policy/teacher_divergence"] for version in range(4)
+    )
+    assert 0 < last < first
+
+
+# ---- the reference
+
+
+def refers(groups: Sequence[EpisodeGroup], params: Any) -> list[EpisodeGroup]:
+    """The same groups with what a teacher r with these weights says about all generated tokens."""
+    step = packed(groups)
+    of_rows = step.index.to_sequences(LogprobPass(SPEC, SETTINGS).logprobs(params, step.batch))
+    found, number = [], 0
+    for g in groups:
+        scores = []
+        for episode, score in zip(g.episodes, g.scores, strict=True):
+            places = np.flatnonzero(episode.drawn).astype(np.int32)
+            said = TeacherLogprobs(
+                teacher="r",
+                weight=0.0,
+                places=places,
+                logprobs=of_rows[number][places],
+                top_ids=np.zeros((len(places), 0), np.int32),
+                top_logprobs=np.zeros((len(places), 0), np.float32),
+            )
+            scores.append(replace(score, teachers=(*score.teachers, said)))
+            number += 1
+        found.append(replace(g, scores=tuple(scores)))
+    return found
+
+
+@pytest.mark.parametrize("kl", ["k1", "k3"])
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+@pytest.mark.parametrize("distils", [False, True])
+def test_a_teacher_as_the_reference_trains_as_a_reference_on_the_chips(
+    kl: str, kl_in: str, distils: bool
+) -> None:
+    algorithm = ALGORITHM.model_copy(update={"kl": kl, "kl_in": kl_in, "kl_coefficient": 0.5})
+    section = schema.TeacherSection(source="teachers", form="loss", top_k=K) if distils else None
+
+    def learner(**companions: Any) -> Learner:
+        step = policy_update(SPEC, SETTINGS, algorithm, total_steps=20, teacher=section)
+        return Learner(
+            step,
+            step.init(jax.tree.map(jnp.copy, PARAMS)),
+            LearnerSettings(algorithm=algorithm, row_length=ROW, teacher=section),
+            Companions(own_pass=LogprobPass(SPEC, SETTINGS), **companions),
+        )
+
+    held = learner(reference=OTHER, teachers=NamedTeachers(top_k=K if distils else 0, local={}))
+    asked_for = NamedTeachers(top_k=K if distils else 0, local={}, reference="r")
+    told = learner(teachers=asked_for)
+    groups = list(GROUPS) if distils else without(without(GROUPS, "a"), "b")
+    with_r = refers(groups, OTHER)
+    for version in range(2):
+        wanted, got = held.learn(groups, version), told.learn(with_r, version)
+        assert got["policy/kl_reference"] == pytest.approx(wanted["policy/kl_reference"], abs=1e-5)
+        assert got["policy/kl_coefficient"] == 0.5
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), held.params, told.params)
+    assert told.frozen.reference is None and "reference" not in told.tree()
+    assert got["train/flops"] < wanted["train/flops"]
+    drawn = sum(e.num_drawn for g in groups for e in g.episodes)
+    assert got["teacher/r/tokens"] == drawn and all(metric_of(key) for key in got)
+
+
+def test_tokens_that_the_reference_does_not_know_are_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (whole,) = refers([GROUPS[2]], OTHER)
+    (said,) = whole.scores[0].teachers
+    fewer = {n: getattr(said, n)[1:] for n in ("places", "logprobs", "top_ids", "top_logprobs")}
+    scores = (replace(whole.scores[0], teachers=(replace(said, **fewer),)), whole.scores[1])
+    step = packed([replace(whole, scores=scores)])
+    advice = NamedTeachers(top_k=0, local={}, reference="r")(step, NO_DEVICE_LOCK)
+    assert advice.reference is not None and not advice.gap.any()
+    rows = step.index.to_sequences(advice.reference)
+    np.testing.assert_array_equal(rows[0][said.places[1:]], said.logprobs[1:])
+    assert rows[0][said.places[0]] == whole.episodes[0].logprobs[said.places[0]]
+    assert "does not know 1 of the step's tokens" in caplog.text
+
+
+# ---- the policy as its own teacher, and other contexts
+
+
+def in_other_contexts(teacher: TeacherLogprobs, replaced: int, opening: Sequence[int]) -> Any:
+    """What a scorer leaves for the trainer to compute."""
+    few: dict[str, Any] = {
+        name: getattr(teacher, name)[:0]
+        for name in ("places", "logprobs", "top_ids", "top_logprobs")
+    }
+    return replace(teacher, **few, opening=np.array(opening, np.int32), replaced=replaced)
+
+
+def with_contexts(groups: Sequence[EpisodeGroup], openings: Sequence[Sequence[int]]) -> Any:
+    """The groups with a teacher c, which reads one of these in place of the first two tokens."""
+    found = []
+    numbers = iter(range(99))
+    for g in groups:
+        scores = tuple(
+            replace(
+                s,
+                teachers=(
+                    in_other_contexts(
+                        told("c", 0.5, e, np.random.default_rng(0)),
+                        2,
+                        openings[next(numbers) % len(openings)],
+                    ),
+                ),
+            )
+            for e, s in zip(g.episodes, g.scores, strict=True)
+        )
+        found.append(replace(g, scores=scores))
+    return found
+
+
+def test_a_local_teacher_reads_other_contexts_than_the_policy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    openings = ([7, 3, 1], [5], [4] * 9)
+    groups = with_contexts([GROUPS[0], GROUPS[2]], openings)
+    step, local = packed(groups), LogprobPass(SPEC, SETTINGS, top_k=K)
+    advice = asked(step, K, c=LocalTeacher(OTHER, local))
+    gaps = step.index.to_sequences(advice.gap)
+    flat_ids = advice.columns["teacher_ids"].reshape(-1, K)
+    ids = [flat_ids[places] for places in step.index.sequences]
+    unread = 0
+    for number, (episode, _) in enumerate(by_episode(groups)):
+        opening = np.array(openings[number % 3], np.int32)
+        ends = (*episode.starts[1:], len(episode.token_ids))
+        for start, end in zip(episode.starts, ends, strict=True):
+            own = episode.token_ids[start:end]
+            shown = np.array_equal(own[:2], episode.token_ids[:2])
+            begins = start + 2 if shown else start
+            read = np.concatenate([opening if shown else own[:0], episode.token_ids[begins:end]])
+            row = read[None, :ROW].astype(np.int32)
+            arrays = (row, np.arange(row.shape[1], dtype=np.int32)[None], np.ones_like(row))
+            hidden = np.asarray(row_states(SPEC, OTHER, *arrays), np.float64)[0]
+            probs = softmax(hidden @ np.asarray(OTHER["embed"].T, np.float64))
+            for place in np.flatnonzero(episode.drawn[start:end]) + start:
+                at = place - begins + (len(opening) if shown else 0)
+                if at >= ROW:
+                    unread += 1
+                    assert gaps[number][place] == 0
+                    continue
+                logprob = np.log(probs[at - 1, episode.token_ids[place]])
+                wanted = 0.5 * (float(episode.logprobs[place]) - logprob)
+                assert gaps[number][place] == pytest.approx(wanted, abs=2e-5)
+                likely = np.argsort(-probs[at - 1])[:K]
+                assert ids[number][place].tolist() == likely.tolist()
+    assert unread > 0 and f"{unread} generated tokens are beyond a row's 16 tokens" in caplog.text
+
+
+@pytest.mark.parametrize("how", [{"average": 0.75}, {"every": 2}])
+def test_the_policy_as_a_teacher_follows_the_policy(how: dict[str, Any]) -> None:
+    section = schema.TeacherSection(source="teachers", form="loss", top_k=K, rewards=0.0)
+    step = policy_update(SPEC, SETTINGS, ALGORITHM, total_steps=20, teacher=section)
+    own = LogprobPass(SPEC, SETTINGS, top_k=K)
+
+    def learner() -> Learner:
+        following = FollowingTeachers(
+            {"c": jax.tree.map(jnp.copy, PARAMS)}, {"c": schema.FollowingTeacher(**how)}, own
+        )
+        return Learner(
+            step,
+            step.init(jax.tree.map(jnp.copy, PARAMS)),
+            LearnerSettings(algorithm=ALGORITHM, row_length=ROW, teacher=section),
+            Companions(
+                own_pass=own, teachers=NamedTeachers(top_k=K, local={}, following=following)
+            ),
+        )
+
+    one = learner()
+    teacher = policy = jax.tree.map(np.asarray, PARAMS)
+    for version in range(4):
+        report = one.learn(with_contexts([GROUPS[0]], ([7, 3, 1],)), version)
+        assert report["policy/teacher_divergence"] > 0 and report["teacher/c/tokens"] > 0
+        policy = jax.tree.map(np.asarray, one.params)
+        if "average" in how:
+            teacher = jax.tree.map(lambda t, p: 0.75 * t + 0.25 * p, teacher, policy)
+        elif version % 2:
+            teacher = policy
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+            one.frozen.teachers["c"],
+            teacher,
+        )
+        if version == 1:
+            kept = jax.tree.map(jnp.copy, one.tree()), one.numbers()
+    again = learner()
+    again.restore(*kept)
+    for version in (2, 3):
+        again.learn(with_contexts([GROUPS[0]], ([7, 3, 1],)), version)
+    for a, b in ((again.params, one.params), (again.frozen.teachers, one.frozen.teachers)):
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y), a, b)

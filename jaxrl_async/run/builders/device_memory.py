@@ -3,6 +3,7 @@ measured. Activations and the programs' temporaries are not included; `jaxrl-asy
 """
 
 import os
+from pathlib import Path
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -13,6 +14,7 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.host import more_of_a_gpu
 from jaxrl_async.mesh import Slices
 from jaxrl_async.model.frozen_base import base_bytes, form_of
+from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.lora import lora_of, trained_table
 from jaxrl_async.model.spec import ModelSpec, num_in, num_weights
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
@@ -27,7 +29,8 @@ SMALLER = (
 
 def trainer_bytes(config: Config, spec: ModelSpec) -> float:
     """Return the bytes that the trainer keeps on all its devices together: weights, their gradient,
-    the optimizer's state, the weights in transfer, and a reference. The kinds are as in
+    the optimizer's state, the weights in transfer, a reference and teachers that follow the policy.
+    The kinds are as in
     plan.hbm, without activations and programs."""
     dtype = jnp.dtype(config.model.param_dtype)
     lora, form = lora_of(spec, config.model.lora), form_of(config.model.lora)
@@ -38,9 +41,10 @@ def trainer_bytes(config: Config, spec: ModelSpec) -> float:
     if lora is not None:
         held += base_bytes(spec, form, dtype)
     sent = in_transfer_bytes(config, spec) if config.run.job == "rl" else 0
-    refers = config.refers and lora is None and "reference" not in config.trainer.offload
+    refers = config.holds_reference and lora is None and "reference" not in config.trainer.offload
     reference = num_weights(spec) * dtype.itemsize if refers else 0
-    return float(held + sent + reference)
+    follow = sum(one.policy is not None for one in config.named_teachers.values())
+    return float(held + sent + reference + follow * trained * dtype.itemsize)
 
 
 def in_transfer_bytes(config: Config, spec: ModelSpec) -> float:
@@ -72,6 +76,13 @@ def sampler_bytes(config: Config, spec: ModelSpec, mesh: Mesh | None = None) -> 
     base = num_weights(spec) * one if form is None else base_bytes(spec, form, dtype)
     arriving = in_transfer_bytes(config, spec)
     return float(base + arriving + _decoding_bytes(_kv_of(config, spec, mesh), spec))
+
+
+def teachers_bytes(config: Config) -> float:
+    """Return the bytes of the teachers on the first sampler's devices (teachers.NAME.chips)."""
+    itemsize = jnp.dtype(config.model.computes_in).itemsize
+    paths = [one.path for one in config.named_teachers.values() if one.chips == "sampler"]
+    return float(sum(num_weights(load_spec(Path(p))) * itemsize for p in paths if p is not None))
 
 
 def _num_trained(config: Config, spec: ModelSpec) -> int:
@@ -129,6 +140,8 @@ def check_sampler_fits(
     only the KV cache counts."""
     opponents = resident_snapshots(config.players)
     also = f", with {opponents} opponents (seats)" if opponents else ""
+    taught = teachers_bytes(config)
+    also += f", with {taught / 2**30:,.1f} GiB of teachers" if taught else ""
     if mesh.devices.flat[0].platform == "cpu":
         kv = _kv_of(config, spec, mesh).kv_bytes * (1 + opponents)
         return check_memory(kv, mesh, f"the KV cache of a sampler{also}", SMALLER)
@@ -141,4 +154,4 @@ def check_sampler_fits(
         f"a sampler ({plan.kv_bytes / 2**30:,.1f} GiB of KV cache, weights, logits{copies}){also}"
         f"{trains}"
     )
-    return check_memory(needed + trainer_bytes, mesh, what, SMALLER)
+    return check_memory(needed + taught + trainer_bytes, mesh, what, SMALLER)

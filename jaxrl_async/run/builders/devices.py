@@ -165,11 +165,11 @@ class Locks:
 
 
 def make_locks(
-    reward: RewardSection, slices: Slices, lockstep: Lockstep, *, opponents: bool = False
+    reward: RewardSection, slices: Slices, lockstep: Lockstep, *, shares_sampler: bool = False
 ) -> Locks:
     """Return the locks for these slices. Trainer and samplers share one if they are colocated;
-    trainer and reward model if both run collectives; the sampler and the opponents, if any, if
-    they share its devices.
+    trainer and reward model if both run collectives; the sampler and others on its devices, such
+    as opponents and teachers, if shares_sampler.
 
     A process that holds one may wait for programs of the other processes, never for their locks. A
     thread other than the trainer's that holds a lock runs programs of this process alone, which
@@ -179,7 +179,7 @@ def make_locks(
     devices = DeviceLock() if slices.colocated or collective else NO_DEVICE_LOCK
     if lockstep.count == 1:
         sampler = devices if slices.colocated else NO_DEVICE_LOCK
-        if opponents and not slices.colocated and slices.sampler.size > 1:
+        if shares_sampler and not slices.colocated and slices.sampler.size > 1:
             sampler = DeviceLock()
         return Locks(trainer=devices, sampler=sampler, saving=NO_DEVICE_LOCK)
     if slices.colocated:

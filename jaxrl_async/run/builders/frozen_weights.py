@@ -40,7 +40,9 @@ def check_frozen(config: Config) -> None:
 
 def check_advisers(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> None:
     """Raise ConfigError if teacher or critic have other tokens than the policy."""
-    paths = {**config.teacher_folders, "critic.path": config.critic_settings.path}
+    others = {f"teachers.{n}.path" for n, t in config.named_teachers.items() if t.tokenizer}
+    paths: dict[str, str | None] = {"critic.path": config.critic_settings.path}
+    paths |= {k: path for k, path in config.teacher_folders.items() if k not in others}
     for setting, path in paths.items():
         if path is not None:
             vocab = load_spec(Path(path)).vocab

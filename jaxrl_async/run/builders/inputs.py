@@ -22,7 +22,7 @@ from jaxrl_async.rollout.env import GuardedEnvs
 from jaxrl_async.run import features
 from jaxrl_async.run.builders.constraints import check_constraint
 from jaxrl_async.run.builders.device_memory import check_devices_hold
-from jaxrl_async.run.builders.devices import Locks, claim_devices, make_locks
+from jaxrl_async.run.builders.devices import Lock, Locks, claim_devices, make_locks
 from jaxrl_async.run.builders.frozen_weights import check_advisers, check_frozen
 from jaxrl_async.run.builders.initial_policy import check_model, make_tokenizer
 from jaxrl_async.run.builders.learning import check_critic, check_routing, keeps_masks
@@ -60,9 +60,11 @@ from jaxrl_async.types import Prompt
 if TYPE_CHECKING:
     from jaxrl_async.algorithms import answer_pairs
     from jaxrl_async.data.mixed_prompts import MixedPrompts
-    from jaxrl_async.run.builders import mixed_inputs
+    from jaxrl_async.run.builders import mixed_inputs, sampler_teachers
+    from jaxrl_async.run.builders.sampler_teachers import SamplerModel
 else:
     answer_pairs = Later("jaxrl_async.algorithms.answer_pairs")
+    sampler_teachers = Later("jaxrl_async.run.builders.sampler_teachers")
     mixed_inputs = Later("jaxrl_async.run.builders.mixed_inputs")
 
 
@@ -135,19 +137,22 @@ def check_inputs(
     if locks is None:
         rewards = [own.reward for own in config.by_task.values()]
         reward = next((one for one in rewards if one.model is not None), rewards[0])
-        locks = make_locks(reward, slices, lockstep, opponents=has_opponents(config.players))
+        teaches = any(one.chips == "sampler" for one in config.named_teachers.values())
+        shares = teaches or has_opponents(config.players)
+        locks = make_locks(reward, slices, lockstep, shares_sampler=shares)
     with_program = (one for one in tasks.values() if one.program is not None)
     serving = features.serving(config, next(with_program, first), faults.add)
     opponents = features.opponents(
         config, lockstep, lambda: run_chat_format(config, tokenizer), spec, faults, outages
     )
+    models = _models_on_samplers(config, spec, slices, locks.sampler)
     _check_models(config, spec, tokenizer, slices)
     parts: dict[str, TaskInputs] = {}
     for name, own in config.by_task.items():
         with blaming(name):
             play = make_play(own, tasks[name], tokenizer, faults.add, serving, opponents, outages)
             parts[name] = _task_inputs(
-                own, play, tokenizer, slices, locks, spec.vocab, lockstep, faults, outages
+                own, play, tokenizer, slices, locks, spec.vocab, models, lockstep, faults, outages
             )
     if config.named_tasks:
         joined = mixed_inputs.joined(config, parts, lockstep, tokenizer, faults, outages)
@@ -190,6 +195,7 @@ def _task_inputs(
     slices: Slices,
     locks: Locks,
     vocab: int,
+    models: Mapping[str, "SamplerModel"],
     lockstep: Lockstep,
     faults: FaultCounts,
     outages: Outages,
@@ -203,6 +209,7 @@ def _task_inputs(
         slices: a reward model runs on the trainer's.
         locks: of the devices.
         vocab: the policy's number of tokens.
+        models: teachers on the sampler's chips, by name.
         lockstep: the processes, which draw shares of the prompts.
         faults: counts handled faults.
         outages: the run's.
@@ -212,8 +219,10 @@ def _task_inputs(
     data, graded = config.limited_data, bool(graders)
     held_out = eval_prompts(data, tokenizer, play.own, graded=graded)
     scorers = make_scorers(
-        config, tokenizer, held_out, slices, locks.trainer, faults, task, outages, vocab=vocab
-    )
+        config, tokenizer, held_out, slices, locks.trainer, faults, task, outages,
+        vocab=vocab,
+        models=models,
+    )  # fmt: skip
     keep_mask = keeps_masks(config, task)
     check_constraint(config, task, held_out, tokenizer, vocab)
     note_process_rewards(config)
@@ -240,6 +249,15 @@ def _digests_of(parts: Mapping[str, TaskInputs]) -> dict[str, str]:
         digests = inputs_digest(part.config, part.play.task, tuple(part.held_out))
         found |= {f"{key} of the task {name}" if name else key: d for key, d in digests.items()}
     return found
+
+
+def _models_on_samplers(
+    config: Config, spec: ModelSpec, slices: Slices, lock: Lock
+) -> Mapping[str, "SamplerModel"]:
+    """Return the teachers on the sampler's chips, not loaded yet; most runs have none."""
+    if all(one.chips != "sampler" for one in config.named_teachers.values()):
+        return {}
+    return sampler_teachers.sampler_models(config, spec, slices, lock)
 
 
 def _check_functions(config: Config) -> None:

