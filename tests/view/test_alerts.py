@@ -67,10 +67,10 @@ def test_a_rule_is_shown_by_its_updates_alone(tmp_path, title):
     rule = next(rule for rule in RULES if rule.title == title)
     few = [HEALTHY] * 5 + [ill] * (rule.in_a_row - 1)
     assert titles(tmp_path, few) == []
-    found = titles(tmp_path, few + [ill])
+    found = titles(tmp_path, [*few, ill])
     assert found == [(title, 6, 5 + rule.in_a_row, True)]
     assert titles(tmp_path, [*few, ill, HEALTHY]) == [(title, 6, 5 + rule.in_a_row, False)]
-    (alert,) = alerts(run_of(tmp_path, few + [ill]))
+    (alert,) = alerts(run_of(tmp_path, [*few, ill]))
     count = "1 update " if rule.in_a_row == 1 else f"{rule.in_a_row} updates "
     assert alert["says"].startswith(count) and alert["keys"]
     assert set(alert["keys"]) <= set(HEALTHY)

@@ -97,7 +97,7 @@ export function plotIn(place, on) {
     for (const { xs, low: least, high: largest } of bands) { add(xs, least); add(xs, largest); }
     const [bottomValue, topValue] = rangeOf(values, spec);
     const bottom = tall - BELOW, right = wide - RIGHT;
-    const yTicks = log ? logTicksOf(bottomValue, topValue, 5) : ticksOf(bottomValue, topValue, 4);
+    const yTicks = log ? logTicksOf(bottomValue, topValue, 5) : ticksOf(bottomValue, topValue, 5);
     const yLabels = labelsOf(yTicks);
     const left = Math.ceil(Math.max(34, ...yLabels.map((label) => paint.measureText(label).width)) + TICK + 8);
     const [a, b] = log ? [Math.log(bottomValue), Math.log(topValue)] : [bottomValue, topValue];
