@@ -108,12 +108,9 @@ def differing(runs: Sequence[WatchedRun]) -> dict[str, Any]:
     (null: it has no such setting), the number of equal settings, and of those left out."""
     read = {run.name: CONFIGS.read(run)[0] for run in runs}
     configured = [settings for settings in read.values() if settings]
-    names = dict.fromkeys(name for settings in configured for name in settings)
-    differ = [
-        name
-        for name in names
-        if name not in (*OWN, TAGS) and len({settings.get(name) for settings in configured}) > 1
-    ]
+    every = dict.fromkeys(name for settings in configured for name in settings)
+    names = [name for name in every if name not in (*OWN, TAGS)]
+    differ = [name for name in names if len({one.get(name) for one in configured}) > 1]
     shown = differ[:MAX_COLUMNS]
     return {
         "names": shown,

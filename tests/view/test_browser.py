@@ -253,7 +253,7 @@ def test_alerts_say_what_is_wrong_and_lead_to_the_charts(page):
     alerts.locator("summary").click()
     sees(alerts).to_contain_text("dapo: no gradient (steps 120 to 139)")
     sees(alerts).to_contain_text("docs/troubleshooting.md#no-gradient")
-    alerts.get_by_text("charts").click()
+    alerts.get_by_role("link", name="charts").click()
     sees(shown.locator(".chart")).to_have_count(2)
     sees(shown.locator("#count")).to_contain_text("1 of 3 drawn")
     shown.click("[data-tab=table]")
@@ -283,7 +283,7 @@ def test_configurations_are_compared_and_say_how_a_run_was_started(page):
     sees(place).to_contain_text("Settings that differ")
     row = place.locator("tr", has_text="algorithm.learning_rate").locator("td").all_inner_texts()
     assert sorted(row[1:]) == ["0.0001", "0.0001", "0.0003"]
-    sees(place).to_contain_text("1 settings are equal")
+    sees(place).to_contain_text("1 setting is equal")
     sees(place).to_contain_text("jaxrl <b>")
     sees(place).to_contain_text("host-2")
 
@@ -656,7 +656,7 @@ def test_evaluations_have_intervals_in_charts_and_in_a_table(page):
         for run in ("grpo-0", "grpo-1", "dapo"):
             shown.set_checked(f"#runs li:has-text('{run}') input", run == name)
         shown.wait_for_timeout(1500)
-        chart = shown.locator(".chart", has_text="math").first.locator("canvas")
+        chart = shown.locator(".chart", has_text="math").first.locator(".stage canvas").first
         drawn.append(chart.evaluate("(c) => c.toDataURL()"))
     assert drawn[0] != drawn[1], "only the first has error bars"
     shown.click("[data-tab=evals]")

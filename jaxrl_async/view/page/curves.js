@@ -41,9 +41,9 @@ export function curvesIn(place, { look, runs, change, onRun }) {
     const fresh = names.length ? await ask("/api/layout", { run: names }) : { sections: [], metrics: [] };
     if (mine !== shows) return;  // another choice was made meanwhile
     layout = fresh;
-    const sections = sectionsOf(), now = JSON.stringify([sections, look().large]);
+    const sections = sectionsOf(), now = JSON.stringify([sections, look().large, emptyText()]);
     if (now !== built) build(sections, now);
-    summarize();
+    summarize().catch((error) => { note.textContent = `The summary could not be read (${error.message}).`; });
     repaint();
   }
 

@@ -35,6 +35,14 @@ export function tableOf(names, rows) {
   return wide;
 }
 
+/** Fill a place again, and leave the focus on the input of the same run. */
+export function refilled(place, fill) {
+  const focused = place.contains(document.activeElement) && document.activeElement.type === "checkbox"
+    ? document.activeElement.closest("[data-run]")?.dataset.run : null;
+  fill();
+  if (focused != null) place.querySelector(`[data-run="${CSS.escape(focused)}"] input`)?.focus({ preventScroll: true });
+}
+
 /** Have the browser save a file. */
 export function save(name, blob) {
   const link = Object.assign(make("a"), { href: URL.createObjectURL(blob), download: name });

@@ -54,6 +54,12 @@ export function timeTicksOf(low, high, about) {
   return [ticks.map((tick) => tick * size), labels.map((label) => `${label} ${unit}`)];
 }
 
+/** Return ticks of an axis of steps, and their labels: whole numbers. */
+export function stepTicksOf(low, high, about) {
+  const ticks = ticksOf(low, high, about).filter(Number.isInteger);
+  return [ticks, ticks.map((tick) => tick.toLocaleString("en"))];
+}
+
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 3 });
 
 /** Return ticks of an axis that counts tokens, and their labels: 0, 200K, 1.5M. */

@@ -1,7 +1,7 @@
 // One chart on a canvas: lines, bands, intervals and axes; a second canvas above it for the pointer.
 
 import { inkOf } from "./colors.js";
-import { countTicksOf, labelsOf, logTicksOf, ticksOf, timeTicksOf } from "./numbers.js";
+import { countTicksOf, labelsOf, logTicksOf, stepTicksOf, ticksOf, timeTicksOf } from "./numbers.js";
 
 const FONT = "11px system-ui", TOP = 8, BELOW = 32, RIGHT = 10, TICK = 4, CAP = 3, NEAR_DRAG = 4;
 const SPREADS = 3;
@@ -43,8 +43,7 @@ export function rangeOf(values, { log, zero, cut }) {
   return [low >= 0 && low - pad < 0 ? 0 : low - pad, high + pad];
 }
 
-const xTicksOf = { step: (low, high, about) => { const ticks = ticksOf(low, high, about).filter(Number.isInteger);
-  return [ticks, labelsOf(ticks)]; }, tokens: countTicksOf, time: timeTicksOf };
+const xTicksOf = { step: stepTicksOf, tokens: countTicksOf, time: timeTicksOf };
 
 /** Return a chart in an element: {draw(spec), point(x, run), base, frame}.
  * spec: {lines: [{label, run, xs, ys, color, dash, intervals}], bands: [{run, xs, low, high, color}], range, log, zero,

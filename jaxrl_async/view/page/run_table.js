@@ -2,7 +2,7 @@
 
 import { valueIn } from "./address.js";
 import { colorOf } from "./colors.js";
-import { buttonOf, csvOf, make, save } from "./elements.js";
+import { buttonOf, csvOf, make, refilled, save } from "./elements.js";
 import { durationOf, shown, whenOf } from "./numbers.js";
 import { PLAIN_COLUMNS, cellOf, groupsOf, model } from "./run_model.js";
 
@@ -42,7 +42,7 @@ export function drawRunTable(place, listed, shownRuns, act) {
   wide.append(table);
   const open = place.querySelector("details")?.open, left = place.querySelector(".wide")?.scrollLeft ?? 0;
   const down = place.querySelector(".choices")?.scrollTop ?? 0;
-  place.replaceChildren(bar, listed.length ? wide : make("p", emptyText(), "none"));
+  refilled(place, () => place.replaceChildren(bar, listed.length ? wide : make("p", emptyText(), "none")));
   place.querySelector("details").open = Boolean(open);
   place.querySelector(".choices").scrollTop = down;
   wide.scrollLeft = left;
@@ -131,7 +131,7 @@ function saveTable(listed, columns) {
 /** Fill the list of runs, which is the legend of all charts. act: {choose(run, isShown), point(name)}. */
 export function listRuns(place, listed, shownRuns, act) {
   const chosen = new Set(shownRuns), top = place.scrollTop;
-  place.replaceChildren(...listed.map((run) => {
+  const items = listed.map((run) => {
     const item = make("li"), label = make("label"), box = Object.assign(make("input"), { type: "checkbox", checked: chosen.has(run) });
     const progress = run.state === "running" ? (run.step ? `step ${run.step}` : run.update ? `warm start ${run.update}` : "starting") : run.state;
     item.dataset.run = run.name;
@@ -141,6 +141,7 @@ export function listRuns(place, listed, shownRuns, act) {
     item.addEventListener("pointerleave", () => act.point(null));
     item.append(label);
     return item;
-  }));
+  });
+  refilled(place, () => place.replaceChildren(...items));
   place.scrollTop = top;
 }

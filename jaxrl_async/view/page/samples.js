@@ -53,7 +53,7 @@ export function browse(place, ask, runs, usual) {
   const count = make("p", "", "hint"), list = make("div"), pages = make("div", null, "keys");
   place.append(form, count, list, pages);
 
-  let current = 0;
+  let current = 0, listed = "";
   const pageNow = () => Math.max(0, Math.floor(Number(valueIn("page")) || 0));
 
   async function load() {
@@ -67,12 +67,15 @@ export function browse(place, ask, runs, usual) {
     if (wanted?.recorded && found && !samples.some(({ tokens }) => tokens?.[color.value])) {
       count.textContent += `: of these the ${wanted.label} was not recorded`;
     }
+    listPages(page, Math.ceil(found / PAGE));
+    const now = JSON.stringify([query, numbers, color.value]);
+    if (now === listed) return;  // the same samples: what is unfolded stays
+    listed = now;
     const all = samples.map((sample, i) => ({ sample, number: numbers[i] }));
     const together = ["newest", "oldest"].includes(inputs.order.value);
     const groups = together ? grouped(all) : [all];
     list.replaceChildren(...[...groups].map((group) => groupOf(group, color.value, query.run, together)));
     if (!samples.length) list.replaceChildren(make("p", "There is no such sample (metrics.samples_every).", "none"));
-    listPages(page, Math.ceil(found / PAGE));
   }
 
   function listPages(page, last) {

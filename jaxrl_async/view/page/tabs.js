@@ -135,7 +135,7 @@ export async function identityParts(runs) {
 
 async function differenceParts(runs) {
   const { names, values, equal, leftOut } = await ask("/api/settings", { run: runs.map((run) => run.name) });
-  const words = [`${equal} settings are equal`];
+  const words = [equal === 1 ? "1 setting is equal" : `${equal} settings are equal`];
   if (leftOut) words.push(`${leftOut} further ones differ`);
   const rows = names.map((name, i) => [name, ...runs.map((run) => values[run.name][i] ?? "(none)")]);
   const head = make("h2", "Settings that differ");
@@ -165,12 +165,14 @@ function traceParts(run, traces) {
 /** Return the log of one run: its end, which is followed, and earlier parts when they are asked for. */
 export function logIn(place, runs) {
   const bar = make("div", null, "keys"), choice = make("select"), only = Object.assign(make("input"), { type: "search", placeholder: "only lines with" });
-  const text = make("pre", null, "log"), earlier = buttonOf("earlier lines", "read the part before", () => read(from)), note = make("p", "", "hint");
-  let from = 0, lines = [], name = "", current = 0;
+  const text = make("pre", null, "log"), note = make("p", "", "hint");
+  const earlier = buttonOf("earlier lines", "read the part before", () => { follows = false; read(from); });
+  const newest = buttonOf("newest lines", "read the end, and follow it", () => { follows = true; read(null); });
+  let from = 0, lines = [], name = "", current = 0, follows = true;
   choice.setAttribute("aria-label", "run");
   only.setAttribute("aria-label", "only lines with");
   only.value = valueIn("lines");
-  bar.append(choice, only, earlier);
+  bar.append(choice, only, earlier, newest);
   place.replaceChildren(bar, text, note);
   choice.addEventListener("change", () => { setAddress({ log_of: choice.value }); refresh(); });
   only.addEventListener("input", () => { setAddress({ lines: only.value }); draw(); });
@@ -182,19 +184,20 @@ export function logIn(place, runs) {
     lines = before == null ? fresh : [...fresh, ...lines];
     from = found.from;
     earlier.hidden = !from || Boolean(report);
+    newest.hidden = follows;
     note.textContent = !found.size ? "This run has no run.log." : from ? `The last ${lines.length} lines of run.log.` : "";
     draw(before == null);
   }
 
   function draw(toEnd = false) {
-    const follows = toEnd && text.scrollTop + text.clientHeight >= text.scrollHeight - 30, wanted = only.value.toLowerCase();
+    const wasAtEnd = text.scrollTop + text.clientHeight >= text.scrollHeight - 30, wanted = only.value.toLowerCase();
     const top = text.scrollTop;
     text.replaceChildren(...lines.filter((line) => line.toLowerCase().includes(wanted)).map((line) => {
       const level = line.match(/^\S+ \S+ (WARNING|ERROR|CRITICAL)/)?.[1];
       return make("span", `${line}\n`, level ? (level === "WARNING" ? "warning" : "error") : "");
     }));
     text.hidden = !lines.length;
-    text.scrollTop = follows || toEnd && !top ? text.scrollHeight : top;
+    text.scrollTop = toEnd && (wasAtEnd || !top) ? text.scrollHeight : top;
   }
 
   function refresh() {
@@ -202,8 +205,8 @@ export function logIn(place, runs) {
     choice.replaceChildren(...model.runs.map((run) => Object.assign(make("option", run.name), { value: run.name })));
     choice.value = wanted;
     if (!choice.value) return;
-    if (name !== choice.value) [name, lines] = [choice.value, []];
-    return read(null);
+    if (name !== choice.value) [name, lines, follows] = [choice.value, [], true];
+    return follows ? read(null) : undefined;
   }
   return { refresh };
 }
