@@ -13,7 +13,7 @@ TABLE = "it-runs-and-does-not-learn"
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class AlertRule:
     """A problem that updates show in their metrics."""
 
     title: str
@@ -42,7 +42,7 @@ LOOKED_AT = {
 """Metrics to look at for each symptom."""
 RULES = (
     *(
-        Rule(
+        AlertRule(
             title=name,
             keys=LOOKED_AT.get(name, ()),
             shown=symptom.shown,
@@ -52,7 +52,7 @@ RULES = (
         )
         for name, symptom in SYMPTOMS.items()
     ),
-    Rule(
+    AlertRule(
         title="little signal",
         keys=("reward/zero_variance_share", "reward/mean"),
         shown=_at_least("reward/zero_variance_share", 0.9),
@@ -61,7 +61,7 @@ RULES = (
         "larger algorithm.group_size, or set algorithm.dynamic_sampling",
         behind="no gradient",
     ),
-    Rule(
+    AlertRule(
         title="far from the reference",
         keys=("policy/kl_reference",),
         shown=_at_least("policy/kl_reference", 0.5),
@@ -69,7 +69,7 @@ RULES = (
         "that the reference finds improbable. Raise algorithm.kl_coefficient, or lower "
         "algorithm.learning_rate",
     ),
-    Rule(
+    AlertRule(
         title="far from the sampler's policy",
         keys=("policy/k3_behavior", "policy/ratio_max", "policy/ratio_min"),
         shown=_at_least("policy/k3_behavior", 0.1),
@@ -77,14 +77,14 @@ RULES = (
         "is far from the one that sampled. Lower algorithm.learning_rate, algorithm.epochs or "
         "staleness.max_staleness",
     ),
-    Rule(
+    AlertRule(
         title="clipped ratios",
         keys=("policy/clip_share", "policy/ratio_max", "policy/ratio_min"),
         shown=_at_least("policy/clip_share", 0.2),
         says="clipped away the gradient of at least 20 % of the tokens (policy/clip_share). Lower "
         "algorithm.learning_rate, or algorithm.epochs",
     ),
-    Rule(
+    AlertRule(
         title="data too old",
         keys=("offpolicy/ess_share", "staleness/mean"),
         shown=_at_most("offpolicy/ess_share", 0.5),
@@ -92,7 +92,7 @@ RULES = (
         "the data is too old for the rate at which the policy changes. Lower "
         "staleness.max_staleness or algorithm.learning_rate",
     ),
-    Rule(
+    AlertRule(
         title="many truncated answers",
         keys=("rollout/truncated_share", "rollout/length_mean"),
         shown=_at_least("rollout/truncated_share", 0.5),
@@ -101,7 +101,7 @@ RULES = (
         section="truncated-answers",
         behind="truncated answers",
     ),
-    Rule(
+    AlertRule(
         title="mismatch",
         keys=("mismatch/mean", "mismatch/max", "weights/probe_error"),
         shown=_at_least("mismatch/mean", 0.01),
@@ -110,7 +110,7 @@ RULES = (
         "algorithm.keep_routing",
         section="the-samplers-log-probs-on-the-probe-differ",
     ),
-    Rule(
+    AlertRule(
         title="skipped update",
         keys=("train/skipped", "train/blown_up", "train/grad_norm"),
         shown=_at_least("train/skipped", 1.0),

@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from jaxrl_async.view.queries import ANSWERS, Answer, Query, csv_of, file_of
 from jaxrl_async.view.report import plain_json
-from jaxrl_async.view.run_list import RunList, Runs
+from jaxrl_async.view.run_list import RunList, RunsByName
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class ViewServer(ThreadingHTTPServer):
         super().__init__((host, port), ViewHandler)
 
     @property
-    def runs(self) -> Runs:
+    def runs(self) -> RunsByName:
         """The runs as of now, by name."""
         return self._runs.now()
 

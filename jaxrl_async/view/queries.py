@@ -9,14 +9,13 @@ from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.metrics.series import accuracy_points, number
 from jaxrl_async.metrics.trace_file import traces_of
 from jaxrl_async.view.alerts import alerts, documentation
-from jaxrl_async.view.run_list import Runs
+from jaxrl_async.view.run_list import RunsByName
 from jaxrl_async.view.run_table import (
     axis,
     csv_lines,
     differing,
     measures,
     started_s,
-    tags_of,
     thinned,
 )
 from jaxrl_async.view.sections import SECTIONS, WARM, WARM_CHARTS, Chart
@@ -45,17 +44,17 @@ NOT_DRAWN = ("_stderr", "_change")
 """Endings of the names of an evaluation's metrics that belong to a mean."""
 
 Query = Mapping[str, Sequence[str]]
-Answer = Callable[[Runs, Query], Any]
+Answer = Callable[[RunsByName, Query], Any]
 
 
-def overview(runs: Runs, query: Query) -> Any:
+def overview(runs: RunsByName, query: Query) -> Any:
     """Return the runs by their start, each with its state, its progress, and a text that changes
     with its files; the folders; and the address of the documentation."""
     locks = locks_held()
     return as_overview([facts_of(run, run.state(locks), run.look()) for run in runs.values()], runs)
 
 
-def as_overview(facts: list[dict[str, Any]], runs: Runs) -> dict[str, Any]:
+def as_overview(facts: list[dict[str, Any]], runs: RunsByName) -> dict[str, Any]:
     """Return the overview of runs. A run's number, which is its color, is its place by start and
     name: one that begins later changes no other's."""
     facts.sort(key=lambda one: (one["started"] or 0.0, one["name"]))
@@ -79,11 +78,11 @@ def facts_of(run: WatchedRun, state: str, seen: str) -> dict[str, Any]:
         "update": update,
         "started": started_s(run),
         "host": str(starts[-1].get("host", "")) if starts else "",
-        "tags": tags_of(run),
+        "tags": run.tags(),
     }
 
 
-def asked(runs: Runs, query: Query) -> list[WatchedRun]:
+def asked(runs: RunsByName, query: Query) -> list[WatchedRun]:
     """Return the runs of a query. Raises KeyError for an unknown one, or for none."""
     names = query["run"]
     if len(names) > MAX_ASKED:
@@ -91,7 +90,7 @@ def asked(runs: Runs, query: Query) -> list[WatchedRun]:
     return [runs[name] for name in dict.fromkeys(names)]
 
 
-def layout(runs: Runs, query: Query) -> Any:
+def layout(runs: RunsByName, query: Query) -> Any:
     """Return the charts, by section, that at least one of the runs `run` (or of all) has data for;
     and all metrics."""
     chosen = [runs[name] for name in query["run"]] if "run" in query else list(runs.values())
@@ -137,7 +136,7 @@ def told(key: str) -> dict[str, str]:
     return {"key": metric.key, "unit": metric.unit, "about": metric.help}
 
 
-def curves(runs: Runs, query: Query) -> Any:
+def curves(runs: RunsByName, query: Query) -> Any:
     """Return the curves of the metrics `key`, of each run, between two steps."""
     first, last = _number(query, "first", 0), _number(query, "last", LAST_STEP)
     most = max(min(_number(query, "points", 600), MAX_POINTS), 2)
@@ -145,36 +144,36 @@ def curves(runs: Runs, query: Query) -> Any:
     return {run.name: run.curves(keys, first, last, most) for run in asked(runs, query)}
 
 
-def axes(runs: Runs, query: Query) -> Any:
+def axes(runs: RunsByName, query: Query) -> Any:
     """Return the axis `x` of each run: steps, and tokens or seconds up to each."""
     kind = query["x"][0]
     return {run.name: thinned(axis(run, kind), AXIS_POINTS) for run in asked(runs, query)}
 
 
-def settings(runs: Runs, query: Query) -> Any:
+def settings(runs: RunsByName, query: Query) -> Any:
     """Return the settings that are not the same in all runs `run` (or in all)."""
     chosen = [runs[name] for name in query["run"]] if "run" in query else list(runs.values())
     return differing(chosen)
 
 
-def rows(runs: Runs, query: Query) -> Any:
+def rows(runs: RunsByName, query: Query) -> Any:
     """Return the newest values and the alerts of each run."""
     return {run.name: measures(run) for run in asked(runs, query)}
 
 
-def log_part(runs: Runs, query: Query) -> Any:
+def log_part(runs: RunsByName, query: Query) -> Any:
     """Return the last lines of a run's log, or the lines that end at the offset `before`."""
     text, begin, size = runs[query["run"][0]].log_text(_number(query, "before", None), LOG_BYTES)
     return {"text": text, "from": begin, "size": size}
 
 
-def csv_of(runs: Runs, query: Query) -> Iterator[str]:
+def csv_of(runs: RunsByName, query: Query) -> Iterator[str]:
     """Return the lines of all values of the metrics `key` of the runs `run`, as CSV."""
     chosen = [runs[name] for name in dict.fromkeys(query["run"])]
     return csv_lines(chosen, list(dict.fromkeys(query["key"])))
 
 
-def summary(runs: Runs, query: Query) -> Any:
+def summary(runs: RunsByName, query: Query) -> Any:
     """Return a run's tiles, alerts, evaluations, trained tokens by age, lengths, drops and
     faults."""
     run = runs[query["run"][0]]
@@ -189,13 +188,13 @@ def summary(runs: Runs, query: Query) -> Any:
     }
 
 
-def extents(runs: Runs, query: Query) -> Any:
+def extents(runs: RunsByName, query: Query) -> Any:
     """Return all metrics of a run: first, last, minimum and maximum value, unit and meaning."""
     found = runs[query["run"][0]].extents()
     return [{**told(key), "key": key, "values": values} for key, values in found.items()]
 
 
-def samples(runs: Runs, query: Query) -> Any:
+def samples(runs: RunsByName, query: Query) -> Any:
     """Return a run's samples that match the query: their number, and one page of them."""
     wanted = SampleFilter(
         text=(query.get("text") or [""])[0],
@@ -215,7 +214,7 @@ def samples(runs: Runs, query: Query) -> Any:
     return {"found": found, "samples": lines, "numbers": numbers}
 
 
-def spans(runs: Runs, query: Query) -> Any:
+def spans(runs: RunsByName, query: Query) -> Any:
     """Return the timeline between the times `from` and `to`, seconds since the run's first span, or
     between two steps."""
     found = runs[query["run"][0]].spans()
@@ -228,7 +227,7 @@ def spans(runs: Runs, query: Query) -> Any:
     return found.shown(window[0], found.end_s if window[1] is None else window[1], max(columns, 1))
 
 
-def identity(runs: Runs, query: Query) -> Any:
+def identity(runs: RunsByName, query: Query) -> Any:
     """Return a run's versions, devices and configuration, its folder, its starts, its tags, and its
     traces of JAX's profiler."""
     run = runs[query["run"][0]]
@@ -240,13 +239,13 @@ def identity(runs: Runs, query: Query) -> Any:
         **run.identity(),
         "path": str(run.root),
         "starts": run.starts(),
-        "tags": tags_of(run),
+        "tags": run.tags(),
         "time": seconds[-1] if seconds else None,
         "traces": traces,
     }
 
 
-def file_of(runs: Runs, query: Query) -> Path:
+def file_of(runs: RunsByName, query: Query) -> Path:
     """Return the requested file of a run, which must be one of its traces. Raises KeyError for any
     other."""
     run, asked = runs[query["run"][0]], query["file"][0]

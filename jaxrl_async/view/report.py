@@ -29,7 +29,7 @@ from jaxrl_async.view.queries import (
     settings,
     summary,
 )
-from jaxrl_async.view.run_list import Runs
+from jaxrl_async.view.run_list import RunsByName
 from jaxrl_async.view.run_table import AXES, axis, measures, thinned
 from jaxrl_async.view.watched import SampleFilter, WatchedRun
 
@@ -83,7 +83,7 @@ def write_report(run_dir: Path) -> Path:
 
 def embedded(run: WatchedRun) -> dict[str, Any]:
     """Return the page's data about a run: the answers to its queries, curves and samples."""
-    runs, query = Runs({run.name: run}), {"run": [run.name]}
+    runs, query = RunsByName({run.name: run}), {"run": [run.name]}
     keys = run.measured()
     most = min(max(ALL_POINTS // max(len(keys), 1), LEAST_POINTS), MOST_POINTS)
     curves = run.curves(keys, 0, LAST_STEP, most)
@@ -176,7 +176,7 @@ def page(data: object) -> str:
         f'<script id="embedded" type="application/json">{as_json(data)}</script>\n'
         f'<script type="module">{script}</script>\n'
     )
-    before, title, rest = _file("index.html").partition("<title>Runs</title>\n")
+    before, title, rest = _file("index.html").partition("<title>RunsByName</title>\n")
     assert title, "page/index.html has another title"
     return before + title + head + re.sub(r"<(link|script) .*\n", "", rest)
 

@@ -17,7 +17,7 @@ DEPTH = 3
 """Levels of folders that are searched: of runs, of their adapters."""
 
 
-class Runs(dict[str, WatchedRun]):
+class RunsByName(dict[str, WatchedRun]):
     """The runs of a page by name. left_out: number of runs without a place. folders: where they are
     sought."""
 
@@ -42,10 +42,10 @@ class RunList:
         self._lock = threading.Lock()
         self._known: dict[Path, WatchedRun] = {}
         self._looked_at = -LOOK_S
-        self._runs = Runs()
+        self._runs = RunsByName()
         self.now()
 
-    def now(self) -> Runs:
+    def now(self) -> RunsByName:
         """Return the runs as of now, or of up to LOOK_S ago."""
         with self._lock:
             if self._clock() - self._looked_at >= LOOK_S:
@@ -61,7 +61,7 @@ class RunList:
         taken = [run.name for run in self._known.values()]
         for path, name in zip(new, unique_names(new, taken), strict=True):
             self._known[path] = WatchedRun(path, name)
-        runs = Runs({run.name: run for run in self._known.values()})
+        runs = RunsByName({run.name: run for run in self._known.values()})
         runs.left_out = len(found) - len(kept)
         runs.folders = tuple(str(folder) for folder in self._folders)
         self._runs = runs

@@ -2,114 +2,28 @@
 
 import csv
 import io
-import json
-import re
-import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import yaml
-
 from jaxrl_async.view.alerts import alerts
+from jaxrl_async.view.configuration import TAGS_SETTING
 from jaxrl_async.view.watched import Points, WatchedRun, finite_number
 
-MAX_CONFIG_BYTES = 2**20
-"""Maximum size of a configuration that is read, bytes."""
-MAX_SETTINGS = 5000
-"""Maximum number of settings of a run that are compared."""
-MAX_TEXT = 200
-"""Maximum length of a setting's text."""
 MAX_COLUMNS = 300
 """Maximum number of settings that differ in one answer; further ones are counted."""
-MAX_BRACKETS, MAX_DASHES = 5000, 50
-"""Maximum numbers of brackets, and of lists that begin within lists, of a configuration."""
 OWN = ("run.name", "run.dir", "run.resume", "run.overwrite", "run.resume_or_start")
 """Settings that say which run it is, and are no differences."""
 FORMULA = ("=", "+", "-", "@")
 """Beginnings of texts that spreadsheets take as formulas."""
-TAGS = "metrics.tags"
-"""The setting with a run's tags."""
-
-_HAS_TAGS = re.compile(r"^ +tags:(?! *\[\])", re.MULTILINE)
-_short = reprlib.Repr(maxlevel=3, maxlist=12, maxdict=12, maxtuple=12, maxstring=120, maxother=120)
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-class ConfigReader:
-    """Reads configurations, each again only if its text has changed."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[int, dict[str, str], list[str]]] = {}
-
-    def read(self, run: WatchedRun) -> tuple[dict[str, str], list[str]]:
-        """Return a run's settings by dotted name, as short texts, and the tags in it."""
-        text = run.config_text() or ""
-        known = self._known.get(run.name)
-        if known is None or known[0] != hash(text):
-            tree = parsed(text)
-            section = tree.get("metrics")
-            tags = section.get("tags") if isinstance(section, Mapping) else None
-            listed = [str(tag)[:40] for tag in tags[:20]] if isinstance(tags, list) else []
-            known = self._known[run.name] = hash(text), dict(settings_of(tree)), listed
-        return known[1], known[2]
-
-
-CONFIGS = ConfigReader()
-"""The configurations that this process has read."""
-
-
-def parsed(text: str) -> Mapping[str, Any]:
-    """Return a configuration; {} if it is damaged, or nested as none is."""
-    nested = text.count("[") + text.count("{") > MAX_BRACKETS or text.count("- - ") > MAX_DASHES
-    if len(text) > MAX_CONFIG_BYTES or nested:
-        return {}
-    try:
-        tree = yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return {}
-    return tree if isinstance(tree, dict) else {}
-
-
-def settings_of(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the dotted names and short texts of a configuration's settings, MAX_SETTINGS at
-    most."""
-    waiting: list[tuple[str, Any]] = [("", tree)]
-    count = 0
-    while waiting and count < MAX_SETTINGS:
-        name, value = waiting.pop()
-        if isinstance(value, Mapping) and value and name.count(".") < 12:
-            inner = [(f"{name}.{key}" if name else str(key), one) for key, one in value.items()]
-            waiting += reversed(inner[:MAX_SETTINGS])
-            continue
-        count += 1
-        yield name[:MAX_TEXT], text_of(value)
-
-
-def text_of(value: object) -> str:
-    """Return a setting's value as in YAML, shortened."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    if isinstance(value, str):
-        return value[:MAX_TEXT]
-    if isinstance(value, int) and abs(value) >= 10**30:
-        return "a long number"
-    return _short.repr(value)[:MAX_TEXT]
-
-
-def tags_of(run: WatchedRun) -> list[str]:
-    """Return a run's tags: those of its configuration, which is only parsed if it has some, then
-    those in its folder."""
-    has_some = _HAS_TAGS.search(run.config_text() or "")
-    return list(dict.fromkeys([*(CONFIGS.read(run)[1] if has_some else ()), *run.tags()]))
 
 
 def differing(runs: Sequence[WatchedRun]) -> dict[str, Any]:
     """Return the settings that are not the same in all runs: their names, the values of each run
     (null: it has no such setting), the number of equal settings, and of those left out."""
-    read = {run.name: CONFIGS.read(run)[0] for run in runs}
+    read = {run.name: run.settings() for run in runs}
     configured = [settings for settings in read.values() if settings]
     every = dict.fromkeys(name for settings in configured for name in settings)
-    names = [name for name in every if name not in (*OWN, TAGS)]
+    names = [name for name in every if name not in (*OWN, TAGS_SETTING)]
     differ = [name for name in names if len({one.get(name) for one in configured}) > 1]
     shown = differ[:MAX_COLUMNS]
     return {

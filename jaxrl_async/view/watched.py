@@ -24,6 +24,7 @@ import numpy as np
 from jaxrl_async.metrics.recorder import METRICS_FILE, SAMPLES_FILE, WARM_START
 from jaxrl_async.metrics.run_log import LOG_FILE, STARTS_FILE
 from jaxrl_async.types import StopReason
+from jaxrl_async.view.configuration import cleaned, parsed, settings_of, tags_in
 from jaxrl_async.view.lanes import RunSpans, read_spans, trace_files
 from jaxrl_async.view.sections import WARM
 
@@ -35,8 +36,6 @@ END_BYTES = 2**16
 """Size of the beginning and of the end of a file that are read at first, bytes."""
 TAGS_FILE = "tags.txt"
 """File in a run's folder with a tag in each line, for people to write."""
-MAX_TAGS, MAX_TAG = 20, 40
-"""Maximum number of tags of a run, and of characters of a tag."""
 Points = tuple[list[int], list[float]]
 """[points] steps, ascending, and [points] values."""
 
@@ -277,6 +276,7 @@ class WatchedRun:
         self._samples: list[Sample] = []
         self._spans, self._traces = RunSpans(), ""
         self._starts: tuple[str, list[dict[str, Any]]] = ("", [])
+        self._config: tuple[str, list[str], dict[str, str] | None] = ("", [], {})
 
     def look(self) -> str:
         """Return a text that differs if any of the run's files has changed."""
@@ -432,13 +432,32 @@ class WatchedRun:
             return self._starts[1]
 
     def tags(self) -> list[str]:
-        """Return the tags that people have written into the run's folder."""
+        """Return the run's tags: of its configuration, and those that people wrote into its
+        folder."""
+        listed = self._from_config()[1]
         try:
             with (self.root / TAGS_FILE).open(encoding="utf-8", errors="replace") as file:
-                lines = file.read(END_BYTES).splitlines()
-        except OSError:
-            return []
-        return [line.strip()[:MAX_TAG] for line in lines if line.strip()][:MAX_TAGS]
+                listed = [*listed, *cleaned(file.read(END_BYTES).splitlines())]
+        except OSError:  # no one has written any
+            pass
+        return list(dict.fromkeys(listed))
+
+    def settings(self) -> dict[str, str]:
+        """Return the run's settings by dotted name, as short texts."""
+        text, _, found = self._from_config()
+        if found is None:
+            found = dict(settings_of(parsed(text)))
+            with self._lock:
+                self._config = text, self._config[1], found
+        return found
+
+    def _from_config(self) -> tuple[str, list[str], dict[str, str] | None]:
+        """Return the configuration's text, its tags, and its settings if they were read."""
+        text = self.config_text() or ""
+        with self._lock:
+            if text != self._config[0]:
+                self._config = text, tags_in(text), None
+            return self._config
 
     def config_text(self) -> str | None:
         """Return the text of the run's configuration; None if there is none."""

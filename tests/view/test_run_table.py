@@ -11,15 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_async.config.load import dump, load
+from jaxrl_async.view.configuration import parsed, settings_of, text_of
 from jaxrl_async.view.run_table import (
     axis,
     csv_lines,
     differing,
     measures,
-    parsed,
-    settings_of,
-    tags_of,
-    text_of,
     thinned,
 )
 from jaxrl_async.view.watched import WatchedRun
@@ -57,9 +54,9 @@ def test_a_real_configuration_has_all_its_settings(tmp_path):
     run = written(tmp_path / "a", config=dump(config))
     settings = dict(settings_of(parsed(dump(config))))
     assert settings["run.steps"] == "7" and settings["run.resume"] == "false"
-    assert len(settings) > 150 and tags_of(run) == ["sweep", "small"]
+    assert len(settings) > 150 and run.tags() == ["sweep", "small"]
     (tmp_path / "a" / "tags.txt").write_text("good\n\n small \n" + "x" * 90 + "\n")
-    assert tags_of(run) == ["sweep", "small", "good", "x" * 40]
+    assert run.tags() == ["sweep", "small", "good", "x" * 40]
 
 
 BOMB = "a: &a [x, x]\n" + "".join(
@@ -75,7 +72,7 @@ BOMB = "a: &a [x, x]\n" + "".join(
 )  # fmt: skip
 def test_no_configuration_stops_the_table(tmp_path, text):
     run = written(tmp_path / "a", config=text)
-    found = json.dumps([differing([run, written(tmp_path / "b", config="b: 1")]), tags_of(run)])
+    found = json.dumps([differing([run, written(tmp_path / "b", config="b: 1")]), run.tags()])
     assert len(found) < 100_000
 
 
