@@ -176,7 +176,7 @@ def page(data: object) -> str:
         f'<script id="embedded" type="application/json">{as_json(data)}</script>\n'
         f'<script type="module">{script}</script>\n'
     )
-    before, title, rest = _file("index.html").partition("<title>RunsByName</title>\n")
+    before, title, rest = _file("index.html").partition("<title>Runs</title>\n")
     assert title, "page/index.html has another title"
     return before + title + head + re.sub(r"<(link|script) .*\n", "", rest)
 
