@@ -160,7 +160,8 @@ def alerts(run: WatchedRun) -> list[dict[str, object]]:
 def last_stretch(shown: list[bool], in_a_row: int) -> tuple[int, int] | None:
     """Return the first and the last place of the last stretch of at least `in_a_row` true
     values."""
-    end, last = 0, None
+    end = 0
+    last: tuple[int, int] | None = None
     for value, places in groupby(shown):
         begin, end = end, end + len(list(places))
         if value and end - begin >= in_a_row:
