@@ -3,6 +3,7 @@
 import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 
 from jaxrl_async.metrics.symptoms import DOCS, FOLLOWS, IN_A_ROW, SYMPTOMS
@@ -169,6 +170,7 @@ def last_stretch(shown: list[bool], in_a_row: int) -> tuple[int, int] | None:
     return last
 
 
+@cache
 def documentation() -> str:
     """Return the address of the documentation, as the installed package names it; "" if it names
     none."""

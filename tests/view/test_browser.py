@@ -8,6 +8,7 @@ import shutil
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxrl_async.metrics.trace_file import RecordedSpan, SpanRecorder, TraceFile
@@ -330,6 +331,60 @@ def test_samples_are_sorted_paged_and_linked(page):
     shown.reload()
     sees(shown.locator("#samples > .hint")).to_have_text("1 sample")
     assert shown.locator(".sample .facts a").inner_text() == f"#{number}"
+
+
+def in_page(shown, module: str, name: str, *given):
+    """Return what a function of one of the page's scripts returns."""
+    script = "async ([m, n, given]) => (await import(`/${m}.js`))[n](...given)"
+    return shown.evaluate(script, [module, name, list(given)])
+
+
+def test_formulas_of_charts_agree_with_numpy(page):
+    shown, _ = page
+    random = np.random.default_rng(3)
+    values = random.normal(size=40)
+    weights = 0.9 ** np.arange(40)[::-1]
+    wanted = [np.average(values[: n + 1], weights=weights[-n - 1 :]) for n in range(40)]
+    assert in_page(shown, "charts", "smoothed", values.tolist(), 0.9) == pytest.approx(wanted)
+    steps = np.unique(random.integers(0, 500, 40))
+    totals = np.cumsum(random.uniform(1, 9, len(steps)))
+    for step in (-3, 0, 77, 250.5, 499, 900):
+        got = in_page(shown, "charts", "onAxis", [steps.tolist(), totals.tolist()], step)
+        assert got == pytest.approx(np.interp(step, steps, totals))
+    for value in (-1.0, *totals[:3], 50.5, 1e9):
+        got = in_page(shown, "plot", "placeOf", totals.tolist(), value)
+        assert got == np.searchsorted(totals, value)
+        near = in_page(shown, "plot", "nearestOf", totals.tolist(), value)
+        assert near == int(np.abs(totals - value).argmin())
+    curves = []
+    for _ in range(3):
+        own = np.unique(random.integers(0, 60, 12))
+        curves.append((own, random.normal(size=len(own))))
+    band = in_page(shown, "charts", "banded", [[s.tolist(), v.tolist()] for s, v in curves])
+    union = np.unique(np.concatenate([own for own, _ in curves]))
+    assert band["steps"] == union.tolist()
+    for place, step in enumerate(union):
+        at = [np.interp(step, s, v) for s, v in curves if s[0] <= step <= s[-1]]
+        got = [band[name][place] for name in ("mean", "least", "largest")]
+        assert got == pytest.approx([np.mean(at), min(at), max(at)])
+    times = [1.0] * 9 + [1.5] * 9 + [2.0] * 9 + [600.0]  # the last one compiles
+    low, high = in_page(shown, "plot", "rangeOf", times, {"zero": True, "cut": True})
+    assert low == 0 and 2.0 + 3 * 1.0 <= high < 6
+    assert in_page(shown, "plot", "rangeOf", times, {"zero": True})[1] > 600
+    low, high = in_page(shown, "plot", "rangeOf", [-1.0, 0.0, 0.01, 100.0], {"log": True})
+    assert 0 < low < 0.01 and high > 100
+    assert in_page(shown, "plot", "rangeOf", [2.0, 2.0], {}) == pytest.approx([1.8, 2.2])
+    ends = in_page(shown, "charts", "stepsWithin", [[1, 5, 9, 20], [10, 50, 90, 200]], [55, 85])
+    assert ends == [5, 20], "one point on each side"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.5, "0.5 s"), (59, "59 s"), (60, "1 min"), (3700, "1 h 1 min"), (90_000, "1 d 1 h")],
+)
+def test_durations_are_shown_in_two_units(page, seconds, text):
+    shown, _ = page
+    assert in_page(shown, "numbers", "durationOf", seconds) == text
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ let words = new URLSearchParams(), view = "";
 /** Read the address. */
 export function readAddress() {
   const [tab, rest = ""] = location.hash.slice(1).split("?");
-  view = decodeURIComponent(tab);
+  view = tab;
   words = new URLSearchParams(rest);
 }
 

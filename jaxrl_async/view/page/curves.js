@@ -98,6 +98,7 @@ export function curvesIn(place, { look, runs, change, onRun }) {
       buttonOf("⤢", "large or small", () => change({ large: look().large === chart.title ? "" : chart.title })),
       buttonOf("PNG", "save this chart as a picture", () => savePicture(card)),
       buttonOf("CSV", "save the values of these runs", () => saveValues(card)));
+    stage.setAttribute("role", "img");
     head.append(title, card.key, card.count, tools);
     box.append(head, stage);
     box.card = stage.card = card;
@@ -211,9 +212,16 @@ export function curvesIn(place, { look, runs, change, onRun }) {
     const { lines, bands } = linesOf(chart, data, shownRuns, axisByRun, now);
     card.plot.draw({ lines, bands, axis, axisLabel: warm ? "update" : AXIS_LABELS[axis], range: warm ? null : rangeNow(),
       log: now.log, zero: chart.zero, cut: now.cut || (chart.unit === "s" && !now.range) });
+    card.stage.setAttribute("aria-label", `${chart.title}: ${labelOf(lines)}`);
     listDashes(card, shownRuns);
     const { outside } = card.plot.frame ?? { outside: 0 };
     card.count.textContent = outside ? `${outside} ${outside === 1 ? "value" : "values"} outside` : "";
+  }
+
+  /** Say the last values of a chart's curves, or how many there are. */
+  function labelOf(lines) {
+    if (lines.length > IN_TIP) return `${lines.length} curves`;
+    return lines.filter((line) => line.ys.length).map((line) => `${line.label} ${shown(line.ys.at(-1))}`).join(", ") || "no values";
   }
 
   /** Say which of a chart's curves is which: by dash if runs have colors, else by color. */

@@ -213,7 +213,7 @@ at("tabs").addEventListener("click", ({ target }) => {
 addEventListener("hashchange", show);
 onTheme(() => {
   update();
-  curves.repaint();
+  VIEWS[tabNow()]();
   for (const view of lanes.values()) view.paint();
 });
 let width = innerWidth;
