@@ -22,7 +22,9 @@ MAX_TAGS, MAX_TAG = 20, 40
 """Maximum number of tags of a run, and of characters of a tag."""
 
 _HAS_TAGS = re.compile(r"^ +tags:(?! *\[\])", re.MULTILINE)
-_short = reprlib.Repr(maxlevel=3, maxlist=12, maxdict=12, maxtuple=12, maxstring=120, maxother=120)
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxlist, _short.maxdict, _short.maxtuple = 3, 12, 12, 12
+_short.maxstring = _short.maxother = _short.maxlong = 120
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
