@@ -89,7 +89,8 @@ def assemble_several(
             base_path=config.model.path or str(paths.base),
             label=name,
         )
-        told = Console(one.config.run.steps, stream=stream, live=False, name=name)
+        keep = context.console.keep
+        told = Console(one.config.run.steps, stream=stream, live=False, keep=keep, name=name)
         shared = SharedParts(sampling=samplers.of_run(name), turn=turns)
         parts[name] = connect(begun, replace(context, console=told), closing, shared)
     return parts, turns

@@ -211,6 +211,8 @@ class MetricsSection(Section):
     spans: bool = False
     """Record a timeline of all threads: the dashboard shows it, and https://ui.perfetto.dev opens
     trace.json in the run's folder, written each minute and at the end."""
+    tags: tuple[str, ...] = ()
+    """Words by which the dashboard filters and groups runs, such as [sweep, small]."""
     samples_every: NonNegative = 10
     """Updates between two records of sample completions; 0: none. One more forward pass over these
     few compares the trainer's log-probs with the sampler's."""

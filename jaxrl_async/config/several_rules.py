@@ -21,8 +21,8 @@ SHARED = (
 OWN_OF_RUN = ("steps",)
 """Settings of the section `run` that may differ in each run."""
 FILES = (
-    *("base", "base.json", "base.tmp", "config.yaml", "decoder", "lock"),
-    *("trace.json", "older.trace.json", "warm_start", "policy", "adapter"),
+    *("base", "base.json", "base.tmp", "config.yaml", "decoder", "lock", "run.log"),
+    *("starts.jsonl", "trace.json", "older.trace.json", "warm_start", "policy", "adapter"),
 )
 """Other files in the folder of several runs."""
 

@@ -129,6 +129,8 @@ CURVES = ("reward", "eval", "eval reward", "eval loss", "pairs right")
 CURVE_WIDTH = 48
 """Maximum width of a curve, columns."""
 
+Keep = Callable[[str], object]
+"""Called with each line that a log shows, also while a live display shows no lines."""
 OnStep = Callable[[int, Mapping[str, float]], object]
 """Called with the number of a finished update (0: the evaluation before the first) and its metrics.
 """
@@ -147,6 +149,7 @@ class Console:
         live: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_step: OnStep | None = None,
+        keep: Keep | None = None,
         name: str = "",
     ) -> None:
         """Create the display. `live` None means live if the stream is a terminal, or if no stream
@@ -155,6 +158,7 @@ class Console:
         name: of one of several runs; plain lines begin with it.
         """
         self._on_step, self._name = on_step, f"{name}  " if name else ""
+        self.keep = keep
         self.with_caller = False
         """Whether the caller's own on_step is running."""
         self._stream = GuardedStream(stream or sys.stdout, "the console")
@@ -184,13 +188,16 @@ class Console:
         display its bar replaces the bar of the steps."""
         self._parts.append((done, self._clock()))
         left_s = eta_s(self._parts, total)
-        told = f"{done}/{total}, {detail}"
-        if self._live is None and left_s:
-            told += f", eta {duration(left_s)}"
-        self._show_phase(name, told if self._live is None else detail, (done, total), left_s)
+        line = f"{done}/{total}, {detail}" + (f", eta {duration(left_s)}" if left_s else "")
+        self._show_phase(name, detail, (done, total), left_s, line)
 
     def _show_phase(
-        self, name: str, detail: str, part: tuple[int, int] | None, left_s: float | None
+        self,
+        name: str,
+        detail: str,
+        part: tuple[int, int] | None,
+        left_s: float | None,
+        line: str = "",  # instead of the detail, where lines are written
     ) -> None:
         now = self._clock()
         changed = name != self._progress.phase
@@ -202,10 +209,11 @@ class Console:
             eta_s=left_s,
             elapsed_s=now - self._start,
         )
+        line = line or detail
         if self._live is not None:
             self._show()
-        elif changed or (detail and now - self._printed_at >= spacing_s(now - self._start)):
-            self._print(f"[{duration(now - self._start)}] {name}{f': {detail}' if detail else ''}")
+        if changed or (line and now - self._printed_at >= spacing_s(now - self._start)):
+            self._print(f"[{duration(now - self._start)}] {name}{f': {line}' if line else ''}")
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Show a finished step and its metrics."""
@@ -227,7 +235,7 @@ class Console:
         due = spaced or first or step == total or evaluated
         if self._live is not None:
             self._show()
-        elif due:
+        if due:
             self._print(plain_line(self._progress))
         if self._on_step is not None:
             self.with_caller = True
@@ -244,7 +252,7 @@ class Console:
             self._show()
             return False
         since = duration(self._clock() - self._start)
-        print(f"{self._name}[{since}] waiting: {text}", file=self._stream, flush=True)
+        self._write(f"{self._name}[{since}] waiting: {text}")
         return True
 
     def summary(self, lines: Iterable[str]) -> None:
@@ -275,7 +283,14 @@ class Console:
 
     def _print(self, line: str) -> None:
         self._printed_at = self._clock()
-        print(f"{self._name}{line}", file=cast(TextIO, self._stream), flush=True)
+        self._write(f"{self._name}{line}")
+
+    def _write(self, line: str) -> None:
+        """Write a line where no live display is, and keep it."""
+        if self._live is None:
+            print(line, file=cast(TextIO, self._stream), flush=True)
+        if self.keep is not None:
+            self.keep(line)
 
     def _in_cell(self) -> tuple[str, str]:
         # As _draw, on the cell's own thread

@@ -15,6 +15,7 @@ from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.data.hub import hub_name_of
 from jaxrl_async.errors import ConfigError, FolderLost
 from jaxrl_async.metrics.recorder import METRICS_FILE, SUPERSEDED, WARM_START
+from jaxrl_async.metrics.run_log import LOG_FILE, STARTS_FILE
 from jaxrl_async.metrics.trackers import TRACKERS_FILE
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import is_quantized
@@ -365,7 +366,10 @@ def holds_something(path: Path) -> bool:
     return path.is_dir() and any(not _is_left_over(entry) for entry in path.iterdir())
 
 
-BEGINNINGS = ("config.yaml", "schedule.jsonl", "tensorboard", WANDB, TRACKERS_FILE, SIGNS, WRITERS)
+BEGINNINGS = (
+    *("config.yaml", "schedule.jsonl", "tensorboard", WANDB, TRACKERS_FILE, SIGNS, WRITERS),
+    *(LOG_FILE, STARTS_FILE),
+)
 """Names of files and folders that are written before a run makes anything."""
 
 

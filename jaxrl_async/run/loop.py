@@ -40,6 +40,7 @@ from jaxrl_async.later import Later
 from jaxrl_async.metrics.console import Console, OnStep
 from jaxrl_async.metrics.json_logs import add_labels, logs_as
 from jaxrl_async.metrics.recorder import read_lines
+from jaxrl_async.metrics.run_log import RunLog, record_start
 from jaxrl_async.metrics.series import accuracy_points, points
 from jaxrl_async.metrics.spans import recorded_spans, write_spans
 from jaxrl_async.metrics.trackers import check_trackers, remembered
@@ -115,6 +116,19 @@ def train(
     called = _called(config, on_step, callbacks)
     paths = Paths(Path(config.run.dir) / config.run.name)
     config = _with_dtype_of_first(config, lockstep, paths.config)
+    with RunLog() as kept:
+        return _trained(config, paths, lockstep, called, task, kept)
+
+
+def _trained(
+    config: Config,
+    paths: Paths,
+    lockstep: Lockstep,
+    called: "Callbacks | None",
+    task: Task | None,
+    kept: RunLog,
+) -> Path:
+    """Run a checked configuration to its end; return its folder. kept: opened in the folder."""
     with ExitStack() as closing:
         closing.enter_context(no_end_by_others())
         closing.enter_context(logs_as(config.run.logs, run=config.run.name, role="trainer"))
@@ -128,11 +142,12 @@ def train(
         stop.answer = "stopping as soon as the run is prepared, and saving"
         told = None if called is None else _stopping(stop)(called.step)
         live = False if config.runs else None  # several write a line each
-        shown = Console(config.run.steps, stream=quiet, live=live, on_step=told)
+        keep = kept.line if lockstep.writes else None
+        shown = Console(config.run.steps, stream=quiet, live=live, on_step=told, keep=keep)
         console = closing.enter_context(shown)
 
         def claim(config: Config) -> tuple[Config, Paths]:
-            found = claim_together(closing, lockstep, config, copy)
+            found = claim_together(closing, lockstep, config, copy, kept)
             held.set()
             if called is not None:
                 with _stopping(stop):
@@ -254,10 +269,15 @@ def look_together(config: Config, lockstep: Lockstep) -> Config:
 
 
 def claim_together(
-    closing: ExitStack, lockstep: Lockstep, config: Config, copy: CopyOfRun | None = None
+    closing: ExitStack,
+    lockstep: Lockstep,
+    config: Config,
+    copy: CopyOfRun | None = None,
+    kept: RunLog | None = None,
 ) -> tuple[Config, Paths]:
-    """Have process 0 make or find the run's folder, lock it until `closing` and begin its `copy`;
-    return the settled configuration and the paths, the same in all processes. Raises ConfigError.
+    """Have process 0 make or find the run's folder, lock it until `closing`, write the log that it
+    has `kept` there and begin its `copy`; return the settled configuration and the paths, the same
+    in all processes. Raises ConfigError.
     """
 
     def hold(run: RunSection) -> None:
@@ -265,6 +285,9 @@ def claim_together(
         if config.checkpoint.dir is not None:
             bucket_start.begin_writing(config.checkpoint, run)
         write_config(config.model_copy(update={"run": run}), paths)
+        record_start(paths.root)
+        if kept is not None:
+            kept.open(paths.root)
         if copy is not None:
             copy.begin(run, config.checkpoint.keep)
 

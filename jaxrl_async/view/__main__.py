@@ -1,7 +1,8 @@
 """Show runs on a page that updates as they run: python -m jaxrl_async.view RUN...
 
 RUN is a run's folder, a folder that contains runs, or the address of a copy, which is read once.
-The page is served to this machine only, unless --host is set; it needs no network.
+Runs that begin later in these folders appear on the page. It is served to this machine only, unless
+--host is set, and needs no network.
 """
 
 import argparse
@@ -11,12 +12,8 @@ from pathlib import Path
 
 from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.errors import ConfigError, JaxrlError
-from jaxrl_async.metrics.recorder import METRICS_FILE, WARM_START
 from jaxrl_async.view.page_server import ViewServer
-from jaxrl_async.view.watched import WatchedRun
-
-MAX_RUNS = 64
-"""Maximum number of runs on one page."""
+from jaxrl_async.view.run_list import RunList
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def made_server(folders: Sequence[Path], host: str, port: int) -> ViewServer:
-    """Listen for the page of some runs. Raises ConfigError."""
-    runs = watched_runs(folders)
+    """Listen for the page of the runs in some folders. Raises ConfigError."""
+    runs = RunList(folders)
     try:
         return ViewServer(runs, host, port)
     except (OSError, OverflowError) as error:
@@ -58,27 +55,6 @@ def made_server(folders: Sequence[Path], host: str, port: int) -> ViewServer:
             f"{host}:{port}: nothing can listen there ({error}). Give an address of this machine "
             "and a free port."
         ) from error
-
-
-def watched_runs(folders: Sequence[Path]) -> list[WatchedRun]:
-    """Return the runs of some folders, each with a unique name. A folder in which a run is about to
-    begin counts as one. Raises ConfigError if a path is not a folder, or there are too many
-    runs."""
-    found: list[Path] = []
-    for folder in folders:
-        if not folder.is_dir():
-            raise ConfigError(f"{folder}: there is no such folder. Give the folder of a run.")
-        inner = sorted(path.parent for path in folder.glob(f"*/{METRICS_FILE}"))
-        inner = [path for path in inner if path.name != WARM_START]
-        found += [folder] if (folder / METRICS_FILE).exists() or not inner else inner
-    unique = list(dict.fromkeys(path.resolve() for path in found))
-    if len(unique) > MAX_RUNS:
-        raise ConfigError(f"{len(unique)} runs are too many for one page ({MAX_RUNS}). Name some.")
-    names = [path.name for path in unique]
-    return [
-        WatchedRun(path, path.name if names.count(path.name) == 1 else "/".join(path.parts[-2:]))
-        for path in unique
-    ]
 
 
 if __name__ == "__main__":

@@ -10,35 +10,31 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from jaxrl_async.view.queries import ANSWERS, Answer, Query, file_of
+from jaxrl_async.view.queries import ANSWERS, Answer, Query, csv_of, file_of
 from jaxrl_async.view.report import plain_json
-from jaxrl_async.view.watched import WatchedRun
+from jaxrl_async.view.run_list import RunList, RunsByName
 
 log = logging.getLogger(__name__)
 
+MODULES = (
+    *("page", "address", "charts", "colors", "conversation", "curves", "elements", "numbers"),
+    *("plot", "run_model", "run_table", "samples", "source", "spans", "tabs"),
+)
+"""Names of the page's scripts."""
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
-    "/source.js": ("source.js", "text/javascript; charset=utf-8"),
-    "/elements.js": ("elements.js", "text/javascript; charset=utf-8"),
-    "/conversation.js": ("conversation.js", "text/javascript; charset=utf-8"),
-    "/samples.js": ("samples.js", "text/javascript; charset=utf-8"),
-    "/spans.js": ("spans.js", "text/javascript; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/uplot.js": ("uplot.js", "text/javascript; charset=utf-8"),
-    "/uplot.css": ("uplot.css", "text/css; charset=utf-8"),
+    **{f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in MODULES},
 }
 """Address, file and type of the page's parts."""
-FILE = "/file"
-"""Address of run files that the page links to."""
+FILE, CSV = "/file", "/metrics.csv"
+"""Addresses of run files that the page links to, and of all values of some metrics."""
 PLAIN = "text/plain; charset=utf-8"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
 """The page's content policy: nothing from other hosts, and no scripts in the text of samples."""
@@ -60,19 +56,24 @@ class ViewServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, runs: Sequence[WatchedRun], host: str, port: int) -> None:
+    def __init__(self, runs: RunList, host: str, port: int) -> None:
         """Listen. Raises OSError if that is not possible.
 
         Args:
-            runs: with unique names.
+            runs: those of the page; they may become more.
             host: if it is not a loopback address, every call needs `token`.
             port: 0: any free port.
         """
-        self.runs = {run.name: run for run in runs}
+        self._runs = runs
         self._open: dict[socket.socket, tuple[float, bool]] = {}  # since; call arrived
         self._lock = threading.Lock()
         self.token = "" if is_loopback(host) else secrets.token_urlsafe(16)
         super().__init__((host, port), ViewHandler)
+
+    @property
+    def runs(self) -> RunsByName:
+        """The runs as of now, by name."""
+        return self._runs.now()
 
     @property
     def address(self) -> str:
@@ -187,12 +188,14 @@ class ViewHandler(BaseHTTPRequestHandler):
             name, kind = FILES[url.path]
             data = files("jaxrl_async.view").joinpath("page", name).read_bytes()
             self._reply(200, data, kind)
-        elif url.path not in (*ANSWERS, FILE):
+        elif url.path not in (*ANSWERS, FILE, CSV):
             self._reply(404, b"there is no such page", PLAIN)
         elif not self._has_token(query):
             self._reply(401, b"the address lacks its token", PLAIN)
         elif url.path == FILE:
             self._send_file(query)
+        elif url.path == CSV:
+            self._send_csv(query)
         else:
             self._answer(ANSWERS[url.path], query)
 
@@ -205,6 +208,16 @@ class ViewHandler(BaseHTTPRequestHandler):
         with file:
             self._begin(200, "application/octet-stream", os.fstat(file.fileno()).st_size)
             shutil.copyfileobj(file, self.wfile)
+
+    def _send_csv(self, query: Query) -> None:
+        try:
+            lines = csv_of(self.server.runs, query)
+        except KeyError as error:
+            self._reply(400, _plain(f"not understood: {error}"), PLAIN)
+            return
+        self._begin(200, "text/csv; charset=utf-8", None)  # the connection's end is its end
+        for line in lines:
+            self.wfile.write(_plain(line))
 
     def _answer(self, answer: Answer, query: Query) -> None:
         try:
@@ -233,11 +246,11 @@ class ViewHandler(BaseHTTPRequestHandler):
         self._begin(status, kind, len(data))
         self.wfile.write(data)
 
-    def _begin(self, status: int, kind: str, size: int) -> None:
+    def _begin(self, status: int, kind: str, size: int | None) -> None:
         self.send_response(status)
         headers = {
             "Content-Type": kind,
-            "Content-Length": str(size),
+            **({} if size is None else {"Content-Length": str(size)}),
             "Cache-Control": "no-store",
             "Content-Security-Policy": POLICY,
             "X-Content-Type-Options": "nosniff",

@@ -1,6 +1,6 @@
 """Answers to the page's queries about runs, from their folders: bounded, as JSON."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,29 @@ from typing import Any
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.metrics.series import accuracy_points, number
 from jaxrl_async.metrics.trace_file import traces_of
+from jaxrl_async.view.alerts import alerts, documentation
+from jaxrl_async.view.run_list import RunsByName
+from jaxrl_async.view.run_table import (
+    axis,
+    csv_lines,
+    differing,
+    measures,
+    started_s,
+    thinned,
+)
 from jaxrl_async.view.sections import SECTIONS, WARM, WARM_CHARTS, Chart
-from jaxrl_async.view.watched import SampleFilter, WatchedRun
+from jaxrl_async.view.watched import ORDERS, SampleFilter, WatchedRun, locks_held
 
 MAX_POINTS = 2000
 """Maximum number of points of a curve in one answer."""
+MAX_ASKED = 50
+"""Maximum number of runs in one answer with their curves or measures."""
+AXIS_POINTS = 600
+"""Maximum number of points of an axis in one answer."""
+LOG_BYTES = 2**16
+"""Maximum size of a part of a log in one answer, bytes."""
+HISTORY = 100
+"""Maximum number of evaluations of a name in one answer: the newest."""
 MAX_SAMPLES = 100
 """Maximum number of samples in one answer."""
 MAX_COLUMNS = 2000
@@ -26,19 +44,57 @@ NOT_DRAWN = ("_stderr", "_change")
 """Endings of the names of an evaluation's metrics that belong to a mean."""
 
 Query = Mapping[str, Sequence[str]]
-
-Runs = Mapping[str, WatchedRun]
-Answer = Callable[[Runs, Query], Any]
+Answer = Callable[[RunsByName, Query], Any]
 
 
-def overview(runs: Runs, query: Query) -> Any:
-    """Return each run's state, and a text that changes with its files."""
-    return [{"name": name, "seen": run.look(), "state": run.state()} for name, run in runs.items()]
+def overview(runs: RunsByName, query: Query) -> Any:
+    """Return the runs by their start, each with its state, its progress, and a text that changes
+    with its files; the folders; and the address of the documentation."""
+    locks = locks_held()
+    return as_overview([facts_of(run, run.state(locks), run.look()) for run in runs.values()], runs)
 
 
-def layout(runs: Runs, query: Query) -> Any:
-    """Return the charts, by section, that at least one run has data for; and all metrics."""
-    present = {key for run in runs.values() for key in run.measured()}
+def as_overview(facts: list[dict[str, Any]], runs: RunsByName) -> dict[str, Any]:
+    """Return the overview of runs. A run's number, which is its color, is its place by start and
+    name: one that begins later changes no other's."""
+    facts.sort(key=lambda one: (one["started"] or 0.0, one["name"]))
+    return {
+        "runs": [{**one, "number": number} for number, one in enumerate(facts)],
+        "leftOut": runs.left_out,
+        "folders": runs.folders,
+        "docs": documentation(),
+    }
+
+
+def facts_of(run: WatchedRun, state: str, seen: str) -> dict[str, Any]:
+    """Return what the list of runs shows of one."""
+    step, update = run.newest()
+    starts = run.starts()
+    return {
+        "name": run.name,
+        "seen": seen,
+        "state": state,
+        "step": step,
+        "update": update,
+        "started": started_s(run),
+        "host": str(starts[-1].get("host", "")) if starts else "",
+        "tags": run.tags(),
+    }
+
+
+def asked(runs: RunsByName, query: Query) -> list[WatchedRun]:
+    """Return the runs of a query. Raises KeyError for an unknown one, or for none."""
+    names = query["run"]
+    if len(names) > MAX_ASKED:
+        raise ValueError(f"{len(names)} runs are more than {MAX_ASKED}")
+    return [runs[name] for name in dict.fromkeys(names)]
+
+
+def layout(runs: RunsByName, query: Query) -> Any:
+    """Return the charts, by section, that at least one of the runs `run` (or of all) has data for;
+    and all metrics."""
+    chosen = [runs[name] for name in query["run"]] if "run" in query else list(runs.values())
+    present = {key for run in chosen for key in run.known()}
     sections = [(title, list(charts)) for title, charts in SECTIONS]
     parts = sorted(k for k in present if k.startswith("reward/") and "<" in told(k)["key"])
     labels = tuple((key, key.partition("/")[2]) for key in parts)
@@ -80,19 +136,50 @@ def told(key: str) -> dict[str, str]:
     return {"key": metric.key, "unit": metric.unit, "about": metric.help}
 
 
-def curves(runs: Runs, query: Query) -> Any:
-    """Return the curves of the metrics `key`, of a run, between two steps."""
-    run = runs[query["run"][0]]
+def curves(runs: RunsByName, query: Query) -> Any:
+    """Return the curves of the metrics `key`, of each run, between two steps."""
     first, last = _number(query, "first", 0), _number(query, "last", LAST_STEP)
-    most = min(_number(query, "points", 600), MAX_POINTS)
-    return run.curves(list(query.get("key", ())), first, last, max(most, 2))
+    most = max(min(_number(query, "points", 600), MAX_POINTS), 2)
+    keys = list(query.get("key", ()))
+    return {run.name: run.curves(keys, first, last, most) for run in asked(runs, query)}
 
 
-def summary(runs: Runs, query: Query) -> Any:
-    """Return a run's tiles, trained tokens by age, lengths, drops and faults."""
+def axes(runs: RunsByName, query: Query) -> Any:
+    """Return the axis `x` of each run: steps, and tokens or seconds up to each."""
+    kind = query["x"][0]
+    return {run.name: thinned(axis(run, kind), AXIS_POINTS) for run in asked(runs, query)}
+
+
+def settings(runs: RunsByName, query: Query) -> Any:
+    """Return the settings that are not the same in all runs `run` (or in all)."""
+    chosen = [runs[name] for name in query["run"]] if "run" in query else list(runs.values())
+    return differing(chosen)
+
+
+def rows(runs: RunsByName, query: Query) -> Any:
+    """Return the newest values and the alerts of each run."""
+    return {run.name: measures(run) for run in asked(runs, query)}
+
+
+def log_part(runs: RunsByName, query: Query) -> Any:
+    """Return the last lines of a run's log, or the lines that end at the offset `before`."""
+    text, begin, size = runs[query["run"][0]].log_text(_number(query, "before", None), LOG_BYTES)
+    return {"text": text, "from": begin, "size": size}
+
+
+def csv_of(runs: RunsByName, query: Query) -> Iterator[str]:
+    """Return the lines of all values of the metrics `key` of the runs `run`, as CSV."""
+    chosen = [runs[name] for name in dict.fromkeys(query["run"])]
+    return csv_lines(chosen, list(dict.fromkeys(query["key"])))
+
+
+def summary(runs: RunsByName, query: Query) -> Any:
+    """Return a run's tiles, alerts, evaluations, trained tokens by age, lengths, drops and
+    faults."""
     run = runs[query["run"][0]]
     return {
         "tiles": tiles(run),
+        "alerts": alerts(run),
         "evaluations": evaluations(run),
         "ages": ages(run),
         "lengths": lengths(run),
@@ -101,13 +188,13 @@ def summary(runs: Runs, query: Query) -> Any:
     }
 
 
-def extents(runs: Runs, query: Query) -> Any:
+def extents(runs: RunsByName, query: Query) -> Any:
     """Return all metrics of a run: first, last, minimum and maximum value, unit and meaning."""
     found = runs[query["run"][0]].extents()
     return [{**told(key), "key": key, "values": values} for key, values in found.items()]
 
 
-def samples(runs: Runs, query: Query) -> Any:
+def samples(runs: RunsByName, query: Query) -> Any:
     """Return a run's samples that match the query: their number, and one page of them."""
     wanted = SampleFilter(
         text=(query.get("text") or [""])[0],
@@ -116,13 +203,18 @@ def samples(runs: Runs, query: Query) -> Any:
         least_reward=_fraction(query, "least"),
         most_reward=_fraction(query, "most"),
         stop=(query.get("stop") or [""])[0],
+        number=_number(query, "sample", None),
     )
+    order = (query.get("order") or [ORDERS[0]])[0]
+    if order not in ORDERS:
+        raise ValueError(f"order is none of {', '.join(ORDERS)}")
     most = min(_number(query, "count", 20), MAX_SAMPLES)
-    found, page = runs[query["run"][0]].samples(wanted, _number(query, "skip", 0), most)
-    return {"found": found, "samples": page}
+    found, page = runs[query["run"][0]].samples(wanted, _number(query, "skip", 0), most, order)
+    numbers, lines = [number for number, _ in page], [line for _, line in page]
+    return {"found": found, "samples": lines, "numbers": numbers}
 
 
-def spans(runs: Runs, query: Query) -> Any:
+def spans(runs: RunsByName, query: Query) -> Any:
     """Return the timeline between the times `from` and `to`, seconds since the run's first span, or
     between two steps."""
     found = runs[query["run"][0]].spans()
@@ -135,16 +227,25 @@ def spans(runs: Runs, query: Query) -> Any:
     return found.shown(window[0], found.end_s if window[1] is None else window[1], max(columns, 1))
 
 
-def identity(runs: Runs, query: Query) -> Any:
-    """Return a run's versions, devices and configuration, and its traces of JAX's profiler."""
+def identity(runs: RunsByName, query: Query) -> Any:
+    """Return a run's versions, devices and configuration, its folder, its starts, its tags, and its
+    traces of JAX's profiler."""
     run = runs[query["run"][0]]
     traces = [
         {"step": step, "file": file, "bytes": size} for step, file, size in traces_of(run.root)
     ]
-    return {**run.identity(), "traces": traces}
+    seconds = axis(run, "time")[1]
+    return {
+        **run.identity(),
+        "path": str(run.root),
+        "starts": run.starts(),
+        "tags": run.tags(),
+        "time": seconds[-1] if seconds else None,
+        "traces": traces,
+    }
 
 
-def file_of(runs: Runs, query: Query) -> Path:
+def file_of(runs: RunsByName, query: Query) -> Path:
     """Return the requested file of a run, which must be one of its traces. Raises KeyError for any
     other."""
     run, asked = runs[query["run"][0]], query["file"][0]
@@ -157,6 +258,10 @@ ANSWERS: dict[str, Answer] = {
     "/api/runs": overview,
     "/api/layout": layout,
     "/api/curves": curves,
+    "/api/axes": axes,
+    "/api/settings": settings,
+    "/api/rows": rows,
+    "/api/log": log_part,
     "/api/summary": summary,
     "/api/extents": extents,
     "/api/samples": samples,
@@ -245,6 +350,7 @@ def evaluations(run: WatchedRun) -> list[dict[str, Any]]:
             continue
         step, value = run.points(key)[-1]
         change = dict(run.points(f"{key}_change")).get(step)
+        history = run.points(key)[-HISTORY:]
         _, name, measure = key.split("/") if key.count("/") == 2 else ("", "eval", key[5:])
         rows.append(
             {
@@ -257,6 +363,7 @@ def evaluations(run: WatchedRun) -> list[dict[str, Any]]:
                 "changeInterval": _interval(
                     change, dict(run.points(f"{key}_change_stderr")).get(step)
                 ),
+                "history": [[s, v, _interval(v, errors.get(s))] for s, v in history],
             }
         )
     return rows

@@ -18,16 +18,36 @@ from typing import Any
 
 from jaxrl_async.errors import DataError
 from jaxrl_async.metrics.recorder import METRICS_FILE
-from jaxrl_async.view.queries import LAST_STEP, extents, identity, layout, summary
+from jaxrl_async.view.queries import (
+    AXIS_POINTS,
+    LAST_STEP,
+    as_overview,
+    extents,
+    facts_of,
+    identity,
+    layout,
+    settings,
+    summary,
+)
+from jaxrl_async.view.run_list import RunsByName
+from jaxrl_async.view.run_table import AXES, axis, measures, thinned
 from jaxrl_async.view.watched import SampleFilter, WatchedRun
 
 MODULES = (
     "source.js",
     "elements.js",
+    "numbers.js",
+    "colors.js",
+    "address.js",
+    "run_model.js",
+    "plot.js",
     "charts.js",
+    "curves.js",
+    "run_table.js",
     "conversation.js",
     "samples.js",
     "spans.js",
+    "tabs.js",
     "page.js",
 )
 """The page's modules, each after the modules that it imports."""
@@ -39,6 +59,8 @@ TOKEN_BYTES = 250_000
 SAMPLE_BYTES = 350_000
 """Maximum JSON size of all samples; the oldest ones beyond it are left out."""
 MAX_SAMPLES = 1000
+LOG_BYTES = 30_000
+"""Maximum size of the end of the log, bytes."""
 ALL_SPANS, SPAN_COLUMNS, LAST_STEPS = 4000, 200, 3
 """Approximate maximum number of spans of all lanes together and per depth of a lane, and the number
 of final steps that are kept in more detail."""
@@ -61,27 +83,33 @@ def write_report(run_dir: Path) -> Path:
 
 def embedded(run: WatchedRun) -> dict[str, Any]:
     """Return the page's data about a run: the answers to its queries, curves and samples."""
-    run.look()
-    runs, query = {run.name: run}, {"run": [run.name]}
+    runs, query = RunsByName({run.name: run}), {"run": [run.name]}
     keys = run.measured()
     most = min(max(ALL_POINTS // max(len(keys), 1), LEAST_POINTS), MOST_POINTS)
     curves = run.curves(keys, 0, LAST_STEP, most)
     whole = {key: len(run.points(key)) for key in keys}
     total, newest = run.samples(SampleFilter(), 0, MAX_SAMPLES)
-    samples, tokens_left_out = within(newest, TOKEN_BYTES, SAMPLE_BYTES)
+    places, tokens_left_out = within([line for _, line in newest], TOKEN_BYTES, SAMPLE_BYTES)
+    samples = [line for _, line in places]
+    log, log_from, log_size = run.log_text(None, LOG_BYTES)
     return {
         "written": datetime.now(UTC).isoformat(" ", "minutes").removesuffix("+00:00") + " UTC",
         "answers": {
-            "/api/runs": [{"name": run.name, "seen": "", "state": run.outcome()}],
+            "/api/runs": as_overview([facts_of(run, run.outcome(), "")], runs),
             "/api/layout": layout(runs, {}),
+            "/api/settings": settings(runs, {}),
+            "/api/rows": {run.name: measures(run)},
+            "/api/log": {"text": log, "from": log_from, "size": log_size},
             "/api/summary": summary(runs, query),
             "/api/extents": extents(runs, query),
             "/api/identity": identity(runs, query),
         },
         "curves": {key: [steps, rounded(values)] for key, (steps, values) in curves.items()},
+        "axes": {kind: thinned(axis(run, kind), AXIS_POINTS) for kind in AXES},
         "thinned": most if any(whole[key] > len(curves[key][0]) for key in keys) else 0,
         "spans": embedded_spans(run),
         "samples": samples,
+        "numbers": [newest[place][0] for place, _ in places],
         "allSamples": total,
         "tokensLeftOut": tokens_left_out,
     }
@@ -105,22 +133,24 @@ def rounded(values: Sequence[float]) -> list[float]:
     return [float(f"{value:.6g}") for value in values]
 
 
-def within(samples: Sequence[Any], token_bytes: int, all_bytes: int) -> tuple[list[Any], int]:
-    """Return the samples that fit, the first ones first, and the number of samples whose data per
-    token are left out.
+def within(
+    samples: Sequence[Any], token_bytes: int, all_bytes: int
+) -> tuple[list[tuple[int, Any]], int]:
+    """Return the samples that fit with their places, the first ones first, and the number of
+    samples whose data per token are left out.
 
     token_bytes: JSON size up to which tokens are kept. all_bytes: maximum JSON size.
     """
-    kept: list[Any] = []
+    kept: list[tuple[int, Any]] = []
     used = tokens_left_out = 0
-    for sample in samples:
+    for place, sample in enumerate(samples):
         size = len(as_json(sample))
         shortened = "tokens" in sample and used + size > token_bytes
         if shortened:
             sample = {name: value for name, value in sample.items() if name != "tokens"}
             size = len(as_json(sample))
         if used + size <= all_bytes:
-            kept.append(sample)
+            kept.append((place, sample))
             used += size
             tokens_left_out += shortened
     return kept, tokens_left_out
@@ -137,15 +167,12 @@ def as_json(value: object) -> str:
 def page(data: object) -> str:
     """Return the page with its scripts, its style and its data. Its policy allows only these
     scripts, by their hashes, and no other loads."""
-    library, style = _file("uplot.js"), _file("uplot.css") + "\n" + _file("page.css")
+    style = _file("page.css")
     script = "\n".join(_without_imports(_file(name)) for name in MODULES)
-    policy = (
-        f"default-src 'none'; script-src {_hashed(library)} {_hashed(script)}; "
-        f"style-src {_hashed(style)}"
-    )
+    policy = f"default-src 'none'; script-src {_hashed(script)}; style-src {_hashed(style)}"
     head = (
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f"<style>{style}</style>\n<script>{library}</script>\n"
+        f"<style>{style}</style>\n"
         f'<script id="embedded" type="application/json">{as_json(data)}</script>\n'
         f'<script type="module">{script}</script>\n'
     )

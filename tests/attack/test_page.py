@@ -94,7 +94,10 @@ def as_a_browser_reads(data):
     return json.loads(data.decode("utf-8"), parse_constant=refuse)
 
 
-APIS = ("runs", "layout", "curves", "summary", "extents", "samples", "spans", "identity")
+APIS = (
+    *("runs", "layout", "curves", "axes", "settings", "rows", "summary", "extents", "samples"),
+    *("log", "spans", "identity"),
+)
 
 
 def test_damaged_lines_take_nothing_from_the_lines_around_them(tmp_path):
@@ -105,10 +108,10 @@ def test_damaged_lines_take_nothing_from_the_lines_around_them(tmp_path):
     with page(run) as ask:
         answers = {}
         for api in APIS:
-            status, data = ask(f"/api/{api}?run=r&key={quote('reward/mean')}&count=100")
+            status, data = ask(f"/api/{api}?run=r&key={quote('reward/mean')}&count=100&x=time")
             assert status == 200, (api, data)
             answers[api] = as_a_browser_reads(data)
-        assert answers["curves"] == {"reward/mean": [[1, 2], [0.5, 0.75]]}
+        assert answers["curves"] == {"r": {"reward/mean": [[1, 2], [0.5, 0.75]]}}
         assert answers["samples"]["found"] == 2 + len(DAMAGED)
         texts = [sample.get("prompt") for sample in answers["samples"]["samples"]]
         assert texts.count("p") == 2 and "? half" in texts
@@ -188,6 +191,14 @@ def test_a_sample_is_chosen_by_numbers_alone():
         ("/api/curves?run=%ed%a0%80", "localhost", 400),
         ("/api/spans?run=r&from=inf&to=-inf", "localhost", 200),
         ("/api/runs?%00&&&=&", "localhost", 200),
+        ("/api/curves?" + "run=r&" * 51, "localhost", 400),
+        ("/api/axes?run=r&x=weight", "localhost", 400),
+        ("/api/samples?run=r&order=price", "localhost", 400),
+        ("/api/samples?run=r&order=advantage_up&sample=0", "localhost", 200),
+        ("/api/log?run=r&before=" + "9" * 4000, "localhost", 200),
+        ("/api/rows?run=none", "localhost", 400),
+        ("/metrics.csv?run=r", "localhost", 400),
+        ("/metrics.csv?run=r&key=%0d%0a,%22", "localhost", 200),
     ],
 )
 def test_odd_calls_are_answered(tmp_path, path, host, status):

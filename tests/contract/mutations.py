@@ -1578,6 +1578,56 @@ GROUPS = (
             ("min(of_one) == max(of_one)", "min(of_one) == 0"),
             ("/ len(of_one) >= max_mean", "/ len(of_one) > max_mean"),
             ("if place[0] < first]", "if place[0] <= first]"),
+        "view/alerts",
+        ("view/test_alerts.py",),
+        (
+            ('_at_least("reward/zero_variance_share", 0.9)', '_at_least("reward/mean", 0.9)'),
+            ('_at_most("offpolicy/ess_share", 0.5)', '_at_most("offpolicy/ess_share", 0.4)'),
+            ("end - begin >= in_a_row", "end - begin > in_a_row"),
+            ("last = begin, end - 1", "last = last or (begin, end - 1)"),
+            ('stronger["lasts"] or', 'not stronger["lasts"] or'),
+            ("if step in updates:", "if updates.setdefault(step, {}) is not None:"),
+        ),
+    ),
+    Group(
+        "view/run_table",
+        ("view/test_run_table.py",),
+        (
+            ("total, before = total + before, 0.0", "before = 0.0"),
+            ("totals.append(total + elapsed_s)", "totals.append(elapsed_s)"),
+            ("total += max(count, 0.0)", "total = max(count, 0.0)"),
+            ('"best": max(', '"best": min('),
+            ("len(names) - len(differ)", "len(names)"),
+            ("if isinstance(c, str) and c.startswith(FORMULA)", "if not isinstance(c, str)"),
+        ),
+    ),
+    Group(
+        "view/run_list",
+        ("view/test_run_list.py",),
+        (
+            ("(-_changed_at(path), path)", "(_changed_at(path), path)"),
+            ("path.name != WARM_START and", "path.name and"),
+            ("end not in alike and", ""),
+        ),
+    ),
+    Group(
+        "view/watched",
+        ("view/test_view.py",),
+        (
+            ("sum(known) / len(known)", "max(known)"),
+            ("return sign * inf if advantage is None", "return -sign * inf if advantage is None"),
+            ("np.where(within, known, -inf).argmax(axis=1)", "known.argmax(axis=1)"),
+            ("begin, raw = begin + cut, raw[cut:]", "raw = raw[cut:]"),
+            ("end = size if before is None else", "end = size if before else"),
+        ),
+    ),
+    Group(
+        "metrics/run_log",
+        ("metrics/test_run_log.py",),
+        (
+            ("del self._held[0]", "del self._held[-1]"),
+            ("last.handle(record)", "pass"),
+            ("and self._is_alone(record.name)", ""),
         ),
     ),
 )

@@ -18,7 +18,7 @@ from jaxrl_async.metrics.trace_file import SUFFIXES, sampler_process, traces_of,
 from jaxrl_async.profiling import ProcessTrace, ProfileError, StepTraces
 from jaxrl_async.run.loop import train
 from jaxrl_async.view.page_server import ViewServer
-from jaxrl_async.view.watched import WatchedRun
+from jaxrl_async.view.run_list import RunList
 
 TINY = [
     "model.architecture={layers: 1, width: 16, heads: 2, kv_heads: 1, head_dim: 8, mlp: 16}",
@@ -174,7 +174,8 @@ def test_the_page_serves_traces_and_nothing_else(tmp_path: Path) -> None:
     ((step, file, size),) = traces_of(root)
     assert (step, size) == (3, 5) and (root / file).resolve().is_relative_to(root)
     (root / "secret").write_text("secret")
-    server = ViewServer([WatchedRun(root, "run")], "127.0.0.1", 0)
+    (root / "config.yaml").write_text("")
+    server = ViewServer(RunList([root]), "127.0.0.1", 0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_address[1]}"
     try:

@@ -1,4 +1,4 @@
-"""Take the pictures of docs/view.md from real runs: python tests/view/pictures.py RUN..."""
+"""Take the pictures of docs/dashboard.md from real runs: python tests/view/pictures.py RUN..."""
 
 import shutil
 import sys
@@ -13,55 +13,44 @@ from jaxrl_async.view.__main__ import made_server
 PICTURES = Path(__file__).parent.parent.parent / "docs" / "pictures"
 
 
-def main(folders: list[Path]) -> None:
-    """Write docs/pictures/*.png."""
+def main(folders: list[Path], pictures: Path = PICTURES) -> None:
+    """Write pictures/*.png."""
     with made_server(folders, "127.0.0.1", 0) as server, sync_playwright() as play:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         browser = play.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
         )
-        for name, tab, act, options in (
-            ("curves", "curves", compare, {}),
-            ("samples", "samples", by_advantage, {"color_scheme": "dark"}),
+        for name, view, act, options in (
+            ("curves", "curves?group=seed&smooth=0.5", None, {}),
+            ("runs", "table", None, {}),
+            ("samples", "samples?color=advantage&last=20", None, {"color_scheme": "dark"}),
             ("busy", "busy", four_steps, {}),
         ):
-            taken(browser, f"{server.address}#{tab}", name, act, options)
+            taken(browser, f"{server.address}#{view}", pictures / f"{name}.png", act, options)
         browser.close()
         server.shutdown()
 
 
-def taken(browser: Any, address: str, name: str, act: Any, options: dict[str, Any]) -> None:
+def taken(browser: Any, address: str, path: Path, act: Any, options: dict[str, Any]) -> None:
     """Take one picture."""
     size = {"width": 1180, "height": 700}
-    page = browser.new_context(viewport=size, **options).new_page()
+    page = browser.new_context(**{"viewport": size} | options).new_page()
     page.goto(address)
     page.wait_for_timeout(3000)
     if act is not None:
         act(page)
         page.wait_for_timeout(1000)
-    page.screenshot(path=PICTURES / f"{name}.png")
-
-
-def compare(page: Page) -> None:
-    """Show seeds as bands, a little smoothed."""
-    page.check("#bands")
-    page.fill("#smooth", "0.5")
-
-
-def by_advantage(page: Page) -> None:
-    """Colour tokens by their advantage, of groups that differ."""
-    page.select_option("[name=run]", index=1)
-    page.select_option("[name=color]", "advantage")
-    page.fill("[name=last]", "20")
+    page.screenshot(path=path)
+    page.context.close()
 
 
 def four_steps(page: Page) -> None:
-    """Look at a few steps of the first run."""
+    """Look at a few steps of the newest run."""
     page.locator("#runs input").first.wait_for()
     for box in page.locator("#runs input").all()[1:]:
         box.uncheck()
-    page.locator("[name=first]").first.fill("41")
-    page.locator("[name=last]").first.fill("44")
+    page.locator("[name=first]").last.fill("11")
+    page.locator("[name=last]").last.fill("14")
     page.get_by_role("button", name="show").first.click()
 
 

@@ -8,6 +8,7 @@ import shutil
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxrl_async.metrics.trace_file import RecordedSpan, SpanRecorder, TraceFile
@@ -15,6 +16,7 @@ from jaxrl_async.view.__main__ import made_server
 from jaxrl_async.view.report import write_report
 
 pytestmark = [pytest.mark.full, pytest.mark.exhaustive]
+TABS = ("table", "curves", "samples", "busy", "evals", "ages", "metrics", "identity", "log")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
@@ -27,6 +29,7 @@ def write_run(root: Path, seed: int, steps: int, name: str = "metrics.jsonl") ->
             line |= {"staleness/tokens_lag_0": 40.0, "staleness/tokens_lag_1": 88.0}
             line |= {"rollout/lengths_to_16": 3.0, "rollout/lengths_to_8": 5.0}
             line |= {"sampler/idle_share": 0.1 + abs(wave), "trainer/idle_share": 0.2 - wave}
+            line |= {"train/tokens": 100.0 * (seed + 1), "time/elapsed_s": 60.0 * (step + 1)}
             file.write(json.dumps({"step": step, **line}) + "\n")
     with (root / "samples.jsonl").open("w") as file:
         for step in range(0, steps, 10):
@@ -68,6 +71,36 @@ def write_spans(root: Path, steps: int) -> None:
     TraceFile(root / "samplers" / "0.trace.json", "sampler 0").add(sampler.take())
 
 
+def write_facts(root: Path, seed: int) -> None:
+    """Write what a run says of itself: configuration, start and log."""
+    rate, loss = ("1.0e-4", "ppo_clip") if seed < 2 else ("3.0e-4", "dapo")
+    (root / "config.yaml").write_text(
+        f"run:\n  name: {root.name}\n  steps: 120\nalgorithm:\n  learning_rate: {rate}\n"
+        f"  loss: {loss}\n  seed: {seed}\nmetrics:\n  tags:\n  - sweep\n  - {loss}\n"
+    )
+    start = {"started": 1_700_000_000 + 60 * seed, "host": f"host-{seed}", "command": "jaxrl <b>"}
+    (root / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    lines = [f"2026-01-01 00:00:{n:02}Z INFO    step {n}" for n in range(60)]
+    lines[7] = "2026-01-01 00:00:07Z WARNING <img src=x onerror=document.title='hit'>"
+    (root / "run.log").write_text("\n".join(lines) + "\n")
+
+
+def lines_of(shown, chart: int = 0):
+    """Return what a chart draws: the label, the first and last x, and the color of each line."""
+    script = """(n) => document.querySelectorAll(".chart")[n].card.plot.spec.lines
+        .map((l) => [l.label, l.xs[0], l.xs.at(-1), l.color])"""
+    return shown.evaluate(script, chart)
+
+
+def wait_for_lines(shown, count: int, chart: int = 0) -> None:
+    """Wait until a chart draws so many lines."""
+    shown.wait_for_function(
+        "([n, k]) => document.querySelectorAll('.chart')[n]?.card.plot.spec?.lines.length === k",
+        arg=[chart, count],
+        timeout=30_000,
+    )
+
+
 @pytest.fixture
 def page(tmp_path, request):
     """A browser's page, and the folder whose runs it shows."""
@@ -76,6 +109,7 @@ def page(tmp_path, request):
         pytest.skip("there is no chromium: apt-get install chromium")
     for name, seed in (("grpo-0", 0), ("grpo-1", 1), ("dapo", 2)):
         write_run(tmp_path / name, seed, 120)
+        write_facts(tmp_path / name, seed)
     write_spans(tmp_path / "grpo-0", 40)
     wrong: list[str] = []
     with made_server([tmp_path], "127.0.0.1", 0) as server, playwright.sync_playwright() as play:
@@ -100,11 +134,12 @@ def test_curves_are_drawn_followed_and_compared(page):
     shown.wait_for_selector(".chart canvas")
     sees(shown.locator("#runs li")).to_have_count(3)
     sees(shown.locator(".chart").nth(2)).to_be_attached()
-    first = shown.locator(".chart").first
-    sees(first).to_contain_text("dapo")
-    sees(first).to_contain_text("grpo-1")
-    shown.check("#bands")
-    sees(shown.locator(".chart").first).to_contain_text("(2 seeds)")
+    wait_for_lines(shown, 3)
+    assert {label for label, *_ in lines_of(shown)} == {"dapo", "grpo-0", "grpo-1"}
+    assert len({color for *_, color in lines_of(shown)}) == 3
+    shown.select_option("#group", "seed")
+    wait_for_lines(shown, 2)
+    assert {label for label, *_ in lines_of(shown)} == {"dapo", "grpo (2 runs)"}
     shown.fill("#search", "idle trainer")
     sees(shown.locator(".chart")).to_have_count(1)
     shown.fill("#search", "")
@@ -115,8 +150,8 @@ def test_curves_are_drawn_followed_and_compared(page):
 
 def test_a_drag_looks_closer_at_all_charts_and_a_double_click_goes_back(page):
     shown, _ = page
-    shown.wait_for_selector(".chart canvas")
-    box = shown.locator(".u-over").first.bounding_box()
+    wait_for_lines(shown, 3)
+    box = shown.locator(".stage .over").first.bounding_box()
     asked: list[str] = []
     shown.on("request", lambda r: asked.append(r.url) if "/api/curves" in r.url else None)
     shown.mouse.move(box["x"] + 0.25 * box["width"], box["y"] + 40)
@@ -124,13 +159,280 @@ def test_a_drag_looks_closer_at_all_charts_and_a_double_click_goes_back(page):
     shown.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 40, steps=5)
     shown.mouse.up()
     shown.wait_for_timeout(500)
-    closer = [url for url in asked if "first=" in url]
-    assert len(closer) == 3, "one question for each run"
-    first = int(closer[0].partition("first=")[2].partition("&")[0])
-    assert 20 <= first <= 40
-    shown.click("#whole")
+    (closer,) = [url for url in asked if "first=" in url]
+    assert closer.count("run=") == 3, "one question for all runs"
+    first = int(closer.partition("first=")[2].partition("&")[0])
+    assert 10 <= first <= 40 and "from=" in shown.url
+    asked.clear()
+    shown.locator(".stage .over").first.dblclick()
     shown.wait_for_timeout(500)
-    assert "first=" not in asked[-1]
+    assert "from=" not in shown.url and all("first=" not in url for url in asked)
+
+
+def test_the_x_axis_is_steps_tokens_or_time(page):
+    shown, _ = page
+    wait_for_lines(shown, 3)
+    shown.select_option("#axis", "tokens")
+    shown.wait_for_timeout(700)
+    ends = {label: (x, y) for label, x, y, _ in lines_of(shown)}
+    assert ends == {"grpo-0": (100, 12_000), "grpo-1": (200, 24_000), "dapo": (300, 36_000)}
+    shown.select_option("#axis", "time")
+    shown.wait_for_timeout(700)
+    assert {(x, y) for _, x, y, _ in lines_of(shown)} == {(60, 7200)}
+    shown.evaluate("location.hash = '#curves?x=tokens&from=6000&to=12000'")
+    shown.wait_for_timeout(700)
+    for label, first, last, _ in lines_of(shown):
+        step = {"grpo-0": 100, "grpo-1": 200, "dapo": 300}[label]
+        assert 6000 - 2 * step <= first <= 6000 + step and 12_000 - step <= last, label
+
+
+def test_the_pointer_names_the_nearest_run_on_all_charts(page):
+    shown, _ = page
+    wait_for_lines(shown, 3)
+    box = shown.locator(".stage .over").first.bounding_box()
+    shown.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 40)
+    tip = shown.locator(".tip.pointed")
+    sees(tip).to_contain_text("step")
+    assert tip.locator(".row").count() == 3
+    shown.hover("#runs li >> nth=0")
+    sees(tip).to_be_hidden()
+
+
+def test_runs_are_filtered_sorted_grouped_and_the_address_keeps_it(page):
+    shown, _ = page
+    shown.click("[data-tab=table]")
+    names = shown.locator("#table td.name")
+    sees(names).to_have_text(["dapo", "grpo-1", "grpo-0"])  # the newest first
+    sees(shown.locator("#table th")).to_contain_text(["", "name", "state", "tags"])
+    sees(shown.locator("#table")).to_contain_text("learning_rate")
+    shown.get_by_role("button", name="learning_rate").click()
+    sees(names).to_have_text(["dapo", "grpo-0", "grpo-1"])
+    shown.fill("#filter", "learning_rate<2e-4 sweep")
+    sees(names).to_have_text(["grpo-0", "grpo-1"])
+    sees(shown.locator("#count")).to_have_text("2 of 2 drawn; 1 filtered out")
+    shown.select_option("#group", "algorithm.loss")
+    sees(shown.locator("#table .grouped")).to_contain_text("loss ppo_clip (2)")
+    shown.uncheck("#table tr[data-run=grpo-1] input")
+    shown.click("summary:has-text('Columns')")
+    shown.check(".choices label:has-text('sampler/idle_share') input")
+    sees(shown.locator("#table th").last).to_contain_text("sampler/idle_share")
+    address, table = shown.url, shown.locator("#table table").inner_text()
+    other = shown.context.new_page()
+    other.goto(address)
+    sees(other.locator("#table table")).to_have_text(re.compile("grpo-1"))
+    other.wait_for_function("(text) => document.querySelector('#table table').innerText === text",
+                            arg=table, timeout=30_000)  # fmt: skip
+    other.click("[data-tab=curves]")
+    wait_for_lines(other, 1)
+    assert other.input_value("#filter") == "learning_rate<2e-4 sweep"
+    other.fill("#filter", "state=finished")
+    sees(other.locator("#count")).to_have_text("0 of 0 drawn; 3 filtered out")
+    sees(other.locator("#curves")).to_contain_text("No run is chosen")
+    other.close()
+
+
+def test_a_run_that_begins_later_appears_and_keeps_the_others_colors(page):
+    shown, root = page
+    wait_for_lines(shown, 3)
+    before = {label: color for label, _, _, color in lines_of(shown)}
+    write_run(root / "alpha", 5, 30)
+    (root / "alpha" / "starts.jsonl").write_text('{"started": 1800000000}\n')
+    wait_for_lines(shown, 4)
+    after = {label: color for label, _, _, color in lines_of(shown)}
+    assert before.items() < after.items() and len(set(after.values())) == 4
+    sees(shown.locator("#runs li").first).to_contain_text("alpha")
+
+
+def test_alerts_say_what_is_wrong_and_lead_to_the_charts(page):
+    shown, root = page
+    with (root / "dapo" / "metrics.jsonl").open("a") as file:
+        for step in range(120, 140):
+            ill = {"train/grad_norm": 0.0, "reward/zero_variance_share": 1.0}
+            file.write(json.dumps({"step": step, "reward/mean": 0.1, **ill}) + "\n")
+    alerts = shown.locator(".alerts")
+    sees(alerts.locator("summary")).to_have_text("1 alert: no gradient", timeout=60_000)
+    alerts.locator("summary").click()
+    sees(alerts).to_contain_text("dapo: no gradient (steps 120 to 139)")
+    sees(alerts).to_contain_text("docs/troubleshooting.md#no-gradient")
+    alerts.get_by_role("link", name="charts").click()
+    sees(shown.locator(".chart")).to_have_count(2)
+    sees(shown.locator("#count")).to_contain_text("1 of 3 drawn")
+    shown.click("[data-tab=table]")
+    sees(shown.locator("tr[data-run=dapo] td.warn")).to_have_text("1")
+
+
+def test_the_log_follows_its_run_and_is_searched(page):
+    shown, root = page
+    shown.click("[data-tab=log]")
+    log = shown.locator("pre.log")
+    sees(log).to_contain_text("step 59")
+    sees(log.locator(".warning")).to_contain_text("onerror")
+    with (root / "dapo" / "run.log").open("a") as file:
+        file.write("2026-01-01 00:02:00Z ERROR   ended by OSError\n")
+    sees(log.locator(".error")).to_contain_text("OSError")
+    shown.fill("#lines input", "WARNING")
+    sees(log.locator("span")).to_have_count(1)
+    shown.reload()
+    sees(shown.locator("pre.log span")).to_have_count(1)
+    assert shown.title() != "hit" and shown.locator("img").count() == 0
+
+
+def test_configurations_are_compared_and_say_how_a_run_was_started(page):
+    shown, _ = page
+    shown.click("[data-tab=identity]")
+    place = shown.locator("#identity")
+    sees(place).to_contain_text("Settings that differ")
+    row = place.locator("tr", has_text="algorithm.learning_rate").locator("td").all_inner_texts()
+    assert sorted(row[1:]) == ["0.0001", "0.0001", "0.0003"]
+    sees(place).to_contain_text("1 setting is equal")
+    sees(place).to_contain_text("jaxrl <b>")
+    sees(place).to_contain_text("host-2")
+
+
+def test_values_and_pictures_of_a_chart_are_saved(page, tmp_path):
+    shown, _ = page
+    wait_for_lines(shown, 3)
+    chart = shown.locator(".chart").first
+    with shown.expect_download() as saved:
+        chart.get_by_role("button", name="CSV").click()
+    lines = saved.value.path().read_text().splitlines()
+    assert lines[0] == "run,step,tokens,time,reward/mean" and len(lines) == 1 + 3 * 120
+    with shown.expect_download() as saved:
+        chart.get_by_role("button", name="PNG").click()
+    data = saved.value.path().read_bytes()
+    assert data.startswith(b"\x89PNG") and len(data) > 3000
+    assert saved.value.suggested_filename == "Reward.png"
+    shown.click("[data-tab=table]")
+    sees(shown.locator("#table td.name")).to_have_count(3)
+    with shown.expect_download() as saved:
+        shown.locator("#table").get_by_role("button", name="CSV").click()
+    table = saved.value.path().read_text().splitlines()
+    assert table[0].startswith("run,state,tags,started") and len(table) == 4
+    chart = shown.evaluate(
+        "(async () => (await import('/elements.js')).csvOf([['=1', 2, 'a,b']]))()"
+    )
+    assert chart == '\'=1,2,"a,b"\n'
+
+
+def test_samples_are_sorted_paged_and_linked(page):
+    shown, _ = page
+    shown.goto(shown.url.partition("#")[0] + "#samples?run=grpo-0")
+    sees(shown.locator("#samples")).to_contain_text("24 samples")
+    sees(shown.locator("#samples")).to_contain_text("page 1 of 2")
+    shown.get_by_role("button", name="next").click()
+    sees(shown.locator(".sample")).to_have_count(4)
+    shown.select_option("[name=order]", "reward")
+    sees(shown.locator(".sample .reward").first).to_have_text("reward 1")
+    shown.select_option("[name=order]", "advantage")
+    sees(shown.locator(".sample").first).to_contain_text("step 110")
+    shown.locator(".sample .facts a").first.click()
+    sees(shown.locator("#samples > .hint")).to_have_text("1 sample")
+    number = shown.input_value("[name=sample]")
+    shown.reload()
+    sees(shown.locator("#samples > .hint")).to_have_text("1 sample")
+    assert shown.locator(".sample .facts a").inner_text() == f"#{number}"
+
+
+def in_page(shown, module: str, name: str, *given):
+    """Return what a function of one of the page's scripts returns."""
+    script = "async ([m, n, given]) => (await import(`/${m}.js`))[n](...given)"
+    return shown.evaluate(script, [module, name, list(given)])
+
+
+def test_formulas_of_charts_agree_with_numpy(page):
+    shown, _ = page
+    random = np.random.default_rng(3)
+    values = random.normal(size=40)
+    weights = 0.9 ** np.arange(40)[::-1]
+    wanted = [np.average(values[: n + 1], weights=weights[-n - 1 :]) for n in range(40)]
+    assert in_page(shown, "charts", "smoothed", values.tolist(), 0.9) == pytest.approx(wanted)
+    steps = np.unique(random.integers(0, 500, 40))
+    totals = np.cumsum(random.uniform(1, 9, len(steps)))
+    for step in (-3, 0, 77, 250.5, 499, 900):
+        got = in_page(shown, "charts", "onAxis", [steps.tolist(), totals.tolist()], step)
+        assert got == pytest.approx(np.interp(step, steps, totals))
+    for value in (-1.0, *totals[:3], 50.5, 1e9):
+        got = in_page(shown, "plot", "placeOf", totals.tolist(), value)
+        assert got == np.searchsorted(totals, value)
+        near = in_page(shown, "plot", "nearestOf", totals.tolist(), value)
+        assert near == int(np.abs(totals - value).argmin())
+    curves = []
+    for _ in range(3):
+        own = np.unique(random.integers(0, 60, 12))
+        curves.append((own, random.normal(size=len(own))))
+    band = in_page(shown, "charts", "banded", [[s.tolist(), v.tolist()] for s, v in curves])
+    union = np.unique(np.concatenate([own for own, _ in curves]))
+    assert band["steps"] == union.tolist()
+    for place, step in enumerate(union):
+        at = [np.interp(step, s, v) for s, v in curves if s[0] <= step <= s[-1]]
+        got = [band[name][place] for name in ("mean", "least", "largest")]
+        assert got == pytest.approx([np.mean(at), min(at), max(at)])
+    times = [1.0] * 9 + [1.5] * 9 + [2.0] * 9 + [600.0]  # the last one compiles
+    low, high = in_page(shown, "plot", "rangeOf", times, {"zero": True, "cut": True})
+    assert low == 0 and 2.0 + 3 * 1.0 <= high < 6
+    assert in_page(shown, "plot", "rangeOf", times, {"zero": True})[1] > 600
+    low, high = in_page(shown, "plot", "rangeOf", [-1.0, 0.0, 0.01, 100.0], {"log": True})
+    assert 0 < low < 0.01 and high > 100
+    assert in_page(shown, "plot", "rangeOf", [2.0, 2.0], {}) == pytest.approx([1.8, 2.2])
+    ends = in_page(shown, "charts", "stepsWithin", [[1, 5, 9, 20], [10, 50, 90, 200]], [55, 85])
+    assert ends == [5, 20], "one point on each side"
+    durations = {0.5: "0.5 s", 59: "59 s", 60: "1 min", 3700: "1 h 1 min", 90_000: "1 d 1 h"}
+    for seconds, text in durations.items():
+        assert in_page(shown, "numbers", "durationOf", seconds) == text
+
+
+FILTERS = {
+    "": "abc",
+    "A": "a",
+    "loss=x": "ab",
+    "loss!=x": "c",
+    "rate>=0.002": "bc",
+    "rate<2e-3": "a",
+    "reward/mean>0.5 b": "b",
+    "rate=0.0020": "b",
+    "nothing=1": "",
+    "alerts=0": "abc",
+}
+
+
+def test_a_filter_selects_by_words_and_conditions(page):
+    shown, _ = page
+    script = """async (filter) => {
+      const { model, filtered } = await import("/run_model.js");
+      const names = ["algorithm.loss", "algorithm.rate"];
+      const values = { a: ["x", "0.001"], b: ["x", "0.002"], c: [null, "0.01"] };
+      const rows = {}, rewards = { a: 0.1, b: 0.6, c: 0.9 };
+      for (const name in values) {
+        rows[name] = { alerts: [], newest: { "reward/mean": rewards[name] } };
+      }
+      Object.assign(model, { settings: { names, values }, rows });
+      const runs = Object.keys(values).map((name) => ({ name, state: "done", tags: [], host: "" }));
+      return filtered(runs, filter).map((run) => run.name).join("");
+    }"""
+    found = {filter: shown.evaluate(script, filter) for filter in FILTERS}
+    assert found == FILTERS
+
+
+def test_a_page_opened_before_the_first_run_shows_it_when_it_begins(tmp_path):
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium: apt-get install chromium")
+    with made_server([tmp_path], "127.0.0.1", 0) as server, playwright.sync_playwright() as play:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        shown = browser.new_page()
+        shown.goto(server.address)
+        sees(shown.locator("#curves")).to_contain_text("No run has begun in")
+        write_run(tmp_path / "first" / "warm_start", 0, 5)
+        (tmp_path / "first" / "config.yaml").write_text("run: {name: first}\n")
+        sees(shown.locator("#curves")).to_contain_text("Warm start, by update")
+        write_run(tmp_path / "first", 0, 5)
+        sees(shown.locator(".chart h3").first).to_contain_text("Reward")
+        assert shown.title() == "first"
+        browser.close()
+        server.shutdown()
+        thread.join()
 
 
 @pytest.mark.parametrize("page", [{"color_scheme": "dark"}], indirect=True)
@@ -153,7 +455,7 @@ def test_samples_are_filtered_and_what_a_policy_wrote_stays_text(page):
 def test_on_a_phone_nothing_is_wider_than_the_screen(page):
     shown, _ = page
     shown.wait_for_selector(".chart canvas")
-    for tab in ("curves", "samples", "busy", "evals", "ages", "metrics", "identity"):
+    for tab in TABS:
         shown.click(f"[data-tab={tab}]")
         shown.wait_for_timeout(300)
         assert shown.evaluate("document.documentElement.scrollWidth") <= 390, tab
@@ -220,7 +522,7 @@ def test_tokens_are_coloured_by_what_is_chosen(page):
         shown.select_option("[name=color]", name)
         sees(tokens.nth(place)).to_have_attribute("style", re.compile(ink))
         seen[name] = tokens.evaluate_all(colored)
-    shown.select_option("[name=color]", "")
+    shown.select_option("[name=color]", "none")
     sees(tokens.first).not_to_have_attribute("style", re.compile("."))
     seen[""] = tokens.evaluate_all(colored)
     inks = [("--c1" in c, "--c2" in c, c == "") for c in seen["advantage"]]
@@ -333,19 +635,21 @@ def test_a_report_opened_as_a_file_shows_the_run_and_runs_no_text_of_a_sample(re
 
 
 def test_a_drag_in_a_report_looks_closer_at_all_charts_but_the_warm_starts(report):
-    report.wait_for_selector(".chart canvas")
-    drawn = "[...document.querySelectorAll('.chart canvas')].map((c) => c.toDataURL())"
-    before = report.evaluate(drawn)
-    box = report.locator(".u-over").first.bounding_box()
+    wait_for_lines(report, 1)
+    box = report.locator(".stage .over").first.bounding_box()
     report.mouse.move(box["x"] + 0.25 * box["width"], box["y"] + 40)
     report.mouse.down()
     report.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 40, steps=5)
     report.mouse.up()
     report.mouse.move(1, 1)
-    report.wait_for_timeout(500)
-    after = report.evaluate(drawn)
-    changed = [one != other for one, other in zip(before, after, strict=True)]
-    assert changed == [True] * (len(changed) - 1) + [False], "the last is of the warm start"
+    for chart in report.locator(".chart").all():
+        chart.scroll_into_view_if_needed()
+        report.wait_for_timeout(200)
+    script = """[...document.querySelectorAll(".chart")]
+        .map((c) => [c.card.warm, Boolean(c.card.plot.spec.range)])"""
+    zoomed = report.evaluate(script)
+    assert all(closer != warm for warm, closer in zoomed), "steps are zoomed, updates are not"
+    assert {warm for warm, _ in zoomed} == {True, False}
     report.click("[data-tab=ages]")
     sees(report.locator(".bar meter")).to_have_count(4)
     sees(report.locator("#ages")).to_contain_text("5 to 8600 (63 %)9 to 16360 (38 %)")
@@ -377,9 +681,9 @@ def test_conversations_are_shown_by_role_with_their_branches(page):
 )
 def test_on_a_phone_nothing_of_a_report_is_wider_than_the_screen(report):
     report.wait_for_selector(".chart canvas")
-    for tab in ("curves", "samples", "busy", "evals", "ages", "metrics", "identity"):
+    for tab in TABS:
         report.click(f"[data-tab={tab}]")
-        report.wait_for_selector(f"#{tab} > *")
+        report.wait_for_selector(f"#{'lines' if tab == 'log' else tab} > *")
         assert report.evaluate("document.documentElement.scrollWidth") <= 390, tab
 
 
@@ -401,16 +705,21 @@ def test_evaluations_have_intervals_in_charts_and_in_a_table(page):
         for run in ("grpo-0", "grpo-1", "dapo"):
             shown.set_checked(f"#runs li:has-text('{run}') input", run == name)
         shown.wait_for_timeout(1500)
-        chart = shown.locator(".chart", has_text="math").first.locator("canvas")
+        chart = shown.locator(".chart", has_text="math").first.locator(".stage canvas").first
         drawn.append(chart.evaluate("(c) => c.toDataURL()"))
     assert drawn[0] != drawn[1], "only the first has error bars"
     shown.click("[data-tab=evals]")
     shown.set_checked("#runs li:has-text('grpo-0') input", True)
     sees(shown.locator("#evals")).to_contain_text("pass@4")
-    row = shown.locator("#evals tr", has_text="pass@4").locator("td").all_inner_texts()
-    assert row[:5] == ["math", "pass@4", "110", "0.7333", "0.6353 to 0.8313"]
-    row = shown.locator("#evals tr", has_text="reward").locator("td").all_inner_texts()
-    assert row[4:] == ["0.304 to 0.696", "0.25", "0.1275 to 0.3725"]
+    last = shown.locator("#evals > .wide tr")
+    row = last.filter(has_text="pass@4").locator("td").all_inner_texts()
+    assert row[1:6] == ["math", "pass@4", "110", "0.7333", "0.6353 to 0.8313"]
+    row = last.filter(has_text="reward").locator("td").all_inner_texts()
+    assert row[5:] == ["0.304 to 0.696", "0.25", "0.1275 to 0.3725"]
+    shown.click("#evals summary")
+    history = shown.locator("#evals details tr")
+    sees(history).to_have_count(13)
+    assert "0.5 (0.304 to 0.696)" in history.nth(1).inner_text()
 
 
 def sees(locator):
@@ -480,5 +789,5 @@ def test_no_label_of_an_axis_is_cut_and_no_two_are_the_same(page):
 )
 def test_labels_of_an_axis_say_their_ticks(page, ticks, labels):
     shown, _ = page
-    said = shown.evaluate("async (t) => (await import('/charts.js')).labelsOf(t)", ticks)
+    said = shown.evaluate("async (t) => (await import('/numbers.js')).labelsOf(t)", ticks)
     assert said == labels

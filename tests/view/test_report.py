@@ -60,7 +60,7 @@ def parse(text):
 
 def data_of(path):
     """What the page reads."""
-    return json.loads(parse(path.read_text("utf-8")).scripts[1])
+    return json.loads(parse(path.read_text("utf-8")).scripts[0])
 
 
 def run_lines(steps=30):
@@ -111,7 +111,8 @@ def test_the_report_holds_curves_tiles_samples_metrics_and_config(tmp_path):
     assert path == tmp_path / "report.html" and path.stat().st_size < 200_000
     data = data_of(path)
     answers = data["answers"]
-    assert [(r["name"], r["state"]) for r in answers["/api/runs"]] == [(tmp_path.name, "finished")]
+    (listed,) = answers["/api/runs"]["runs"]
+    assert (listed["name"], listed["state"]) == (tmp_path.name, "finished")
     assert data["curves"]["reward/std"] == [list(range(1, 31)), [0.4] * 30]
     assert data["curves"][f"{WARM}train/loss"] == [[1], [2.0]]
     assert data["samples"] == [{"step": 30, **sample}] and data["allSamples"] == 1
@@ -122,8 +123,10 @@ def test_the_report_holds_curves_tiles_samples_metrics_and_config(tmp_path):
     assert reward["values"] == [pytest.approx(1 / 30), 1.0, pytest.approx(1 / 30), 1.0]
     assert reward["unit"] == metric_of("reward/mean").unit
     assert reward["about"] == metric_of("reward/mean").help
-    named = {"ages", "dropped", "evaluations", "faults", "lengths", "tiles"}
+    named = {"ages", "alerts", "dropped", "evaluations", "faults", "lengths", "tiles"}
     assert named == set(answers["/api/summary"])
+    assert data["numbers"] == [0]
+    assert answers["/api/rows"][tmp_path.name]["newest"]["reward/mean"] == 1.0
 
 
 def test_the_report_loads_nothing_and_runs_its_own_scripts_alone(tmp_path):
@@ -133,7 +136,7 @@ def test_the_report_loads_nothing_and_runs_its_own_scripts_alone(tmp_path):
     assert not {"link", "img", "iframe"} & {tag for tag, _ in parser.tags}
     (policy,) = (a["content"] for _, a in parser.tags if "http-equiv" in a)
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
-    assert len(parser.scripts) == 3 and not re.search(r"^(import|export) ", parser.scripts[2], re.M)
+    assert len(parser.scripts) == 2 and not re.search(r"^(import|export) ", parser.scripts[1], re.M)
 
 
 @pytest.mark.parametrize("evil", EVIL)
@@ -143,10 +146,10 @@ def test_no_text_of_a_run_becomes_markup(tmp_path, evil):
     (tmp_path / "config.yaml").write_text(evil, "utf-8")
     path = write_report(tmp_path)
     plain = parse(path.read_text("utf-8"))
-    assert len(plain.scripts) == 3 and "img" not in dict(plain.tags)
-    data = json.loads(plain.scripts[1])
+    assert len(plain.scripts) == 2 and "img" not in dict(plain.tags)
+    data = json.loads(plain.scripts[0])
     assert data["samples"][0][evil] == evil == data["answers"]["/api/identity"]["config"]
-    assert not set("<>&\u2028") & set(plain.scripts[1])
+    assert not set("<>&\u2028") & set(plain.scripts[0])
 
 
 def test_an_empty_run_still_has_a_report(tmp_path):
@@ -191,8 +194,8 @@ def test_the_report_of_a_long_run_is_bounded_and_says_what_it_leaves_out(
 
 def test_a_sample_too_large_is_left_out_and_smaller_ones_are_not():
     samples = [{"prompt": "x" * 900}, {"prompt": "y", "tokens": [1] * 400}, {"prompt": "z"}]
-    assert within(samples, 100, 500) == ([{"prompt": "y"}, {"prompt": "z"}], 1)
-    assert within(samples, 2000, 4000) == (samples, 0)
+    assert within(samples, 100, 500) == ([(1, {"prompt": "y"}), (2, {"prompt": "z"})], 1)
+    assert within(samples, 2000, 4000) == (list(enumerate(samples)), 0)
 
 
 def test_the_held_out_reward_is_on_top_where_there_is_no_accuracy(tmp_path):
@@ -264,7 +267,7 @@ def test_no_two_modules_of_the_page_declare_one_name():
         for _, line in re.findall(begins, script, re.MULTILINE)
         for name in re.findall(r"(?:^|, )(\w+)(?= =|$)", line.strip())
     ]
-    assert {"HEIGHT", "BAR", "LANE_GAP", "shown"} <= set(names)
+    assert {"FONT", "BAR", "LANE_GAP", "shown"} <= set(names)
     assert not [name for name, times in Counter(names).items() if times > 1]
 
 
@@ -287,6 +290,9 @@ def test_evaluations_are_listed_with_intervals_and_drawn_by_name(tmp_path):
     own, named = evaluations(run)
     assert (own["name"], own["measure"], own["step"], own["value"]) == ("eval", "accuracy", 4, 0.75)
     assert own["interval"] == pytest.approx([0.652, 0.848], abs=1e-4) and own["change"] is None
+    (first, last) = own["history"]
+    assert first[:2] == [0, 0.5] and last == [4, 0.75, own["interval"]]
+    assert first[2] == pytest.approx([0.304, 0.696], abs=1e-4)
     assert (named["name"], named["measure"], named["change"]) == ("m", "reward", 1.0)
     assert named["interval"] == pytest.approx([0.51, 1.49], abs=1e-4)
     assert named["changeInterval"] == pytest.approx([0.02, 1.98], abs=1e-4)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.recorder import Recorder, encode
-from jaxrl_async.view.__main__ import made_server, watched_runs
+from jaxrl_async.view.__main__ import made_server
 from jaxrl_async.view.page_server import FILES, ViewServer, is_loopback
-from jaxrl_async.view.watched import SampleFilter, WatchedRun, chosen_by
+from jaxrl_async.view.report import MODULES
+from jaxrl_async.view.watched import MetricColumn, SampleFilter, WatchedRun, chosen_by
 
 
 def recorded(root: Path, steps: int, *, resume: int | None = None) -> Recorder:
@@ -115,12 +116,33 @@ def test_samples_are_found_by_text_step_reward_and_end(tmp_path):
     run = WatchedRun(tmp_path, "run")
     run.look()
     found, page = run.samples(SampleFilter(), 0, 5)
-    assert found == 12 and [s["step"] for s in page] == [11, 10, 9, 8, 7], "the newest first"
-    assert [s["step"] for s in run.samples(SampleFilter(), 10, 5)[1]] == [1, 0]
+    assert found == 12 and [s["step"] for _, s in page] == [11, 10, 9, 8, 7], "the newest first"
+    assert [s["step"] for _, s in run.samples(SampleFilter(), 10, 5)[1]] == [1, 0]
     assert run.samples(SampleFilter(text="P1"), 0, 9)[0] == 3  # p1, p10, p11
     wanted = SampleFilter(first_step=3, last_step=8, least_reward=0.5, stop="length")
-    assert [s["step"] for s in run.samples(wanted, 0, 9)[1]] == [7, 5]
+    assert [s["step"] for _, s in run.samples(wanted, 0, 9)[1]] == [7, 5]
     assert run.samples(SampleFilter(most_reward=0.0), 0, 0)[0] == 6
+
+
+def test_samples_are_sorted_by_reward_and_advantage_and_found_by_their_number(tmp_path):
+    """The advantage is the mean over the recorded tokens; a sample without any comes last."""
+    recorder = Recorder(tmp_path, tensorboard=False)
+    advantages = [[-1.0, None], [2.0, 4.0], None, [0.5]]
+    for step, listed in enumerate(advantages):
+        tokens = {} if listed is None else {"tokens": {"advantage": listed}}
+        reward = [0.5, 0.0, 1.0, 0.5][step]
+        recorder.samples(step, [{"prompt": "p", "completion": "c", "reward": reward, **tokens}])
+    recorder.close()
+    run = WatchedRun(tmp_path, "run")
+
+    def steps(order):
+        return [sample["step"] for _, sample in run.samples(SampleFilter(), 0, 9, order)[1]]
+
+    assert steps("newest") == [3, 2, 1, 0] and steps("oldest") == [0, 1, 2, 3]
+    assert steps("reward") == [2, 3, 0, 1] and steps("reward_up") == [1, 3, 0, 2]
+    assert steps("advantage") == [1, 3, 0, 2] and steps("advantage_up") == [0, 3, 1, 2]
+    found, ((number, sample),) = run.samples(SampleFilter(number=2), 0, 9)
+    assert (found, number, sample["step"]) == (1, 2, 2)
 
 
 TEXTS = st.text(st.sampled_from('a"\\:,{} 1é\n'), max_size=12) | st.just('"reward": 9, "stop": "b"')
@@ -151,7 +173,7 @@ def test_texts_are_found_whatever_they_hold(tmp_path):
     run = WatchedRun(tmp_path, "run")
     run.look()
     for text in texts:
-        found, (sample,) = run.samples(SampleFilter(text=text[1:].upper()), 0, 9)
+        found, ((_, sample),) = run.samples(SampleFilter(text=text[1:].upper()), 0, 9)
         assert found == 1 and sample["prompt"] == text
 
 
@@ -160,12 +182,17 @@ def test_the_server_tells_what_the_page_asks(tmp_path):
         recorded(tmp_path / name, 4).close()
     (tmp_path / "a" / "policy").mkdir()
     with served([tmp_path]) as server:
-        runs = ask(server, "/api/runs")
+        runs = ask(server, "/api/runs")["runs"]
         assert [(r["name"], r["state"]) for r in runs] == [("a", "finished"), ("b", "stopped")]
+        assert [(r["step"], r["number"], r["tags"]) for r in runs] == [(3, 0, []), (3, 1, [])]
         (learning, *_) = ask(server, "/api/layout")["sections"]
         assert learning["charts"][0]["curves"] == [["reward/mean", "mean"]]
         curves = ask(server, "/api/curves", run="b", key=["reward/mean", "no/such"], last=1)
-        assert curves == {"reward/mean": [[0, 1], [0.0, 0.1]]}
+        assert curves == {"b": {"reward/mean": [[0, 1], [0.0, 0.1]]}}
+        both = ask(server, "/api/curves", run=["a", "b"], key="reward/mean", points=2)
+        assert {name: one["reward/mean"] for name, one in both.items()} == {
+            name: [[0, 3], [0.0, 0.3]] for name in ("a", "b")
+        }
         told = ask(server, "/api/summary", run="a")
         assert told["lengths"] == {"1": 4.0, "5 to 8": 12.0}
         (age,) = told["ages"]
@@ -175,8 +202,14 @@ def test_the_server_tells_what_the_page_asks(tmp_path):
         assert keys == ["reward/mean", *counts, "staleness/tokens_lag_1"]
         answer = ask(server, "/api/samples", run="a", count=1, text="script")
         assert answer["found"] == 4 and answer["samples"][0]["prompt"] == "p3"
+        assert answer["numbers"] == [3]
+        status, table = get(server, "/metrics.csv?run=a&run=b&key=reward/mean")
+        lines = table.decode().splitlines()
+        assert status == 200 and lines[0] == "run,step,tokens,time,reward/mean"
+        assert lines[1] == "a,0,,,0.0" and lines[-1] == "b,3,,,0.3" and len(lines) == 9
         for path in FILES:
             assert get(server, path)[0] == 200
+        assert {f"/{name}" for name in MODULES} == {path for path in FILES if path.endswith(".js")}
 
 
 @pytest.mark.parametrize(
@@ -214,23 +247,68 @@ def test_on_other_addresses_a_token_is_needed(tmp_path):
     assert is_loopback("::1") and is_loopback("localhost") and not is_loopback("0.0.0.0")
 
 
-def test_folders_are_runs_or_hold_some_and_names_differ(tmp_path):
-    for name in ("x/one", "x/two", "y/one"):
-        recorded(tmp_path / name, 1).close()
-    runs = watched_runs([tmp_path / "x", tmp_path / "y" / "one", tmp_path / "x" / "two"])
-    assert [run.name for run in runs] == ["x/one", "two", "y/one"]
-    (tmp_path / "new").mkdir()
-    assert [run.name for run in watched_runs([tmp_path / "new"])] == ["new"], "it may begin later"
-    for name in ("both/few", "both/many", "both/warm_start", "begun/warm_start"):
-        recorded(tmp_path / name, 1).close()
-    for name in ("both", "begun"):
-        (tmp_path / name / "config.yaml").write_text("")
-    assert [run.name for run in watched_runs([tmp_path / "both"])] == ["few", "many"], "adapters"
-    assert [run.name for run in watched_runs([tmp_path / "begun"])] == ["begun"], "it warms up"
+def test_a_folder_that_is_not_there_and_an_address_that_is_not_free_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no such folder"):
-        watched_runs([tmp_path / "gone"])
+        made_server([tmp_path / "gone"], "127.0.0.1", 0)
     with pytest.raises(ConfigError, match="nothing can listen there"):
-        made_server([tmp_path / "new"], "127.0.0.1", 99999)
+        made_server([tmp_path], "127.0.0.1", 99999)
+
+
+def test_a_run_that_is_not_compared_is_not_read_whole(tmp_path):
+    """Its newest step and its metrics come from the ends of the file, also of a long one."""
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(5000):
+            rare = {"eval/accuracy": 1.0} if step == 0 else {}
+            line = {"step": step, "reward/mean": step / 2, "filler": "x" * 40, **rare}
+            file.write(json.dumps(line) + "\n")
+    run = WatchedRun(tmp_path, "run")
+    assert run.newest() == (4999, 0) and run.known() == ["eval/accuracy", "reward/mean"]
+    assert run._metrics.columns == {}
+    assert run.points("reward/mean")[-1] == (4999, 2499.5)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5000, "loss": 1}\n{"step": 5001, "loss"')
+    assert run.newest() == (5000, 0) and run.known() == ["eval/accuracy", "loss", "reward/mean"]
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(2, 60))
+def test_a_thinned_curve_has_the_extremes_of_each_part(values, most):
+    """The reference: plain Python over the same parts."""
+    column = MetricColumn()
+    for step, value in enumerate(values):
+        column.put(step, value)
+    steps, kept = column.between(0, 10**9, most)
+    assert kept == [values[step] for step in steps] and len(steps) <= max(most, len(values))
+    if len(values) <= most:
+        assert steps == list(range(len(values)))
+        return
+    parts, wanted = most // 2, set()
+    for part in range(parts):
+        own = range(part * len(values) // parts, (part + 1) * len(values) // parts)
+        wanted |= {min(own, key=values.__getitem__), max(own, key=values.__getitem__)}
+    assert steps == sorted(wanted)
+
+
+def test_the_log_is_read_in_whole_lines_from_its_end(tmp_path):
+    lines = [f"2026-01-01 00:00:00Z INFO    line {number}" for number in range(100)]
+    run = WatchedRun(tmp_path, "run")
+    assert run.log_text(None, 100) == ("", 0, 0)
+    (tmp_path / "run.log").write_text("\n".join(lines) + "\n")
+    end, begin, size = run.log_text(None, 500)
+    assert end.splitlines() == lines[-len(end.splitlines()) :] and 400 < len(end) <= 500
+    assert size == (tmp_path / "run.log").stat().st_size == begin + len(end)
+    before, first, _ = run.log_text(begin, 10**6)
+    assert first == 0 and before + end == (tmp_path / "run.log").read_text()
+
+
+def test_an_adapter_has_the_common_log_and_starts(tmp_path):
+    folder = tmp_path / "both" / "few"
+    folder.mkdir(parents=True)
+    (tmp_path / "both" / "config.yaml").write_text("")
+    (tmp_path / "both" / "run.log").write_text("common\n")
+    (tmp_path / "both" / "starts.jsonl").write_text('{"started": 5.0, "host": "h"}\nno JSON\n{}\n')
+    run = WatchedRun(folder, "few")
+    assert run.log_text(None, 100)[0] == "common\n"
+    assert run.starts() == [{"started": 5.0, "host": "h"}]
 
 
 def test_a_run_that_goes_on_is_told_by_its_lock_without_taking_it(tmp_path):

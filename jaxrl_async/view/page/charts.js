@@ -1,13 +1,8 @@
-// Curves of several runs: smoothed, as bands of seeds, logarithmic, zoomed. Rendered by uPlot.
+// Curves of several runs as lines of a chart: smoothed, grouped into bands, with intervals.
 
-const HEIGHT = 190;
-const NARROWEST = 54;
-const SYNC = "steps";
-
-export const colorOf = (number) =>
-  getComputedStyle(document.documentElement).getPropertyValue(`--c${number % 8}`).trim();
-
-const inkOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+import { colorOf } from "./colors.js";
+import { placeOf } from "./plot.js";
+import { groupsOf } from "./run_model.js";
 
 /** Return exponentially smoothed values; the first ones are not biased towards 0. */
 export function smoothed(values, share) {
@@ -22,7 +17,6 @@ export function smoothed(values, share) {
 
 /** Half the length of a 95 % interval, in standard errors. */
 const Z_95 = 1.96;
-const CAP = 3;
 
 /** Return [step, low, high] of the 95 % interval of each value that has a standard error. */
 export function intervalsOf([steps, values], errors) {
@@ -34,172 +28,77 @@ export function intervalsOf([steps, values], errors) {
   });
 }
 
-/** Draw the intervals of lines as vertical bars with caps. */
-function drawIntervals(plot, lines) {
-  const { ctx } = plot;
-  ctx.save();
-  ctx.lineWidth = uPlot.pxRatio;
-  ctx.beginPath();
-  ctx.rect(plot.bbox.left, plot.bbox.top, plot.bbox.width, plot.bbox.height);
-  ctx.clip();
-  for (const { color, intervals } of lines) {
-    ctx.strokeStyle = color;
-    ctx.beginPath();
-    for (const [step, ...ends] of intervals ?? []) {
-      const x = plot.valToPos(step, "x", true), cap = CAP * uPlot.pxRatio;
-      const [low, high] = ends.map((y) => plot.valToPos(y, "y", true));
-      ctx.moveTo(x, low);
-      ctx.lineTo(x, high);
-      for (const y of [low, high]) { ctx.moveTo(x - cap, y); ctx.lineTo(x + cap, y); }
-    }
-    ctx.stroke();
-  }
-  ctx.restore();
+/** Return the value of an axis at a step: between two of its points, in proportion; null without an axis. */
+export function onAxis(axis, step) {
+  if (!axis) return step;
+  const [steps, values] = axis;
+  if (!steps.length) return null;
+  const place = placeOf(steps, step);
+  if (steps[place] === step) return values[place];
+  if (place === 0) return values[0];
+  if (place === steps.length) return values.at(-1);
+  const share = (step - steps[place - 1]) / (steps[place] - steps[place - 1]);
+  return values[place - 1] + share * (values[place] - values[place - 1]);
 }
 
-/** Return a run's name without its seed: "grpo" for "grpo-2" and "grpo_seed3". */
-export const withoutSeed = (name) => name.replace(/[-_.]?(seed)?[-_.]?\d+$/i, "") || name;
-
-/** Return mean, minimum and maximum of several curves at each step. */
+/** Return mean, minimum and maximum of several curves at each step of any of them. A curve counts between its first
+ * and its last step, also at steps that were thinned out of it. */
 export function banded(curves) {
-  const at = new Map();
-  for (const [steps, values] of curves) {
-    steps.forEach((step, i) => {
-      const known = at.get(step) ?? [];
-      known.push(values[i]);
-      at.set(step, known);
-    });
-  }
-  const steps = [...at.keys()].sort((a, b) => a - b);
-  const of = (f) => steps.map((step) => f(at.get(step)));
+  const steps = [...new Set(curves.flatMap(([own]) => own))].sort((a, b) => a - b);
+  const at = steps.map((step) => curves
+    .filter(([own]) => own[0] <= step && step <= own.at(-1))
+    .map((curve) => onAxis(curve, step)));
   return {
     steps,
-    mean: of((v) => v.reduce((a, b) => a + b, 0) / v.length),
-    least: of((v) => Math.min(...v)),
-    largest: of((v) => Math.max(...v)),
+    mean: at.map((values) => values.reduce((a, b) => a + b, 0) / values.length),
+    least: at.map((values) => Math.min(...values)),
+    largest: at.map((values) => Math.max(...values)),
   };
 }
 
-/** Return a number as text; more: digits in addition to the usual three or four. */
-export function shown(value, more = 0) {
-  if (value == null) return "–";
-  const size = Math.abs(value);
-  if (size === 0) return "0";
-  if (size >= 1e6 || size < 1e-3) return value.toExponential(2 + more);
-  if (size >= 1000) return value.toLocaleString("en", { maximumFractionDigits: more });
-  return Number(value.toPrecision(4 + more)).toString();
+/** Return the first and the last step whose values on an axis may be in a range. */
+export function stepsWithin(axis, [from, to]) {
+  if (!axis) return [Math.max(0, Math.floor(from)), Math.ceil(to)];
+  const [steps, values] = axis;
+  if (!steps.length) return [0, 0];
+  const first = Math.max(placeOf(values, from) - 1, 0), last = Math.min(placeOf(values, to) + 1, steps.length - 1);
+  return [steps[first], steps[last]];
 }
 
-/** Return the labels of an axis: numbers with enough digits to give each tick to a thousandth of its
- * distance from the next one. */
-export function labelsOf(ticks) {
-  const numbers = ticks.filter((t) => t != null);
-  const near = numbers.map((t) => Math.min(...numbers.map((u) => Math.abs(u - t) || Infinity)));
-  const says = (label, i) => Math.abs(Number(label.replaceAll(",", "")) - numbers[i]) <= near[i] / 1000;
-  for (let more = 0; ; more++) {
-    const labels = numbers.map((t) => shown(t, more));
-    if (labels.every(says) || more === 12) {
-      return ticks.map((t) => (t == null ? "" : labels.shift()));
-    }
-  }
-}
+const DASHES = [undefined, [6, 4], [2, 3], [8, 3, 2, 3], [1, 4]];
 
-/** Return the width of the y axis: the width of its widest label. */
-function axisWidth(plot, labels, index) {
-  const axis = plot.axes[index];
-  plot.ctx.save();
-  plot.ctx.font = axis.font[0];
-  const widths = (labels ?? []).map((label) => plot.ctx.measureText(label).width);
-  plot.ctx.restore();
-  return Math.max(NARROWEST, Math.max(0, ...widths) / uPlot.pxRatio + axis.gap + axis.ticks.size);
-}
+/** Return the dash of a chart's curve by its place; a run keeps its color in all of them. */
+export const dashOf = (which) => DASHES[which % DASHES.length];
 
-/** Return the lines to draw: [{label, steps, values, color, dash, hidden}], and the bands between. */
-export function linesOf(chart, data, runs, look) {
-  const lines = [], bands = [];
-  const many = runs.length > 1;
+/** Return the lines and bands of a chart: see plot.js.
+ * data: curves by run and metric; axes: axis by run, or null for steps; look: {smooth, log, group}. */
+export function linesOf(chart, data, runs, axes, look) {
+  const lines = [], bands = [], several = chart.curves.length > 1;
   chart.curves.forEach(([key, label], which) => {
-    const curves = runs
-      .map((run) => ({ run, points: data[run.name]?.[key], errors: data[run.name]?.[`${key}_stderr`] }))
-      .filter((one) => one.points?.[0].length);
-    const dash = many && which ? [[6, 4], [2, 3], [8, 3, 2, 3]][(which - 1) % 3] : undefined;
-    const title = (name) => (many ? (chart.curves.length > 1 ? `${name}: ${label}` : name) : label);
-    const groups = new Map();
-    for (const one of curves) {
-      const name = look.bands ? withoutSeed(one.run.name) : one.run.name;
-      groups.set(name, [...(groups.get(name) ?? []), one]);
-    }
-    for (const [name, members] of groups) {
-      const color = colorOf(many ? members[0].run.number : which);
-      const smooth = members.map(({ points: [s, v] }) => [s, smoothed(v, look.smooth)]);
+    const measured = runs.filter((run) => data[run.name]?.[key]?.[0].length && (!axes || axes[run.name]?.[0].length));
+    for (const [name, members] of groupsOf(measured, look.group)) {
+      const color = runs.length > 1 ? colorOf(members[0].number) : colorOf(which), dash = runs.length > 1 ? dashOf(which) : undefined;
+      const curves = members.map((run) => {
+        const [steps, values] = data[run.name][key];
+        return [steps, smoothed(values, look.smooth)];
+      });
+      const title = several ? (runs.length > 1 ? `${name}: ${label}` : label) : name;
       if (members.length === 1) {
-        const [steps, values] = smooth[0];
-        const intervals = look.smooth || look.log ? [] : intervalsOf(smooth[0], members[0].errors);
-        lines.push({ label: title(name), steps, values, color, dash, intervals });
-        const ends = { color, hidden: true, label: "", steps: intervals.map(([step]) => step) };
-        if (intervals.length) {  // so that the axis has room for them
-          lines.push({ ...ends, values: intervals.map(([, low]) => low) });
-          lines.push({ ...ends, values: intervals.map(([, , high]) => high) });
-        }
+        const [run] = members, axis = axes?.[run.name], [steps, ys] = curves[0];
+        const wanted = !look.smooth && !look.log && !look.group;
+        const intervals = (wanted ? intervalsOf(curves[0], data[run.name][`${key}_stderr`]) : [])
+          .map(([step, ...ends]) => [onAxis(axis, step), ...ends]);
+        lines.push({ label: title, run: name, xs: steps.map((step) => onAxis(axis, step)), ys, color, dash, intervals });
         continue;
       }
-      const band = banded(smooth);
-      const first = lines.length;
-      const edge = { color, hidden: true, label: "", steps: band.steps };
-      lines.push({ ...edge, values: band.largest }, { ...edge, values: band.least });
-      const label = `${title(name)} (${members.length} seeds)`;
-      lines.push({ label, steps: band.steps, values: band.mean, color, dash });
-      bands.push({ series: [first + 1, first + 2], fill: `${color}33` });
+      const band = banded(curves);
+      const xs = band.steps.map((step) => {
+        const at = members.map((run) => onAxis(axes?.[run.name], step));
+        return at.reduce((a, b) => a + b, 0) / at.length;
+      });
+      lines.push({ label: `${title} (${members.length} runs)`, run: name, xs, ys: band.mean, color, dash });
+      bands.push({ run: name, xs, low: band.least, high: band.largest, color });
     }
   });
   return { lines, bands };
-}
-
-const fitted = (zero) => (_, least, largest) => {
-  if (least == null) return [0, 1];
-  const [low, high] = zero ? [Math.min(least, 0), Math.max(largest, 0)] : [least, largest];
-  const pad = high > low ? (high - low) * 0.06 : Math.abs(low) * 0.1 || 1;
-  return [low >= 0 && low - pad < 0 ? 0 : low - pad, high + pad];
-};
-
-/** Draw lines into an element; return the uPlot, or null if there is nothing to draw.
- * onZoom: called with the selected steps; null: the chart has separate steps. */
-export function draw(place, { lines, bands }, look, onZoom) {
-  const positive = (v) => (look.log ? v.map((x) => (x > 0 ? x : null)) : v);
-  const tables = lines.map((line) => [line.steps, positive(line.values)]);
-  if (!tables.length) return null;
-  const axis = { stroke: inkOf("--soft"), grid: { stroke: inkOf("--line"), width: 1 },
-    ticks: { stroke: inkOf("--line"), width: 1 }, font: "11px system-ui" };
-  const options = {
-    width: Math.max(place.clientWidth, 120),
-    height: HEIGHT,
-    bands,
-    cursor: { ...(onZoom && { sync: { key: SYNC } }), drag: { x: Boolean(onZoom), y: false, setScale: false }, points: { size: 6 } },
-    scales: {
-      x: { time: false, range: look.range ?? undefined },
-      y: look.log ? { distr: 3 } : { range: fitted(look.zero) },
-    },
-    axes: [{ ...axis, size: 28 }, { ...axis, size: axisWidth, values: (_, ticks) => labelsOf(ticks) }],
-    series: [
-      { label: "step", value: (_, v) => (v == null ? "–" : v) },
-      ...lines.map((line) => ({
-        label: line.label, stroke: line.hidden ? "transparent" : line.color,
-        width: line.hidden ? 0 : 1.7, dash: line.dash, spanGaps: true,
-        points: { show: line.steps.length === 1 && !line.hidden }, value: (_, v) => shown(v),
-      })),
-    ],
-    hooks: {
-      draw: [(u) => drawIntervals(u, lines)],
-      setSelect: [(u) => {
-        if (u.select.width < 4) return;
-        const [from, to] = [u.select.left, u.select.left + u.select.width].map((x) => u.posToVal(x, "x"));
-        u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
-        onZoom([from, to]);
-      }],
-    },
-  };
-  const plot = new uPlot(options, uPlot.join(tables), place);
-  const rows = plot.root.querySelectorAll(".u-legend .u-series");
-  lines.forEach((line, i) => { rows[i + 1].hidden = Boolean(line.hidden); });
-  return plot;
 }

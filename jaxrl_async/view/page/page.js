@@ -1,304 +1,232 @@
-// The page: its runs and views; with a server, it updates every two seconds.
+// The page: its runs and views. With a server it looks for news every few seconds.
 
-import { colorOf, draw, linesOf, shown } from "./charts.js";
+import { hashOf, readAddress, setAddress, tabOf, valueIn } from "./address.js";
+import { onTheme } from "./colors.js";
+import { curvesIn } from "./curves.js";
 import { make } from "./elements.js";
+import { SHOWN_AT_FIRST, chosenOf, filtered, model, namesIn, sortedBy } from "./run_model.js";
+import { drawRunTable, listRuns } from "./run_table.js";
 import { browse } from "./samples.js";
-import { ask, extentOf, fileOf, report } from "./source.js";
+import { ask, extentOf, report } from "./source.js";
 import { lanesOf } from "./spans.js";
+import { ageParts, evaluationParts, identityParts, logIn, metricParts } from "./tabs.js";
 
-const EVERY_MS = 2000;
+const EVERY_MS = 2000, EVERY_MS_OF_MANY = 5000, MANY = 50, ROWS_AT_ONCE = 25, MOST_TIMELINES = 6;
+const AXES = [["step", "step"], ["tokens", "trained tokens"], ["time", "time of training"]];
+const OF_ROWS = /[/]|\b(time|tokens|best|alerts)\b/;  // columns that need more than the list of runs
 const at = (id) => document.getElementById(id);
-const look = { smooth: 0, log: false, bands: false, range: null, search: "" };
-let runs = [], hidden = new Set(), layout = null, layoutKeys = "", charts = [], tab = "curves";
-let samples = null;
+let listed = [], shownRuns = [], rowsSeen = {}, settingsSeen = "", isFetching = false;
+let samples = null, log = null;
 
-const visible = () => runs.filter((run) => !hidden.has(run.name));
+/** Return the state of the tools, from the address. */
+const look = () => ({
+  smooth: Math.min(Math.max(Number(valueIn("smooth")) || 0, 0), 0.98), log: Boolean(valueIn("log")), cut: Boolean(valueIn("cut")),
+  group: valueIn("group"), search: valueIn("search"), large: valueIn("large"),
+  axis: AXES.some(([name]) => name === valueIn("x")) ? valueIn("x") : "step",
+  range: valueIn("to") !== "" && Number(valueIn("to")) > Number(valueIn("from")) ? [Number(valueIn("from")), Number(valueIn("to"))] : null,
+});
 
-// ---- runs
+const curves = curvesIn(at("curves"), { look, runs: () => shownRuns, change, onRun: mark });
 
-function listRuns() {
-  const list = at("runs");
-  const items = runs.map((run) => {
-    const item = document.createElement("li"), label = document.createElement("label");
-    const box = Object.assign(document.createElement("input"), { type: "checkbox" });
-    box.checked = !hidden.has(run.name);
-    box.addEventListener("change", () => {
-      box.checked ? hidden.delete(run.name) : hidden.add(run.name);
-      VIEWS[tab]();
-    });
-    const dot = make("span", null, "dot");
-    dot.style.setProperty("--c", colorOf(run.number));
-    label.append(box, dot, make("span", run.name, "name"), make("span", run.state, "what"));
-    item.append(label);
-    return item;
-  });
-  list.replaceChildren(...items);
+/** Change values of the address, and show what follows. */
+function change(values) {
+  setAddress(values, tabNow());
+  syncTools();
+  update();
+  return VIEWS[tabNow()]();
 }
 
-// ---- curves
+// ---- which runs
 
-async function rebuild() {
-  layout = await ask("/api/layout");
-  layoutKeys = layout.metrics.map((metric) => metric.key).join();
-  const place = at("curves");
-  place.replaceChildren(make("div", null, "tiles"));
-  charts = [];
-  const words = look.search.toLowerCase().split(/\s+/).filter(Boolean);
-  const sections = words.length ? [found(words)] : layout.sections;
-  for (const section of sections) {
-    place.append(make("h2", section.title));
-    const grid = make("div", null, "charts");
-    place.append(grid);
-    for (const chart of section.charts) {
-      const box = make("div", null, "chart"), title = make("h3", chart.title);
-      title.append(make("span", chart.unit, "unit"));
-      if (chart.about) title.title = chart.about;
-      box.append(title);
-      grid.append(box);
-      charts.push({ chart, box, plot: null });
+/** Find the runs that are listed and shown now. */
+function update() {
+  listed = sortedBy(filtered(model.runs, valueIn("filter")), valueIn("sort") || "-number");
+  shownRuns = chosenOf(listed, valueIn("show"));
+  listRuns(at("runs"), listed, shownRuns, { choose, point: (run) => curves.highlight(run) });
+  const words = [`${shownRuns.length} of ${listed.length} drawn`];
+  if (listed.length < model.runs.length) words.push(`${model.runs.length - listed.length} filtered out`);
+  if (model.leftOut) words.push(`${model.leftOut} older ones left out`);
+  at("count").textContent = words.join("; ");
+  at("which").classList.toggle("single", model.runs.length === 1);
+}
+
+function choose(run, isShown) {
+  const before = valueIn("show").startsWith("[") ? namesIn(valueIn("show")) : shownRuns.map((one) => one.name);
+  const names = isShown ? [...before, run.name] : before.filter((name) => name !== run.name);
+  change({ show: JSON.stringify([...new Set(names)]) });
+}
+
+/** Mark a run's line in the list, while the pointer is on its curve. */
+function mark(name) {
+  for (const item of at("runs").children) item.classList.toggle("pointed", item.dataset.run === name);
+}
+
+/** Fetch the rows that are needed and not known: of the runs that are shown, or of all for the table. */
+async function fetchRows() {
+  if (isFetching) return;
+  isFetching = true;
+  try {
+    const wantsAll = () => tabNow() === "table" || [valueIn("sort"), valueIn("filter"), valueIn("group")].some((text) => OF_ROWS.test(text));
+    const settingsNow = model.runs.map((run) => run.name).join("\n");
+    if (settingsNow !== settingsSeen && (model.runs.length > 1 || tabNow() === "table")) {
+      model.settings = await ask("/api/settings");
+      settingsSeen = settingsNow;
+      listGroups();
+      afterRows();
     }
-  }
-  if (!charts.length) place.append(make("p", words.length ? "No metric has this name." : "No step has been recorded yet.", "none"));
-  await redraw();
-}
-
-function found(words) {
-  const all = layout.metrics.filter(({ key, about }) =>
-    words.every((word) => `${key} ${about}`.toLowerCase().includes(word)));
-  return { title: `${all.length} metrics`, charts: all.slice(0, 60).map((metric) => ({
-    title: metric.key, unit: metric.unit, about: metric.about, curves: [[metric.key, metric.key]] })) };
-}
-
-const isWarm = (key) => key.startsWith("warm_start/");  // its updates are no steps: drawn whole
-
-async function redraw() {
-  summarize();
-  const known = new Set(layout.metrics.map(({ key }) => key));
-  const all = [...new Set(charts.flatMap(({ chart }) => chart.curves.flatMap(([key]) =>
-    [key, `${key}_stderr`].filter((name) => name === key || known.has(name)))))];
-  const range = look.range
-    ? { first: Math.max(0, Math.floor(look.range[0])), last: Math.ceil(look.range[1]) } : {};
-  const [steps, updates] = [all.filter((key) => !isWarm(key)), all.filter(isWarm)];
-  const shownRuns = visible(), data = {};
-  await Promise.all(shownRuns.map(async (run) => {
-    data[run.name] = {
-      ...(steps.length ? await ask("/api/curves", { run: run.name, key: steps, ...range }) : {}),
-      ...(updates.length ? await ask("/api/curves", { run: run.name, key: updates }) : {}),
-    };
-  }));
-  for (const one of charts) {
-    one.plot?.destroy();
-    const warm = isWarm(one.chart.curves[0][0]);
-    const [near, onZoom] = warm ? [{ ...look, range: null }, null] : [look, zoom];
-    one.plot = draw(one.box, linesOf(one.chart, data, shownRuns, near), { ...near, zero: one.chart.zero }, onZoom);
-  }
-}
-
-async function summarize() {
-  const place = document.querySelector("#curves .tiles"), shownRuns = visible();
-  place.hidden = Boolean(look.search) || shownRuns.length !== 1;  // several are compared
-  if (place.hidden) return;
-  const { tiles } = await ask("/api/summary", { run: shownRuns[0].name });
-  place.replaceChildren(...tiles.map(({ label, value, note }) => {
-    const tile = make("div", null, "tile");
-    tile.append(make("div", label, "label"), make("div", value, "value"), make("div", note, "label"));
-    return tile;
-  }));
-}
-
-let zoomedAt = 0;
-
-function zoom(range) {
-  if (performance.now() - zoomedAt < 100) return;  // the other charts share the same drag
-  zoomedAt = performance.now();
-  look.range = range;
-  redraw();
-}
-
-// ---- ages and faults, identity
-
-async function listAges() {
-  const place = at("ages"), parts = [];
-  for (const run of visible()) {
-    const { ages, lengths, dropped, faults } = await ask("/api/summary", { run: run.name });
-    parts.push(make("h2", `${run.name}: trained tokens by age, in versions`));
-    parts.push(bars(Object.fromEntries(ages.map((row) => [row.age, row.tokens])), "none counted"));
-    const measured = ["reward", "length", "kl"].filter((name) => ages.some((row) => row[name] != null));
-    if (measured.length) {
-      parts.push(make("p", "Means of the tokens' episodes, over the tokens of that age:", "hint"));
-      parts.push(table(["age", ...measured], ages.map((row) =>
-        [row.age, ...measured.map((name) => (row[name] == null ? "" : shown(row[name])))])));
+    for (;;) {
+      const runs = wantsAll() ? [...shownRuns, ...model.runs.filter((run) => !shownRuns.includes(run))] : shownRuns;
+      const some = runs.filter((run) => rowsSeen[run.name] !== run.seen).slice(0, ROWS_AT_ONCE);
+      if (!some.length) break;
+      const found = await ask("/api/rows", { run: some.map((run) => run.name) });
+      for (const run of some) { rowsSeen[run.name] = run.seen; model.rows[run.name] = found[run.name]; }
+      afterRows();
     }
-    parts.push(make("h2", `${run.name}: trained answers by length, in tokens`), bars(lengths, "none counted"));
-    parts.push(make("h2", `${run.name}: groups dropped`), bars(dropped.groups, "none"));
-    if (dropped.tokens) parts.push(make("p", `${shown(dropped.tokens)} tokens had been drawn for them.`, "hint"));
-    parts.push(make("h2", `${run.name}: faults`), bars(faults, "none"));
+  } finally {
+    isFetching = false;
   }
-  place.replaceChildren(...parts);
 }
 
-async function listEvaluations() {
-  const parts = [];
-  for (const run of visible()) {
-    const { evaluations } = await ask("/api/summary", { run: run.name });
-    parts.push(make("h2", `${run.name}: last evaluation of each name`));
-    const between = (ends) => (ends ? `${shown(ends[0])} to ${shown(ends[1])}` : "");
-    const rows = evaluations.map((row) => [row.name, row.measure, row.step, shown(row.value),
-      between(row.interval), row.change == null ? "" : shown(row.change), between(row.changeInterval)]);
-    parts.push(rows.length ? table(["evaluation", "measure", "step", "value", "95 % interval",
-      "change", "95 % interval of the change"], rows) : make("p", "Nothing has been evaluated yet.", "none"));
-  }
-  at("evals").replaceChildren(...parts);
+function afterRows() {
+  const before = shownRuns;
+  update();
+  curves.listAlerts();
+  if (tabNow() === "table") drawTable();
+  else if (tabNow() === "curves" && before.map((run) => run.name).join() !== shownRuns.map((run) => run.name).join()) curves.show();
 }
 
-function table(names, rows) {
-  const wide = make("div", null, "wide"), all = document.createElement("table");
-  for (const [cells, tag] of [[names, "th"], ...rows.map((row) => [row, "td"])]) {
-    const line = document.createElement("tr");
-    line.append(...cells.map((cell) => make(tag, cell)));
-    all.append(line);
-  }
-  wide.append(all);
-  return wide;
+const drawTable = () => drawRunTable(at("table"), listed, shownRuns, { choose, change });
+
+// ---- tools
+
+function listGroups() {
+  const names = ["", "seed", "tags", "state", "host", ...(model.settings?.names ?? [])], now = valueIn("group");
+  if (now && !names.includes(now)) names.push(now);
+  const label = { "": "nothing", seed: "names without seeds" };
+  at("group").replaceChildren(...names.map((name) => Object.assign(make("option", label[name] ?? name), { value: name })));
+  at("group").value = now;
 }
 
-async function listMetrics() {
-  const parts = [];
-  for (const run of visible()) {
-    const metrics = await ask("/api/extents", { run: run.name });
-    const rows = metrics.map(({ key, values, unit, about }) =>
-      [key, ...(values.length ? values.map(shown) : ["never finite", "", "", ""]), unit, about]);
-    parts.push(make("h2", run.name));
-    parts.push(rows.length ? table(["key", "first", "last", "least", "largest", "unit", "meaning"], rows)
-      : make("p", "No step has been recorded yet.", "none"));
+/** Have the tools show the state of the address. */
+function syncTools() {
+  const now = look();
+  for (const [id, value] of [["filter", valueIn("filter")], ["search", now.search], ["smooth", String(now.smooth)], ["axis", now.axis]]) {
+    if (at(id).value !== value) at(id).value = value;
   }
-  at("metrics").replaceChildren(...parts);
+  at("log").checked = now.log;
+  at("cut").checked = now.cut;
+  if ([...at("group").options].some((option) => option.value === now.group)) at("group").value = now.group;
+  else listGroups();
 }
 
-function bars(counts, none) {
-  const box = make("div", null, "bars");
-  const rows = Object.entries(counts).filter(([, count]) => count > 0)
-    .sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true }));
-  const total = rows.reduce((sum, [, count]) => sum + count, 0);
-  for (const [key, count] of rows) {
-    const row = make("div", null, "bar");
-    const meter = Object.assign(document.createElement("meter"), { max: total, value: count });
-    row.append(make("span", key), meter, make("span", `${shown(count)} (${Math.round((100 * count) / total)} %)`));
-    box.append(row);
-  }
-  if (!rows.length) box.append(make("span", none, "hint"));
-  return box;
-}
+let waiting = 0;
+const later = (act) => { clearTimeout(waiting); waiting = setTimeout(act, 200); };
+at("filter").addEventListener("input", ({ target }) => later(() => { change({ filter: target.value }); fetchRows(); }));
+at("search").addEventListener("input", ({ target }) => later(() => change({ search: target.value })));
+at("group").addEventListener("change", ({ target }) => { change({ group: target.value }); fetchRows(); });
+at("axis").replaceChildren(...AXES.map(([value, label]) => Object.assign(make("option", label), { value })));
+at("axis").addEventListener("change", ({ target }) => change({ x: target.value === "step" ? "" : target.value, from: "", to: "" }));
+at("smooth").addEventListener("input", ({ target }) => { setAddress({ smooth: Number(target.value) ? target.value : "" }, tabNow()); curves.repaint(); });
+at("log").addEventListener("change", ({ target }) => { setAddress({ log: target.checked }, tabNow()); curves.repaint(); });
+at("cut").addEventListener("change", ({ target }) => { setAddress({ cut: target.checked }, tabNow()); curves.repaint(); });
+at("whole").addEventListener("click", () => change({ from: "", to: "" }));
+at("all").addEventListener("click", () => change({ show: "all" }));
+at("none").addEventListener("click", () => change({ show: "[]" }));
+at("newest").textContent = `newest ${SHOWN_AT_FIRST}`;
+at("newest").addEventListener("click", () => change({ show: "" }));
 
-async function listIdentity() {
-  const parts = [];
-  for (const run of visible()) {
-    const { config, traces, ...facts } = await ask("/api/identity", { run: run.name });
-    const list = document.createElement("dl");
-    for (const [name, value] of Object.entries({ state: run.state, ...facts })) {
-      list.append(make("dt", name), make("dd", value));
-    }
-    parts.push(make("h2", run.name), list, ...tracesOf(run, traces), make("pre", config ?? "no config.yaml"));
-  }
-  at("identity").replaceChildren(...parts);
-}
-
-function tracesOf(run, traces) {
-  if (!traces.length) return [];
-  const list = make("ul", null, "traces");
-  for (const { step, file, bytes } of traces) {
-    const item = make("li"), link = make("a", `step ${step}: ${file.split("/").at(-1)}`);
-    link.href = fileOf(run.name, file);
-    link.download = `step_${step}.${file.split("/").at(-1)}`;
-    item.append(link, make("span", ` ${(bytes / 2 ** 20).toFixed(1)} MiB`, "hint"));
-    list.append(item);
-  }
-  return [make("h3", "Traces of JAX's profiler"), list,
-    make("p", "Open them at https://ui.perfetto.dev, or all with: xprof --logdir RUN/profile", "hint")];
-}
-
-// ---- spans
+// ---- the views
 
 const lanes = new Map();
 
 async function drawLanes() {
-  const shownRuns = visible();
-  for (const run of shownRuns) if (!lanes.has(run.name)) lanes.set(run.name, lanesOf(run, ask, Boolean(report)));
-  const views = shownRuns.map((run) => lanes.get(run.name));
-  const places = views.map((view) => view.place);
-  if (places.some((place, i) => at("busy").children[i] !== place) || at("busy").children.length !== places.length) {
-    at("busy").replaceChildren(...places);
-  }
+  const some = shownRuns.slice(0, MOST_TIMELINES);
+  for (const run of some) if (!lanes.has(run.name)) lanes.set(run.name, lanesOf(run, ask, Boolean(report)));
+  const views = some.map((run) => lanes.get(run.name)), places = views.map((view) => view.place);
+  if (shownRuns.length > some.length) places.push(make("p", `Of ${shownRuns.length} runs the first ${some.length} are shown.`, "hint"));
+  const children = [...at("busy").children].filter((child) => child.tagName === "DIV");
+  if (children.length !== views.length || views.some((view, i) => children[i] !== view.place)) at("busy").replaceChildren(...places);
   await Promise.all(views.map((view) => view.look()));
 }
 
-// ---- the views
-
-const VIEWS = {
-  curves: rebuild,
-  samples: async () => { samples ??= browse(at("samples"), ask, () => runs); samples.refresh(); },
-  busy: drawLanes,
-  evals: listEvaluations,
-  ages: listAges,
-  metrics: listMetrics,
-  identity: listIdentity,
+const listIn = (id, partsOf) => async () => {
+  const parts = await partsOf(shownRuns), open = [...at(id).querySelectorAll("details")].map((one) => one.open);
+  at(id).replaceChildren(...parts);
+  at(id).querySelectorAll("details").forEach((one, i) => { if (i in open && open.length === at(id).querySelectorAll("details").length) one.open = open[i]; });
 };
 
-function show(name) {
-  tab = name in VIEWS ? name : "curves";
-  for (const button of document.querySelectorAll("#tabs button")) {
-    button.toggleAttribute("aria-current", button.dataset.tab === tab);
-  }
-  for (const id of Object.keys(VIEWS)) at(id).hidden = id !== tab;
+const VIEWS = {
+  table: drawTable,
+  curves: curves.show,
+  samples: () => { samples ??= browse(at("samples"), ask, () => model.runs, () => shownRuns[0]?.name ?? model.runs[0]?.name ?? ""); return samples.show(); },
+  busy: drawLanes,
+  evals: listIn("evals", evaluationParts),
+  ages: listIn("ages", ageParts),
+  metrics: listIn("metrics", metricParts),
+  identity: listIn("identity", identityParts),
+  log: () => { log ??= logIn(at("lines"), () => shownRuns); return log.refresh(); },
+};
+const PLACES = { log: "lines" };
+const tabNow = () => (Object.hasOwn(VIEWS, tabOf()) ? tabOf() : "curves");
+
+/** Show the view of the address. */
+async function show() {
+  readAddress();
+  const tab = tabNow();
+  for (const button of document.querySelectorAll("#tabs button")) button.toggleAttribute("aria-current", button.dataset.tab === tab);
+  for (const name of Object.keys(VIEWS)) at(PLACES[name] ?? name).hidden = name !== tab;
   at("tools").hidden = tab !== "curves";
-  return VIEWS[tab]();
+  syncTools();
+  update();
+  try {
+    await VIEWS[tab]();
+    await fetchRows();
+  } catch (error) {
+    at("state").textContent = `the server does not answer (${error.message})`;
+  }
 }
 
 async function tick() {
   try {
-    const seen = await ask("/api/runs");
-    const changed = seen.some((run, i) => run.seen !== runs[i]?.seen || run.state !== runs[i]?.state);
-    runs = seen.map((run, number) => ({ ...run, number }));
+    const seen = await ask("/api/runs"), key = (run) => `${run.name} ${run.seen} ${run.state} ${run.step} ${run.update} ${run.number}`;
+    const changed = seen.runs.map(key).join("\n") !== model.runs.map(key).join("\n") || !model.folders.length;
+    Object.assign(model, seen);
     if (changed) {
-      listRuns();
-      document.title = runs.length === 1 ? runs[0].name : `${runs.length} runs`;
+      update();
+      document.title = model.runs.length === 1 ? model.runs[0].name : `${model.runs.length} runs`;
       document.querySelector("h1").textContent = document.title;
-      if (tab !== "curves") await VIEWS[tab]();
-      else if ((await ask("/api/layout")).metrics.map((m) => m.key).join() !== layoutKeys) await rebuild();
-      else await redraw();
+      if (tabNow() === "samples" && samples) samples.refresh();
+      else await VIEWS[tabNow()]();
+      await fetchRows();
     }
-    const going = runs.filter((run) => run.state === "running").length;
+    const going = model.runs.filter((run) => run.state === "running").length;
     at("state").textContent = report ? extentOf() : going ? `follows ${going === 1 ? "a run" : `${going} runs`} that continues` : "";
   } catch (error) {
     at("state").textContent = `the server does not answer (${error.message})`;
   }
-  if (!report) setTimeout(tick, EVERY_MS);
+  if (!report) setTimeout(tick, model.runs.length > MANY ? EVERY_MS_OF_MANY : EVERY_MS);
 }
 
 at("tabs").addEventListener("click", ({ target }) => {
-  if (target.dataset.tab) location.hash = target.dataset.tab;
+  if (target.dataset.tab) location.hash = hashOf(target.dataset.tab);
 });
-addEventListener("hashchange", () => show(location.hash.slice(1)));
-let waiting = 0;
-at("search").addEventListener("input", ({ target }) => {
-  look.search = target.value;
-  clearTimeout(waiting);
-  waiting = setTimeout(rebuild, 200);
-});
-at("smooth").addEventListener("input", ({ target }) => { look.smooth = Number(target.value); redraw(); });
-at("log").addEventListener("change", ({ target }) => { look.log = target.checked; redraw(); });
-at("bands").addEventListener("change", ({ target }) => { look.bands = target.checked; redraw(); });
-at("whole").addEventListener("click", () => zoom(null));
-at("curves").addEventListener("dblclick", () => zoom(null));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-  listRuns();
-  redraw();
+addEventListener("hashchange", show);
+onTheme(() => {
+  update();
+  VIEWS[tabNow()]();
   for (const view of lanes.values()) view.paint();
 });
 let width = innerWidth;
-addEventListener("resize", () => { if (innerWidth === width) return;
+addEventListener("resize", () => {
+  if (innerWidth === width) return;
   width = innerWidth;
-  redraw();
   for (const view of lanes.values()) view.paint();
 });
-show(location.hash.slice(1) || "curves").then(tick, tick);
+
+readAddress();
+listGroups();
+syncTools();
+for (const name of Object.keys(VIEWS)) at(PLACES[name] ?? name).hidden = name !== tabNow();
+for (const button of document.querySelectorAll("#tabs button")) button.toggleAttribute("aria-current", button.dataset.tab === tabNow());
+at("tools").hidden = tabNow() !== "curves";
+tick();

@@ -1,10 +1,14 @@
 // The browser of samples: filters, groups side by side, tokens colored by their data.
 
-import { shown } from "./charts.js";
+import { hashOf, setAddress, valueIn } from "./address.js";
 import { conversationOf } from "./conversation.js";
-import { make } from "./elements.js";
+import { buttonOf, linkOf, make } from "./elements.js";
+import { shown } from "./numbers.js";
 
 const PAGE = 20;
+const SORTS = { newest: "newest step first", oldest: "oldest step first", reward: "largest reward first", reward_up: "smallest reward first",
+  advantage: "largest advantage first", advantage_up: "smallest advantage first" };
+const FIELDS = ["run", "text", "first", "last", "least", "most", "stop", "order", "color", "sample"];
 
 const least = (value) => Math.max(-1, Math.min(1, value));
 const sizeOf = (value) => least((Math.log10(Math.abs(value) + 1e-12) + 5) / 5);  // 1e-5 and less: 0; 1 and more: 1
@@ -19,10 +23,11 @@ const COLORS = {
     share: ({ difference }) => Math.sign(difference) * Math.max(0, sizeOf(difference)) },
 };
 
-/** Fill the section with filters; `ask(path, query)` fetches, `runs()` lists the runs. */
-export function browse(place, ask, runs) {
+/** Fill the section with filters, which are in the address; `ask(path, query)` fetches, `runs()` lists the runs,
+ * `usual()` is the run that is shown unless another is chosen. */
+export function browse(place, ask, runs, usual) {
   place.replaceChildren();
-  const form = make("form", null, "filters");
+  const form = make("form", null, "filters"), inputs = {};
   const field = (label, name, type, more = {}) => {
     const box = make("label", label);
     const input = Object.assign(document.createElement(type === "select" ? "select" : "input"), more);
@@ -30,84 +35,103 @@ export function browse(place, ask, runs) {
     input.name = name;
     box.append(input);
     form.append(box);
+    inputs[name] = input;
     return input;
   };
+  const options = (select, pairs) => select.replaceChildren(...pairs.map(([value, label]) => Object.assign(make("option", label), { value })));
   const run = field("Run", "run", "select");
   field("Text", "text", "search", { placeholder: "in prompt or answer" });
   field("From step", "first", "number", { min: 0 });
   field("To step", "last", "number", { min: 0 });
   field("Reward from", "least", "number", { step: "any" });
   field("Reward to", "most", "number", { step: "any" });
-  const stop = field("Ended by", "stop", "select");
-  for (const [value, label] of [["", "anything"], ["eos", "its own end"], ["length", "a limit"]]) {
-    stop.append(Object.assign(make("option", label), { value }));
-  }
+  options(field("Ended by", "stop", "select"), [["", "anything"], ["eos", "its own end"], ["length", "a limit"]]);
+  options(field("Order", "order", "select"), Object.entries(SORTS));
   const color = field("Colour tokens by", "color", "select");
-  for (const [value, label] of [...Object.entries(COLORS).map(([key, { label }]) => [key, label]), ["", "nothing"]]) {
-    color.append(Object.assign(make("option", label), { value }));
-  }
-  const count = make("p", "", "hint");
-  const list = make("div");
-  const more = make("button", "more");
-  more.type = "button";
-  place.append(form, count, list, more);
+  options(color, [...Object.entries(COLORS).map(([key, { label }]) => [key, label]), ["none", "nothing"]]);
+  field("Number", "sample", "number", { min: 0, placeholder: "all" });
+  const count = make("p", "", "hint"), list = make("div"), pages = make("div", null, "keys");
+  place.append(form, count, list, pages);
 
-  let skip = 0, current = 0;
-  const load = async (fresh) => {
-    const mine = ++current;
-    if (fresh) skip = 0;
-    const query = { count: PAGE, skip };
-    for (const [name, value] of new FormData(form)) if (value !== "" && name !== "color") query[name] = value;
+  let current = 0, listed = "";
+  const pageNow = () => Math.max(0, Math.floor(Number(valueIn("page")) || 0));
+
+  async function load() {
+    const mine = ++current, page = pageNow(), query = { count: PAGE, skip: page * PAGE };
+    for (const name of FIELDS) if (inputs[name].value !== "" && name !== "color") query[name] = inputs[name].value;
     if (!query.run) return;
-    const { found, samples } = await ask("/api/samples", query);
+    const { found, samples, numbers } = await ask("/api/samples", query);
     if (mine !== current) return;  // a later question has been asked
-    if (fresh) list.replaceChildren();
-    skip += samples.length;
     count.textContent = found === 1 ? "1 sample" : `${found.toLocaleString("en")} samples`;
     const wanted = COLORS[color.value];
     if (wanted?.recorded && found && !samples.some(({ tokens }) => tokens?.[color.value])) {
       count.textContent += `: of these the ${wanted.label} was not recorded`;
     }
-    more.hidden = skip >= found;
-    for (const group of grouped(samples)) list.append(groupOf(group, color.value));
-    if (!found) list.replaceChildren(make("p", "There is no such sample (metrics.samples_every).", "none"));
-  };
-  const names = () => {
-    const before = run.value;
-    run.replaceChildren(...runs().map((one) => Object.assign(make("option", one.name), { value: one.name })));
-    if (before) run.value = before;
-  };
-  names();
-  form.addEventListener("input", () => load(true));
+    listPages(page, Math.ceil(found / PAGE));
+    const now = JSON.stringify([query, numbers, color.value]);
+    if (now === listed) return;  // the same samples: what is unfolded stays
+    listed = now;
+    const all = samples.map((sample, i) => ({ sample, number: numbers[i] }));
+    const together = ["newest", "oldest"].includes(inputs.order.value);
+    const groups = together ? grouped(all) : [all];
+    list.replaceChildren(...[...groups].map((group) => groupOf(group, color.value, query.run, together)));
+    if (!samples.length) list.replaceChildren(make("p", "There is no such sample (metrics.samples_every).", "none"));
+  }
+
+  function listPages(page, last) {
+    const go = (text, title, to) => {
+      const button = buttonOf(text, title, () => { setAddress({ page: to || "" }); load(); place.scrollIntoView(); });
+      button.disabled = to < 0 || to >= last || to === page;
+      return button;
+    };
+    pages.hidden = last < 2;
+    pages.replaceChildren(go("first", "the first page", 0), go("before", "the page before", page - 1),
+      make("span", `page ${(page + 1).toLocaleString("en")} of ${last.toLocaleString("en")}`, "hint"),
+      go("next", "the next page", page + 1), go("last", "the last page", last - 1));
+  }
+
+  /** Take the filters from the address. */
+  function read() {
+    options(run, runs().map((one) => [one.name, one.name]));
+    for (const name of FIELDS) inputs[name].value = valueIn(name);
+    run.value = valueIn("run") || usual();
+    inputs.order.value ||= "newest";
+    color.value ||= "logprob";
+  }
+  form.addEventListener("input", () => {
+    const given = Object.fromEntries(FIELDS.map((name) => [name, inputs[name].value]));
+    setAddress({ ...given, order: given.order === "newest" ? "" : given.order, color: given.color === "logprob" ? "" : given.color, page: "" });
+    load();
+  });
   form.addEventListener("submit", (event) => event.preventDefault());
-  more.addEventListener("click", () => load(false));
-  load(true);
-  return { refresh: () => { names(); if (skip <= PAGE) load(true); } };
+  return { show: () => { read(); return load(); }, refresh: () => (pageNow() ? undefined : load()) };
 }
 
 function grouped(samples) {
   const groups = new Map();
-  for (const sample of samples) {
-    const key = `${sample.step}/${sample.group ?? ""}`;
-    groups.set(key, [...(groups.get(key) ?? []), sample]);
+  for (const one of samples) {
+    const key = `${one.sample.step}/${one.sample.group ?? ""}`;
+    groups.set(key, [...(groups.get(key) ?? []), one]);
   }
   return groups.values();
 }
 
-function groupOf(samples, color) {
-  const place = make("div", null, "group");
-  const [{ step, group }] = samples;
-  place.append(make("h3", group == null ? `step ${step}` : `step ${step}, group ${group}`));
-  for (const sample of samples) place.append(cardOf(sample, color, samples[0]));
+function groupOf(samples, color, run, together) {
+  const place = make("div", null, "group"), name = ({ step, group }) => (group == null ? `step ${step}` : `step ${step}, group ${group}`);
+  if (together) place.append(make("h3", name(samples[0].sample)));
+  for (const one of samples) {
+    place.append(cardOf(one.sample, one.number, color, run, together ? samples[0].sample : one.sample, together ? "" : name(one.sample)));
+  }
   return place;
 }
 
 const SHOWN = new Set(["prompt", "completion", "step", "group", "reward", "tokens", "parts", "contexts"]);
 
-function cardOf(sample, color, first) {
+function cardOf(sample, number, color, run, first, where) {
   const card = make("article", null, "sample");
   const facts = make("div", null, "facts");
   if (sample.reward != null) facts.append(make("span", `reward ${shown(Number(sample.reward))}`, "reward"));
+  if (where) facts.append(make("span", where));
   for (const [name, value] of Object.entries(sample.parts ?? {})) {
     facts.append(make("span", `${name} ${shown(Number(value))}`));
   }
@@ -115,6 +139,7 @@ function cardOf(sample, color, first) {
     if (SHOWN.has(name) || value == null || value === "") continue;
     facts.append(make("span", `${name} ${typeof value === "object" ? JSON.stringify(value) : value}`));
   }
+  facts.append(Object.assign(linkOf(`#${number}`, hashOf("samples", { ...NO_FILTER, run, sample: String(number) })), { title: "this sample alone" }));
   const texts = [make("pre", sample.prompt ?? "", "prompt"), tokensOf(sample, color)];
   if (sample.contexts?.length) {
     const tokens = make("details");
@@ -123,6 +148,8 @@ function cardOf(sample, color, first) {
   } else card.append(facts, ...texts);
   return card;
 }
+
+const NO_FILTER = Object.fromEntries([...FIELDS, "page"].filter((name) => name !== "color").map((name) => [name, ""]));
 
 function titleOf({ logprob, version, age, advantage, difference }) {
   const words = [`log-prob ${shown(logprob)}`, `version ${version}, ${age} old when trained`];

@@ -8,25 +8,31 @@ const token = new URLSearchParams(location.search).get("token");
 /** Return the answer to a query: names and values, or lists of values. */
 export const ask = report ? known : fetched;
 
-async function fetched(path, query = {}) {
+function queryOf(query) {
   const words = new URLSearchParams();
   for (const [name, value] of Object.entries(query)) {
     for (const one of [value].flat()) words.append(name, one);
   }
   if (token) words.append("token", token);
-  const reply = await fetch(`${path}?${words}`);
+  return words;
+}
+
+async function fetched(path, query = {}) {
+  const reply = await fetch(`${path}?${queryOf(query)}`);
   if (!reply.ok) throw new Error(`${reply.status}: ${await reply.text()}`);
   return reply.json();
 }
 
 /** Return the address of a file in a run's folder; a report is in that folder. */
-export function fileOf(run, file) {
-  if (report) return file;
-  return `/file?${new URLSearchParams({ run, file, ...(token ? { token } : {}) })}`;
-}
+export const fileOf = (run, file) => (report ? file : `/file?${queryOf({ run, file })}`);
+
+/** Return the address of all values of some metrics as CSV, on a page from a server. */
+export const csvAddress = (run, key) => `/metrics.csv?${queryOf({ run, key })}`;
 
 async function known(path, query = {}) {
-  if (path === "/api/curves") return curvesOf(query);
+  const name = report.answers["/api/runs"].runs[0].name;
+  if (path === "/api/curves") return { [name]: curvesOf(query) };
+  if (path === "/api/axes") return { [name]: report.axes[query.x] };
   if (path === "/api/samples") return samplesOf(query);
   if (path === "/api/spans") return spansOf(query);
   return report.answers[path];
@@ -54,24 +60,35 @@ function spansOf({ from, to }) {
   return { ...kept, lanes, steps: [], window: [from, to] };
 }
 
+const meanOf = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : NaN);
+const ORDERS = {
+  newest: (a, b) => b.step - a.step,
+  oldest: (a, b) => a.step - b.step,
+  reward: (a, b) => b.reward - a.reward || b.step - a.step,
+  reward_up: (a, b) => a.reward - b.reward || b.step - a.step,
+  advantage: (a, b) => Number.isNaN(a.advantage) - Number.isNaN(b.advantage) || b.advantage - a.advantage || b.step - a.step,
+  advantage_up: (a, b) => Number.isNaN(a.advantage) - Number.isNaN(b.advantage) || a.advantage - b.advantage || b.step - a.step,
+};
+
 /** Return the matching samples, like the server (SampleFilter of view/watched.py). */
-function samplesOf({ text = "", first, last, least, most, stop, skip = 0, count = 20 }) {
+function samplesOf({ text = "", first, last, least, most, stop, sample, order = "newest", skip = 0, count = 20 }) {
   const sought = text.toLowerCase();
   const number = (value) => (typeof value === "number" ? value : 0);
-  const wanted = report.samples.filter((sample) => {
-    const [step, reward] = [number(sample.step), number(sample.reward)];
-    return (first == null || step >= Number(first)) && (last == null || step <= Number(last))
-      && (least == null || reward >= Number(least)) && (most == null || reward <= Number(most))
-      && (!stop || String(sample.stop ?? "") === stop)
+  const wanted = report.samples.map((one, i) => ({ one, number: report.numbers[i], step: number(one.step), reward: number(one.reward),
+    advantage: meanOf((one.tokens?.advantage ?? []).filter((value) => typeof value === "number")) }))
+    .filter((it) => (first == null || it.step >= Number(first)) && (last == null || it.step <= Number(last))
+      && (least == null || it.reward >= Number(least)) && (most == null || it.reward <= Number(most))
+      && (!stop || String(it.one.stop ?? "") === stop) && (sample == null || it.number === Number(sample))
       && (!sought || ["prompt", "completion", "reference"].some((name) =>
-        String(sample[name] ?? "").toLowerCase().includes(sought)));
-  });
-  return { found: wanted.length, samples: wanted.slice(skip, skip + count) };
+        String(it.one[name] ?? "").toLowerCase().includes(sought))))
+    .sort(ORDERS[order] ?? ORDERS.newest);
+  const page = wanted.slice(skip, skip + count);
+  return { found: wanted.length, samples: page.map(({ one }) => one), numbers: page.map((it) => it.number) };
 }
 
 /** Describe a report: when it was written, and what it leaves out. */
 export function extentOf() {
-  const { written, samples, allSamples, tokensLeftOut, thinned } = report;
+  const { written, samples, allSamples, tokensLeftOut, thinned, answers } = report;
   const words = [`as of ${written}`];
   if (thinned) words.push(`curves of about ${thinned} points at most: the minimum and maximum of each stretch`);
   const many = (n) => n.toLocaleString("en");
@@ -79,5 +96,6 @@ export function extentOf() {
     words.push(`${many(samples.length)} of ${many(allSamples)} samples (all: samples.jsonl)`);
   }
   if (tokensLeftOut) words.push(`of ${many(tokensLeftOut)} samples the text without log-probs and versions`);
+  if (answers["/api/log"].from) words.push("the end of the log (all: run.log)");
   return words.join("; ");
 }

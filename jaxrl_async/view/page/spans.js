@@ -1,6 +1,6 @@
 // The timeline: a lane for each thread and for overlapping spans, for any time window.
 
-import { colorOf } from "./charts.js";
+import { colorOf, inkOf } from "./colors.js";
 import { make } from "./elements.js";
 
 const BAR = 15, GAP = 3, LANE_GAP = 9, AXIS = 20;
@@ -98,15 +98,14 @@ export function lanesOf(run, ask, whole) {
     const kinds = [...new Set(state.shown.lanes.flatMap(({ rows }) => rows.flat()).map((span) => span[2]))];
     legend.replaceChildren(...kinds.sort((a, b) => a - b).map((kind) => {
       const key = make("span", null, "key"), dot = make("span", null, "dot"), name = state.shown.kinds[kind];
-      dot.style.setProperty("--c", inkOf(kind));
+      dot.style.setProperty("--c", inkOfKind(kind));
       key.append(dot, name);
       return key;
     }));
   }
 
   const waits = (kind) => state.shown.kinds[kind].startsWith("wait");
-  const inkOf = (kind) => (waits(kind)
-    ? getComputedStyle(document.documentElement).getPropertyValue("--soft").trim() : colorOf(kind));
+  const inkOfKind = (kind) => (waits(kind) ? inkOf("--soft") : colorOf(kind));
 
   function noteOf({ spans, files, dropped, unread }) {
     const many = (n) => n.toLocaleString("en");
@@ -149,11 +148,9 @@ export function lanesOf(run, ask, whole) {
     Object.assign(canvas, { width: width * scale, height: height * scale });
     canvas.style.height = `${height}px`;
     context.setTransform(scale, 0, 0, scale, 0, 0);
-    const style = getComputedStyle(document.documentElement);
-    const ink = (name) => style.getPropertyValue(name).trim();
     const x = (time) => left + ((time - from) / (to - from || 1)) * (width - left - 4);
     context.font = "11px system-ui";
-    context.fillStyle = ink("--soft");
+    context.fillStyle = inkOf("--soft");
     const ticks = width < 560 ? 2 : 5;
     const digits = Math.min(Math.max(Math.ceil(-Math.log10((to - from) / ticks || 1)), 0), 6);
     for (let i = 0; i <= ticks; i++) {
@@ -165,7 +162,7 @@ export function lanesOf(run, ask, whole) {
     boxes = [];
     let top = AXIS;
     shown.lanes.forEach((lane, number) => {
-      context.fillStyle = ink("--soft");
+      context.fillStyle = inkOf("--soft");
       context.fillText(fitted(titleOf(lane), left - 50), 0, top + BAR - 4);
       context.textAlign = "right";
       context.fillText(percentOf(lane.busy), left - 6, top + BAR - 4);
@@ -176,18 +173,18 @@ export function lanesOf(run, ask, whole) {
           const [a, b] = [Math.max(x(start), left), Math.min(x(end), width - 4)];
           const name = shown.kinds[kind], wide = Math.max(b - a, 1);
           context.globalAlpha = waits(kind) ? 0.35 : 0.9;
-          context.fillStyle = inkOf(kind);
+          context.fillStyle = inkOfKind(kind);
           context.fillRect(a, y, wide, BAR);
           context.globalAlpha = 1;
           if (wide > 46 && count === 1) {
-            context.fillStyle = waits(kind) ? ink("--ink") : ink("--card");
+            context.fillStyle = waits(kind) ? inkOf("--ink") : inkOf("--card");
             context.fillText(fitted(name, wide - 8), a + 4, y + BAR - 4);
           }
           boxes.push({ a, b: a + wide, y, lane: number, start, end, name, count });
         }
       });
       top += tall[number];
-      context.fillStyle = ink("--line");
+      context.fillStyle = inkOf("--line");
       context.fillRect(0, top - LANE_GAP / 2, width, 1);
     });
     canvas.setAttribute("aria-label", `Busy shares from ${timeOf(from)} to ${timeOf(to)}: `

@@ -1,0 +1,79 @@
+"""Read the text of a run's configuration, whatever it holds, as short texts by dotted names."""
+
+import json
+import re
+import reprlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+MAX_CONFIG_BYTES = 2**20
+"""Maximum size of a configuration that is read, bytes."""
+MAX_SETTINGS = 5000
+"""Maximum number of settings of a run that are compared."""
+MAX_TEXT = 200
+"""Maximum length of a setting's text."""
+MAX_BRACKETS, MAX_DASHES = 5000, 50
+"""Maximum numbers of brackets, and of lists that begin within lists, of a configuration."""
+TAGS_SETTING = "metrics.tags"
+"""The setting with a run's tags."""
+MAX_TAGS, MAX_TAG = 20, 40
+"""Maximum number of tags of a run, and of characters of a tag."""
+
+_HAS_TAGS = re.compile(r"^ +tags:(?! *\[\])", re.MULTILINE)
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxlist, _short.maxdict, _short.maxtuple = 3, 12, 12, 12
+_short.maxstring = _short.maxother = _short.maxlong = 120
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def parsed(text: str) -> Mapping[str, Any]:
+    """Return a configuration; {} if it is damaged, or nested as none is."""
+    nested = text.count("[") + text.count("{") > MAX_BRACKETS or text.count("- - ") > MAX_DASHES
+    if len(text) > MAX_CONFIG_BYTES or nested:
+        return {}
+    try:
+        tree = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def settings_of(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the dotted names and short texts of a configuration's settings, MAX_SETTINGS at
+    most."""
+    waiting: list[tuple[str, Any]] = [("", tree)]
+    count = 0
+    while waiting and count < MAX_SETTINGS:
+        name, value = waiting.pop()
+        if isinstance(value, Mapping) and value and name.count(".") < 12:
+            inner = [(f"{name}.{key}" if name else str(key), one) for key, one in value.items()]
+            waiting += reversed(inner[:MAX_SETTINGS])
+            continue
+        count += 1
+        yield name[:MAX_TEXT], text_of(value)
+
+
+def text_of(value: object) -> str:
+    """Return a setting's value as in YAML, shortened."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, str):
+        return value[:MAX_TEXT]
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return "a long number"
+    return _short.repr(value)[:MAX_TEXT]
+
+
+def tags_in(text: str) -> list[str]:
+    """Return the tags of a configuration, which is parsed only if it has some."""
+    section = parsed(text).get("metrics") if _HAS_TAGS.search(text) else None
+    tags = section.get("tags") if isinstance(section, Mapping) else None
+    return cleaned(tags) if isinstance(tags, list) else []
+
+
+def cleaned(tags: list[Any]) -> list[str]:
+    """Return tags in bounds, without empty ones."""
+    texts = (str(tag).strip()[:MAX_TAG] for tag in tags[: 10 * MAX_TAGS])
+    return [text for text in texts if text][:MAX_TAGS]
