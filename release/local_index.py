@@ -9,8 +9,10 @@ in the folder; dependencies come from the usual index.
 import html
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,38 +32,40 @@ def project_of(archive: str) -> str:
     return re.sub(r"[-_.]+", "-", archive.split("-")[0]).lower()
 
 
-def write_index(folder: Path) -> list[str]:
-    """Write the pages of a folder's archives into FOLDER/simple; return the projects' names."""
+def write_index(archives: Sequence[Path], folder: Path) -> None:
+    """Copy archives into a folder, and write the index's pages into FOLDER/simple."""
     found: dict[str, list[Path]] = defaultdict(list)
-    for archive in archives_in(folder):
+    for archive in archives:
+        shutil.copy2(archive, folder)
         found[project_of(archive.name)].append(archive)
     links = {
         name: [
             f'<a href="../../{html.escape(a.name)}#sha256={checksum(a)}">{html.escape(a.name)}</a>'
-            for a in archives
+            for a in own
         ]
-        for name, archives in found.items()
+        for name, own in found.items()
     }
     links[""] = [f'<a href="{name}/">{name}</a>' for name in found]
     for name, lines in links.items():
-        (own := folder / SIMPLE / name).mkdir(parents=True, exist_ok=True)
-        page = "<!DOCTYPE html><html><body>\n" + "<br>\n".join(lines) + "\n</body></html>\n"
-        (own / "index.html").write_text(page, encoding="utf-8")
-    return sorted(found)
+        (page := folder / SIMPLE / name).mkdir(parents=True, exist_ok=True)
+        text = "<!DOCTYPE html><html><body>\n" + "<br>\n".join(lines) + "\n</body></html>\n"
+        (page / "index.html").write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """Serve a folder on a free port of this machine; yield the address of its index."""
-    handler = partial(Quiet, directory=str(folder))
-    with ThreadingHTTPServer((HOST, 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, name="index", daemon=True)
-        thread.start()
-        try:
-            yield f"http://{HOST}:{server.server_port}/{SIMPLE}/"
-        finally:
-            server.shutdown()
-            thread.join()
+    """Serve the archives of a folder on a free port of this machine; yield the index's address."""
+    with tempfile.TemporaryDirectory(prefix="jaxrl-index-") as copies:
+        write_index(archives_in(folder), Path(copies))
+        handler = partial(Quiet, directory=copies)
+        with ThreadingHTTPServer((HOST, 0), handler) as server:
+            thread = threading.Thread(target=server.serve_forever, name="index", daemon=True)
+            thread.start()
+            try:
+                yield f"http://{HOST}:{server.server_port}/{SIMPLE}/"
+            finally:
+                server.shutdown()
+                thread.join()
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -84,7 +88,7 @@ def main(words: Sequence[str]) -> int:
         print(f"usage: local_index.py FOLDER COMMAND ... {INDEX} ...", file=sys.stderr)
         return 2
     folder = Path(words[0])
-    if not write_index(folder):
+    if not archives_in(folder):
         print(f"local_index.py: {folder} has no wheel and no source archive.", file=sys.stderr)
         return 2
     with served(folder) as address:

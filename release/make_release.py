@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from archives import CHECKSUMS, archives_in, sdist_faults, wheel_faults, write_checksums
-from local_index import served, without_proxy, write_index
+from local_index import served, without_proxy
 
 ROOT = Path(__file__).parent.parent
 NAME = "jaxrl_async"
@@ -165,7 +165,6 @@ def trial(root: Path, out: Path, version: str) -> None:
     command, and tests of the source archive. Raises CalledProcessError."""
     minor = sys.version_info.minor
     constraints = root / ("constraints.txt" if minor == 11 else f"constraints-3.{minor}.txt")
-    write_index(out)
     with tempfile.TemporaryDirectory(prefix="jaxrl-trial-") as scratch, served(out) as address:
         environment = {**without_proxy(os.environ), "JAX_PLATFORMS": "cpu"}
         environment.pop("PYTHONPATH", None)
