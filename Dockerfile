@@ -1,4 +1,4 @@
-# The main job in a container, for TPU hosts; --build-arg EXTRA=cuda for NVIDIA, EXTRA= for a CPU.
+# The main job in a container, for TPU hosts; --build-arg EXTRA=cuda13 for NVIDIA, EXTRA= for a CPU (release/containers.sh makes all).
 #   docker build -t jaxrl_async . && docker run --rm -v "$PWD/runs:/runs" jaxrl_async configs/addition.yaml run.dir=/runs
 ARG PYTHON=3.12-slim-bookworm
 
@@ -6,7 +6,7 @@ FROM python:${PYTHON} AS build
 ARG EXTRA=tpu
 WORKDIR /src
 RUN python -m venv /venv
-COPY pyproject.toml constraints-3.12.txt README.md LICENSE ./
+COPY pyproject.toml setup.py constraints-3.12.txt README.md LICENSE ./
 COPY configs ./configs
 COPY jaxrl_async ./jaxrl_async
 RUN /venv/bin/pip install --no-cache-dir --disable-pip-version-check -c constraints-3.12.txt ".[prometheus${EXTRA:+,$EXTRA}]"

@@ -5,6 +5,7 @@ import fcntl
 import gc
 import os
 import random
+import re
 import resource
 import shutil
 import sys
@@ -46,6 +47,24 @@ settings.register_profile(  # pytest -n0 -m '' --timeout=0 --hypothesis-profile=
 
 MANY = 20
 """Exhaustive tests in a file that begins before the others although time is limited."""
+
+
+ROOT = Path(__file__).parent.parent
+NEEDS_BENCHMARKS = re.compile(r"""["/]benchmarks["/]|\benvironments\(\)""")
+"""What a test file contains that uses benchmarks/, which the source archive does not have."""
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out test files that use benchmarks/ where it is missing; see the report's header."""
+    if (ROOT / "benchmarks").is_dir() or not collection_path.match("test_*.py"):
+        return None
+    return True if NEEDS_BENCHMARKS.search(collection_path.read_text("utf-8")) else None
+
+
+def pytest_report_header() -> str | None:
+    if (ROOT / "benchmarks").is_dir():
+        return None
+    return "benchmarks/ is not here: test files that use it are left out"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,18 +1,9 @@
-"""Draw a run as one picture, redrawn while the run continues, for notebooks.
+"""Draw a run as one picture, for notebooks: what `jaxrl_async.Run` shows of itself."""
 
-view = display(SVG(run_svg([])), display_id=True)
-with redrawn(run_dir, lambda svg: view.update(SVG(svg))):
-    train(config)
-"""
-
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
-from pathlib import Path
 
-from jaxrl_async.metrics.recorder import METRICS_FILE, read_lines
 from jaxrl_async.metrics.series import Line, number, points, thinned, tick_labels, ticks
 
 WIDTH, LEFT, RIGHT = 760, 70, 14
@@ -25,8 +16,6 @@ MAX_POINTS = 100
 """Maximum number of points of a curve; longer curves are thinned."""
 MAX_STEPS = 40
 """Number of steps in the timeline: the newest ones."""
-EVERY_S = 2.0
-"""Interval between two redraws, seconds."""
 CURVES = (("reward/mean", "reward", "#1f6feb"), ("eval/accuracy", "held-out accuracy", "#d1590f"))
 WITHOUT_ACCURACY = (CURVES[0], ("eval/reward", "held-out reward", "#d1590f"))
 """Curves of a run whose reward has no accuracy."""
@@ -39,30 +28,6 @@ TRAINER_PHASES = (
 )
 """The trainer's phases in a step, in order: key, label, color."""
 BUSY = "#1a7f37"
-
-
-@contextmanager
-def redrawn(
-    run_dir: Path, show: Callable[[str], None], *, every_s: float = EVERY_S
-) -> Iterator[None]:
-    """Call `show` with a new picture every `every_s` seconds, on a thread, and once at the end."""
-    done = threading.Event()
-
-    def draw() -> None:
-        show(run_svg(read_lines(run_dir / METRICS_FILE)))
-
-    def repeat() -> None:
-        while not done.wait(every_s):
-            draw()
-
-    thread = threading.Thread(target=repeat, name="live", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        draw()
 
 
 def run_svg(lines: Sequence[Line]) -> str:

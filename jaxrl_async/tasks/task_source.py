@@ -16,6 +16,7 @@ from jaxrl_async.data.chat_formats.chat_messages import (
     record_tools,
     with_system_prompt,
 )
+from jaxrl_async.data.chat_formats.plain_format import PlainFormat
 from jaxrl_async.data.records import Record, RecordSource, Split, field_text, reference_of
 from jaxrl_async.errors import ConfigError, DataError, TextTooLong
 from jaxrl_async.ports.rollout import ChatFormat
@@ -223,6 +224,11 @@ def worked_tokens(
 
     Raises DataError if the format rewrites earlier turns, or writes a turn without an end token.
     """
+    if isinstance(chat, PlainFormat):  # it writes no turns: a question with its answer
+        asked = chat.opening(messages[:-1], tools)
+        answer = chat.answer(messages[:-1], messages[-1], tools)
+        mask = np.arange(len(asked) + len(answer)) >= len(asked)
+        return np.concatenate([asked, answer]).astype(np.int32), mask
     token_ids, mask = NO_TOKENS, np.zeros(0, bool)
     for number, message in enumerate(messages):
         if message["role"] != "assistant":

@@ -135,7 +135,11 @@ def test_a_reader_that_leaves_early_leaves_no_traceback():
 def test_a_wheel_has_the_command_and_the_recipes_and_trains(tmp_path):
     """The repository is copied, since building in it would leave files there."""
     subprocess.run(
-        ["bash", "-c", f"cp -a jaxrl_async configs pyproject.toml README.md LICENSE {tmp_path}"],
+        [
+            "bash",
+            "-c",
+            f"cp -a jaxrl_async configs pyproject.toml setup.py README.md LICENSE {tmp_path}",
+        ],
         cwd=ROOT,
         check=True,
     )

@@ -1578,6 +1578,9 @@ GROUPS = (
             ("min(of_one) == max(of_one)", "min(of_one) == 0"),
             ("/ len(of_one) >= max_mean", "/ len(of_one) > max_mean"),
             ("if place[0] < first]", "if place[0] <= first]"),
+        ),
+    ),
+    Group(
         "view/alerts",
         ("view/test_alerts.py",),
         (

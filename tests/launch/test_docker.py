@@ -35,7 +35,8 @@ def test_what_is_copied_exists_and_is_not_ignored():
 
 def test_what_the_build_reads_is_copied():
     pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    named = {"pyproject.toml", "jaxrl_async", *re.findall(r'"(README\.md|LICENSE)"', pyproject)}
+    named = {"pyproject.toml", "setup.py", "README.md", "jaxrl_async"}
+    named |= set(re.findall(r'"(LICENSE)"', pyproject))
     assert named <= set(copied())
     python = re.match(r"PYTHON=(3\.\d+)-", steps("ARG")[0])
     assert python, "the image names its Python"

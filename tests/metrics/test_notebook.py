@@ -1,18 +1,17 @@
-"""A run's picture: what is in it, and that it is drawn again."""
+"""A run's picture: what is in it, also while the run goes on."""
 
 import json
 import re
-import threading
 import xml.etree.ElementTree as ET
 
 import pytest
 
+from jaxrl_async.api.finished_run import Run
 from jaxrl_async.metrics.notebook import (
     BUSY,
     LANE_HEIGHT,
     MAX_STEPS,
     TRAINER_PHASES,
-    redrawn,
     run_svg,
 )
 from jaxrl_async.metrics.recorder import METRICS_FILE
@@ -107,21 +106,8 @@ def test_a_value_that_is_not_finite_is_left_out():
     assert "nan" not in run_svg([line(1, **{"eval/accuracy": float("nan")}), line(2)])
 
 
-def test_it_is_drawn_while_the_run_goes_on_and_once_at_the_end(tmp_path):
-    shown, drawn = [], threading.Event()
-
-    def show(svg: str) -> None:
-        shown.append(svg)
-        drawn.set()
-
-    with redrawn(tmp_path, show, every_s=0.01):
-        assert drawn.wait(60)
-        (tmp_path / METRICS_FILE).write_text(json.dumps(line(1)) + "\n")
-    assert "no step has finished yet" in shown[0] and "no step has" not in shown[-1]
-
-
-def test_the_last_picture_is_drawn_where_the_run_fails_too(tmp_path):
-    shown: list[str] = []
-    with pytest.raises(RuntimeError, match="the run"), redrawn(tmp_path, shown.append):
-        raise RuntimeError("the run failed")
-    assert len(shown) == 1
+def test_a_run_that_goes_on_is_drawn_as_far_as_it_is(tmp_path):
+    run = Run(tmp_path)
+    assert "no step has finished yet" in run._repr_svg_()
+    (tmp_path / METRICS_FILE).write_text(json.dumps(line(1)) + "\n")
+    assert "no step has" not in run._repr_svg_() and "polyline" in run._repr_svg_()
