@@ -4,8 +4,8 @@
     jaxrl-async diff runs/a runs/b --all         all metrics, not just the main ones
     jaxrl-async diff runs/a runs/b --json        the same as JSON, with all metrics
 
-A difference of two metrics has a 95 % interval where both runs know the standard error, which takes
-the runs for independent; `jaxrl-async eval B --compare A` asks both policies the same and is sharper.
+A difference of two metrics has a 95 % interval where both runs know the standard error. It takes the
+runs for independent: `jaxrl-async eval`, which asks two policies the same, gives a narrower one.
 
 Exit codes: 0 compared, whether they differ or not; 2 a bad command line, or a run that cannot be
 read.
