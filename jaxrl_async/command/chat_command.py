@@ -18,6 +18,7 @@ Exit codes: 0 ended; 1 a failure, explained on stderr (with piped messages: one 
 
 import argparse
 import importlib
+import json
 import signal
 import sys
 import threading
@@ -73,13 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 logprobs=args.logprobs,
             )
         )
-        with lines_for_people(), _backend(args) as backend:
-            backend.begin(args.system)
+        with lines_for_people(), _backend(asked := asked_as_in_run(args)) as backend:
+            system = asked.system or None
+            backend.begin(system)
             interactive = sys.stdin.isatty()
             chat = Chat(
                 backend,
                 options,
-                system=args.system,
+                system=system,
                 read_line=line_reader(interactive=interactive),
                 out=sys.stdout,
                 err=sys.stderr,
@@ -292,12 +294,35 @@ def _loaded(args: argparse.Namespace, backends: Any) -> Iterator["ChatBackend"]:
         yield backends.PolicyBackend(asker, f"{args.policy}: {policy!r}")
 
 
+def asked_as_in_run(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the options; where none are given, the system message and the variables of the chat
+    template are those of the run whose policy it is. Raises ConfigError."""
+    folder, _ = run_and_step(args.policy)
+    file = folder / "config.yaml"
+    found = argparse.Namespace(**vars(args))
+    if not args.policy.startswith(("http://", "https://")) and file.is_file():
+        data = importlib.import_module("jaxrl_async.config.load").load(file).data
+        if args.system is None:
+            found.system = data.system_prompt
+        if args.chat_arguments is None and data.chat_arguments:
+            found.chat_arguments = json.dumps(data.chat_arguments)
+    return found
+
+
+def run_and_step(policy: str) -> tuple[Path, int | None]:
+    """Return the folder that is named, and the step in RUN/checkpoints/STEP; None: it names no
+    checkpoint."""
+    path = Path(policy)
+    if path.parent.name == CHECKPOINTS and path.name.isdecimal():
+        return path.parent.parent, int(path.name)
+    return path, None
+
+
 def loaded_policy(args: argparse.Namespace) -> Any:
     """Load a policy as the command line names it. Raises CheckpointError, ConfigError and
     DataError."""
-    path, step = Path(args.policy), args.step
-    if step is None and path.parent.name == CHECKPOINTS and path.name.isdecimal():
-        path, step = path.parent.parent, int(path.name)
+    path, step = run_and_step(args.policy)
+    step = step if args.step is None else args.step
     evals: Any = importlib.import_module("jaxrl_async.evals.policy_eval")
     if step is None:
         source = evals.PolicySource(policy=args.policy, base=args.base)
@@ -335,7 +360,7 @@ def _parser() -> argparse.ArgumentParser:
     add("policy", metavar="POLICY", help="run, directory, hub name, adapter, or endpoint's address")
     add("--step", type=int, metavar="N", help="the checkpoint after N updates (default: the end)")
     add("--base", metavar="DIR", help="base of an adapter (default: the base that it names)")
-    add("--system", metavar="TEXT", help="system message")
+    add("--system", metavar="TEXT", help="system message (default: the run's, or none)")
     add("--temperature", type=float, default=usual.temperature, help="0: greedy")
     add("--top-p", type=float, default=usual.top_p, help="sample from tokens of this probability")
     add("--top-k", type=int, default=usual.top_k, help="sample from so many tokens; 0: all")
@@ -362,7 +387,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--chat-arguments",
         metavar="YAML",
-        help="variables of the chat template, '{enable_thinking: false}'",
+        help="variables of the chat template: {enable_thinking: false} (default: the run's)",
     )
     add("--decoder", metavar="FILE.py:CLASS", help="custom decoder")
     add("--model", metavar="NAME", help="model at an endpoint (default: its only one)")

@@ -109,7 +109,7 @@ def _versions(file: Path) -> dict[str, str]:
         return {}
     packages = last.get("packages")
     own = {name: last[name] for name in ("jaxrl_async", "python") if name in last}
-    found = own | (packages if isinstance(packages, dict) else {})
+    found = (packages if isinstance(packages, dict) else {}) | own
     return {str(name): str(version) for name, version in found.items()}
 
 

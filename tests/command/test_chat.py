@@ -26,8 +26,16 @@ from jaxrl_async.command.chat_backends import (
     EndpointSettings,
     chat_body,
 )
-from jaxrl_async.command.chat_command import Chat, ctrl_c_sets, main
+from jaxrl_async.command.chat_command import (
+    Chat,
+    _parser,
+    asked_as_in_run,
+    ctrl_c_sets,
+    main,
+    run_and_step,
+)
 from jaxrl_async.command.chat_options import ChatOptions, ShownToken
+from jaxrl_async.config.load import dump, load
 from jaxrl_async.errors import RolloutError
 
 ROOT = Path(__file__).parents[2]
@@ -184,6 +192,25 @@ def test_options_that_would_not_be_used_are_refused(words, says, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_runs_policy_is_asked_as_in_the_run(tmp_path):
+    words = ["data.system_prompt=Be brief.", "data.chat_arguments={enable_thinking: false}"]
+    (tmp_path / "config.yaml").write_text(dump(load("recipe:addition", words)))
+
+    def asked(*given: str) -> tuple[str | None, str | None]:
+        found = asked_as_in_run(_parser().parse_args(given))
+        return found.system, found.chat_arguments
+
+    of_run = ("Be brief.", '{"enable_thinking": false}')
+    assert asked(str(tmp_path)) == asked(f"{tmp_path}/checkpoints/20") == of_run
+    assert asked(str(tmp_path), "--system", "", "--chat-arguments", "{}") == ("", "{}")
+    assert asked("elsewhere") == asked("http://h/v1") == (None, None)
+
+
+def test_a_checkpoint_is_named_by_its_folder():
+    assert run_and_step("runs/a/checkpoints/20") == (Path("runs/a"), 20)
+    assert run_and_step("runs/a") == (Path("runs/a"), None)
 
 
 # ---- an endpoint
