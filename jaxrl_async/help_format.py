@@ -2,7 +2,7 @@
 
 import argparse
 
-NOTHING = (None, "", [], ())
+NOTHING: tuple[object, ...] = (None, "", [], ())
 """Defaults that are shown as `none`."""
 
 

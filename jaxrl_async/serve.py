@@ -249,7 +249,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--max-new-tokens",
         type=_count,
-        help="maximum tokens of an answer (default: what --max-length leaves)",
+        help="maximum tokens of an answer (default: what the prompt leaves)",
     )
     add(
         "--kv-memory-mib",

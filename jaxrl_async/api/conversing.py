@@ -141,7 +141,7 @@ class Conversation:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
         on_text: Callable[[str], object] | None = None,
         stopped: threading.Event | None = None,
-    ) -> Answer:
+    ) -> ConversationAnswer:
         """Ask the policy, and return its answer, which becomes a part of the conversation; blocks.
 
         Args:
@@ -165,7 +165,7 @@ class Conversation:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
         on_text: Callable[[str], object] | None = None,
         stopped: threading.Event | None = None,
-    ) -> Answer:
+    ) -> ConversationAnswer:
         """Replace the last answer by another one; as `ask`. Raises DataError if there is none."""
         if self._asked is None:
             raise DataError("there is no answer yet that could be replaced. Ask something first.")
@@ -199,7 +199,7 @@ class Conversation:
         sampling: SamplingParams,
         on_text: Callable[[str], object] | None,
         stopped: threading.Event | None,
-    ) -> Answer:
+    ) -> ConversationAnswer:
         """Sample an answer, and make it the conversation's last one unless it is empty."""
         longest, length = self._sampler.section.max_length, len(asked.token_ids)
         if length >= longest:

@@ -6,6 +6,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from typing import Any
 
 from jaxrl_async.errors import ConfigError
 
@@ -73,7 +74,8 @@ def changed_options(options: ChatOptions, text: str) -> ChatOptions:
             f"/set {text}: give NAME VALUE, of {', '.join(OPTION_NAMES)}.{hint} For example /set "
             "temperature 0.7."
         )
-    return with_checked(replace(options, **{name: _value_of(name, value)}))
+    changed: dict[str, Any] = {name: _value_of(name, value)}
+    return with_checked(replace(options, **changed))
 
 
 def with_checked(options: ChatOptions) -> ChatOptions:

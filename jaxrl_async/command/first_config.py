@@ -46,7 +46,7 @@ WIDTH, BESIDES = 100, 116
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class FirstSizes:
     """What fits the devices."""
 
     slots: int
@@ -55,8 +55,8 @@ class Sizes:
     groups_per_step: int
 
 
-ON_CPU = Sizes(slots=16, max_length=512, max_new_tokens=256, groups_per_step=4)
-ON_CHIP = Sizes(slots=64, max_length=1024, max_new_tokens=512, groups_per_step=16)
+ON_CPU = FirstSizes(slots=16, max_length=512, max_new_tokens=256, groups_per_step=4)
+ON_CHIP = FirstSizes(slots=64, max_length=1024, max_new_tokens=512, groups_per_step=16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

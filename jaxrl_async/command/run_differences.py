@@ -145,7 +145,7 @@ def last_values(lines: Sequence[Line]) -> dict[str, LastValue]:
         for key, value in line.items():
             if key == "step" or key.endswith(STDERR) or not _is_finite(value):
                 continue
-            stderr = line.get(key + STDERR)
+            stderr: Any = line.get(key + STDERR)
             found[key] = LastValue(
                 step=int(line["step"]),
                 value=float(value),

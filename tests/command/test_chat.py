@@ -196,7 +196,8 @@ def test_options_that_would_not_be_used_are_refused(words, says, tmp_path, monke
 
 def test_a_runs_policy_is_asked_as_in_the_run(tmp_path):
     words = ["data.system_prompt=Be brief.", "data.chat_arguments={enable_thinking: false}"]
-    (tmp_path / "config.yaml").write_text(dump(load("recipe:addition", words)))
+    words.append("data.jsonl.path=train.jsonl")
+    (tmp_path / "config.yaml").write_text(dump(load("recipe:gsm8k", words)))
 
     def asked(*given: str) -> tuple[str | None, str | None]:
         found = asked_as_in_run(_parser().parse_args(given))

@@ -1302,7 +1302,7 @@ GROUPS = (
             ("(both and math.isnan(a) and math.isnan(b))", "(both and math.isnan(a))"),
             ("sorted(of_a.keys() & of_b.keys())", "sorted(of_a.keys() & of_b.keys())[1:]"),
             ("is_number and math.isfinite(value)", "is_number"),
-            ("stderr = line.get(key + STDERR)", "stderr = lines[0].get(key + STDERR)"),
+            ("= line.get(key + STDERR)", "= lines[0].get(key + STDERR)"),
             ("if inner != usual.get(key)", "if inner"),
         ),
     ),

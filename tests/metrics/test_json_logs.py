@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from datetime import datetime
 
 import pytest
@@ -95,10 +96,16 @@ def test_text_stays_text_and_what_was_before_comes_back(capsys):
     assert logging.getLogger().handlers == handlers and sys.stdout is out
 
 
-@pytest.fixture
-def no_handlers(monkeypatch):
-    """A process in which nothing has set up logging, as of a command."""
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+@contextmanager
+def no_handlers():
+    """Act as in a process in which nothing has set up logging, as of a command."""
+    root = logging.getLogger()
+    handlers, root.handlers = root.handlers, []
+    try:
+        yield
+        assert root.handlers == []
+    finally:
+        root.handlers = handlers
 
 
 def people_lines(text: str) -> list[str]:
@@ -110,8 +117,8 @@ def people_lines(text: str) -> list[str]:
     return [line[20:] if line[:1] == "2" else line for line in text.splitlines()]
 
 
-def test_lines_for_people_have_the_time_and_no_names_of_modules(no_handlers, capsys):
-    with lines_for_people():
+def test_lines_for_people_have_the_time_and_no_names_of_modules(capsys):
+    with no_handlers(), lines_for_people():
         logging.getLogger("jaxrl_async.data.x").warning("%d records skipped", 3)
         logging.getLogger("jaxrl_async.data.x").info("is not shown")
         logging.getLogger("elsewhere").warning("received\n2026-01-01 00:00:00 a line\x1b[31m")
@@ -126,11 +133,10 @@ def test_lines_for_people_have_the_time_and_no_names_of_modules(no_handlers, cap
         "    2026-01-01 00:00:00 a line [31m",
     ]
     assert lines[3] == "error: failed" and lines[-1].strip() == "ValueError: of a reward"
-    assert logging.getLogger().handlers == []
 
 
-def test_reports_of_one_part_are_shown_where_they_are_asked_for(no_handlers, capsys):
-    with lines_for_people("jaxrl_async.evals"):
+def test_reports_of_one_part_are_shown_where_they_are_asked_for(capsys):
+    with no_handlers(), lines_for_people("jaxrl_async.evals"):
         for name in (
             "jaxrl_async.evals",
             "jaxrl_async.evals.x",
@@ -151,9 +157,9 @@ def test_logging_that_was_set_up_before_is_left_alone(caplog, capsys):
     assert caplog.messages == ["theirs"] and capsys.readouterr().err == ""
 
 
-def test_messages_follow_a_stderr_that_is_replaced(no_handlers, monkeypatch, capsys):
+def test_messages_follow_a_stderr_that_is_replaced(monkeypatch, capsys):
     """As a live display does while it is shown; and JSON within them stays JSON."""
-    with lines_for_people():
+    with no_handlers(), lines_for_people():
         shown = io.StringIO()
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stderr", shown)
