@@ -111,7 +111,7 @@ def no_handlers():
 def people_lines(text: str) -> list[str]:
     """Return lines without their times, which must be of this moment."""
     for line in text.splitlines():
-        if not line.startswith("    "):
+        if not line.startswith(("    ", "Traceback")):
             age = datetime.now() - datetime.strptime(line[:19], "%Y-%m-%d %H:%M:%S")
             assert -1 <= age.total_seconds() < 3600 and line[19] == " "
     return [line[20:] if line[:1] == "2" else line for line in text.splitlines()]
