@@ -19,6 +19,8 @@ _HOMES = {
     "PlannedRun": "jaxrl_async.api.planning",
     "generate": "jaxrl_async.api.asking",
     "Asker": "jaxrl_async.api.asking",
+    "Conversation": "jaxrl_async.api.conversing",
+    "ConversationAnswer": "jaxrl_async.api.conversing",
     "score": "jaxrl_async.api.asking",
     "evaluate": "jaxrl_async.api.evaluating",
     "PolicyEvaluation": "jaxrl_async.evals.policy_eval",

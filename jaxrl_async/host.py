@@ -20,12 +20,25 @@ NVIDIA_FILES = ("nvidiactl", "nvidia0", "dxg")
 """Device files below /dev on a host with NVIDIA's driver, at least one; dxg is for WSL."""
 
 
+PACKAGES = (
+    *("jaxrl_async", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin"),
+    *("flax", "optax", "orbax-checkpoint", "grain", "transformers", "tokenizers", "safetensors"),
+    "numpy",
+)
+"""Packages whose versions a run's numbers may depend on."""
+
+
 def version_of(package: str) -> str:
     """Return the version of an installed package; "" if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
         return ""
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of PACKAGES, of those that are installed."""
+    return {name: found for name in PACKAGES if (found := version_of(name))}
 
 
 def host_memory() -> tuple[int, int]:

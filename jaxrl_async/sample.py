@@ -11,7 +11,6 @@ running requests handed back to the trainer.
 
 import argparse
 import importlib
-import logging
 import math
 import os
 import socket
@@ -22,12 +21,20 @@ from pathlib import Path
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.schema import AxesSection, DistributedSection
 from jaxrl_async.errors import ConfigError, Disconnected, JaxrlError, is_out_of_memory, shown
+from jaxrl_async.help_format import DefaultsHelp
 from jaxrl_async.host import has_nvidia, limit_arenas, more_of_a_gpu
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.left_threads import at_exit_end_with
 from jaxrl_async.metrics.guarded_stream import guarded_output
 from jaxrl_async.metrics.health import health_endpoint
-from jaxrl_async.metrics.json_logs import FORMS, LOGS_VARIABLE, logs_as, print_exception
+from jaxrl_async.metrics.json_logs import (
+    FORMS,
+    LOGS_VARIABLE,
+    OWN,
+    lines_for_people,
+    logs_as,
+    print_exception,
+)
 from jaxrl_async.metrics.spans import TRACE_VARIABLE, recorded_spans
 from jaxrl_async.run import distributed
 from jaxrl_async.run.signals import NO_TRAINER_CODE, end_on_ctrl_c
@@ -42,12 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     hide_secrets()
     limit_arenas()
-    with guarded_output():
+    with guarded_output(), lines_for_people(OWN):
         return _sample(args)
 
 
 def _sample(args: argparse.Namespace) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     name = args.name or f"{socket.gethostname()}-{os.getpid()}"
     form = os.environ.get(LOGS_VARIABLE) or "text"
     if form not in FORMS:
@@ -188,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jaxrl-async sample",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=DefaultsHelp,
     )
     add = parser.add_argument
     add(
@@ -205,9 +211,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--name", default="", help="for logs (default: the machine's name and the process id)")
     add("--process", metavar="I/N", help="index on a slice of N hosts (default: detected)")
-    add("--coordinator", metavar="HOST:PORT", help="address of the first process, with --process")
     add(
-        "--wait", type=seconds_of, default=600.0, metavar="S", help="maximum time without a trainer"
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="the first process, with --process (default: detected)",
+    )
+    add(
+        "--wait",
+        type=seconds_of,
+        default=600.0,
+        metavar="S",
+        help="maximum time without a trainer, seconds",
     )
     add(
         "--data-port",
@@ -222,7 +236,12 @@ def _parser() -> argparse.ArgumentParser:
         help="the run's custom decoder, for a trainer that has proved no secret",
     )
     add("--once", action="store_true", help="exit when the trainer is gone, without waiting for it")
-    add("--cores", default="", metavar="LIST", help="use only these cores, such as 2,3 (CPU)")
+    add(
+        "--cores",
+        default="",
+        metavar="LIST",
+        help="use these cores, such as 2,3 (CPU; default: all)",
+    )
     for name, what in (
         ("certificate", "this side's certificate"),
         ("key", "its private key"),

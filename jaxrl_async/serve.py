@@ -9,7 +9,6 @@ line.
 """
 
 import argparse
-import logging
 import os
 import secrets
 import signal
@@ -29,11 +28,12 @@ from jaxrl_async.endpoint.image_chat import seeing
 from jaxrl_async.endpoint.sampling_request import CallerLimits, stop_ids
 from jaxrl_async.endpoint.service import EndpointLimits, EndpointService, Served
 from jaxrl_async.errors import ConfigError, JaxrlError
+from jaxrl_async.help_format import DefaultsHelp
 from jaxrl_async.host import limit_arenas, only_new_garbage
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.left_threads import at_exit_end_with
 from jaxrl_async.metrics.guarded_stream import guarded_output
-from jaxrl_async.metrics.json_logs import logs_as
+from jaxrl_async.metrics.json_logs import OWN, lines_for_people, logs_as
 from jaxrl_async.model.adapter_stack import AdapterRoom
 from jaxrl_async.model.lora import Lora
 from jaxrl_async.model.peft import load_peft
@@ -69,12 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     hide_secrets((args.key_variable,))
     limit_arenas()
-    with guarded_output():
+    with guarded_output(), lines_for_people(OWN):
         return _serve(args)
 
 
 def _serve(args: argparse.Namespace) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     ended = threading.Event()
     before = {
         number: signal.signal(number, lambda *_: ended.set())
@@ -225,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jaxrl-async serve",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=DefaultsHelp,
     )
     add = parser.add_argument
     add("folder", metavar="DIR", help="Hugging Face directory of the policy, or its address")
@@ -237,17 +236,41 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="environment variable that holds the key",
     )
-    add("--slots", type=_count, help="number of sequences that are generated at the same time")
-    add("--max-length", type=_count, help="maximum tokens of prompt and answer")
-    add("--max-new-tokens", type=_count, help="maximum tokens of an answer")
-    add("--kv-memory-mib", type=_count, help="memory of KV cache and adapters, MiB")
+    add(
+        "--slots",
+        type=_count,
+        help="sequences generated at the same time (default: as many as fit)",
+    )
+    add(
+        "--max-length",
+        type=_count,
+        help="maximum tokens of prompt and answer (default: the model's, at most 2048)",
+    )
+    add(
+        "--max-new-tokens",
+        type=_count,
+        help="maximum tokens of an answer (default: what the prompt leaves)",
+    )
+    add(
+        "--kv-memory-mib",
+        type=_count,
+        help="memory of KV cache and adapters, MiB (default: that of the slots)",
+    )
     add("--max-open-calls", type=_count, default=1024, help="concurrent calls; more get 429")
     add("--cors", action="append", default=[], metavar="ORIGIN", help="web page that may call")
     add("--chat-format", default="auto", help="auto, template, FILE.jinja or a renderer's name")
     add("--adapter", action="append", default=[], metavar="NAME=DIR", help="PEFT adapter to serve")
     add("--adapters-from", type=Path, metavar="DIR", help="calls may load adapters from below here")
-    add("--max-loras", type=_count, help="maximum number of loaded adapters")
-    add("--max-lora-rank", type=_count, help="maximum rank of an adapter")
+    add(
+        "--max-loras",
+        type=_count,
+        help="maximum number of loaded adapters (default: those given, or 8)",
+    )
+    add(
+        "--max-lora-rank",
+        type=_count,
+        help="maximum rank of an adapter (default: of those given, or 32)",
+    )
     add("--decoder", metavar="FILE.py:CLASS", help="custom decoder, see docs/own_decoder.md")
     add("--seed", type=int, default=0, help="seed for calls that give none")
     return parser

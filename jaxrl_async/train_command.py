@@ -26,7 +26,7 @@ from jaxrl_async.errors import ConfigError, JaxrlError, Preempted, is_out_of_mem
 from jaxrl_async.host import has_nvidia, more_of_a_gpu
 from jaxrl_async.metrics.guarded_stream import guarded_output
 from jaxrl_async.metrics.health import health_endpoint
-from jaxrl_async.metrics.json_logs import logs_as, print_exception
+from jaxrl_async.metrics.json_logs import lines_for_people, logs_as, print_exception
 from jaxrl_async.run import distributed
 from jaxrl_async.run.signals import PREEMPTED_CODE
 
@@ -67,6 +67,7 @@ def _run(argv: Sequence[str] | None, told: ExitStack) -> int:
         )
         print(f"{wrong}\n{USAGE}", file=sys.stderr)
         return 2
+    told.enter_context(lines_for_people())
     try:
         overrides = [*words[1:], *(RESUME if "--resume" in flags else [])]
         overrides += [f"run.replay_schedule={json.dumps(file)}" for file in replayed]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_async.api.conversing import Conversation
 from jaxrl_async.api.scored_text import (
     Scored,
     ScoredText,
@@ -148,6 +149,19 @@ class Asker:
         answers = self._sampler.generate(requests)
         pairs = zip(requests, answers, strict=True)
         return [scored_text(request, done, self._tokenizer) for request, done in pairs]
+
+    def conversation(self, *, system: str | None = None) -> Conversation:
+        """Begin a conversation of several turns, whose sampled tokens are kept unchanged.
+
+        system: system message; None: none. Raises DataError for one if the policy has no chat
+        template; each question is then a text to continue, alone.
+        """
+        chat = self._format() if self._tokenizer.has_chat_template else None
+        return Conversation(self._sampler, self._tokenizer, chat, system=system)
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token; a part of a character is U+FFFD."""
+        return self._tokenizer.token_text(token_id)
 
     def _scoring(self, one: Scored, index: int, top: int, ids: Sequence[int]) -> Request:
         self._count += 1

@@ -19,6 +19,7 @@ from jaxrl_async.config.userfile import end_loading
 from jaxrl_async.errors import ConfigError, StopTraining
 from jaxrl_async.host import limit_arenas
 from jaxrl_async.metrics.console import OnStep
+from jaxrl_async.metrics.json_logs import lines_for_people
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.run import loop
 from jaxrl_async.run.callbacks import Callback, check_callback
@@ -82,7 +83,8 @@ def train(
             "train: runs: several adapters that learn in one run have no single policy to return. "
             "Start them with python -m jaxrl_async.train FILE, or call train for each."
         )
-    return Run(loop.train(resolved, on_step, own_task, callbacks))
+    with lines_for_people():
+        return Run(loop.train(resolved, on_step, own_task, callbacks))
 
 
 def _check_callback(on_step: OnStep) -> None:

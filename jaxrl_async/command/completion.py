@@ -20,16 +20,21 @@ from jaxrl_async.config.recipes import PREFIX, recipe_names
 CONFIGURED = ("train", "plan", "doctor")
 """Commands that take a configuration and settings."""
 OPTIONS = {
+    "init": "--help --model --data --task --reward --algorithm --lora-rank --prompt-field "
+    "--answer-field --name --steps --out --force --yes",
     "train": "--help --print-config --resume --replay-schedule",
     "plan": "--help --topology --num-slices --sampler-topology --lengths --write --json --cache",
     "convert": "--help --out --devices --records",
     "doctor": "--help --timeout",
     "view": "--help --host --port",
+    "diff": "--help --all --json",
     "sample": "--help --join --mesh --name --process --coordinator --wait --data-port --once "
     "--cores --decoder --tls-certificate --tls-key --tls-authority",
     "serve": "--help --host --port --key-variable --slots --max-length --max-new-tokens "
     "--kv-memory-mib --max-open-calls --chat-format --cors --adapter --adapters-from --max-loras "
     "--max-lora-rank --decoder --seed",
+    "chat": "--help --step --base --system --temperature --top-p --top-k --max-new-tokens "
+    "--logprobs --seed --max-length --chat-arguments --decoder --model --key-variable --timeout",
     "eval": "--help --data --task --reward --samples --temperature --top-p --top-k "
     "--max-new-tokens --prompts --pass-reward --seed --compare --base --model --key-variable "
     "--concurrency --out",

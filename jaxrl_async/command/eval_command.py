@@ -15,15 +15,16 @@ Exit codes: 0 evaluated; 1 a failure, explained on stderr; 2 a bad command line 
 
 import argparse
 import importlib
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl_async.errors import ConfigError, JaxrlError
+from jaxrl_async.help_format import DefaultsHelp
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.left_threads import at_exit_end_with
+from jaxrl_async.metrics.json_logs import lines_for_people
 from jaxrl_async.shown_environment import hide_secrets
 
 KEY_VARIABLE = "JAXRL_ASYNC_KEY"
@@ -33,8 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
     args = _parser().parse_intermixed_args(argv)
     hide_secrets((args.key_variable,))
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    logging.getLogger("jaxrl_async.evals").setLevel(logging.INFO)
+    with lines_for_people("jaxrl_async.evals"):
+        return _evaluated(args)
+
+
+def _evaluated(args: argparse.Namespace) -> int:
+    """Evaluate as the command line says; return the exit code."""
     try:
         folder = _folder_of(args)
         found: Any = importlib.import_module("jaxrl_async.api.evaluating").evaluate(
@@ -96,23 +101,23 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jaxrl-async eval",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=DefaultsHelp,
     )
     add = parser.add_argument
     add("policy", metavar="POLICY", help="directory, hub name, run, adapter, or endpoint's address")
     add("settings", nargs="*", metavar="section.key=value", help="settings of a configuration")
     add("--data", metavar="FILE", help="file of held-out records (default: the run's)")
     add("--task", metavar="NAME", help="task, as in the setting `task` (default: the run's)")
-    add("--reward", metavar="NAME", help="reward, as in the setting `reward.function`")
+    add("--reward", metavar="NAME", help="as in reward.function (default: the run's)")
     add("--samples", type=int, default=1, metavar="N", help="answers to each prompt")
     add("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy")
     add("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this sum")
     add("--top-k", type=int, default=0, help="sample from this many likeliest tokens; 0: all")
     add("--max-new-tokens", type=int, metavar="N", help="longest answer (default: the run's, 1024)")
-    add("--prompts", type=int, metavar="N", help="number of prompts, the first ones")
+    add("--prompts", type=int, metavar="N", help="number of prompts, the first ones (default: all)")
     add("--pass-reward", type=float, default=1.0, metavar="R", help="least reward that passes")
     add("--seed", type=int, default=0, help="seed of the random numbers")
-    add("--compare", metavar="OTHER", help="another policy, asked the same: paired difference")
+    add("--compare", metavar="OTHER", help="another policy, asked the same")
     add("--base", metavar="DIR", help="base of an adapter (default: the base that it names)")
     add("--model", metavar="NAME", help="model at an endpoint (default: its only one)")
     add("--key-variable", default=KEY_VARIABLE, metavar="NAME", help="variable with its key")

@@ -23,6 +23,8 @@ from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.data.gguf_file import POINTER
 from jaxrl_async.data.hub import Upload
 from jaxrl_async.errors import ConfigError, JaxrlError
+from jaxrl_async.help_format import DefaultsHelp
+from jaxrl_async.metrics.json_logs import lines_for_people
 
 GGUF_BASE = (
     ", which points to a GGUF file and has no weights for PEFT: export that, too "
@@ -33,6 +35,12 @@ GGUF_BASE = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
     args = _parser().parse_args(argv)
+    with lines_for_people():
+        return _exported(args)
+
+
+def _exported(args: argparse.Namespace) -> int:
+    """Export as the command line says; return the exit code."""
     try:
         args.source = argument_here(args.source)
         _check(args)
@@ -119,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jaxrl-async export",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=DefaultsHelp,
     )
     add = parser.add_argument
     add("source", metavar="RUN|POLICY", help="folder of a run or a policy, or its address")
@@ -129,7 +137,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=("float32", "bfloat16"),
         help="data type of weights (default: unchanged)",
     )
-    add("--step", type=int, metavar="N", help="the checkpoint after N updates of a run")
+    add(
+        "--step",
+        type=int,
+        metavar="N",
+        help="a run's checkpoint after N updates (default: its end)",
+    )
     add("--adapter", metavar="DIR", help="PEFT adapter to add to a policy's weights")
     add("--adapter-only", action="store_true", help="write only a run's adapter, in PEFT's format")
     add("--upload", metavar="OWNER/NAME", help="also upload it to the Hugging Face hub")

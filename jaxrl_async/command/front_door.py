@@ -31,6 +31,7 @@ class Command:
 
 
 COMMANDS = {
+    "init": Command("command.init_command", "write a first configuration, from a few questions"),
     "train": Command(
         "train", "train a policy or a reward model: CONFIG [section.key=value ...]", computes=True
     ),
@@ -41,10 +42,14 @@ COMMANDS = {
     ),
     "doctor": Command("command.doctor", "check this machine, and what a configuration needs"),
     "view": Command("view.__main__", "show runs on a page that updates as they run: RUN ..."),
+    "diff": Command("command.diff_command", "compare two runs: RUN RUN"),
     "audit": Command("audit", "check that a run's ledger adds up: RUN"),
     "sample": Command("sample", "join a run as a sampler: --join ADDRESS", computes=True),
     "serve": Command("serve", "serve a policy to OpenAI and Anthropic clients: DIR", computes=True),
-    "eval": Command("command.eval_command", "evaluate a policy: POLICY", computes=True),
+    "chat": Command("command.chat_command", "chat with a policy: POLICY", computes=True),
+    "eval": Command(
+        "command.eval_command", "evaluate a policy, with intervals: POLICY", computes=True
+    ),
     "export": Command("command.export", "write a policy, or an adapter, for other programs"),
     "completion": Command("command.completion", "print a shell's completion script"),
 }
@@ -114,6 +119,7 @@ def _help() -> str:
             f"{PROGRAM} --version        prints the version",
             "",
             f"To begin: {PROGRAM} train recipe:addition     (three minutes on two CPU cores)",
+            f"or, with a model and data of yours: {PROGRAM} init",
         ]
     )
 

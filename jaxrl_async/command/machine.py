@@ -28,6 +28,7 @@ from jaxrl_async.host import (
     has_tpu,
     host_memory,
     jax_plugins,
+    package_versions,
     version_of,
 )
 
@@ -80,7 +81,7 @@ def package_findings() -> Iterator[Finding]:
         return
     needed = [one for one in asked if one.marker is None]
     yield from filter(None, (_wrong_version(one, "error") for one in needed))
-    shown = [f"{name} {version_of(name)}" for name in SHOWN if version_of(name)]
+    shown = [f"{name} {found}" for name, found in package_versions().items()]
     yield Finding("ok", ", ".join(shown))
     jax = version_of("jax")
     for plugin in CUDA_PLUGINS:
@@ -104,25 +105,6 @@ def constraints_file() -> str:
     """Return the name of the file with the versions that are tested with this Python."""
     minor = min(max(sys.version_info.minor, 11), 13)
     return "constraints.txt" if minor == 11 else f"constraints-3.{minor}.txt"
-
-
-SHOWN = (
-    "jaxrl_async",
-    "jax",
-    "jaxlib",
-    "libtpu",
-    "jax-cuda12-plugin",
-    "jax-cuda13-plugin",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "grain",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-)
-"""Packages whose versions are shown if they are installed."""
 
 
 ACCELERATORS = {

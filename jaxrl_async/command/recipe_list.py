@@ -2,10 +2,12 @@
 
 usage: jaxrl-async recipes [NAME]
 
+A description is cut at the width of the terminal (of a file or a pipe: 140, or $COLUMNS).
 Train one with `jaxrl-async train recipe:NAME [section.key=value ...]`. With NAME, its file is
 printed, to copy and change.
 """
 
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -14,7 +16,9 @@ from jaxrl_async.config.recipes import PREFIX, recipe_file, recipe_names, recipe
 from jaxrl_async.errors import ConfigError
 
 LINE = 140
-"""Maximum length of a line of the list, characters."""
+"""Length of a line of the list if the output is no terminal and COLUMNS is not set, characters."""
+LEAST = 60
+"""Minimum length of a line, characters: what a narrower terminal wraps."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,19 +34,19 @@ def main(argv: Sequence[str]) -> int:
             file = recipe_file(argv[0].removeprefix(PREFIX))
             print(file.read_text(encoding="utf-8"), end="")
         else:
-            print("\n".join(recipe_lines()))
+            print("\n".join(recipe_lines(shutil.get_terminal_size((LINE, 24)).columns)))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def recipe_lines() -> list[str]:
-    """Return a line for each recipe: its name and what it is."""
+def recipe_lines(columns: int = LINE) -> list[str]:
+    """Return a line for each recipe, of at most so many columns: its name and what it is."""
     names = recipe_names()
     width = max(map(len, names)) + 2
     return [
         f"{name:<{width}}"
-        + textwrap.shorten(recipe_summary(name), LINE - width, placeholder=" ...")
+        + textwrap.shorten(recipe_summary(name), max(columns, LEAST) - width, placeholder=" ...")
         for name in names
     ]

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 
 from jaxrl_async.data.tokenizer import load_tokenizer
+from jaxrl_async.help_format import DefaultsHelp
 from jaxrl_async.interop.jetstream import engine_api, make_engine
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.types import SamplingParams
@@ -67,12 +68,14 @@ def _delete(tree: object) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until SIGINT or SIGTERM."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None, formatter_class=DefaultsHelp
+    )
     parser.add_argument("--policy", type=Path, required=True, help="Hugging Face directory")
     parser.add_argument(
         "--decoder", metavar="FILE.py:CLASS", help="your own layers, see docs/own_decoder.md"
     )
-    parser.add_argument("--port", type=int, default=9000)
+    parser.add_argument("--port", type=int, default=9000, help="port to listen on")
     parser.add_argument(
         "--host", default=LOOPBACK, help="address to listen on; 0.0.0.0 is every IPv4 address"
     )

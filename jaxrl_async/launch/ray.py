@@ -36,6 +36,7 @@ from jaxrl_async.config.load import RESTARTED, dump, load
 from jaxrl_async.config.processes import run_devices_per_process
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError, JaxrlError
+from jaxrl_async.help_format import DefaultsHelp
 from jaxrl_async.launch.hardware import Hardware, parse_hardware, parse_range
 from jaxrl_async.launch.ray_cluster import RayCluster
 from jaxrl_async.launch.supervisor import HostTask, Upkeep, UpkeepPlan
@@ -224,13 +225,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m jaxrl_async.launch.ray",
         description=what.partition(": ")[2],
         epilog=rest.partition("\n\n")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=DefaultsHelp,
     )
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--trainer", default="cpu:1", metavar="HARDWARE")
+    parser.add_argument("--trainer", default="cpu:1", metavar="HARDWARE", help="of the trainer")
     parser.add_argument("--sampler", default="cpu:1", metavar="HARDWARE", help="of each sampler")
-    parser.add_argument("--samplers", default="1", metavar="LEAST:MOST", help="default 1")
+    parser.add_argument("--samplers", default="1", metavar="LEAST:MOST", help="number of samplers")
     parser.add_argument("--address", help="auto, HOST:PORT or local; default: chosen by Ray")
     parser.add_argument("--max-restarts", type=int, default=3, metavar="N", help="of the trainer")
     return parser

@@ -1,4 +1,9 @@
-"""Write each line of a process's log as one JSON object, in Cloud Logging's format (run.logs).
+"""Write the log of a process: lines for people, or (run.logs) each line as one JSON object in the
+format of Cloud Logging.
+
+    logging ──> LineForPeople ──> stderr        2026-11-29 14:05:09 warning: 3 records skipped
+
+In JSON:
 
     logging ──> EntryHandler ──────────────────────────┐
     print, Console, tracebacks ──> LineStream, by line ┴──> stdout or stderr as they were
@@ -73,6 +78,68 @@ def logs_as(form: str, **labels: str) -> Iterator[None]:
             yield
     finally:
         logging.setLogRecordFactory(before)
+
+
+# ---- lines for people
+
+DATE = "%Y-%m-%d %H:%M:%S"
+"""Format of the time in lines for people."""
+
+
+@contextmanager
+def lines_for_people(info_of: str = "") -> Iterator[None]:
+    """Write messages to stderr inside the `with`, as lines with the time and without names of
+    modules: warnings, and what the logger `info_of` and those below it report ("": none).
+
+    For a process of this package's own: where logging has been set up before, nothing changes.
+    """
+    root, own = logging.getLogger(), logging.getLogger(OWN)
+    if root.handlers:
+        yield
+        return
+    handler = StderrHandler()
+    handler.setFormatter(LineForPeople())
+    handler.addFilter(
+        lambda record: (
+            record.levelno >= logging.WARNING
+            or (info_of != "" and f"{record.name}.".startswith(f"{info_of}."))
+        )
+    )
+    level, factory = own.level, logging.getLogRecordFactory()
+    root.addHandler(handler)
+    own.setLevel(logging.INFO)
+    logging.setLogRecordFactory(OneMessage)
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(factory)
+        own.setLevel(level)
+        root.removeHandler(handler)
+
+
+class StderrHandler(logging.StreamHandler[Any]):
+    """Writes to what sys.stderr is at that moment: a live display replaces it for a while."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        """The current stderr."""
+        return sys.stderr
+
+
+class LineForPeople(logging.Formatter):
+    """The time, the level of a warning or an error, and the message."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
+        is_warning = record.levelno >= logging.WARNING
+        level = f"{record.levelname.lower()}: " if is_warning else ""
+        return f"{self.formatTime(record, DATE)} {level}{record.message}"
+
+
+# ---- JSON
 
 
 class OneMessage(logging.LogRecord):

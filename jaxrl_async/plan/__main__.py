@@ -24,6 +24,7 @@ from pathlib import Path
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError, JaxrlError, MeshError, MissingExtraError
+from jaxrl_async.help_format import DefaultsHelp
 from jaxrl_async.plan import cuda
 from jaxrl_async.plan.chips import Chip, Slice, parse_chips, parse_slice
 from jaxrl_async.plan.lengths import assumed, read_lengths
@@ -92,7 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="jaxrl-async plan", description=(__doc__ or "").split("\n\n")[1]
+        prog="jaxrl-async plan",
+        description=(__doc__ or "").split("\n\n")[1],
+        formatter_class=DefaultsHelp,
     )
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -117,7 +120,10 @@ def _parser() -> argparse.ArgumentParser:
         "default: as in mesh, of the trainer's generation",
     )
     parser.add_argument(
-        "--lengths", help='a run\'s folder, or JSON: {"LENGTH": WEIGHT, ...} or a list of lengths'
+        "--lengths",
+        metavar="FILE",
+        help='a run\'s folder, or JSON: {"LENGTH": WEIGHT, ...} or a list of lengths (default: '
+        "assumed from sampler.max_new_tokens)",
     )
     parser.add_argument(
         "--write",
@@ -126,7 +132,9 @@ def _parser() -> argparse.ArgumentParser:
         "commands to launch them",
     )
     parser.add_argument("--json", metavar="FILE", help="also write all numbers to this file")
-    parser.add_argument("--cache", metavar="FOLDER", help="folder of compiled results")
+    parser.add_argument(
+        "--cache", metavar="FOLDER", help="folder of compiled results (default: the user's cache)"
+    )
     return parser
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.errors import ConfigError, JaxrlError
+from jaxrl_async.help_format import DefaultsHelp
 from jaxrl_async.view.page_server import ViewServer
 from jaxrl_async.view.run_list import RunList
 
@@ -21,13 +22,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="jaxrl-async view",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=DefaultsHelp,
     )
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="folder of a run, or of runs, or its address"
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=0, help="port to listen on (0: any free port)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0: any free one")
     args = parser.parse_args(argv)
     try:
         server = made_server(

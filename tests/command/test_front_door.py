@@ -1,5 +1,6 @@
 """The command jaxrl-async: every command line behind one door, none of them imported before."""
 
+import argparse
 import json
 import os
 import re
@@ -64,6 +65,34 @@ def test_every_command_explains_itself(name, capsys):
         code = ended.code
     shown = capsys.readouterr().out
     assert code == 0 and re.search(rf"jaxrl[-_]async[ .]{name}", shown)
+
+
+PARSED = ("plan", "doctor", "view", "diff", "sample", "serve", "chat", "eval", "export", "init")
+"""Commands whose options argparse reads."""
+
+
+@pytest.mark.parametrize("name", PARSED)
+def test_help_shows_the_default_of_each_option(name, monkeypatch):
+    """Of those that take a value; the parser is the one that main makes."""
+    found = []
+    parse = argparse.ArgumentParser._parse_known_args
+
+    def kept(parser, *rest, **more):
+        found.append(parser)
+        return parse(parser, *rest, **more)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "_parse_known_args", kept)
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    formatter = found[0]._get_formatter()
+    options = [action for action in found[0]._actions if action.option_strings]
+    assert len(options) > 1
+    for action in options:
+        if action.nargs != 0 and not action.required:
+            shown = formatter._expand_help(action)
+            assert "default" in shown, action.option_strings
+            if action.default not in (None, "", []) and "default:" in shown:
+                assert str(action.default) in shown, action.option_strings
 
 
 @pytest.mark.parametrize(

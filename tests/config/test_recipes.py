@@ -44,7 +44,18 @@ def test_a_problem_in_a_recipe_names_its_file(tmp_path):
         load("recipe:grpo", ["trainer.warmup_steps=1000000"])
 
 
-def test_each_recipe_has_a_line_that_says_what_it_is(capsys):
+@pytest.mark.parametrize(("columns", "longest"), [("200", 200), ("80", 80), ("20", 60)])
+def test_the_list_is_as_wide_as_the_terminal(columns, longest, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(recipe_names())
+    assert longest - 12 < max(map(len, lines)) <= longest
+    assert all(line.startswith(name) for line, name in zip(lines, recipe_names(), strict=True))
+
+
+def test_each_recipe_has_a_line_that_says_what_it_is(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "140")
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == recipe_lines() and len(lines) == len(recipe_names())

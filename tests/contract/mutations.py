@@ -1633,4 +1633,60 @@ GROUPS = (
             ("and self._is_alone(record.name)", ""),
         ),
     ),
+    Group(
+        "command/run_differences",
+        ("command/test_diff.py",),
+        (
+            ("math.hypot(a.stderr, b.stderr)", "a.stderr + b.stderr"),
+            ("Estimate(b.value - a.value", "Estimate(a.value - b.value"),
+            ("not _is_timing(key) and not _same", "not _same"),
+            ("(both and math.isnan(a) and math.isnan(b))", "(both and math.isnan(a))"),
+            ("sorted(of_a.keys() & of_b.keys())", "sorted(of_a.keys() & of_b.keys())[1:]"),
+            ("is_number and math.isfinite(value)", "is_number"),
+            ("= line.get(key + STDERR)", "= lines[0].get(key + STDERR)"),
+            ("if inner != usual.get(key)", "if inner"),
+        ),
+    ),
+    Group(
+        "command/first_config",
+        ("command/test_first_config.py",),
+        (
+            ('{"constant": {"divisor": max_new_tokens}}', '{"constant": {"divisor": 48}}'),
+            ("choices.devices - samplers", "choices.devices"),
+            ("if key not in SIZES", "if key in SIZES or True"),
+            ("holds_mark = found is not None and", "holds_mark = found is None and"),
+        ),
+    ),
+    Group(
+        "command/chat_options",
+        ("command/test_chat_options.py",),
+        (
+            ("math.exp(one.logprob)", "math.exp(-one.logprob)"),
+            ('or line.startswith("//"):', 'or line.startswith("///"):'),
+            ('!= "Cc"', '== "Cc"'),
+            ("not 0 < options.top_p <= 1", "not 0 <= options.top_p <= 1"),
+        ),
+    ),
+    Group(
+        "api/conversing",
+        ("api/test_conversing.py::test_a_turn_continues_the_tokens_that_were_sampled",),
+        (
+            ("np.concatenate([turns.token_ids, tail])", "chat.opening(messages, ())"),
+            ("np.concatenate([turns.token_ids, token_ids])", "token_ids"),
+        ),
+    ),
+    Group(
+        "api/conversing",
+        ("api/test_conversing.py::test_log_probs_are_those_of_the_answer_at_temperature_one",),
+        (("start=len(self._asked.token_ids)", "start=0"),),
+    ),
+    Group(
+        "metrics/json_logs",
+        ("metrics/test_json_logs.py",),
+        (
+            ('f"{record.name}.".startswith(f"{info_of}.")', "record.name.startswith(info_of)"),
+            ("if root.handlers:", "if not root:"),
+            ("        return sys.stderr\n", "        return sys.__stderr__\n"),
+        ),
+    ),
 )

@@ -1,5 +1,6 @@
 """Logs as JSON: each line of a process's output is one object with severity, message and time."""
 
+import io
 import json
 import logging
 import os
@@ -7,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from datetime import datetime
 
 import pytest
 
-from jaxrl_async.metrics.json_logs import LABELS, add_labels, logs_as
+from jaxrl_async.metrics.json_logs import LABELS, add_labels, lines_for_people, logs_as
 
 TINY = [
     "model.architecture={layers: 1, width: 16, heads: 2, kv_heads: 1, head_dim: 8, mlp: 16}",
@@ -92,6 +94,82 @@ def test_text_stays_text_and_what_was_before_comes_back(capsys):
         pass
     assert capsys.readouterr().out == "plain\n"
     assert logging.getLogger().handlers == handlers and sys.stdout is out
+
+
+@contextmanager
+def no_handlers():
+    """Act as in a process in which nothing has set up logging, as of a command."""
+    root = logging.getLogger()
+    handlers, root.handlers = root.handlers, []
+    try:
+        yield
+        assert root.handlers == []
+    finally:
+        root.handlers = handlers
+
+
+def people_lines(text: str) -> list[str]:
+    """Return lines without their times, which must be of this moment."""
+    for line in text.splitlines():
+        if not line.startswith(("    ", "Traceback")):
+            age = datetime.now() - datetime.strptime(line[:19], "%Y-%m-%d %H:%M:%S")
+            assert -1 <= age.total_seconds() < 3600 and line[19] == " "
+    return [line[20:] if line[:1] == "2" else line for line in text.splitlines()]
+
+
+def test_lines_for_people_have_the_time_and_no_names_of_modules(capsys):
+    with no_handlers(), lines_for_people():
+        logging.getLogger("jaxrl_async.data.x").warning("%d records skipped", 3)
+        logging.getLogger("jaxrl_async.data.x").info("is not shown")
+        logging.getLogger("elsewhere").warning("received\n2026-01-01 00:00:00 a line\x1b[31m")
+        try:
+            raise ValueError("of a reward")
+        except ValueError:
+            logging.getLogger("jaxrl_async").exception("failed")
+    lines = people_lines(capsys.readouterr().err)
+    assert lines[:3] == [
+        "warning: 3 records skipped",
+        "warning: received",
+        "    2026-01-01 00:00:00 a line [31m",
+    ]
+    assert lines[3] == "error: failed" and lines[-1].strip() == "ValueError: of a reward"
+
+
+def test_reports_of_one_part_are_shown_where_they_are_asked_for(capsys):
+    with no_handlers(), lines_for_people("jaxrl_async.evals"):
+        for name in (
+            "jaxrl_async.evals",
+            "jaxrl_async.evals.x",
+            "jaxrl_async.evalsy",
+            "jaxrl_async",
+        ):
+            logging.getLogger(name).info("%s", name)
+        with lines_for_people("jaxrl_async"):  # the outer one counts
+            logging.getLogger("jaxrl_async").info("is not shown")
+    assert people_lines(capsys.readouterr().err) == ["jaxrl_async.evals", "jaxrl_async.evals.x"]
+
+
+def test_logging_that_was_set_up_before_is_left_alone(caplog, capsys):
+    handlers = logging.getLogger().handlers[:]
+    with lines_for_people("jaxrl_async"):
+        logging.getLogger("jaxrl_async").warning("theirs")
+        assert logging.getLogger().handlers == handlers
+    assert caplog.messages == ["theirs"] and capsys.readouterr().err == ""
+
+
+def test_messages_follow_a_stderr_that_is_replaced(monkeypatch, capsys):
+    """As a live display does while it is shown; and JSON within them stays JSON."""
+    with no_handlers(), lines_for_people():
+        shown = io.StringIO()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", shown)
+            logging.getLogger("jaxrl_async").warning("within")
+        with logs_as("json"):
+            logging.getLogger("jaxrl_async").warning("as JSON")
+        logging.getLogger("jaxrl_async").warning("after")
+    as_json, after = capsys.readouterr().err.splitlines()
+    assert shown.getvalue().endswith(" warning: within\n")
+    assert json.loads(as_json)["message"] == "as JSON" and after.endswith("warning: after")
 
 
 @pytest.mark.exhaustive

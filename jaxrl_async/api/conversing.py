@@ -1,0 +1,271 @@
+"""A conversation with a policy: each turn continues the tokens of the earlier ones unchanged.
+
+    opening(question) + answer + continuation(question) + answer ...
+
+The sampled tokens are never tokenized again, so the sampler finds their KV in its prefix cache.
+Where the chat format rewrites earlier turns (it drops a model's reasoning), the next question
+begins a new context. Without a chat format each question is a text of its own.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxrl_async.api.scored_text import ScoredText, scored_text
+from jaxrl_async.data.tokenizer import Tokenizer
+from jaxrl_async.endpoint.sampling_request import stop_ids
+from jaxrl_async.errors import DataError, RolloutError
+from jaxrl_async.ports.rollout import ChatFormat
+from jaxrl_async.sampler.sampler import Sampler
+from jaxrl_async.types import (
+    Completion,
+    IntArray,
+    LogprobRequest,
+    Message,
+    Request,
+    SamplingParams,
+    StopReason,
+)
+
+LOOK_S = 0.02
+"""How often a conversation looks for new tokens, seconds."""
+ENDING_S = 1.0
+"""Maximum wait for an answer that was stopped, seconds; one that has not begun is taken back."""
+NUMBERS = itertools.count(1)
+"""Numbers of requests: several conversations may share a sampler."""
+NO_TOKENS: IntArray = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaidTokens:
+    """What was said in a conversation so far, as messages and as tokens."""
+
+    messages: tuple[Message, ...] = ()
+    token_ids: IntArray = field(default_factory=lambda: NO_TOKENS)  # [length] int32; [0]: none yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationAnswer:
+    """A policy's answer in a conversation."""
+
+    text: str
+    stop: StopReason  # CANCELLED: the caller stopped it
+    prompt_tokens: int  # of the whole conversation before the answer
+    token_ids: IntArray  # [drawn] int32, the stop token included
+    latency_s: float
+
+
+def with_question(
+    turns: SaidTokens, question: str, chat: ChatFormat | None, tokenizer: Tokenizer
+) -> SaidTokens:
+    """Return the turns with a question, up to where the policy's answer begins. Raises DataError.
+
+    Args:
+        turns: the turns before it.
+        question: the user's text.
+        chat: the chat format; None: the question alone, as a text to continue.
+        tokenizer: of the policy.
+    """
+    if chat is None:
+        return SaidTokens(token_ids=tokenizer.encode_prompt(question))
+    asked: Message = {"role": "user", "content": question}
+    messages = (*turns.messages, asked)
+    if len(turns.token_ids):
+        tail = chat.continuation(turns.token_ids, [asked], ())
+        if tail is not None:
+            whole = np.concatenate([turns.token_ids, tail]).astype(np.int32)
+            return SaidTokens(messages=messages, token_ids=whole)
+    return SaidTokens(messages=messages, token_ids=chat.opening(messages, ()))
+
+
+def with_answer(turns: SaidTokens, token_ids: IntArray, chat: ChatFormat | None) -> SaidTokens:
+    """Return the turns with the policy's answer, [drawn] int32, whose tokens are kept as they
+    are."""
+    whole = np.concatenate([turns.token_ids, token_ids]).astype(np.int32)
+    said = () if chat is None else (*turns.messages, chat.message(token_ids, ()))
+    return SaidTokens(messages=said, token_ids=whole)
+
+
+class Conversation:
+    """A conversation with a policy; made by Asker.conversation. Only one thread at a time may use
+    it."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        tokenizer: Tokenizer,
+        chat: ChatFormat | None,
+        *,
+        system: str | None = None,
+    ) -> None:
+        """Begin a conversation. Raises DataError for a system message without a chat format.
+
+        Args:
+            sampler: of the policy.
+            tokenizer: of the policy.
+            chat: its chat format; None: each question is a text to continue, alone.
+            system: system message; None: none.
+        """
+        if system is not None and chat is None:
+            raise DataError(
+                "the policy has no chat template, so it takes no system message. Leave it out."
+            )
+        self._sampler, self._tokenizer, self._chat = sampler, tokenizer, chat
+        messages: tuple[Message, ...] = ()
+        if system is not None:
+            messages = ({"role": "system", "content": system},)
+        self._turns = SaidTokens(messages=messages)
+        self._asked: SaidTokens | None = None  # up to where the last answer begins
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The messages so far; without a chat format: none."""
+        return self._turns.messages
+
+    @property
+    def token_ids(self) -> IntArray:
+        """The tokens so far, [length] int32, the last answer's at the end."""
+        return self._turns.token_ids
+
+    def ask(
+        self,
+        question: str,
+        *,
+        max_new_tokens: int | None = None,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+        on_text: Callable[[str], object] | None = None,
+        stopped: threading.Event | None = None,
+    ) -> ConversationAnswer:
+        """Ask the policy, and return its answer, which becomes a part of the conversation; blocks.
+
+        Args:
+            question: the user's text.
+            max_new_tokens: longest answer; None: what the sampler's max_length leaves.
+            sampling: how tokens are sampled.
+            on_text: called with each new piece of the answer's text.
+            stopped: ends the answer when it is set. Its tokens so far are the answer; without any
+                the question is taken back.
+
+        Raises DataError for what cannot be written as tokens, RolloutError for a conversation that
+        leaves no room for an answer.
+        """
+        asked = with_question(self._turns, question, self._chat, self._tokenizer)
+        return self._answered(asked, max_new_tokens, sampling, on_text, stopped)
+
+    def regenerate(
+        self,
+        *,
+        max_new_tokens: int | None = None,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+        on_text: Callable[[str], object] | None = None,
+        stopped: threading.Event | None = None,
+    ) -> ConversationAnswer:
+        """Replace the last answer by another one; as `ask`. Raises DataError if there is none."""
+        if self._asked is None:
+            raise DataError("there is no answer yet that could be replaced. Ask something first.")
+        return self._answered(self._asked, max_new_tokens, sampling, on_text, stopped)
+
+    def logprobs(self, top: int = 0) -> ScoredText:
+        """Return the log-probs of the last answer's tokens at temperature 1; blocks.
+
+        Args:
+            top: number of likeliest tokens whose log-probs are given at each position.
+
+        Raises DataError if there is no answer yet.
+        """
+        if self._asked is None:
+            raise DataError("there is no answer yet that has log-probs. Ask something first.")
+        scored = LogprobRequest(prompt=True, start=len(self._asked.token_ids), top=top)
+        request = Request(
+            request_id=f"chat-{next(NUMBERS)}",
+            token_ids=self._turns.token_ids,
+            max_new_tokens=0,
+            logprobs=scored,
+            for_training=False,
+        )
+        (done,) = self._sampler.generate([request])
+        return scored_text(request, done, self._tokenizer)
+
+    def _answered(
+        self,
+        asked: SaidTokens,
+        most: int | None,
+        sampling: SamplingParams,
+        on_text: Callable[[str], object] | None,
+        stopped: threading.Event | None,
+    ) -> ConversationAnswer:
+        """Sample an answer, and make it the conversation's last one unless it is empty."""
+        longest, length = self._sampler.section.max_length, len(asked.token_ids)
+        if length >= longest:
+            raise RolloutError(
+                f"the conversation has {length} tokens, and at most {longest} fit together with an "
+                "answer. Begin a new one, or open the policy with a larger max_length."
+            )
+        room = min(longest - length, self._sampler.section.max_new_tokens)
+        request = Request(
+            request_id=f"chat-{next(NUMBERS)}",
+            token_ids=asked.token_ids,
+            max_new_tokens=room if most is None else min(most, room),
+            sampling=sampling,
+            stop_token_ids=stop_ids(self._tokenizer, self._chat),
+            for_training=False,
+        )
+        begun = time.perf_counter()
+        done = self._sampled(request, on_text, stopped)
+        ids = NO_TOKENS if done is None else done.token_ids
+        if done is not None and len(ids):
+            self._asked, self._turns = asked, with_answer(asked, ids, self._chat)
+        return ConversationAnswer(
+            text=self._tokenizer.decode(ids),
+            stop=StopReason.CANCELLED if done is None else done.stop,
+            prompt_tokens=length,
+            token_ids=ids,
+            latency_s=time.perf_counter() - begun,
+        )
+
+    def _sampled(
+        self,
+        request: Request,
+        on_text: Callable[[str], object] | None,
+        stopped: threading.Event | None,
+    ) -> Completion | None:
+        """Return the sampler's answer; None: it was stopped before its first token."""
+        (future,) = self._sampler.start_many([request])
+        told = ""
+
+        def tell(whole: str) -> None:
+            nonlocal told
+            if on_text is not None and whole.startswith(told) and len(whole) > len(told):
+                on_text(whole[len(told) :])
+                told = whole
+
+        try:
+            while not future.done():
+                for partial in self._sampler.progress():
+                    if partial.request.request_id == request.request_id:
+                        # a character's bytes may be spread over tokens: the last one may change
+                        whole = self._tokenizer.decode(partial.token_ids)
+                        tell(whole.rstrip("\N{REPLACEMENT CHARACTER}"))
+                if stopped is not None and stopped.is_set():
+                    self._end(request)
+                    wait([future], timeout=ENDING_S)
+                    if not future.done():
+                        return None
+                time.sleep(LOOK_S)
+            done = future.result()
+            tell(self._tokenizer.decode(done.token_ids))
+            return done
+        finally:
+            future.cancel()
+
+    def _end(self, request: Request) -> None:
+        """End a request, whose tokens so far are then its answer. One that has not begun is left
+        to be cancelled."""
+        with suppress(RolloutError):
+            self._sampler.save(request.request_id, stop=True, with_kv=False)
