@@ -34,9 +34,14 @@ def markdown() -> str:
     return "".join([_HEAD, *(part for parts in sections.values() for part in parts)])
 
 
+_SHORT = (("a whole number", "integer"), ("a number", "number"), ("true or false", "boolean"))
+
+
 def _row(one: FieldHelp) -> str:
     name = one.path.rpartition(".")[2]
     allowed = re.sub(r"like (\S+)", r"like `\1`", one.allowed)
+    for long, short in _SHORT:
+        allowed = allowed.replace(long, short)
     return (
         "| "
         + " | ".join(map(_cell, (f"`{name}`", f"`{one.default}`", allowed, one.about)))
