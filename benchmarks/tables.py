@@ -5,7 +5,9 @@
 
 A result is one measurement: its question, command, machine and date, its columns and rows. A cell
 is a number, a text, null (not measured) or [median, min, max]. `shown` names the columns of the
-page where the file has more. Numbers keep the digits with which they are written in the file.
+page where the file has more. Numbers keep the digits with which they are written in the file. What
+a benchmark writes with --json is a result, too, once it has the keys `question`, `result`,
+`command` and `date`; its numbers are shown with four digits.
 A placeholder of `result`, the line of the summary, names a cell: `{cell COLUMN|KEY=VALUE}` is
 the first row's with that value, `{least ...}` and `{most ...}` are over all of these rows and all
 columns whose names begin with COLUMN.
@@ -39,6 +41,11 @@ def read(folder: Path = RESULTS) -> dict[str, Result]:
         result = json.loads(
             path.read_text(encoding="utf-8"), parse_float=Decimal, parse_int=Decimal
         )
+        if isinstance(result["machine"], dict):
+            result["machine"] = ", ".join(f"{k} {v}" for k, v in result["machine"].items())
+        if isinstance(result["rows"][0], dict):  # as a benchmark's --json writes them
+            result["columns"] = list(result["rows"][0])
+            result["rows"] = [[_rounded(v) for v in row.values()] for row in result["rows"]]
         for row in result["rows"]:
             if len(row) != len(result["columns"]):
                 raise ValueError(
@@ -47,6 +54,12 @@ def read(folder: Path = RESULTS) -> dict[str, Result]:
                 )
         found[path.stem] = result
     return found
+
+
+def _rounded(cell: Any) -> Any:
+    """Round a number with more than four digits, as common.table does."""
+    exact = not isinstance(cell, Decimal) or cell == cell.to_integral_value()
+    return cell if exact else Decimal(f"{cell:.4g}")
 
 
 def shown(cell: Any) -> str:

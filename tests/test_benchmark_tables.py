@@ -85,3 +85,17 @@ def test_a_result_without_marks_and_marks_without_a_result_are_errors(tmp_path):
     assert "| How fast? | 1,200 at big" in made and "old" not in made
     with pytest.raises(ValueError, match="speed: each file"):
         tables.page(whole, {})
+
+
+def test_what_a_benchmark_writes_as_json_is_a_result(tmp_path):
+    rows = [{"model": "1M", "median_s": 0.123456, "count": 123456}]
+    machine = {"cpu": "EPYC", "cores": 2}
+    whole = {k: v for k, v in RESULT.items() if k != "columns"} | {"rows": rows}
+    text = json.dumps(whole | {"machine": machine, "result": "{cell median_s} s"})
+    (tmp_path / "speed.json").write_text(text, encoding="utf-8")
+    result = tables.read(tmp_path)["speed"]
+    assert tables.filled(result) == "0.1235 s"
+    assert tables.table(result).splitlines() == [
+        "Cpu EPYC, cores 2; 2026-01-02; `python b.py`:", "",
+        "| model | median_s | count |", "| --- | --- | --- |", "| 1M | 0.1235 | 123,456 |",
+    ]  # fmt: skip
