@@ -17,6 +17,21 @@ package is inner, and may change in any version. Names in types are those of the
 and `FloatArray` are NumPy arrays of int32 and float32.
 """
 
+INNER = {
+    "Config": (
+        "on_devices", "teacher_folders", "serving", "named_teachers", "players", "remote_settings",
+        "reference_settings", "critic_settings", "named_evals", "refers", "keeps_masks",
+        "lowest_limit", "prompt_limit", "limited_data", "row_length", "longest_example",
+        "longest_text",
+    ),
+    "Router": ("check_waits", "look", "look_after", "prepare", "seed"),
+    "Sampler": (
+        "abandon", "between_blocks", "blamed", "checked", "from_setup", "has", "prepare",
+        "successor", "unfinished",
+    ),
+}  # fmt: skip
+"""Methods that only this package calls, by class: they are not promised to anyone."""
+
 
 def markdown() -> str:
     """Return docs/api.md: a section for each public name, with its public methods."""
@@ -35,7 +50,8 @@ def _section(name: str, thing: Any) -> str:
     parts.append(_class(name, thing))
     for method, found in vars(thing).items():
         function = getattr(found, "__func__", found)  # of a class method
-        if method.startswith("_") or not inspect.getdoc(found):
+        inner = method.startswith("_") or method in INNER.get(name, ())
+        if inner or not inspect.getdoc(found):
             continue
         if isinstance(found, property):
             parts.append(f"\n### {name}.{method}\n\n{_text(found)}")
@@ -94,7 +110,7 @@ def _parts(arguments: str) -> list[str]:
     parts, depth = [""], 0
     for sign in arguments:
         depth += (sign in "([{") - (sign in ")]}")
-        if sign == "," and not depth:
+        if sign == "," and not depth and not re.search(r"lambda [\w, ]*$", parts[-1]):
             parts.append("")
         else:
             parts[-1] += sign
