@@ -5,9 +5,10 @@
 
 A result is one measurement: its question, command, machine and date, its columns and rows. A cell
 is a number, a text, null (not measured) or [median, min, max]. `shown` names the columns of the
-page where the file has more. Numbers keep the digits with which they are written in the file. What
-a benchmark writes with --json is a result, too, once it has the keys `question`, `result`,
-`command` and `date`; its numbers are shown with four digits.
+page where the file has more; a result without marks on the page is only in the summary. Numbers
+keep the digits with which they are written in the file. What a benchmark writes with --json is a
+result, too, once it has the keys `question`, `result`, `command` and `date`; its numbers are shown
+with four digits.
 A placeholder of `result`, the line of the summary, names a cell: `{cell COLUMN|KEY=VALUE}` is
 the first row's with that value, `{least ...}` and `{most ...}` are over all of these rows and all
 columns whose names begin with COLUMN.
@@ -112,9 +113,12 @@ def filled(result: Result) -> str:
     return PLACEHOLDER.sub(number, result["result"])
 
 
-def summary(results: dict[str, Result], order: list[str]) -> str:
-    """Return one row for each result, in the order of the page."""
-    rows = [f"| {results[name]['question']} | {filled(results[name])} |" for name in order]
+def summary(results: dict[str, Result], with_table: list[str]) -> str:
+    """Return one row for each result, those with a table first, in the order of the page."""
+    rows = [f"| {results[name]['question']} | {filled(results[name])} |" for name in with_table]
+    for name in sorted(set(results) - set(with_table)):
+        asked, measured = results[name]["question"], filled(results[name])
+        rows.append(f"| {asked} | {measured} (`{name}.json`) |")
     return "\n".join(["| question | measured |", "| --- | --- |", *rows])
 
 
@@ -122,14 +126,13 @@ def page(text: str, results: dict[str, Result]) -> str:
     """Return the page with every table between its marks made again.
 
     Raises:
-        ValueError: marks without a result, or a result without marks.
+        ValueError: marks of a result that does not exist.
     """
     order = [match[1] for match in MARKS.finditer(text) if match[1] != SUMMARY]
-    if sorted(order) != sorted(results):
-        odd = ", ".join(sorted(set(order) ^ set(results))) or "one name twice"
+    if odd := ", ".join(name for name in order if name not in results):
         raise ValueError(
-            f"{PAGE.name}: {odd}: each file of benchmarks/results needs the two lines "
-            "<!-- begin: NAME --> and <!-- end: NAME --> once, and each of these a file"
+            f"{PAGE.name}: <!-- begin: {odd} --> names no file of benchmarks/results; known: "
+            f"{', '.join(results)}"
         )
 
     def made(match: re.Match[str]) -> str:
