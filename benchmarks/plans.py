@@ -5,7 +5,7 @@
 Each is the command in the first line of its configuration. Needs libtpu (pip install 'jax[tpu]'),
 but no TPU, and for the plans of NVIDIA cards JAX's CUDA plugin (pip install '.[plan-cuda]'), but no
 card; compiled programs are read from the cache. --write puts the tables into docs/plans.md, one of
-TPUs and one of cards, where the columns of other plans do not change.
+TPUs and one of cards, where the rows of other plans do not change.
 """
 
 import argparse
@@ -165,30 +165,30 @@ def _most(kinds: dict[str, float]) -> str:
     return f"{name} {kinds[name] / GIB:.1f}"
 
 
+SHOWN = (
+    "setting", "trainer", "samplers", "trainer_gib", "sampler_gib", "mfu", "decode_bandwidth",
+    "answer_tokens_per_s", "trainer_idle", "best_split",
+)  # fmt: skip
+"""Columns of docs/plans.md; --json has all of them."""
+
+
 def others(
     file: Path, rows: list[dict[str, Any]], *, begin: str = BEGIN, end: str = END
 ) -> list[dict[str, Any]]:
     """Read the plans in the file's table that are not among these rows."""
     text = file.read_text(encoding="utf-8").partition(begin)[2].partition(end)[0]
     lines = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("|")]
-    if not lines:
-        return []
-    names, *body = (line for line in lines if line[0] != "---")
     made = {row["setting"] for row in rows}
-    return [
-        {"setting": name, **{line[0].replace(" ", "_"): line[number] for line in body}}
-        for number, name in enumerate(names)
-        if name and name not in made
-    ]
+    read = [dict(zip(SHOWN, line, strict=True)) for line in lines[2:]]
+    return [one for one in read if one["setting"] not in made]
 
 
 def markdown(rows: list[dict[str, Any]], measured_on: dict[str, Any]) -> str:
-    """Transpose the table: one column for each plan, by name."""
-    rows = sorted(rows, key=lambda row: str(row["setting"]))
-    head = ["", *(r["setting"] for r in rows)]
+    """Format the table of docs/plans.md: one row for each plan, by name."""
+    head = ["plan", *(key.replace("_", " ") for key in SHOWN[1:])]
     lines = [" | ".join(head), " | ".join(["---"] * len(head))]
-    for key in list(rows[0])[1:] if rows else []:
-        lines.append(" | ".join([key.replace("_", " "), *(str(r.get(key, "")) for r in rows)]))
+    for one in sorted(rows, key=lambda row: str(row["setting"])):
+        lines.append(" | ".join(str(one[key]) for key in SHOWN))
     where = ", ".join(f"{k} {v}" for k, v in measured_on.items())
     return "\n".join([f"Machine: {where}.", "", *(f"| {line} |" for line in lines)])
 

@@ -246,7 +246,7 @@ def compare(setting: Setting, folder: Path, args: argparse.Namespace) -> list[Ro
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Format the table of docs/plans.md: predicted / measured, and the shares' largest error."""
+    """Format the table as Markdown: predicted / measured, and the shares' largest error."""
     lines = [
         "| setting | device | trainer busy | sampler busy | slots in use | tokens/s | staleness "
         "| error |",
@@ -592,7 +592,7 @@ def _options() -> argparse.Namespace:
     words.add_argument("--warm-up", type=int, default=10, help="of those, not measured")
     words.add_argument("--repeats", type=int, default=2, help="measured runs of each setting")
     words.add_argument("--seeds", type=int, default=5, help="simulations; the median counts")
-    words.add_argument("--markdown", action="store_true", help="the table of docs/plans.md, too")
+    words.add_argument("--markdown", action="store_true", help="the table as Markdown, too")
     words.add_argument("--json", nargs="?", const="-", metavar="FILE", help="as the others")
     args = words.parse_args()
     if args.quick:

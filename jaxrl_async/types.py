@@ -100,7 +100,7 @@ MAX_LOGPROB_IDS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobRequest:
-    """The log-probs that a request asks for, in addition to those of its generated tokens."""
+    """The log-probs that a request asks for, in addition to its generated tokens' log-probs."""
 
     prompt: bool = False  # of the prompt's tokens
     # first of these: earlier positions are NaN, and their KV may come from another request
@@ -125,7 +125,7 @@ class PositionLogprobs:
     token that was impossible.
     """
 
-    logprobs: FloatArray  # [n] float32, of the token that stands there
+    logprobs: FloatArray  # [n] float32, of the token at that position
     top_ids: IntArray  # [n, top] int32, the likeliest tokens; the lowest id of equal ones first
     top_logprobs: FloatArray  # [n, top] float32, descending
     id_logprobs: FloatArray  # [n, ids] float32, in the order of LogprobRequest.ids
@@ -133,7 +133,7 @@ class PositionLogprobs:
     version: int | None = None
 
     def first(self, count: int) -> "PositionLogprobs":
-        """Return those of the first `count` positions."""
+        """Return the log-probs of the first `count` positions."""
         return PositionLogprobs(
             logprobs=self.logprobs[:count],
             top_ids=self.top_ids[:count],
@@ -168,7 +168,7 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitShaping:
-    """Changes of the logits before the temperature. Log-probs are those of the changed
+    """Changes of the logits before the temperature. Log-probs are of the changed
     distribution. The default changes nothing."""
 
     bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit: -100 to 100)
@@ -213,7 +213,7 @@ class Request:
     adapter: str = ""  # empty: no adapter
     for_training: bool = True  # False: for an evaluation or a guest; counted separately
     shaping: LogitShaping | None = None  # None: the model's logits
-    logprobs: LogprobRequest | None = None  # None: those of the generated tokens alone
+    logprobs: LogprobRequest | None = None  # None: of the generated tokens only
 
     @property
     def constraint(self) -> Constraint | None:
@@ -423,7 +423,7 @@ class TeacherLogprobs:
     teacher: str  # its name (teachers)
     weight: float  # of this teacher in the episode's distillation
     places: IntArray  # [n] int32, index of each token in the episode; [0]: the trainer computes it
-    logprobs: FloatArray  # [n] float32, of the token that stands there
+    logprobs: FloatArray  # [n] float32, of the token at that position
     # [n, k] int32, the teacher's likeliest tokens, distinct; k may be 0. -1: one that the policy's
     # tokenizer does not have
     top_ids: IntArray

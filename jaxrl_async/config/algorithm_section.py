@@ -126,16 +126,15 @@ class AlgorithmSection(Section):
     """Drop groups whose rewards are all equal, and sample other prompts instead."""
     max_resampled: NonNegative | None = None
     """Maximum groups that dynamic sampling, or pairs.loss without a pair, may drop for one step
-    before the run ends; null: ten steps' worth and at least 128 groups, if none is kept; 0: no
-    limit."""
+    before the run ends; null: ten steps' worth, at least 128, if none is kept; 0: no limit."""
     signal_part: Annotated[str | None, ReadWith("dynamic_sampling")] = None
     """Named part of the reward, such as correct, that dynamic sampling compares; null: the whole
     reward."""
     signal_std: Annotated[float, ReadWith("dynamic_sampling")] = Field(0.0, ge=0)
     """Dynamic sampling also drops groups whose rewards have at most this standard deviation."""
     correction: Choices | None = None
-    """Off-policy correction, one or a list; null: the loss's default (at the level of its ratio:
-    truncate_token; none for a loss that bounds its own ratio or has no ratio)."""
+    """Off-policy correction, one or a list; null: the loss's default (truncate_token at the level
+    of its ratio; none for a loss that bounds its own ratio or has none)."""
     anchor: Annotated[
         Literal["behavior", "proximal"],
         ReadWith("has_ratio", (), "another algorithm.loss or a correction", ()),
@@ -190,8 +189,8 @@ class AlgorithmSection(Section):
     """How the token losses are averaged into one number."""
     keep_sampling_mask: bool | None = None
     """Compute the trainer's log-probs over only the tokens that sampler.top_k, top_p and min_p
-    kept; null: yes, if one of these removes any and pairs.loss, which has no ratio, is null. false
-    in that case: over the whole vocabulary, with a biased ratio."""
+    kept; false: over the whole vocabulary, with a biased ratio; null: true if one of these removes
+    any and pairs.loss is null."""
     keep_routing: bool = False
     """Replay the sampler's choice of experts in the trainer (R3, routing replay);
     mixture-of-experts models only."""

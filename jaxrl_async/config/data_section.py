@@ -25,10 +25,10 @@ class JsonlSection(Section):
     and rejected, or prompt, completion and label."""
 
     path: str | None = None
-    """Training records: a file with one JSON object per line, also packed by gzip, bz2 or xz; or
-    (extra [datasets]) a FILE.parquet, a folder of such files or of one split that `datasets` saved,
-    or OWNER/NAME:CONFIG:SPLIT on the Hugging Face hub (SPLIT defaults to train, and CONFIG to
-    the only one). null: the section only says how the records of warm_start.path are read."""
+    """Training records: JSON lines, also packed by gzip, bz2 or xz; with the extra [datasets] a
+    FILE.parquet, a folder of such files or of one saved split, or OWNER/NAME:CONFIG:SPLIT on the
+    Hugging Face hub (SPLIT defaults to train, CONFIG to the only one). null: the section only says
+    how the records of warm_start.path are read."""
     eval_path: str | None = None
     """File of held-out records, or OWNER/NAME:CONFIG:SPLIT; null: the last eval_size records of
     path."""
@@ -68,9 +68,9 @@ class DataSection(Section):
     system_prompt: str | None = None
     """System message before questions, and before messages without one; null: none."""
     chat_format: str = "auto"
-    """Writer of chat messages: the tokenizer's own chat template (template), a FILE.jinja, a
-    renderer of the package `renderers` by name, such as qwen3 (extra [chat]), or (auto) the
-    renderer that fits the model, else the template."""
+    """Writer of chat messages: template (the tokenizer's own), a FILE.jinja, a renderer of the
+    package `renderers` such as qwen3 (extra [chat]), or auto: the renderer that fits the model,
+    else the template."""
     chat_arguments: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Further arguments of the chat format, such as enable_thinking: false."""
     keep_thinking: bool = False
@@ -78,8 +78,8 @@ class DataSection(Section):
     one sequence."""
     max_prompt_tokens: Positive | None = None
     """Maximum length of a prompt from record files, tokens; longer ones are skipped, counted and
-    logged. null: what sampler.max_length leaves after sampler.max_new_tokens, and at least half of
-    it where that is not set; all but one token of it where nothing is sampled."""
+    logged. null: what sampler.max_length leaves after sampler.max_new_tokens, at least half of it
+    if that is not set, and all but one token if nothing is sampled."""
     curriculum: Literal["none", "hard_first", "frontier_first"] = "none"
     """Order of the prompts: the stream's, or sampled with weights 1 - p (hard_first) or p (1 - p)
     (frontier_first), p being the prompt's measured pass rate."""

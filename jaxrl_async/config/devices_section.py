@@ -70,9 +70,9 @@ class MeshSection(Section):
     """Run trainer and sampler alternately on the same devices, still asynchronously; with several
     processes, each has one sampler, on the trainer's devices of this process."""
     samplers_in: Literal["threads", "processes", "external"] = "threads"
-    """Where the samplers run: in threads of this process, on slices of its devices (threads); in
-    separate processes that the run starts on this machine (processes); or in processes that join
-    the run with `python -m jaxrl_async.sample --join HOST:PORT` (external)."""
+    """Where the samplers run: in threads of this process, in processes that the run starts on this
+    machine, or external, in processes that join by `python -m jaxrl_async.sample --join
+    HOST:PORT`."""
 
     @property
     def remote(self) -> bool:

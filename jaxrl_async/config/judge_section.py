@@ -135,9 +135,9 @@ class ProcessSection(Section):
     """Time that a group with all other rewards waits for its process rewards, seconds; then it is
     trained on without them. null: it waits for faults.scorer_timeout_s."""
     max_age: NonNegative | None = None
-    """Maximum staleness of process rewards, in versions between the current weights and the
-    version of a group's oldest token. A group of this age stops waiting for them, and an older one
-    is trained on without them. null: no limit."""
+    """Maximum staleness of process rewards: versions between the current weights and a group's
+    oldest token. A group of this age stops waiting for them, and an older one is trained on
+    without them. null: no limit."""
     on_failure: Literal["fail", "without"] = "fail"
     """Treatment of a group whose process rewards failed: fail: it is scored again
     (faults.scorer_retries), then dropped; without: it is trained on without them."""

@@ -33,11 +33,11 @@ class LoraSection(Section):
     """Initialization of the input side: uniform within 1 / sqrt(inputs), as in PEFT; or normal with
     deviation 1 / rank. The output side is initialized with 0."""
     base: Literal["full", "int8", "nf4", "int4", "q4_1"] = "full"
-    """Format of the frozen matrices in trainer and samplers (QLoRA,
-    arXiv:2305.14314): in model.param_dtype (full); in 8 bits with a scale for each output (int8);
-    or in 4 bits with scales for groups of inputs, as quantiles of a normal distribution (nf4),
-    whole numbers (int4) or whole numbers above the group's least weight (q4_1). With group_size=32
-    the blocks of a GGUF file stay as they are: of Q4_0 (int4, q4_1), Q4_1 and Q4_K (q4_1)."""
+    """Format of the frozen matrices in trainer and samplers (QLoRA, arXiv:2305.14314): full
+    (model.param_dtype), int8 (a scale for each output), or 4 bits with scales for groups of
+    inputs: nf4 (quantiles of a normal distribution), int4, or q4_1 (above the group's least
+    weight). With group_size=32 blocks of a GGUF file are kept: Q4_0 (int4, q4_1), Q4_1 and Q4_K
+    (q4_1)."""
     group_size: Annotated[
         int,
         Field(ge=2, le=65_536),

@@ -64,18 +64,16 @@ class BalanceSection(Section):
     pre-trained model's routers are balanced, and a loss on them distracts from the rewards."""
 
     loss: float = Field(0.0, ge=0)
-    """Coefficient of the load-balance loss, experts * sum_e (share of the tokens sent to e) * (mean
-    probability of e), over an update's tokens without padding: transformers' for all layers
-    together (Switch Transformer, arXiv:2101.03961, eq. 4). Where the load is even it is
-    experts per token. The model's own router_aux_loss_coef (config.json) is not read: it is the
-    coefficient of its pre-training, 0.001 by transformers' defaults."""
+    """Coefficient of the load-balance loss, experts * sum_e (share of the tokens sent to e) *
+    (mean probability of e), over an update's tokens (Switch Transformer, arXiv:2101.03961, eq. 4).
+    If the load is even it is experts per token. The model's router_aux_loss_coef is not read."""
     each_layer: Annotated[bool, ReadWith("loss")] = False
-    """Balance each layer separately, and take the mean of their losses: over all layers together,
-    an overloaded expert of one layer is hidden by an idle one of another."""
+    """Balance each layer separately, and take the mean of their losses: no layer's overloaded
+    expert is hidden by another layer."""
     bias_rate: float = Field(0.0, ge=0)
     """Step by which each update moves the correction of a router that has one (glm4_moe): up for
-    experts with fewer tokens than the mean, down for those with more. No loss, no gradient
-    (arXiv:2408.15664; DeepSeek-V3 took 0.001)."""
+    experts with fewer tokens than the mean, down for others. No gradient (arXiv:2408.15664;
+    DeepSeek-V3 took 0.001)."""
 
 
 class ArchitectureSection(Section):
@@ -93,10 +91,9 @@ class ArchitectureSection(Section):
     kv_heads: Count = 2
     """Key and value heads; deepseek_v2 and deepseek_v3 have as many as query heads."""
     head_dim: Positive = 32
-    """Width of a head. In deepseek_v2 and deepseek_v3 the rotary part is half of it, values are as
-    wide as the other half, and the ranks are 4 (queries) and 2 (keys and values) times it. The
-    delta nets of qwen3_next and Qwen3.5 have kv_heads key heads and `heads` value heads of this
-    width."""
+    """Width of a head. In deepseek_v2 and deepseek_v3 half of it is rotary, values are as wide as
+    the other half, and the ranks are 4 (queries) and 2 (keys and values) times it. Delta nets have
+    kv_heads key heads and `heads` value heads of this width."""
     mlp: Positive = 384
     """Hidden width of the MLP, or of each expert."""
     experts: NonNegative = 0
@@ -163,9 +160,8 @@ class ModelSection(Section):
     """Your own decoder layer, FILE.py:CLASS (docs/own_decoder.md), with the sizes of
     model.architecture, or the weights of model.path; null: a family's."""
     dtype: NumberType | None = None
-    """Data type of the trainer's and the sampler's computations; null: bfloat16 on TPUs and on GPUs
-    that multiply in it (NVIDIA's from Ampere on), float32 on others and on CPUs. A resumed run
-    keeps its type."""
+    """Data type of all computations; null: bfloat16 on TPUs and on NVIDIA's GPUs from Ampere on,
+    float32 on others and on CPUs. A resumed run keeps its type."""
     param_dtype: NumberType = "float32"
     """Data type of the trainer's weights and gradients; trainer.rounding decides about
     updates below bfloat16's resolution."""
@@ -178,9 +174,9 @@ class ModelSection(Section):
     balance: BalanceSection = BalanceSection()
     """Spread tokens evenly over the experts of a mixture."""
     attention: Literal["auto", "reference", "splash", "cudnn", "flash"] = "auto"
-    """The trainer's attention: plain JAX (reference, all scores of a row in memory), TPU's splash,
-    NVIDIA's cuDNN (Hopper and later, bfloat16, heads of 128 at most, of 256 on Hopper, no caps, no
-    sinks) or our own kernels for any model on NVIDIA (flash); auto: by platform and model."""
+    """The trainer's attention: reference (plain JAX, all scores of a row in memory), splash (TPU),
+    cudnn (NVIDIA since Hopper, bfloat16, heads of at most 128, on Hopper 256, no caps, no sinks)
+    or flash (our own kernels, NVIDIA); auto: by platform and model."""
 
     @check
     def own_layers_have_no_family(self) -> Iterator[str]:

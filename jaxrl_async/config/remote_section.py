@@ -13,17 +13,16 @@ class RemoteSection(Section):
     defaults."""
 
     listen: str = Field("127.0.0.1:0", pattern=r"^\S+:\d{1,5}$")
-    """HOST:PORT at which the trainer waits for samplers; port 0 takes any free one. Any address but
-    loopback needs a shared secret in the environment variable JAXRL_ASYNC_SECRET; on loopback the
-    trainer makes one, which samplers of the same user find."""
+    """HOST:PORT at which the trainer waits for samplers; port 0: any free one. Other addresses
+    than loopback need a shared secret in the environment variable JAXRL_ASYNC_SECRET."""
     advertise: str | None = None
     """Host name or address under which samplers reach the trainer; null: the host of `listen`,
     or this machine's name if that is 0.0.0.0."""
     data_port: Annotated[int, ReadWith("transfer", ("auto", "tcp", "device"))] = Field(
         0, ge=0, le=65535
     )
-    """TCP port at which the trainer serves weights, at the host of `listen`, and samplers forward
-    them; 0 takes any free one. Each sampler of a machine takes the next free port."""
+    """TCP port of weights at the trainer, on the host of `listen`, and at the samplers that
+    forward them; 0: any free one. Each sampler of a machine takes the next free port."""
     min_samplers: Count = 1
     """Samplers that must have joined before the run begins; with mesh.samplers_in=processes all
     must."""
@@ -33,10 +32,10 @@ class RemoteSection(Section):
     silence_s: float = Field(20.0, gt=0)
     """Time without a message after which a connection counts as lost, seconds."""
     transfer: Literal["auto", "shared_memory", "tcp", "device", "folder"] = "auto"
-    """How weights reach the samplers: through shared memory (on one machine), streams over TCP,
-    jax.experimental.transfer (device), or files in remote.folder. auto: shared memory on the
-    trainer's machine, TCP to other machines; between accelerators with mesh.samplers_in=external,
-    without certificates, device and TCP are each tried twice, and the faster is kept."""
+    """How weights reach the samplers: shared_memory (on one machine), tcp, device
+    (jax.experimental.transfer) or folder (files in remote.folder). auto: shared memory on the
+    trainer's machine, else TCP; between accelerators with external samplers and no certificates,
+    the faster of device and TCP."""
     folder: str | None = None
     """Folder or mounted bucket that all machines see, for transfer=folder."""
     fanout: Count = 2

@@ -28,9 +28,9 @@ def _is_number(value: Any) -> bool:
 class RewardSection(Section):
     function: Choices | None = None
     """Built-in reward (exact, gsm8k, math), your own (FILE.py:FUNCTION), a list of these with
-    weights ([math, {my.py:short: {weight: 0.1}}]), or none if there is a reward model; null: the
-    reward of the task or the judge, or exact. If there is a function, only it scores the
-    evaluation; its part `correct`, 0 to 1, is the accuracy."""
+    weights ([math, {my.py:short: {weight: 0.1}}]), or none with a reward model; null: the task's
+    or the judge's, or exact. Only it scores the evaluation; its part `correct`, 0 to 1, is the
+    accuracy."""
     function_weight: Annotated[float, ReadWith("model", switches=())] = 1.0
     """Weight of the function's reward, added to reward.model's in training; 0: it only scores the
     evaluation."""
@@ -50,9 +50,8 @@ class RewardSection(Section):
     """Maximum threads for reward functions that are not async; async functions run concurrently."""
     processes: NonNegative = 0
     """Maximum processes for your reward functions that are not async, each killed at timeout_s; 0:
-    threads, which cannot be killed. For functions that can keep Python busy for long within one
-    call (a regular expression that backtracks). Another process must be able to load them:
-    FILE.py:FUNCTION, or functions of a module's top level; it does not share their memory."""
+    threads, which cannot be killed. For functions that can keep Python busy within one call.
+    Processes load them by name (FILE.py:FUNCTION, or a module's top level) and share no memory."""
 
     @property
     def judged(self) -> bool:
@@ -126,10 +125,9 @@ class EvalSection(Section):
     every: NonNegative = 10
     """Updates between two evaluations; 0: only at the start and at the end."""
     asynchronous: bool = False
-    """Evaluate while rollouts and the next update continue. The next weights are published once the
-    evaluation has ended. The run waits for the last evaluation, and for each one where several
-    processes train. With several adapters (runs), the others train during the evaluation of
-    one."""
+    """Evaluate while rollouts and the next update continue. The next weights are published once it
+    has ended. The run waits for the last evaluation, and for each one if several processes train.
+    With several adapters (runs), the others train meanwhile."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature in the evaluation; 0: greedy."""
     episodes_at_once: Count = 64

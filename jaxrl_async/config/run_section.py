@@ -35,12 +35,12 @@ class RunSection(Section):
     """Address, such as gs://BUCKET/DIR: the run is uploaded to ADDRESS/NAME while it runs, and a
     resume downloads it if it is missing locally; null: no copy."""
     logs: Literal["text", "json"] = "text"
-    """json: each line of the log is one JSON object, as Cloud Logging reads them; sampler processes
-    on other machines read it from the environment variable JAXRL_ASYNC_LOGS."""
+    """json: each line of the log is one JSON object, as Cloud Logging reads them; sampler
+    processes on other machines read JAXRL_ASYNC_LOGS."""
     profile: tuple[Positive, ...] = ()
-    """Steps that JAX's profiler traces, at most 8, such as [5, 6]: in the trainer with its
-    threads, and in the first 4 sampler processes. The traces are in the folder `profile` of the
-    run, for XProf and https://ui.perfetto.dev; a traced step is slower."""
+    """Steps that JAX's profiler traces, at most 8, such as [5, 6], in the trainer and the first 4
+    sampler processes. The traces are in the run's folder `profile`, for XProf and
+    https://ui.perfetto.dev."""
     callbacks: tuple[Choice, ...] = ()
     """Your own classes (FILE.py:CLASS, subclasses of jaxrl_async.Callback), whose functions are
     called at the stages of the run: begin, step, evaluation, save and end."""
@@ -138,13 +138,13 @@ class FaultsSection(Section):
     not count."""
     outage_s: float | None = Field(None, gt=0)
     """Maximum outage of a service (environment, judge, reward), seconds: broken connections,
-    timeouts of its client, HTTP 429 and 5xx. Until then its calls are retried and the run waits,
-    which is reported each minute; null: no limit, but 30 s for a service that has never answered.
-    Set it where a judge's server starts together with the run and loads its model."""
+    timeouts of its client, HTTP 429 and 5xx. Until then its calls are retried and the run waits;
+    null: no limit, but 30 s for a service that has never answered. Set it if a judge's server
+    starts with the run."""
     watchdog_s: float = Field(1800.0, ge=0)
     """Time without progress, compilation included, after which the run stops and names the part
-    that hangs, seconds; 0: no limit. Outages, calls within their own time limits and the time of
-    the caller's on_step or loop do not count."""
+    that hangs, seconds; 0: no limit. Outages, calls within their own limits and the caller's code
+    do not count."""
 
 
 class CheckpointSection(Section):

@@ -58,9 +58,8 @@ class SamplerSection(Section):
     """Running sequences at a weight swap: keep their KV (continue), rebuild it
     (recompute), finish them first (drain) or start them again (restart)."""
     matmul: Annotated[Literal["full", "bfloat16", "int8"], OF_NATIVE] = "full"
-    """Precision of matrix products: that of model.dtype (full), bfloat16 (faster on chips with
-    bfloat16 units), or int8 for weights and tokens alike (needs cpu_kernels; fastest on a CPU with
-    AVX512_VNNI). Log-probs then differ from the trainer's, most with int8."""
+    """Precision of matrix products: full (model.dtype), bfloat16, or int8 for weights and tokens
+    alike (needs cpu_kernels). Log-probs then differ from the trainer's, most with int8."""
     attention: Annotated[Literal["auto", "gathered", "ragged"], OF_NATIVE] = "auto"
     """Decode attention: dense on gathered copies of pages, or on the pages by a kernel for TPU or
     GPU (ragged); auto: by platform and model."""
@@ -68,9 +67,8 @@ class SamplerSection(Section):
     """On a CPU (x86-64 with AVX2), compute products and attention by our C++ kernels, which a
     compiler builds once per machine; without a compiler, or if false, by XLA."""
     compile_ahead: Annotated[bool, OF_NATIVE] = True
-    """Compile programs in advance: during the warm start, and, if only a few programs are needed
-    (attention by cpu_kernels or ragged), during the first blocks; false: compile each program when
-    it is first needed."""
+    """Compile programs during the warm start and, if only a few are needed (attention by
+    cpu_kernels or ragged), during the first blocks; false: when each is first needed."""
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature; 0: greedy."""
     top_k: NonNegative = 0

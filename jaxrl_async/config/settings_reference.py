@@ -1,6 +1,7 @@
 """Make docs/settings.md: python -m jaxrl_async.config.settings_reference > docs/settings.md."""
 
 import re
+from collections.abc import Iterator
 
 from jaxrl_async.config.load import FieldHelp, help_of_fields
 
@@ -31,12 +32,28 @@ def markdown() -> str:
         section = sections[one.path.rpartition(".")[0]]  # also after its inner sections
         section += [_TABLE] * (len(section) == 1)
         section.append(_row(one))
-    return "".join([_HEAD, *(part for parts in sections.values() for part in parts)])
+    return "".join([_HEAD, *_without_repetition(sections)])
+
+
+def _without_repetition(sections: dict[str, list[str]]) -> Iterator[str]:
+    """Yield the parts of the sections; a table that an earlier section has is only named."""
+    first: dict[tuple[str, ...], str] = {}
+    for path, (heading, *table) in sections.items():
+        yield heading
+        if first.setdefault(tuple(table), path) == path or not table:
+            yield from table
+        else:
+            yield f"\nIts settings are as in `{first[tuple(table)]}`.\n"
+
+
+_SHORT = (("a whole number", "integer"), ("a number", "number"), ("true or false", "boolean"))
 
 
 def _row(one: FieldHelp) -> str:
     name = one.path.rpartition(".")[2]
     allowed = re.sub(r"like (\S+)", r"like `\1`", one.allowed)
+    for long, short in _SHORT:
+        allowed = allowed.replace(long, short)
     return (
         "| "
         + " | ".join(map(_cell, (f"`{name}`", f"`{one.default}`", allowed, one.about)))

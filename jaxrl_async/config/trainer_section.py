@@ -30,28 +30,27 @@ class TrainerSection(Section):
     """AdamW's epsilon."""
     rounding: Literal["masters", "stochastic", "nearest"] = "masters"
     """Addition of updates to bfloat16 weights: to float32 master weights (4 more bytes per
-    weight; with param_dtype=float32 the weights are the masters), rounded stochastically
-    (unbiased), or rounded to the nearest (loses updates below about 1/500 of a weight)."""
+    weight), rounded stochastically (unbiased), or rounded to the nearest (loses updates below
+    about 1/500 of a weight)."""
     row_length: Positive | None = None
     """Length of a packed row, tokens; null: sampler.max_length, or with share_prefixes enough for a
     group's longest answers, up to a device's share of micro_batch_tokens, the larger of 2048 and
     twice sampler.max_length, and 8192."""
     share_prefixes: bool | None = None
-    """Store a shared beginning of a group's contexts (the prompt of its answers, the history of
-    branches) once per row, if this makes fewer rows. The update is the same up to rounding, but
-    model.balance counts shared tokens once. If you set row_length, leave room for a prompt and
-    several answers. null: true in an rl run on one CPU device, where attention by cpu_kernels skips
-    what is masked, without model.balance."""
+    """Store a shared beginning of a group's contexts (prompt, history of branches) once per row,
+    if this makes fewer rows. The update is the same up to rounding, but model.balance counts
+    shared tokens once. A row_length that you set needs room for a prompt and several answers.
+    null: true in an rl run on one CPU device with cpu_kernels, without model.balance."""
     micro_batch_tokens: Positive = 4096
     """Maximum tokens, padding included, per forward and backward pass; at least a row per device.
-    An update uses micro-batches of this size, of about a quarter and of a sixteenth of it, to have
-    few empty rows. On a CPU they are smaller where the memory would not suffice."""
+    An update also uses micro-batches of about a quarter and a sixteenth of this size, and smaller
+    ones if a CPU's memory would not suffice."""
     logprob_chunk: Positive = 1024
     """Tokens per device whose logits are in memory at the same time."""
     cpu_kernels: bool = True
-    """On a CPU in float32, compute attention, log-probs and, where there is a matrix unit (AMX),
-    products by our C++ kernels, compiled once by the machine's g++ or clang++; if that fails, the
-    log says so, and XLA's programs are used, as on other devices."""
+    """On a CPU in float32, compute attention, log-probs and, with a matrix unit (AMX), products by
+    our C++ kernels, compiled once by the machine's g++ or clang++; if that fails, the log says so,
+    and XLA's programs are used."""
     offload: tuple[Literal["optimizer", "reference"], ...] = ()
     """State offloaded to host memory between uses: AdamW's moments and master weights (optimizer),
     loaded for each update; the reference policy, loaded for its pass."""

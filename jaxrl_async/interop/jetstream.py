@@ -59,7 +59,7 @@ def engine_api() -> Any:
     except ImportError as error:
         raise MissingExtraError(
             f"jetstream cannot be imported ({error}). Install the extra [jetstream], or its slim "
-            "form (docs/sampler.md, section JetStream); the package is google-jetstream, not "
+            "form (docs/engines.md, JetStream); the package is google-jetstream, not "
             "jetstream."
         ) from None
     if "bulk_insert" in api.Engine.__abstractmethods__:

@@ -122,12 +122,12 @@ def made_engine(
         raise ConfigError(
             f"{SETTING} = {section.engine_class!r}: its constructor fails: {error}. It is called "
             "with the policy and the keywords slots, max_length, max_new_tokens, tokens_per_step, "
-            "sampling, stop_token_ids, seed, tokenizer, mesh, dtype (docs/sampler.md, JetStream)."
+            "sampling, stop_token_ids, seed, tokenizer, mesh, dtype (docs/engines.md, JetStream)."
         ) from error
     if not callable(getattr(engine, "take_params", None)):
         raise ConfigError(
             f"{SETTING} = {section.engine_class!r} has no method take_params(params), which passes "
-            "new weights to the engine (docs/sampler.md, JetStream)."
+            "new weights to the engine (docs/engines.md, JetStream)."
         )
     longest = int(engine.max_prefill_length)
     if longest < config.prompt_limit:

@@ -310,14 +310,14 @@ def agree(
 
 
 def table() -> list[str]:
-    """docs/agreement.md's rows: the largest difference of each function and peer."""
-    names = dict.fromkeys((name, peer, version) for name, peer, version, *_ in ROWS)
+    """docs/agreement.md's rows: the functions of each peer, and the largest difference of any."""
     lines = []
-    for key in sorted(names, key=lambda k: (k[1], k[0])):
-        numbers = np.array([row[3:] for row in ROWS if row[:3] == key])
+    for peer, version in sorted({row[1:3] for row in ROWS}):
+        of_peer = [row for row in ROWS if row[1:3] == (peer, version)]
+        names = ", ".join(f"`{name}`" for name in sorted({row[0] for row in of_peer}))
         cells = [
             "" if np.isnan(c).all() else f"{np.nanmax(c):.0e}".replace("0e+00", "0")
-            for c in numbers.T
+            for c in np.array([row[3:] for row in of_peer]).T
         ]
-        lines.append("| " + " | ".join([f"`{key[0]}`", key[1], key[2], *cells]) + " |")
+        lines.append("| " + " | ".join([names, peer, version, *cells]) + " |")
     return lines

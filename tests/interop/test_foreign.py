@@ -25,7 +25,7 @@ from jaxrl_async.weights.delivery import FunctionLink
 
 INSTALLED = importlib.util.find_spec("jetstream") is not None
 pytestmark = [
-    pytest.mark.skipif(not INSTALLED, reason="needs google-jetstream, slim (docs/sampler.md)"),
+    pytest.mark.skipif(not INSTALLED, reason="needs google-jetstream, slim (docs/engines.md)"),
 ]
 
 

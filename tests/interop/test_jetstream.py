@@ -19,7 +19,7 @@ pytestmark = pytest.mark.full
 
 INSTALLED = importlib.util.find_spec("jetstream") is not None
 needs_jetstream = pytest.mark.skipif(
-    not INSTALLED, reason="needs google-jetstream, slim (docs/sampler.md)"
+    not INSTALLED, reason="needs google-jetstream, slim (docs/engines.md)"
 )
 
 SPEC = ModelSpec.from_architecture(

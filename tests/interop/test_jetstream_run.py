@@ -23,7 +23,7 @@ from jaxrl_async.types import Request, SamplingParams
 
 INSTALLED = importlib.util.find_spec("jetstream") is not None
 needs_jetstream = pytest.mark.skipif(
-    not INSTALLED, reason="needs google-jetstream, slim (docs/sampler.md)"
+    not INSTALLED, reason="needs google-jetstream, slim (docs/engines.md)"
 )
 NAIVE = f"{Path(__file__).parent / 'naive_engine.py'}"
 TINY = (

@@ -24,7 +24,7 @@ from jaxrl_async.types import Request, SamplingParams
 INSTALLED = importlib.util.find_spec("jetstream") is not None
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.skipif(not INSTALLED, reason="needs google-jetstream, slim (docs/sampler.md)"),
+    pytest.mark.skipif(not INSTALLED, reason="needs google-jetstream, slim (docs/engines.md)"),
 ]
 PROMPTS = [f"{a}+{b}=" for a, b in ((12, 7), (998, 4), (5, 5), (640, 640), (3, 999), (71, 28))]
 

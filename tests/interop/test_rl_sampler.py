@@ -226,7 +226,7 @@ def test_requests_that_cannot_be_served_fail_alone(drive) -> None:
 
 @pytest.mark.full
 def test_the_example_of_the_docs_runs() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "sampler.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text("utf-8")
     (text,) = re.findall(
         r"^```python\n([^`]*draw_and_renew.*?)^```$", page, re.MULTILINE | re.DOTALL
     )

@@ -164,7 +164,7 @@ GOLDEN = Pipeline(
 def test_threads_are_simulated_as_before_samplers_came_and_went(
     change, wall_s, drawn, staleness, occupancy
 ):
-    """Numbers of the simulation that knew no turnover, compared with runs in docs/plans.md; in the
+    """Numbers of the simulation without turnover (benchmarks/history/plans_2026_11.md); in the
     second row some requests wait until a sampler has room, which that one did not know either."""
     told = simulate(replace(GOLDEN, **change), updates=30, warm_up=5, seed=3)
     assert (told.wall_s, told.staleness_mean) == pytest.approx((wall_s, staleness), rel=1e-12)
