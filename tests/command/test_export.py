@@ -84,7 +84,7 @@ def test_a_run_without_a_policy_is_exported_by_its_checkpoint(adapted, tmp_path,
     ).read_text()
     assert sorted(p.relative_to(killed) for p in killed.rglob("*")) == before
     assert main([str(killed), str(tmp_path / "no"), "--step", "1"]) == 1
-    assert "no checkpoint of step 1; there are 2, 3." in capsys.readouterr().err
+    assert "no checkpoint of step 1; existing steps: 2, 3." in capsys.readouterr().err
 
 
 @pytest.mark.full
