@@ -216,7 +216,7 @@ def _of_spans(spans: Spans, found: ContextLogprobs, own_ids: IntArray) -> _Said:
 
 
 def head_of(episode: Episode, prompt: Prompt, *, of_episode: bool) -> IntArray:
-    """Return the tokens of an episode's prompt: those of its record, if that has any; of_episode:
+    """Return the tokens of an episode's prompt: the record's tokens, if it has any; of_episode:
     all before the first that the policy generated."""
     if len(prompt.token_ids) and not of_episode:
         return prompt.token_ids

@@ -80,7 +80,7 @@ class OtherTokens:
     @cached_property
     def own_ids(self) -> IntArray:
         """The policy's token with the same text for each of the teacher's, [vocabulary] int32; -1:
-        there is none. No two have the same one."""
+        it has no such token. No two of the teacher's have the same one."""
         by_text = self._by_text(self._own, self._own_bytes)
         found = np.full(self.other.vocab_size, -1, np.int32)
         for text, theirs in self._by_text(self.other, self._other_bytes).items():

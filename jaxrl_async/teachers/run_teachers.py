@@ -167,7 +167,7 @@ class _Other:
 
     @classmethod
     def of(cls, folder: str, own: Tokenizer, own_chat: Callable[[], ChatFormat | None]) -> "_Other":
-        """Load the tokenizer of a teacher, beside the policy's. Raises DataError."""
+        """Load the tokenizer of a teacher, next to the policy's. Raises DataError."""
         other = load_tokenizer(folder)
         chat = chat_format(other, Path(folder)) if other.has_chat_template else None
         ends = () if (own_format := own_chat()) is None else own_format.stop_token_ids

@@ -106,8 +106,8 @@ class TeacherService(EpisodeTeacher):
             raise
 
     async def check_tokens(self, tokenizer: Tokenizer, text: str) -> str | None:
-        """Compare the server's tokens of some texts with those of the teacher's tokenizer, which is
-        the policy's unless another one is set. Return why they cannot be compared; None: they are
+        """Compare the server's tokens of some texts with the tokens of the teacher's tokenizer, the
+        policy's unless another one is set. Return why they cannot be compared; None: they are
         equal. Waits during an outage. Raises EndpointMisset if they differ."""
         named = "the policy"
         advice = (
