@@ -111,10 +111,11 @@ def unique_names(paths: Sequence[Path], taken: Iterable[str]) -> list[str]:
     """Return a name for each path: its last part, or as many as make it unique."""
     used, names = set(taken), list[str]()
     for path in paths:
-        ends = [path.parts[-count:] for count in range(1, len(path.parts) + 1)]
-        alike = {other.parts[-len(end) :] for end in ends for other in paths if other != path}
-        free = ("/".join(end) for end in ends if end not in alike and "/".join(end) not in used)
-        name = next(free, str(path))
+        ends = [Path(*path.parts[-count:]) for count in range(1, len(path.parts) + 1)]
+        alike = {Path(*p.parts[-len(e.parts) :]) for e in ends for p in paths if p != path}
+        name = next(
+            (str(end) for end in ends if end not in alike and str(end) not in used), str(path)
+        )
         used.add(name)
         names.append(name)
     return names
