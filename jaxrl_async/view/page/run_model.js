@@ -15,7 +15,7 @@ export function cellOf(run, column) {
   if (column === "tags") return run.tags.join(" ");
   if (["time", "tokens", "best"].includes(column)) return row?.[column] ?? null;
   if (column === "alerts") return row ? row.alerts.filter((alert) => alert.lasts).length : null;
-  if (column === "name" || PLAIN_COLUMNS.includes(column)) return run[column] ?? null;
+  if (column === "name" || column === "number" || PLAIN_COLUMNS.includes(column)) return run[column] ?? null;
   const place = model.settings?.names.indexOf(column) ?? -1;
   if (place >= 0) return model.settings.values[run.name]?.[place] ?? null;
   return row?.newest[column] ?? null;
