@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.recorder import METRICS_FILE, WARM_START
-from jaxrl_async.view.watched import WatchedRun
+from jaxrl_async.view.watched import RunsByName, WatchedRun
 
 MAX_RUNS = 500
 """Maximum number of runs on one page; the oldest further ones are left out, which the page says."""
@@ -15,14 +15,6 @@ LOOK_S = 2.0
 """Minimum interval between two searches of the folders, seconds."""
 DEPTH = 3
 """Levels of folders that are searched: of runs, of their adapters."""
-
-
-class RunsByName(dict[str, WatchedRun]):
-    """The runs of a page by name. left_out: number of runs without a place. folders: where they are
-    sought."""
-
-    left_out: int = 0
-    folders: tuple[str, ...] = ()
 
 
 class RunList:
