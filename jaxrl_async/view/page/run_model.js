@@ -101,6 +101,13 @@ export function groupNameOf(run, group) {
   return `${group.split(".").at(-1)} ${value == null || value === "" ? "(none)" : value}`;
 }
 
+/** Return the number whose color a run has: of a group, the smallest number of its runs, shown or not. */
+export function colorNumberOf(run, group) {
+  if (!group) return run.number;
+  const name = groupNameOf(run, group);
+  return Math.min(run.number, ...model.runs.filter((other) => groupNameOf(other, group) === name).map((other) => other.number));
+}
+
 /** Return the runs by the name of their group. */
 export function groupsOf(runs, group) {
   const groups = new Map();
