@@ -80,7 +80,7 @@ export function browse(place, ask, runs, usual) {
 
   function listPages(page, last) {
     const go = (text, title, to) => {
-      const button = buttonOf(text, title, () => { setAddress({ page: to || "" }); load(); place.scrollIntoView(); });
+      const button = buttonOf(text, title, () => { setAddress({ page: to || "" }); load(); scrollTo({ top: 0 }); });
       button.disabled = to < 0 || to >= last || to === page;
       return button;
     };
