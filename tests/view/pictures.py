@@ -11,6 +11,7 @@ from playwright.sync_api import Page, sync_playwright
 from jaxrl_async.view.__main__ import made_server
 
 COLUMNS = "state,tags,step,time,best,reward/mean,algorithm.learning_rate,run.seed"
+SMALL = {"width": 1180, "height": 330}
 PICTURES = Path(__file__).parent.parent.parent / "docs" / "pictures"
 
 
