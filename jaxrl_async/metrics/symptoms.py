@@ -2,7 +2,8 @@
 
 An update shows a symptom if its metrics exceed a limit. IN_A_ROW updates in a row that show it lead
 to a warning. The next warning requires an update without the symptom, and then as many again. A
-symptom that follows from another one (FOLLOWS) leads to no warning while the other one lasts.
+symptom that follows from another one (FOLLOWS) leads to no warning while the other one lasts. The
+dashboard shows them as alerts, and milder problems, too (ALERT_RULES).
 """
 
 from collections.abc import Callable, Mapping
@@ -100,3 +101,115 @@ class Symptoms:
                     f"the last {IN_A_ROW} updates {symptom.says} ({DOCS}#{symptom.section})"
                 )
         return said
+
+
+# ---- alerts of the dashboard
+
+TABLE = "it-runs-and-does-not-learn"
+"""Section of DOCS with a table of metrics, their problems and remedies."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlertRule:
+    """A problem that updates show in their metrics."""
+
+    title: str
+    keys: tuple[str, ...]  # metrics to look at
+    shown: Callable[[Mapping[str, float]], bool]  # missing metrics show no problem
+    says: str  # after "N updates"
+    section: str = TABLE  # of DOCS
+    in_a_row: int = IN_A_ROW  # updates that make an alert
+    behind: str = ""  # a rule whose alert says the same more strongly
+
+
+LOOKED_AT = {
+    "no gradient": ("train/grad_norm", "reward/zero_variance_share"),
+    "collapsed entropy": ("policy/entropy",),
+    "truncated answers": ("rollout/truncated_share",),
+    "equal rewards": ("reward/std", "reward/mean"),
+}
+"""Metrics to look at for each symptom."""
+ALERT_RULES = (
+    *(
+        AlertRule(
+            title=name,
+            keys=LOOKED_AT.get(name, ()),
+            shown=symptom.shown,
+            says=symptom.says,
+            section=symptom.section,
+            behind=FOLLOWS.get(name, ""),
+        )
+        for name, symptom in SYMPTOMS.items()
+    ),
+    AlertRule(
+        title="little signal",
+        keys=("reward/zero_variance_share", "reward/mean"),
+        shown=_at_least("reward/zero_variance_share", 0.9),
+        says="had equal rewards in at least 90 % of the groups (reward/zero_variance_share), from "
+        "which nothing is learned. Unless the task is solved, give easier or harder prompts, a "
+        "larger algorithm.group_size, or set algorithm.dynamic_sampling",
+        behind="no gradient",
+    ),
+    AlertRule(
+        title="far from the reference",
+        keys=("policy/kl_reference",),
+        shown=_at_least("policy/kl_reference", 0.5),
+        says="had a policy/kl_reference of at least 0.5 nats per token: the policy writes texts "
+        "that the reference finds improbable. Raise algorithm.kl_coefficient, or lower "
+        "algorithm.learning_rate",
+    ),
+    AlertRule(
+        title="far from the sampler's policy",
+        keys=("policy/k3_behavior", "policy/ratio_max", "policy/ratio_min"),
+        shown=_at_least("policy/k3_behavior", 0.1),
+        says="had a policy/k3_behavior of at least 0.1 nats per token: the policy that is trained "
+        "is far from the one that sampled. Lower algorithm.learning_rate, algorithm.epochs or "
+        "staleness.max_staleness",
+    ),
+    AlertRule(
+        title="clipped ratios",
+        keys=("policy/clip_share", "policy/ratio_max", "policy/ratio_min"),
+        shown=_at_least("policy/clip_share", 0.2),
+        says="clipped away the gradient of at least 20 % of the tokens (policy/clip_share). Lower "
+        "algorithm.learning_rate, or algorithm.epochs",
+    ),
+    AlertRule(
+        title="data too old",
+        keys=("offpolicy/ess_share", "staleness/mean"),
+        shown=_at_most("offpolicy/ess_share", 0.5),
+        says="had an effective sample size of at most half of the tokens (offpolicy/ess_share): "
+        "the data is too old for the rate at which the policy changes. Lower "
+        "staleness.max_staleness or algorithm.learning_rate",
+    ),
+    AlertRule(
+        title="many truncated answers",
+        keys=("rollout/truncated_share", "rollout/length_mean"),
+        shown=_at_least("rollout/truncated_share", 0.5),
+        says="had at least half of their answers cut off (rollout/truncated_share). Raise "
+        "sampler.max_new_tokens, or penalise length (algorithm.shaping)",
+        section="truncated-answers",
+        behind="truncated answers",
+    ),
+    AlertRule(
+        title="mismatch",
+        keys=("mismatch/mean", "mismatch/max", "weights/probe_error"),
+        shown=_at_least("mismatch/mean", 0.01),
+        says="had a mismatch/mean of at least 0.01 nats: with the same weights, sampler and "
+        "trainer compute different log-probs. See model.dtype, weights.dtype and "
+        "algorithm.keep_routing",
+        section="the-samplers-log-probs-on-the-probe-differ",
+    ),
+    AlertRule(
+        title="skipped update",
+        keys=("train/skipped", "train/blown_up", "train/grad_norm"),
+        shown=_at_least("train/skipped", 1.0),
+        says="changed no weights (train/skipped): loss, gradient or new weights were not finite "
+        "or far too large. Lower algorithm.learning_rate, or raise trainer.warmup_steps",
+        in_a_row=1,
+    ),
+)
+"""What is looked for, the symptoms that are logged (metrics/symptoms.py) first."""
+NEEDED_BY_RULES = (
+    "train/grad_norm",  # which only updates have
+    *{key for rule in ALERT_RULES for key in rule.keys},
+)

@@ -14,8 +14,13 @@ from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.data.hub import hub_name_of
 from jaxrl_async.errors import ConfigError, FolderLost
-from jaxrl_async.metrics.recorder import METRICS_FILE, SUPERSEDED, WARM_START
-from jaxrl_async.metrics.run_log import LOG_FILE, STARTS_FILE
+from jaxrl_async.metrics.recorder import (
+    LOG_FILE,
+    METRICS_FILE,
+    STARTS_FILE,
+    SUPERSEDED,
+    WARM_START,
+)
 from jaxrl_async.metrics.trackers import TRACKERS_FILE
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.quantize import is_quantized

@@ -39,8 +39,7 @@ from jaxrl_async.host import limit_arenas, only_new_garbage
 from jaxrl_async.later import Later
 from jaxrl_async.metrics.console import Console, OnStep
 from jaxrl_async.metrics.json_logs import add_labels, logs_as
-from jaxrl_async.metrics.recorder import read_lines
-from jaxrl_async.metrics.run_log import RunLog, record_start
+from jaxrl_async.metrics.recorder import RunLog, read_lines, record_start
 from jaxrl_async.metrics.series import accuracy_points, points
 from jaxrl_async.metrics.spans import recorded_spans, write_spans
 from jaxrl_async.metrics.trackers import check_trackers, remembered

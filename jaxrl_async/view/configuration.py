@@ -1,7 +1,6 @@
 """Read the text of a run's configuration, whatever it holds, as short texts by dotted names."""
 
 import json
-import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,7 +20,6 @@ TAGS_SETTING = "metrics.tags"
 MAX_TAGS, MAX_TAG = 20, 40
 """Maximum number of tags of a run, and of characters of a tag."""
 
-_HAS_TAGS = re.compile(r"^ +tags:(?! *\[\])", re.MULTILINE)
 _short = reprlib.Repr()
 _short.maxlevel, _short.maxlist, _short.maxdict, _short.maxtuple = 3, 12, 12, 12
 _short.maxstring = _short.maxother = _short.maxlong = 120
@@ -67,8 +65,8 @@ def text_of(value: object) -> str:
 
 
 def tags_in(text: str) -> list[str]:
-    """Return the tags of a configuration, which is parsed only if it has some."""
-    section = parsed(text).get("metrics") if _HAS_TAGS.search(text) else None
+    """Return the tags of a configuration."""
+    section = parsed(text).get("metrics")
     tags = section.get("tags") if isinstance(section, Mapping) else None
     return cleaned(tags) if isinstance(tags, list) else []
 

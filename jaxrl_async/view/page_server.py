@@ -18,7 +18,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from jaxrl_async.view.queries import ANSWERS, Answer, Query, csv_of, file_of
 from jaxrl_async.view.report import plain_json
-from jaxrl_async.view.run_list import RunList, RunsByName
+from jaxrl_async.view.run_list import RunList
+from jaxrl_async.view.watched import RunsByName
 
 log = logging.getLogger(__name__)
 

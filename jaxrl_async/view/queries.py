@@ -1,25 +1,33 @@
 """Answers to the page's queries about runs, from their folders: bounded, as JSON."""
 
+import importlib.metadata
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import groupby
 from math import isnan
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jaxrl_async.later import Later
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.metrics.series import accuracy_points, number
+from jaxrl_async.metrics.symptoms import ALERT_RULES, DOCS, NEEDED_BY_RULES
 from jaxrl_async.metrics.trace_file import traces_of
-from jaxrl_async.view.alerts import alerts, documentation
-from jaxrl_async.view.run_list import RunsByName
-from jaxrl_async.view.run_table import (
-    axis,
-    csv_lines,
-    differing,
-    measures,
-    started_s,
-    thinned,
-)
 from jaxrl_async.view.sections import SECTIONS, WARM, WARM_CHARTS, Chart
-from jaxrl_async.view.watched import ORDERS, SampleFilter, WatchedRun, locks_held
+from jaxrl_async.view.watched import (
+    ORDERS,
+    Points,
+    RunsByName,
+    SampleFilter,
+    WatchedRun,
+    finite_number,
+    locks_held,
+)
+
+if TYPE_CHECKING:
+    from jaxrl_async.view import run_table
+else:
+    run_table = Later("jaxrl_async.view.run_table")
 
 MAX_POINTS = 2000
 """Maximum number of points of a curve in one answer."""
@@ -147,13 +155,13 @@ def curves(runs: RunsByName, query: Query) -> Any:
 def axes(runs: RunsByName, query: Query) -> Any:
     """Return the axis `x` of each run: steps, and tokens or seconds up to each."""
     kind = query["x"][0]
-    return {run.name: thinned(axis(run, kind), AXIS_POINTS) for run in asked(runs, query)}
+    return {run.name: thinned(run.axis(kind), AXIS_POINTS) for run in asked(runs, query)}
 
 
 def settings(runs: RunsByName, query: Query) -> Any:
     """Return the settings that are not the same in all runs `run` (or in all)."""
     chosen = [runs[name] for name in query["run"]] if "run" in query else list(runs.values())
-    return differing(chosen)
+    return run_table.differing(chosen)
 
 
 def rows(runs: RunsByName, query: Query) -> Any:
@@ -170,7 +178,7 @@ def log_part(runs: RunsByName, query: Query) -> Any:
 def csv_of(runs: RunsByName, query: Query) -> Iterator[str]:
     """Return the lines of all values of the metrics `key` of the runs `run`, as CSV."""
     chosen = [runs[name] for name in dict.fromkeys(query["run"])]
-    return csv_lines(chosen, list(dict.fromkeys(query["key"])))
+    return run_table.csv_lines(chosen, list(dict.fromkeys(query["key"])))
 
 
 def summary(runs: RunsByName, query: Query) -> Any:
@@ -234,7 +242,7 @@ def identity(runs: RunsByName, query: Query) -> Any:
     traces = [
         {"step": step, "file": file, "bytes": size} for step, file, size in traces_of(run.root)
     ]
-    seconds = axis(run, "time")[1]
+    seconds = run.axis("time")[1]
     return {
         **run.identity(),
         "path": str(run.root),
@@ -426,3 +434,92 @@ def faults(run: WatchedRun) -> dict[str, float]:
     """Return the faults of a run, with their counts."""
     sums = {key.removeprefix("faults/"): value for key, value in run.totals("faults/").items()}
     return {kind: count for kind, count in sums.items() if count > 0}
+
+
+# ---- a run in the table of runs: newest values, alerts
+
+
+def measures(run: WatchedRun) -> dict[str, Any]:
+    """Return a run's newest value of each metric, the time and the tokens it has trained, the best
+    evaluation, and its alerts."""
+    newest = {key: values[1] for key, values in run.extents().items() if values}
+    held_out = run.points("eval/accuracy") or run.points("eval/reward")
+    tokens, seconds = run.axis("tokens"), run.axis("time")
+    return {
+        "newest": newest,
+        "best": max((value for _, value in held_out), default=None),
+        "tokens": tokens[1][-1] if tokens[1] else None,
+        "time": seconds[1][-1] if seconds[1] else None,
+        "alerts": alerts(run),
+    }
+
+
+def thinned(points: Points, most: int) -> Points:
+    """Return at most `most` points of an axis, evenly spaced, with the first and the last."""
+    steps, values = points
+    if len(steps) <= most:
+        return points
+    places = [round(i * (len(steps) - 1) / (most - 1)) for i in range(most)]
+    return [steps[i] for i in places], [values[i] for i in places]
+
+
+def started_s(run: WatchedRun) -> float | None:
+    """Return when a run was first started, seconds since 1970; None if it was not recorded."""
+    starts = run.starts()
+    return finite_number(starts[0]["started"]) if starts else None
+
+
+def alerts(run: WatchedRun) -> list[dict[str, object]]:
+    """Return the alerts of a run: of each rule the last stretch of at least `in_a_row` updates that
+    show it, with its first and last step, and whether it lasts; those that last come first."""
+    updates: dict[int, dict[str, float]] = {step: {} for step, _ in run.points("train/grad_norm")}
+    for key in NEEDED_BY_RULES:
+        for step, value in run.points(key):
+            if step in updates:
+                updates[step][key] = value
+    steps = sorted(updates)
+    found: dict[str, dict[str, object]] = {}
+    for rule in ALERT_RULES:
+        stretch = last_stretch([rule.shown(updates[step]) for step in steps], rule.in_a_row)
+        if stretch is None:
+            continue
+        first, last = (steps[place] for place in stretch)
+        stronger = found.get(rule.behind)
+        if stronger is not None and (stronger["lasts"] or stretch[1] < len(steps) - 1):
+            continue
+        count = stretch[1] - stretch[0] + 1
+        found[rule.title] = {
+            "title": rule.title,
+            "says": f"{count:,} {'update' if count == 1 else 'updates'} {rule.says}.",
+            "first": first,
+            "last": last,
+            "lasts": stretch[1] == len(steps) - 1,
+            "keys": [key for key in rule.keys if run.points(key)],
+            "help": f"{DOCS}#{rule.section}",
+        }
+    return sorted(found.values(), key=lambda alert: not alert["lasts"])
+
+
+def last_stretch(shown: list[bool], in_a_row: int) -> tuple[int, int] | None:
+    """Return the first and the last place of the last stretch of at least `in_a_row` true
+    values."""
+    end = 0
+    last: tuple[int, int] | None = None
+    for value, places in groupby(shown):
+        begin, end = end, end + len(list(places))
+        if value and end - begin >= in_a_row:
+            last = begin, end - 1
+    return last
+
+
+@cache
+def documentation() -> str:
+    """Return the address of the documentation, as the installed package names it; "" if it names
+    none."""
+    try:
+        urls = importlib.metadata.metadata("jaxrl_async").get_all("Project-URL") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    named = dict(url.split(", ", 1) for url in urls if ", " in url)
+    address = named.get("Documentation", "")
+    return address if address.startswith("https://") else ""

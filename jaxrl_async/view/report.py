@@ -26,12 +26,11 @@ from jaxrl_async.view.queries import (
     facts_of,
     identity,
     layout,
-    settings,
+    measures,
     summary,
+    thinned,
 )
-from jaxrl_async.view.run_list import RunsByName
-from jaxrl_async.view.run_table import AXES, axis, measures, thinned
-from jaxrl_async.view.watched import SampleFilter, WatchedRun
+from jaxrl_async.view.watched import AXES, RunsByName, SampleFilter, WatchedRun
 
 MODULES = (
     "source.js",
@@ -97,7 +96,7 @@ def embedded(run: WatchedRun) -> dict[str, Any]:
         "answers": {
             "/api/runs": as_overview([facts_of(run, run.outcome(), "")], runs),
             "/api/layout": layout(runs, {}),
-            "/api/settings": settings(runs, {}),
+            "/api/settings": {"names": [], "values": {run.name: []}, "equal": 0, "leftOut": 0},
             "/api/rows": {run.name: measures(run)},
             "/api/log": {"text": log, "from": log_from, "size": log_size},
             "/api/summary": summary(runs, query),
@@ -105,7 +104,7 @@ def embedded(run: WatchedRun) -> dict[str, Any]:
             "/api/identity": identity(runs, query),
         },
         "curves": {key: [steps, rounded(values)] for key, (steps, values) in curves.items()},
-        "axes": {kind: thinned(axis(run, kind), AXIS_POINTS) for kind in AXES},
+        "axes": {kind: thinned(run.axis(kind), AXIS_POINTS) for kind in AXES},
         "thinned": most if any(whole[key] > len(curves[key][0]) for key in keys) else 0,
         "spans": embedded_spans(run),
         "samples": samples,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.recorder import METRICS_FILE, WARM_START
-from jaxrl_async.view.watched import WatchedRun
+from jaxrl_async.view.watched import RunsByName, WatchedRun
 
 MAX_RUNS = 500
 """Maximum number of runs on one page; the oldest further ones are left out, which the page says."""
@@ -15,14 +15,6 @@ LOOK_S = 2.0
 """Minimum interval between two searches of the folders, seconds."""
 DEPTH = 3
 """Levels of folders that are searched: of runs, of their adapters."""
-
-
-class RunsByName(dict[str, WatchedRun]):
-    """The runs of a page by name. left_out: number of runs without a place. folders: where they are
-    sought."""
-
-    left_out: int = 0
-    folders: tuple[str, ...] = ()
 
 
 class RunList:
@@ -111,10 +103,11 @@ def unique_names(paths: Sequence[Path], taken: Iterable[str]) -> list[str]:
     """Return a name for each path: its last part, or as many as make it unique."""
     used, names = set(taken), list[str]()
     for path in paths:
-        ends = [path.parts[-count:] for count in range(1, len(path.parts) + 1)]
-        alike = {other.parts[-len(end) :] for end in ends for other in paths if other != path}
-        free = ("/".join(end) for end in ends if end not in alike and "/".join(end) not in used)
-        name = next(free, str(path))
+        ends = [Path(*path.parts[-count:]) for count in range(1, len(path.parts) + 1)]
+        alike = {Path(*p.parts[-len(e.parts) :]) for e in ends for p in paths if p != path}
+        name = next(
+            (str(end) for end in ends if end not in alike and str(end) not in used), str(path)
+        )
         used.add(name)
         names.append(name)
     return names

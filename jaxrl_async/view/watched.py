@@ -17,16 +17,26 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxrl_async.metrics.recorder import METRICS_FILE, SAMPLES_FILE, WARM_START
-from jaxrl_async.metrics.run_log import LOG_FILE, STARTS_FILE
+from jaxrl_async.later import Later
+from jaxrl_async.metrics.recorder import (
+    LOG_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    STARTS_FILE,
+    WARM_START,
+)
 from jaxrl_async.types import StopReason
-from jaxrl_async.view.configuration import cleaned, parsed, settings_of, tags_in
 from jaxrl_async.view.lanes import RunSpans, read_spans, trace_files
 from jaxrl_async.view.sections import WARM
+
+if TYPE_CHECKING:
+    from jaxrl_async.view import configuration
+else:
+    configuration = Later("jaxrl_async.view.configuration")
 
 MAX_LINE = 2**24
 """Maximum size of a line, bytes; longer lines are skipped."""
@@ -262,6 +272,10 @@ ORDERS = ("newest", "oldest", "reward", "reward_up", "advantage", "advantage_up"
 """Orders of samples. By reward or advantage the largest come first, or with _up the smallest."""
 
 
+AXES = ("tokens", "time")
+"""Axes that curves can have instead of the step: trained tokens, and seconds of training."""
+
+
 class WatchedRun:
     """One run's folder. Usable from any thread."""
 
@@ -351,6 +365,27 @@ class WatchedRun:
             column = self._columns().get(key, MetricColumn())
             return list(zip(column.steps, column.values, strict=True))
 
+    def axis(self, kind: str) -> Points:
+        """Return the steps and the trained tokens up to each, or the seconds of training, without
+        the time between the end of a process and a resume. Raises KeyError for another kind."""
+        if kind not in AXES:
+            raise KeyError(f"axis {kind}")
+        steps, totals = list[int](), list[float]()
+        total = before = 0.0
+        if kind == "tokens":
+            for step, count in self.points("train/tokens"):
+                total += max(count, 0.0)
+                steps.append(step)
+                totals.append(total)
+            return steps, totals
+        for step, elapsed_s in self.points("time/elapsed_s"):
+            if elapsed_s < before:  # resumed: the clock began again
+                total, before = total + before, 0.0
+            before = elapsed_s
+            steps.append(step)
+            totals.append(total + elapsed_s)
+        return steps, totals
+
     def totals(self, prefix: str) -> dict[str, float]:
         """Return the sums over all steps of the metrics with this prefix."""
         with self._lock:
@@ -437,7 +472,7 @@ class WatchedRun:
         listed = self._from_config()[1]
         try:
             with (self.root / TAGS_FILE).open(encoding="utf-8", errors="replace") as file:
-                listed = [*listed, *cleaned(file.read(END_BYTES).splitlines())]
+                listed = [*listed, *configuration.cleaned(file.read(END_BYTES).splitlines())]
         except OSError:  # no one has written any
             pass
         return list(dict.fromkeys(listed))
@@ -446,7 +481,7 @@ class WatchedRun:
         """Return the run's settings by dotted name, as short texts."""
         text, _, found = self._from_config()
         if found is None:
-            found = dict(settings_of(parsed(text)))
+            found = dict(configuration.settings_of(configuration.parsed(text)))
             with self._lock:
                 self._config = text, self._config[1], found
         return found
@@ -456,7 +491,7 @@ class WatchedRun:
         text = self.config_text() or ""
         with self._lock:
             if text != self._config[0]:
-                self._config = text, tags_in(text), None
+                self._config = text, _tags_in(text), None
             return self._config
 
     def config_text(self) -> str | None:
@@ -480,6 +515,14 @@ class WatchedRun:
         if (text := self.config_text()) is not None:
             facts["config"] = text
         return facts
+
+
+_HAS_TAGS = re.compile(r"^ +tags:(?! *\[\])", re.MULTILINE)
+
+
+def _tags_in(text: str) -> list[str]:
+    """Return the tags of a configuration, which is parsed only if it has some."""
+    return configuration.tags_in(text) if _HAS_TAGS.search(text) else []
 
 
 def _own_or_common(root: Path, name: str) -> Path:
@@ -635,3 +678,11 @@ def stamp_of(files: list[Path]) -> str:
             status = path.stat()
             words.append(f"{status.st_ino}.{status.st_size}.{status.st_mtime_ns}")
     return "-".join(words)
+
+
+class RunsByName(dict[str, WatchedRun]):
+    """The runs of a page by name. left_out: number of runs without a place. folders: where they are
+    sought."""
+
+    left_out: int = 0
+    folders: tuple[str, ...] = ()

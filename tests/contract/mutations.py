@@ -1582,24 +1582,28 @@ GROUPS = (
     ),
     Group(
         "view/alerts",
+        "metrics/symptoms",
         ("view/test_alerts.py",),
         (
             ('_at_least("reward/zero_variance_share", 0.9)', '_at_least("reward/mean", 0.9)'),
             ('_at_most("offpolicy/ess_share", 0.5)', '_at_most("offpolicy/ess_share", 0.4)'),
+        ),
+    ),
+    Group(
+        "view/queries",
+        ("view/test_alerts.py", "view/test_run_table.py"),
+        (
             ("end - begin >= in_a_row", "end - begin > in_a_row"),
             ("last = begin, end - 1", "last = last or (begin, end - 1)"),
             ('stronger["lasts"] or', 'not stronger["lasts"] or'),
             ("if step in updates:", "if updates.setdefault(step, {}) is not None:"),
+            ('"best": max(', '"best": min('),
         ),
     ),
     Group(
         "view/run_table",
         ("view/test_run_table.py",),
         (
-            ("total, before = total + before, 0.0", "before = 0.0"),
-            ("totals.append(total + elapsed_s)", "totals.append(elapsed_s)"),
-            ("total += max(count, 0.0)", "total = max(count, 0.0)"),
-            ('"best": max(', '"best": min('),
             ("len(names) - len(differ)", "len(names)"),
             ("if isinstance(c, str) and c.startswith(FORMULA)", "if not isinstance(c, str)"),
         ),
@@ -1615,8 +1619,11 @@ GROUPS = (
     ),
     Group(
         "view/watched",
-        ("view/test_view.py",),
+        ("view/test_view.py", "view/test_run_table.py"),
         (
+            ("total, before = total + before, 0.0", "before = 0.0"),
+            ("totals.append(total + elapsed_s)", "totals.append(elapsed_s)"),
+            ("total += max(count, 0.0)", "total = max(count, 0.0)"),
             ("sum(known) / len(known)", "max(known)"),
             ("return sign * inf if advantage is None", "return -sign * inf if advantage is None"),
             ("np.where(within, known, -inf).argmax(axis=1)", "known.argmax(axis=1)"),
@@ -1625,7 +1632,7 @@ GROUPS = (
         ),
     ),
     Group(
-        "metrics/run_log",
+        "metrics/recorder",
         ("metrics/test_run_log.py",),
         (
             ("del self._held[0]", "del self._held[-1]"),

@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.metrics import run_log
+from jaxrl_async.metrics import recorder
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.json_logs import logs_as
-from jaxrl_async.metrics.run_log import LOG_FILE, RunLog, record_start
+from jaxrl_async.metrics.recorder import LOG_FILE, RunLog, record_start
 
 
 def lines_of(folder):
@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_written_is_reported_once_and_ends_nothing(tmp_pat
 
 
 def test_the_first_of_too_many_early_lines_are_dropped_and_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_log, "MAX_HELD", 2)
+    monkeypatch.setattr(recorder, "MAX_HELD", 2)
     with RunLog() as kept:
         for number in range(5):
             kept.line(f"line {number}")

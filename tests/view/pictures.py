@@ -10,6 +10,8 @@ from playwright.sync_api import Page, sync_playwright
 
 from jaxrl_async.view.__main__ import made_server
 
+COLUMNS = "state,tags,step,time,best,reward/mean,algorithm.learning_rate,run.seed"
+SMALL = {"width": 1180, "height": 330}
 PICTURES = Path(__file__).parent.parent.parent / "docs" / "pictures"
 
 
@@ -22,7 +24,12 @@ def main(folders: list[Path], pictures: Path = PICTURES) -> None:
         )
         for name, view, act, options in (
             ("curves", "curves?group=seed&smooth=0.5", None, {}),
-            ("runs", "table", None, {}),
+            (
+                "runs",
+                f"table?columns={COLUMNS}",
+                None,
+                {"viewport": {"width": 1180, "height": 330}},
+            ),
             ("samples", "samples?color=advantage&last=20", None, {"color_scheme": "dark"}),
             ("busy", "busy", four_steps, {}),
         ):

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_async.metrics.metric import metric_of
-from jaxrl_async.metrics.symptoms import DOCS, IN_A_ROW, SYMPTOMS
-from jaxrl_async.view.alerts import RULES, alerts, documentation, last_stretch
+from jaxrl_async.metrics.symptoms import ALERT_RULES, DOCS, IN_A_ROW, SYMPTOMS
+from jaxrl_async.view.queries import alerts, documentation, last_stretch
 from jaxrl_async.view.watched import WatchedRun
 
 ROOT = Path(__file__).parents[2]
@@ -57,14 +57,14 @@ def titles(folder, updates):
 
 
 def test_each_rule_is_tried():
-    assert set(ILL) == {rule.title for rule in RULES} and set(SYMPTOMS) <= set(ILL)
+    assert set(ILL) == {rule.title for rule in ALERT_RULES} and set(SYMPTOMS) <= set(ILL)
 
 
 @pytest.mark.parametrize("title", ILL)
 def test_a_rule_is_shown_by_its_updates_alone(tmp_path, title):
     assert titles(tmp_path, [HEALTHY] * 40) == []
     ill = HEALTHY | ILL[title]
-    rule = next(rule for rule in RULES if rule.title == title)
+    rule = next(rule for rule in ALERT_RULES if rule.title == title)
     few = [HEALTHY] * 5 + [ill] * (rule.in_a_row - 1)
     assert titles(tmp_path, few) == []
     found = titles(tmp_path, [*few, ill])
@@ -106,7 +106,7 @@ def test_metrics_and_sections_of_the_rules_exist():
     text = (ROOT / DOCS).read_text("utf-8")
     heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
-    for rule in RULES:
+    for rule in ALERT_RULES:
         assert rule.section in anchors, rule.title
         assert rule.keys and all(metric_of(key) for key in rule.keys)
         assert rule.behind in ("", *ILL) and rule.in_a_row in (1, IN_A_ROW)

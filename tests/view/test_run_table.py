@@ -12,13 +12,8 @@ from hypothesis import strategies as st
 
 from jaxrl_async.config.load import dump, load
 from jaxrl_async.view.configuration import parsed, settings_of, text_of
-from jaxrl_async.view.run_table import (
-    axis,
-    csv_lines,
-    differing,
-    measures,
-    thinned,
-)
+from jaxrl_async.view.queries import measures, thinned
+from jaxrl_async.view.run_table import csv_lines, differing
 from jaxrl_async.view.watched import WatchedRun
 
 
@@ -102,7 +97,7 @@ def test_the_time_of_a_resumed_run_is_the_sum_of_its_parts(tmp_path_factory, seg
         before = wanted[-1]
     lines = [{"step": s, "time/elapsed_s": e} for s, e in enumerate(elapsed, 1)]
     run = written(tmp_path_factory.mktemp("run"), lines)
-    steps, values = axis(run, "time")
+    steps, values = run.axis("time")
     assert steps == list(range(1, len(elapsed) + 1))
     np.testing.assert_allclose(values, wanted, rtol=1e-9)
 
@@ -111,9 +106,9 @@ def test_the_axis_of_tokens_is_their_sum(tmp_path):
     tokens = [5.0, 7.0, 0.0, 11.0]
     lines = [{"step": 2 * i, "train/tokens": t} for i, t in enumerate(tokens)]
     run = written(tmp_path, [*lines, {"step": 9, "reward/mean": 1.0}])
-    assert axis(run, "tokens") == ([0, 2, 4, 6], np.cumsum(tokens).tolist())
+    assert run.axis("tokens") == ([0, 2, 4, 6], np.cumsum(tokens).tolist())
     with pytest.raises(KeyError, match="axis weight"):
-        axis(run, "weight")
+        run.axis("weight")
     steps, values = thinned((list(range(1000)), [float(i) for i in range(1000)]), 10)
     assert steps[0] == 0 and steps[-1] == 999 and len(steps) == 10 and values == steps
 

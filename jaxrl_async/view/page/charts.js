@@ -2,7 +2,7 @@
 
 import { colorOf } from "./colors.js";
 import { placeOf } from "./plot.js";
-import { groupsOf } from "./run_model.js";
+import { colorNumberOf, groupsOf } from "./run_model.js";
 
 /** Return exponentially smoothed values; the first ones are not biased towards 0. */
 export function smoothed(values, share) {
@@ -77,7 +77,7 @@ export function linesOf(chart, data, runs, axes, look) {
   chart.curves.forEach(([key, label], which) => {
     const measured = runs.filter((run) => data[run.name]?.[key]?.[0].length && (!axes || axes[run.name]?.[0].length));
     for (const [name, members] of groupsOf(measured, look.group)) {
-      const color = runs.length > 1 ? colorOf(members[0].number) : colorOf(which), dash = runs.length > 1 ? dashOf(which) : undefined;
+      const color = runs.length > 1 ? colorOf(colorNumberOf(members[0], look.group)) : colorOf(which), dash = runs.length > 1 ? dashOf(which) : undefined;
       const curves = members.map((run) => {
         const [steps, values] = data[run.name][key];
         return [steps, smoothed(values, look.smooth)];

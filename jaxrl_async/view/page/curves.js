@@ -6,7 +6,7 @@ import { colorOf, inkOf } from "./colors.js";
 import { buttonOf, csvOf, linkOf, make, save } from "./elements.js";
 import { durationOf, shown } from "./numbers.js";
 import { nearestOf, plotIn } from "./plot.js";
-import { groupNameOf, groupsOf, model } from "./run_model.js";
+import { colorNumberOf, groupNameOf, groupsOf, model } from "./run_model.js";
 import { ask, csvAddress, report } from "./source.js";
 
 const ASKED_AT_ONCE = 40, MOST_FOUND = 60, IN_TIP = 10, IN_PICTURE = 24;
@@ -90,7 +90,7 @@ export function curvesIn(place, { look, runs, change, onRun }) {
 
   function cardOf(chart) {
     const box = make("div", null, "chart"), head = make("div", null, "head"), title = make("h3", chart.title), stage = make("div", null, "stage");
-    const card = { chart, box, stage, near: false, stale: true, plot: null, warm: isWarm(chart.curves[0]?.[0] ?? ""), key: make("span", null, "dashes"), count: make("span", "", "unit") };
+    const card = { chart, box, stage, near: false, stale: true, plot: null, warm: isWarm(chart.curves[0]?.[0] ?? ""), key: make("span", null, "dashes"), count: make("span", "", "unit count") };
     title.append(make("span", chart.unit, "unit"));
     if (chart.about) title.title = chart.about;
     const tools = make("span", null, "tools");
@@ -279,7 +279,7 @@ export function curvesIn(place, { look, runs, change, onRun }) {
   async function savePicture({ chart, plot }) {
     const { base, spec } = plot, scale = devicePixelRatio || 1, line = 18, wide = base.width / scale;
     const groups = [...groupsOf(runs(), look().group)], names = groups.slice(0, IN_PICTURE), title = 30, columns = Math.max(1, Math.floor(wide / 190));
-    const several = runs().length > 1, legend = several ? names.map(([name, [run]]) => [name, colorOf(run.number)])
+    const several = runs().length > 1, legend = several ? names.map(([name, [run]]) => [name, colorOf(colorNumberOf(run, look().group))])
       : spec.lines.filter((one) => one.label).map((one) => [one.label, one.color]);
     const rest = several ? groups.length - names.length : 0, rows = Math.ceil((legend.length + Number(rest > 0)) / columns);
     const picture = Object.assign(make("canvas"), { width: base.width, height: base.height + (title + rows * line + 12) * scale });

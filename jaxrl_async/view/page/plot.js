@@ -121,7 +121,7 @@ export function plotIn(place, on) {
       rule(left - TICK, y, right, y);
       paint.fillText(yLabels[i], left - TICK - 3, y);
     });
-    const [ticks, labels] = xTicksOf[spec.axis](low, high, Math.max(2, Math.floor((right - left) / 80)));
+    const [ticks, labels] = xTicksOf[spec.axis](low, high, Math.max(2, Math.floor((right - left) / 60)));
     let free = 0;
     paint.textAlign = "left";
     paint.textBaseline = "alphabetic";

@@ -15,7 +15,7 @@ export function cellOf(run, column) {
   if (column === "tags") return run.tags.join(" ");
   if (["time", "tokens", "best"].includes(column)) return row?.[column] ?? null;
   if (column === "alerts") return row ? row.alerts.filter((alert) => alert.lasts).length : null;
-  if (column === "name" || PLAIN_COLUMNS.includes(column)) return run[column] ?? null;
+  if (column === "name" || column === "number" || PLAIN_COLUMNS.includes(column)) return run[column] ?? null;
   const place = model.settings?.names.indexOf(column) ?? -1;
   if (place >= 0) return model.settings.values[run.name]?.[place] ?? null;
   return row?.newest[column] ?? null;
@@ -99,6 +99,13 @@ export function groupNameOf(run, group) {
   if (group === "seed") return withoutSeed(run.name);
   const value = cellOf(run, group);
   return `${group.split(".").at(-1)} ${value == null || value === "" ? "(none)" : value}`;
+}
+
+/** Return the number whose color a run has: of a group, the smallest number of its runs, shown or not. */
+export function colorNumberOf(run, group) {
+  if (!group) return run.number;
+  const name = groupNameOf(run, group);
+  return Math.min(run.number, ...model.runs.filter((other) => groupNameOf(other, group) === name).map((other) => other.number));
 }
 
 /** Return the runs by the name of their group. */

@@ -4,7 +4,7 @@ import { valueIn } from "./address.js";
 import { colorOf } from "./colors.js";
 import { buttonOf, csvOf, make, refilled, save } from "./elements.js";
 import { durationOf, shown, whenOf } from "./numbers.js";
-import { PLAIN_COLUMNS, cellOf, groupsOf, model } from "./run_model.js";
+import { PLAIN_COLUMNS, cellOf, colorNumberOf, groupsOf, model } from "./run_model.js";
 
 const SETTINGS_AT_FIRST = 6, LONG = 40;
 const AT_FIRST = ["state", "tags", "started", "step", "time", "best", "alerts", "reward/mean"];
@@ -100,9 +100,10 @@ function rowOf(run, columns, isShown, act) {
   return row;
 }
 
+/** Return a dot in the color of a run, or of its group. */
 export function dotOf(run) {
   const dot = make("span", null, "dot");
-  dot.style.setProperty("--c", colorOf(run.number));
+  dot.style.setProperty("--c", colorOf(colorNumberOf(run, valueIn("group"))));
   return dot;
 }
 

@@ -80,7 +80,7 @@ export function browse(place, ask, runs, usual) {
 
   function listPages(page, last) {
     const go = (text, title, to) => {
-      const button = buttonOf(text, title, () => { setAddress({ page: to || "" }); load(); place.scrollIntoView(); });
+      const button = buttonOf(text, title, () => { setAddress({ page: to || "" }); load(); scrollTo({ top: 0 }); });
       button.disabled = to < 0 || to >= last || to === page;
       return button;
     };
@@ -131,6 +131,7 @@ function cardOf(sample, number, color, run, first, where) {
   const card = make("article", null, "sample");
   const facts = make("div", null, "facts");
   if (sample.reward != null) facts.append(make("span", `reward ${shown(Number(sample.reward))}`, "reward"));
+  facts.append(Object.assign(linkOf(`#${number}`, hashOf("samples", { ...NO_FILTER, run, sample: String(number) })), { title: "this sample alone" }));
   if (where) facts.append(make("span", where));
   for (const [name, value] of Object.entries(sample.parts ?? {})) {
     facts.append(make("span", `${name} ${shown(Number(value))}`));
@@ -139,7 +140,6 @@ function cardOf(sample, number, color, run, first, where) {
     if (SHOWN.has(name) || value == null || value === "") continue;
     facts.append(make("span", `${name} ${typeof value === "object" ? JSON.stringify(value) : value}`));
   }
-  facts.append(Object.assign(linkOf(`#${number}`, hashOf("samples", { ...NO_FILTER, run, sample: String(number) })), { title: "this sample alone" }));
   const texts = [make("pre", sample.prompt ?? "", "prompt"), tokensOf(sample, color)];
   if (sample.contexts?.length) {
     const tokens = make("details");
