@@ -5,6 +5,7 @@ environment nothing is written, because the settings are tiny and the outputs me
 """
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).parent
 LONGEST_S = 3600
 """Longest time for a cell, seconds."""
+CELL_FILE = re.compile(r"[^\s(\"]*/ipykernel_\d+/\d+\.py")
+"""What ipykernel calls the file of a cell in errors: a path of the machine."""
 
 
 def main(names: Sequence[str]) -> None:
@@ -39,6 +42,10 @@ def executed(path: Path) -> nbformat.NotebookNode:
             coalesce_streams=True,
         )
         client.execute()
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            if "text" in output:
+                output.text = CELL_FILE.sub("cell.py", output.text)
     return notebook
 
 

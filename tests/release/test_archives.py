@@ -118,6 +118,13 @@ def test_a_python_is_named_only_where_jax_supports_it():
     assert ours <= set(metadata("jax").get_all("Classifier"))
 
 
+def test_the_versions_for_python_3_14_are_those_of_3_13():
+    def versions(file: str) -> list[str]:
+        return [x for x in (ROOT / file).read_text("utf-8").splitlines() if x[0] != "#"]
+
+    assert versions("constraints-3.14.txt") == versions("constraints-3.13.txt")
+
+
 # ---- the archives
 
 TRACKED = ("jaxrl_async/a.py", "jaxrl_async/recipes", "configs/b/c.yaml", "tests/t.py", "LICENSE",
