@@ -154,7 +154,7 @@ def algorithm_settings(name: str, max_new_tokens: int) -> dict[str, Any]:
 
 
 def _of_recipe(choices: FirstChoices) -> dict[str, Any]:
-    """Return the settings for a small model with random weights: those of its task's recipe."""
+    """Return the settings for a small model with random weights: the recipe of its task."""
     if choices.data is not None:
         raise ConfigError(
             f"--data {choices.data}: records of a file need a model that reads their text. Give "
