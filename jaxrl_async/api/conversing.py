@@ -166,7 +166,7 @@ class Conversation:
         on_text: Callable[[str], object] | None = None,
         stopped: threading.Event | None = None,
     ) -> ConversationAnswer:
-        """Replace the last answer by another one; as `ask`. Raises DataError if nothing was asked."""
+        """Replace the last answer; as `ask`. Raises DataError if nothing was asked."""
         if self._asked is None:
             raise DataError("there is no answer yet that could be replaced. Ask something first.")
         return self._answered(self._asked, max_new_tokens, sampling, on_text, stopped)
