@@ -313,7 +313,9 @@ def one_line(value: Any) -> str:
 def _first_sentence(text: str) -> str:
     """Return the first part of a setting's help, up to a period, semicolon or colon."""
     found = re.match(r".{12,}?(?=[.;:](?: |$)|$)", text)
-    return found[0] if found else text
+    head = found[0] if found else text.rstrip(".")
+    is_open = head.count("(") > head.count(")")
+    return head[: head.rindex("(")].rstrip() if is_open else head
 
 
 # ---- the reward

@@ -97,6 +97,8 @@ def test_each_setting_is_explained_above_it_or_behind_it():
         found = re.match(r"\s+(\w+): [^#]", line)
         if found is not None and found[1] in named:
             assert "  # " in line or before.lstrip().startswith("# "), line
+    slots = next(line for line in lines if line.startswith("  slots:"))
+    assert slots.endswith("# Sequences that each sampler decodes concurrently"), "no open bracket"
 
 
 def test_a_single_chip_is_shared_and_several_are_divided():
