@@ -78,6 +78,10 @@ def test_an_algorithm_is_that_of_its_recipe(name):
     own = load({"algorithm": algorithm_settings(name, longest)}).algorithm
     sizes = {size: getattr(recipe.algorithm, size) for size in SIZES}
     assert own.model_copy(update=sizes) == recipe.algorithm
+    for task in ("addition", "calculator"):
+        chosen = loaded(FirstChoices(name="x", task=task, algorithm=name)).algorithm
+        of_task = load(f"recipe:{task}").algorithm
+        assert all(getattr(chosen, size) == getattr(of_task, size) for size in SIZES), task
 
 
 def test_lengths_of_an_algorithm_follow_the_longest_answer():
