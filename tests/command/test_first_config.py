@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from jaxrl_async.algorithms.preflight import with_correction
 from jaxrl_async.command.first_config import (
     ALGORITHMS,
     SIZES,
@@ -23,6 +24,7 @@ from jaxrl_async.config.draft import parse_yaml
 from jaxrl_async.config.load import load, setting_names
 from jaxrl_async.config.schema import Config, name_of
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.run.start_checks import check_names
 
 COLUMNS = RecordColumns(prompt="problem", messages=None, answer="solution")
 SOURCES = (
@@ -57,6 +59,9 @@ def test_every_combination_loads_and_means_what_was_chosen(algorithm):
         )
         config = loaded(choices)
         assert config == load(first_settings(choices)), "comments change nothing"
+        if steps is None:
+            check_names(config)
+            with_correction(config)  # as --print-config does
         assert config.run.name == "mine" and steps in (None, config.run.steps)
         assert config.model.path == choices.model
         assert config.data.records_path == choices.data
