@@ -4,7 +4,7 @@
 
 The sampled tokens are never tokenized again, so the sampler finds their KV in its prefix cache.
 Where the chat format rewrites earlier turns (it drops a model's reasoning), the next question
-begins a new context. Without a chat format each question is a text of its own.
+begins a new context. Without a chat format each question is a separate text.
 """
 
 import itertools
@@ -166,7 +166,7 @@ class Conversation:
         on_text: Callable[[str], object] | None = None,
         stopped: threading.Event | None = None,
     ) -> ConversationAnswer:
-        """Replace the last answer by another one; as `ask`. Raises DataError if there is none."""
+        """Replace the last answer; as `ask`. Raises DataError if nothing was asked."""
         if self._asked is None:
             raise DataError("there is no answer yet that could be replaced. Ask something first.")
         return self._answered(self._asked, max_new_tokens, sampling, on_text, stopped)

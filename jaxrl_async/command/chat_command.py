@@ -8,7 +8,7 @@
     jaxrl-async chat runs/math < questions.txt            each line is a message; only answers are printed
 
 The answer is printed while it is sampled. The next message continues the sampled tokens unchanged.
-A policy without a chat template continues each message as a text of its own.
+A policy without a chat template continues each message as a separate text.
 Type /help for the commands: /reset, /system TEXT, /regenerate, /set temperature 0.7, /exit.
 Ctrl-C stops an answer, and Ctrl-D ends the chat.
 
@@ -296,7 +296,7 @@ def _loaded(args: argparse.Namespace, backends: Any) -> Iterator["ChatBackend"]:
 
 def asked_as_in_run(args: argparse.Namespace) -> argparse.Namespace:
     """Return the options; where none are given, the system message and the variables of the chat
-    template are those of the run whose policy it is. Raises ConfigError."""
+    template are as in the run whose policy it is. Raises ConfigError."""
     folder, _ = run_and_step(args.policy)
     file = folder / "config.yaml"
     found = argparse.Namespace(**vars(args))

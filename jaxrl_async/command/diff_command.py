@@ -49,7 +49,7 @@ MAIN = (
     *("rollout/length_mean", "rollout/truncated_share", "staleness/mean"),
     *("throughput/generated_tokens_per_s", "throughput/trained_tokens_per_s"),
 )
-"""Metrics that are shown besides those of evaluations (eval/...)."""
+"""Metrics that are shown in addition to the evaluations (eval/...)."""
 COLUMNS = 140
 """Width of the table if the output is no terminal, characters."""
 LEAST_CELL = 12

@@ -154,7 +154,7 @@ def algorithm_settings(name: str, max_new_tokens: int) -> dict[str, Any]:
 
 
 def _of_recipe(choices: FirstChoices) -> dict[str, Any]:
-    """Return the settings for a small model with random weights: those of its task's recipe."""
+    """Return the settings for a small model with random weights: the recipe of its task."""
     if choices.data is not None:
         raise ConfigError(
             f"--data {choices.data}: records of a file need a model that reads their text. Give "
@@ -313,7 +313,9 @@ def one_line(value: Any) -> str:
 def _first_sentence(text: str) -> str:
     """Return the first part of a setting's help, up to a period, semicolon or colon."""
     found = re.match(r".{12,}?(?=[.;:](?: |$)|$)", text)
-    return found[0] if found else text
+    head = found[0] if found else text.rstrip(".")
+    is_open = head.count("(") > head.count(")")
+    return head[: head.rindex("(")].rstrip() if is_open else head
 
 
 # ---- the reward

@@ -249,7 +249,7 @@ def _head(choices: FirstChoices, out: Path, kind: str | None) -> str:
         f"jaxrl-async train {out}\n"
         f"{_summary(choices)}, sized for {devices}.\n"
         "All other settings have their defaults: jaxrl-async train --help lists them, and\n"
-        "jaxrl-async train --help SECTION those of a section."
+        "jaxrl-async train --help SECTION the settings of a section."
     )
 
 
@@ -283,7 +283,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--prompt-field", metavar="NAME", help="column with the question (default: by its name)")
     add("--answer-field", metavar="NAME", help="column with the answer (default: by its name)")
-    add("--name", metavar="NAME", help="name of the run (default: that of the file)")
+    add("--name", metavar="NAME", help="name of the run (default: the name of the file)")
     add("--steps", type=_steps, metavar="N", help="number of updates (default: 100, or the task's)")
     add("--out", type=Path, default=Path("config.yaml"), metavar="FILE", help="file to write")
     add("--force", action="store_true", help="replace files that exist")

@@ -139,7 +139,7 @@ def version_differences(a: RunRecords, b: RunRecords) -> dict[str, tuple[str, st
 
 def last_values(lines: Sequence[Line]) -> dict[str, LastValue]:
     """Return the last finite value of each metric, by name, with its standard error if the same
-    step has one. Standard errors are no metrics of their own."""
+    step has one. Standard errors are not listed."""
     found = dict[str, LastValue]()
     for line in lines:
         for key, value in line.items():
@@ -164,7 +164,7 @@ def difference(a: LastValue, b: LastValue) -> Estimate:
 
 
 def first_divergence(a: Sequence[Line], b: Sequence[Line]) -> Divergence | None:
-    """Return the first step of both runs with a metric of both that differs; None: there is none.
+    """Return the first step of both runs with a metric of both that differs; None: no step does.
     Metrics that depend on time or the machine are left out."""
     of_a, of_b = ({int(line["step"]): line for line in lines} for lines in (a, b))
     for step in sorted(of_a.keys() & of_b.keys()):

@@ -437,14 +437,14 @@ def test_a_real_model_answers_remembers_and_is_stopped():
         (">>> ", b"What is my name?\n"),
         ("Ada", b""),
         (">>> ", b"Write a very long story about the sea.\n"),
-        ("sea", b"\x03"),
+        ("sea.\r\n", b""),  # as it is typed
+        ("the", b"\x03"),
         ("(stopped)", b""),
         (">>> ", b"/reset\n"),
         ("a new conversation begins", b""),
         (">>> ", b"/system You are a pirate.\n"),
         (">>> ", b"\x04"),
     ]
-    code, shown = typed_into(
-        [SMOLLM2, "--temperature", "0", "--max-new-tokens", "300"], steps, 1000
-    )
+    words = ["chat", SMOLLM2, "--temperature", "0", "--max-new-tokens", "300"]
+    code, shown = typed_into(words, steps, 1000)
     assert code == 0, shown

@@ -116,6 +116,8 @@ def test_the_first_step_that_differs_is_found_among_metrics_that_do_not_depend_o
     assert found.step == 4 and found.metrics == {"reward/mine": (0.5, 0.25)}
     a[1][key] = b[1][key] = math.nan
     assert first_divergence(a, b).step == 4, "two that are not numbers are the same"
+    b[1][key] = 1.0
+    assert first_divergence(a, b).step == first_divergence(b, a).step == 1, "one of them is"
     b[0][key] = np.nextafter(1.0, 2.0)
     assert first_divergence(a, b).step == 0, "bit for bit"
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from jaxrl_async.algorithms.preflight import with_correction
 from jaxrl_async.command.first_config import (
     ALGORITHMS,
     SIZES,
@@ -23,6 +24,7 @@ from jaxrl_async.config.draft import parse_yaml
 from jaxrl_async.config.load import load, setting_names
 from jaxrl_async.config.schema import Config, name_of
 from jaxrl_async.errors import ConfigError
+from jaxrl_async.run.start_checks import check_names
 
 COLUMNS = RecordColumns(prompt="problem", messages=None, answer="solution")
 SOURCES = (
@@ -57,6 +59,9 @@ def test_every_combination_loads_and_means_what_was_chosen(algorithm):
         )
         config = loaded(choices)
         assert config == load(first_settings(choices)), "comments change nothing"
+        if steps is None:
+            check_names(config)
+            with_correction(config)  # as --print-config does
         assert config.run.name == "mine" and steps in (None, config.run.steps)
         assert config.model.path == choices.model
         assert config.data.records_path == choices.data
@@ -78,6 +83,10 @@ def test_an_algorithm_is_that_of_its_recipe(name):
     own = load({"algorithm": algorithm_settings(name, longest)}).algorithm
     sizes = {size: getattr(recipe.algorithm, size) for size in SIZES}
     assert own.model_copy(update=sizes) == recipe.algorithm
+    for task in ("addition", "calculator"):
+        chosen = loaded(FirstChoices(name="x", task=task, algorithm=name)).algorithm
+        of_task = load(f"recipe:{task}").algorithm
+        assert all(getattr(chosen, size) == getattr(of_task, size) for size in SIZES), task
 
 
 def test_lengths_of_an_algorithm_follow_the_longest_answer():
@@ -97,6 +106,8 @@ def test_each_setting_is_explained_above_it_or_behind_it():
         found = re.match(r"\s+(\w+): [^#]", line)
         if found is not None and found[1] in named:
             assert "  # " in line or before.lstrip().startswith("# "), line
+    slots = next(line for line in lines if line.startswith("  slots:"))
+    assert slots.endswith("# Sequences that each sampler decodes concurrently"), "no open bracket"
 
 
 def test_a_single_chip_is_shared_and_several_are_divided():
