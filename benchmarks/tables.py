@@ -75,7 +75,7 @@ def shown(cell: Any) -> str:
 
 def table(result: Result) -> str:
     """Return machine, date and command of a result, and its table, as Markdown."""
-    names = result.get("shown", result["columns"])
+    names = result.get("shown") or result["columns"]
     places = [result["columns"].index(name) for name in names]
     rows = [
         names,
