@@ -374,6 +374,9 @@ PAPERS = {
     "kl_cov": lambda r, a: r,
     "reinforce": lambda r, a: r,
     "sapo": sapo_weight,
+    "flash_reinforce": lambda r, a: (
+        r * (binary_kl(BEHAVIOR, BEHAVIOR * r).mean(-1, keepdims=True) <= 3e-3)
+    ),
     "gpg": lambda r, a: np.ones_like(r),
     "cispo": lambda r, a: np.minimum(r, 5.0),
     "aipo": lambda r, a: np.minimum(r, 4.0),

@@ -86,7 +86,6 @@ GROUPS = (
             ("SMALLEST_REST = 1e-8", "SMALLEST_REST = 1e-2"),
             ("(1 - anchor) * rest - anchor *", "(1 - anchor) * rest + anchor *"),
             ("cut = divergence > delta", "cut = divergence < delta"),
-            ("mean_over_sequence(binary_kl(x)", "sum_over_sequence(binary_kl(x)"),
         ),
     ),
     Group(
@@ -1521,6 +1520,11 @@ GROUPS = (
             ("token_mean(replace(batch, mask=batch.supervised))", "token_mean(batch)"),
             ('assumed=ComponentFacts(needs=("entropy",))', "assumed=ComponentFacts()"),
         ),
+    ),
+    Group(
+        "algorithms/losses",
+        ("algorithms/test_flash_reinforce.py",),
+        (("mean_over_sequence(binary_kl(x)", "sum_over_sequence(binary_kl(x)"),),
     ),
     Group(
         "algorithms/losses",
