@@ -357,7 +357,7 @@ def test_the_rewards_in_docs_score_as_they_say():
             assert names[name](completion, answer) == parts, (name, completion)
     assert names["short_and_right"]("2+2=", "4", "4") == {"correct": 1.0, "short": -0.001}
     assert names["accuracy"](["it is 4", "5"], ["4", "4"]) == [1.0, 0.0]
-    assert names["sound"]("", ["so", "therefore 4"]) == [0.0, 1.0]
+    assert names["reasoned"]("", ["so", "therefore 4"]) == [0.0, 1.0]
 
 
 def test_each_record_of_the_page_on_datasets_is_read(tmp_path):
