@@ -183,6 +183,23 @@ def test_ci_runs_the_second_command_of_readme_and_prints_its_result_last():
     assert found.stdout == second
 
 
+EXAMPLE_FIRST = (
+    "agents", "algorithms", "clients", "coming_from", "datasets", "endpoint", "endpoint_fields",
+    "environments", "evaluation", "failures", "functions", "games", "index", "monitoring",
+    "own_model", "python", "real_model", "resume", "rewards", "sandboxes", "security", "speed",
+    "troubleshooting",
+)  # fmt: skip
+"""Pages that begin with an example."""
+
+
+@pytest.mark.parametrize("page", EXAMPLE_FIRST)
+def test_a_page_begins_with_what_it_answers_and_an_example(page):
+    text = (ROOT / f"docs/{page}.md").read_text("utf-8")
+    title, first, *_ = text.split("\n\n")
+    assert title.startswith("# ") and not first.startswith(("#", "`", "|", "-"))
+    assert "\n```" in "".join(text.split("\n## ")[:2]), "no example before the second heading"
+
+
 CONSTRAINTS = sorted(path.name for path in ROOT.glob("constraints*.txt"))
 
 
