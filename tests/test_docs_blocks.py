@@ -72,7 +72,9 @@ def commands() -> list[tuple[str, str, list[str]]]:
 
 @cache
 def help_of(module: str) -> str:
-    words = [sys.executable, "-m", module, "--help"]
+    name = next((n for n, c in COMMANDS.items() if f"jaxrl_async.{c.module}" == module), None)
+    command = [module] if name is None else ["jaxrl_async", name]
+    words = [sys.executable, "-m", *command, "--help"]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
 
 
