@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,14 +13,25 @@ from pathlib import Path
 
 import pytest
 from builders import tiny_params, tiny_spec
+from chat_tokenizers import qwen3_tokenizer
 
 import jaxrl_async
 from jaxrl_async.algorithms.objective import make_recipe
+from jaxrl_async.command.convert import main as convert
 from jaxrl_async.config.load import help_of_fields, load
-from jaxrl_async.config.schema import AlgorithmSection, Config, TrainerSection
+from jaxrl_async.config.schema import (
+    AlgorithmSection,
+    Config,
+    DataSection,
+    JsonlSection,
+    TrainerSection,
+)
 from jaxrl_async.data.addition import addition_tokenizer
+from jaxrl_async.data.preferences import read_preferences
+from jaxrl_async.data.records import read_records
 from jaxrl_async.data.tokenizer import chat_tokenizer
 from jaxrl_async.model.policy import Policy
+from jaxrl_async.tasks.task_source import worked_messages
 from jaxrl_async.trainer.optimizer import check_optimizer
 
 ROOT = Path(__file__).parent.parent
@@ -171,6 +183,23 @@ def test_ci_runs_the_second_command_of_readme_and_prints_its_result_last():
     assert found.stdout == second
 
 
+EXAMPLE_FIRST = (
+    "agents", "algorithms", "clients", "coming_from", "datasets", "endpoint", "endpoint_fields",
+    "environments", "evaluation", "failures", "functions", "games", "index", "monitoring",
+    "own_model", "python", "real_model", "resume", "rewards", "sandboxes", "security", "speed",
+    "troubleshooting",
+)  # fmt: skip
+"""Pages that begin with an example."""
+
+
+@pytest.mark.parametrize("page", EXAMPLE_FIRST)
+def test_a_page_begins_with_what_it_answers_and_an_example(page):
+    text = (ROOT / f"docs/{page}.md").read_text("utf-8")
+    title, first, *_ = text.split("\n\n")
+    assert title.startswith("# ") and not first.startswith(("#", "`", "|", "-"))
+    assert "\n```" in "".join(text.split("\n## ")[:2]), "no example before the second heading"
+
+
 CONSTRAINTS = sorted(path.name for path in ROOT.glob("constraints*.txt"))
 
 
@@ -246,8 +275,8 @@ BESIDE = {
 """What a setting needs to be read, by how it begins."""
 
 
-PROSE = ("metrics.md", "settings.md", "api.md")
-"""Pages with sentences that end behind a setting's value."""
+PROSE = ("metrics.md", "settings.md", "api.md", "coming_from.md")
+"""Pages with sentences that end behind a setting's value, or with other libraries' settings."""
 
 
 def test_overrides_in_readme_and_docs_are_valid():
@@ -305,7 +334,7 @@ def test_the_asker_in_docs_answers(tmp_path, monkeypatch, capsys):
 
 
 def test_the_loss_and_the_optimizer_in_docs_are_accepted_as_a_users_own(tmp_path):
-    loss, optimizer = blocks("python", (ROOT / "docs/algorithms.md").read_text("utf-8"))
+    loss, optimizer = blocks("python", (ROOT / "docs/functions.md").read_text("utf-8"))
     file = tmp_path / "my_file.py"
     file.write_text(loss, encoding="utf-8")
     make_recipe(AlgorithmSection(loss={f"{file}:my_loss": {"strength": 0.5}}))
@@ -313,11 +342,109 @@ def test_the_loss_and_the_optimizer_in_docs_are_accepted_as_a_users_own(tmp_path
     check_optimizer(TrainerSection(optimizer={f"{other}:lion": {"b1": 0.95}}))
 
 
-def test_the_reward_in_docs_runs():
+REWARDS_SAY = {
+    "right": [
+        ("4", "4", {"correct": 1.0}),
+        (" 4\n", "4", {"correct": 1.0}),
+        ("44", "4", {"correct": 0.0}),
+    ],
+    "tagged": [
+        ("so <answer> 4 </answer>", "4", {"correct": 1.0, "form": 0.1}),
+        ("<answer>5</answer>", "4", {"correct": 0.0, "form": 0.1}),
+        ("4", "4", {"correct": 0.0, "form": 0.0}),
+    ],
+    "fields": [
+        ('{"a": 1, "b": 2}', '{"b": 2, "a": 1}', {"correct": 1.0, "share": 0.5}),
+        ('{"a": 1, "b": 3}', '{"b": 2, "a": 1}', {"correct": 0.0, "share": 0.25}),
+        ("[1]", '{"a": 1}', {"correct": 0.0, "share": 0.0}),
+        ("a: 1", '{"a": 1}', {"correct": 0.0, "share": 0.0}),
+    ],
+}
+"""Answer, reference and parts of the rewards in docs/rewards.md."""
+
+
+def test_the_rewards_in_docs_score_as_they_say():
+    page = (ROOT / "docs/rewards.md").read_text("utf-8")
+    assert len(re.findall(r"^### \d\. ", page, re.MULTILINE)) == 6
     names: dict = {}
-    page = (ROOT / "docs/tasks.md").read_text("utf-8")
-    exec(next(block for block in blocks("python", page) if "short_and_right" in block), names)
+    for block in blocks("python", page):
+        exec(block, names)
+    for name, cases in REWARDS_SAY.items():
+        for completion, answer, parts in cases:
+            assert names[name](completion, answer) == parts, (name, completion)
     assert names["short_and_right"]("2+2=", "4", "4") == {"correct": 1.0, "short": -0.001}
+    assert names["accuracy"](["it is 4", "5"], ["4", "4"]) == [1.0, 0.0]
+    assert names["reasoned"]("", ["so", "therefore 4"]) == [0.0, 1.0]
+
+
+def test_each_record_of_the_page_on_datasets_is_read(tmp_path):
+    tokenizer, found = qwen3_tokenizer(), []
+    for number, text in enumerate(blocks("json", (ROOT / "docs/datasets.md").read_text("utf-8"))):
+        record = json.loads(text)
+        (path := tmp_path / f"{number}.jsonl").write_text(json.dumps(record) + "\n", "utf-8")
+        data = DataSection(max_prompt_tokens=1000, jsonl=JsonlSection(path=str(path)))
+        if "prompt" in record:
+            (pair,) = read_preferences(path, data, tokenizer, max_tokens=1000)
+            found.append(len(pair.answers))
+        elif "worked" in record:
+            found.append(len(worked_messages(record)))
+        else:
+            (read,) = read_records(path, data, tokenizer)
+            found.append(read.reference or read.columns)
+    assert found == ["3 * 6 = 18\n#### 18", "6", "price(milk)", 2, 1, 2]
+
+
+def our_side() -> list[str]:
+    """Return the scripts of docs/coming_from.md for this package."""
+    page = (ROOT / "docs/coming_from.md").read_text("utf-8")
+    return [block for block in blocks("python", page) if "jr.train(" in block]
+
+
+def test_each_library_has_a_script_on_both_sides():
+    page = (ROOT / "docs/coming_from.md").read_text("utf-8")
+    sections = dict(re.findall(r"^## (\w[\w-]*)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    for name in ("TRL", "verl", "Tunix", "verifiers", "PRIME-RL", "SkyRL"):
+        languages = re.findall(r"^```(\w+)$", sections[name], re.MULTILINE)
+        assert len(languages) >= 2, name
+        assert "Here" in sections[name], name
+
+
+def test_commands_that_replace_another_librarys_are_valid():
+    text = re.sub(r"\\\n\s*", " ", (ROOT / "docs/coming_from.md").read_text("utf-8"))
+    found = 0
+    for line in text.splitlines():
+        words = shlex.split(line) if line.startswith("jaxrl-async ") else []
+        settings = [word for word in words[3:] if not word.startswith("--")]
+        if words[1:3] == ["train", "recipe:gsm8k"]:
+            load(ROOT / "configs/gsm8k.yaml", settings)
+            found += 1
+        elif words[1:2] == ["train"]:
+            load({}, settings)
+            found += 1
+        elif words[1:2] == ["convert"]:
+            assert convert(words[2 : words.index("--out")]) == 0
+            found += 1
+    assert found == 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", range(5))
+def test_our_side_of_a_script_trains(number, tmp_path, monkeypatch, capsys):
+    in_a_folder_with_policies(tmp_path, monkeypatch)
+    scripts = our_side()
+    assert len(scripts) == 5
+    script = scripts[number].replace("Qwen/Qwen3-0.6B", "Qwen3-0.6B")
+    for whole, small in (
+        ("range(50)", "range(5)"), ("range(100)", "range(20)"), ("steps=100", "steps=1"),
+        ('"max_steps": 100', '"max_steps": 1'), ("groups_per_step=64", "groups_per_step=2"),
+        ("groups_per_step=8", "groups_per_step=2"), ("max_new_tokens=64", "max_new_tokens=8"),
+        ('"max_completion_length": 64', '"max_completion_length": 8'),
+        ('"per_device_train_batch_size": 64', '"per_device_train_batch_size": 16'),
+    ):  # fmt: skip
+        script = script.replace(whole, small)
+    names: dict = {}
+    exec(script, names)
+    assert names["run"].curve("reward/mean") and names["run"].report.is_file()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)

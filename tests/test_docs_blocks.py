@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -20,12 +21,12 @@ pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
-LANGUAGES = {"bash", "python", "yaml", "json", "text"}
+LANGUAGES = {"bash", "python", "yaml", "json", "toml", "text"}
 PARTNERS = {
     "python.md": "a policy of the page's own name: tests/test_docs.py",
     "own_model.md": "the hub: notebooks/your_own_model.ipynb",
     "README.md": "as docs/python.md",
-    "args = GRPOConfig": "TRL: tests/agreement/test_fields.py",
+    "coming_from.md": "scripts that train, and other libraries: tests/test_docs.py",
     "gemma-3-4b-it": "a model with a tower: tests/api/test_asking.py",
     "import openai": "a server: tests/endpoint/test_served.py",
     "JAXRL_MODEL": "a served policy, each client in its environment: tests/clients",
@@ -71,7 +72,9 @@ def commands() -> list[tuple[str, str, list[str]]]:
 
 @cache
 def help_of(module: str) -> str:
-    words = [sys.executable, "-m", module, "--help"]
+    name = next((n for n, c in COMMANDS.items() if f"jaxrl_async.{c.module}" == module), None)
+    command = [module] if name is None else ["jaxrl_async", name]
+    words = [sys.executable, "-m", *command, "--help"]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
 
 
@@ -82,6 +85,11 @@ def test_every_block_says_its_language() -> None:
 @pytest.mark.parametrize(("page", "text"), of("json"))
 def test_json_is_json(page: str, text: str) -> None:
     assert json.loads(text)
+
+
+@pytest.mark.parametrize(("page", "text"), of("toml"))
+def test_toml_is_toml(page: str, text: str) -> None:
+    assert tomllib.loads(text)
 
 
 @pytest.mark.parametrize(("page", "text"), of("yaml"))

@@ -52,7 +52,7 @@ def train(
         reward: a function of (completion, and any of prompt, reference and the records' columns by
             name) or, as elsewhere, of (prompts, completions, and columns), all lists with one item
             an answer; the name of a built-in one; or a list of these, which are added up.
-        task: environments, games, tools or a program; see docs/tasks.md.
+        task: environments, games, tools or a program; see docs/environments.md.
         tools: functions with type hints that the policy may call, in addition to the task's; after
             its last call, the reward judges the whole answer.
         eval_data: held-out records; None: the last tenth of data, 64 at most.

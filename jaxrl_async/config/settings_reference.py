@@ -13,7 +13,8 @@ jaxrl_async/config/*_section.py.
 All settings of a configuration, in the order of `python -m jaxrl_async.train --help`. In a file
 they are nested (`run: {name: second}`), on the command line joined with dots (`run.name=second`),
 and in Python either ([From Python](python.md)). What a choice such as `algorithm.loss` may name,
-and the arguments that it takes, are in [Algorithms](algorithms.md) and [Tasks](tasks.md).
+and the arguments that it takes, are in [Functions](functions.md) and
+[Environments](environments.md).
 """
 
 _TABLE = "\n| setting | default | allowed | meaning |\n| --- | --- | --- | --- |\n"

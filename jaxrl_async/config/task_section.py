@@ -29,7 +29,7 @@ class EnvSection(Section):
     ones."""
     program_variables: tuple[str, ...] = ()
     """Environment variables that a program's command sees in addition to the usual ones (PATH,
-    HOME, LANG; docs/tasks.md); NAME* stands for all names with this prefix."""
+    HOME, LANG; docs/agents.md); NAME* stands for all names with this prefix."""
     retries: NonNegative = 2
     """Retries of an environment's reset, and of its step if it is `repeatable`, after it raised;
     and of a held-out episode that failed."""

@@ -229,8 +229,8 @@ TABLES: Mapping[str, Mapping[str, FieldRule]] = {
 
 
 def table_lines() -> Iterator[str]:
-    """Yield the lines of the table in docs/endpoint.md: fields of the same paths and meaning in one
-    row."""
+    """Yield the lines of the table in docs/endpoint_fields.md: a row for fields of the same paths
+    and meaning."""
     yield "| fields | paths | meaning |"
     yield "| --- | --- | --- |"
     paths: dict[tuple[str, str], list[str]] = {}

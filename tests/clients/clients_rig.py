@@ -32,7 +32,7 @@ def python_of(environment: str) -> Path:
     """The Python of an environment; skips where it does not exist."""
     home = os.environ.get("JAXRL_PEERS")
     if home is None:
-        pytest.skip("JAXRL_PEERS is not set: no environments of clients (docs/endpoint.md)")
+        pytest.skip("JAXRL_PEERS is not set: no environments of clients (docs/clients.md)")
     python = Path(home) / environment / "bin" / "python"
     if not python.exists():
         pytest.skip(

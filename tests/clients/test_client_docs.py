@@ -1,4 +1,4 @@
-"""The examples of docs/endpoint.md are what the drivers run, and its versions those that are
+"""The examples of docs/clients.md are what the drivers run, and its versions those that are
 pinned."""
 
 import re
@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from clients_rig import DRIVERS, ROOT, environments
 
-PAGE = (ROOT / "docs/endpoint.md").read_text("utf-8")
-SECTION = PAGE.split("\n## Clients\n")[1].split("\n## ")[0]
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", SECTION, re.MULTILINE | re.DOTALL)
+PAGE = (ROOT / "docs/clients.md").read_text("utf-8")
+EXAMPLES = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 DRIVEN = sorted(file.name for file in DRIVERS.glob("drive_*.py"))
 
 
@@ -26,7 +25,7 @@ def test_every_example_is_run_by_a_driver(example: str) -> None:
 
 
 def test_the_table_has_the_versions_that_are_pinned() -> None:
-    told = dict(re.findall(r"^\| (\S+) (\d\S*) \|", SECTION, re.MULTILINE))
+    told = dict(re.findall(r"^\| (\S+) (\d\S*) \|", PAGE, re.MULTILINE))
     pins = [
         re.fullmatch(r"([\w-]+)(?:\[.*\])?==(.+)", requirement).groups()
         for name in ("clients", "clients-older")

@@ -1,4 +1,4 @@
-"""Every argument of every registered function has a range, and docs/algorithms.md tells it."""
+"""Every argument of every registered function has a range, and docs/functions.md tells it."""
 
 import math
 from pathlib import Path
@@ -23,7 +23,7 @@ from jaxrl_async.algorithms.registry import (
 from jaxrl_async.algorithms.shaping import shaping
 from jaxrl_async.errors import ConfigError
 
-DOCS = Path(__file__).parents[2] / "docs/algorithms.md"
+DOCS = Path(__file__).parents[2] / "docs/functions.md"
 REGISTRIES = [
     token_loss, supervised_loss, correction, advantage, shaping, kl, aggregate, preference_loss,
     component,
@@ -48,7 +48,7 @@ def with_needed(function, **given):
 
 
 def table() -> list[str]:
-    """One line of docs/algorithms.md for each function: its arguments with default and range."""
+    """One line of docs/functions.md for each function: its arguments with default and range."""
     lines = [
         "| setting | function | arguments: default, range | rules |",
         "| --- | --- | --- | --- |",
@@ -140,6 +140,6 @@ def test_what_a_rule_just_allows_is_taken(registry, choice):
 def test_the_documentation_lists_every_argument_with_default_and_range():
     text = DOCS.read_text(encoding="utf-8")
     missing = [line for line in table() if line not in text.splitlines()]
-    assert not missing, "docs/algorithms.md lacks these lines:\n" + "\n".join(missing)
+    assert not missing, "docs/functions.md lacks these lines:\n" + "\n".join(missing)
     listed = [line for line in text.splitlines() if line.startswith(("| `algorithm.", "| `pref"))]
     assert len(listed) == sum(map(len, REGISTRIES)) - len(supervised_loss)

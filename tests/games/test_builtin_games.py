@@ -14,7 +14,7 @@ from jaxrl_async.games.nim import FIRST, SECOND, Nim, best_move
 from jaxrl_async.games.proposer_solver import terms_of
 from jaxrl_async.tasks.named_tasks import load_task
 
-DOCS = Path(__file__).parents[2] / "docs" / "tasks.md"
+DOCS = Path(__file__).parents[2] / "docs" / "games.md"
 
 
 def said(text: str) -> dict[str, str]:

@@ -493,7 +493,7 @@ def test_many_episodes_wait_side_by_side():
 
 
 def test_the_environment_in_docs_plays():
-    page = (Path(__file__).parents[2] / "docs/tasks.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs/environments.md").read_text("utf-8")
     example = next(
         b for b in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "Shop" in b
     )

@@ -186,4 +186,4 @@ def test_the_table_of_docs_has_the_lines_that_are_counted():
         text=True,
         check=True,
     ).stdout
-    assert counted in (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    assert counted in (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")

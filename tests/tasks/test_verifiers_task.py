@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from chat_tokenizers import CHATML, byte_tokenizer
 
 from jaxrl_async.codec import dumps, loads
@@ -323,6 +325,20 @@ def test_the_taskset_of_the_evaluation_may_differ():
     assert task.held_out[1]["question"] == "Turn round: 001f"
     bash = {"harness": {"id": "bash"}, "runtime": {"type": "subprocess"}}
     assert load_task({NAME: {"agent": bash}}).program is not None
+
+
+def test_the_taskset_of_the_page_for_switchers_is_read_unchanged(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs/coming_from.md").read_text("utf-8")
+    blocks = re.findall(r"^```(python|yaml)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (script,) = [text for language, text in blocks if "vf.Taskset[" in text]
+    settings = [yaml.safe_load(text) for language, text in blocks if language == "yaml"]
+    (tmp_path / "addition_v1.py").write_text(script, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    choices = [one["task"] for one in settings]
+    assert choices == [{"verifiers:addition_v1": {"agent": {"harness": {"id": "null"}}}}] * 2
+    task = load_task(choices[0])
+    assert len(task.records) == 100 and task.program is not None
+    assert "What is 3 + 3?" in str(task.records[3])
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch):

@@ -79,7 +79,7 @@ def _loss(f: Fields) -> Any:
         return {"sapo": {"tau_pos": f[f"{ACTOR}.tau_pos"], "tau_neg": f[f"{ACTOR}.tau_neg"]}}
     if kind == "gpg":
         return "gpg"
-    raise NoCounterpart(f"set algorithm.loss by hand for loss_mode {kind!r} (docs/algorithms.md)")
+    raise NoCounterpart(f"set algorithm.loss by hand for loss_mode {kind!r} (docs/functions.md)")
 
 
 def _aggregate(f: Fields) -> Any:
@@ -395,8 +395,8 @@ _LEAVES = {
                   reward_fn_key="data_source"),
         **without("longer prompts are left out and counted, never cut", truncation="error",
                   filter_overlong_prompts=False, filter_overlong_prompts_workers=1),
-        **without("a task's tools are functions of Python (docs/tasks.md)", tool_config_path=KEEP,
-                  function_tool_path=KEEP),
+        **without("a task's tools are functions of Python (docs/environments.md)",
+                  tool_config_path=KEEP, function_tool_path=KEEP),
         **without("records are shuffled in any case, in an order of run.seed", shuffle=True,
                   validation_shuffle=False),
         **without("data.jsonl.eval_size bounds held-out records; a file has all training records",
@@ -459,7 +459,7 @@ _LEFT = {
     f"{ACTOR}.profiler": _PROFILE,
     f"{ACTOR}.router_replay": "algorithm.keep_routing replays the sampler's choice of experts",
     f"{ACTOR}.optim": _OPTIMIZER,
-    f"{ACTOR}.policy_loss": "set algorithm.loss by hand for these (docs/algorithms.md)",
+    f"{ACTOR}.policy_loss": "set algorithm.loss by hand for these (docs/functions.md)",
     f"{ACTOR}.strategy": _MESH,
     f"{ACTOR}.shuffle": "run.seed shuffles the parts of a step (algorithm.minibatches)",
     f"{ACTOR}.freeze_vision_tower": "towers of images are frozen in any case",
@@ -470,8 +470,8 @@ _LEFT = {
     f"{ROLLOUT}.prompt_length": "it is data.max_prompt_length, which is converted",
     f"{ROLLOUT}.response_length": "it is data.max_response_length, which is converted",
     f"{ROLLOUT}.val_kwargs": "a held-out prompt gets one answer; more: evals.NAME.samples",
-    f"{ROLLOUT}.multi_turn": "tools and turns belong to the task (docs/tasks.md)",
-    f"{ROLLOUT}.agent": "agents are programs of a task (docs/tasks.md)",
+    f"{ROLLOUT}.multi_turn": "tools and turns belong to the task (docs/environments.md)",
+    f"{ROLLOUT}.agent": "agents are programs of a task (docs/agents.md)",
     f"{ROLLOUT}.profiler": _PROFILE,
     f"{ROLLOUT}.trace": "metrics.samples_every records answers",
     f"{ROLLOUT}.prometheus": "metrics.prometheus is the run's",

@@ -290,7 +290,7 @@ def note_process_rewards(config: Config) -> None:
     known = "gives all tokens of an answer one number: the steps' rewards are added to its reward"
     log.warning(
         "reward.process: algorithm.advantage=%s %s. discounted, reinforce_pp and gae credit each "
-        "step (docs/algorithms.md).",
+        "step (docs/functions.md).",
         name,
         known if facts.level == "sequence" else "does not say whether it uses token_rewards",
     )
