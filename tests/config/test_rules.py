@@ -518,6 +518,36 @@ BROKEN = {
     "shaping_by_length_can_act": {
         "algorithm": {"shaping": ({"overlong_filter": {"max_tokens": 64}},)}
     },
+    "each_task_could_be_a_run_of_its_own": {"tasks": {"a": {"sampling": {"temperature": 0.0}}}},
+    "tasks_take_the_place_of_one": {"task": "calculator", "tasks": {"a": {}}},
+    "what_all_tasks_share_is_set_once": {"tasks": {"a": {"data": {"tokenizer": "x"}}, "b": {}}},
+    "process_rewards_have_one_age": {
+        "tasks": {
+            "a": {"reward": {"process": {"function": "x.py:f", "max_age": 1}}},
+            "b": {"reward": {"process": {"function": "x.py:f"}}},
+        }
+    },
+    "a_tasks_limits_are_within_the_runs": {"tasks": {"a": {"max_staleness": 5}}},
+    "each_setting_of_a_task_is_read": {"tasks": {"a": {"env": {"max_turns": 3}}}},
+    "a_step_is_filled_without_groups_that_no_one_waits_for": {
+        "tasks": {"a": {"trainer_waits": False}}
+    },
+    "a_replay_repeats_the_choice_of_tasks": {
+        "run": {"replay_schedule": "schedule.jsonl"},
+        "tasks": {"a": {"max_in_flight": 3}},
+    },
+    "several_tasks_have_no_opponents": {
+        "tasks": {"a": {}},
+        "endpoint": {"external_agents": True},
+    },
+    "tasks_of_different_temperatures_compare_tokens": {
+        "tasks": {"a": {"sampling": {"temperature": 0.5}}, "b": {}},
+        "algorithm": {"kl": "full", "kl_coefficient": 0.1},
+    },
+    "each_evaluation_names_one_of_several_tasks": {
+        "tasks": {"a": {}, "b": {}},
+        "evals": {"x": {}},
+    },
 }
 
 

@@ -19,7 +19,7 @@ from jaxrl_async.types import (
 )
 
 PROMPT = Prompt(prompt_id=0, position=0, token_ids=np.zeros(1, np.int32), text="", reference="")
-OPTIONAL = ("kept", "expert_ids", "offsets", "image_begins", "embeddings")
+OPTIONAL = ("kept", "expert_ids", "offsets", "image_begins", "embeddings", "task_ids")
 """See test_token_columns.py, test_contexts.py, parity/test_vision.py."""
 FIELDS = tuple(name for name in PackedBatch.__dataclass_fields__ if name not in OPTIONAL)
 
