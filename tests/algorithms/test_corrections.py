@@ -429,7 +429,7 @@ def test_a_loss_of_sequences_has_no_ratio_of_a_token(loss, x):
 
 
 OF_SEQUENCES = {"gspo": mean_of, "gspo_token": mean_of, "geo_mean": mean_of}
-WHOLE_RATIOS = {"topr", "vespo"}
+WHOLE_RATIOS = {"topr", "vespo", "flash_reinforce"}
 
 
 @pytest.mark.parametrize("correction", [None, "none", "seq_tis"])
