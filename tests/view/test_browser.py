@@ -172,16 +172,16 @@ def test_a_drag_looks_closer_at_all_charts_and_a_double_click_goes_back(page):
 def test_the_x_axis_is_steps_tokens_or_time(page):
     shown, _ = page
     wait_for_lines(shown, 3)
-    drawn = "(test) => test(document.querySelector('.chart').card.plot.spec)"
+    spec = "() => document.querySelector('.chart').card.plot.spec"
     shown.select_option("#axis", "tokens")
-    shown.wait_for_function(f"({drawn})((spec) => spec.axis === 'tokens')")
+    shown.wait_for_function(f"{spec}.axis === 'tokens'")
     ends = {label: (x, y) for label, x, y, _ in lines_of(shown)}
     assert ends == {"grpo-0": (100, 12_000), "grpo-1": (200, 24_000), "dapo": (300, 36_000)}
     shown.select_option("#axis", "time")
-    shown.wait_for_function(f"({drawn})((spec) => spec.axis === 'time')")
+    shown.wait_for_function(f"{spec}.axis === 'time'")
     assert {(x, y) for _, x, y, _ in lines_of(shown)} == {(60, 7200)}
     shown.evaluate("location.hash = '#curves?x=tokens&from=6000&to=12000'")
-    shown.wait_for_function(f"({drawn})((spec) => spec.range !== null)")
+    shown.wait_for_function(f"{spec}.range !== null")
     for label, first, last, _ in lines_of(shown):
         step = {"grpo-0": 100, "grpo-1": 200, "dapo": 300}[label]
         assert 6000 - 2 * step <= first <= 6000 + step and 12_000 - step <= last, label

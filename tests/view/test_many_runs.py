@@ -96,7 +96,7 @@ def test_two_hundred_runs_are_shown_quickly_and_nothing_jumps(tmp_path, capsys):
         timed("table", lambda: page.click("[data-tab=table]"),
               lambda: sees(rows).to_have_count(RUNS, timeout=60_000))  # fmt: skip
         page.wait_for_function(
-            "document.querySelectorAll('#table tr[data-run] td.number').length > 600",
+            "() => document.querySelectorAll('#table tr[data-run] td.number').length > 600",
             timeout=120_000,
         )
         page.click("[data-tab=curves]")

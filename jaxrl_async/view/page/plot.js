@@ -172,7 +172,7 @@ export function plotIn(place, on) {
 
   function area({ xs, low, high, color }) {
     const { toX, toY } = frame, y = (value) => toY(spec.log ? Math.max(value, 1e-300) : value);
-    paint.globalAlpha = 0.18;
+    paint.globalAlpha = spec.bands.length > 4 ? 0.07 : 0.18;
     paint.fillStyle = color;
     paint.beginPath();
     for (let i = 0; i < xs.length; i++) paint.lineTo(toX(xs[i]), y(high[i]));

@@ -31,6 +31,10 @@ export function columnOf(word) {
 const CONDITION = /^([\w./@-]+?)(!=|>=|<=|=|>|<)(.*)$/;
 const isNumber = (text) => text !== "" && text != null && !Number.isNaN(Number(text));
 
+/** Return a setting as it is read best: a number with at most six digits. */
+export const neat = (value) => (typeof value === "string" && value.length > 9 && isNumber(value)
+  ? String(Number(Number(value).toPrecision(6))) : value);
+
 /** Compare two cells: numbers by size, other texts by their letters and the numbers in them; empty ones last. */
 export function compared(a, b) {
   if ((a == null || a === "") || (b == null || b === "")) return Number(a == null || a === "") - Number(b == null || b === "");
@@ -98,7 +102,7 @@ export function groupNameOf(run, group) {
   if (!group) return run.name;
   if (group === "seed") return withoutSeed(run.name);
   const value = cellOf(run, group);
-  return `${group.split(".").at(-1)} ${value == null || value === "" ? "(none)" : value}`;
+  return `${group.split(".").at(-1)} ${value == null || value === "" ? "(none)" : neat(value)}`;
 }
 
 /** Return the number whose color a run has: of a group, the smallest number of its runs, shown or not. */

@@ -4,7 +4,7 @@ import { valueIn } from "./address.js";
 import { colorOf } from "./colors.js";
 import { buttonOf, csvOf, make, refilled, save } from "./elements.js";
 import { durationOf, shown, whenOf } from "./numbers.js";
-import { PLAIN_COLUMNS, cellOf, colorNumberOf, groupsOf, model } from "./run_model.js";
+import { PLAIN_COLUMNS, cellOf, colorNumberOf, groupsOf, model, neat } from "./run_model.js";
 
 const SETTINGS_AT_FIRST = 6, LONG = 40;
 const AT_FIRST = ["state", "tags", "started", "step", "time", "best", "alerts", "reward/mean"];
@@ -24,7 +24,7 @@ function textIn(run, column) {
   if (column === "started") return whenOf(cell);
   if (column === "time") return durationOf(cell);
   if (column === "alerts") return cell ? String(cell) : "";
-  return typeof cell === "number" ? shown(cell) : cell ?? "";
+  return typeof cell === "number" ? shown(cell) : neat(cell) ?? "";
 }
 
 /** Fill the section with the table. listed: the runs that pass the filter, in their order; shownRuns: those of them

@@ -104,7 +104,13 @@ export function browse(place, ask, runs, usual) {
     load();
   });
   form.addEventListener("submit", (event) => event.preventDefault());
-  return { show: () => { read(); return load(); }, refresh: () => (pageNow() ? undefined : load()) };
+  /** Show news: the runs, if they have become others, and the samples of the first page. */
+  function refresh() {
+    const isOther = run.options.length !== runs().length;
+    if (isOther) read();
+    return isOther || !pageNow() ? load() : undefined;
+  }
+  return { show: () => { read(); return load(); }, refresh };
 }
 
 function grouped(samples) {

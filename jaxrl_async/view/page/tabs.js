@@ -107,8 +107,8 @@ export async function metricParts(runs) {
   const several = some.length > 1, names = several ? some.map((run) => run.name) : ["first", "last", "least", "largest"];
   const rows = used.map((key) => [key, ...(several ? values.map((own) => cell(own.get(key), 1)) : [0, 1, 2, 3].map((i) => cell(values[0].get(key), i))),
     about.get(key).unit, about.get(key).about]);
-  const note = make("p", `${several ? "Last values. " : ""}${zero ? `${zero} metrics that were always 0 are not listed.` : ""}`, "hint");
-  return [note, tableOf(["key", ...names, "unit", "meaning"], rows), ...restOf(runs)];
+  const words = `${several ? "Last values. " : ""}${zero ? `${zero} metrics that were always 0 are not listed.` : ""}`;
+  return [...(words ? [make("p", words, "hint")] : []), tableOf(["key", ...names, "unit", "meaning"], rows), ...restOf(runs)];
 }
 
 /** Return the differences between the configurations of several runs, and how and where each run was made. */
