@@ -314,7 +314,8 @@ def table() -> list[str]:
     lines = []
     for peer, version in sorted({row[1:3] for row in ROWS}):
         of_peer = [row for row in ROWS if row[1:3] == (peer, version)]
-        names = ", ".join(f"`{name}`" for name in sorted({row[0] for row in of_peer}))
+        given = {row[0] for row in of_peer if not row[0].startswith("converted")}  # the same again
+        names = ", ".join(f"`{name}`" for name in sorted(given))
         cells = [
             "" if np.isnan(c).all() else f"{np.nanmax(c):.0e}".replace("0e+00", "0")
             for c in np.array([row[3:] for row in of_peer]).T
