@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Protocol, TextIO
 
 from jaxrl_async import __version__
 from jaxrl_async.errors import JaxrlError, MissingExtraError, shown
+from jaxrl_async.host import package_versions
 from jaxrl_async.metrics.json_logs import INDENT, OWN
 from jaxrl_async.metrics.metric import metric_of
 
@@ -354,6 +355,7 @@ def record_start(folder: Path) -> None:
         "command": shlex.join(words),
         "jaxrl_async": __version__,
         "python": sys.version.partition(" ")[0],
+        "packages": package_versions(),
     }
     with (folder / STARTS_FILE).open("a", encoding="utf-8", errors="replace") as file:
         file.write(json.dumps(start) + "\n")

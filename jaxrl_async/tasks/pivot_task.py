@@ -40,7 +40,7 @@ Turns = Literal["all", "calls"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
+class GivenConversation:
     """A given conversation."""
 
     messages: tuple[Message, ...]
@@ -51,7 +51,7 @@ class Conversation:
 class Pivots(Sequence[TaskRecord]):
     """The pivots of conversations, as records that are made when they are read."""
 
-    conversations: Sequence[Conversation]
+    conversations: Sequence[GivenConversation]
     places: Sequence[tuple[int, int]]  # conversation, message of the assistant
 
     def __len__(self) -> int:
@@ -133,14 +133,14 @@ def pivot_task(
 # ---- conversations
 
 
-def read_conversations(path: str) -> list[Conversation]:
+def read_conversations(path: str) -> list[GivenConversation]:
     """Return the conversations of a file. Malformed ones are skipped, counted and logged. Raises
     DataError."""
     remedy = "Give each record a column `messages`, a conversation with turns of the assistant."
     return parse_rows(path, _conversation, MAX_BAD_SHARE, remedy)
 
 
-def _conversation(columns: Mapping[str, Any]) -> Conversation:
+def _conversation(columns: Mapping[str, Any]) -> GivenConversation:
     """Return a record's conversation. Raises BadRecord."""
     if "messages" not in columns:
         raise BadRecord(Bad.FIELD, "messages")
@@ -158,10 +158,10 @@ def _conversation(columns: Mapping[str, Any]) -> Conversation:
         raise BadRecord(Bad.TOOLS, "the messages call tools, and there is no column `tools`")
     others = {k: v for k, v in columns.items() if k not in ("messages", "tools", "tool_defs")}
     shown = {"tools": tools} if tools else {}
-    return Conversation(messages=messages, columns={**others, **shown})
+    return GivenConversation(messages=messages, columns={**others, **shown})
 
 
-def pivots_of(conversations: Sequence[Conversation], turns: Turns, source: str) -> Pivots:
+def pivots_of(conversations: Sequence[GivenConversation], turns: Turns, source: str) -> Pivots:
     """Return the pivots of conversations, in order. Raises DataError if there are none."""
     places = [
         (number, at)
