@@ -1,7 +1,7 @@
 """Rules about combinations of settings of several sections: one function per rule, by name.
 
 `load` reports all broken rules together, with the checks that a section itself makes. Rules about
-training are in learning_rules.py, rules about samplers in separate processes in remote_rules.py.
+training are in learning_rules.py, rules about engines and sampler processes in engine_rules.py.
 Needs no JAX.
 """
 
@@ -13,7 +13,6 @@ from jaxrl_async.config import (
     learning_rules,
     model_rules,
     pairs_rules,
-    remote_rules,
     seats_rules,
     several_rules,
     tasks_rules,
@@ -455,7 +454,6 @@ RULES = RuleBook(
     | model_rules.rule
     | pairs_rules.rule
     | judge_rules.rule
-    | remote_rules.rule
     | engine_rules.rule
     | seats_rules.rule
     | several_rules.rule

@@ -57,9 +57,9 @@ from jaxrl_async.config.sampler_section import (
 )
 from jaxrl_async.config.seats_section import SeatSection
 from jaxrl_async.config.section import Section
-from jaxrl_async.config.task_section import EnvSection
-from jaxrl_async.config.tasks_section import (
+from jaxrl_async.config.task_section import (
     SHARED_DATA,
+    EnvSection,
     NamedTasks,
     NamedTaskSection,
     TaskName,

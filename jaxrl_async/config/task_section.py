@@ -1,7 +1,15 @@
-"""Settings of a task's environments: the section `env`. Needs no JAX."""
+"""Settings of tasks: the section `env` of their environments, and the sections `tasks.NAME` of
+several tasks in one run. Needs no JAX."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from pydantic import Field
 
+from jaxrl_async.config.choice import Choice
+from jaxrl_async.config.data_section import DataSection
+from jaxrl_async.config.reward_section import RewardSection
+from jaxrl_async.config.sampler_section import SamplerSection
 from jaxrl_async.config.section import Count, NonNegative, Positive, Section
 
 
@@ -33,3 +41,72 @@ class EnvSection(Section):
     retries: NonNegative = 2
     """Retries of an environment's reset, and of its step if it is `repeatable`, after it raised;
     and of a held-out episode that failed."""
+
+
+# ---- several tasks
+
+TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+SHARED_DATA = ("tokenizer", "chat_format", "chat_arguments", "keep_thinking")
+"""Settings of `data` that all tasks share, since they share a model."""
+
+
+class TaskSamplingSection(Section):
+    """How the answers of one task are sampled, where it differs from `sampler`."""
+
+    temperature: float | None = Field(None, ge=0)
+    """Sampling temperature; null: sampler.temperature."""
+    top_k: NonNegative | None = None
+    """Sample from the k likeliest tokens, 0: from all; null: sampler.top_k."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Sample from the likeliest tokens that together have this probability; null:
+    sampler.top_p."""
+    min_p: float | None = Field(None, ge=0, lt=1)
+    """Sample from tokens with at least this probability relative to the likeliest; null:
+    sampler.min_p."""
+    max_new_tokens: Positive | None = None
+    """Maximum length of one turn, tokens, at most sampler.max_new_tokens; null: that."""
+
+    def on(self, sampler: SamplerSection) -> SamplerSection:
+        """Return the sampler's settings with these in place of theirs."""
+        own: dict[str, Any] = {k: v for k, v in self.model_dump().items() if v is not None}
+        return sampler.model_copy(update=own)
+
+
+class NamedTaskSection(Section):
+    """One of several tasks that a run trains on."""
+
+    task: Choice | None = None
+    """Task with its environment, data and reward, as the setting `task`; null: the records of
+    `data` with `reward`."""
+    data: DataSection | None = None
+    """Its records and curriculum, as the section `data`; null: those of the task, or the embedded
+    addition. All tasks share data.tokenizer, chat_format, chat_arguments and keep_thinking."""
+    env: EnvSection | None = None
+    """Limits of its environments, as the section `env`; null: that section."""
+    reward: RewardSection | None = None
+    """Its reward, as the section `reward`; null: that section."""
+    sampling: TaskSamplingSection = TaskSamplingSection()
+    weight: float = Field(1.0, ge=0, le=1e6)
+    """Share of the groups, relative to the other tasks' weights; 0: none from now on, for a task
+    that a resumed run no longer trains on."""
+    max_in_flight: Count | None = None
+    """Maximum groups that are sampled and scored at a time; the others take its share meanwhile.
+    null: no limit."""
+    timeout_s: float | None = Field(None, gt=0)
+    """Timeout of a group, from its first request to its score, seconds; it then fails. null: none
+    besides those of replies and scorers (faults)."""
+    max_staleness: NonNegative | None = None
+    """Maximum staleness of its groups, at most staleness.max_staleness; older ones are dropped.
+    null: that."""
+    trainer_waits: bool = True
+    """Whether the trainer waits for its groups; false: other tasks' groups overtake them, and what
+    becomes too stale meanwhile is dropped. For a task that may hang; needs max_in_flight."""
+    loss_weight: float = Field(1.0, ge=0)
+    """Factor of the policy loss of its tokens."""
+    kl_weight: float = Field(1.0, ge=0)
+    """Factor of algorithm.kl_coefficient for its tokens."""
+    warm_start: bool = True
+    """Whether the warm start also imitates its demonstrations."""
+
+
+NamedTasks = Mapping[str, NamedTaskSection]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from jaxrl_async.config.learning_rules import compares_whole_distributions
 from jaxrl_async.config.rule import RuleBook
 from jaxrl_async.config.schema import Config
-from jaxrl_async.config.tasks_section import SHARED_DATA
+from jaxrl_async.config.task_section import SHARED_DATA
 from jaxrl_async.staleness import capacity, memory_bound
 
 rule = RuleBook()
