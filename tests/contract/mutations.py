@@ -686,6 +686,7 @@ GROUPS = (
         ("data/test_mixing.py",),
         (
             ("max(1.0, share * groups_per_step)", "share * groups_per_step"),
+            ("any(self._weights[name] for name in self._able())", "bool(self._able())"),
             ("self._first + self._stride * number)", "self._stride * number)"),
             (
                 "            self._running.pop(number, None)\n            if rewards",
@@ -705,8 +706,8 @@ GROUPS = (
         ("rollout/test_several_tasks.py",),
         (
             (
-                "self._by_task.setdefault(prompt.task, self._none())",
-                "self._by_task[self._names[0]]",
+                "        return self._by_task[prompt.task]\n",
+                "        return self._by_task[self._names[0]]\n",
             ),
             ("always_waits=several", "always_waits=False"),
             ("        limits = settings.limits.of(prompt)\n", "        limits = settings.limits\n"),
@@ -1585,7 +1586,6 @@ GROUPS = (
         ),
     ),
     Group(
-        "view/alerts",
         "metrics/symptoms",
         ("view/test_alerts.py",),
         (
