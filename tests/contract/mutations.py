@@ -229,7 +229,12 @@ GROUPS = (
     Group(
         "trainer/learner",
         ("trainer/test_minibatches.py::test_the_mean_of_the_mini_batches_losses_is_the_steps",),
-        (("self._objective.weights(step.batch, times)", "self._objective.weights(step.batch, 1)"),),
+        (
+            (
+                "self._objective.weights(step.batch, times, columns)",
+                "self._objective.weights(step.batch, 1, columns)",
+            ),
+        ),
     ),
     Group(
         "trainer/learner",
