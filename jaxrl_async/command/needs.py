@@ -24,6 +24,7 @@ from jaxrl_async.run.builders.devices import CACHE_FOLDER
 from jaxrl_async.run.builders.initial_policy import make_tokenizer, spec_of_run
 from jaxrl_async.run.builders.playing import tasks_of, tokenizer_source
 from jaxrl_async.run.start_checks import check_names, check_paths, hub_names, with_hub_folders
+from jaxrl_async.tasks.named_tasks import is_of_library
 from jaxrl_async.trainer.optimizer import optimizer_bytes
 
 
@@ -169,19 +170,21 @@ def _not_cached(named: tuple[str, str, str]) -> Finding | None:
 def _own_files(config: Config) -> Iterator[Finding]:
     """Check the files of user functions: check_names tolerates a missing file on other machines."""
     choices: list[tuple[str, Choice]] = []
+    tasks: list[tuple[str, Choice]] = []
     for name, own in config.by_task.items():
         at = f"tasks.{name}." if name else ""
         functions = each_of(own.reward.function)
         choices += [(f"{at}reward.function", choice) for choice in functions]
-        choices += [] if own.task is None else [(f"{at}task", own.task)]
+        tasks += [] if own.task is None else [(f"{at}task", own.task)]
     choices += [] if config.mixing is None else [("mixing", config.mixing)]
     choices += [("buffer.select", config.buffer.select)]
     choices += [("trainer.optimizer", config.trainer.optimizer)]
     choices += [("run.callbacks", choice) for choice in config.run.callbacks]
     for name, one in config.named_evals.items():
-        choices += [] if one.task is None else [(f"evals.{name}.task", one.task)]
+        tasks += [] if one.task is None else [(f"evals.{name}.task", one.task)]
         rewards = () if one.reward is None else each_of(one.reward)
         choices += [(f"evals.{name}.reward", choice) for choice in rewards]
+    choices += [(setting, choice) for setting, choice in tasks if not is_of_library(choice)]
     for setting, choice in choices:
         if is_absent(choice):
             yield Finding(

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from jaxrl_async.config.learning_rules import compares_whole_distributions
 from jaxrl_async.config.rule import RuleBook
 from jaxrl_async.config.schema import Config
+from jaxrl_async.config.section import as_text
 from jaxrl_async.config.task_section import SHARED_DATA
+from jaxrl_async.config.unused import unread_of_task
 from jaxrl_async.staleness import capacity, memory_bound
 
 rule = RuleBook()
@@ -126,6 +128,45 @@ def each_setting_of_a_task_is_read(config: Config) -> Iterator[str]:
                 )
         if own.env is not None and own.task is None:
             yield f"tasks.{name}.env has no effect without tasks.{name}.task. Leave it out."
+        yield from unread_of_task(config, name)
+
+
+@rule("tasks")
+def what_tasks_have_in_common_is_read_by_one(config: Config) -> Iterator[str]:
+    """Require a task, or an evaluation of another task, that reads the run's env and reward."""
+    tasks = config.named_tasks
+    others = any(one.task not in tasks for one in config.named_evals.values())
+    if not tasks or others:
+        return
+    playing = [own for own in tasks.values() if own.task is not None]
+    read = {
+        "env": not playing or any(own.env is None for own in playing),
+        "reward": any(own.reward is None for own in tasks.values()),
+    }
+    for name in [name for name, is_read in read.items() if not is_read]:
+        section = getattr(config, name)
+        for setting in filter(section.is_set, type(section).model_fields):
+            yield (
+                f"{name}.{setting} ({as_text(getattr(section, setting))}) has no effect: each task "
+                f"has its own {name}. Move it to tasks.NAME.{name}.{setting}, or leave it out."
+            )
+
+
+@rule("tasks")
+def a_task_is_left_out_of_a_warm_start(config: Config) -> Iterator[str]:
+    """Require a warm start from the tasks' demonstrations where one is left out of it."""
+    warm, mixes = config.warm_start, config.algorithm.mixes
+    for name in [n for n, own in config.named_tasks.items() if not own.warm_start]:
+        if warm.path is not None:
+            yield (
+                f"tasks.{name}.warm_start=false has no effect: the demonstrations are those of "
+                f"warm_start.path ({warm.path}). Leave one of them out."
+            )
+        elif not (warm.steps or mixes or "steps" in warm.model_fields_set):
+            yield (
+                f"tasks.{name}.warm_start=false has no effect without warm_start.steps. Set that, "
+                "or leave it out."
+            )
 
 
 @rule("tasks")

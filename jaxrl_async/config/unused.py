@@ -154,7 +154,21 @@ def unread_with_records(config: Config, task: str) -> list[str]:
     return found
 
 
-def _owner(config: Config, key: str) -> tuple[Section, str]:
+def unread_of_task(config: Config, name: str) -> Iterator[str]:
+    """Yield a sentence for each setting of a task's records and reward without an effect because of
+    its other sections."""
+    task, alone = config.named_tasks[name], config.of_task(name)
+    for use in _uses(alone):
+        if not use.is_read(alone):
+            for key in use.keys:
+                if key.startswith(("data.", "reward.")) and _is_set(task, key):
+                    yield (
+                        f"tasks.{name}.{key} ({as_text(_value(task, key))}) has no effect without "
+                        f"{use.needs}. Set that for the task, or leave it out."
+                    )
+
+
+def _owner(config: Section, key: str) -> tuple[Section, str]:
     """Return the section of a dotted key, NOTHING if it is null, and the key's last part."""
     *path, name = key.split(".")
     section: Any = config
@@ -165,7 +179,7 @@ def _owner(config: Config, key: str) -> tuple[Section, str]:
     return section, name
 
 
-def _is_set(config: Config, key: str) -> bool:
+def _is_set(config: Section, key: str) -> bool:
     """Return whether a setting differs from its default; no setting of a null section does."""
     section, name = _owner(config, key)
     return section is not NOTHING and section.is_set(name)
@@ -177,7 +191,7 @@ def _is_given(config: Config, key: str) -> bool:
     return name in section.model_fields_set
 
 
-def _value(config: Config, key: str) -> Any:
+def _value(config: Section, key: str) -> Any:
     section, name = _owner(config, key)
     return getattr(section, name)
 

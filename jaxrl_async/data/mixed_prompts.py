@@ -145,9 +145,11 @@ class MixedPrompts:
         return self
 
     def may_begin(self) -> bool:
-        """Return whether a task may start a group now."""
+        """Return whether a task may start a group now: one with a weight, since a task of weight 0
+        starts a group only if the user's function prefers it to such a task."""
         with self._lock:
-            return bool(self._able()) or self._now.next < len(self.prescribed)
+            able = any(self._weights[name] for name in self._able())
+            return able or self._now.next < len(self.prescribed)
 
     def __next__(self) -> Prompt:
         """Return the prompt of the next group; the stream never ends. Raises RolloutError if the
@@ -249,7 +251,10 @@ class MixedPrompts:
             )
         with self._lock:
             for name, own in saved.items():
-                self._streams[name].restore(dict(own["stream"]))
+                try:
+                    self._streams[name].restore(dict(own["stream"]))
+                except DataError as error:
+                    raise DataError(f"tasks.{name}: {error}") from error
                 for one in (self._now, self._settled):
                     one.credits[name] = float(own["credit"])
                     one.drawn[name] = int(own["drawn"])
@@ -285,7 +290,7 @@ class MixedPrompts:
         if self._now.next < len(self.prescribed):
             return self._weights, self.prescribed[self._now.next]
         able, weights = self._able(), self._weights
-        assert able, "may_begin was asked"
+        assert any(weights[name] for name in able), "may_begin was asked"
         if self._choose is not None:
             chosen = self._asked(able)
             if isinstance(chosen, str) and chosen in able:
@@ -294,8 +299,6 @@ class MixedPrompts:
                 weights = chosen
             else:
                 self._overruled += 1
-        if not any(weights[name] for name in able):
-            return weights, able[0]
         return weights, due(accrued(self._now.credits, weights, self._most), weights, able)
 
     def _asked(self, able: tuple[str, ...]) -> str | dict[str, float]:

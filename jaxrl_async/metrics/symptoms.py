@@ -105,7 +105,7 @@ class Symptoms:
 
 # ---- alerts of the dashboard
 
-TABLE = "it-runs-and-does-not-learn"
+TABLE = "debugging-a-run-that-does-not-learn"
 """Section of DOCS with a table of metrics, their problems and remedies."""
 
 

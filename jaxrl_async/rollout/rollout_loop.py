@@ -229,23 +229,25 @@ class FailuresByTask:
     """
 
     def __init__(self, tasks: Sequence[str], most: int, first_wait_s: float, clock: Clock) -> None:
-        """Count none. tasks: names of several that start groups; (): one. The others as in
+        """Count none. tasks: names of those with a weight, of several; (): one. The others as in
         ConsecutiveFailures."""
         self._names = tuple(tasks) or ("",)
         self._most, self._first_wait_s, self._clock = most, first_wait_s, clock
-        self._by_task = {name: self._none() for name in self._names}
-
-    def _none(self) -> ConsecutiveFailures:
         several = len(self._names) > 1
+        self._by_task = {name: self._none(always_waits=several) for name in self._names}
+
+    def _none(self, *, always_waits: bool) -> ConsecutiveFailures:
         return ConsecutiveFailures(
-            self._most, self._first_wait_s, self._clock, always_waits=several
+            self._most, self._first_wait_s, self._clock, always_waits=always_waits
         )
 
     def of(self, prompt: Prompt) -> ConsecutiveFailures:
-        """Return the failures of a prompt's task."""
-        if len(self._names) == 1:
-            return self._by_task[self._names[0]]
-        return self._by_task.setdefault(prompt.task, self._none())
+        """Return the failures of a prompt's task, also of one without a weight."""
+        if self._names == ("",):
+            return self._by_task[""]
+        if prompt.task not in self._by_task:
+            self._by_task[prompt.task] = self._none(always_waits=True)
+        return self._by_task[prompt.task]
 
     @property
     def rests_until_s(self) -> float:

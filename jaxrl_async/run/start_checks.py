@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,10 +48,8 @@ def check_names(config: Config) -> None:
         preference_losses.preference_loss.resolve(config.preference.loss)
     for name, own in config.by_task.items():
         if own.task is not None and not is_absent(own.task):
-            try:
+            with _naming(f"tasks.{name}" if name else ""):
                 named_tasks.check_task_name(own.task)
-            except ConfigError as error:
-                raise type(error)(f"tasks.{name}: {error}" if name else str(error)) from error
     if config.run.job != "rl":
         return
     for setting, function in (("mixing", config.mixing), ("buffer.select", config.buffer.select)):
@@ -59,15 +58,26 @@ def check_names(config: Config) -> None:
     check_algorithm(_without_absent_files(config.algorithm), config.teacher)
     if config.pairs is not None and not is_absent(config.pairs.loss):
         answer_pairs.pairs_loss(config.pairs.loss)
-    of_evals = config.named_evals.values()
-    for task in [one.task for one in of_evals if one.task is not None]:
-        if not is_absent(task) and task not in config.named_tasks:
-            named_tasks.check_task_name(task)
-    rewards = [one.reward.function for one in config.by_task.values()]
-    rewards += [x.reward for x in of_evals if x.reward is not None]
-    for choice in [choice for function in rewards for choice in each_of(function)]:
+    of_evals = config.named_evals.items()
+    for name, one in of_evals:
+        if one.task is not None and not is_absent(one.task) and one.task not in config.named_tasks:
+            with _naming(f"evals.{name}"):
+                named_tasks.check_task_name(one.task)
+    rewards = [(f"tasks.{n}" if n else "", c.reward.function) for n, c in config.by_task.items()]
+    rewards += [(f"evals.{n}", one.reward) for n, one in of_evals if one.reward is not None]
+    for where, choice in [(where, choice) for where, f in rewards for choice in each_of(f)]:
         if name_of(choice) != "none" and not is_absent(choice):
-            find_reward(name_of(choice))
+            with _naming(where):
+                find_reward(name_of(choice))
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Begin the errors about a name with the section that it is in; "": the run's own."""
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(f"{where}: {error}" if where else str(error)) from error
 
 
 def _without_absent_files(algorithm: AlgorithmSection) -> AlgorithmSection:

@@ -55,9 +55,14 @@ def maker(where: str) -> Callable[..., Task]:
 
 def check_task_name(choice: Choice) -> None:
     """Raise ConfigError if the setting names no task; a library need not be installed here."""
-    library, colon, _ = name_of(choice).partition(":")
-    if library != HANDED_OVER and not (colon and library in LIBRARIES):
+    if name_of(choice).partition(":")[0] != HANDED_OVER and not is_of_library(choice):
         load_task(choice)
+
+
+def is_of_library(choice: Choice) -> bool:
+    """Return whether the setting is LIBRARY:NAME, and not a user's FILE.py:NAME."""
+    library, colon, _ = name_of(choice).partition(":")
+    return bool(colon) and library in LIBRARIES
 
 
 def load_task(choice: Choice) -> Task:

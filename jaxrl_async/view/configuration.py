@@ -32,7 +32,11 @@ def parsed(text: str) -> Mapping[str, Any]:
     if len(text) > MAX_CONFIG_BYTES or nested:
         return {}
     try:
-        tree = yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)
+        try:
+            tree = loader.get_single_data()
+        finally:
+            loader.dispose()
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
     return tree if isinstance(tree, dict) else {}

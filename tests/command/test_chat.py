@@ -158,11 +158,16 @@ def test_ctrl_c_stops_an_answer_and_ends_a_pipe():
             assert stopped.wait(10)
             return super().ask(question, options, on_text, stopped)
 
-    code, out, _ = chat(Stopped("a", "b"), "Hi\nMore", interactive=True)
-    assert code == 0 and out.count("(stopped)") == 2
-    with pytest.raises(KeyboardInterrupt):
-        chat(Stopped("a", "b"), "Hi\nMore")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    usual = signal.default_int_handler  # a shell's background job ignores the signal
+    before = signal.signal(signal.SIGINT, usual)
+    try:
+        code, out, _ = chat(Stopped("a", "b"), "Hi\nMore", interactive=True)
+        assert code == 0 and out.count("(stopped)") == 2
+        with pytest.raises(KeyboardInterrupt):
+            chat(Stopped("a", "b"), "Hi\nMore")
+        assert signal.getsignal(signal.SIGINT) is usual
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_signals_are_left_alone_on_another_thread():

@@ -97,6 +97,31 @@ def test_each_task_keeps_the_rules_of_a_run():
     assert "tasks.a.env has no effect" in refused(with_a(env={"max_turns": 2}))
 
 
+def test_each_setting_of_a_task_is_read_by_it():
+    assert "tasks.a.reward.processes (3) has no effect" in refused(with_a(reward={"processes": 3}))
+    own = {"addition": {"digits": 1}, "system_prompt": "Answer."}
+    assert "tasks.a.data.system_prompt (Answer.) has no effect" in refused(with_a(data=own))
+    load({"tasks": {**TWO, "b": {"task": "calculator", "reward": {"processes": 3}}}})
+    load({"tasks": {**TWO, "b": {"task": "calculator", "data": {"system_prompt": "Answer."}}}})
+    left_out = with_a(warm_start=False)
+    assert "tasks.a.warm_start=false has no effect without" in refused(left_out)
+    assert "those of warm_start.path" in refused(
+        left_out, warm_start={"steps": 2, "path": "x.jsonl"}
+    )
+    load({"tasks": left_out, "warm_start": {"steps": 2}})
+    load({"tasks": left_out, "warm_start": {"steps": 0}})
+
+
+def test_what_the_run_gives_its_tasks_is_read_by_one():
+    env, reward = {"env": {}}, {"reward": {"function": "math"}}
+    each = {"a": {**TWO["a"], **reward}, "b": {**TWO["b"], **reward, **env}}
+    assert "env.max_turns (3) has no effect" in refused(each, env={"max_turns": 3})
+    assert "reward.function (gsm8k) has no effect" in refused(each, reward={"function": "gsm8k"})
+    more = {"env": {"max_turns": 3}, "reward": {"function": "gsm8k"}}
+    load({"tasks": each, **more, "evals": {"x": {"task": "guess_number"}}})
+    load({"tasks": {**each, "b": TWO["b"]}, **more})
+
+
 def test_evaluations_by_name_name_a_task():
     assert "Set evals.x.task to one of a, b" in refused(evals={"x": {}})
     assert "is also a task" in refused(evals={"a": {"task": "a"}})

@@ -229,7 +229,12 @@ GROUPS = (
     Group(
         "trainer/learner",
         ("trainer/test_minibatches.py::test_the_mean_of_the_mini_batches_losses_is_the_steps",),
-        (("self._objective.weights(step.batch, times)", "self._objective.weights(step.batch, 1)"),),
+        (
+            (
+                "self._objective.weights(step.batch, times, columns)",
+                "self._objective.weights(step.batch, 1, columns)",
+            ),
+        ),
     ),
     Group(
         "trainer/learner",
@@ -686,6 +691,7 @@ GROUPS = (
         ("data/test_mixing.py",),
         (
             ("max(1.0, share * groups_per_step)", "share * groups_per_step"),
+            ("any(self._weights[name] for name in self._able())", "bool(self._able())"),
             ("self._first + self._stride * number)", "self._stride * number)"),
             (
                 "            self._running.pop(number, None)\n            if rewards",
@@ -705,8 +711,8 @@ GROUPS = (
         ("rollout/test_several_tasks.py",),
         (
             (
-                "self._by_task.setdefault(prompt.task, self._none())",
-                "self._by_task[self._names[0]]",
+                "        return self._by_task[prompt.task]\n",
+                "        return self._by_task[self._names[0]]\n",
             ),
             ("always_waits=several", "always_waits=False"),
             ("        limits = settings.limits.of(prompt)\n", "        limits = settings.limits\n"),
@@ -1585,7 +1591,6 @@ GROUPS = (
         ),
     ),
     Group(
-        "view/alerts",
         "metrics/symptoms",
         ("view/test_alerts.py",),
         (

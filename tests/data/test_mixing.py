@@ -283,6 +283,13 @@ def test_a_new_task_begins_at_a_resume_and_a_missing_one_is_refused():
         stream().restore(state)
 
 
+def test_other_records_at_a_resume_are_refused_with_the_tasks_name():
+    saved = mix({"a": 1.0, "b": 1.0}).state()
+    saved["tasks"]["b"]["stream"]["seed"] = 9
+    with pytest.raises(DataError, match=r"^tasks\.b: the saved position is of another stream"):
+        mix({"a": 1.0, "b": 1.0}).restore(saved)
+
+
 def test_choices_of_a_recording_are_repeated():
     source = mix({"a": 1.0, "b": 1.0}, {"b": 1})
     source.prescribed = ["b", "b", "a"]
@@ -313,6 +320,20 @@ def test_a_users_function_names_the_next_task():
 def test_weights_of_a_users_function_are_shares():
     source = mix({"a": 1.0, "b": 1.0}, choose=lambda view: {"a": 3.0, "b": 1.0})
     assert Counter(next(source).task for _ in range(40)) == {"a": 30, "b": 10}
+
+
+@pytest.mark.parametrize("choice", ["a", {"a": 1.0}])
+def test_a_task_of_weight_0_is_no_substitute_for_one_that_a_users_function_asks_for(choice):
+    source = mix({"a": 1.0, "old": 0.0}, {"a": 2}, choose=lambda view: choice)
+    first, second = next(source), next(source)
+    assert first.task == second.task == "a" and not source.may_begin()
+    source.observe(scored(first, 0))
+    assert source.may_begin() and next(source).task == "a"
+
+
+def test_a_users_function_may_start_a_task_of_weight_0():
+    source = mix({"a": 1.0, "old": 0.0}, choose=lambda view: "old" if view.draw % 2 else "a")
+    assert [next(source).task for _ in range(4)] == ["a", "old", "a", "old"]
 
 
 def test_a_name_that_cannot_start_is_overruled_and_counted():

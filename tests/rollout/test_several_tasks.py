@@ -98,6 +98,18 @@ def test_a_failing_task_rests_alone_and_longer_each_time():
     assert failures.rests_until_s == 1.0, "all rest"
 
 
+def test_failures_of_a_task_without_a_weight_end_nothing_and_rest_alone():
+    failures = FailuresByTask(("a",), 2, 1.0, lambda: 0.0)
+    other = replace(make_prompt(), task="b")
+    for _ in range(3):
+        failures.failed(other, ValueError("down"), after=failures.of(other).number)
+    assert failures.rests("b") and not failures.rests("a") and failures.rests_until_s == 0.0
+    own = replace(make_prompt(), task="a")
+    failures.failed(own, ValueError("down"), after=0)
+    with pytest.raises(RolloutError, match="failed in a row"):
+        failures.failed(own, ValueError("down"), after=1)
+
+
 def test_one_task_fails_as_before():
     failures = FailuresByTask((), 2, 1.0, lambda: 0.0)
     failures.failed(make_prompt(), RolloutError("x"), after=0)

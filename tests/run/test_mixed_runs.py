@@ -485,6 +485,8 @@ def test_a_configuration_of_tasks_is_printed_checked_and_examined(tmp_path: Path
     check_names(config)
     findings = list(needs_findings(config, None))
     assert all(finding.level == "ok" for finding in findings if "tokenizer" in finding.what)
+    code = {"code": {"task": "code:small_functions"}, "b": dict(SUMS)}
+    assert not [f for f in needs_findings(job(tmp_path, code), None) if "no such file" in f.what]
     missing = {"a": {"task": f"{tmp_path}/none.py:task"}, "b": dict(SUMS)}
     told = [f.what for f in needs_findings(job(tmp_path, missing), None)]
     assert any(text.startswith("tasks.a.task=") and "no such file" in text for text in told)
@@ -499,6 +501,11 @@ def test_an_error_in_a_tasks_records_or_settings_names_the_task(tmp_path: Path) 
         train(job(tmp_path, bad, f"data.tokenizer={tokenizer(tmp_path)}"))
     with pytest.raises(ConfigError, match=r"tasks\.x: task = 'calculatr' is unknown"):
         train(job(tmp_path, {"sums": dict(SUMS), "x": {"task": "calculatr"}}))
+    unknown = {"sums": dict(SUMS), "x": {**TOOLS, "reward": {"function": "mathh"}}}
+    with pytest.raises(ConfigError, match=r"^tasks\.x: reward\.function = 'mathh' is unknown"):
+        check_names(job(tmp_path, unknown))
+    with pytest.raises(ConfigError, match=r"^evals\.y: task = 'sumz' is unknown"):
+        check_names(job(tmp_path, {"sums": dict(SUMS)}, evals={"y": {"task": "sumz"}}))
 
 
 @pytest.mark.full
