@@ -333,7 +333,8 @@ def mean_report(
     """Merge the reports of updates on parts of one step, by the kind of each metric.
 
     A mean over tokens is weighted by the tokens of an update (its report's `tokens`), a mean over
-    sequences by its sequences. The step's loss is the plain mean: a token's weight in a part's loss
+    sequences by its sequences, and a mean over the tokens of a loss component or of demonstrations
+    by these. The step's loss is the plain mean: a token's weight in a part's loss
     is its weight in the step's, times the number of parts. Metrics derived from means are derived
     again from the merged means.
     """
@@ -344,12 +345,22 @@ def mean_report(
         metric = metric_of(key)
         if metric.kind is not Mean:
             return metric.kind(value)
-        counted = "train/sequences" if key in OF_SEQUENCES else tokens
+        counted = _counted_by(key) or tokens
         weight = 1.0 if metric.unit == "loss" else report.get(counted) or 1.0
         return Mean(value * weight, weight)
 
     merged = merge({k: reduction(k, v, r) for k, v in r.items()} for r in reports)
     return merged | derived_measures(merged)
+
+
+def _counted_by(key: str) -> str | None:
+    """Return the metric that counts what a mean is over; None: the trained tokens."""
+    if key in OF_SEQUENCES:
+        return "train/sequences"
+    if key == "supervised/loss":
+        return "supervised/tokens"
+    first, *name, _ = key.split("/")
+    return f"loss_tokens/{name[0]}" if first == "loss" and name else None
 
 
 def _distances(x: TokenInputs, known: Array) -> dict[str, tuple[Array, Array]]:

@@ -117,6 +117,7 @@ class Chat:
         self._backend, self._options, self._system = backend, options, system
         self._read_line, self._out, self._err = read_line, out, err
         self._interactive = interactive
+        self._unfinished = False  # the input ended within a message of several lines
 
     def run(self) -> int:
         """Answer until the input ends; return the exit code."""
@@ -135,7 +136,7 @@ class Chat:
             except JaxrlError as error:
                 failed = True
                 print(f"{for_terminal(str(error))}", file=self._err, flush=True)
-        return 1 if failed and not self._interactive else 0
+        return 1 if (failed or self._unfinished) and not self._interactive else 0
 
     def _next_message(self) -> str | None:
         """Return the next message that is not empty; None: the input has ended."""
@@ -159,7 +160,12 @@ class Chat:
         """Return a message of several lines, up to its closing quotes."""
         lines = [text]
         while not lines[-1].rstrip().endswith(QUOTES):
-            lines.append(self._read_line(MORE))
+            try:
+                lines.append(self._read_line(MORE))
+            except EOFError:
+                self._unfinished = True
+                self._remark(f"the last message is not answered: its closing {QUOTES} is missing")
+                raise
         lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
         return "\n".join(lines)
 

@@ -16,6 +16,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -165,10 +166,15 @@ def _choices(args: argparse.Namespace) -> tuple[FirstChoices, Path | None]:
         raise ConfigError("--prompt-field and --answer-field are columns of --data. Give it, too.")
     if args.task is not None and args.task != EMBEDDED:
         check_task_name(args.task)
+    if args.name is not None and run_name(args.name) != args.name:
+        raise ConfigError(
+            f"--name {args.name}: a run's name has letters, digits, _ . and -, does not begin with "
+            f"a period, and has at most 128 characters. Such as --name {run_name(args.name)}."
+        )
     if args.lora_rank is not None and args.lora_rank < 0:
         raise ConfigError(f"--lora-rank {args.lora_rank}: give 0 (all weights) or more.")
     choices = FirstChoices(
-        name=args.name or out.stem,
+        name=args.name or run_name(out.stem),
         model=args.model,
         max_positions=None if args.model is None else max_positions(args.model),
         data=args.data,
@@ -180,6 +186,12 @@ def _choices(args: argparse.Namespace) -> tuple[FirstChoices, Path | None]:
         steps=args.steps,
     )
     return choices, skeleton
+
+
+def run_name(stem: str) -> str:
+    """Return the name of a file as the name of a run, with _ for what a name cannot have."""
+    found = re.sub(r"[^A-Za-z0-9._-]", "_", stem)[:128]
+    return found if re.match(r"[A-Za-z0-9_-]", found) else f"_{found}"[:128]
 
 
 def _check_out(out: Path, *, force: bool) -> None:

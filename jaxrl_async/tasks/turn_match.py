@@ -97,12 +97,18 @@ def _same_call(given: Mapping[str, Any], call: Mapping[str, Any], rules: MatchRu
 
 
 def same_value(given: Any, value: Any, similarity: float = 1.0) -> bool:
-    """Return whether two arguments are the same: numbers to within CLOSE, texts by `similar`,
-    objects and lists by each of their values."""
+    """Return whether two arguments are the same: whole numbers if they are equal, such as those of
+    orders, other numbers to within CLOSE, texts by `similar`, objects and lists by each of their
+    values."""
     if isinstance(given, bool) or isinstance(value, bool):
         return given is value
     if isinstance(given, int | float) and isinstance(value, int | float):
-        return math.isclose(given, value, rel_tol=1e-9, abs_tol=CLOSE)
+        if isinstance(given, int) and isinstance(value, int):
+            return given == value
+        try:
+            return math.isclose(given, value, rel_tol=1e-9, abs_tol=CLOSE)
+        except OverflowError:  # a whole number that no float holds
+            return given == value
     if isinstance(given, str) and isinstance(value, str):
         return similar(given, value, similarity)
     if isinstance(given, Mapping) and isinstance(value, Mapping):

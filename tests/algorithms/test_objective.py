@@ -160,3 +160,18 @@ def test_a_steps_loss_is_the_plain_mean_of_its_parts_and_an_entropy_that_of_its_
     ]
     got = mean_report(parts)
     assert got["train/loss"] == 2.0 and got["policy/entropy"] == 2.5
+
+
+def test_a_mean_over_the_tokens_of_a_component_or_of_demonstrations_is_weighted_by_these():
+    names = ("loss/right", "loss/right/unsure", "loss_tokens/right")
+    supervised = ("supervised/loss", "supervised/tokens")
+    values = [(1.0, 1.0, 10.0, 2.0, 30.0), (2.0, 0.0, 90.0, 4.0, 10.0)]
+    got = mean_report(
+        [
+            dict(zip((*names, *supervised), of, strict=True)) | {"train/tokens": 50.0}
+            for of in values
+        ]
+    )
+    assert got["loss/right/unsure"] == pytest.approx(0.1)
+    assert got["supervised/loss"] == pytest.approx(2.5)
+    assert got["loss/right"] == 1.5 and got["loss_tokens/right"] == 100.0

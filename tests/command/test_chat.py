@@ -123,6 +123,11 @@ def test_a_message_of_several_lines_and_one_with_a_slash():
     assert [asked for asked, _ in script.asked] == ["one\ntwo", "/reset", "x\n  y"]
 
 
+def test_a_message_without_its_closing_quotes_is_reported():
+    code, out, err = chat(Script("Hello"), 'Hi\n"""a\nb\n')
+    assert (code, out) == (1, "Hello\n") and "is not answered: its closing" in err
+
+
 def test_a_failure_is_reported_and_the_chat_continues():
     script = Script(RolloutError("too long\x1b"), "b")
     assert chat(script, "Hi\nMore\n/sett x") == (

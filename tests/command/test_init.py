@@ -52,8 +52,17 @@ def test_without_a_terminal_the_defaults_are_reported(here, capsys):
 
 
 @pytest.mark.parametrize(
+    ("file", "name"), [("my run.yaml", "my_run"), ("größe.yaml", "gr__e"), (".x.yaml", "_.x")]
+)
+def test_a_files_name_that_no_run_can_have_is_changed_into_one_that_it_can(here, file, name):
+    assert main(["--out", file]) == 0
+    assert load(file).run.name == name
+
+
+@pytest.mark.parametrize(
     ("words", "says"),
     [
+        (["--name", "../x y"], "--name ../x y: a run's name has letters"),
         (["--model", "nowhere"], "--model nowhere: there is no folder with a config.json"),
         (["--model", "no.gguf"], "--model no.gguf: there is no such file"),
         (["--model", "m", "--data", "no.jsonl"], "--data no.jsonl: there is no such file"),
@@ -63,7 +72,7 @@ def test_without_a_terminal_the_defaults_are_reported(here, capsys):
         (["--task", "calculator", "--reward", "exact"], "has its own"),
         (["--answer-field", "x"], "columns of --data"),
         (["--algorithm", "ppo"], "give one of grpo"),
-        (["--name", "no name"], "run.name"),
+        (["--name", "no name"], "a run's name has letters"),
         (["--out", "nowhere/c.yaml"], "there is no folder nowhere"),
         (["--model", "m", "--lora-rank", "-1"], "--lora-rank -1"),
     ],
