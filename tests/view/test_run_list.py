@@ -68,6 +68,14 @@ def test_a_run_that_begins_later_appears_and_a_removed_one_goes(tmp_path):
     assert set(runs.now()) == {"other/first"}
 
 
+def test_a_browser_can_send_every_name_back(tmp_path):
+    for raw in (b"good", b"bad\xff", b"bad\xfe", "bad\ufffd (2)".encode()):
+        write_run(tmp_path / os.fsdecode(raw))
+    runs = RunList([tmp_path]).now()
+    assert len(runs) == 4 and {name.encode().decode() for name in runs} == set(runs)
+    assert {run.root.name for run in runs.values()} == set(os.listdir(tmp_path))
+
+
 def test_the_oldest_of_too_many_are_left_out_and_counted(tmp_path, monkeypatch):
 
     monkeypatch.setattr(run_list, "MAX_RUNS", 3)
