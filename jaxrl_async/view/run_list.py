@@ -31,7 +31,8 @@ class RunList:
         """
         for folder in folders:
             if not folder.is_dir():
-                raise ConfigError(f"{folder}: there is no such folder. Give the folder of a run.")
+                what = "this is a file" if folder.exists() else "there is no such folder"
+                raise ConfigError(f"{folder}: {what}. Give the folder of a run, or of runs.")
         self._folders, self._clock = tuple(folders), clock
         self._lock = threading.Lock()
         self._known: dict[Path, WatchedRun] = {}
