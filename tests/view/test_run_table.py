@@ -73,6 +73,15 @@ def test_no_configuration_stops_the_table(tmp_path, text):
     assert len(found) < 100_000
 
 
+def test_metrics_of_a_removed_file_are_forgotten(tmp_path):
+    run = written(tmp_path / "a", [{"step": 1, "old": 1.0}])
+    assert run.measured() == ["old"]
+    (tmp_path / "a" / "metrics.jsonl").unlink()
+    assert run.measured() == []
+    written(tmp_path / "a", [{"step": 1, "new": 1.0}])
+    assert run.measured() == ["new"]
+
+
 @pytest.mark.parametrize("tag", [LONG, "*m"], ids=["a long number", "a bomb"])
 def test_no_tag_stops_the_list_of_runs(tmp_path, tag):
     text = f"{BOMB}metrics:\n  tags:\n  - fine\n  - {tag}\n"
