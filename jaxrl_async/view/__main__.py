@@ -34,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         server = made_server(
             [argument_here(run, "records of a run") for run in args.runs], args.host, args.port
         )
+    except ConfigError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        return 2
     except JaxrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -17,10 +17,20 @@ MAX_BRACKETS, MAX_DASHES = 5000, 50
 """Maximum numbers of brackets, and of lists that begin within lists, of a configuration."""
 TAGS_SETTING = "metrics.tags"
 """The setting with a run's tags."""
+LONG_NUMBER = "a long number"
+"""Text of a number of more than 30 digits."""
 MAX_TAGS, MAX_TAG = 20, 40
 """Maximum number of tags of a run, and of characters of a tag."""
 
-_short = reprlib.Repr()
+
+class _ShortTexts(reprlib.Repr):
+    """Shortens values; Python refuses to write very long numbers in full."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        return LONG_NUMBER if abs(x) >= 10**30 else repr(x)
+
+
+_short = _ShortTexts()
 _short.maxlevel, _short.maxlist, _short.maxdict, _short.maxtuple = 3, 12, 12, 12
 _short.maxstring = _short.maxother = _short.maxlong = 120
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -50,7 +60,11 @@ def settings_of(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     while waiting and count < MAX_SETTINGS:
         name, value = waiting.pop()
         if isinstance(value, Mapping) and value and name.count(".") < 12:
-            inner = [(f"{name}.{key}" if name else str(key), one) for key, one in value.items()]
+            keys = map(text_of, value)
+            inner = [
+                (f"{name}.{key}" if name else key, one)
+                for key, one in zip(keys, value.values(), strict=True)
+            ]
             waiting += reversed(inner[:MAX_SETTINGS])
             continue
         count += 1
@@ -63,8 +77,6 @@ def text_of(value: object) -> str:
         return json.dumps(value)
     if isinstance(value, str):
         return value[:MAX_TEXT]
-    if isinstance(value, int) and abs(value) >= 10**30:
-        return "a long number"
     return _short.repr(value)[:MAX_TEXT]
 
 
@@ -77,5 +89,5 @@ def tags_in(text: str) -> list[str]:
 
 def cleaned(tags: list[Any]) -> list[str]:
     """Return tags in bounds, without empty ones."""
-    texts = (str(tag).strip()[:MAX_TAG] for tag in tags[: 10 * MAX_TAGS])
+    texts = (text_of(tag).strip()[:MAX_TAG] for tag in tags[: 10 * MAX_TAGS])
     return [text for text in texts if text][:MAX_TAGS]

@@ -1,8 +1,10 @@
 """Find the runs of some folders, again and again: a run that begins later appears on the page."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from pathlib import Path
 
 from jaxrl_async.errors import ConfigError
@@ -29,7 +31,8 @@ class RunList:
         """
         for folder in folders:
             if not folder.is_dir():
-                raise ConfigError(f"{folder}: there is no such folder. Give the folder of a run.")
+                what = "this is a file" if folder.exists() else "there is no such folder"
+                raise ConfigError(f"{folder}: {what}. Give the folder of a run, or of runs.")
         self._folders, self._clock = tuple(folders), clock
         self._lock = threading.Lock()
         self._known: dict[Path, WatchedRun] = {}
@@ -100,14 +103,18 @@ def _changed_at(folder: Path) -> float:
 
 
 def unique_names(paths: Sequence[Path], taken: Iterable[str]) -> list[str]:
-    """Return a name for each path: its last part, or as many as make it unique."""
+    """Return a name for each path: its last part, or as many as make it unique. Bytes of a path
+    that are not UTF-8 are replaced, since a browser could not send them back."""
     used, names = set(taken), list[str]()
+    paths = [Path(os.fsencode(path).decode("utf-8", "replace")) for path in paths]
     for path in paths:
         ends = [Path(*path.parts[-count:]) for count in range(1, len(path.parts) + 1)]
         alike = {Path(*p.parts[-len(e.parts) :]) for e in ends for p in paths if p != path}
         name = next(
             (str(end) for end in ends if end not in alike and str(end) not in used), str(path)
         )
+        if name in used:  # two paths that differ only in bytes that were replaced
+            name = next(n for i in count(2) if (n := f"{name} ({i})") not in used)
         used.add(name)
         names.append(name)
     return names

@@ -67,7 +67,7 @@ class GrowingFile:
             with self.path.open("rb") as file:
                 return self._read(file)
         except OSError:
-            begun, self.at, self.last_at, self.known = self.at > 0, 0, 0, (0, 0)
+            begun, self.at, self.last_at, self.known = self.known != (0, 0), 0, 0, (0, 0)
             self.stamp = (0, 0)
             return begun, []
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.view import run_list
+from jaxrl_async.view.__main__ import main
 from jaxrl_async.view.queries import overview
 from jaxrl_async.view.run_list import LOOK_S, RunList, unique_names
 
@@ -35,6 +36,13 @@ def test_folders_are_runs_or_hold_some_and_names_differ(tmp_path):
     assert {name: run.root for name, run in runs.items()}["two"] == (tmp_path / "x/two").resolve()
     with pytest.raises(ConfigError, match="no such folder"):
         RunList([tmp_path / "gone"])
+    with pytest.raises(ConfigError, match="this is a file"):
+        RunList([tmp_path / "x/one/metrics.jsonl"])
+
+
+def test_the_command_ends_with_2_after_a_wrong_folder(tmp_path, capsys):
+    assert main([str(tmp_path / "gone")]) == 2
+    assert "config error" in capsys.readouterr().err
 
 
 def test_adapters_are_runs_and_a_warm_start_is_none(tmp_path):
@@ -66,6 +74,14 @@ def test_a_run_that_begins_later_appears_and_a_removed_one_goes(tmp_path):
     shutil.rmtree(tmp_path / "first")
     clock.now += LOOK_S
     assert set(runs.now()) == {"other/first"}
+
+
+def test_a_browser_can_send_every_name_back(tmp_path):
+    for raw in (b"good", b"bad\xff", b"bad\xfe", "bad\ufffd (2)".encode()):
+        write_run(tmp_path / os.fsdecode(raw))
+    runs = RunList([tmp_path]).now()
+    assert len(runs) == 4 and {name.encode().decode() for name in runs} == set(runs)
+    assert {run.root.name for run in runs.values()} == set(os.listdir(tmp_path))
 
 
 def test_the_oldest_of_too_many_are_left_out_and_counted(tmp_path, monkeypatch):

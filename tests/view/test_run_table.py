@@ -54,6 +54,7 @@ def test_a_real_configuration_has_all_its_settings(tmp_path):
     assert run.tags() == ["sweep", "small", "good", "x" * 40]
 
 
+LONG = "0x" + "f" * 6000
 BOMB = "a: &a [x, x]\n" + "".join(
     f"{b}: &{b} [*{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}]\n"
     for a, b in zip("abcdefghijkl", "bcdefghijklm", strict=True)
@@ -63,12 +64,29 @@ BOMB = "a: &a [x, x]\n" + "".join(
 @pytest.mark.parametrize(
     "text",
     ["", "a: [", "- x", "[" * 9000, "- " * 9000, "a: !!python/object:os.x {}", "\x00", BOMB,
-     "a: 2026-01-01", "? [1, 2]\n: 3", "a: &x {b: *x}", "a: " + "9" * 5000],
+     "a: 2026-01-01", "? [1, 2]\n: 3", "a: &x {b: *x}", "a: " + "9" * 5000,
+     f"a: [{LONG}]", f"? {LONG}\n: 1", f"a: {LONG}"],
 )  # fmt: skip
 def test_no_configuration_stops_the_table(tmp_path, text):
     run = written(tmp_path / "a", config=text)
     found = json.dumps([differing([run, written(tmp_path / "b", config="b: 1")]), run.tags()])
     assert len(found) < 100_000
+
+
+def test_metrics_of_a_removed_file_are_forgotten(tmp_path):
+    run = written(tmp_path / "a", [{"step": 1, "old": 1.0}])
+    assert run.measured() == ["old"]
+    (tmp_path / "a" / "metrics.jsonl").unlink()
+    assert run.measured() == []
+    written(tmp_path / "a", [{"step": 1, "new": 1.0}])
+    assert run.measured() == ["new"]
+
+
+@pytest.mark.parametrize("tag", [LONG, "*m"], ids=["a long number", "a bomb"])
+def test_no_tag_stops_the_list_of_runs(tmp_path, tag):
+    text = f"{BOMB}metrics:\n  tags:\n  - fine\n  - {tag}\n"
+    tags = written(tmp_path / "a", config=text).tags()
+    assert tags[0] == "fine" and all(len(one) <= 40 for one in tags)
 
 
 def test_long_values_are_shortened():
