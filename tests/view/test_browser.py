@@ -129,6 +129,19 @@ def page(tmp_path, request):
     assert wrong == []
 
 
+def test_a_view_whose_answer_failed_is_fetched_again(page):
+    shown, _ = page
+    wait_for_lines(shown, 3)
+    context, address = shown.context, shown.url
+    other = context.new_page()
+    failed = []
+    other.route("**/api/curves*", lambda route: route.abort() if not failed else route.fallback())
+    other.on("requestfailed", lambda request: failed.append(request.url))
+    other.goto(address)
+    wait_for_lines(other, 3)  # no file has changed since
+    assert failed
+
+
 def test_curves_are_drawn_followed_and_compared(page):
     shown, root = page
     shown.wait_for_selector(".chart canvas")

@@ -9,7 +9,7 @@ import { nearestOf, plotIn } from "./plot.js";
 import { colorNumberOf, groupNameOf, groupsOf, model } from "./run_model.js";
 import { ask, csvAddress, report } from "./source.js";
 
-const ASKED_AT_ONCE = 40, MOST_FOUND = 60, IN_TIP = 10, IN_PICTURE = 24;
+const ASKED_AT_ONCE = 40, MOST_FOUND = 60, IN_TIP = 10, IN_PICTURE = 24, AGAIN_MS = 2000;
 /** Points of a curve that are asked for, by the number of runs up to which. */
 const POINTS = [[6, 600], [12, 300], [25, 160], [50, 100], [Infinity, 60]];
 const AXIS_LABELS = { step: "step", tokens: "trained tokens", time: "time of training" };
@@ -135,6 +135,7 @@ export function curvesIn(place, { look, runs, change, onRun }) {
       }
     } catch (error) {
       note.textContent = `The curves could not be read (${error.message}).`;
+      setTimeout(schedule, AGAIN_MS);
     } finally {
       isFilling = false;
     }

@@ -15,7 +15,7 @@ const EVERY_MS = 2000, EVERY_MS_OF_MANY = 5000, MANY = 50, ROWS_AT_ONCE = 25, MO
 const AXES = [["step", "step"], ["tokens", "trained tokens"], ["time", "time of training"]];
 const OF_ROWS = /[/]|\b(time|tokens|best|alerts)\b/;  // columns that need more than the list of runs
 const at = (id) => document.getElementById(id);
-let listed = [], shownRuns = [], rowsSeen = {}, settingsSeen = "", isFetching = false;
+let listed = [], shownRuns = [], rowsSeen = {}, settingsSeen = "", isFetching = false, isBehind = false;
 let samples = null, log = null;
 
 /** Return the state of the tools, from the address. */
@@ -191,13 +191,15 @@ async function tick() {
     const seen = await ask("/api/runs"), key = (run) => `${run.name} ${run.seen} ${run.state} ${run.step} ${run.update} ${run.number}`;
     const changed = seen.runs.map(key).join("\n") !== model.runs.map(key).join("\n") || !model.folders.length;
     Object.assign(model, seen);
-    if (changed) {
+    if (changed || isBehind) {
+      isBehind = true;  // until all answers have come
       update();
       document.title = model.runs.length === 1 ? model.runs[0].name : `${model.runs.length} runs`;
       document.querySelector("h1").textContent = document.title;
       if (tabNow() === "samples" && samples) samples.refresh();
       else await VIEWS[tabNow()]();
       await fetchRows();
+      isBehind = false;
     }
     const going = model.runs.filter((run) => run.state === "running").length;
     at("state").textContent = report ? extentOf() : going ? `follows ${going === 1 ? "a run" : `${going} runs`} that continues` : "";
