@@ -347,6 +347,17 @@ def test_samples_are_sorted_paged_and_linked(page):
     assert shown.locator(".sample .facts a").inner_text() == f"#{number}"
 
 
+def test_a_damaged_sample_hides_no_other(page):
+    shown, root = page
+    damaged = {"step": 121, "tokens": {"text": ["a"], "logprob": ["b"], "version": None}}
+    with (root / "grpo-0" / "samples.jsonl").open("a") as file:
+        file.write(json.dumps(damaged) + "\n")
+    shown.goto(shown.url.partition("#")[0] + "#samples?run=grpo-0")
+    sees(shown.locator("#samples")).to_contain_text("25 samples")
+    sees(shown.locator(".sample").first).to_contain_text("is damaged")
+    sees(shown.locator(".sample")).to_have_count(20)
+
+
 def in_page(shown, module: str, name: str, *given):
     """Return what a function of one of the page's scripts returns."""
     script = "async ([m, n, given]) => (await import(`/${m}.js`))[n](...given)"

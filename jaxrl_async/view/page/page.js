@@ -15,7 +15,7 @@ const EVERY_MS = 2000, EVERY_MS_OF_MANY = 5000, MANY = 50, ROWS_AT_ONCE = 25, MO
 const AXES = [["step", "step"], ["tokens", "trained tokens"], ["time", "time of training"]];
 const OF_ROWS = /[/]|\b(time|tokens|best|alerts)\b/;  // columns that need more than the list of runs
 const at = (id) => document.getElementById(id);
-let listed = [], shownRuns = [], rowsSeen = {}, settingsSeen = "", isFetching = false, isBehind = false;
+let listed = [], shownRuns = [], rowsSeen = Object.create(null), settingsSeen = "", isFetching = false, isBehind = false;
 let samples = null, log = null;
 
 /** Return the state of the tools, from the address. */

@@ -126,7 +126,11 @@ function groupOf(samples, color, run, together) {
   const place = make("div", null, "group"), name = ({ step, group }) => (group == null ? `step ${step}` : `step ${step}, group ${group}`);
   if (together) place.append(make("h3", name(samples[0].sample)));
   for (const one of samples) {
-    place.append(cardOf(one.sample, one.number, color, run, together ? samples[0].sample : one.sample, together ? "" : name(one.sample)));
+    try {
+      place.append(cardOf(one.sample, one.number, color, run, together ? samples[0].sample : one.sample, together ? "" : name(one.sample)));
+    } catch {  // fields of other types than a run writes
+      place.append(make("article", `The line of sample #${one.number} is damaged.`, "sample"));
+    }
   }
   return place;
 }
