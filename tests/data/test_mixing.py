@@ -264,6 +264,18 @@ def test_the_state_before_an_earlier_draw_repeats_the_later_ones():
     assert [next(again) for _ in range(27)] == drawn[13:]
 
 
+def test_a_state_has_what_has_arrived_since_the_last_draw():
+    source = mix({"a": 1.0, "b": 1.0})
+    drawn = [next(source) for _ in range(4)]
+    for number in (0, 2):
+        source.observe(scored(drawn[number], number, reward=number))
+    source.dropped("b", 1, Drop.FAILED)
+    own = numbers(source)["tasks"]
+    assert [p.task for p in drawn] == ["a", "b", "a", "b"]
+    assert own["a"]["rewards"] == [0.0, 1.0] and own["b"]["dropped"] == 1
+    assert own["b"]["credit"] == 0.5 and own["a"]["credit"] == -0.5
+
+
 def test_a_new_task_begins_at_a_resume_and_a_missing_one_is_refused():
     source = mix({"a": 1.0, "b": 1.0})
     for _ in range(10):
