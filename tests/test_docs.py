@@ -461,13 +461,14 @@ def test_a_notebook_is_kept_with_the_small_outputs_of_a_whole_run(path):
 
 @pytest.mark.exhaustive
 @pytest.mark.full
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
 def test_a_notebook_runs(path):
     done = subprocess.run(
         [sys.executable, ROOT / "notebooks/execute.py", path],
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=900,
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
