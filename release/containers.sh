@@ -45,9 +45,10 @@ run() {
 image=${IMAGE:-jaxrl_async}
 version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' jaxrl_async/__init__.py)
 source=$(sed -n 's/^Repository = "\(.*\)"$/\1/p' pyproject.toml)
+license=$(sed -n 's/^license = "\([^"]*\)".*$/\1/p' pyproject.toml)
 revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 [ -z "$(git status --porcelain 2>/dev/null)" ] || revision+=-changed
-labels=(version="$version" source="$source" revision="$revision" licenses="Apache-2.0 AND MIT" title=jaxrl_async)
+labels=(version="$version" source="$source" revision="$revision" licenses="$license" title=jaxrl_async)
 
 for target in "${targets[@]}"; do
     case $target in

@@ -123,7 +123,7 @@ def test_no_command_at_all_is_answered_with_the_list(capsys):
     [
         (["train", "configs/addition.yaml", "sampler.slot=3"], 2),
         (["audit", "there_is_no_such_run"], 2),
-        (["view", "there_is_no_such_run"], 1),
+        (["view", "there_is_no_such_run"], 2),
         (["export", "there_is_no_such_run", "out"], 2),
     ],
 )
