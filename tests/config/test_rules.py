@@ -544,6 +544,11 @@ BROKEN = {
         "tasks": {"a": {"sampling": {"temperature": 0.5}}, "b": {}},
         "algorithm": {"kl": "full", "kl_coefficient": 0.1},
     },
+    "what_tasks_have_in_common_is_read_by_one": {
+        "tasks": {"a": {"reward": {"timeout_s": 9.0}}},
+        "reward": {"timeout_s": 5.0},
+    },
+    "a_task_is_left_out_of_a_warm_start": {"tasks": {"a": {"warm_start": False}}},
     "each_evaluation_names_one_of_several_tasks": {
         "tasks": {"a": {}, "b": {}},
         "evals": {"x": {}},

@@ -265,7 +265,7 @@ def test_the_records_of_a_copy_are_read_without_its_checkpoints(run, memory, cac
 
 @pytest.mark.parametrize(
     ("command", "more", "code"),
-    [(audit, [], 2), (export, ["OUT"], 2), (serve, [], 2), (view, [], 1)],
+    [(audit, [], 2), (export, ["OUT"], 2), (serve, [], 2), (view, [], 2)],
     ids=lambda x: getattr(x, "__name__", None),
 )
 def test_a_command_names_an_address_as_it_was_given(memory, cache, capsys, command, more, code):
