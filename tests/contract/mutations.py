@@ -428,7 +428,6 @@ GROUPS = (
             ("np.all(teacher.top_ids < 0, axis=-1)", "np.any(teacher.top_ids < 0, axis=-1)"),
             ("= ends[spans][in_one_row] % length", "= ends[spans][in_one_row] % length - 1"),
             ("flat_of_rows[flat] = teacher.logprobs[used]", "flat_of_rows[flat] += 0"),
-            ("if t.teacher != self.reference]", "if t]"),
         ),
     ),
     Group(
