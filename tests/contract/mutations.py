@@ -458,7 +458,6 @@ GROUPS = (
             "trainer/test_named_teachers.py::test_spans_are_compared_as_a_whole_where_no_tokens_match",
         ),
         (
-            ("jnp.where(last < 0, length, last)", "jnp.where(last < 0, 0, last)"),
             ("jnp.sum(teacher.weights * of_spans", "jnp.sum(of_spans"),
             ("jnp.log(jnp.maximum(-jnp.expm1(logprobs), MIN_REST))", "jnp.log(MIN_REST)"),
         ),
