@@ -16,7 +16,7 @@ from jaxrl_async.model.decoder import TokenRows, settings_on
 from jaxrl_async.model.divergence import top_logprobs
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.spec import ModelSpec, Params
-from jaxrl_async.scorers.reward_model import SHORTEST, next_power_of_two
+from jaxrl_async.scorers.reward_model import padded_rows
 from jaxrl_async.types import FloatArray, IntArray
 
 
@@ -84,19 +84,12 @@ class LogprobModel:
 
         Rows and lengths are padded to powers of two, so only few programs are compiled.
         """
-        rows = next_power_of_two(-(-len(sequences) // self._num_row_shards)) * self._num_row_shards
-        length = next_power_of_two(max(map(len, sequences)), SHORTEST)
-        length += -length % self._parts
-        token_ids, segment_ids = (np.zeros((rows, length), np.int32) for _ in range(2))
-        for row, sequence in enumerate(sequences):
-            token_ids[row, : len(sequence)] = sequence
-            segment_ids[row, : len(sequence)] = 1
-        positions = np.broadcast_to(np.arange(length, dtype=np.int32), token_ids.shape)
+        rows = padded_rows(sequences, self._num_row_shards, self._parts)
         with self._device_lock:
-            inputs = jax.device_put((token_ids, positions, segment_ids), self._sharding)
+            inputs = jax.device_put(rows, self._sharding)
             found = [np.asarray(a) for a in self._passed(self._params, *inputs)]  # waits
         if not self._top_k:
-            empty = np.zeros((rows, length, 0))
+            empty = np.zeros((*rows[0].shape, 0))
             found += [empty.astype(np.int32), empty.astype(np.float32)]
         return [
             _without_first(*(of_rows[row, : len(sequence)] for of_rows in found))

@@ -6,6 +6,7 @@ reward = function_weight * function + model_weight * model      parts: function'
 import asyncio
 import logging
 import math
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -79,16 +80,9 @@ class RewardModel:
 
         Rows and lengths are padded to powers of two, so only few programs are compiled.
         """
-        rows = next_power_of_two(-(-len(sequences) // self._num_row_shards)) * self._num_row_shards
-        length = next_power_of_two(max(map(len, sequences)), SHORTEST)
-        length += -length % self._parts
-        token_ids, segment_ids = (np.zeros((rows, length), np.int32) for _ in range(2))
-        for row, sequence in enumerate(sequences):
-            token_ids[row, : len(sequence)] = sequence
-            segment_ids[row, : len(sequence)] = 1
-        positions = np.broadcast_to(np.arange(length, dtype=np.int32), token_ids.shape)
+        rows = padded_rows(sequences, self._num_row_shards, self._parts)
         with self._device_lock:
-            inputs = jax.device_put((token_ids, positions, segment_ids), self._sharding)
+            inputs = jax.device_put(rows, self._sharding)
             scores = np.asarray(self._scores(self._params, *inputs))  # waits
         return scores[: len(sequences)]
 
@@ -151,6 +145,28 @@ class RewardModelScorer:
             token_rewards=None if token_rewards is None else self._function_weight * token_rewards,
             named_of_tokens=self._function_weight * given.named_of_tokens,
         )
+
+
+def padded_rows(
+    sequences: Sequence[IntArray], row_shards: int, parts: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Return a row for each sequence, padded to powers of two, so that only few programs are
+    compiled: token ids, positions and segment ids, each [rows, length] int32.
+
+    Args:
+        sequences: at least one, of at least one token.
+        row_shards: the number of rows is a multiple of it.
+        parts: the length is a multiple of it.
+    """
+    rows = next_power_of_two(-(-len(sequences) // row_shards)) * row_shards
+    length = next_power_of_two(max(map(len, sequences)), SHORTEST)
+    length += -length % parts
+    token_ids, segment_ids = (np.zeros((rows, length), np.int32) for _ in range(2))
+    for row, sequence in enumerate(sequences):
+        token_ids[row, : len(sequence)] = sequence
+        segment_ids[row, : len(sequence)] = 1
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), token_ids.shape)
+    return token_ids, positions, segment_ids
 
 
 def next_power_of_two(count: int, least: int = 1) -> int:
