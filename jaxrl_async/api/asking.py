@@ -1,13 +1,12 @@
 """Ask a policy: texts or conversations in, texts out, complete or streamed, or their log-probs."""
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxrl_async.api.conversing import Conversation
+from jaxrl_async.api.conversing import Conversation, streamed
 from jaxrl_async.api.scored_text import (
     Scored,
     ScoredText,
@@ -36,8 +35,6 @@ from jaxrl_async.types import (
     SamplingParams,
 )
 
-LOOK_S = 0.02
-"""How often `stream` looks for new tokens, seconds."""
 USUAL_TOKENS = 256
 """Default maximum length of an answer, tokens."""
 
@@ -188,22 +185,7 @@ class Asker:
         `generate`. Leaving the loop early cancels the answer."""
         sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
         request = self._request(prompt, max_new_tokens, sampling, constraint)
-        (answer,) = self._sampler.start_many([request])
-        told = ""
-        try:
-            while not answer.done():
-                for partial in self._sampler.progress():
-                    if partial.request.request_id == request.request_id:
-                        # a character's bytes may be spread over tokens: the last one may change
-                        whole = self._text(partial.token_ids).rstrip("\N{REPLACEMENT CHARACTER}")
-                        if whole.startswith(told) and len(whole) > len(told):
-                            yield whole[len(told) :]
-                            told = whole
-                time.sleep(LOOK_S)
-            whole = self._text(answer.result().token_ids)
-            yield from [whole[len(told) :]] if len(whole) > len(told) else []
-        finally:
-            answer.cancel()
+        yield from streamed(self._sampler, request, self._text)
 
     def _request(
         self,

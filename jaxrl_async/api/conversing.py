@@ -10,9 +10,9 @@ begins a new context. Without a chat format each question is a separate text.
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,7 +34,7 @@ from jaxrl_async.types import (
 )
 
 LOOK_S = 0.02
-"""How often a conversation looks for new tokens, seconds."""
+"""How often a stream looks for new tokens, seconds."""
 ENDING_S = 1.0
 """Maximum wait for an answer that was stopped, seconds; one that has not begun is taken back."""
 NUMBERS = itertools.count(1)
@@ -236,36 +236,55 @@ class Conversation:
         stopped: threading.Event | None,
     ) -> Completion | None:
         """Return the sampler's answer; None: it was stopped before its first token."""
-        (future,) = self._sampler.start_many([request])
-        told = ""
+        pieces = streamed(self._sampler, request, self._tokenizer.decode, stopped)
+        with closing(pieces):
+            while True:
+                try:
+                    piece = next(pieces)
+                except StopIteration as end:
+                    done: Completion | None = end.value
+                    return done
+                if on_text is not None:
+                    on_text(piece)
 
-        def tell(whole: str) -> None:
-            nonlocal told
-            if on_text is not None and whole.startswith(told) and len(whole) > len(told):
-                on_text(whole[len(told) :])
-                told = whole
 
-        try:
-            while not future.done():
-                for partial in self._sampler.progress():
-                    if partial.request.request_id == request.request_id:
-                        # a character's bytes may be spread over tokens: the last one may change
-                        whole = self._tokenizer.decode(partial.token_ids)
-                        tell(whole.rstrip("\N{REPLACEMENT CHARACTER}"))
-                if stopped is not None and stopped.is_set():
-                    self._end(request)
-                    wait([future], timeout=ENDING_S)
-                    if not future.done():
-                        return None
-                time.sleep(LOOK_S)
-            done = future.result()
-            tell(self._tokenizer.decode(done.token_ids))
-            return done
-        finally:
-            future.cancel()
+def streamed(
+    sampler: Sampler,
+    request: Request,
+    text_of: Callable[[IntArray], str],
+    stopped: threading.Event | None = None,
+) -> Generator[str, None, Completion | None]:
+    """Yield an answer's text in pieces while it is sampled, and return the answer; None: it was
+    stopped before its first token. Closing the generator early cancels the answer.
 
-    def _end(self, request: Request) -> None:
-        """End a request, whose tokens so far are then its answer. One that has not begun is left
-        to be cancelled."""
-        with suppress(RolloutError):
-            self._sampler.save(request.request_id, stop=True, with_kv=False)
+    Args:
+        sampler: of the policy.
+        request: to be answered.
+        text_of: decodes tokens, [drawn] int32.
+        stopped: ends the answer when it is set: its tokens so far are then the answer.
+    """
+    (future,) = sampler.start_many([request])
+    told = ""
+    try:
+        while not future.done():
+            for partial in sampler.progress():
+                if partial.request.request_id == request.request_id:
+                    # a character's bytes may be spread over tokens: the last one may change
+                    whole = text_of(partial.token_ids).rstrip("\N{REPLACEMENT CHARACTER}")
+                    if whole.startswith(told) and len(whole) > len(told):
+                        yield whole[len(told) :]
+                        told = whole
+            if stopped is not None and stopped.is_set():
+                with suppress(RolloutError):  # one that has not begun is cancelled below
+                    sampler.save(request.request_id, stop=True, with_kv=False)
+                wait([future], timeout=ENDING_S)
+                if not future.done():
+                    return None
+            time.sleep(LOOK_S)
+        done = future.result()
+        whole = text_of(done.token_ids)
+        if len(whole) > len(told):
+            yield whole[len(told) :]
+        return done
+    finally:
+        future.cancel()
