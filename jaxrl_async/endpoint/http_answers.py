@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.data.chat_formats.written_turn import THINK, THOUGHT
+from jaxrl_async.data.chat_formats.written_turn import THOUGHT, split_thinking
 from jaxrl_async.endpoint.answer_constraint import ToolChoice
 from jaxrl_async.endpoint.generation import GeneratedAnswer, GrowingAnswer
 from jaxrl_async.endpoint.sampling_request import ShownLogprobs
@@ -96,11 +96,9 @@ def visible_turn(
     if is_text and (calls or message.get("tool_call_errors")):
         shown: dict[str, Any] = {"role": "assistant", "content": text}
         if (reasoning := message.get("reasoning_content")) is not None:
-            before, mark, rest = text.partition(THOUGHT)
-            after_think = before.lstrip().removeprefix(THINK)
-            unended = after_think if before.lstrip() != after_think else before
-            shown["reasoning_content"] = reasoning if mark else unended.strip("\n")
-            shown["content"] = rest.lstrip("\n")
+            unended, rest = split_thinking(text, is_thinking=True, reads_calls=False)
+            shown["reasoning_content"] = reasoning if THOUGHT in text else unended
+            shown["content"] = rest
         return shown
     if exact and not calls:
         return {**message, "content": _unstripped(str(message.get("content") or ""), text)}

@@ -100,17 +100,19 @@ def _read_bare(text: str, reasoning: str | None) -> WrittenTurn:
     return WrittenTurn(content=text, reasoning=reasoning, errors=errors)
 
 
-def split_thinking(text: str, *, is_thinking: bool = False) -> tuple[str | None, str]:
+def split_thinking(
+    text: str, *, is_thinking: bool = False, reads_calls: bool = True
+) -> tuple[str | None, str]:
     """Return the reasoning, or None, and the text after it.
 
-    Thinking without its end mark extends to the first tool call, or to the end.
+    Thinking without its end mark extends to the first tool call, if these are read, or to the end.
     """
     begun = text.lstrip().startswith(THINK)
     if not begun and not is_thinking:
         return None, text
     inner = text.lstrip().removeprefix(THINK) if begun else text
     reasoning, mark, rest = inner.partition(THOUGHT)
-    if not mark:
+    if not mark and reads_calls:
         reasoning, mark, rest = inner.partition(CALL)
         rest = mark + rest
     return reasoning.strip("\n"), rest.lstrip("\n")
