@@ -4,7 +4,10 @@ A message says what was wrong, where, and what to do.
 """
 
 import asyncio
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -207,3 +210,25 @@ class MissingExtraError(JaxrlError, ImportError):
 
 class StopTraining(Exception):
     """Raised by a caller's on_step to end the run after this update, with everything saved."""
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Begin ConfigErrors and DataErrors raised inside with the setting or section that they are
+    about; "": they stay as they are."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        if not where:
+            raise
+        raise type(error)(f"{where}: {error}") from error
+
+
+def exit_code_after(error: Exception) -> int:
+    """Print an error that ends a command to stderr; return the exit code: 2 for a ConfigError,
+    else 1."""
+    if isinstance(error, ConfigError):
+        print(f"config error: {error}", file=sys.stderr)
+        return 2
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    return 1

@@ -27,7 +27,7 @@ from jaxrl_async.endpoint.http_server import LOOPBACK, Endpoint
 from jaxrl_async.endpoint.image_chat import seeing
 from jaxrl_async.endpoint.sampling_request import CallerLimits, stop_ids
 from jaxrl_async.endpoint.service import EndpointLimits, EndpointService, Served
-from jaxrl_async.errors import ConfigError, JaxrlError
+from jaxrl_async.errors import ConfigError, JaxrlError, exit_code_after
 from jaxrl_async.help_format import DefaultsHelp
 from jaxrl_async.host import limit_arenas, only_new_garbage
 from jaxrl_async.huge_pages import start_with_huge_pages
@@ -122,12 +122,8 @@ def _serve(args: argparse.Namespace) -> int:
                 print(f"serving {served.name} at {endpoint.address}/v1", flush=True)
                 ended.wait()
         return 0
-    except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
-        return 2
     except JaxrlError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return exit_code_after(error)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)

@@ -39,7 +39,7 @@ from jaxrl_async.command.chat_options import (
     token_lines,
     with_checked,
 )
-from jaxrl_async.errors import ConfigError, JaxrlError
+from jaxrl_async.errors import ConfigError, JaxrlError, exit_code_after
 from jaxrl_async.help_format import DefaultsHelp
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.left_threads import at_exit_end_with
@@ -88,12 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 interactive=interactive,
             )
             return chat.run()
-    except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
-        return 2
     except (JaxrlError, OSError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return exit_code_after(error)
 
 
 class Chat:

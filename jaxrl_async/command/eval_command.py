@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_async.errors import ConfigError, JaxrlError
+from jaxrl_async.errors import ConfigError, JaxrlError, exit_code_after
 from jaxrl_async.help_format import DefaultsHelp
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.left_threads import at_exit_end_with
@@ -65,12 +65,8 @@ def _evaluated(args: argparse.Namespace) -> int:
         print(found.table())
         print(f"\nevaluation and all answers: {found.save(folder)}")
         return 0
-    except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
-        return 2
     except (JaxrlError, OSError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return exit_code_after(error)
 
 
 def _choice(text: str | None) -> Any:

@@ -22,7 +22,7 @@ from jaxrl_async import __version__
 from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.data.gguf_file import POINTER
 from jaxrl_async.data.hub import Upload
-from jaxrl_async.errors import ConfigError, JaxrlError
+from jaxrl_async.errors import ConfigError, JaxrlError, exit_code_after
 from jaxrl_async.help_format import DefaultsHelp
 from jaxrl_async.metrics.json_logs import lines_for_people
 
@@ -50,12 +50,8 @@ def _exported(args: argparse.Namespace) -> int:
         print(_written(args))
         if hub is not None:
             print(hub.send(args.out, f"jaxrl_async {__version__}: {args.source.resolve().name}"))
-    except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
-        return 2
     except (JaxrlError, OSError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return exit_code_after(error)
     return 0
 
 

@@ -50,6 +50,11 @@ SHARED_DATA = ("tokenizer", "chat_format", "chat_arguments", "keep_thinking")
 """Settings of `data` that all tasks share, since they share a model."""
 
 
+def section_of_task(name: str) -> str:
+    """Return the section of one of several tasks by its name; "" for the run's only one."""
+    return f"tasks.{name}" if name else ""
+
+
 class TaskSamplingSection(Section):
     """How the answers of one task are sampled, where it differs from `sampler`."""
 
@@ -93,8 +98,8 @@ class NamedTaskSection(Section):
     """Maximum groups that are sampled and scored at a time; the others take its share meanwhile.
     null: no limit."""
     timeout_s: float | None = Field(None, gt=0)
-    """Timeout of a group, from its first request to its score, seconds; it then fails. null: none
-    besides those of replies and scorers (faults)."""
+    """Timeout of a group, from its first request to its score, seconds; it then fails. null: only
+    replies and scorers have timeouts (faults)."""
     max_staleness: NonNegative | None = None
     """Maximum staleness of its groups, at most staleness.max_staleness; older ones are dropped.
     null: that."""

@@ -27,7 +27,7 @@ from jaxrl_async.data.mixing import (
     spent,
 )
 from jaxrl_async.data.prompts import PromptStream
-from jaxrl_async.errors import DataError, RolloutError
+from jaxrl_async.errors import DataError, RolloutError, naming
 from jaxrl_async.types import Drop, EpisodeGroup, Prompt
 
 log = logging.getLogger(__name__)
@@ -251,10 +251,8 @@ class MixedPrompts:
             )
         with self._lock:
             for name, own in saved.items():
-                try:
+                with naming(f"tasks.{name}"):
                     self._streams[name].restore(dict(own["stream"]))
-                except DataError as error:
-                    raise DataError(f"tasks.{name}: {error}") from error
                 for one in (self._now, self._settled):
                     one.credits[name] = float(own["credit"])
                     one.drawn[name] = int(own["drawn"])

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +11,11 @@ from jaxrl_async.algorithms.preflight import check_algorithm
 from jaxrl_async.algorithms.registry import is_absent
 from jaxrl_async.config.schema import AlgorithmSection, Config, each_of, name_of
 from jaxrl_async.config.several import merged, runs_of
+from jaxrl_async.config.task_section import section_of_task
 from jaxrl_async.config.userfile import is_own, load_function
 from jaxrl_async.data.addresses import folder_here, is_address, is_elsewhere
 from jaxrl_async.data.hub import hub_records, is_hub_name, records_folder
-from jaxrl_async.errors import ConfigError
+from jaxrl_async.errors import ConfigError, naming
 from jaxrl_async.later import Later
 from jaxrl_async.scorers.rewards import find_reward
 from jaxrl_async.trainer.optimizer import check_optimizer
@@ -48,7 +48,7 @@ def check_names(config: Config) -> None:
         preference_losses.preference_loss.resolve(config.preference.loss)
     for name, own in config.by_task.items():
         if own.task is not None and not is_absent(own.task):
-            with _naming(f"tasks.{name}" if name else ""):
+            with naming(section_of_task(name)):
                 named_tasks.check_task_name(own.task)
     if config.run.job != "rl":
         return
@@ -61,23 +61,14 @@ def check_names(config: Config) -> None:
     of_evals = config.named_evals.items()
     for name, one in of_evals:
         if one.task is not None and not is_absent(one.task) and one.task not in config.named_tasks:
-            with _naming(f"evals.{name}"):
+            with naming(f"evals.{name}"):
                 named_tasks.check_task_name(one.task)
-    rewards = [(f"tasks.{n}" if n else "", c.reward.function) for n, c in config.by_task.items()]
+    rewards = [(section_of_task(n), c.reward.function) for n, c in config.by_task.items()]
     rewards += [(f"evals.{n}", one.reward) for n, one in of_evals if one.reward is not None]
     for where, choice in [(where, choice) for where, f in rewards for choice in each_of(f)]:
         if name_of(choice) != "none" and not is_absent(choice):
-            with _naming(where):
+            with naming(where):
                 find_reward(name_of(choice))
-
-
-@contextmanager
-def _naming(where: str) -> Iterator[None]:
-    """Begin the errors about a name with the section that it is in; "": the run's own."""
-    try:
-        yield
-    except ConfigError as error:
-        raise type(error)(f"{where}: {error}" if where else str(error)) from error
 
 
 def _without_absent_files(algorithm: AlgorithmSection) -> AlgorithmSection:

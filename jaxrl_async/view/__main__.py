@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl_async.data.addresses import argument_here
-from jaxrl_async.errors import ConfigError, JaxrlError
+from jaxrl_async.errors import ConfigError, JaxrlError, exit_code_after
 from jaxrl_async.help_format import DefaultsHelp
 from jaxrl_async.view.page_server import ViewServer
 from jaxrl_async.view.run_list import RunList
@@ -34,12 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         server = made_server(
             [argument_here(run, "records of a run") for run in args.runs], args.host, args.port
         )
-    except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
-        return 2
     except JaxrlError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return exit_code_after(error)
     with server:
         print(f"{server.address}   (Ctrl-C ends it)", flush=True)
         try:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from jaxrl_async.algorithms.preflight import check_algorithm
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.seats_section import has_opponents
+from jaxrl_async.config.task_section import section_of_task
 from jaxrl_async.data.curriculum import Curriculum, make_stream
 from jaxrl_async.data.prompts import FittingPairs, PromptStream, eval_prompts
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.errors import ConfigError
+from jaxrl_async.errors import ConfigError, naming
 from jaxrl_async.later import Later
 from jaxrl_async.mesh import Slices, make_slices
 from jaxrl_async.metrics.fault_counts import FaultCounts
@@ -28,7 +29,6 @@ from jaxrl_async.run.builders.initial_policy import check_model, make_tokenizer
 from jaxrl_async.run.builders.learning import check_critic, check_routing, keeps_masks
 from jaxrl_async.run.builders.playing import (
     Play,
-    blaming,
     make_play,
     run_chat_format,
     tasks_of,
@@ -149,7 +149,7 @@ def check_inputs(
     _check_models(config, spec, tokenizer, slices)
     parts: dict[str, TaskInputs] = {}
     for name, own in config.by_task.items():
-        with blaming(name):
+        with naming(section_of_task(name)):
             play = make_play(own, tasks[name], tokenizer, faults.add, serving, opponents, outages)
             parts[name] = _task_inputs(
                 own, play, tokenizer, slices, locks, spec.vocab, models, lockstep, faults, outages
@@ -161,7 +161,7 @@ def check_inputs(
     check_shares(joined.held_out, lockstep)
     pairs = warm_pairs(config, tokenizer, joined.play.own) if config.warm_start.steps else None
     for name, part in parts.items():
-        with blaming(name):
+        with naming(section_of_task(name)):
             graders = built_in_graders(part.config.reward, part.play.task)
             check_references(part.config, graders, part.references)
     tokenizer.images = check_images(config, tokenizer.images)

@@ -3,20 +3,20 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxrl_async.config.schema import Config, DataSection, name_of
+from jaxrl_async.config.task_section import section_of_task
 from jaxrl_async.config.unused import unread_with_records
 from jaxrl_async.data.addition import ALPHABET
 from jaxrl_async.data.prompts import eval_prompts
 from jaxrl_async.data.records import OwnRecords
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.errors import ConfigError, DataError, RolloutError
+from jaxrl_async.errors import ConfigError, RolloutError, naming
 from jaxrl_async.later import Later
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports.rollout import ChatFormat
@@ -100,20 +100,9 @@ def tasks_of(config: Config, given: Task | None = None) -> dict[str, Task]:
     ConfigError."""
     found: dict[str, Task] = {}
     for name, own in config.by_task.items():
-        with blaming(name):
+        with naming(section_of_task(name)):
             found[name] = find_task(own, given)
     return found
-
-
-@contextmanager
-def blaming(name: str) -> Iterator[None]:
-    """Name the task of several in errors about its settings and records; "": the only one."""
-    try:
-        yield
-    except (ConfigError, DataError) as error:
-        if not name:
-            raise
-        raise type(error)(f"tasks.{name}: {error}") from error
 
 
 def tokenizer_source(config: Config, tasks: Mapping[str, Task]) -> tuple[DataSection, Task]:
