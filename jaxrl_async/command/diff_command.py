@@ -40,10 +40,10 @@ from jaxrl_async.errors import ConfigError, shown
 from jaxrl_async.evals.estimates import Estimate
 from jaxrl_async.help_format import DefaultsHelp
 from jaxrl_async.metrics.json_logs import lines_for_people
-from jaxrl_async.metrics.recorder import METRICS_FILE, read_lines
+from jaxrl_async.metrics.recorder import METRICS_FILE, STARTS_FILE, read_lines
 from jaxrl_async.metrics.series import number
 
-CONFIG_FILE, STARTS_FILE = "config.yaml", "starts.jsonl"
+CONFIG_FILE = "config.yaml"
 MAIN = (
     *("reward/mean", "reward/std", "train/loss", "policy/entropy", "policy/kl_reference"),
     *("rollout/length_mean", "rollout/truncated_share", "staleness/mean"),

@@ -522,15 +522,17 @@ class RolloutLoop:
     async def _next_burst(self) -> list[Playing]:
         """Wait for tickets, and for the backoff after a failure; then queue the first turns of all
         their groups in one call. Empty: the gate is closed."""
-        tickets, held, begun = self._held, bool(self._held), list[SavedGroup]()
+        tickets, begun = self._held, list[SavedGroup]()
         fresh = (SavedEpisode(),) * (self._settings.group_size + self._settings.oversample)
         while not begun:
             started = time.monotonic()
             try:
                 with span("wait at the gate", "gate"):
-                    if held:  # until a group ends, or a task has rested
+                    wait_s = ADMIT_S
+                    if self._held:  # until a group ends, or a task has rested
                         await self._until_one_ends()
-                    tickets += await asyncio.to_thread(self._gate.admit, 0.0 if held else ADMIT_S)
+                        wait_s = 0.0
+                    tickets += await asyncio.to_thread(self._gate.admit, wait_s)
             except Closed:
                 return []
             finally:
@@ -543,7 +545,6 @@ class RolloutLoop:
                 prompt = _next_of(self._prompts)
                 begun.append(SavedGroup(ticket=waiting.pop(0), prompt=prompt, episodes=fresh))
             tickets = self._held = tuple(waiting)
-            held = bool(waiting)
         return self._begin(begun)
 
     async def _until_one_ends(self) -> None:

@@ -98,10 +98,15 @@ def asked(runs: RunsByName, query: Query) -> list[WatchedRun]:
     return [runs[name] for name in dict.fromkeys(names)]
 
 
+def asked_or_all(runs: RunsByName, query: Query) -> list[WatchedRun]:
+    """Return the runs of a query; all, if it names none. Raises KeyError for an unknown one."""
+    return [runs[name] for name in query["run"]] if "run" in query else list(runs.values())
+
+
 def layout(runs: RunsByName, query: Query) -> Any:
     """Return the charts, by section, that at least one of the runs `run` (or of all) has data for;
     and all metrics."""
-    chosen = [runs[name] for name in query["run"]] if "run" in query else list(runs.values())
+    chosen = asked_or_all(runs, query)
     present = {key for run in chosen for key in run.known()}
     sections = [(title, list(charts)) for title, charts in SECTIONS]
     parts = sorted(k for k in present if k.startswith("reward/") and "<" in told(k)["key"])
@@ -160,7 +165,7 @@ def axes(runs: RunsByName, query: Query) -> Any:
 
 def settings(runs: RunsByName, query: Query) -> Any:
     """Return the settings that are not the same in all runs `run` (or in all)."""
-    chosen = [runs[name] for name in query["run"]] if "run" in query else list(runs.values())
+    chosen = asked_or_all(runs, query)
     return run_table.differing(chosen)
 
 
