@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from token_inputs import token_inputs
 
 from jaxrl_async.algorithms.aggregate import aggregate
 from jaxrl_async.algorithms.loss_components import (
@@ -37,15 +38,8 @@ SHAPE = (4, 9)
 @pytest.fixture
 def x() -> TokenInputs:
     rng = np.random.default_rng(0)
-    policy = -rng.exponential(1.0, SHAPE)
-    return TokenInputs(
-        policy_logprobs=jnp.asarray(policy, jnp.float32),
-        behavior_logprobs=jnp.asarray(policy + rng.normal(0, 0.7, SHAPE), jnp.float32),
-        advantages=jnp.asarray(rng.normal(0, 1, SHAPE), jnp.float32),
-        mask=jnp.asarray(rng.random(SHAPE) < 0.7),
-        versions=jnp.zeros(SHAPE, jnp.int32),
+    return token_inputs(rng, SHAPE)._replace(
         entropy=jnp.asarray(rng.exponential(1.0, SHAPE), jnp.float32),
-        reference_logprobs=jnp.asarray(policy + rng.normal(0, 0.7, SHAPE), jnp.float32),
         rewards=jnp.asarray(np.repeat(rng.integers(0, 2, (4, 1)), 9, axis=1), jnp.float32),
     )
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from token_inputs import token_inputs
 
 from jaxrl_async.algorithms.losses import (
     TokenInputs,
@@ -21,17 +22,7 @@ SHAPE = (4, 33)
 
 @pytest.fixture
 def x() -> TokenInputs:
-    rng = np.random.default_rng(0)
-    policy = -rng.exponential(1.0, SHAPE)
-    return TokenInputs(
-        policy_logprobs=jnp.asarray(policy, jnp.float32),
-        behavior_logprobs=jnp.asarray(policy + rng.normal(0, 0.7, SHAPE), jnp.float32),
-        advantages=jnp.asarray(rng.normal(0, 1, SHAPE), jnp.float32),
-        mask=jnp.asarray(rng.random(SHAPE) < 0.7),
-        versions=jnp.zeros(SHAPE, jnp.int32),
-        entropy=jnp.zeros(SHAPE),
-        reference_logprobs=jnp.asarray(policy + rng.normal(0, 0.7, SHAPE), jnp.float32),
-    )
+    return token_inputs(np.random.default_rng(0), SHAPE)
 
 
 def float64(x: TokenInputs) -> TokenInputs:

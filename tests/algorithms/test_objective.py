@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from token_inputs import token_inputs
 
 from jaxrl_async.algorithms.losses import TokenInputs
 from jaxrl_async.algorithms.objective import (
@@ -20,15 +21,9 @@ SHAPE = (4, 6)
 @pytest.fixture
 def x() -> TokenInputs:
     rng = np.random.default_rng(0)
-    policy = -rng.exponential(1.0, SHAPE)
-    return TokenInputs(
-        policy_logprobs=jnp.asarray(policy, jnp.float32),
-        behavior_logprobs=jnp.asarray(policy + rng.normal(0, 0.7, SHAPE), jnp.float32),
-        advantages=jnp.asarray(rng.normal(0, 1, SHAPE), jnp.float32),
-        mask=jnp.asarray(rng.random(SHAPE) < 0.7),
+    return token_inputs(rng, SHAPE, from_reference=0.3)._replace(
         versions=jnp.asarray(rng.integers(3, 6, SHAPE), jnp.int32),
         entropy=jnp.asarray(rng.random(SHAPE), jnp.float32),
-        reference_logprobs=jnp.asarray(policy + rng.normal(0, 0.3, SHAPE), jnp.float32),
     )
 
 

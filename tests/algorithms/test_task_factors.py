@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from token_inputs import token_inputs
 
 from jaxrl_async.algorithms.losses import TokenInputs
 from jaxrl_async.algorithms.objective import TaskFactors, make_recipe, policy_loss
@@ -19,15 +20,11 @@ RECIPE = make_recipe(
 @pytest.fixture
 def x() -> TokenInputs:
     rng = np.random.default_rng(0)
-    policy = -rng.exponential(1.0, SHAPE)
-    return TokenInputs(
-        policy_logprobs=jnp.asarray(policy, jnp.float32),
-        behavior_logprobs=jnp.asarray(policy, jnp.float32),
-        advantages=jnp.asarray(rng.normal(0, 1, SHAPE), jnp.float32),
-        mask=jnp.asarray(rng.random(SHAPE) < 0.7),
+    inputs = token_inputs(rng, SHAPE, from_reference=0.3)
+    return inputs._replace(
+        behavior_logprobs=inputs.policy_logprobs,
         versions=jnp.full(SHAPE, 5, jnp.int32),
         entropy=jnp.asarray(rng.random(SHAPE), jnp.float32),
-        reference_logprobs=jnp.asarray(policy + rng.normal(0, 0.3, SHAPE), jnp.float32),
     )
 
 

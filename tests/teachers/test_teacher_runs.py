@@ -8,9 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,22 +56,30 @@ def taught(folder: Path, url: str, *overrides: str) -> Config:
     )
 
 
-@pytest.mark.exhaustive
-def test_a_resumed_run_learns_the_same_from_its_teacher(tmp_path: Path) -> None:
-    calm = ("staleness.max_staleness=0",)
-    with FakeTeacher(VOCAB, 0) as server:
-        whole = taught(tmp_path / "whole", server.url, *calm, "run.steps=4")
-        train(whole)
-        train(taught(tmp_path / "parts", server.url, *calm, "run.steps=2"))
-        again = taught(
-            tmp_path / "parts", server.url, *calm, "run.steps=4", "run.resume=true",
-            "run.overwrite=false",
-        )  # fmt: skip
-        train(again)
+def stopped_and_resumed(
+    folder: Path, made: Callable[..., Config]
+) -> tuple[Config, list[dict[str, Any]]]:
+    """A run of four updates that was stopped after two and resumed, and the metrics of its updates.
+    Its weights are those of a run that was never stopped. made: from a folder and settings."""
+    whole = made(folder / "whole", "run.steps=4")
+    train(whole)
+    train(made(folder / "parts", "run.steps=2"))
+    again = made(folder / "parts", "run.steps=4", "run.resume=true", "run.overwrite=false")
+    train(again)
     for name, values in weights_of(whole).items():
         np.testing.assert_array_equal(values, weights_of(again)[name], err_msg=name)
     steps = [line for line in metrics_of(again) if "train/loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    return again, steps
+
+
+@pytest.mark.exhaustive
+def test_a_resumed_run_learns_the_same_from_its_teacher(tmp_path: Path) -> None:
+    calm = ("staleness.max_staleness=0",)
+    with FakeTeacher(VOCAB, 0) as server:
+        again, steps = stopped_and_resumed(
+            tmp_path, lambda folder, *more: taught(folder, server.url, *calm, *more)
+        )
     for line in steps:
         known = line["teacher/sum/tokens"]  # the others pad the policy's vocabulary
         assert known + line["teacher/sum/unknown_tokens"] == line["train/tokens"]
@@ -104,20 +113,11 @@ def test_a_resumed_run_learns_the_same_from_a_teacher_with_other_tokens(
             f"teacher.form={form}",
             *(["teacher.top_k=6"] if form == "loss" else []),
         ]
-        whole = taught(tmp_path / "whole", server.url, *calm, "run.steps=4")
-        train(whole)
-        train(taught(tmp_path / "parts", server.url, *calm, "run.steps=2"))
-        again = taught(
-            tmp_path / "parts", server.url, *calm, "run.steps=4", "run.resume=true",
-            "run.overwrite=false",
-        )  # fmt: skip
-        train(again)
+        again, steps = stopped_and_resumed(
+            tmp_path, lambda folder, *more: taught(folder, server.url, *calm, *more)
+        )
         bodies = [body["prompt"] for path, body, _ in server.bodies if path == "/v1/completions"]
     assert max(max(ids) for ids in bodies) > VOCAB, "the policy has no such tokens"
-    for name, values in weights_of(whole).items():
-        np.testing.assert_array_equal(values, weights_of(again)[name], err_msg=name)
-    steps = [line for line in metrics_of(again) if "train/loss" in line]
-    assert [line["step"] for line in steps] == [1, 2, 3, 4]
     for line in steps:
         known = line["teacher/sum/tokens"]
         lost = line["teacher/sum/unknown_tokens"] + line["teacher/sum/unaligned_tokens"]
@@ -356,18 +356,9 @@ def test_a_policy_that_teaches_itself_with_demonstrations_resumes_as_it_was(
         f"teachers={{me: {{policy: {{{how}}}, context: shown}}}}",
     ]  # fmt: skip
     common = [word for word in common if not word.startswith("data.addition.eval_size")]
-    whole = config_of("addition", tmp_path / "whole", *common, "run.steps=4")
-    train(whole)
-    train(config_of("addition", tmp_path / "parts", *common, "run.steps=2"))
-    again = config_of(
-        "addition", tmp_path / "parts", *common, "run.steps=4", "run.resume=true",
-        "run.overwrite=false",
-    )  # fmt: skip
-    train(again)
-    for name, values in weights_of(whole).items():
-        np.testing.assert_array_equal(values, weights_of(again)[name], err_msg=name)
-    steps = [line for line in metrics_of(again) if "train/loss" in line]
-    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    _, steps = stopped_and_resumed(
+        tmp_path, lambda folder, *more: config_of("addition", folder, *common, *more)
+    )
     for line in steps:
         assert line["teacher/me/tokens"] == line["train/tokens"]
         assert line["policy/teacher_divergence"] > 0
