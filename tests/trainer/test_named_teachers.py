@@ -396,6 +396,17 @@ def test_the_gradient_of_a_span_reaches_all_of_its_tokens() -> None:
 # ---- teachers on the trainer's chips
 
 
+def test_tokens_in_no_span_belong_to_no_span_that_ends_a_row() -> None:
+    logprobs = np.log([[0.5, 0.25, 0.5, 0.5]])
+    spans = TeacherSpans(
+        jnp.asarray([[[-1], [-1], [3], [3]]], jnp.int32),
+        jnp.asarray([[[0.0], [0.0], [0.0], [np.log(0.5)]]], jnp.float32),
+    )
+    found = distill_spans(jnp.asarray(logprobs, jnp.float32), spans, divergence_of("reverse"))
+    student, teacher = np.array([0.25, 0.75]), np.array([0.5, 0.5])
+    np.testing.assert_allclose(found[0, :, 0], [0, 0, 0, kl(student, teacher)], atol=1e-6)
+
+
 @pytest.mark.parametrize("share_prefixes", [False, True])
 def test_a_local_teacher_computes_its_own_episodes_alone(share_prefixes: bool) -> None:
     local = LogprobPass(SPEC, SETTINGS, top_k=K)
