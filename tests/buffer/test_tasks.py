@@ -140,16 +140,25 @@ def test_an_overtaken_group_that_ends_too_old_is_dropped():
     assert [(g.prompt.task, why) for g, why in draw.dropped] == [("slow", Drop.STALE)]
 
 
-def test_running_groups_are_told_their_age_if_some_may_be_overtaken():
+@pytest.mark.parametrize(
+    ("how", "reported"),
+    [
+        ({"overtaken_tasks": frozenset({"slow"})}, True),
+        ({"when_too_old": "drop"}, True),
+        ({}, False),
+    ],
+    ids=["overtaken", "drop", "wait"],
+)
+def test_running_groups_get_their_age_if_one_may_become_too_old(how, reported):
     ages = []
-    b = buffer(per_step=1, max_staleness=1, overtaken_tasks=frozenset({"slow"}))
+    b = buffer(per_step=1, max_staleness=1, **how)
     b.watch(ages.append, lambda number: None)
     for version in range(3):
         for ticket in b.admit(0):
             b.put(group(ticket, "quick", [version]))
         b.draw(version, 0)
         b.set_live(version + 1)
-    assert ages[-1] == 1, "version 2 takes tokens from version 1 on"
+    assert (ages[-1] == 1) == reported, "version 2 takes tokens from version 1 on"
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 3), st.integers(1, 2))

@@ -741,7 +741,6 @@ GROUPS = (
             ("logits = logits / _divisors(drawn.temperatures)[:, None]\n", "pass\n"),
             ("logits = logits / _divisors(temperatures)[:, None, None]", "pass"),
             ("return jnp.where(temperatures > 0, temperatures, 1.0)", "return temperatures"),
-            ("of_task[after(tokens.task_ids, layout)]", "of_task[layout.flat(tokens.task_ids)]"),
         ),
     ),
     Group(

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -167,26 +167,35 @@ def test_tickets_wait_while_no_task_may_begin_and_keep_their_order():
     assert running["most"] == 2
 
 
-def test_requests_of_a_task_have_its_sampling_settings():
-    seen = {}
+class Twice:
+    """An environment of two turns."""
+
+    def __init__(self, prompt):
+        self.turns = 0
+
+    async def step(self, prompt, completion):
+        self.turns += 1
+        return Reply(token_ids=np.ones(1, np.int32), done=self.turns == 2)
+
+
+def test_requests_of_a_task_have_its_sampling_settings_in_every_turn():
+    seen = defaultdict(list)
 
     class Noting(EchoGenerate):
         def submit_many(self, requests):
             for request in requests:
-                seen[request.request_id.split("/")[0]] = request
+                seen[request.request_id.split("/")[0]].append(request)
             return super().submit_many(requests)
 
     own = replace(
         LIMITS,
         sampling=SamplingParams(temperature=0.3),
-        max_new_tokens=2,
+        max_new_tokens=3,
         stop_token_ids=(0, 5),
     )
-    asyncio.run(
-        loop_of(
-            ScriptedGate(2), generate=Noting(), limits=replace(LIMITS, by_task={"b": own})
-        ).run()
-    )
-    assert seen["g0"].sampling.temperature == 1.0 and seen["g0"].max_new_tokens == 4
-    assert seen["g1"].sampling.temperature == 0.3 and seen["g1"].max_new_tokens == 2
-    assert seen["g1"].stop_token_ids == (0, 5)
+    limits = replace(LIMITS, by_task={"b": own})
+    asyncio.run(loop_of(ScriptedGate(2), generate=Noting(), limits=limits, make_env=Twice).run())
+    assert len(seen["g0"]) == len(seen["g1"]) == 4, "two members, two turns"
+    assert {(r.sampling.temperature, r.stop_token_ids) for r in seen["g0"]} == {(1.0, (0,))}
+    assert {(r.sampling.temperature, r.stop_token_ids) for r in seen["g1"]} == {(0.3, (0, 5))}
+    assert seen["g0"][0].max_new_tokens == 4 and seen["g1"][0].max_new_tokens == 3

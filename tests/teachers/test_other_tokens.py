@@ -203,8 +203,11 @@ def asked(
 
 
 @pytest.mark.parametrize("top_k", [0, 5])
-def test_a_span_has_the_log_prob_of_the_teachers_tokens_that_cover_it(top_k: int) -> None:
-    own, other = byte_level_tokenizer(500), llama3_tokenizer()
+@pytest.mark.parametrize("vocab", [258, 500], ids=["finer", "coarser"])
+def test_a_span_has_the_log_prob_of_the_teachers_tokens_that_cover_it(
+    vocab: int, top_k: int
+) -> None:
+    own, other = byte_level_tokenizer(vocab), llama3_tokenizer()
     one = episode(
         own, "What?", [*own.encode("The quick brown fox, été 😀").tolist(), own.eos_ids[0]]
     )

@@ -36,13 +36,13 @@ def packed(tasks: tuple[str, ...] = TASKS, pairs: Any = (), share: bool = False)
 @pytest.mark.parametrize("share", [False, True])
 def test_each_token_has_the_index_of_its_groups_task(share: bool) -> None:
     pair = (np.array([1, 2, 3], np.int32), np.array([False, True, True]))
-    step = packed(pairs=[pair], share=share)
+    step = packed(pairs=[pair, pair], share=share)
     ids, numbers = step.batch.task_ids, step.batch.sequence_ids
     assert ids is not None and ids.dtype == np.int32
     wanted = [1, 1, 0, 0, 2, 1]
     for sequence, task in enumerate(wanted):
         assert set(ids[numbers == sequence].tolist()) == {task}
-    assert not ids[(numbers < 0) | (numbers == len(wanted))].any(), "padding and demonstrations"
+    assert not ids[(numbers < 0) | (numbers >= len(wanted))].any(), "padding and demonstrations"
     assert packed(()).batch.task_ids is None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import quote, urlencode
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxrl_async.errors import ConfigError
@@ -127,7 +127,7 @@ def test_samples_are_found_by_text_step_reward_and_end(tmp_path):
 def test_samples_are_sorted_by_reward_and_advantage_and_found_by_their_number(tmp_path):
     """The advantage is the mean over the recorded tokens; a sample without any comes last."""
     recorder = Recorder(tmp_path, tensorboard=False)
-    advantages = [[-1.0, None], [2.0, 4.0], None, [0.5]]
+    advantages = [[-4.0, None, 2.0], [2.0, 4.0], None, [0.5]]
     for step, listed in enumerate(advantages):
         tokens = {} if listed is None else {"tokens": {"advantage": listed}}
         reward = [0.5, 0.0, 1.0, 0.5][step]
@@ -271,6 +271,7 @@ def test_a_run_that_is_not_compared_is_not_read_whole(tmp_path):
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(2, 60))
+@example([0.0, 0.0, 5.0, 9.0, 1.0], 4)  # a shorter part before a higher one
 def test_a_thinned_curve_has_the_extremes_of_each_part(values, most):
     """The reference: plain Python over the same parts."""
     column = MetricColumn()
