@@ -352,10 +352,12 @@ def test_a_body_names_only_what_differs_from_the_apis_defaults():
 
 
 IN_TERMINAL = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "os.execv(sys.executable, [sys.executable, '-m', 'jaxrl_async', *sys.argv[1:]])"
 )
-"""Makes stdin the terminal that Ctrl-C comes from, and runs the command."""
+"""Makes stdin the terminal that Ctrl-C comes from, and runs the command. Ctrl-C is not ignored, even
+if it was by whatever started the tests."""
 
 
 def typed_into(words: list[str], steps: list[tuple[str, bytes]], limit_s: float) -> tuple[int, str]:
