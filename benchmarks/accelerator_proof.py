@@ -15,6 +15,22 @@ continues: stages that have ended well in OUT are not run again, unless --stages
     --list                          the stages, what each shows, and its limit
     --tiny                          the same on a CPU with tiny sizes: shows that the stages work
 
+Findings, and what is expected:
+
+    env           flops, bytes_per_s     the measured speed of this card, to which shares relate
+    parity, decoders                     errors of kernels, log-probs and gradients: at most twice
+                                         the plain code's in bfloat16; kernels names what XLA calls
+    paged, decode:N  sampled_from_true   at most twice trained_from_true, from float32 in nats
+    decode:N      share_of_floor         1: a step takes as long as reading weights and KV cache
+                  peak_gib               weights_gib, the planned kv_bytes, and little more
+                  programs, compile_s    few; of_the_cache were compiled by an earlier stage
+    hf:N, vllm:N  tokens_per_s           the same model and prompts on transformers or vLLM
+    train:auto    mfu_of_measured        model FLOPs over the measured speed
+    experts       of_measured            a dense product of all experts would show 1 / experts
+    run:small     last_rewards           they rise; in run:large the run completes
+    two           weights/transfer_s     a trainer and a sampler that share a card
+    churn         sampler_programs       programs of mixed lengths, and the first answers' wait
+
 Exit codes: 0 all stages that were asked for ended, and no finding is wrong; 1 a stage failed, was
 stopped at its limit or left out for lack of time, or a finding is wrong; 2 a bad command line, or
 no accelerator.

@@ -38,18 +38,18 @@ def main() -> None:
     """Run the command line."""
     args = _parser().parse_args()
     rows: dict[str, list[dict[str, Any]]] = {compiler: [] for compiler in MARKS}
-    compile_s = dict.fromkeys(MARKS, 0.0)
+    compile_s = 0.0
     for config in CONFIGS:
         if args.plans and config.stem not in args.plans:
             continue
         plan = made(config, args.cache)
         compiler = compiler_of(plan)
         rows[compiler].append(row(config.stem, plan))
-        compile_s[compiler] += sum(
+        compile_s += sum(
             p["compile_s"] for side in ("trainer", "sampler") for p in plan[side]["programs"]
         )
     every = [one for found in rows.values() for one in found]
-    measured_on = {**machine(), "compile_s": round(sum(compile_s.values()))}
+    measured_on = {**machine(), "compile_s": round(compile_s)}
     if args.json:
         result = json.dumps({"benchmark": "plans", "machine": measured_on, "rows": every}, indent=2)
         sys.stdout.write(result + "\n") if args.json == "-" else Path(args.json).write_text(result)
@@ -59,9 +59,8 @@ def main() -> None:
     for compiler, found in rows.items() if args.write else ():
         if found:
             begin, end = MARKS[compiler]
-            where = {compiler: version(compiler), "compile_s": round(compile_s[compiler])}
             whole = [*others(DOCS, found, begin=begin, end=end), *found]
-            write(DOCS, markdown(whole, {**machine(), **where}), begin=begin, end=end)
+            write(DOCS, markdown(whole, compiler), begin=begin, end=end)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -165,10 +164,7 @@ def _most(kinds: dict[str, float]) -> str:
     return f"{name} {kinds[name] / GIB:.1f}"
 
 
-SHOWN = (
-    "setting", "trainer", "samplers", "trainer_gib", "sampler_gib", "mfu", "decode_bandwidth",
-    "answer_tokens_per_s", "trainer_idle", "best_split",
-)  # fmt: skip
+SHOWN = ("setting", "trainer", "samplers", "mfu", "answer_tokens_per_s")
 """Columns of docs/plans.md; --json has all of them."""
 
 
@@ -183,14 +179,14 @@ def others(
     return [one for one in read if one["setting"] not in made]
 
 
-def markdown(rows: list[dict[str, Any]], measured_on: dict[str, Any]) -> str:
-    """Format the table of docs/plans.md: one row for each plan, by name."""
+def markdown(rows: list[dict[str, Any]], compiler: str) -> str:
+    """Format a table of docs/plans.md: one row for each plan, by name."""
     head = ["plan", *(key.replace("_", " ") for key in SHOWN[1:])]
     lines = [" | ".join(head), " | ".join(["---"] * len(head))]
     for one in sorted(rows, key=lambda row: str(row["setting"])):
         lines.append(" | ".join(str(one[key]) for key in SHOWN))
-    where = ", ".join(f"{k} {v}" for k, v in measured_on.items())
-    return "\n".join([f"Machine: {where}.", "", *(f"| {line} |" for line in lines)])
+    where = ", ".join(f"{package} {version(package)}" for package in ("jax", compiler))
+    return "\n".join([f"Compiled with {where}.", "", *(f"| {line} |" for line in lines)])
 
 
 def write(file: Path, text: str, *, begin: str = BEGIN, end: str = END) -> None:

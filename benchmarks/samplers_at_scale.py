@@ -1,13 +1,13 @@
 """Simulate 1,024 samplers of 4 chips for an hour, while some are preempted and replaced.
 
     python benchmarks/samplers_at_scale.py [--quick] [--settings NAME ...] [--hours 1]
-                                           [--json [FILE]] [--write]
+                                           [--json [FILE]]
 
 Qwen3-8B on TPU v6e: a sampler's times are set by hand, near the rates of the plan of
 configs/plans/qwen3_8b_v6e_32.yaml (they are no output of it), the trainer is as fast as all
 samplers together, a step is 131,072 answers. Weights travel at the rate that was measured of this
 package's TCP transport, between processes of one machine (plan/transport_rates.py): a sampler is
-one process, the trainer one for each 4 chips. --write puts the table into docs/plans.md.
+one process, the trainer one for each 4 chips.
 
 present    samplers at work, mean
 busy       of the samplers that are present
@@ -21,10 +21,8 @@ import argparse
 import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from common import Row, report
-from plans import write
 
 from jaxrl_async.plan.chips import CHIPS
 from jaxrl_async.plan.lengths import assumed
@@ -32,8 +30,6 @@ from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers, TransferTre
 from jaxrl_async.plan.simulate import simulate
 from jaxrl_async.plan.transport_rates import TRANSPORTS, carried_bytes_per_s
 
-DOCS = Path(__file__).parent.parent / "docs/plans.md"
-BEGIN, END = (f"<!-- {word}: benchmarks/samplers_at_scale.py -->" for word in ("begin", "end"))
 SAMPLERS = 1024
 WARM_UP = 8
 CHIPS_PER_SAMPLER = 4
@@ -161,7 +157,6 @@ def main() -> None:
     words.add_argument("--settings", nargs="+", choices=names, default=names)
     words.add_argument("--hours", type=float, default=1.0, help="that are simulated")
     words.add_argument("--json", nargs="?", const="-", metavar="FILE", help="as the others")
-    words.add_argument("--write", action="store_true", help="the table into docs/plans.md")
     args = words.parse_args()
     samplers, hours = (16, 1 / 6) if args.quick else (SAMPLERS, args.hours)
     rows = []
@@ -170,21 +165,6 @@ def main() -> None:
             rows.append(row(scene, samplers, hours))
             print(*rows[-1].values(), sep=" | ", file=sys.stderr, flush=True)
     report("samplers_at_scale", rows, args)
-    if args.write:
-        write(DOCS, markdown(rows), begin=BEGIN, end=END)
-
-
-SHOWN = (
-    "setting", "trainer_busy", "present", "tokens_per_s", "staleness", "again", "egress", "live",
-)  # fmt: skip
-"""Columns of docs/plans.md; --json has all of them."""
-
-
-def markdown(rows: list[Row]) -> str:
-    """Format the table of docs/plans.md."""
-    lines = [" | ".join(key.replace("_", " ") for key in SHOWN), " | ".join(["---"] * len(SHOWN))]
-    lines += [" | ".join(str(one[key]) for key in SHOWN) for one in rows]
-    return "\n".join(f"| {line} |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -184,10 +184,10 @@ def test_ci_runs_the_second_command_of_readme_and_prints_its_result_last():
 
 
 EXAMPLE_FIRST = (
-    "agents", "algorithms", "clients", "coming_from", "datasets", "endpoint", "endpoint_fields",
-    "environments", "evaluation", "failures", "functions", "games", "index", "monitoring",
-    "own_model", "python", "real_model", "resume", "rewards", "sandboxes", "security", "speed",
-    "troubleshooting",
+    "agents", "algorithms", "clients", "coming_from", "constraints", "datasets", "devices",
+    "endpoint", "engines", "environments", "evaluation", "failures", "functions", "games", "index",
+    "monitoring", "own_model", "plans", "python", "real_model", "releasing", "resume", "rewards",
+    "sandboxes", "security", "slices", "speed", "troubleshooting",
 )  # fmt: skip
 """Pages that begin with an example."""
 

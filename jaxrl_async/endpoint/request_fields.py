@@ -229,8 +229,7 @@ TABLES: Mapping[str, Mapping[str, FieldRule]] = {
 
 
 def table_lines() -> Iterator[str]:
-    """Yield the lines of the table in docs/endpoint_fields.md: a row for fields of the same paths
-    and meaning."""
+    """Yield the lines of the whole table: a row for fields of the same paths and meaning."""
     yield "| fields | paths | meaning |"
     yield "| --- | --- | --- |"
     paths: dict[tuple[str, str], list[str]] = {}
@@ -246,6 +245,24 @@ def table_lines() -> Iterator[str]:
         rows.setdefault((meaning, tuple(named)), []).append(f"`{name}`")
     for (meaning, where), names in sorted(rows.items()):
         yield f"| {', '.join(sorted(names))} | {', '.join(where)} | {meaning} |"
+
+
+def summary_lines() -> Iterator[str]:
+    """Yield the lines of the table in docs/endpoint.md: a row for each use that no error tells a
+    client of. A field of several uses has its paths in brackets."""
+    found: dict[str, dict[FieldUse, list[str]]] = {}
+    for path, rules in TABLES.items():
+        for name, rule in rules.items():
+            found.setdefault(name, {}).setdefault(rule.use, []).append(path)
+    yield "| | fields |"
+    yield "| --- | --- |"
+    for use in (GUESTS, COUNTED):
+        names = (
+            f"`{name}`" + (f" ({', '.join(uses[use])})" if len(uses) > 1 else "")
+            for name, uses in sorted(found.items())
+            if use in uses
+        )
+        yield f"| **{use}** | {', '.join(names)} |"
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ class EndpointService:
             kind = re.sub(r"\d+", "", name)[:SHOWN_NAME]
             if kind not in self._ignored and len(self._ignored) < MAX_LOGGED:
                 self._ignored.add(kind)
-                log.info("the field %s of calls has no effect here (docs/endpoint_fields.md)", kind)
+                log.info("the field %s of calls has no effect here (docs/endpoint.md)", kind)
 
     async def close(self) -> None:
         """Stop reading progress, and cancel work that waits for a thread."""

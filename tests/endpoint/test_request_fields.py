@@ -11,7 +11,13 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 
 from jaxrl_async.endpoint.body_fields import BodyFields
 from jaxrl_async.endpoint.http_errors import CallRefused
-from jaxrl_async.endpoint.request_fields import TABLES, FieldRule, FieldUse, table_lines
+from jaxrl_async.endpoint.request_fields import (
+    TABLES,
+    FieldRule,
+    FieldUse,
+    summary_lines,
+    table_lines,
+)
 
 VLLM = {
     "chat": "add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt "
@@ -161,5 +167,17 @@ def test_a_field_without_a_row_is_refused():
 
 
 def test_the_page_has_the_table():
-    page = Path(__file__).parents[2] / "docs" / "endpoint_fields.md"
-    assert page.read_text("utf-8").endswith("\n".join([*table_lines(), ""]))
+    page = Path(__file__).parents[2] / "docs" / "endpoint.md"
+    assert "\n".join(["", *summary_lines(), ""]) in page.read_text("utf-8")
+
+
+def test_the_whole_table_names_each_field_with_its_paths_and_reason():
+    lines = list(table_lines())
+    named = {
+        (path, name.strip("`"))
+        for names, paths, _ in (line[2:-2].split(" | ") for line in lines[2:])
+        for name in names.split(", ")
+        for path in paths.split(", ")
+    }
+    assert named == {(path, name) for path, rules in TABLES.items() for name in rules}
+    assert "| `best_of` | completions | refused: use n; `1` has no effect |" in lines

@@ -505,7 +505,7 @@ _LEFT = {
     "algorithm.kl_ctrl": "algorithm.kl_target and kl_horizon adapt the coefficient",
     "global_profiler": _PROFILE,
     "transfer_queue": "the replay buffer is in the trainer's memory",
-    "ray_kwargs": "docs/slices.md starts a run on Ray",
+    "ray_kwargs": "docs/devices.md starts a run on Ray",
     "distillation": "see the section teacher",
 }
 VERL = Peer(
