@@ -1,6 +1,6 @@
 """How much a newcomer writes and waits for: lines of code, seconds to the first reward, to the end.
 
-    python benchmarks/first_reward.py                 # the table of docs/coming_from.md
+    python benchmarks/first_reward.py                 # the table of history/first_hour.md
     python benchmarks/first_reward.py ours trl        # these alone
 
 The job of peers/start_*.py: three updates of GRPO, 4 answers of up to 32 tokens to each of 4

@@ -117,7 +117,7 @@ def test_settings_that_the_table_of_names_tells_are_there():
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
     named = [n for row in rows[2:] for n in re.findall(r"`([a-z_.]+)", row[-1]) if "." in n]
     known = {one.path for one in help_of_fields()}
-    assert len(named) > 20 and [name for name in named if name not in known] == []
+    assert len(named) > 6 and [name for name in named if name not in known] == []
 
 
 @pytest.mark.exhaustive
@@ -306,11 +306,13 @@ PYTHON_PAGE = (ROOT / "docs/python.md").read_text("utf-8")
 
 
 @pytest.mark.full
-def test_the_sampler_in_docs_runs(tmp_path, monkeypatch):
+def test_the_evaluation_in_docs_runs(tmp_path, monkeypatch, capsys):
     in_a_folder_with_policies(tmp_path, monkeypatch)
+    (example,) = blocks("python", (ROOT / "docs/evaluation.md").read_text("utf-8"))
+    assert "range(10, 99)" in example
     names: dict = {}
-    exec(next(block for block in blocks("python", PYTHON_PAGE) if "Sampler(" in block), names)
-    assert 1 <= len(names["completion"].token_ids) <= 48
+    exec(example.replace("range(10, 99)", "range(10, 12)"), names)
+    assert len(names["found"].answers) == 2 * 4 and "pass@4" in capsys.readouterr().out
 
 
 @pytest.mark.exhaustive
@@ -395,9 +397,16 @@ def test_each_record_of_the_page_on_datasets_is_read(tmp_path):
 
 
 def our_side() -> list[str]:
-    """Return the scripts of docs/coming_from.md for this package."""
+    """Return the scripts of docs/coming_from.md for this package.
+
+    One that imports nothing continues the beginning of the one above it.
+    """
     page = (ROOT / "docs/coming_from.md").read_text("utf-8")
-    return [block for block in blocks("python", page) if "jr.train(" in block]
+    scripts: list[str] = []
+    for block in (block for block in blocks("python", page) if "jr.train(" in block):
+        begins = "import jaxrl_async" in block
+        scripts.append(block if begins else scripts[-1].partition("run = ")[0] + block)
+    return scripts
 
 
 def test_each_library_has_a_script_on_both_sides():
@@ -428,14 +437,14 @@ def test_commands_that_replace_another_librarys_are_valid():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(4))
 def test_our_side_of_a_script_trains(number, tmp_path, monkeypatch, capsys):
     in_a_folder_with_policies(tmp_path, monkeypatch)
     scripts = our_side()
-    assert len(scripts) == 5
+    assert len(scripts) == 4
     script = scripts[number].replace("Qwen/Qwen3-0.6B", "Qwen3-0.6B")
     for whole, small in (
-        ("range(50)", "range(5)"), ("range(100)", "range(20)"), ("steps=100", "steps=1"),
+        ("range(1000)", "range(20)"), ("range(100)", "range(20)"), ("steps=100", "steps=1"),
         ('"max_steps": 100', '"max_steps": 1'), ("groups_per_step=64", "groups_per_step=2"),
         ("groups_per_step=8", "groups_per_step=2"), ("max_new_tokens=64", "max_new_tokens=8"),
         ('"max_completion_length": 64', '"max_completion_length": 8'),

@@ -26,6 +26,7 @@ PARTNERS = {
     "python.md": "a policy of the page's own name: tests/test_docs.py",
     "own_model.md": "the hub: notebooks/your_own_model.ipynb",
     "README.md": "as docs/python.md",
+    "evaluation.md": "a policy: tests/test_docs.py",
     "coming_from.md": "scripts that train, and other libraries: tests/test_docs.py",
     "gemma-3-4b-it": "a model with a tower: tests/api/test_asking.py",
     "import openai": "a server: tests/endpoint/test_served.py",

@@ -1,6 +1,6 @@
 """Count the lines that a user writes for the same small tool environment in three libraries.
 
-python benchmarks/peers/lines_of_environments.py   # the table of docs/environments.md
+python benchmarks/peers/lines_of_environments.py   # the table of history/first_hour.md
 
 Counted is each line of shop_*.py with code or a docstring on it, but not blank lines, comments,
 imports and the file's own docstring. The data is in shop_records.py for all, and each file says

@@ -310,7 +310,7 @@ def agree(
 
 
 def table() -> list[str]:
-    """docs/agreement.md's rows: the functions of each peer, and the largest difference of any."""
+    """Rows of a table: the functions of each peer, and the largest difference of any."""
     lines = []
     for peer, version in sorted({row[1:3] for row in ROWS}):
         of_peer = [row for row in ROWS if row[1:3] == (peer, version)]

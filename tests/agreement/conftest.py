@@ -1,4 +1,4 @@
-"""At the end of a run: the table of docs/agreement.md, as measured."""
+"""At the end of a run: the differences by peer, of which docs/agreement.md has the largest."""
 
 from agree import table
 

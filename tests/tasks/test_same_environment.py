@@ -179,11 +179,11 @@ def test_that_of_trl_is_what_its_trainer_takes():
     assert found["prompt"][0]["content"] == "What do milk and bread cost together, today 4?"
 
 
-def test_the_table_of_docs_has_the_lines_that_are_counted():
+def test_the_table_of_the_history_has_the_lines_that_are_counted():
     counted = subprocess.run(
         [sys.executable, PEERS / "lines_of_environments.py"],
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    assert counted in (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+    assert counted in (ROOT / "benchmarks/history/first_hour.md").read_text(encoding="utf-8")
