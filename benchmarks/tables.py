@@ -107,10 +107,7 @@ def table(result: Result, common: str = "") -> str:
         if not any(row[result["columns"].index(name)] in hidden[name] for name in hidden)
     ]
     ranges = result.get("ranges", True)
-    rows = [
-        names,
-        *([shown(row[i], ranges=ranges) for i in places] for row in kept),
-    ]
+    rows = [names, *([shown(row[i], ranges=ranges) for i in places] for row in kept)]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|---" * len(names) + "|")
     machine = [] if result["machine"] == common else [result["machine"]]
