@@ -429,7 +429,8 @@ class TeacherLogprobs:
     top_ids: IntArray
     top_logprobs: FloatArray  # [n, k] float32, of its whole distribution
     # [n] int32, number of each token's span, from 0, if the teacher has another tokenizer: the
-    # last token of a span has the span's log-prob, and the others have 0. None: one for each
+    # last token of a span has the span's log-prob, and the others have 0. None: each token has its
+    # own span
     spans: IntArray | None = None
     # [n] int32, for a teacher that the trainer computes: what it reads in place of the first
     # `replaced` tokens of the episode. None: those tokens
