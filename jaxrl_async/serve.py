@@ -250,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--kv-memory-mib",
         type=_count,
-        help="memory of KV cache and adapters, MiB (default: that of the slots)",
+        help="memory of KV cache and adapters, MiB (default: what the slots need)",
     )
     add("--max-open-calls", type=_count, default=1024, help="concurrent calls; more get 429")
     add("--cors", action="append", default=[], metavar="ORIGIN", help="web page that may call")

@@ -291,7 +291,7 @@ class KeptTokens:
         return excluded
 
     def first(self, count: int) -> "KeptTokens":
-        """Return the masks of the first `count` drawn tokens."""
+        """Return the masks of the first `count` sampled tokens."""
         if self.which is not None:
             return replace(self, which=self.which[:count])
         return replace(
@@ -429,8 +429,8 @@ class TeacherLogprobs:
     top_ids: IntArray
     top_logprobs: FloatArray  # [n, k] float32, of its whole distribution
     # [n] int32, number of each token's span, from 0, if the teacher has another tokenizer: the
-    # log-prob of the whole span is then that of its last token, and the others have 0. None: every
-    # token stands for itself
+    # last token of a span has the span's log-prob, and the others have 0. None: each token has its
+    # own span
     spans: IntArray | None = None
     # [n] int32, for a teacher that the trainer computes: what it reads in place of the first
     # `replaced` tokens of the episode. None: those tokens
@@ -653,7 +653,7 @@ class EpisodeLimits:
     for_training: bool = True  # False: of an evaluation
     # what each turn of a prompt's answer must match; None: no prompt has a constraint
     constraint: Callable[[Prompt], Constraint | None] | None = None
-    # those of prompts of other tasks, by Prompt.task; empty: these are for all prompts
+    # limits of the prompts of other tasks, by Prompt.task; empty: these are for all prompts
     by_task: Mapping[str, "EpisodeLimits"] = field(default_factory=dict)
 
     def of(self, prompt: Prompt) -> "EpisodeLimits":

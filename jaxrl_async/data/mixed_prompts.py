@@ -51,7 +51,7 @@ class MixState:
 
     credits: dict[str, float]
     drawn: dict[str, int]  # groups that were started, by task
-    dropped: dict[str, int]  # those of them that were dropped
+    dropped: dict[str, int]  # how many of these were dropped, by task
     rewards: dict[str, tuple[float, ...]] = field(default_factory=dict)  # of the last groups
 
     @property

@@ -205,9 +205,9 @@ def turn_constraint(
 ) -> Constraint | None:
     """Return what a whole turn must match: reasoning, then calls or the text; None: anything.
 
-    Marks that are tokens of their own come only where the turn has them, so a text that spells
-    one is text to formats that read tokens. Formats that read text find the end of the reasoning
-    and the start of calls by their spelling, so that no other part of a turn spells these.
+    A mark that is one token is allowed only where the turn has this mark, so formats that read
+    tokens read a text that spells it as text. Formats that read text find the end of the reasoning
+    and the start of calls by their spelling, so no other part of a turn may spell these.
 
     Args:
         constraint: of the text.

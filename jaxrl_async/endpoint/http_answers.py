@@ -88,8 +88,8 @@ def visible_turn(
         message: the turn's tokens, parsed by the chat format.
         text: the turn's text.
         tools: names of the tools that may be called; None: no calls are parsed.
-        exact: the text matches a constraint, so that it keeps the white space around it, and a
-            call of no tool is text in the form of a call.
+        exact: the text matches a constraint: it keeps the white space around it, and a call of an
+            unknown tool is text.
     """
     calls = message.get("tool_calls") or ()
     is_text = tools is None or (exact and any(c["function"]["name"] not in tools for c in calls))
@@ -163,8 +163,8 @@ class TokenRow:
         )
 
     def likely(self, place: int, top: int, named: Sequence[int]) -> list[tuple[int, float]]:
-        """Return ids and log-probs of a position's likeliest tokens and of the named ones. If they
-        are unknown, those of the token that stands there."""
+        """Return ids and log-probs of a position's likeliest tokens and of the named ones; if they
+        are unknown, only of the token at this position."""
         own = (int(self.token_ids[place]), json_number(float(self.logprobs[place])))
         if self.others is None:
             return [own]

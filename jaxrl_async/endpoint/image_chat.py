@@ -1,4 +1,4 @@
-"""A chat format whose messages may have images: their tokens are those of the image store."""
+"""A chat format whose messages may have images: the image store knows their tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

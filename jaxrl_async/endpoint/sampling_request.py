@@ -55,13 +55,13 @@ class SamplingOptions:
     seed: int | None = None  # of the random numbers, 32 bits
     extras: bool = False  # whether sampling masks are returned, too
     shaping: LogitShaping | None = None  # None: the model's logits
-    logprobs: LogprobRequest | None = None  # None: those of the sampled tokens alone
+    logprobs: LogprobRequest | None = None  # None: only for the sampled tokens
     constrained_by: str | None = None  # the field that asks for the constraint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownLogprobs:
-    """The log-probs that an answer shows besides those of its sampled tokens."""
+    """The log-probs that an answer shows in addition to its sampled tokens' log-probs."""
 
     top: int = 0  # of the likeliest tokens of each sampled position
     prompt: int | None = None  # the same of each token of the prompt; None: no prompt's log-probs
@@ -77,7 +77,7 @@ class ShownLogprobs:
 
 
 NO_OTHERS = ShownLogprobs()
-"""No log-probs besides those of the sampled tokens."""
+"""Only the log-probs of the sampled tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ def fixed_shaping(
 
     Args:
         shaping: that the call asks for.
-        takes_constraints: whether the trainer takes the recorded masks of constraints, so that it
+        takes_constraints: whether the trainer takes the recorded masks of constraints, and so
             knows the distribution.
     """
     if shaping is None or shaping.constraint is None or not takes_constraints:
@@ -227,7 +227,7 @@ def seed_of(fields: BodyFields) -> int | None:
 
 
 def logprobs_of(fields: BodyFields, top: int) -> ShownLogprobs:
-    """Return the log-probs that a call asks for besides those of the sampled tokens. Raises
+    """Return the log-probs that a call asks for in addition to the sampled tokens'. Raises
     CallRefused.
 
     top: number of the likeliest tokens of each sampled position.

@@ -147,7 +147,7 @@ class PolicySession:
 
     @property
     def takes_constraints(self) -> bool:
-        """Whether a call may constrain its answer: the trainer takes the mask, or there is none."""
+        """Whether a call may constrain its answer: the trainer takes masks, or needs none."""
         limits = self.limits
         return self.bounds.own_sampling or limits.takes_masks or not limits.for_training
 
@@ -340,7 +340,7 @@ class PolicySession:
     def episode(self, *, stop: StopReason | None = None) -> Episode:
         """Return the sampled contexts as an episode, with the score if there is one.
 
-        stop: its stop reason; None: LENGTH if it was exhausted, else that of its last call.
+        stop: its stop reason; None: LENGTH if it was exhausted, else its last call's.
 
         Raises RolloutError if it has no sampled tokens, unless its first call left no room for an
         answer: that call is then the episode.

@@ -80,7 +80,7 @@ def paired_difference(
     before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]
 ) -> tuple[Estimate, int] | None:
     """Return the mean of `after` minus `before` over the prompts that both have, and their number;
-    None if there are none.
+    None if they share no prompt.
 
     The differences of the prompts' means have a smaller error than two separate means where both
     find the same prompts hard (Miller 2024, arXiv:2411.00640, paired differences).

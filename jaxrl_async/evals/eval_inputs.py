@@ -70,7 +70,7 @@ class RunInputs:
 
     @staticmethod
     def of(inputs: Inputs) -> "RunInputs":
-        """Return those of a run."""
+        """Return the parts of a run's inputs that an evaluation needs."""
         return RunInputs(
             tokenizer=inputs.tokenizer,
             slices=inputs.slices,

@@ -40,8 +40,8 @@ class Snapshots:
         self.versions: tuple[int, ...] = ()  # of all snapshots, ascending
 
     def reopen(self, version: int) -> None:
-        """Load snapshots and standings up to this version, and remove those of later versions,
-        which the run produces again."""
+        """Load snapshots and standings up to this version, and remove later ones, which the run
+        produces again."""
         self._sweep()
         there = sorted(int(p.name) for p in self._folder.glob("[0-9]*") if p.name.isdigit())
         for later in [v for v in there if v > version]:

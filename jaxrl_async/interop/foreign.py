@@ -275,7 +275,7 @@ class ForeignSampler(Living):
         futures: Sequence[AnyFuture],
         loop: asyncio.AbstractEventLoop | None,
     ) -> None:
-        """Queue all requests together. loop: that of the futures; None: threads wait for them."""
+        """Queue all requests together. loop: the futures' loop; None: threads wait for them."""
         self.lifetime.check_process()
         now = time.perf_counter()
         waiting = [

@@ -235,7 +235,7 @@ class JaxrlEngine:
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        """The mesh that the engine was made for, or that of the default device."""
+        """The mesh that the engine was made for, or a mesh of the default device."""
         return self._core.spec.mesh or jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tensor",))
 
     @property

@@ -238,7 +238,7 @@ def problem_with(
         vocab: size of the policy's vocabulary.
         tied: whether the policy's embedding is also its output head.
         max_length: maximum sequence length, tokens.
-        plain: whether the sampling distribution is that of the unmodified logits.
+        plain: whether tokens are sampled from the unmodified logits.
         dtype: dtype of the trainer's computation.
     """
     if facts.vocab is not None and facts.vocab != vocab:

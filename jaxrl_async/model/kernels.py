@@ -476,7 +476,7 @@ def kv_copies(heads: int, kv_heads: int, ways: int) -> int:
 
     1 if `ways` does not divide the query heads: then nothing is divided. Otherwise kv_heads *
     copies = lcm(kv_heads, ways), which divides heads, since both do. Query head h still reads a
-    copy of its own kv head.
+    copy of its kv head.
     """
     return 1 if heads % ways else ways // gcd(kv_heads, ways)
 

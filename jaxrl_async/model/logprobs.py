@@ -71,7 +71,7 @@ def chunked_logprobs(
 
 
 class _Drawn(NamedTuple):
-    """How each token was sampled, besides HeadSettings; see the arguments of chunked_logprobs."""
+    """How each token was sampled, in addition to HeadSettings; see chunked_logprobs' arguments."""
 
     kept: Array | None = None
     temperatures: Array | None = None

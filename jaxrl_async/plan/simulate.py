@@ -80,8 +80,8 @@ def simulate(
     """
     if not 0 <= warm_up < updates:
         raise ConfigError(
-            f"{updates} updates, of which the first {warm_up} are the warm-up: nothing is left to "
-            "measure. Simulate more updates than that."
+            f"the warm-up takes {warm_up} of {updates} updates: nothing is left to measure. "
+            "Simulate more updates than that."
         )
     check_pipeline(pipeline)
     run = _Run(pipeline, seed)

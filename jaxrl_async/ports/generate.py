@@ -40,8 +40,9 @@ class PreparesConstraints(Protocol):
     """A ports.Generate that can compile a constraint before a request has it."""
 
     def prepare(self, constraint: Constraint) -> None:
-        """Compile a constraint on this thread, which may take seconds, so that requests with it are
-        queued at once. Raises RequestRefused if it cannot be followed. Callable from any thread."""
+        """Compile a constraint on this thread, which may take seconds; requests with it are then
+        queued without delay. Callable from any thread. Raises RequestRefused if it cannot be
+        followed."""
         ...
 
 

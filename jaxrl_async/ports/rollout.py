@@ -181,13 +181,13 @@ class ChatFormat(Protocol):
         ...
 
     def takes(self, argument: str) -> bool:
-        """Return True if the format reads this variable besides messages and tools, such as
-        enable_thinking."""
+        """Return True if the format reads this variable, such as enable_thinking, in addition to
+        messages and tools."""
         ...
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> Self:
         """Return this format with other values of some variables that it takes. Slow: it learns
-        the format anew. Raises DataError or ConfigError for values that do not fit."""
+        the format again. Raises DataError or ConfigError for values that do not fit."""
         ...
 
     @property

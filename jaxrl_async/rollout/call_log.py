@@ -91,7 +91,7 @@ class Trace:
 
         The place of its output is fixed now, so it does not depend on which of several calls ends
         first. Random numbers depend on the context, so contexts with different prompts sample
-        differently; the first call uses those of a plain request.
+        differently; the first call uses a plain request's random numbers.
         """
         prompt_ids = np.array(prompt_ids, np.int32)
         digest = _digest(prompt_ids)

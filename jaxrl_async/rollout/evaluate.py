@@ -100,7 +100,7 @@ def played_prompt(
     by_sample: Sequence[Sequence[Episode]],
     scores: tuple[Score, ...],
 ) -> PlayedPrompt:
-    """Return a prompt with its answers; by_sample: those of each sample, as they were scored."""
+    """Return a prompt with its answers; by_sample: the scored answers of each sample."""
     return PlayedPrompt(
         index=index,
         prompt=prompt,

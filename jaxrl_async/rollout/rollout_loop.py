@@ -6,7 +6,7 @@
         │          all its requests in one call)                                             v
         └──────────── slots freed by the trainer, or by gate.fail <───────────────────── gate.put
 
-The gate limits the number of concurrent groups; the loop has no limit of its own. The gate also
+The gate limits the number of concurrent groups; the loop has no other limit. The gate also
 reports when pending tokens have become too old: such a group is cancelled immediately.
 """
 
@@ -751,8 +751,8 @@ def _too_old(
 
 
 def _started_over(saved: Sequence[SavedGroup], burst: Sequence[Playing]) -> list[Playing]:
-    """Return the restored groups with a member, played by a program or a game, of which no call was
-    saved."""
+    """Return the restored groups that have a member, played by a program or a game, without a saved
+    call."""
     return [
         group
         for of_group, group in zip(saved, burst, strict=False)

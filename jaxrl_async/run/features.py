@@ -249,7 +249,7 @@ def teachers(
     chat: Callable[[], ChatFormat | None],
     models: "Mapping[str, SamplerModel]",
 ) -> TeacherScorers | None:
-    """Return the teachers by name; None: there are none. Raises ConfigError.
+    """Return the teachers by name; None: the run has no teachers. Raises ConfigError.
 
     vocab: the policy's number of tokens. chat: returns its format; None: it has none. models:
     teachers on the sampler's chips, by name.

@@ -95,8 +95,8 @@ def train(
         config: the whole configuration.
         on_step: called after each update; training continues when it returns. StopTraining ends the
             run, any other exception fails it, SystemExit as ProcessEndRefused.
-        task: an object of the caller's; config.task is then HANDED_OVER. None: the named task.
-        callbacks: objects of the caller's, called after those of run.callbacks.
+        task: the caller's object; config.task is then HANDED_OVER. None: the named task.
+        callbacks: the caller's objects, called after run.callbacks.
     """
     check_rules(config)  # a configuration that was made in Python has not been through `load`
     hide_secrets(key_variables(config.model_dump()))
@@ -177,7 +177,7 @@ def _trained(
 def _called(
     config: Config, on_step: OnStep | None, callbacks: Sequence["Callback"]
 ) -> "Callbacks | None":
-    """Return the run's callbacks; None: there are none. Raises ConfigError."""
+    """Return the run's callbacks; None: it has no callbacks. Raises ConfigError."""
     if on_step is None and not callbacks and not config.run.callbacks:
         return None
     made = user_callbacks.load_callbacks(config.run.callbacks)

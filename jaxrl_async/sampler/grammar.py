@@ -81,7 +81,7 @@ class Grammars:
         self.prepare(constraint, name)
 
     def prepare(self, constraint: Constraint, name: str = "a request") -> None:
-        """Compile a constraint, so that a later `check` finds it; see ports.PreparesConstraints.
+        """Compile a constraint for a later `check`; see ports.PreparesConstraints.
         name: of the request, for errors."""
         try:
             self._matcher(constraint)
@@ -235,7 +235,7 @@ def _grammar(library: Any, constraint: Constraint) -> str:
 
 
 def with_spaces(schema: Any) -> Any:
-    """Return a JSON schema that allows SPACES between the parts, unless it has a rule of its own
+    """Return a JSON schema that allows SPACES between the parts, unless it has its own rule
     (x-guidance)."""
     if schema is True:
         schema = {}
@@ -272,7 +272,7 @@ class Matching:
         """Begin before the first token.
 
         Args:
-            matcher: an LLMatcher of its own.
+            matcher: an LLMatcher that nothing else uses.
             name: the request's id, for errors.
             stop_ids: possible where the text matches, and where it needs one as a part of it.
             ends: the tokenizer's end tokens.

@@ -95,7 +95,7 @@ class SamplerStats:
         return replace(self, **values)
 
     def after(self, earlier: "SamplerStats") -> "SamplerStats":
-        """Return these statistics merged with the ones of the sampler that this one replaced."""
+        """Return these statistics merged with those of the sampler that this one replaced."""
         return _merged([earlier, self], lambda kind: kind.over_time)
 
     def since(self, earlier: "SamplerStats") -> Self:

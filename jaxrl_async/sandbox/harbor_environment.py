@@ -23,7 +23,7 @@ from jaxrl_async.sandbox.sandbox import CommandOutcome, Sandbox, limits_of
 LONGEST_S = 24 * 3600.0
 """Limit of a command for which the caller sets none, seconds."""
 TRANSFER_BYTES = 1 << 30
-"""Maximum size of files that leave the sandbox at once."""
+"""Maximum size of files that leave the sandbox together."""
 OUTPUT_KB = 16 * 1024
 """Maximum output of one command, KiB."""
 TIMED_OUT = 124

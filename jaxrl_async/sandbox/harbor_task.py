@@ -263,7 +263,7 @@ def harbor_task(
     Args:
         path: folder of a task, or of tasks.
         eval_path: folder of held-out tasks; None: the last ones of path.
-        python: Python of the environment with Harbor; None: that of the command `harbor`.
+        python: Python of the environment with Harbor; None: the command `harbor`'s Python.
         agent: name of an agent of Harbor, or fields of its AgentConfig: name, import_path, kwargs.
         environment: sandbox, a type of Harbor's (docker, gke, ...), or fields of its
             EnvironmentConfig; {type: sandbox, kwargs: {...}} sets a sandbox's limits.

@@ -25,7 +25,7 @@ CANCEL_S = 20.0
 """Time for a cancelled trial to remove its environment, seconds; then it is killed."""
 LOOK_S = 0.2
 CALM = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HARBOR_TELEMETRY": "0", "DO_NOT_TRACK": "1"}
-"""Variables without which LiteLLM and Harbor call servers of their own."""
+"""Variables that keep LiteLLM and Harbor from calling their own servers."""
 
 
 def find_package() -> None:

@@ -203,7 +203,7 @@ def run_inside(plan: dict[str, Any], entered: int, mapped: int) -> None:
 
 
 def leave_pipes() -> None:
-    """Close the pipes to the caller, so that they end with the first process."""
+    """Close the pipes to the caller; they end with the first process then."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for own in (0, 1):
         os.dup2(nothing, own)

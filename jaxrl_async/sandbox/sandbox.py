@@ -90,7 +90,7 @@ class CommandOutcome:
 
 
 class Sandbox:
-    """One sandbox. `run` may be called by several threads at once."""
+    """One sandbox. `run` may be called by several threads at the same time."""
 
     def __init__(self, limits: SandboxLimits) -> None:
         """Start it; the first `run` waits until it is ready. Raises Away, ConfigError."""

@@ -4,7 +4,7 @@
     /usr, ...    of this machine, read-only, as is the Python that runs the first process
     /proc, /dev  of the sandbox's own PID namespace; null, zero, full, random, urandom, tty, ptys
 
-Nothing else of this machine is there: no home directory, no run folder, no socket.
+Nothing else of this machine exists there: no home directory, no run folder, no socket.
 """
 
 import os

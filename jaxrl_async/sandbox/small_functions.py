@@ -3,8 +3,8 @@
     user       f(x): 3 times x, minus 14
     assistant  def f(x): return 3*x-14
 
-A demonstration is whole with the probability worked_share, and otherwise leaves out the last part,
-so that tests teach what demonstrations alone do not.
+A demonstration is whole with the probability worked_share, and otherwise leaves out the last part:
+tests teach what demonstrations alone do not.
 """
 
 from collections.abc import Sequence

@@ -92,7 +92,7 @@ def equal_texts(completion: str, reference: str) -> bool:
 
 def answer_read(grader: Callable[..., object], completion: str) -> str | None:
     """Return the final answer that a built-in grader reads in a completion, for a majority vote:
-    equal numbers have equal texts. None: there is none, or it was cut off."""
+    equal numbers have equal texts. None: it is missing, or was cut off."""
     if grader is exact:
         text = after_thinking(completion) or ""
         return text.strip().rpartition("#")[2].strip() or None

@@ -150,8 +150,8 @@ class RewardModelScorer:
 def padded_rows(
     sequences: Sequence[IntArray], row_shards: int, parts: int
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Return a row for each sequence, padded to powers of two, so that only few programs are
-    compiled: token ids, positions and segment ids, each [rows, length] int32.
+    """Return a row for each sequence, padded to powers of two, so only few programs are compiled:
+    token ids, positions and segment ids, each [rows, length] int32.
 
     Args:
         sequences: at least one, of at least one token.

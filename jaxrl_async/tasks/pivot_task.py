@@ -162,7 +162,7 @@ def _conversation(columns: Mapping[str, Any]) -> GivenConversation:
 
 
 def pivots_of(conversations: Sequence[GivenConversation], turns: Turns, source: str) -> Pivots:
-    """Return the pivots of conversations, in order. Raises DataError if there are none."""
+    """Return the pivots of conversations, in order. Raises DataError if no turn is one."""
     places = [
         (number, at)
         for number, one in enumerate(conversations)
@@ -195,8 +195,8 @@ def shown_turn(message: Message) -> str:
 
 
 def _split(pivots: Pivots, source: str) -> tuple[Pivots, Pivots]:
-    """Return the pivots to train on, and those of the last conversations, which are held out: two
-    pivots of one conversation share its beginning."""
+    """Return the pivots to train on, and the held-out pivots of the last conversations: two pivots
+    of one conversation share its beginning."""
     numbers = sorted({number for number, _ in pivots.places})
     if len(numbers) < 2:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Tools that set signals, in processes of their own: signals work only in a main thread.
+"""Tools that set signals, in separate processes: signals work only in a main thread.
 
     a thread of tools ──{source, arguments}──> process ──{"text"} or {"error"}──> the thread
 

@@ -4,9 +4,9 @@
     tool calls    tool calls            the same tools with the same arguments, in any order
     text          text                  it calls no tool (text=any), or has the same words
 
-After PivotRL, Yi et al. 2026 (arXiv:2603.21383), sec. 2: a turn earns 1 if it is among those that
-are acceptable at this point, not only if it is the demonstration word for word. The comparison is
-that of NeMo Gym's single_step_tool_use_with_argument_comparison. Pure functions, no JAX.
+After PivotRL, Yi et al. 2026 (arXiv:2603.21383), sec. 2: a turn earns 1 if it is
+acceptable at this point, not only if it is the demonstration word for word. The comparison is the
+same as in NeMo Gym's single_step_tool_use_with_argument_comparison. Pure functions, no JAX.
 """
 
 import math
@@ -97,8 +97,8 @@ def _same_call(given: Mapping[str, Any], call: Mapping[str, Any], rules: MatchRu
 
 
 def same_value(given: Any, value: Any, similarity: float = 1.0) -> bool:
-    """Return whether two arguments are the same: whole numbers if they are equal, such as those of
-    orders, other numbers to within CLOSE, texts by `similar`, objects and lists by each of their
+    """Return whether two arguments are the same: whole numbers, such as an order's, if they are
+    equal, other numbers to within CLOSE, texts by `similar`, objects and lists by each of their
     values."""
     if isinstance(given, bool) or isinstance(value, bool):
         return given is value
@@ -121,8 +121,8 @@ def same_value(given: Any, value: Any, similarity: float = 1.0) -> bool:
 
 
 def similar(given: str, text: str, least: float = 1.0) -> bool:
-    """Return whether two texts have the same words, whatever their case and the spaces between
-    them; or, for `least` below 1, words in common with an F1 of at least that.
+    """Return whether two texts have the same words, apart from case and the spaces between them;
+    or, for `least` below 1, words in common with an F1 of at least that.
 
     F1 = 2 |A and B| / (|A| + |B|) of the multisets of words.
     """

@@ -362,7 +362,7 @@ def _own_loop() -> asyncio.AbstractEventLoop:
 
 class DaemonThreads(ThreadPoolExecutor):
     """Threads for asyncio.to_thread on a loop for user code: a few threads with a queue. Neither
-    the end of the loop nor that of the process waits for them. A call that is cancelled while it
+    the end of the loop nor the end of the process waits for them. A call that is cancelled while it
     runs keeps its thread, and another one replaces it."""
 
     def __init__(self, most: int = LOOP_THREADS) -> None:

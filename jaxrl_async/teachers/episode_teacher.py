@@ -198,7 +198,7 @@ def _of_spans(spans: Spans, found: ContextLogprobs, own_ids: IntArray) -> _Said:
         own_ids: the policy's token for each of the teacher's (OtherTokens.own_ids).
     """
     widths = spans.ours[:, 1] - spans.ours[:, 0]
-    ends = np.cumsum(widths) - 1  # index of each span's last token among those of all spans
+    ends = np.cumsum(widths) - 1  # index of each span's last token among all spans' tokens
     numbers = np.repeat(np.arange(len(widths)), widths)
     inside = np.arange(len(numbers)) - (ends + 1 - widths)[numbers]
     logprobs = np.zeros(len(numbers), np.float32)

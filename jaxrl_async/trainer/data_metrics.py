@@ -68,7 +68,7 @@ OF_TASKS = {
     "rollout/turns_mean": "turns_mean",
     "staleness/mean": "staleness_mean",
 }
-"""Measures, besides rewards, that are also reported for each task, by their names there."""
+"""Measures other than rewards that are also reported for each task, by their names there."""
 
 
 def task_measures(groups: Sequence[EpisodeGroup], version: int) -> dict[str, float]:

@@ -105,7 +105,7 @@ class SteeredCoefficients:
         self.current = self.current._replace(kl=kl, entropy=entropy)
 
     def at(self, step: int) -> Coefficients:
-        """Return the coefficients of a step, from 0: those of loss components follow from it."""
+        """Return the coefficients of a step, from 0; loss components' coefficients depend on it."""
         return self.current._replace(losses=coefficients_of(self._algorithm, step).losses)
 
     def steer(self, report: Mapping[str, float]) -> None:

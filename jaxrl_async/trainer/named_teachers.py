@@ -72,7 +72,7 @@ class NamedTeachers:
 
     top_k: int  # likeliest tokens that the loss compares; 0: none
     local: Mapping[str, LocalTeacher]  # those on these chips, by name
-    aligned: bool = False  # whether one has another tokenizer, so that spans are compared
+    aligned: bool = False  # whether one has another tokenizer: spans are compared then
     reference: str | None = None  # the one whose log-probs are the reference's
     following: FollowingTeachers | None = None  # None: no teacher is the policy
 
@@ -296,8 +296,8 @@ def _reference(step: PackedStep, given: Sequence[Sequence[TeacherLogprobs]]) -> 
 def _of_whole_spans(
     spans: IntArray, used: BoolArray, values: NDArray[np.float64], known: BoolArray
 ) -> tuple[BoolArray, NDArray[np.float64]]:
-    """Return which of the used tokens are in a span of which all tokens are used and known, and the
-    sum of its values over its span for each.
+    """Return which of the used tokens are in a span whose tokens are all used and known, and for
+    each token the sum of the values over its span.
 
     Args:
         spans: [n] number of each token's span.
@@ -360,8 +360,8 @@ def _columns(step: PackedStep, given: Sequence[Sequence[TeacherLogprobs]], top_k
 def _span_columns(
     step: PackedStep, given: Sequence[Sequence[TeacherLogprobs]], shape: tuple[int, ...]
 ) -> Columns:
-    """Return the columns of the spans that are compared as a whole: those whose one token has no
-    likely tokens of its own, and those of several tokens. shape: [rows, length, teachers]."""
+    """Return the columns of the spans that are compared as a whole: spans of several tokens, and
+    spans whose one token has no likely tokens. shape: [rows, length, teachers]."""
     length = shape[1]
     last = np.full((shape[0] * length, shape[2]), -1, np.int32)
     logprobs = np.zeros(last.shape, np.float32)

@@ -79,7 +79,7 @@ def muon(
     The Nesterov momentum of a matrix [in, out] is made nearly orthogonal by Newton-Schulz steps
     (Jordan et al. 2024, kellerjordan.github.io/posts/muon), and times rms sqrt(max(in, out)), so
     that its root mean square is about AdamW's and a learning rate for AdamW fits (Liu et al. 2025,
-    arXiv:2502.16982, eq. 4). Layers, experts and an adapter's A and B are matrices of their own.
+    arXiv:2502.16982, eq. 4). Layers, experts and an adapter's A and B are separate matrices.
     """
     from optax import contrib
 

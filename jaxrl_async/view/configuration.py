@@ -1,4 +1,4 @@
-"""Read the text of a run's configuration, whatever it holds, as short texts by dotted names."""
+"""Read the text of any run's configuration as short texts by dotted names."""
 
 import json
 import reprlib

@@ -61,7 +61,7 @@ class ViewServer(ThreadingHTTPServer):
         """Listen. Raises OSError if that is not possible.
 
         Args:
-            runs: those of the page; they may become more.
+            runs: shown on the page; more may be added.
             host: if it is not a loopback address, every call needs `token`.
             port: 0: any free port.
         """

@@ -495,7 +495,7 @@ class WatchedRun:
             return self._config
 
     def config_text(self) -> str | None:
-        """Return the text of the run's configuration; None if there is none."""
+        """Return the text of the run's configuration; None if it cannot be read."""
         try:
             return (self.root / "config.yaml").read_text("utf-8")
         except (OSError, ValueError):

@@ -193,7 +193,7 @@ class Push:
 
 def reshards_on_host(devices: Sequence[jax.Device]) -> bool:
     """Return True if resharding in host memory is faster: between CPU devices of this process
-    (docs/benchmarks.md, "Weights from mesh to mesh").
+    (benchmarks/results/weight_transfer.json).
 
     Accelerators have links for collectives, and a process can read only its own devices' shards.
     """

@@ -5,8 +5,8 @@ versions.
                  │ corrupted, or a newer offer                  (the sampler swaps to it)
                  └──> waits for the next offer
 
-Besides the sampler's live weights there is at most one other set: the next version is fetched only
-when the last one is live.
+There is at most one other set of weights than the sampler's live ones: the next version is fetched
+only when the last one is live.
 """
 
 import logging

@@ -22,7 +22,7 @@ OfPrompt = Callable[[Prompt], Constraint | None]
 
 
 def prompt_constraint(task: Task) -> OfPrompt | None:
-    """Return the constraint of each prompt of a task; None: there is none."""
+    """Return the constraint of each prompt of a task; None: its answers are free."""
     given = task.constraint
     if given is None:
         return None

@@ -327,7 +327,7 @@ def _teachers(config: Config, policy: Policy, slices: Slices, state: TrainState)
 def _following(
     config: Config, state: TrainState, make_pass: Callable[[], LogprobPass]
 ) -> "named_teachers.FollowingTeachers | None":
-    """Return the teachers by name that are the policy; None: there are none."""
+    """Return the teachers by name that are the policy; None: no teacher is."""
     named = config.named_teachers.items()
     moves = {name: one.policy for name, one in named if one.policy is not None}
     if not moves:
@@ -439,8 +439,8 @@ def keeps_masks(config: Config, task: Task = NO_TASK) -> bool:
 
 
 def check_masks_fit(config: Config) -> None:
-    """Raise ConfigError if a loss compares whole distributions, of which a constraint hides a
-    part."""
+    """Raise ConfigError if a loss compares whole distributions, since a constraint hides a part of
+    them."""
     if compares_whole_distributions(config):
         raise ConfigError(
             "the task has a constraint, whose answers are sampled from a part of the vocabulary, "

@@ -37,7 +37,7 @@ def joined(
     faults: FaultCounts,
     outages: Outages,
 ) -> TaskInputs:
-    """Return the inputs of all tasks as those of one, whose prompts name their tasks. Raises
+    """Return the inputs of all tasks as one task whose prompts name their tasks. Raises
     ConfigError for a user's `mixing` that cannot be loaded."""
     named = [replace(p, task=name) for name, part in parts.items() for p in part.held_out]
     if len(parts) > 1:  # each has positions of its own
@@ -87,7 +87,7 @@ def _joined_play(config: Config, parts: Mapping[str, TaskInputs], tokenizer: Tok
     return Play(
         task=only.task if len(plays) == 1 else NO_TASK,
         make_env=make_env,
-        stop_token_ids=tuple(stops)[:MAX_STOP_TOKENS],  # each prompt has those of its task
+        stop_token_ids=tuple(stops)[:MAX_STOP_TOKENS],  # each prompt uses its task's
         own=MixedRecords(taught, tokenizer),
         oldest_s=lambda: max(play.oldest_s() for play in plays.values()),
     )
@@ -101,7 +101,7 @@ class MixedRecords:
     tokenizer: Tokenizer
 
     def source(self, split: Split, *, taught: bool = False) -> RecordSource:
-        """Return the records of all tasks in turn. Raises ConfigError, DataError."""
+        """Return the records of all tasks, alternating. Raises ConfigError, DataError."""
         if not self.parts:
             raise ConfigError(
                 "no task has warm_start=true, and warm_start.steps or supervised_coefficient asks "
@@ -121,7 +121,7 @@ class MixedRecords:
 
 @dataclass(frozen=True, slots=True)
 class AlternatingRecords:
-    """Records of several sources in turn: each has the same share, and shorter ones repeat."""
+    """Records of several sources, alternating: each has the same share, and shorter ones repeat."""
 
     sources: Sequence[RecordSource]
 

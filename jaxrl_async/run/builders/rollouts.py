@@ -201,8 +201,8 @@ def make_rollout_side(
 def ordered(
     prompts: "PromptStream | Curriculum | MixedPrompts", schedule: "RunSchedule"
 ) -> PromptStream | OrderedPrompts:
-    """Return the prompts in an order that a replay repeats; that of a curriculum and of several
-    tasks depends on groups."""
+    """Return the prompts in an order that a replay repeats. Groups decide the order of a curriculum
+    and of several tasks."""
     return prompts if isinstance(prompts, PromptStream) else OrderedPrompts(prompts, schedule)
 
 

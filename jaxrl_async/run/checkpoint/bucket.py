@@ -211,7 +211,7 @@ class BucketStorage:
         if writer is not None and writer.sign != self.sign:
             raise FolderLost(
                 f"{self.directory} is written by another trainer now: {writer}. This one saves "
-                "nothing there any more. Let one of the two go on alone, or give one of them "
+                "nothing there any more. Let one of the two continue alone, or give one "
                 "another run.name."
             )
 

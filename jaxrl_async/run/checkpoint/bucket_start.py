@@ -57,8 +57,8 @@ def bring_back_records(section: CheckpointSection, run: RunSection) -> bool:
 
 
 def begin_writing(section: CheckpointSection, run: RunSection) -> None:
-    """Make this process the trainer that writes a run's checkpoints to its bucket; one that still
-    runs ends at a save of its own. What that has saved since `bring_back_records` is brought, too.
+    """Make this process the trainer that writes a run's checkpoints to its bucket; another one that
+    still runs ends at its next save. What it has saved since `bring_back_records` is brought, too.
     Raises ConfigError."""
     assert section.dir is not None, "checkpoints lie on a bucket"
     place, paths = open_bucket(section.dir, run.name), Paths(Path(run.dir) / run.name)
@@ -115,8 +115,8 @@ def _reaches(paths: Paths, place: BucketStorage, step: int) -> bool:
 
 
 def _newest_whole(place: BucketStorage, steps: list[int]) -> int:
-    """Return the newest step whose objects are those that were written. Raises OSError where the
-    bucket does not say, ConfigError if there is none."""
+    """Return the newest step whose objects are unchanged. Raises OSError if the bucket does not
+    answer, ConfigError if no step's objects are."""
     for step in reversed(steps):
         try:
             place.check(step)
@@ -128,5 +128,5 @@ def _newest_whole(place: BucketStorage, steps: list[int]) -> int:
             return step
     raise ConfigError(
         f"{place.directory} (checkpoint.dir): none of the checkpoints {steps} is what was written. "
-        "Bring their objects back, or choose another run.name to start anew."
+        "Bring their objects back, or choose another run.name to start again."
     )

@@ -376,9 +376,9 @@ class Checkpoints:
         folder = self.directory / str(step)
         if not self._place.is_sealed(step):
             log.error(
-                "%s has no %s: nothing shows that its files are those that were written. It is "
-                "read, since no checkpoint with right checksums is there. Compare what the run "
-                "does now with its metrics from before.",
+                "%s has no %s: nothing shows that its files are as they were written. It is read, "
+                "since no checkpoint has the right checksums. Compare what the run does now with "
+                "its metrics from before.",
                 folder,
                 CHECKSUMS,
             )
@@ -645,8 +645,8 @@ def _way_out(directory: Any) -> str:
     """Return what to do where no checkpoint can be read."""
     if isinstance(directory, Path):
         backup = "Copy the folder from a backup"
-        return f"{backup}, or start anew with run.overwrite=true (the old run is moved aside)"
-    return "Bring their objects back, or choose another run.name to start anew"
+        return f"{backup}, or start again with run.overwrite=true (the old run is moved aside)"
+    return "Bring their objects back, or choose another run.name to start again"
 
 
 def _remedy(directory: Any) -> str:

@@ -273,8 +273,8 @@ def _check_blocks(path: Path, events: list[dict[str, Any]]) -> None:
 
 
 class OrderedPrompts:
-    """Prompts that depend on the groups seen before, which are recorded, too: a curriculum's, or
-    those of several tasks.
+    """Prompts of a curriculum or of several tasks: they depend on the groups seen before, which are
+    recorded, too.
 
     The rollouts take the prompts of a burst one after another; the burst is recorded by its last
     number, and with the tasks of its groups if there are several. Each group seen is recorded, and

@@ -120,7 +120,7 @@ class WaitingQueue(Generic[A]):
 
 
 class RequestQueue(WaitingQueue[LiveRequest]):
-    """The waiting requests of a sampler. Those that only score wait in a queue of their own, since
+    """The waiting requests of a sampler. Requests that only score wait in a separate queue, since
     they need no slot."""
 
     def __init__(self, *, apart: bool) -> None:

@@ -392,6 +392,6 @@ def has_usable_kv(prefilling: Prefilling, spec: EngineSpec, version: int) -> boo
         return False  # states of gated delta nets are not saved: prefilled again
     if prefilling.scores is not None:
         return False  # prefilled again, for its log-probs
-    # a window would see pages of which only a part was saved
+    # a window would see pages that were saved only in part
     whole = saved.kv_page_tokens in (0, spec.page_tokens)
     return whole and saved.kv_version == version

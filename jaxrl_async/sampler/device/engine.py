@@ -313,7 +313,7 @@ class Engine:
             weights: of `prepare`.
             state: donated if the chunk has cells.
             chunk: new tokens.
-            scored: those of them that are scored.
+            scored: which of the new tokens are scored.
             top: number of likeliest tokens after each, one of sampling.NAMED_SIZES.
         """
         if chunk.cells is None:

@@ -224,7 +224,7 @@ def likeliest(logits: Array, k: int) -> tuple[Array, Array]:
     the lowest id of equal ones first.
 
     They are in the k blocks of BLOCK tokens with the largest maxima: any other block has k blocks
-    before it, each with a token that comes before all of its own.
+    before it, each with a token that comes before all tokens of this block.
     """
     S, V = logits.shape
     if k == 0 or 2 * k * BLOCK >= V:

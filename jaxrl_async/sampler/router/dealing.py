@@ -56,8 +56,8 @@ class Candidate:
     def room(self) -> int:
         """Requests that may be dealt to it now; below 0: it has more than its share.
 
-        Its total is twice its rows, so that as many requests wait as decode, and at least 1.25
-        times its places.
+        Its total is twice its rows, so as many requests wait as decode, and at least 1.25 times its
+        places.
         """
         return max(2 * self.rows, math.ceil(1.25 * self.places)) - self.in_flight
 
