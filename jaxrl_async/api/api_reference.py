@@ -147,7 +147,8 @@ def _function(node: _Function) -> str:
     before, listed, after = text.partition("**Args**\n\n")
     if listed:
         types = {re.split(r"\W+", p.strip("*"))[0]: p for p in _parts(_arguments(node))}
-        after = re.sub("^- `(.+?)`: ", lambda m: f"- `{types[m[1]]}`: ", after, flags=re.M)
+        explained = re.compile("(?<=^- `)\\w+(?=`: )", re.M)
+        after = explained.sub(lambda m: types.get(m[0], m[0]), after)
         names += ["*, ..."] * bool(node.args.kwonlyargs)
     elif len(_arguments(node) + result) < LONGEST:
         return f"{_code(f'{shown}({_arguments(node)}){result}')}\n{text}"
