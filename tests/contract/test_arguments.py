@@ -67,7 +67,9 @@ def table() -> list[str]:
         names: dict[str, list[str]] = {}
         for name in sorted(registry):
             names.setdefault(told(registry[name]) or "none", []).append(f"`{name}`")
-        lines += [f"| `{registry.setting}` | {', '.join(n)} | {text} |" for text, n in names.items()]
+        lines += [
+            f"| `{registry.setting}` | {', '.join(n)} | {text} |" for text, n in names.items()
+        ]
     return lines
 
 
