@@ -215,8 +215,7 @@ def _plain(shown: str) -> str:
 def _result(node: _Function) -> str:
     if node.returns is None or ast.unparse(node.returns) == "None":
         return ""
-    quoted = isinstance(node.returns, ast.Constant)
-    return f" -> {node.returns.value if quoted else ast.unparse(node.returns)}"
+    return f" -> {ast.unparse(node.returns).strip(chr(39))}"  # of a type in quotes, too
 
 
 def _parts(arguments: str) -> list[str]:
