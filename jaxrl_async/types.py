@@ -119,10 +119,9 @@ class LogprobRequest:
 class PositionLogprobs:
     """Log-probs at n positions of a sequence, each given the tokens before it.
 
-    Of a prompt they are the policy's own (temperature 1, no truncation). Its first position, which
-    no token precedes, and those before LogprobRequest.start are NaN, with ids of -1. Of generated
-    tokens they are of the distribution that each was sampled from (SamplingParams), -inf for a
-    token that was impossible.
+    Of a prompt they are the policy's own (temperature 1, no truncation); its first position and
+    those before LogprobRequest.start are NaN, with ids of -1. Of generated tokens they are of the
+    distribution that each was sampled from, -inf for a token that was impossible.
     """
 
     logprobs: FloatArray  # [n] float32, of the token at that position
@@ -145,8 +144,8 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """What the text of an answer must match. Only tokens that can still lead to a match, and the
-    stop tokens once the text matches, are sampled."""
+    """What the text of an answer must match: only tokens that can still lead to a match are
+    sampled, and stop tokens once it matches."""
 
     kind: str  # json_object, json_schema, regex, lark, turn (two kinds of grammars) or choice
     # the schema as JSON, the pattern, the grammar in llguidance's Lark, or the texts of a choice as
@@ -168,8 +167,7 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitShaping:
-    """Changes of the logits before the temperature. Log-probs are of the changed
-    distribution. The default changes nothing."""
+    """Changes of the logits before the temperature; log-probs are of the changed distribution."""
 
     bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit: -100 to 100)
     min_tokens: int = 0  # stop tokens are impossible before this many generated tokens
@@ -205,9 +203,7 @@ class Request:
     # queue order: the lowest comes first, compared from the left (as vLLM's priority, a level and
     # a place within it); equal ones in order of submission. Does not change any token
     priority: tuple[int, int] = (0, 0)
-    forced_length: int | None = (
-        None  # benchmarks: ignore stop tokens and end after this many tokens
-    )
+    forced_length: int | None = None  # benchmarks: end after exactly so many tokens
     extras: bool = False  # the completion has full_logprobs and kept
     # the sampler's adapter to generate with; its tokens' versions are that adapter's versions
     adapter: str = ""  # empty: no adapter
@@ -379,7 +375,7 @@ TOKEN_COLUMNS = tuple(column.name for column in fields(TokenRecord))
 class Completion(TokenRecord):
     """The tokens that the sampler generated for one request.
 
-    Generated: A A B; the weights changed from version 7 to 9 before B's logits were computed:
+    Generated: A A B; the weights changed from version 7 to 9 before B:
         token_ids = [A A B]   logprobs = [a a b]   versions = [7 7 9]
     """
 
@@ -392,8 +388,7 @@ class Completion(TokenRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial(TokenRecord):
-    """A running request as data, with all that a sampler needs to continue it with the same
-    tokens."""
+    """A running request as data: a sampler continues it with the same tokens."""
 
     request: Request
     seed: int  # of the sampler that generated the tokens
@@ -478,10 +473,9 @@ class Episode:
         logprobs  = [0 0 0 a a 0 0 b]     versions = [- - - 7 7 - - 9]     # '-' is NOT_DRAWN
 
     If history was rewritten (compaction, dropped thinking, a sub-agent), the policy saw several
-    contexts. They are concatenated; each is a separate sequence with positions from 0:
+    contexts. They are concatenated, each with positions from 0; a generated token is drawn in one
+    of them:
         token_ids = [P P A A | S T B]     starts   = (0, 4)
-    Every generated token is marked as drawn in one context only; where another context repeats it,
-    it counts as context.
     """
 
     token_ids: IntArray  # [length] int32
@@ -499,8 +493,8 @@ class Episode:
     # the conversation, for scorers only: it is dropped once the group is scored. opened: what an
     # environment wrote before the policy's first turn; (): the prompt's messages
     opened: tuple[Message, ...] = ()
-    messages: tuple[Message, ...] = ()  # from the policy's first turn on. One without content was
-    # cut off: its text is in the last turn's tokens. (): only the tokens are known
+    # A message without content was cut off: its text is in the last turn's tokens
+    messages: tuple[Message, ...] = ()  # from the policy's first turn on; (): tokens alone known
     seat: str = ""  # the seat of a game that the policy filled; empty: no game
     peers: str = ""  # compared with episodes of its group with the same value: a seat, a fork
 

@@ -44,10 +44,8 @@ conversation to answer."""
 
 
 class Asker:
-    """A policy that answers, its sampler open until it is closed: many calls, one compilation.
-
-    A context manager. Use `generate` for a single call.
-    """
+    """A policy that answers, its sampler open until it is closed: many calls, one compilation. A
+    context manager."""
 
     def __init__(
         self,
@@ -100,20 +98,20 @@ class Asker:
         top_k: int = 0,
         constraint: Constraint | None = None,
     ) -> list[str]:
-        """Return an answer to each prompt, or to the only one, in this order; blocks.
+        """Return an answer to each prompt, in order; blocks.
 
         Args:
             prompts: a text (a question to a chat model, or a beginning to continue), a conversation
-                (messages) to answer, or several.
-            max_new_tokens: longest answer.
+                (messages), or a list of these.
+            max_new_tokens: longest answer, tokens.
             temperature: 0: the most likely tokens.
-            top_p: least probability of the tokens to choose among, the likeliest first.
+            top_p: total probability of the likeliest tokens to choose among.
             top_k: number of tokens to choose among; 0: all.
-            constraint: what each answer must match, such as Constraint.schema({...}); an answer
-                that reaches max_new_tokens before is cut off. None: anything.
+            constraint: what each answer must match unless max_new_tokens cuts it off, such as
+                Constraint.schema({...}).
 
-        Raises DataError for what cannot be written as tokens, RolloutError for a prompt that is too
-        long, and for a constraint that cannot be followed.
+        Raises DataError for what cannot be tokenized, RolloutError for a prompt that is too long,
+        and for a constraint that cannot be followed.
         """
         sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
         asked = listed_prompts(prompts)
@@ -127,18 +125,16 @@ class Asker:
         top: int = 0,
         ids: Sequence[int] = (),
     ) -> list[ScoredText]:
-        """Return the log-probs of each text's tokens, in this order; blocks. Nothing is generated.
+        """Return the log-probs of each text's tokens, in order; blocks.
 
         Args:
-            texts: a text or its token ids, a pair, or a list of these. A pair, the tuple
-                (prompt, completion), gives the log-probs of the completion; its prompt may also be
-                a conversation (messages). Texts are written as they are, after the tokens that the
-                tokenizer adds before a text (bos).
+            texts: a text or its token ids, a tuple (prompt, completion), or a list of these. A
+                tuple gives the log-probs of the completion; its prompt may be a conversation. Texts
+                are tokenized as they are, after the tokenizer's bos.
             top: number of likeliest tokens whose log-probs are given at each position, at most 128.
             ids: token ids whose log-probs are given at each position, at most 128.
 
-        Raises DataError for what cannot be written as tokens, RolloutError for a text that is too
-        long.
+        Raises DataError for what cannot be tokenized, RolloutError for a text that is too long.
         """
         requests = [
             self._scoring(one, index, top, ids) for index, one in enumerate(listed_texts(texts))
@@ -150,8 +146,8 @@ class Asker:
     def conversation(self, *, system: str | None = None) -> Conversation:
         """Begin a conversation of several turns, whose sampled tokens are kept unchanged.
 
-        system: system message; None: none. Raises DataError for one if the policy has no chat
-        template; each question is then a text to continue, alone.
+        system: system message. Without a chat template it raises DataError, and each question is a
+        text to continue.
         """
         chat = self._format() if self._tokenizer.has_chat_template else None
         return Conversation(self._sampler, self._tokenizer, chat, system=system)
@@ -181,8 +177,8 @@ class Asker:
         top_k: int = 0,
         constraint: Constraint | None = None,
     ) -> Iterator[str]:
-        """Yield the answer to a prompt in pieces while it is sampled. Arguments and errors as in
-        `generate`. Leaving the loop early cancels the answer."""
+        """Yield the answer in pieces while it is sampled; otherwise as `generate`. Leaving the
+        loop early cancels the answer."""
         sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
         request = self._request(prompt, max_new_tokens, sampling, constraint)
         yield from streamed(self._sampler, request, self._text)
@@ -280,8 +276,8 @@ def generate(
     chat_arguments: Mapping[str, Any] | None = None,
     constraint: Constraint | None = None,
 ) -> list[str]:
-    """Return the answer of a policy, or of the one in a directory, to each prompt, or to the only
-    one; see Asker.generate, which is quicker for several calls."""
+    """Return a policy's answer to each prompt, as Asker.generate, which is quicker for several
+    calls."""
     with Asker(policy, seed=seed, chat_arguments=chat_arguments) as asker:
         return asker.generate(
             prompts,
@@ -300,7 +296,7 @@ def score(
     top: int = 0,
     ids: Sequence[int] = (),
 ) -> list[ScoredText]:
-    """Return the log-probs that a policy, or the one in a directory, gives to the tokens of each
-    text or completion; see Asker.score, which is quicker for several calls."""
+    """Return the log-probs of the tokens of texts or completions, as Asker.score, which is
+    quicker for several calls."""
     with Asker(policy) as asker:
         return asker.score(texts, top=top, ids=ids)

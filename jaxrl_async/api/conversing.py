@@ -93,8 +93,7 @@ def with_answer(turns: SaidTokens, token_ids: IntArray, chat: ChatFormat | None)
 
 
 class Conversation:
-    """A conversation with a policy; made by Asker.conversation. Only one thread at a time may use
-    it."""
+    """A conversation with a policy, made by Asker.conversation, for one thread at a time."""
 
     def __init__(
         self,
@@ -142,18 +141,18 @@ class Conversation:
         on_text: Callable[[str], object] | None = None,
         stopped: threading.Event | None = None,
     ) -> ConversationAnswer:
-        """Ask the policy, and return its answer, which becomes a part of the conversation; blocks.
+        """Ask the policy; its answer becomes a part of the conversation. Blocks.
 
         Args:
             question: the user's text.
-            max_new_tokens: longest answer; None: what the sampler's max_length leaves.
+            max_new_tokens: longest answer, tokens; None: what the sampler's max_length leaves.
             sampling: how tokens are sampled.
             on_text: called with each new piece of the answer's text.
-            stopped: ends the answer when it is set. Its tokens so far are the answer; without any
-                the question is taken back.
+            stopped: ends the answer when it is set, with its tokens so far; without any the
+                question is taken back.
 
-        Raises DataError for what cannot be written as tokens, RolloutError for a conversation that
-        leaves no room for an answer.
+        Raises DataError for what cannot be tokenized, RolloutError if there is no room for an
+        answer.
         """
         asked = with_question(self._turns, question, self._chat, self._tokenizer)
         return self._answered(asked, max_new_tokens, sampling, on_text, stopped)
@@ -172,13 +171,8 @@ class Conversation:
         return self._answered(self._asked, max_new_tokens, sampling, on_text, stopped)
 
     def logprobs(self, top: int = 0) -> ScoredText:
-        """Return the log-probs of the last answer's tokens at temperature 1; blocks.
-
-        Args:
-            top: number of likeliest tokens whose log-probs are given at each position.
-
-        Raises DataError if there is no answer yet.
-        """
+        """Return the log-probs of the last answer's tokens, and of the `top` likeliest at each
+        position, at temperature 1; blocks. Raises DataError if there is no answer yet."""
         if self._asked is None:
             raise DataError("there is no answer yet that has log-probs. Ask something first.")
         scored = LogprobRequest(prompt=True, start=len(self._asked.token_ids), top=top)

@@ -50,36 +50,34 @@ def evaluate(
     overrides: Sequence[str] = (),
     **settings: Any,
 ) -> PolicyEvaluation:
-    """Evaluate a policy and return means with standard errors and all answers; blocks.
+    """Evaluate a policy; return means with standard errors, and all answers. Blocks.
 
     Args:
         policy: a policy, its directory or name on the hub, the folder of a run or of an adapter, or
             the address of an OpenAI-compatible endpoint (http://HOST:PORT/v1).
-        data: held-out records: a list of mappings, or a file of them; None: the task's, or the
-            run's own.
-        task: a task, whose held-out records, environment and reward are used, or the name of one
-            of a run's several (tasks); None: a run's own.
-        reward: as of jaxrl_async.train; None: the task's, the run's, or `exact`.
-        samples: answers to each prompt, n, for avg@n, pass@k up to n and maj@n.
+        data: held-out records, or a file of them; None: the task's, or the run's.
+        task: a task with held-out records, environment and reward, or the name of one of a run's
+            tasks; None: the run's.
+        reward: as of train; None: the task's, the run's, or `exact`.
+        samples: answers to each prompt, n, for avg@n, pass@k up to n, and maj@n.
         temperature: 0: the most likely tokens, only for samples=1.
-        top_p: least probability of the tokens to choose among, the likeliest first.
+        top_p: total probability of the likeliest tokens to choose among.
         top_k: number of tokens to choose among; 0: all.
-        max_new_tokens: longest answer; None: a run's, or 1,024.
+        max_new_tokens: longest answer, tokens; None: the run's, or 1,024.
         prompts: number of prompts, the first ones; None: all.
         pass_reward: least part `correct`, or else reward, of an answer that passes.
         seed: of the random numbers.
-        compare: another policy, asked the same: the result has the paired differences to it.
+        compare: another policy, asked the same; the result has the paired differences.
         base: of an adapter; None: the base that it names.
         model: name of the model at an endpoint; None: its only one.
         key_variable: environment variable with the endpoint's key.
         concurrency: calls of an endpoint at a time.
-        config: what the arguments change: a YAML file, sections, or a Config; None: a run's own.
-        overrides: settings as on the command line, section.key=value.
-        settings: any setting of a configuration, as of jaxrl_async.train.
+        config: as of train; None: the run's.
+        overrides: settings, as `section.key=value`.
+        settings: any setting, as of train.
 
-    Raises:
-        ConfigError: the arguments do not fit each other.
-        JaxrlError: the evaluation failed; the message names the remedy.
+    Raises ConfigError for arguments that do not fit, JaxrlError if the evaluation
+    failed.
     """
     end_loading()
     source = PolicySource(

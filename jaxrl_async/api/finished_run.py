@@ -21,8 +21,7 @@ from jaxrl_async.run.shown_answers import read_answers
 
 @dataclass(frozen=True)
 class Run:
-    """The results of a run, each read when it is accessed. As the last line of a notebook's cell it
-    is a picture: rewards by update, and the timeline."""
+    """The results of a run, each read when it is accessed. A notebook shows it as a picture."""
 
     path: Path
     """The run's folder; a text is taken for one."""
@@ -47,8 +46,8 @@ class Run:
 
     @property
     def answers(self) -> list[dict[str, Any]]:
-        """Answers to the first held-out prompts at each evaluation: prompt, completion, reference,
-        reward, version, and the answer's index and player (`seat`)."""
+        """Answers to the first held-out prompts at each evaluation: prompt, completion,
+        reference, reward, version, `index` and `seat`."""
         return read_answers(self._paths.answers)
 
     @property
@@ -58,8 +57,8 @@ class Run:
 
     @cached_property
     def policy(self) -> Policy:
-        """The policy at the end, an adapter's changes added. Raises CheckpointError where the run
-        has written none."""
+        """The policy at the end, an adapter merged. Raises CheckpointError if the run has
+        written none."""
         if not self._paths.policy.is_dir():
             raise CheckpointError(
                 f"{self._paths.policy} is not there: the run has trained a reward model, or did "
@@ -68,8 +67,8 @@ class Run:
         return Policy.from_pretrained(self._paths.policy)
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """Return the steps at which a metric was measured, with its values; none: not in this run.
-        Raises DataError for a name that no metric has."""
+        """Return the steps at which a metric was measured, with its values. Raises DataError for
+        a name that no metric has."""
         lines = self.metrics
         found = points(lines, name)
         if not found and not names_a_known_metric(name):
@@ -80,8 +79,8 @@ class Run:
         return found
 
     def table(self, names: Sequence[str] = ()) -> dict[str, list[Any]]:
-        """Return the metrics by column, with None where a step has not measured one: what
-        pandas.DataFrame takes. names: columns in addition to `step`; none: all."""
+        """Return the metrics by column, for pandas.DataFrame, with None where a step has not
+        measured one. names: columns in addition to `step`; none: all."""
         lines = self.metrics
         columns = names or sorted({key for line in lines for key in line} - {"step"})
         return {name: [line.get(name) for line in lines] for name in ("step", *columns)}

@@ -38,12 +38,12 @@ def from_trl(
     devices: int | None = None,
     **others: Any,
 ) -> dict[str, Any]:
-    """Return TRL's GRPOConfig and arguments of its GRPOTrainer as arguments of `train`.
+    """Return TRL's GRPOConfig and arguments of its GRPOTrainer as arguments of `train`:
 
-    train(**from_trl(GRPOConfig(...), model=..., reward_funcs=..., train_dataset=...))
+        train(**from_trl(GRPOConfig(...), model=..., reward_funcs=..., train_dataset=...))
 
-    Settings are converted with TRL's defaults, which are not ours. What has no counterpart, or
-    another meaning, is logged. TRL need not be installed.
+    Settings that are not given have TRL's defaults. What has no counterpart, or another meaning, is
+    logged. TRL need not be installed. Raises ConfigError for arguments that cannot be converted.
 
     Args:
         args: a GRPOConfig, or its fields as a mapping.
@@ -54,9 +54,7 @@ def from_trl(
         peft_config: PEFT's LoraConfig, or its fields as a mapping.
         tools: functions that the policy may call.
         devices: number of devices that train there; None: args.world_size, or 1.
-        others: further arguments of GRPOTrainer; without a counterpart they are logged.
-
-    Raises ConfigError for arguments that cannot be converted.
+        others: further arguments of GRPOTrainer.
     """
     given = _fields_of(args)
     devices = devices or int(getattr(args, "world_size", 1) or 1)

@@ -54,24 +54,21 @@ def plan(
     cache: str | Path | None = None,
 ) -> PlannedRun:
     """Compile a run's programs for TPU slices, or NVIDIA cards, that need not exist, and return its
-    plan; blocks for minutes unless they are cached, and logs what it compiles. Needs libtpu, or
-    JAX's CUDA plugin, and no accelerator.
+    plan. Blocks for minutes unless they are cached. Needs libtpu, or JAX's CUDA plugin, and no
+    accelerator.
 
     Args:
         config: a YAML file, recipe:NAME, sections, or a Config.
-        topology: the trainer's slice, such as "v5e-64" or "v5e:8x8", or its cards, such as
-            "h100-8"; what trainer and samplers divide unless the samplers are elsewhere
-            (mesh.samplers_in).
+        topology: the trainer's slice ("v5e-64", "v5e:8x8") or cards ("h100-8"), shared with the
+            samplers unless these are elsewhere (mesh.samplers_in).
         overrides: settings, as `section.key=value`.
-        sampler_topology: chips of all samplers together, each on a separate slice, where they
-            are elsewhere; None: as mesh says.
-        lengths: of answers, tokens: a list, {length: weight}, a run's folder or a JSON file of
-            these; None: a long-tailed distribution is assumed.
+        sampler_topology: chips of all samplers together, if they are elsewhere; None: as mesh says.
+        lengths: of answers, tokens: a list, {length: weight}, or a run's folder or JSON file of
+            these; None: a long-tailed distribution.
         cache: folder of compiled results; None: the usual one.
 
-    Raises:
-        ConfigError: no plan can be made of this configuration on these slices.
-        JaxrlError: something else failed; it says what.
+    Raises ConfigError if no plan can be made of the configuration on these slices, JaxrlError for
+    other failures.
     """
     resolved = _resolved(config, overrides)
     with tempfile.TemporaryDirectory(prefix="jaxrl-plan-") as name:

@@ -20,10 +20,8 @@ VERBATIM = "{prompt}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredText:
-    """The log-probs of a text's n tokens, each given the tokens before it.
-
-    The first token, and the tokens of a pair's prompt, have NaN and top_ids of -1.
-    """
+    """The log-probs of a text's n tokens, each given the tokens before it. The first token, and
+    the tokens of a pair's prompt, have NaN and top_ids of -1."""
 
     text: str  # of all tokens, special ones included
     token_ids: IntArray  # [n] int32

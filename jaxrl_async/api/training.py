@@ -41,32 +41,28 @@ def train(
 ) -> Run:
     """Train a policy and return the finished run; blocks.
 
-    Works on any thread and inside a running event loop; Ctrl-C saves and ends the run where it is
-    called on the main thread. A run of the same name is moved aside, unless resume=True.
+    Ctrl-C on the main thread saves and ends the run. A run of the same name is moved aside, unless
+    resume=True.
 
     Args:
         model: directory of a Hugging Face model, or a policy; None: random weights of the shape in
             model={"architecture": ...}.
-        data: records to train on, as mappings (`question` or `messages`, `answer`, and the columns
-            that the reward reads) or texts; or the path of a file of them.
-        reward: a function of (completion, and any of prompt, reference and the records' columns by
-            name) or, as elsewhere, of (prompts, completions, and columns), all lists with one item
-            an answer; the name of a built-in one; or a list of these, which are added up.
-        task: environments, games, tools or a program; see docs/environments.md.
-        tools: functions with type hints that the policy may call, in addition to the task's; after
-            its last call, the reward judges the whole answer.
+        data: records to train on, as mappings (`question` or `messages`, `answer`, and columns that
+            the reward reads) or texts; or a file of them.
+        reward: a function of completion and any of prompt, reference and the records' columns, by
+            name, or of lists of these (prompts, completions); the name of a built-in one; or a
+            list of these, which are added up.
+        task: environments, games, tools or a program (docs/environments.md).
+        tools: functions with type hints that the policy may call, in addition to the task's; the
+            reward then judges the whole answer.
         eval_data: held-out records; None: the last tenth of data, 64 at most.
         config: what the settings change: a YAML file, sections, or a Config.
-        on_step: called after each update with its number and its metrics; StopTraining ends the
-            run.
-        callbacks: objects called at each stage of the run: begin, step, evaluation, save, end.
-        settings: any setting of a configuration: a section as a mapping, such as
-            sampler={"slots": 32}, or a setting by its own name, such as learning_rate=1e-5,
-            steps=100, group_size=8 or max_new_tokens=256.
+        on_step: called after each update with its number and metrics; StopTraining ends the run.
+        callbacks: objects called at each stage of the run.
+        settings: any setting: a section as a mapping, such as sampler={"slots": 32}, or a setting
+            by its own name, such as learning_rate=1e-5 or steps=100.
 
-    Raises:
-        ConfigError: the arguments do not fit each other.
-        JaxrlError: the run failed; what it says is what to do.
+    Raises ConfigError for arguments that do not fit, JaxrlError if the run failed.
     """
     end_loading()
     brought = Brought(
@@ -169,9 +165,11 @@ def steps(
     reward: Reward | Sequence[Reward] | None = None,
     **arguments: Any,
 ) -> Steps:
-    """Return the updates of a run to iterate over; takes the arguments of `train`.
+    """Return the updates of a run, to iterate over:
 
-    for step in steps(model=..., data=..., reward=...): print(step.number, step["reward/mean"])
+        for step in steps(model=..., data=..., reward=...): print(step.number, step["reward/mean"])
+
+    Takes the arguments of `train`. Leaving the loop early ends the run.
     """
     end_loading()
     return Steps(model=model, data=data, reward=reward, **arguments)

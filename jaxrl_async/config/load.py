@@ -74,11 +74,11 @@ def load(
     *,
     where: str = "settings",
 ) -> Config:
-    """Load a configuration and apply overrides `section.key=value` in order.
+    """Load a configuration and apply overrides `section.key=value` in order. Raises ConfigError.
 
-    Values of overrides are YAML, except that text fields take them verbatim. Below a choice,
+    Values are YAML, and text fields take them verbatim. Below a choice,
     `algorithm.loss.ppo_clip.clip_high=0.3` sets an argument; the prefix `runs.NAME.` sets a setting
-    of one of several runs. Raises ConfigError.
+    of one of several runs.
 
     Args:
         source: a YAML file, recipe:NAME, or the sections as mappings.

@@ -25,7 +25,7 @@ class Estimate:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval; None: no standard error is known."""
+        """The 95 % interval; None: no standard error."""
         if self.stderr is None:
             return None
         return self.mean - Z_95 * self.stderr, self.mean + Z_95 * self.stderr

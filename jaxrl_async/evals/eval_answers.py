@@ -36,12 +36,12 @@ class EvalAnswer:
     """One answer to a prompt of an evaluation."""
 
     index: int  # of the prompt in the evaluation
-    sample: int  # of the answer, among those to its prompt
+    sample: int  # index among the prompt's answers
     seat: str  # of a game; empty: not a game
     prompt: str
     reference: str
     completion: str
-    answer: str | None  # the final answer that the scorer read; None: it reads none, or found none
+    answer: str | None  # the final answer that the scorer read; None: it found none
     reward: float
     parts: Mapping[str, float]  # of the reward
     left_out: bool  # a function did not apply: a missing part `correct` is not wrong

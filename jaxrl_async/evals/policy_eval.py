@@ -78,7 +78,7 @@ class PolicyEvaluation:
     """Paired differences to it, of reward and accuracy: this policy's minus the other's."""
 
     def table(self) -> str:
-        """Return the result as text: a line for each estimate, with its 95 % interval."""
+        """Return the result as text: a line per estimate, with its 95 % interval."""
         samples = self.settings["samples"]
         lines = [
             f"{self.policy}: {self.facts['prompts']:g} prompts, {samples} "
@@ -97,7 +97,7 @@ class PolicyEvaluation:
         return "\n".join(lines)
 
     def save(self, folder: str | Path) -> Path:
-        """Write evaluation.json and answers.jsonl (of the other policy, compared.jsonl) into a
+        """Write evaluation.json and answers.jsonl (compared.jsonl for the other policy) into a
         folder; return the folder."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

@@ -5,20 +5,20 @@ from jaxrl_async.metrics.reductions import Last, Max, Mean, Metric, Sum, declare
 TASK_METRICS: tuple[Metric, ...] = (
     *declared(
         Sum,
-        ("task/<task>/groups", "groups", "Groups of the task in the step (tasks)."),
+        ("task/<task>/groups", "groups", "Groups of the task in the step."),
     ),
     *declared(
         Mean,
-        ("task/<task>/reward/mean", "reward", "Mean reward over its episodes in the step."),
+        ("task/<task>/reward/mean", "reward", "Mean reward of its episodes."),
         (
             "task/<task>/reward/<part>",
             "reward",
-            "As reward/<part>, reward/std and reward/zero_variance_share, over its episodes.",
+            "As reward/<part>, reward/std and reward/zero_variance_share.",
         ),
-        ("task/<task>/length_mean", "tokens", "Generated tokens in one of its episodes."),
-        ("task/<task>/truncated_share", "share", "Its episodes that a limit cut off."),
-        ("task/<task>/turns_mean", "turns", "Turns of the policy in one of its episodes."),
-        ("task/<task>/staleness_mean", "versions", "Mean age of its tokens in the step."),
+        ("task/<task>/length_mean", "tokens", "Generated tokens of an episode."),
+        ("task/<task>/truncated_share", "share", "Its episodes cut off by a limit."),
+        ("task/<task>/turns_mean", "turns", "Turns of the policy in an episode."),
+        ("task/<task>/staleness_mean", "versions", "Mean age of its tokens."),
         ("task/<task>/drawn_difficulty_mean", "share", "As data/drawn_difficulty_mean."),
     ),
     *declared(
@@ -26,37 +26,29 @@ TASK_METRICS: tuple[Metric, ...] = (
         (
             "task/<task>/share",
             "share",
-            "Its groups among all that were started and not dropped, since the start of the run.",
+            "Its share of all groups started and not dropped, since the start.",
         ),
-        (
-            "task/<task>/behind",
-            "groups",
-            "Groups by which it is behind its share by weight; below 0: ahead of it.",
-        ),
+        ("task/<task>/behind", "groups", "Groups behind its share by weight; negative: ahead."),
         ("task/<task>/difficulty_mean", "share", "As data/difficulty_mean."),
         ("task/<task>/measured_prompts", "prompts", "As data/measured_prompts."),
         ("task/<task>/longest_passed_over", "groups", "As data/longest_passed_over."),
     ),
     *timed(
         Last,
-        ("task/<task>/in_flight", "groups", "Its groups that were sampled or scored at the end."),
-        (
-            "task/<task>/resting",
-            "flag",
-            "1: its last groups failed, and it starts none for now.",
-        ),
+        ("task/<task>/in_flight", "groups", "Its groups that are sampled or scored."),
+        ("task/<task>/resting", "flag", "1: its last groups failed; it starts none for now."),
     ),
     *timed(
         Sum,
         (
             "task/<task>/dropped_<reason>",
             "groups",
-            "Its groups that were dropped since the last step, by reason (failed: also timeouts).",
+            "Its dropped groups, by reason (failed: also timeouts).",
         ),
         (
             "task/overruled",
             "groups",
-            "Choices of the function of `mixing` that could not start a group: the weights chose.",
+            "Choices of the function of `mixing` that could not start a group.",
         ),
     ),
 )
@@ -69,7 +61,7 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
         (
             "data/drawn_difficulty_mean",
             "share",
-            "1 - pass rate of the step's prompts, as known at the draw; absent if none was known.",
+            "1 - pass rate of the step's prompts, as known when drawn.",
         ),
     ),
     *declared(
@@ -77,52 +69,51 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
         (
             "data/difficulty_mean",
             "share",
-            "1 - pass rate, over the prompts measured by the next draw (data.curriculum).",
+            "1 - pass rate of all prompts measured so far (data.curriculum).",
         ),
-        ("data/measured_prompts", "prompts", "Prompts whose pass rate was known at that draw."),
+        ("data/measured_prompts", "prompts", "Prompts whose pass rate is known."),
         (
             "data/longest_passed_over",
             "groups",
-            "Draws that skipped the oldest prompt of the pool; bounded.",
+            "Draws that skipped the pool's oldest prompt; bounded.",
         ),
     ),
     *declared(
         Mean,
-        ("rollout/length_mean", "tokens", "Generated tokens in an episode."),
+        ("rollout/length_mean", "tokens", "Generated tokens of an episode."),
         (
             "rollout/truncated_share",
             "share",
-            "Episodes cut off by a limit of their length, turns or calls.",
+            "Episodes cut off by a limit of length, turns or calls.",
         ),
         ("rollout/turns_mean", "turns", "Turns of the policy in an episode."),
         (
             "rollout/contexts_mean",
             "contexts",
-            "Sequences in an episode; more than 1 if its history was rewritten, or its agent "
-            "sampled several answers or used sub-agents.",
+            "Contexts of an episode; above 1 after rewritten history, with sub-agents or several "
+            "answers.",
         ),
         (
             "rollout/kept_mean",
             "tokens",
-            "Tokens in the sampling mask of a generated token (keep_sampling_mask).",
+            "Tokens that a generated token was sampled from (keep_sampling_mask).",
         ),
     ),
     *declared(
         Max,
-        ("rollout/length_max", "tokens", "Maximum number of generated tokens in an episode."),
+        ("rollout/length_max", "tokens", "Most generated tokens of an episode."),
     ),
     *declared(
         Sum,
         (
             "rollout/unknown_tokens",
             "tokens",
-            "Sampled ids without a token, for example if the vocabulary is padded beyond the "
-            "tokenizer's: texts, rewards and judges do not see them.",
+            "Sampled ids that the tokenizer lacks: texts and rewards do not see them.",
         ),
         (
             "rollout/lengths_to_<n>",
             "episodes",
-            "Episodes of at most n generated tokens and more than n / 2: a histogram.",
+            "Episodes of more than n / 2 and at most n generated tokens.",
         ),
     ),
     *timed(
@@ -130,22 +121,20 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
         (
             "rollout/cancelled_members",
             "episodes",
-            "Members beyond algorithm.group_size that were not among the first to finish.",
+            "Members cancelled because algorithm.group_size others finished first.",
         ),
         (
             "rollout/cancelled_tokens",
             "tokens",
-            "Generated by these members, and by requests cancelled for another reason: their group "
-            "was too old or failed, a program gave up a call. Far more than rollout/length_mean "
-            "for each member: a bias towards short answers.",
+            "Generated tokens of cancelled requests. Far more per cancelled member than "
+            "rollout/length_mean: a bias towards short answers.",
         ),
-        ("rollout/forks", "episodes", "Continuations generated from pivots (algorithm.pivots)."),
-        ("rollout/fork_tokens", "tokens", "Generated by these, after their pivots."),
+        ("rollout/forks", "episodes", "Continuations of pivots (algorithm.pivots)."),
+        ("rollout/fork_tokens", "tokens", "Tokens generated after pivots."),
         (
             "rollout/shared_tokens",
             "tokens",
-            "Tokens of answers before their pivots, once for each continuation: not generated "
-            "again.",
+            "Tokens before pivots, once per continuation: not generated again.",
         ),
     ),
     *declared(
@@ -153,59 +142,49 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
         (
             "reward/mean",
             "reward",
-            "Mean over the step's episodes, as scored, including rewards of turns and tokens.",
+            "Mean reward of the step's episodes, as scored, rewards of turns and tokens included.",
         ),
-        ("reward/std", "reward", "Standard deviation over the step's episodes."),
+        ("reward/std", "reward", "Standard deviation over the episodes."),
         (
             "reward/zero_variance_share",
             "share",
-            "Groups whose rewards are all equal, in a game for each seat: nothing to learn.",
+            "Groups (in games, seats of groups) whose rewards are all equal: nothing to learn.",
         ),
-        ("reward/seat_<seat>", "reward", "Mean reward of a seat of a game that the policy filled."),
-        (
-            "reward/<part>",
-            "reward",
-            "Mean of a named part of the reward, before weighting. Characters of its name other "
-            "than letters, digits and _ . - become _.",
-        ),
+        ("reward/seat_<seat>", "reward", "Mean reward of a game's seat that the policy filled."),
+        ("reward/<part>", "reward", "Mean of a named part, before weighting."),
         (
             "reward/left_out_share",
             "share",
-            "Answers to which one or more reward functions did not apply (they returned None).",
+            "Answers to which a reward function did not apply (None).",
         ),
         (
             "logged/<name>",
             "as logged",
-            "Mean over the answers for which a reward function called log_metric with this name.",
+            "Mean of what reward functions logged by this name (log_metric).",
         ),
-        ("reward/kl", "reward", "Mean KL penalty subtracted from an episode's reward."),
+        ("reward/kl", "reward", "KL penalty subtracted from an episode's reward."),
     ),
     *declared(
         Sum,
         (
             "process/too_old",
             "groups",
-            "Groups trained without their process rewards: older than reward.process.max_age.",
+            "Groups trained without process rewards: older than reward.process.max_age.",
         ),
-        (
-            "shaping/<what>",
-            "episodes",
-            "Episodes whose reward or mask a shaping changed; too_few_compared: see "
-            "algorithm.least_compared.",
-        ),
+        ("shaping/<what>", "episodes", "Episodes whose reward or mask a shaping changed."),
     ),
     *declared(
         Sum,
         (
             "seats/games_<who>",
             "episodes",
-            "Episodes of the policy in games with SEAT.FILLING as opponent (setting `seats`), in "
-            "the step's groups and in groups whose games all had the same result.",
+            "The policy's episodes against SEAT.FILLING (setting `seats`), those without signal "
+            "included.",
         ),
     ),
     *declared(
         Mean,
-        ("seats/reward_<who>", "reward", "Mean reward of the policy in these episodes."),
+        ("seats/reward_<who>", "reward", "Mean reward of the policy in these games."),
         ("seats/age_<who>", "versions", "Mean age of the policy's snapshots in that seat."),
     ),
     *declared(
@@ -214,66 +193,46 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
     ),
     *timed(
         Last,
-        ("seats/snapshot_s", "s", "Time to write this version's snapshot."),
-        ("seats/loads", "loads", "Loads of opponents' weights to the sampler's devices."),
-        ("seats/calls", "calls", "Calls of endpoints that fill seats, including retries."),
-        (
-            "seats/prompt_tokens",
-            "tokens",
-            "Prompt tokens of these calls, as endpoints count.",
-        ),
-        ("seats/completion_tokens", "tokens", "Completion tokens of these calls."),
-        ("seats/call_s", "s", "Total time of these calls, which run concurrently."),
+        ("seats/snapshot_s", "s", "Time to write the snapshot."),
+        ("seats/loads", "loads", "Loads of opponents' weights to sampler devices."),
+        ("seats/calls", "calls", "Calls of endpoints that fill seats, retries included."),
+        ("seats/prompt_tokens", "tokens", "Prompt tokens of the seats' calls."),
+        ("seats/completion_tokens", "tokens", "Completion tokens of the seats' calls."),
+        ("seats/call_s", "s", "Total time of the seats' calls, which overlap."),
     ),
     *timed(
         Last,
-        (
-            "judge/calls",
-            "calls",
-            "Calls of reward.judge's endpoint, including retries.",
-        ),
-        ("judge/cached", "questions", "Questions with cached scores, without a call."),
-        (
-            "judge/prompt_tokens",
-            "tokens",
-            "Prompt tokens of these calls, as the endpoint counts.",
-        ),
-        ("judge/completion_tokens", "tokens", "Completion tokens of these calls."),
-        ("judge/call_s", "s", "Total time of these calls, which run concurrently."),
+        ("judge/calls", "calls", "Calls of reward.judge's endpoint, retries included."),
+        ("judge/cached", "questions", "Questions answered from the cache."),
+        ("judge/prompt_tokens", "tokens", "Prompt tokens of the judge's calls."),
+        ("judge/completion_tokens", "tokens", "Completion tokens of the judge's calls."),
+        ("judge/call_s", "s", "Total time of the judge's calls, which overlap."),
     ),
     *timed(
         Last,
-        (
-            "teacher/<name>/calls",
-            "calls",
-            "Calls of a teacher's server or model, including retries.",
-        ),
-        ("teacher/<name>/call_s", "s", "Total time of these calls, which run concurrently."),
-        ("teacher/<name>/retries", "calls", "Calls that repeated a failed one (an outage)."),
-        (
-            "teacher/<name>/failures",
-            "answers",
-            "Answers without this teacher's log-probs.",
-        ),
+        ("teacher/<name>/calls", "calls", "Calls of the teacher, retries included."),
+        ("teacher/<name>/call_s", "s", "Total time of the teacher's calls, which overlap."),
+        ("teacher/<name>/retries", "calls", "Calls that repeated a failed one."),
+        ("teacher/<name>/failures", "answers", "Answers without this teacher's log-probs."),
         (
             "teacher/<name>/unknown_tokens",
             "tokens",
-            "Generated tokens at or after one that the tokenizer does not have: not asked about.",
+            "Generated tokens from the first on that its tokenizer lacks: not asked about.",
         ),
         (
             "teacher/<name>/unaligned_tokens",
             "tokens",
-            "Generated tokens in no span of a text that is aligned (teachers.NAME.tokenizer).",
+            "Generated tokens in no aligned span of text (teachers.NAME.tokenizer).",
         ),
         (
             "teacher/<name>/dropped_groups",
             "groups",
-            "Groups that waited for longer than teachers.NAME.max_wait_s.",
+            "Groups that waited longer than teachers.NAME.max_wait_s.",
         ),
     ),
     *timed(
         Last,
-        ("process/steps", "steps", "Steps of answers that got a separate reward."),
-        ("process/step_reward", "reward", "Mean reward of these steps, before weighting."),
+        ("process/steps", "steps", "Steps of answers that got a reward."),
+        ("process/step_reward", "reward", "Mean reward of an answer's step, before weighting."),
     ),
 )

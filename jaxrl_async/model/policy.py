@@ -69,11 +69,9 @@ class FolderTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A decoder with weights. `params` is a dict of arrays in the tree of weight_table.
-
-    With an adapter, `params` is its base, possibly quantised (frozen_base.base_table), and
-    `adapter` is in the tree of lora.adapter_table.
-    """
+    """A decoder with weights: `params`, a dict of arrays in the tree of weight_table. With an
+    adapter, `params` is its base, possibly quantised, and `adapter` is in the tree of
+    lora.adapter_table."""
 
     spec: ModelSpec
     params: Any
@@ -105,13 +103,11 @@ class Policy:
             folder: the directory, owner/name on the Hugging Face hub, or FILE.gguf.
             mesh: mesh of the weights; None: the default device.
             rules: sharding of each logical axis on the mesh.
-            dtype: type of the weights. None: float32; save_pretrained then writes each tensor in
-                its type in the files (bfloat16, float16) if that loses nothing.
-            tokenizer: None: the directory's tokenizer if it has one, loaded on first use.
-            adapter: directory of a LoRA adapter that PEFT (or save_adapter) wrote for this model.
-            form: form of the base's matrices, to be changed by an adapter; None: not quantised.
-            decoder: FILE.py:CLASS, the layer class for a directory with a user's own layers; its
-                code is executed.
+            dtype: of the weights; None: float32, saved in the files' types if that loses nothing.
+            tokenizer: None: the directory's, loaded on first use.
+            adapter: directory of a LoRA adapter for this model, by PEFT or save_adapter.
+            form: form of the base's matrices, under an adapter; None: not quantised.
+            decoder: FILE.py:CLASS, the layer class of a user's own layers; its code is executed.
         """
         skip_absent_accelerators()
         if not jax.distributed.is_initialized():
@@ -146,12 +142,12 @@ class Policy:
 
     @property
     def trained(self) -> Any:
-        """The trained parameters: the adapter if the policy has one, else all weights."""
+        """The trained parameters: the adapter if there is one, else all weights."""
         return self.params if self.lora is None else self.adapter
 
     @property
     def whole(self) -> Any:
-        """The parameters for a forward pass: all weights, and the adapter if the policy has one."""
+        """The parameters for a forward pass: all weights, and an adapter if there is one."""
         return self.params if self.lora is None else joined(self.lora, self.params, self.adapter)
 
     def with_params(self, params: Any) -> "Policy":
@@ -187,20 +183,16 @@ class Policy:
         return dataclasses.replace(self, params=params, lora=None, adapter=None)
 
     def save_adapter(self, folder: str | Path, base: str | None = None) -> None:
-        """Write only the adapter, in PEFT's format.
-
-        base: directory or name of the base model, for adapter_config.json.
-        """
+        """Write only the adapter, in PEFT's format; `base` is the base model's directory or
+        name, to be written with it."""
         assert self.lora is not None, "the policy has an adapter"
         peft.save_peft(folder, self.spec, self.lora, self.adapter, base)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a Hugging Face directory that transformers (and from_pretrained) loads.
-
-        It contains the weights (a quantised base dequantised, an adapter merged), config.json and
-        generation_config.json with the tokenizer's special tokens, the tokenizer, and the vision
-        tower that was loaded with the policy. Existing weights in the folder are replaced. Raises
-        CheckpointError for a folder that contains an adapter."""
+        """Write a Hugging Face directory that transformers loads: the weights (a quantised base
+        dequantised, an adapter merged), the configuration files, the tokenizer and the vision
+        tower. Existing weights are replaced. Raises CheckpointError for a folder that contains
+        an adapter."""
         if is_quantized(self.params):
             params = merged_by_layer(self.spec, self.lora, self.params, self.adapter or {})
         else:

@@ -18,13 +18,13 @@ log = logging.getLogger(__name__)
 class Callback:
     """Functions called at the stages of a run; a subclass overrides those that it needs.
 
-    All but on_save are called by the thread that trains, which continues when they return.
-    StopTraining ends the run after the update; any other exception fails it, with everything saved.
-    With several processes each calls its own, except on_save, which only the first calls.
+    The thread that trains calls all but on_save, and waits for them. StopTraining ends the run
+    after the update; any other exception fails it, with everything saved. With several processes
+    each calls its own, except on_save, which only the first calls.
     """
 
     def on_begin(self, config: Config, folder: Path) -> None:
-        """Begin: the run's folder exists, and nothing has been trained since."""
+        """Begin: the run's folder exists, and nothing has been trained."""
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of an update; step 0: of the evaluation before the first."""
@@ -33,14 +33,12 @@ class Callback:
         """Take the metrics of an evaluation, eval/...; called before on_step."""
 
     def on_save(self, step: int, folder: Path) -> None:
-        """Take a complete checkpoint. Called by the thread that writes checkpoints: an exception
-        ends the run at its next update, or fails it at its end, after on_end."""
+        """Take a complete checkpoint, on the thread that writes it. An exception ends the run at
+        its next update, or at its end, after on_end."""
 
     def on_end(self, folder: Path, weights: Path | None) -> None:
-        """End: all is saved; not called if the run failed or was preempted.
-
-        weights: the Hugging Face directory; None: the run stopped before its first update.
-        """
+        """End: all is saved; not called if the run failed or was preempted. weights: the Hugging
+        Face directory; None: the run stopped before its first update."""
 
 
 STAGES = ("on_begin", "on_step", "on_evaluation", "on_save", "on_end")

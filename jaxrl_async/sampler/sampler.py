@@ -77,10 +77,10 @@ CLOSE_S = 60.0
 
 
 class Sampler(Living):
-    """Continuous batching over slots and pages. Thread safe: submit from anywhere.
+    """Continuous batching over slots and pages. Thread safe.
 
     A context manager: leaving it closes it. A sampler without references ends once its requests are
-    done; an open sampler is closed when the program ends.
+    done.
     """
 
     has_logprobs: bool = True  # see ports.Replica
@@ -189,8 +189,7 @@ class Sampler(Living):
     # ---- lifetime
 
     def close(self) -> None:
-        """Stop at the next block boundary; requests that are not done fail with Closed.
-        Idempotent."""
+        """Stop at the next block boundary; unfinished requests fail with Closed. Idempotent."""
         if self.lifetime.is_forked:
             return  # the thread and its callers are in the other process
         if not self.lifetime.stop(CLOSE_S):
@@ -251,16 +250,15 @@ class Sampler(Living):
             self.setup.room.grammars.prepare(constraint)
 
     def generate(self, requests: Sequence[Request | Partial]) -> list[Completion]:
-        """Complete all requests, in this order; blocks. Raises RolloutError for a request that
-        cannot be served. After any exception, Ctrl-C's included, the others are cancelled."""
+        """Complete all requests, in order; blocks. Raises RolloutError for a request that cannot
+        be served. After any exception, Ctrl-C's included, the others are cancelled."""
         self.check_waits()
         with cancelled_on_error([Future() for _ in requests]) as futures:
             self._inbox.submit(requests, futures)
             return [f.result() for f in futures]
 
     def start_many(self, requests: Sequence[Request | Partial]) -> list[Future[Completion]]:
-        """Queue all requests together, in this order; return futures for threads. See
-        submit_many."""
+        """Queue all requests together; return futures for threads."""
         futures: list[Future[Completion]] = [Future() for _ in requests]
         self._inbox.submit(requests, futures)
         return futures
@@ -272,8 +270,7 @@ class Sampler(Living):
     def submit_many(
         self, requests: Sequence[Request | Partial]
     ) -> list[asyncio.Future[Completion]]:
-        """Queue all requests together, in this order; return futures of the running event loop. See
-        ports.Generate."""
+        """Queue all requests together; return futures of the running event loop."""
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Completion]] = [loop.create_future() for _ in requests]
         self._inbox.submit(requests, futures, loop)
@@ -283,8 +280,7 @@ class Sampler(Living):
         """Continue saved requests; blocks. Completions include the tokens sampled before.
 
         With the same weights as before, the tokens equal an uninterrupted run's. Raises
-        RolloutError for a request of another seed (its random numbers would differ), and for one
-        that may sample no further token.
+        RolloutError for a request of another seed, and for one that may sample no further token.
         """
         return self.generate(partials)
 
@@ -293,9 +289,8 @@ class Sampler(Living):
         return self.resume(branches(partial, count))
 
     def progress(self) -> tuple[Partial, ...]:
-        """Return all running requests that have sampled a token, without KV, as of the last block;
-        does not wait for the running block. See ports.Generate. Raises TimeoutError if the batch
-        keeps changing for PROGRESS_S."""
+        """Return all running requests that have sampled a token, without KV, as of the last
+        block; does not wait. Raises TimeoutError if the batch keeps changing."""
         self.check_waits()
         return self.loop.progress()
 
@@ -306,8 +301,8 @@ class Sampler(Living):
         Args:
             request_id: of the request.
             stop: end it, with its tokens so far and StopReason.CANCELLED.
-            with_kv: include its KV if one version of the weights computed all of it, and if the
-                mesh is in this process.
+            with_kv: include its KV if one version of the weights computed all of it, and the mesh
+                is in this process.
         """
         saved: Partial = self._inbox.run(lambda: self.loop.save(request_id, stop, with_kv))
         return saved

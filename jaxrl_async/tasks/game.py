@@ -51,8 +51,8 @@ class Game:
         raise NotImplementedError
 
     def score(self) -> Mapping[str, Any] | Awaitable[Mapping[str, Any]]:
-        """Return what the whole game earned in addition to its rounds' rewards: by seat a number,
-        or named parts that are added up. Also called if a limit cut the game off."""
+        """Return what the game earned in addition to its rounds' rewards: by seat a number, or
+        named parts that are added up. Also called if a limit cut it off."""
         return {}
 
     def close(self) -> Awaitable[None] | None:

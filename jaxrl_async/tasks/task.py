@@ -65,13 +65,11 @@ class RunsTools(Protocol):
 class Environment:
     """One episode of a task: created for each episode, used once.
 
-    Override the methods that the task needs, each as `def` or `async def`. Methods that are not
-    async run in a thread. An environment may also have
+    Override the methods that the task needs, as `async def`, or as `def`, which runs in a thread.
+    In a resumed run an unfinished episode starts over, unless the environment also has
 
         def state(self) -> Any             plain values, lists, mappings with text keys, arrays
-        def restore(self, state) -> None   instead of reset, in a resumed run
-
-    without which an unfinished episode of a resumed run starts over.
+        def restore(self, state) -> None   instead of reset
     """
 
     tools: Sequence[Tool | str] = ()
@@ -82,21 +80,21 @@ class Environment:
     """Set before `reset`: runs the tool calls of a message; for async methods."""
 
     def reset(self, record: TaskRecord) -> Said | Awaitable[Said]:
-        """Begin the episode: return the conversation so far. The default is the record's
-        `messages`, or else its `prompt` or `question` as the user's message."""
+        """Begin the episode; return the conversation so far. By default the record's `messages`,
+        or else its `prompt` or `question` as the user's message."""
         if messages := conversation_of(record):
             return messages
         return next((str(record[name]) for name in QUESTIONS if name in record), None)
 
     def step(self, message: Message) -> Step | Said | Awaitable[Step | Said]:
         """Answer the policy's message; None or no messages: the episode is over. By default, run
-        its tool calls, and end if it has none, or there are no tools."""
+        its tool calls, and end if it has none."""
         called = message.get("tool_calls") or message.get("tool_call_errors")
         return self.run_tools(message) if called and self.run_tools.schemas else None
 
     def score(self) -> float | Mapping[str, float] | Awaitable[Any]:
-        """Return what the whole episode earned in addition to its steps' rewards: a number, or
-        named parts that are added up. Also called if a limit cut the episode off."""
+        """Return what the episode earned in addition to its steps' rewards: a number, or named
+        parts that are added up. Also called if a limit cut it off."""
         return 0.0
 
     def close(self) -> Awaitable[None] | None:

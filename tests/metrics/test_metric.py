@@ -28,6 +28,12 @@ def test_docs_page_is_what_the_table_says():
     assert (ROOT / "docs" / "metrics.md").read_text("utf-8") == markdown()
 
 
+def test_the_page_has_every_key_and_of_a_standard_error_its_means():
+    keys = {m.key.removesuffix("_stderr") for m in METRICS}
+    rows = [line for line in markdown().splitlines() if line.startswith("| `")]
+    assert sorted(row.split("`")[1] for row in rows) == sorted(keys)
+
+
 def test_each_key_is_declared_once_with_unit_and_help():
     assert len({m.key for m in METRICS}) == len(METRICS)
     for m in METRICS:

@@ -64,13 +64,10 @@ class Elastic:
 
 
 class Router(Living):
-    """Several replicas as one sampler. Thread safe: submit from anywhere.
+    """Several replicas as one sampler, such as Router([Sampler(...), Sampler(...)]). Thread safe.
 
-    A context manager: leaving it closes it and its replicas.
-
-    Attributes:
-        fleet: the replicas in their slots.
-        error: why it ended: no replica is left, or the weights are wrong.
+    A context manager: leaving it closes it and its replicas. Saved requests that are continued
+    together stay on one replica. `error` says why it ended.
     """
 
     def __init__(
@@ -129,10 +126,8 @@ class Router(Living):
         return self.samplers[0].seed if self._elastic is None else self._elastic.check.room.seed
 
     def start(self, *, own_thread: bool = True) -> None:
-        """Start every replica and the thread that supervises them; the first request does so too.
-
-        own_thread: False starts no thread: the caller supervises the replicas with look_after().
-        """
+        """Start every replica and the thread that supervises them, as the first request does.
+        own_thread: False: no thread; the caller supervises with look_after()."""
         for sampler in self.samplers:
             sampler.start()
         self._started = True
@@ -140,8 +135,8 @@ class Router(Living):
             self.lifetime.start()
 
     def join(self, replica: Replica) -> int:
-        """Add a replica at any time; it gets its share of the waiting requests. Return its slot's
-        number. Raises Closed, and the error that ended the router."""
+        """Add a replica at any time; it gets its share of the waiting requests. Return its
+        slot's number. Raises Closed, and the error that ended the router."""
         with self.fleet.lock:
             self.lifetime.check_open("the samplers are closed")
             if self._started:
