@@ -36,40 +36,37 @@ class PivotSection(Section):
     other."""
 
     continuations: Positive
-    """Continuations sampled from each pivot, in addition to the answer's own."""
+    """Continuations of each pivot, in addition to the answer's own."""
     members: Positive = 1
-    """Members of each group whose answers have pivots, chosen at random; at most all."""
+    """Members of each group whose answers have pivots, chosen at random."""
     per_member: Positive = 1
     """Pivots of each of these answers; fewer where it has fewer tokens or marks."""
     where: Literal["lowest_logprob", "random", "fractions", "mark"] = "lowest_logprob"
-    """Choice of the first token that is sampled again: the least likely tokens (lowest_logprob),
-    random tokens, tokens at equal fractions of the answer's length, or random tokens after a
-    mark."""
+    """Where continuations begin: at the least likely tokens (lowest_logprob), random tokens, equal
+    fractions of the answer's length, or random tokens after a mark."""
     mark: Annotated[str, ReadWith("where", ("mark",))] = Field("\n", min_length=1)
-    """Text of where=mark: a pivot follows a token whose text contains it."""
+    """For where=mark: a pivot follows a token whose text contains it."""
     trunk: Literal["group", "fork"] = "group"
-    """Credit of the forked answer's own tokens after a pivot: by comparison with the group's other
-    members (group), or with the pivot's continuations (fork)."""
+    """Credit of the forked answer's own tokens after a pivot: against the group's other members
+    (group), or the pivot's continuations (fork)."""
 
 
 class LossSection(Section):
-    """A loss component: a further term of the policy's loss, per token."""
+    """A further term of the policy's loss, per token."""
 
     loss: Choice
-    """Its function: nll, entropy, kl or squared_log_ratio, with its arguments, or your own as
-    FILE.py:FUNCTION (docs/objectives.md)."""
+    """Function: nll, entropy, kl, squared_log_ratio, or your own (FILE.py:FUNCTION)."""
     coefficient: float = 1.0
-    """Weight of the term in the loss, at the start of the run; below 0 it is turned around."""
+    """Weight of the term at the start of the run; may be negative."""
     coefficient_end: float | None = None
-    """Weight of the term after ramp_steps updates, to which it goes linearly; null: it is
-    constant."""
+    """Weight after ramp_steps updates, to which it goes linearly; null: it is constant."""
     ramp_steps: Positive = 100
-    """Updates until the weight is coefficient_end, if that is set."""
+    """Updates until the weight is coefficient_end."""
     tokens: Literal["answers", "right", "demonstrations"] = "answers"
-    """Tokens that it covers: those of all answers, of answers with a reward above right_reward
-    (right), or of the demonstrations of each step (algorithm.supervised_batch)."""
+    """Tokens that it covers: of all answers, of answers with a reward above right_reward (right),
+    or of each step's demonstrations (algorithm.supervised_batch)."""
     right_reward: float = 0.5
-    """Reward, before shaping, above which an answer counts as right, for tokens=right."""
+    """Reward, before shaping, above which an answer counts as right."""
 
     def coefficient_at(self, step: int) -> float:
         """Return the weight in a step, from 0."""
@@ -105,36 +102,35 @@ class AlgorithmSection(Section):
     groups_per_step: Count = 8
     """Prompts per training step (P)."""
     oversample: NonNegative = 0
-    """Extra rollouts per group: the first group_size to finish are kept, the others are cancelled
-    and counted. Saves waiting for the slowest; favours short answers."""
+    """Extra rollouts per group: the first group_size to finish are kept. Saves waiting for the
+    slowest; favours short answers."""
     min_members: Positive | None = None
-    """Minimum members of a group in which some fail, which are counted; null: any failure drops the
-    group."""
+    """Minimum members of a group in which some fail; null: any failure drops the group."""
     pivots: PivotSection | None = None
-    """More continuations of a group's answers, sampled from chosen tokens on; null: none."""
+    """More continuations of a group's answers, sampled from chosen tokens on."""
     shaping: tuple[Choice, ...] = ()
     """Transformations of rewards and masks, applied in order before the advantage."""
     advantage: Choice = "group_normalized"
     """Advantage estimator."""
     baseline: Literal["all", "unmasked"] = "all"
-    """Answers that an answer is compared with: its whole group, masked answers included, as in DAPO
-    (all), or the answers that no shaping masks (unmasked; with advantage=rloo it is RLOO-N)."""
+    """Answers that an answer is compared with: its whole group, as in DAPO (all), or those that no
+    shaping masks (unmasked; RLOO-N with advantage=rloo)."""
     least_compared: Annotated[int, ReadWith("baseline", ("unmasked",))] = Field(2, ge=2)
-    """With baseline=unmasked, minimum number of unmasked answers in a group: where there are fewer,
-    all its answers get advantage 0 and are counted."""
+    """Minimum unmasked answers for baseline=unmasked; in groups with fewer, all advantages are
+    0."""
     dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal, and sample other prompts instead."""
     max_resampled: NonNegative | None = None
     """Maximum groups that dynamic sampling, or pairs.loss without a pair, may drop for one step
     before the run ends; null: ten steps' worth, at least 128, if none is kept; 0: no limit."""
     signal_part: Annotated[str | None, ReadWith("dynamic_sampling")] = None
-    """Named part of the reward, such as correct, that dynamic sampling compares; null: the whole
+    """Part of the reward, such as correct, that dynamic sampling compares; null: the whole
     reward."""
     signal_std: Annotated[float, ReadWith("dynamic_sampling")] = Field(0.0, ge=0)
     """Dynamic sampling also drops groups whose rewards have at most this standard deviation."""
     correction: Choices | None = None
-    """Off-policy correction, one or a list; null: the loss's default (truncate_token at the level
-    of its ratio; none for a loss that bounds its own ratio or has none)."""
+    """Off-policy correction, one or a list; null: the loss's default (truncate_token, or none where
+    the loss needs none)."""
     anchor: Annotated[
         Literal["behavior", "proximal"],
         ReadWith("has_ratio", (), "another algorithm.loss or a correction", ()),
@@ -144,33 +140,30 @@ class AlgorithmSection(Section):
     loss: Choice = "ppo_clip"
     """Policy loss."""
     epochs: Positive = 1
-    """Passes over the data of one step; the weights are published once, after the last pass."""
+    """Passes over the data of one step; the weights are published after the last."""
     minibatches: Positive = 1
-    """Optimizer updates per pass, each on its own part of the step's sequences; if there are fewer
-    sequences, fewer updates are made, and counted."""
+    """Optimizer updates per pass, each on its own part of the step's sequences."""
     kl: Annotated[Choice, ReadWith("kl_coefficient")] = "k3"
-    """Estimator of the KL from the reference; full: computed over the whole vocabulary."""
+    """Estimator of the KL from the reference; full: over the whole vocabulary."""
     kl_coefficient: float = Field(0.0, ge=0)
     """Weight of the KL from the reference; 0: no reference is kept."""
     kl_in: Annotated[Literal["loss", "reward"], ReadWith("kl_coefficient")] = "loss"
-    """Where the KL goes: into the loss, or subtracted from the rewards."""
+    """Whether the KL is added to the loss or subtracted from the reward."""
     kl_target: Annotated[float | None, ReadWith("kl_coefficient")] = Field(None, gt=0)
-    """Target KL to which kl_coefficient is adapted, nats per token; null: the coefficient is
-    constant."""
+    """KL to which kl_coefficient is adapted, nats per token; null: the coefficient is constant."""
     kl_horizon: Annotated[float, ReadWith("kl_target")] = Field(10.0, gt=0)
-    """Time scale of that adaptation, steps (the coefficient changes by at most 20 % / kl_horizon
-    per step)."""
+    """Time scale of that adaptation, steps."""
     entropy_coefficient: float = Field(0.0, ge=0)
     """Weight of the entropy bonus in the loss."""
     entropy_clip: Annotated[float | None, ENTROPY_BONUS] = Field(None, gt=0)
-    """Only tokens with less entropy than this get the bonus, nats; null: all tokens."""
+    """Only tokens with less entropy than this get the bonus, nats."""
     entropy_target: float | None = Field(None, gt=0)
     """Entropy below which the bonus acts, with an adapted weight, nats per token; null: it always
     acts, with a constant weight."""
     entropy_step: Annotated[float, ReadWith("entropy_target")] = Field(5e-3, gt=0)
     """Change of the bonus's weight per step, towards the entropy target."""
     supervised_coefficient: float = Field(0.0, ge=0)
-    """Weight of a supervised (maximum likelihood) loss on demonstrations in each step; 0: none."""
+    """Weight of a supervised loss on demonstrations in each step."""
     supervised_batch: Annotated[
         Count,
         ReadWith(
@@ -181,19 +174,18 @@ class AlgorithmSection(Section):
             ("supervised_coefficient", "losses"),
         ),
     ] = 16
-    """Demonstrations per step for that loss, from warm_start.path or the task's own."""
+    """Demonstrations per step, from warm_start.path or the task."""
     losses: dict[LossName, LossSection] | None = None
-    """Loss components by name: further terms of the loss, each with a function of the tokens, a
-    coefficient and metrics of its own (docs/objectives.md); null: none."""
+    """Further terms of the loss by name, each with a function of the tokens and a coefficient."""
     aggregate: Choice = "token_mean"
-    """How the token losses are averaged into one number."""
+    """How the token losses are averaged."""
     keep_sampling_mask: bool | None = None
     """Compute the trainer's log-probs over only the tokens that sampler.top_k, top_p and min_p
-    kept; false: over the whole vocabulary, with a biased ratio; null: true if one of these removes
-    any and pairs.loss is null."""
+    kept; false: over the whole vocabulary, with a biased ratio; null: true if these remove any,
+    without pairs."""
     keep_routing: bool = False
-    """Replay the sampler's choice of experts in the trainer (R3, routing replay);
-    mixture-of-experts models only."""
+    """Replay the sampler's choice of experts in the trainer (R3); mixture-of-experts models
+    only."""
 
     @property
     def has_ratio(self) -> bool:
@@ -334,16 +326,15 @@ class AlgorithmSection(Section):
 
 
 class ReferenceSection(Section):
-    """The policy that a KL or a loss of pairs compares with. null: the initial policy of the run,
-    which stays fixed."""
+    """The policy that a KL or a loss of pairs compares with. null: the run's initial policy."""
 
     path: str | None = None
-    """Hugging Face directory of the reference policy; null: the initial policy of the run."""
+    """Hugging Face directory; null: the initial policy of the run."""
     teacher: str | None = None
-    """Name of a model in teachers, at an address or on the sampler's chips, whose log-probs are the
-    reference's: the trainer's chips then hold no reference. null: they hold it."""
+    """Name of a model in `teachers` that gives the log-probs: the trainer's chips then hold no
+    reference."""
     refresh_every: NonNegative = 0
-    """Updates between two copies of the policy into the reference; 0: it stays fixed."""
+    """Updates between two copies of the policy into the reference; 0: none."""
     ema: float = Field(0.0, ge=0, lt=1)
     """After each update the reference becomes ema * reference + (1 - ema) * policy; 0: it stays
     fixed."""
@@ -362,31 +353,30 @@ class CriticSection(Section):
     """The model of an advantage that needs values, such as gae. null: the defaults."""
 
     path: str | None = None
-    """Hugging Face directory of a reward model or policy to start the critic from; null: the
-    policy's own weights."""
+    """Hugging Face directory of a reward model or policy to start from; null: the policy's own
+    weights."""
     learning_rate: float = Field(1e-5, ge=0)
     """Peak learning rate of the critic."""
     warmup_steps: NonNegative = 0
     """Steps at the start of the run that train only the critic."""
     clip: float | None = Field(0.2, gt=0)
-    """Clip range of values around the old ones, reward units; null: no clipping."""
+    """Clip range of values around the old ones, reward units."""
 
 
 class TeacherSection(Section):
     """Distillation from a teacher, in addition to the rewards or in their place."""
 
     source: Literal["path", "self", "teachers"]
-    """Teacher to distil from: the model in path, an older copy of the policy itself (self), or
-    those that the section teachers names (teachers)."""
+    """Teacher: the model in path, an older copy of the policy itself (self), or those in the
+    section teachers."""
     path: str | None = None
-    """Hugging Face directory of the teacher; it must have the policy's tokens, but its vocabulary
-    may be padded to another size."""
+    """Hugging Face directory of the teacher; it must have the policy's tokens, but may pad its
+    vocabulary differently."""
     refresh_every: Annotated[NonNegative, ReadWith("source", ("self",))] = 10
-    """Updates between two copies of the policy into the teacher of source=self; 0: it stays the
-    initial policy."""
+    """Updates between two copies of the policy into the teacher of source=self; 0: none."""
     form: Literal["advantage", "loss"] = "advantage"
-    """advantage: -log(policy / teacher) of the sampled token is an advantage; loss: a divergence of
-    distributions is a term of the loss."""
+    """advantage: -log(policy / teacher) of the sampled token is an advantage; loss: a divergence is
+    a term of the loss."""
     kind: Annotated[Literal["reverse", "forward", "js"], ReadWith("form", ("loss",))] = "reverse"
     """Divergence for form=loss: KL(policy || teacher) (reverse), KL(teacher || policy) (forward) or
     generalised Jensen-Shannon (js)."""
@@ -397,19 +387,19 @@ class TeacherSection(Section):
     ] = Field(0.5, gt=0, lt=1)
     """Weight of the teacher in the mixture for kind=js."""
     top_k: Annotated[NonNegative, ReadWith("form", ("loss",))] = 0
-    """Number of likeliest tokens that form=loss compares one by one, with all
-    others lumped together; 0: the whole vocabulary."""
+    """Number of likeliest tokens that form=loss compares one by one, with all others lumped
+    together; 0: the whole vocabulary."""
     top_k_of: Literal["teacher", "student"] = "teacher"
-    """Model whose likeliest tokens are compared. The student's cost one more pass at the start of
-    the step; they suit kind=reverse, an expectation under the student."""
+    """Whose likeliest tokens are compared: the teacher's, or the student's, which suit kind=reverse
+    and cost one more pass."""
     coefficient: float = Field(1.0, ge=0)
     """Weight of the distillation term."""
     rewards: float = Field(1.0, ge=0)
     """Weight of the advantages from rewards; 0: only the distillation."""
     column: Annotated[str, ReadWith("source", ("teachers",))] = Field("teacher", min_length=1)
-    """Column of a record that names its teacher for source=teachers: a name, a list of names, or
-    names with weights ({math: 0.7, code: 0.3}); empty: none. Without the column, the task's
-    `teacher` decides, or the only teacher there is."""
+    """Column of a record that names its teacher, several ([math, code]), or their weights ({math:
+    0.7, code: 0.3}); empty: none. Without it, the task's `teacher` decides, or the only teacher
+    there is."""
 
     @property
     def takes_beta(self) -> bool:
@@ -459,42 +449,41 @@ class NamedTeacher(Section):
     (reference.teacher): exactly one of url, path and policy."""
 
     url: str | None = Field(None, pattern=r"^https?://\S+$")
-    """Address of a server that gives the log-probs of a prompt's tokens, up to /v1: that of
-    jaxrl-async serve, of vLLM, or of another one with OpenAI's completions."""
+    """Address, up to /v1, of a server that gives the log-probs of a prompt's tokens: jaxrl-async
+    serve, vLLM, or another one with OpenAI's completions."""
     model: str | None = None
     """Name of the model, or of the adapter, at url."""
     path: str | None = None
-    """Hugging Face directory of the teacher; without a tokenizer below it must have the policy's
-    tokens, but its vocabulary may be padded to another size."""
+    """Hugging Face directory of the teacher; without `tokenizer` it must have the policy's
+    tokens."""
     policy: FollowingTeacher | None = None
-    """The policy itself, as a moving average of its weights or an older version. null: another
-    model."""
+    """The policy itself, as a moving average of its weights or an older version."""
     chips: Literal["trainer", "sampler"] = "trainer"
-    """Chips on which the teacher in path computes: the trainer's, at the start of a step, or those
-    of the first sampler, while a group waits for its rewards."""
+    """Where the teacher in path computes: on the trainer's chips at the start of a step, or on the
+    first sampler's, while a group waits for its rewards."""
     adapter: str | None = None
     """Directory of a LoRA adapter of the model in path, as PEFT writes it; it is merged."""
     key_variable: str | None = Field(None, pattern=r"^\w+$")
-    """Environment variable that holds the API key of url; null: it needs none."""
+    """Environment variable with the API key of url."""
     protocol: Literal["completions", "generate", "echo"] = "completions"
-    """How url is asked: /v1/completions with prompt_logprobs, /inference/v1/generate with
-    prompt_logprobs, or /v1/completions with echo, which gives no likeliest tokens."""
+    """How url is asked: completions (/v1/completions with prompt_logprobs), generate
+    (/inference/v1/generate), or echo (/v1/completions with echo, which gives no likeliest
+    tokens)."""
     tokenizer: str | None = None
-    """Hugging Face directory of the teacher's tokenizer, if that is not the policy's: the two are
-    aligned by the text that their tokens cover. null: the policy's tokenizer."""
+    """Hugging Face directory of the teacher's tokenizer, if it is not the policy's: the two are
+    aligned by text."""
     context: str | None = Field(None, min_length=1)
-    """Column of a record with what the teacher reads in place of the prompt: a text or messages,
-    such as the question with a demonstration. null: the prompt."""
+    """Column of a record with a text or messages that the teacher reads in place of the prompt."""
     weight: float = Field(1.0, gt=0)
-    """Weight of this teacher; records that name their own weights replace it."""
+    """Weight of this teacher, unless a record names its own weights."""
     concurrency: Count = 16
     """Maximum concurrent calls of url."""
     timeout_s: float = Field(60.0, gt=0)
-    """Timeout of one call of url, seconds. Calls that broke or met an overload (429, 5xx) are
-    repeated with growing waits, as faults.outage_s and faults.backoff_s say."""
+    """Timeout of one call of url, seconds; calls that broke or met an overload are repeated
+    (faults.outage_s)."""
     max_wait_s: float | None = Field(None, gt=0)
-    """Time that a group waits for this teacher, seconds; then the group is dropped. null: it waits
-    for faults.scorer_timeout_s, and for the end of an outage."""
+    """Time that a group waits for this teacher before it is dropped, seconds; null:
+    faults.scorer_timeout_s, and the end of an outage."""
 
     @property
     def is_asked(self) -> bool:
@@ -507,10 +496,10 @@ class PairsSection(Section):
     place of advantages."""
 
     loss: Choice
-    """Loss of a pair: dpo, ipo, ipo_average, simpo or orpo, with its arguments."""
+    """Loss of a pair: dpo, ipo, ipo_average, simpo or orpo."""
     choose: Literal["best_worst", "best_random", "all"] = "best_worst"
-    """Pairs of a group: its best answer against its worst, or against a random worse one, or each
-    answer against each worse one."""
+    """Pairs of a group: its best answer against its worst (best_worst) or a random worse one
+    (best_random), or each against each worse one (all)."""
 
     @property
     def refers(self) -> bool:

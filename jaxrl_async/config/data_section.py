@@ -12,12 +12,11 @@ class AdditionSection(Section):
     """The embedded task: a + b, worked out digit by digit with carries."""
 
     digits: Annotated[int, Field(ge=1, le=9)] = 4
-    """Maximum digits of a summand."""
+    """Maximum digits of a summand, at most 9."""
     eval_size: Annotated[int, Field(ge=1, le=100_000)] = 256
-    """Number of held-out problems, which are never trained on."""
+    """Number of held-out problems."""
     worked_share: float = Field(1.0, ge=0, le=1)
-    """Share of the answers for the warm start and sft that show the work digit by digit; the others
-    give only the sum."""
+    """Share of the demonstrations that show the work digit by digit."""
 
 
 class JsonlSection(Section):
@@ -25,66 +24,63 @@ class JsonlSection(Section):
     and rejected, or prompt, completion and label."""
 
     path: str | None = None
-    """Training records: JSON lines, also packed by gzip, bz2 or xz; with the extra [datasets] a
-    FILE.parquet, a folder of such files or of one saved split, or OWNER/NAME:CONFIG:SPLIT on the
-    Hugging Face hub (SPLIT defaults to train, CONFIG to the only one). null: the section only says
-    how the records of warm_start.path are read."""
+    """Training records: JSON lines (also gzip, bz2, xz); with the extra [datasets] a FILE.parquet,
+    a folder of such files or a saved split, or OWNER/NAME:CONFIG:SPLIT on the hub. null: the
+    section only says how warm_start.path is read."""
     eval_path: str | None = None
-    """File of held-out records, or OWNER/NAME:CONFIG:SPLIT; null: the last eval_size records of
-    path."""
+    """Held-out records, named as in path; null: the last eval_size records of path."""
     eval_size: Positive = 64
     """Maximum number of held-out records."""
     prompt_field: str = "question"
-    """Field with the question, or with chat messages; preference jobs always read `prompt`."""
+    """Field with the question or chat messages; preference jobs always read `prompt`."""
     messages_field: str | None = "messages"
-    """Field with chat messages, read where a record has no prompt_field; a last message of the
-    assistant's is the answer. They may be JSON text. null: none."""
+    """Field with chat messages, read where a record has no prompt_field; a last message by the
+    assistant is the answer."""
     tools_field: str | None = "tools"
-    """Field with the function tools that the chat format shows with a record's messages, a list or
-    JSON text; `tool_defs` is read where a record has no such field. null: none are shown."""
+    """Field with the function tools that the chat format shows; without it, `tool_defs` is read."""
     answer_field: str | None = "answer"
-    """Field with the answer; null: the records have none, and a reward's reference is empty.
-    Preference jobs read chosen and rejected, or completion."""
+    """Field with the answer; null: records have no answer. Preference jobs read chosen and
+    rejected, or completion."""
     answer_mark: str | None = None
     """Text before the final answer, such as '#### ' in GSM8K: a reward's reference is what follows
-    the last one; null: the whole answer. Answers to imitate are never cut."""
+    the last one. Demonstrations are never cut."""
     template: str | None = None
-    """Python format string with {prompt}; null: the chat format (data.chat_format), or the bare
-    prompt if the tokenizer has none."""
+    """Python format string with {prompt}; null: the chat format, or the bare prompt if the
+    tokenizer has none."""
     max_bad_share: float = Field(0.01, ge=0, le=1)
     """Maximum share of records that may be skipped as malformed, too long or incomplete."""
 
 
 class DataSection(Section):
-    """Prompts of one source: data.addition or data.jsonl; a task may bring its own records."""
+    """Prompts of data.addition or data.jsonl; a task may bring its own."""
 
     addition: AdditionSection | None = AdditionSection()
-    """The embedded task, which is the source where data.jsonl.path is not set."""
+    """The embedded task, used where data.jsonl.path is not set."""
     jsonl: JsonlSection | None = None
-    """Records of a file or of the hub (parquet, too)."""
+    """Records of files or of the hub."""
     tokenizer: str | None = None
     """Hugging Face tokenizer directory, or OWNER/NAME on the hub; null: the tokenizer of
     model.path, or of the embedded task."""
     system_prompt: str | None = None
-    """System message before questions, and before messages without one; null: none."""
+    """System message for prompts without one."""
     chat_format: str = "auto"
     """Writer of chat messages: template (the tokenizer's own), a FILE.jinja, a renderer of the
     package `renderers` such as qwen3 (extra [chat]), or auto: the renderer that fits the model,
     else the template."""
     chat_arguments: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Further arguments of the chat format, such as enable_thinking: false."""
+    """Further arguments of the chat format, such as {enable_thinking: false}."""
     keep_thinking: bool = False
     """Keep the thinking of earlier turns where the chat format drops it: a conversation then stays
     one sequence."""
     max_prompt_tokens: Positive | None = None
-    """Maximum length of a prompt from record files, tokens; longer ones are skipped, counted and
-    logged. null: what sampler.max_length leaves after sampler.max_new_tokens, at least half of it
-    if that is not set, and all but one token if nothing is sampled."""
+    """Maximum length of a prompt from record files, tokens; longer ones are skipped and counted.
+    null: what sampler.max_length leaves after sampler.max_new_tokens, at least half of it if that
+    is not set."""
     curriculum: Literal["none", "hard_first", "frontier_first"] = "none"
-    """Order of the prompts: the stream's, or sampled with weights 1 - p (hard_first) or p (1 - p)
-    (frontier_first), p being the prompt's measured pass rate."""
+    """Order of the prompts: the stream's (none), or sampled with weights 1 - p (hard_first) or p (1
+    - p) (frontier_first), p being the measured pass rate."""
     curriculum_pool: Annotated[Count, ReadWith("curriculum", ("hard_first", "frontier_first"))] = 64
-    """Upcoming prompts that a curriculum chooses among; each is used exactly once in any case."""
+    """Upcoming prompts that a curriculum chooses among."""
     curriculum_threshold: Annotated[
         float, ReadWith("curriculum", ("hard_first", "frontier_first"))
     ] = 0.5

@@ -9,20 +9,18 @@ from jaxrl_async.config.section import Count, NonNegative, Positive, Section, ch
 
 
 class DistributedSection(Section):
-    """Several processes, one per host, that make one run. Not needed for one process."""
+    """Several processes, one per host, that make one run."""
 
     detect: bool = True
-    """If the fields below are not set, look for a TPU pod's or GKE's settings in the
-    environment."""
+    """If nothing below is set, read a TPU pod's or GKE's settings from the environment."""
     coordinator: str | None = Field(None, pattern=r"^\S+:\d{1,5}$")
-    """HOST:PORT at which the others reach process 0; set together with the next two fields or not
-    at all."""
+    """HOST:PORT of process 0; set together with the next two fields or not at all."""
     num_processes: Positive | None = None
     """Number of processes in the run."""
     process_id: NonNegative | None = None
     """Index of this process, from 0."""
     wait_s: Positive = 300
-    """Timeout for the other processes to join at the start, seconds."""
+    """Timeout for the other processes to join, seconds."""
     heartbeat_s: Positive = 100
     """Silence of one process after which the others exit, seconds."""
 
@@ -31,13 +29,11 @@ class AxesSection(Section):
     data: Count = 1
     """Devices that hold copies of the weights (data parallel)."""
     fsdp: Count = 1
-    """Devices that shard each weight and the optimizer state (fully sharded data parallel)."""
+    """Devices that shard each weight and the optimizer state."""
     expert: Count = 1
-    """Devices that shard the experts of each layer, and also the rows (expert parallel);
-    mixture-of-experts models only."""
+    """Devices that shard experts and rows (expert parallel); mixture-of-experts models only."""
     context: Count = 1
-    """Devices that shard the length of each row, for long sequences (context parallel); trainer
-    only."""
+    """Devices that shard the length of each row (context parallel); trainer only."""
     tensor: Count = 1
     """Devices that shard each layer's heads and MLP columns (tensor parallel)."""
 
@@ -61,17 +57,17 @@ class MeshSection(Section):
     trainer: AxesSection = AxesSection()
     """Shape of the trainer's slice."""
     sampler: AxesSection = AxesSection()
-    """Shape of one sampler's slice: tensor and expert divide its work, the other axes only repeat
-    it. For more throughput, raise samplers."""
+    """Shape of one sampler's slice: tensor and expert divide its work, other axes only repeat
+    it."""
     samplers: Count = 1
     """Independent samplers, each on its own slice; for small models several beat one wide
     sampler."""
     colocated: bool = False
     """Run trainer and sampler alternately on the same devices, still asynchronously; with several
-    processes, each has one sampler, on the trainer's devices of this process."""
+    processes, each has one sampler."""
     samplers_in: Literal["threads", "processes", "external"] = "threads"
     """Where the samplers run: in threads of this process, in processes that the run starts on this
-    machine, or external, in processes that join by `python -m jaxrl_async.sample --join
+    machine, or in external processes that join by `python -m jaxrl_async.sample --join
     HOST:PORT`."""
 
     @property

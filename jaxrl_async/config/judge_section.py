@@ -35,30 +35,27 @@ class JudgeSection(Section):
     base_url: str = Field("https://api.openai.com/v1", pattern=r"^https?://\S+$")
     """Address of the endpoint, up to /v1."""
     key_variable: str | None = Field(None, pattern=r"^\w+$")
-    """Environment variable that holds the endpoint's API key; null: it needs none."""
+    """Environment variable with the endpoint's API key."""
     rubric: str | dict[str, str | Criterion] | None = None
-    """Description of a good answer: a text, whose score is the part `judge`; or several criteria,
-    each a part: {right: The result is right., polite: {text: The tone is polite., weight: 0.5}}."""
+    """Description of a good answer, whose score is the part `judge`; or several criteria, each a
+    part: {right: The result is right., polite: {text: The tone is polite., weight: 0.5}}."""
     rubric_file: str | None = None
-    """File with the rubric, in place of `rubric`: FILE.yaml with criteria, any other with a
-    text."""
+    """File in place of `rubric`: FILE.yaml with criteria, any other with a text."""
     mode: Literal["score", "rank"] = "score"
-    """score: one call for each answer; rank: one call for all answers to a prompt, which the judge
-    compares (RULER)."""
+    """score: one call for each answer; rank: one call that compares all answers to a prompt
+    (RULER)."""
     scale: tuple[float, float] = (0.0, 10.0)
     """Worst and best number that the judge gives; they become 0 and 1."""
     weight: float = 1.0
-    """Weight of the judge's reward, 0 to 1, in the sum with other rewards; 0: it only
-    judges steps (reward.process)."""
+    """Weight of the judge's reward, 0 to 1; 0: it only judges steps (reward.process)."""
     show_reference: bool = True
-    """Show the judge the record's right answer, if the record has one."""
+    """Show the judge the record's right answer."""
     temperature: float | None = Field(0.0, ge=0)
-    """Sampling temperature of the judge; null: the endpoint's default."""
+    """Sampling temperature; null: the endpoint's default."""
     max_tokens: Positive | None = 1024
     """Maximum tokens of a reply, reasoning included; null: the endpoint's default."""
     extra: dict[str, Any] = Field({})
-    """Further fields of each call, as the endpoint knows them, such as
-    {max_completion_tokens: 1024}."""
+    """Further fields of each call, such as {max_completion_tokens: 1024}."""
     concurrency: Count = 16
     """Maximum concurrent calls."""
     timeout_s: float = Field(60.0, gt=0)
@@ -66,18 +63,15 @@ class JudgeSection(Section):
     retries: NonNegative = 5
     """Retries of a call that broke, met an overload (429, 5xx) or gave no scores."""
     backoff_s: float = Field(1.0, ge=0)
-    """Wait before the first retry, seconds; doubles, up to 60. The endpoint's Retry-After is
-    respected."""
+    """Wait before the first retry, seconds; doubles, up to 60."""
     patience_s: float = Field(300.0, gt=0)
-    """Timeout of all answers to one prompt, with waits and retries, seconds; then on_failure
-    applies."""
+    """Timeout of all answers to one prompt, retries included, seconds; then on_failure applies."""
     on_failure: Literal["fail", "neutral"] = "fail"
-    """Treatment of answers that could not be judged: fail: the group is scored again
-    (faults.scorer_retries), then dropped; neutral: they get the mean of the group's other answers,
-    or the middle of the scale."""
+    """Answers that could not be judged: fail: the group is scored again (faults.scorer_retries),
+    then dropped; neutral: they get the mean of the group's other answers, or the middle of the
+    scale."""
     cache: bool = True
-    """Keep the scores in the run's folder: no question is paid for twice, not even after a
-    resume."""
+    """Keep the scores in the run's folder: no question is paid for twice."""
 
     @property
     def judges_answers(self) -> bool:
@@ -118,13 +112,13 @@ class ProcessSection(Section):
     """Rewards of the steps or tokens within an answer, in addition to the reward of the whole."""
 
     function: str
-    """Your own function (FILE.py:FUNCTION), which gives a number for each step, or judge, which
-    asks reward.judge."""
+    """Your own function (FILE.py:FUNCTION), which gives a number for each step, or judge
+    (reward.judge)."""
     split: Literal["separator", "turn", "token"] = "separator"
-    """Unit of a step: a piece of text that ends with `separator`, a turn of the policy, or a
-    token. A turn's end always ends a step."""
+    """A step: text that ends with `separator`, a turn of the policy, or a token. A turn's end
+    always ends a step."""
     separator: Annotated[str, ReadWith("split", ("separator",))] = Field("\n\n", min_length=1)
-    """Text at the end of each step, for split=separator."""
+    """Text at the end of each step."""
     rubric: Annotated[str, ReadWith("function", ("judge",))] = (
         "Is the step right, and does it lead towards the goal?"
     )
@@ -132,20 +126,18 @@ class ProcessSection(Section):
     weight: float = 1.0
     """Weight of the steps' rewards."""
     max_age_s: float | None = Field(None, ge=0)
-    """Time that a group with all other rewards waits for its process rewards, seconds; then it is
-    trained on without them. null: it waits for faults.scorer_timeout_s."""
+    """Time that a group with all other rewards waits for these, seconds; then it is trained on
+    without them. null: faults.scorer_timeout_s."""
     max_age: NonNegative | None = None
-    """Maximum staleness of process rewards: versions between the current weights and a group's
-    oldest token. A group of this age stops waiting for them, and an older one is trained on
-    without them. null: no limit."""
+    """Staleness at which a group stops waiting for them, in versions; an older group is trained on
+    without them."""
     on_failure: Literal["fail", "without"] = "fail"
-    """Treatment of a group whose process rewards failed: fail: it is scored again
-    (faults.scorer_retries), then dropped; without: it is trained on without them."""
+    """A group whose process rewards failed: fail: it is scored again (faults.scorer_retries), then
+    dropped; without: it is trained on without them."""
     timeout_s: Annotated[
         float, ReadWith("has_own_function", (), "your own reward.process.function", ("function",))
     ] = Field(30.0, gt=0)
-    """Timeout of the function for one answer, seconds; reward.judge.timeout_s and patience_s for
-    the judge."""
+    """Timeout of the function for one answer, seconds; the judge has its own."""
 
     @property
     def has_own_function(self) -> bool:

@@ -807,4 +807,6 @@ def _default(target: FieldInfo) -> str:
     if target.is_required():
         return "required"
     value = target.get_default(call_default_factory=True)
-    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
+    style = '"' if isinstance(value, str) and "\n" in value else None  # on one line
+    text = yaml.safe_dump(value, default_flow_style=True, default_style=style)
+    return text.removesuffix("...\n").strip()

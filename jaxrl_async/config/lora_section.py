@@ -24,24 +24,20 @@ class LoraSection(Section):
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (arXiv:2312.03732)."""
     targets: str | tuple[str, ...] = ALL_LINEAR
-    """Adapted matrices: all-linear, or names such as [q_proj, v_proj], or regular
-    expressions of whole names of any layer, such as model.layers.[0-9]+.self_attn.q_proj."""
+    """Adapted matrices: all-linear, names such as [q_proj, v_proj], or regular expressions of whole
+    names, such as model.layers.[0-9]+.self_attn.q_proj."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout of each adapted matrix's inputs to its change, only in updates: not in the log-probs
-    before an update, the reference, the evaluation or the samplers. Keep 0 for rl."""
+    """Dropout of the inputs of each change, only in updates. Keep 0 for rl."""
     init: Literal["uniform", "normal"] = "uniform"
-    """Initialization of the input side: uniform within 1 / sqrt(inputs), as in PEFT; or normal with
-    deviation 1 / rank. The output side is initialized with 0."""
+    """Initialization of the input side: uniform within 1 / sqrt(inputs), as in PEFT, or normal with
+    deviation 1 / rank."""
     base: Literal["full", "int8", "nf4", "int4", "q4_1"] = "full"
-    """Format of the frozen matrices in trainer and samplers (QLoRA, arXiv:2305.14314): full
-    (model.param_dtype), int8 (a scale for each output), or 4 bits with scales for groups of
-    inputs: nf4 (quantiles of a normal distribution), int4, or q4_1 (above the group's least
-    weight). With group_size=32 blocks of a GGUF file are kept: Q4_0 (int4, q4_1), Q4_1 and Q4_K
-    (q4_1)."""
+    """Format of the frozen matrices in trainer and samplers (QLoRA): full (model.param_dtype),
+    int8, or 4 bits: nf4, int4 or q4_1. With group_size=32 blocks of a GGUF file are kept: Q4_0
+    (int4, q4_1), Q4_1 and Q4_K (q4_1)."""
     group_size: Annotated[
         int,
         Field(ge=2, le=65_536),
         ReadWith("base", FOUR_BITS, "model.lora.base in 4 bits", ()),
     ] = 64
-    """Maximum inputs that share a scale in 4 bits; groups lie within a head and divide the
-    inputs."""
+    """Maximum inputs that share a scale in 4 bits."""

@@ -64,24 +64,20 @@ class BalanceSection(Section):
     pre-trained model's routers are balanced, and a loss on them distracts from the rewards."""
 
     loss: float = Field(0.0, ge=0)
-    """Coefficient of the load-balance loss, experts * sum_e (share of the tokens sent to e) *
-    (mean probability of e), over an update's tokens (Switch Transformer, arXiv:2101.03961, eq. 4).
-    If the load is even it is experts per token. The model's router_aux_loss_coef is not read."""
+    """Coefficient of the load-balance loss (Switch Transformer, arXiv:2101.03961, eq. 4) over an
+    update's tokens. The model's router_aux_loss_coef is not read."""
     each_layer: Annotated[bool, ReadWith("loss")] = False
-    """Balance each layer separately, and take the mean of their losses: no layer's overloaded
-    expert is hidden by another layer."""
+    """Balance each layer separately, and take the mean of their losses."""
     bias_rate: float = Field(0.0, ge=0)
-    """Step by which each update moves the correction of a router that has one (glm4_moe): up for
-    experts with fewer tokens than the mean, down for others. No gradient (arXiv:2408.15664;
-    DeepSeek-V3 took 0.001)."""
+    """Step by which each update moves the bias of a router that has one (glm4_moe) towards even
+    load (arXiv:2408.15664; DeepSeek-V3 took 0.001)."""
 
 
 class ArchitectureSection(Section):
     """A decoder with random weights, where model.path is not set."""
 
     family: FamilyName = "qwen3"
-    """Model family: decides about norms, biases, activation, scales and which layers have a
-    window."""
+    """Model family."""
     layers: Count = 4
     """Number of layers."""
     width: Positive = 128
@@ -89,20 +85,17 @@ class ArchitectureSection(Section):
     heads: Count = 4
     """Query heads."""
     kv_heads: Count = 2
-    """Key and value heads; deepseek_v2 and deepseek_v3 have as many as query heads."""
+    """Key and value heads."""
     head_dim: Positive = 32
-    """Width of a head. In deepseek_v2 and deepseek_v3 half of it is rotary, values are as wide as
-    the other half, and the ranks are 4 (queries) and 2 (keys and values) times it. Delta nets have
-    kv_heads key heads and `heads` value heads of this width."""
+    """Width of a head."""
     mlp: Positive = 384
     """Hidden width of the MLP, or of each expert."""
     experts: NonNegative = 0
-    """Experts per layer, for the families that have them (qwen3_moe, mixtral, gpt_oss, glm4_moe,
-    qwen2_moe, deepseek_v2, deepseek_v3, qwen3_next, qwen3_5_moe_text); 0: a dense MLP."""
+    """Experts per layer, for mixture-of-experts families; 0: a dense MLP."""
     experts_per_token: Positive = 2
     """Experts that each token is routed to."""
     window: Positive | None = None
-    """Size of the sliding window, tokens, for families with such layers; null: no windows."""
+    """Size of the sliding window, tokens, for families with one."""
     tied: bool = True
     """Share the embedding with the output head."""
     rope_theta: float = Field(10_000.0, gt=0)
@@ -151,32 +144,27 @@ class ArchitectureSection(Section):
 
 class ModelSection(Section):
     path: str | None = None
-    """Hugging Face directory (config.json, *.safetensors), OWNER/NAME on the Hugging Face hub, or a
-    GGUF file: FILE.gguf, or package:NAME/FILE.gguf of an installed Python package; null: random
-    weights of model.architecture."""
+    """Hugging Face directory, OWNER/NAME on the hub, or a GGUF file: FILE.gguf, or
+    package:NAME/FILE.gguf of an installed package; null: random weights of model.architecture."""
     architecture: ArchitectureSection = ArchitectureSection()
     """Shape of the model if path is null."""
     decoder: str | None = None
-    """Your own decoder layer, FILE.py:CLASS (docs/own_decoder.md), with the sizes of
-    model.architecture, or the weights of model.path; null: a family's."""
+    """Your own decoder layer, FILE.py:CLASS (docs/own_decoder.md)."""
     dtype: NumberType | None = None
     """Data type of all computations; null: bfloat16 on TPUs and on NVIDIA's GPUs from Ampere on,
-    float32 on others and on CPUs. A resumed run keeps its type."""
+    else float32."""
     param_dtype: NumberType = "float32"
-    """Data type of the trainer's weights and gradients; trainer.rounding decides about
-    updates below bfloat16's resolution."""
+    """Data type of the trainer's weights and gradients; with bfloat16 see trainer.rounding."""
     remat: Literal["none", "layer", "attention", "dots"] = "none"
-    """Recomputation in the backward pass: nothing, each layer, each layer except attention (keeps
-    the kernels' results on TPUs and GPUs: 2 bytes per query, token and layer), or everything but
-    matrix products (dots)."""
+    """Recomputation in the backward pass: none, each layer, each layer except attention, or
+    everything but matrix products (dots)."""
     lora: LoraSection | None = None
-    """Train a low-rank adapter instead of all weights; null: all weights."""
+    """Train a low-rank adapter instead of all weights."""
     balance: BalanceSection = BalanceSection()
     """Spread tokens evenly over the experts of a mixture."""
     attention: Literal["auto", "reference", "splash", "cudnn", "flash"] = "auto"
     """The trainer's attention: reference (plain JAX, all scores of a row in memory), splash (TPU),
-    cudnn (NVIDIA since Hopper, bfloat16, heads of at most 128, on Hopper 256, no caps, no sinks)
-    or flash (our own kernels, NVIDIA); auto: by platform and model."""
+    cudnn (NVIDIA since Hopper) or flash (our own kernels, NVIDIA); auto: by platform and model."""
 
     @check
     def own_layers_have_no_family(self) -> Iterator[str]:
@@ -226,18 +214,16 @@ def dtype_on(platform: str, capability: str | None = None) -> NumberType:
 
 class WeightsSection(Section):
     dtype: Literal["float32", "bfloat16", "int8", "float8_e4m3fn"] | None = None
-    """Data type of the weights that are sent to the sampler and kept there; null: model.dtype. int8
-    and float8_e4m3fn quantise the layers' matrices, with one scale per output; the rest is in
-    model.dtype."""
+    """Data type of the sampler's weights: float32, bfloat16, or int8 or float8_e4m3fn, which
+    quantise the layers' matrices with one scale per output; null: model.dtype."""
     probe: bool = True
-    """After each publish, compare the sampler's log-probs of a prompt with the trainer's. Weights
-    that differ by more than rounding explains end the run, unless their checksums agree."""
+    """After each publish, compare the sampler's log-probs of a prompt with the trainer's. Wrong
+    weights end the run."""
     probe_tolerance: Annotated[float | None, ReadWith("probe")] = Field(None, gt=0)
     """Maximum difference between those log-probs without a warning, nats; null: derived from
-    rounding: data types, platform, number of layers and size of the log-probs."""
+    rounding."""
     checksum: bool = True
-    """After each transfer, compare a checksum of every array on both sides before the weights are
-    used."""
+    """After each transfer, compare a checksum of every array on both sides."""
 
     @property
     def eight_bits(self) -> Literal["int8", "float8_e4m3fn"] | None:

@@ -16,13 +16,13 @@ class WarmStartSection(Section):
     """A short supervised training on prompt-answer pairs before the RL."""
 
     steps: NonNegative = 0
-    """Number of supervised updates; 0: none."""
+    """Number of supervised updates."""
     batch_size: Count = 64
     """Pairs per update."""
     learning_rate: float = Field(1e-3, ge=0)
     """Peak learning rate."""
     path: str | None = None
-    """File or folder of pairs as data.jsonl.path; null: the training data's own answers."""
+    """File or folder of pairs, as data.jsonl.path; null: the training data's own answers."""
 
 
 class SftSection(Section):
@@ -38,7 +38,7 @@ class PreferenceSection(Section):
     batch_size: Count = 32
     """Pairs per update; a single judged answer counts as one."""
     loss: Choice = "dpo"
-    """Loss: dpo, ipo, ipo_average, kto, simpo or orpo, with its arguments."""
+    """Loss: dpo, ipo, ipo_average, kto, simpo or orpo."""
     reference: Annotated[
         str | None, ReadWith("refers", (), "a preference.loss that compares with it", ())
     ] = None

@@ -9,45 +9,41 @@ from jaxrl_async.config.section import Count, Positive, ReadWith, Section, check
 
 
 class RemoteSection(Section):
-    """Samplers in separate processes (mesh.samplers_in: processes or external). null: the
-    defaults."""
+    """Samplers in separate processes (mesh.samplers_in: processes or external)."""
 
     listen: str = Field("127.0.0.1:0", pattern=r"^\S+:\d{1,5}$")
-    """HOST:PORT at which the trainer waits for samplers; port 0: any free one. Other addresses
-    than loopback need a shared secret in the environment variable JAXRL_ASYNC_SECRET."""
+    """HOST:PORT at which the trainer waits for samplers; port 0: any free one. Addresses other than
+    loopback need a shared secret in JAXRL_ASYNC_SECRET."""
     advertise: str | None = None
-    """Host name or address under which samplers reach the trainer; null: the host of `listen`,
-    or this machine's name if that is 0.0.0.0."""
+    """Host name or address under which samplers reach the trainer; null: the host of `listen`, or
+    this machine's name if that is 0.0.0.0."""
     data_port: Annotated[int, ReadWith("transfer", ("auto", "tcp", "device"))] = Field(
         0, ge=0, le=65535
     )
-    """TCP port of weights at the trainer, on the host of `listen`, and at the samplers that
-    forward them; 0: any free one. Each sampler of a machine takes the next free port."""
+    """TCP port of weights at the trainer and at the samplers that forward them; 0: any free one.
+    Each sampler of a machine takes the next free port."""
     min_samplers: Count = 1
     """Samplers that must have joined before the run begins; with mesh.samplers_in=processes all
     must."""
     wait_s: float = Field(600.0, gt=0)
-    """Maximum time without any sampler, seconds; then the run saves and ends, and can be
-    resumed."""
+    """Maximum time without any sampler, seconds; then the run saves and ends."""
     silence_s: float = Field(20.0, gt=0)
     """Time without a message after which a connection counts as lost, seconds."""
     transfer: Literal["auto", "shared_memory", "tcp", "device", "folder"] = "auto"
-    """How weights reach the samplers: shared_memory (on one machine), tcp, device
-    (jax.experimental.transfer) or folder (files in remote.folder). auto: shared memory on the
-    trainer's machine, else TCP; between accelerators with external samplers and no certificates,
-    the faster of device and TCP."""
+    """How weights reach the samplers: shared_memory, tcp, device (jax.experimental.transfer) or
+    folder (remote.folder). auto: shared memory on the trainer's machine, else TCP, or device
+    between accelerators where it is faster."""
     folder: str | None = None
     """Folder or mounted bucket that all machines see, for transfer=folder."""
     fanout: Count = 2
     """Number of samplers to which the trainer, and each sampler, sends the weights directly; they
-    forward them to the others."""
+    forward them."""
     transfer_timeout_s: float = Field(300.0, gt=0)
-    """Timeout of one transfer of the weights to one sampler, seconds; then it is retried. A
-    transfer from device to device has half of it, and TCP the rest."""
+    """Timeout of one transfer of the weights to one sampler, seconds; then it is retried."""
     max_message_mib: Positive = 256
     """Maximum size of a message from another process, MiB."""
     tls_certificate: str | None = None
-    """PEM file of this side's certificate; null: connections are not encrypted."""
+    """PEM file of this side's certificate; null: no encryption."""
     tls_key: str | None = None
     """PEM file of its private key."""
     tls_authority: str | None = None

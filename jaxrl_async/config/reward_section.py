@@ -27,31 +27,27 @@ def _is_number(value: Any) -> bool:
 
 class RewardSection(Section):
     function: Choices | None = None
-    """Built-in reward (exact, gsm8k, math), your own (FILE.py:FUNCTION), a list of these with
-    weights ([math, {my.py:short: {weight: 0.1}}]), or none with a reward model; null: the task's
-    or the judge's, or exact. Only it scores the evaluation; its part `correct`, 0 to 1, is the
-    accuracy."""
+    """Reward function: a built-in (exact, gsm8k, math), your own (FILE.py:FUNCTION), a list with
+    weights ([math, {my.py:short: {weight: 0.1}}]), or none with a reward model; null: the task's or
+    the judge's, or exact. Only it scores the evaluation; its part `correct` is the accuracy."""
     function_weight: Annotated[float, ReadWith("model", switches=())] = 1.0
-    """Weight of the function's reward, added to reward.model's in training; 0: it only scores the
-    evaluation."""
+    """Weight of the function's reward in training; 0: it only scores the evaluation."""
     model: str | None = None
-    """Folder of a reward model, as written by run.job=reward_model; null: none."""
+    """Folder of a reward model, as written by run.job=reward_model."""
     model_weight: Annotated[float, ReadWith("model")] = 1.0
-    """Weight of the reward model's score, which is added to the function's reward."""
+    """Weight of the reward model's score."""
     judge: JudgeSection | None = None
-    """A language model that judges answers by a rubric, in addition to functions and model; null:
-    none."""
+    """A language model that judges answers by a rubric, in addition to functions and model."""
     process: ProcessSection | None = None
-    """Rewards of the steps within an answer; null: none."""
+    """Rewards of the steps within an answer."""
     timeout_s: float = Field(30.0, gt=0)
-    """Timeout of a function for one answer (for all answers to a prompt if it judges them
-    together), seconds."""
+    """Timeout of a function for one answer, or for all answers to a prompt if it judges them
+    together, seconds."""
     threads: Count = 16
-    """Maximum threads for reward functions that are not async; async functions run concurrently."""
+    """Maximum threads for reward functions that are not async."""
     processes: NonNegative = 0
     """Maximum processes for your reward functions that are not async, each killed at timeout_s; 0:
-    threads, which cannot be killed. For functions that can keep Python busy within one call.
-    Processes load them by name (FILE.py:FUNCTION, or a module's top level) and share no memory."""
+    threads, which cannot be killed. Processes load functions by name and share no memory."""
 
     @property
     def judged(self) -> bool:
@@ -125,14 +121,12 @@ class EvalSection(Section):
     every: NonNegative = 10
     """Updates between two evaluations; 0: only at the start and at the end."""
     asynchronous: bool = False
-    """Evaluate while rollouts and the next update continue. The next weights are published once it
-    has ended. The run waits for the last evaluation, and for each one if several processes train.
-    With several adapters (runs), the others train meanwhile."""
+    """Evaluate while rollouts and the next update continue; the next weights are published once it
+    has ended."""
     temperature: float = Field(0.0, ge=0)
-    """Sampling temperature in the evaluation; 0: greedy."""
+    """Sampling temperature; 0: greedy."""
     episodes_at_once: Count = 64
-    """Maximum held-out episodes of environments, games and programs that run concurrently; episodes
-    of one turn are all requested at the same time."""
+    """Maximum concurrent held-out episodes of environments, games and programs."""
 
 
 EVAL_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$"
@@ -141,11 +135,10 @@ EvalName = Annotated[str, Field(pattern=EVAL_NAME)]
 
 
 class NamedEvalSection(Section):
-    """An evaluation by name, in addition to `eval`: its records, sampling settings and cadence."""
+    """An evaluation in addition to `eval`."""
 
     data: str | None = None
-    """File of held-out records, or OWNER/NAME:CONFIG:SPLIT, as data.jsonl.path; null: its task's,
-    or the run's held-out records."""
+    """Held-out records, named as in data.jsonl.path; null: its task's, or the run's."""
     prompt_field: str | None = None
     """Field of `data` with the question; null: data.jsonl.prompt_field."""
     answer_field: str | None = None
@@ -153,28 +146,26 @@ class NamedEvalSection(Section):
     answer_mark: str | None = None
     """Text before the final answer of `data`; null: data.jsonl.answer_mark."""
     task: Choice | None = None
-    """Task whose held-out records, environment and reward are evaluated: one of the run's `tasks`,
-    or a name as for the setting `task`, with its arguments, but without a program or a game; null:
-    the run's."""
+    """Task to evaluate: one of the run's `tasks`, or as the setting `task`, but without a program
+    or a game; null: the run's."""
     reward: Choices | None = None
     """Functions that score it, as reward.function; null: its task's, or the run's."""
     prompts: Positive | None = None
-    """Maximum number of prompts, the first ones; null: all."""
+    """Maximum number of prompts, the first ones."""
     samples: Count = 1
-    """Answers to each prompt, n, for avg@n, pass@k up to n and maj@n."""
+    """Answers to each prompt, for avg@n, pass@k and maj@n."""
     every: NonNegative = 10
     """Updates between two evaluations; 0: only at the start and at the end."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature; 0: greedy, only for samples=1."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the likeliest tokens whose probabilities sum to this."""
+    """As sampler.top_p."""
     top_k: NonNegative = 0
-    """Sample from this many of the likeliest tokens; 0: all."""
+    """As sampler.top_k."""
     max_new_tokens: Positive | None = None
-    """Maximum tokens of an answer, at most sampler.max_new_tokens; null: that."""
+    """Maximum tokens of an answer; null: sampler.max_new_tokens, the limit."""
     pass_reward: float = 1.0
-    """Least reward of an answer that passes; where rewards have the part `correct`, least value of
-    that part."""
+    """Least reward of an answer that passes, or least part `correct` where rewards have it."""
 
     @property
     def own_prompts(self) -> bool:

@@ -14,39 +14,37 @@ from jaxrl_async.config.section import NonNegative, Positive, Section, check
 
 class RunSection(Section):
     job: Literal["rl", "sft", "preference", "reward_model"] = "rl"
-    """What to train: a policy by rewards (rl), by given answers (sft) or by preferences, or a
-    reward model."""
+    """What to train: a policy by rewards (rl), given answers (sft) or preferences (preference), or
+    a reward_model."""
     name: str = Field("run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")
     """Name of the run; its folder is DIR/NAME."""
     dir: str = "runs"
-    """Folder of the run folders and of JAX's persistent compilation cache."""
+    """Folder of the run folders and of JAX's compilation cache."""
     seed: NonNegative = 0
-    """Seed of all random numbers: initial weights, data order, sampling."""
+    """Seed of initial weights, data order and sampling."""
     steps: Positive = 100
     """Number of updates."""
     resume: bool = False
-    """Resume from the newest checkpoint in the run's folder (also: --resume)."""
+    """Resume from the newest checkpoint in the run's folder."""
     resume_or_start: bool = False
-    """Resume the run if its folder holds one, else start it: for jobs that are restarted
-    automatically."""
+    """Resume the run if its folder holds one, else start it."""
     overwrite: bool = False
     """Start from the beginning even if the run's folder holds a run, which is moved aside."""
     copy_to: str | None = None
     """Address, such as gs://BUCKET/DIR: the run is uploaded to ADDRESS/NAME while it runs, and a
-    resume downloads it if it is missing locally; null: no copy."""
+    resume downloads it if it is missing locally."""
     logs: Literal["text", "json"] = "text"
-    """json: each line of the log is one JSON object, as Cloud Logging reads them; sampler
-    processes on other machines read JAXRL_ASYNC_LOGS."""
+    """Format of the log: text, or json, one object per line; sampler processes on other machines
+    read JAXRL_ASYNC_LOGS."""
     profile: tuple[Positive, ...] = ()
-    """Steps that JAX's profiler traces, at most 8, such as [5, 6], in the trainer and the first 4
-    sampler processes. The traces are in the run's folder `profile`, for XProf and
-    https://ui.perfetto.dev."""
+    """Steps that JAX's profiler traces, at most 8, such as [5, 6]; the traces are in the run's
+    folder `profile`, for XProf and https://ui.perfetto.dev."""
     callbacks: tuple[Choice, ...] = ()
-    """Your own classes (FILE.py:CLASS, subclasses of jaxrl_async.Callback), whose functions are
-    called at the stages of the run: begin, step, evaluation, save and end."""
+    """Your own subclasses of jaxrl_async.Callback (FILE.py:CLASS), called at begin, step,
+    evaluation, save and end."""
     replay_schedule: str | None = None
     """Replay a recorded schedule bit for bit: the schedule.jsonl of another run of the same
-    configuration (also: --replay-schedule FILE); null: no replay."""
+    configuration."""
 
     @check
     def only_rl_is_replayed(self) -> Iterator[str]:
@@ -116,56 +114,49 @@ class FaultsSection(Section):
     """Timeouts and retries before a failure ends the run."""
 
     backoff_s: float = Field(1.0, ge=0)
-    """Wait before a sampler is restarted, a call of an unavailable service is retried or a group is
-    scored again, seconds; doubles with each consecutive failure, up to 60."""
+    """Wait before a sampler is restarted, a service is called again or a group is scored again,
+    seconds; doubles with each consecutive failure, up to 60."""
     sampler_restarts: NonNegative = 3
     """Maximum restarts of one sampler; an hour without a failure resets the count."""
     sampler_hang_s: float = Field(600.0, gt=0)
-    """Time without a finished block, compilation included, after which a sampler with work counts
-    as hung, seconds."""
+    """Time without a finished block, compilation included, after which a sampler counts as hung,
+    seconds."""
     nonfinite_in_a_row: Positive = 8
-    """Consecutive completions with NaN or infinite log-probs after which a sampler is restarted."""
+    """Consecutive completions with NaN or infinite log-probs that restart a sampler."""
     scorer_timeout_s: float = Field(600.0, gt=0)
-    """Timeout for scoring one group, seconds; includes the reward model and waiting for one of
-    reward.threads."""
+    """Timeout for scoring one group, seconds; includes waiting for one of reward.threads."""
     scorer_retries: NonNegative = 2
-    """Retries of scoring a group after an error or a timeout."""
+    """Retries of scoring a group."""
     env_timeout_s: float = Field(600.0, gt=0)
     """Timeout of an environment for one reply, seconds."""
     max_failures: Positive = 8
-    """Consecutive failed groups that end the run, each started after the previous one had failed.
-    After each failure new groups wait for backoff_s, doubled with each further failure. Outages do
-    not count."""
+    """Consecutive failed groups that end the run; outages do not count."""
     outage_s: float | None = Field(None, gt=0)
-    """Maximum outage of a service (environment, judge, reward), seconds: broken connections,
-    timeouts of its client, HTTP 429 and 5xx. Until then its calls are retried and the run waits;
-    null: no limit, but 30 s for a service that has never answered. Set it if a judge's server
-    starts with the run."""
+    """Maximum outage of a service (environment, judge, reward), seconds, during which its calls are
+    retried; null: no limit, but 30 s for a service that has never answered, such as a judge's
+    server that still starts."""
     watchdog_s: float = Field(1800.0, ge=0)
     """Time without progress, compilation included, after which the run stops and names the part
-    that hangs, seconds; 0: no limit. Outages, calls within their own limits and the caller's code
-    do not count."""
+    that hangs, seconds; 0: no limit."""
 
 
 class CheckpointSection(Section):
     dir: str | None = Field(None, pattern=r"^gs://[^/?@:]+(/[^?]*)?$")
-    """Bucket for checkpoints, as gs://BUCKET/DIR: each host of the trainer writes its shards to its
-    folder NAME, and a resumed run that is missing locally continues from there; null: in the run's
-    folder."""
+    """Bucket for checkpoints, gs://BUCKET/DIR: each host of the trainer writes its shards there,
+    and a resumed run that is missing locally continues from there; null: the run's folder."""
     every: NonNegative = 50
     """Updates between two checkpoints; 0: only at the end."""
     keep: Positive = 2
     """Number of newest checkpoints to keep."""
     hugging_face: bool = False
-    """Write each checkpoint's policy as a Hugging Face directory, too: RUN/hugging_face/STEP, or
-    with model.lora its adapter alone, as PEFT reads it; it is removed with its checkpoint."""
+    """Write each checkpoint's policy, or with model.lora its adapter, as a Hugging Face directory,
+    too: RUN/hugging_face/STEP, removed with its checkpoint."""
     verify: bool = True
-    """Compare every file with its checksum before restoring a checkpoint; if one differs, use the
-    previous checkpoint."""
+    """Compare every file with its checksum before restoring; if one differs, use the previous
+    checkpoint."""
     grace_s: float = Field(25.0, gt=0)
-    """Time after SIGTERM or SIGHUP to save and exit (exit code 75), seconds; after that the run
-    exits without saving. Keep it below the job controller's own limit (30 on Kubernetes by
-    default)."""
+    """Time after SIGTERM or SIGHUP to save and exit (exit code 75), seconds. Keep it below the job
+    controller's limit (Kubernetes: 30)."""
 
 
 class WandbSection(Section):
@@ -178,18 +169,17 @@ class WandbSection(Section):
     name: str | None = Field(None, min_length=1)
     """Display name of the run; null: run.name."""
     mode: Literal["online", "offline"] | None = None
-    """offline: only write files in the run's folder, which `wandb sync` sends later; null:
-    WANDB_MODE, else online."""
+    """online, or offline: files that `wandb sync` sends later; null: WANDB_MODE, else online."""
 
 
 class MlflowSection(Section):
     """MLflow (extra [mlflow])."""
 
     experiment: str = Field(min_length=1)
-    """Experiment of the run, created if it does not exist."""
+    """Experiment of the run."""
     tracking_uri: str | None = Field(None, min_length=1)
-    """Address of the server (http://HOST:PORT), or of a store (sqlite:///FILE); null:
-    MLFLOW_TRACKING_URI, else MLflow's default."""
+    """Server (http://HOST:PORT) or store (sqlite:///FILE); null: MLFLOW_TRACKING_URI, else MLflow's
+    default."""
 
 
 class TrackioSection(Section):
@@ -203,19 +193,17 @@ class MetricsSection(Section):
     tensorboard: bool = True
     """Write TensorBoard events."""
     prometheus: str | None = Field(None, pattern=r"^(\S+|\[\S+\]):\d{1,5}$")
-    """HOST:PORT at which Prometheus reads the newest metrics (extra [prometheus]); port 0 takes any
-    free port; null: none. With several processes the first one serves."""
+    """HOST:PORT at which Prometheus reads the newest metrics (extra [prometheus]); port 0: any free
+    one."""
     wandb: WandbSection | None = None
     mlflow: MlflowSection | None = None
     trackio: TrackioSection | None = None
     spans: bool = False
-    """Record a timeline of all threads: the dashboard shows it, and https://ui.perfetto.dev opens
-    trace.json in the run's folder, written each minute and at the end."""
+    """Record a timeline of all threads, for the dashboard and, as trace.json in the run's folder,
+    for https://ui.perfetto.dev."""
     tags: tuple[str, ...] = ()
     """Words by which the dashboard filters and groups runs, such as [sweep, small]."""
     samples_every: NonNegative = 10
-    """Updates between two records of sample completions; 0: none. One more forward pass over these
-    few compares the trainer's log-probs with the sampler's."""
+    """Updates between two records of sample completions; 0: none."""
     peak_flops: float | None = Field(None, gt=0)
-    """Peak FLOP/s of one trainer device, for the FLOP utilisation; null: measured with a matrix
-    product. An update that is faster raises the peak, which is logged if the peak was set."""
+    """Peak FLOP/s of one trainer device, for the FLOP utilisation; null: measured."""

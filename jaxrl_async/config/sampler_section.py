@@ -23,17 +23,15 @@ OF_NATIVE = ReadWith("engine", ("native",), switches=())
 
 class SamplerSection(Section):
     engine: Literal["native", "jetstream", "vllm"] = "native"
-    """Engine that samples tokens: the sampler of this package, an engine of JetStream's interface
-    (engine_class) in threads of this process, or vLLM servers (engine_urls), which need
-    mesh.samplers_in=external."""
+    """Engine that samples tokens: native (this package's), jetstream (engine_class) or vllm
+    (servers at engine_urls, with mesh.samplers_in=external)."""
     engine_class: Annotated[str | None, ReadWith("engine", ("jetstream",), switches=())] = Field(
         None, pattern=r"^.+\.py:\w+$"
     )
-    """Engine of engine=jetstream: FILE.py:CLASS, a subclass of jetstream.engine.engine_api.Engine;
-    null: this package's sampler behind that interface."""
+    """FILE.py:CLASS, a subclass of jetstream.engine.engine_api.Engine; null: this package's sampler
+    behind that interface."""
     engine_urls: tuple[str, ...] = ()
-    """Addresses of the servers of engine=vllm, such as http://127.0.0.1:8000; they must serve
-    only this run."""
+    """Addresses of vLLM servers, such as http://127.0.0.1:8000, which must serve only this run."""
     slots: Count | None = 64
     """Sequences that each sampler decodes concurrently (engine=vllm: concurrent requests to each
     server); null: as many as kv_memory_mib holds."""
@@ -46,37 +44,37 @@ class SamplerSection(Section):
     block: Count = 8
     """Decode steps per dispatch; weights can be swapped between two dispatches."""
     prefill_chunk: Annotated[Positive, OF_NATIVE] = 2048
-    """Prompt tokens to prefill between two blocks; a longer prompt takes several rounds."""
+    """Prompt tokens to prefill between two blocks."""
     page_tokens: Annotated[Positive, OF_NATIVE] = 32
     """Tokens per page of the KV cache."""
     kv_memory_mib: Annotated[float | None, OF_NATIVE] = Field(None, gt=0)
-    """Memory for one sampler's KV cache, and for its adapters if it has some, MiB; null: enough for
-    all slots at max_length."""
+    """Memory for one sampler's KV cache and adapters, MiB; null: enough for all slots at
+    max_length."""
     prefix_cache: Annotated[bool, OF_NATIVE] = True
     """Keep the KV of finished requests for later requests with the same first tokens."""
     on_new_weights: Literal["continue", "recompute", "drain", "restart"] = "continue"
     """Running sequences at a weight swap: keep their KV (continue), rebuild it
     (recompute), finish them first (drain) or start them again (restart)."""
     matmul: Annotated[Literal["full", "bfloat16", "int8"], OF_NATIVE] = "full"
-    """Precision of matrix products: full (model.dtype), bfloat16, or int8 for weights and tokens
-    alike (needs cpu_kernels). Log-probs then differ from the trainer's, most with int8."""
+    """Precision of matrix products: full (model.dtype), bfloat16, or int8 (needs cpu_kernels).
+    Log-probs then differ from the trainer's, most with int8."""
     attention: Annotated[Literal["auto", "gathered", "ragged"], OF_NATIVE] = "auto"
-    """Decode attention: dense on gathered copies of pages, or on the pages by a kernel for TPU or
-    GPU (ragged); auto: by platform and model."""
+    """Decode attention: dense on gathered copies of pages, or by a kernel on the pages (ragged;
+    TPU, GPU); auto: by platform and model."""
     cpu_kernels: bool = True
-    """On a CPU (x86-64 with AVX2), compute products and attention by our C++ kernels, which a
-    compiler builds once per machine; without a compiler, or if false, by XLA."""
+    """On a CPU (x86-64 with AVX2), use our C++ kernels, which a compiler builds once per machine;
+    without a compiler, XLA."""
     compile_ahead: Annotated[bool, OF_NATIVE] = True
-    """Compile programs during the warm start and, if only a few are needed (attention by
-    cpu_kernels or ragged), during the first blocks; false: when each is first needed."""
+    """Compile programs during the warm start and the first blocks; false: when each is first
+    needed."""
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature; 0: greedy."""
     top_k: NonNegative = 0
-    """Sample from the k likeliest tokens; 0: from all tokens."""
+    """Sample from the k likeliest tokens; 0: from all."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the likeliest tokens that together have this probability."""
     min_p: float = Field(0.0, ge=0, lt=1)
-    """Sample from tokens with at least this probability relative to the likeliest token."""
+    """Sample from tokens with at least this probability relative to the likeliest."""
 
     @property
     def truncates(self) -> bool:
@@ -102,22 +100,21 @@ class SamplerSection(Section):
 
 class StalenessSection(Section):
     max_staleness: NonNegative = 1
-    """Maximum staleness of a group: the trainer's version minus the version of its oldest token;
-    0: synchronous."""
+    """Maximum staleness of a group: the trainer's version minus the version of its oldest token; 0:
+    synchronous."""
     lookahead: NonNegative = 0
     """Maximum number of younger groups that may overtake a slow one."""
     when_too_old: Literal["wait", "drop"] = "wait"
-    """Pacing: rollouts wait, so no group becomes too stale (wait); or they run ahead, and groups
-    that are too stale for the trainer are dropped (drop)."""
+    """Pacing: rollouts wait, so no group becomes too stale (wait), or run ahead, and groups that
+    are too stale are dropped (drop)."""
     overcommit: Annotated[float, ReadWith("when_too_old", ("drop",))] = Field(1.5, ge=1)
     """With drop: maximum groups in memory, as a multiple of (max_staleness + 1) *
     groups_per_step."""
     adapt: Literal["none", "ess"] = "none"
-    """Adaptation of the staleness target: none, or by effective sample size (ess); never above
-    max_staleness."""
+    """Adaptation of the staleness target: none, or by effective sample size (ess)."""
     ess_target: Annotated[float, ReadWith("adapt", ("ess",))] = Field(0.9, ge=0, le=1)
-    """Effective sample size to keep, as a share of the tokens: below it the staleness target is
-    halved, well above it raised by 1."""
+    """Effective sample size to keep, as a share of the tokens: below it the target is halved, well
+    above it raised by 1."""
 
     @check
     def dropping_leaves_rollouts_a_chance(self) -> Iterator[str]:
@@ -137,12 +134,11 @@ SELECTIONS = ("strict", "recent", "reward_variance", "advantage_size")
 
 class BufferSection(Section):
     select: str = Field("strict", pattern=rf"^({'|'.join(SELECTIONS)}|.+\.py:\w+)$")
-    """Order in which the trainer takes groups: the oldest first (strict), the most recent (recent),
-    or by variance of rewards or size of advantages, the largest first (reward_variance,
-    advantage_size); or your own as FILE.py:FUNCTION, which returns a number for an EpisodeGroup
-    and a version, the smallest first (docs/mixing.md)."""
+    """Order in which the trainer takes groups: the oldest first (strict), the newest (recent), the
+    largest variance of rewards (reward_variance) or size of advantages (advantage_size); or your
+    own FILE.py:FUNCTION."""
     reuse: Positive = 1
-    """Maximum steps that train on one group, within max_staleness; 1: each group once."""
+    """Maximum steps that train on one group, within max_staleness."""
 
 
 Level = Annotated[int, Field(ge=-1000, le=1000)]
@@ -150,12 +146,11 @@ Level = Annotated[int, Field(ge=-1000, le=1000)]
 
 
 class PrioritySection(Section):
-    """Priority of waiting requests: lower levels first, first come first served within a level.
-    First turns of training have level 0. Priorities change no token. The request that has waited
-    longest is overtaken at most 64 times in a row."""
+    """Priority of waiting requests: lower levels first, then in order of arrival. First turns of
+    training have level 0. The longest-waiting request is overtaken at most 64 times in a row."""
 
     evaluation: Level = 0
-    """Level of an evaluation's requests; -1: before training, which makes it short."""
+    """Level of an evaluation's requests; -1: before training."""
     later_turns: Level = 0
     """Level of training's turns after an episode's first; -1: running episodes before new ones."""
     guests: Level = 0

@@ -145,20 +145,17 @@ class Config(Section):
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     task: Choice | None = None
-    """Task with its environment, data and reward: a built-in (calculator, guess_number),
-    your own (FILE.py:NAME), or reasoning_gym:NAME, with its arguments; null: none."""
+    """Task with its environment, data and reward: a built-in (calculator, guess_number), your own
+    (FILE.py:NAME), or reasoning_gym:NAME."""
     tasks: dict[TaskName, NamedTaskSection] | None = None
-    """Several tasks in one run, by name, each with its data, environment, reward, weight, limits
-    and sampling settings, in place of `task` and `data` (docs/mixing.md); null: one task."""
+    """Several tasks by name, in place of `task` and `data` (docs/mixing.md)."""
     mixing: str | None = Field(None, pattern=r"^.+\.py:\w+$")
     """Your own choice of the next group's task, FILE.py:NAME: a function of a MixView that returns
-    a name, or weights by name (docs/mixing.md); null: by the weights of `tasks`."""
+    a name, or weights by name; null: by the weights of `tasks`."""
     env: EnvSection = EnvSection()
     seats: dict[str, SeatSection] | None = None
-    """Players of the task's game, by seat: policy, {model: DIR or initial},
-    {endpoint: URL, model: NAME}, {older: {every: N, keep: K, pick: uniform, latest or worst}}, or
-    {mixture: [...]}; with `eval` for the evaluation. The policy plays all other
-    seats. null: all."""
+    """Players of the task's game, by seat: policy, {model: DIR or initial}, {endpoint: URL, model:
+    NAME}, {older: {every: N, keep: K}}, or {mixture: [...]}. The policy plays all other seats."""
     warm_start: WarmStartSection = WarmStartSection()
     sft: SftSection = SftSection()
     preference: PreferenceSection = PreferenceSection()
@@ -174,22 +171,20 @@ class Config(Section):
     teacher: TeacherSection | None = None
     teachers: dict[TeacherName, NamedTeacher] | None = None
     """Teachers by name, for teacher.source=teachers and reference.teacher: {url: URL, model: NAME},
-    {path: DIR} or {policy: {average: 0.99}}, with the settings that docs/distillation.md lists. An
-    answer has the teachers that its record names (teacher.column). null: none."""
+    {path: DIR} or {policy: {average: 0.99}}."""
     trainer: TrainerSection = TrainerSection()
     weights: WeightsSection = WeightsSection()
     reward: RewardSection = RewardSection()
     faults: FaultsSection = FaultsSection()
     eval: EvalSection = EvalSection()
     evals: dict[EvalName, NamedEvalSection] | None = None
-    """Evaluations by name in addition to `eval`, each with its records or task, samples per prompt,
-    sampling settings and cadence (docs/evaluation.md); null: none."""
+    """Evaluations by name, in addition to `eval` (docs/evaluation.md)."""
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
     runs: dict[RunName, dict[str, Any]] = Field({})
-    """Several runs that each train an adapter of one base, with shared samplers, by name: the
-    settings that differ from the sections above, or a file with them; {}: one run. They share
-    model, mesh, sampler, weights, warm_start, faults and, except run.steps, run."""
+    """Several runs by name, which each train an adapter of one base on shared samplers: the
+    settings that differ, or a file with them. They share model, mesh, sampler, weights, warm_start,
+    faults and, except run.steps, run."""
 
     def on_devices(self, platform: str, capability: str | None = None) -> "Config":
         """Return it with model.dtype chosen for such devices, if it is null (dtype_on)."""

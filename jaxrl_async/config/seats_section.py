@@ -15,15 +15,14 @@ class OlderSection(Section):
     """The league: one of several snapshots of the policy plays."""
 
     every: Positive = 10
-    """Versions between two snapshots, version 0 included."""
+    """Versions between two snapshots."""
     keep: Count = 8
     """Number of newest snapshots that may play."""
     pick: Literal["uniform", "latest", "worst"] = "uniform"
-    """Choice of the snapshot: any (uniform), the newest, or the ones that the policy loses to most
-    often (worst: prioritised fictitious self-play)."""
+    """Choice of the snapshot: any (uniform), the latest, or the snapshots that win most often
+    (worst: prioritised fictitious self-play)."""
     resident: Count = 2
-    """Maximum snapshots on the sampler's devices; the others are loaded from the run's folder when
-    they play."""
+    """Maximum snapshots on the sampler's devices; the others are loaded when they play."""
 
 
 class FillingSection(Section):
@@ -32,8 +31,8 @@ class FillingSection(Section):
     policy: bool = False
     """The policy itself, whose turns are trained on."""
     model: str | None = None
-    """A Hugging Face directory whose weights never change, or initial: the run's first weights;
-    with endpoint, the name of the model there."""
+    """A Hugging Face directory with fixed weights, or initial: the run's first weights; with
+    endpoint, the model's name there."""
     endpoint: str | None = Field(None, pattern=r"^https?://\S+$")
     """Address of an OpenAI-compatible endpoint, up to /v1."""
     older: OlderSection | None = None
@@ -43,19 +42,19 @@ class FillingSection(Section):
     max_tokens: Positive | None = None
     """Maximum tokens of a message; null: sampler.max_new_tokens, or the endpoint's default."""
     key_env: str | None = Field(None, pattern=r"^\w+$")
-    """Environment variable with the endpoint's API key; null: it needs none."""
+    """Environment variable with the endpoint's API key."""
     extra: dict[str, Any] = Field({})
-    """Further fields of each call of the endpoint."""
+    """Further fields of each call."""
     send_seed: bool = True
     """Send the endpoint a seed that depends only on run.seed, the game and the turn."""
     concurrency: Count = 16
-    """Maximum concurrent calls of the endpoint."""
+    """Maximum concurrent calls."""
     timeout_s: float = Field(60.0, gt=0)
-    """Timeout of one call of the endpoint, seconds."""
+    """Timeout of one call, seconds."""
     retries: NonNegative = 5
     """Retries of a call that broke or met an overload."""
     backoff_s: float = Field(1.0, ge=0)
-    """Wait before the first retry, seconds; doubles, up to 60. Retry-After is respected."""
+    """Wait before the first retry, seconds; doubles, up to 60."""
 
     @model_validator(mode="before")
     @classmethod

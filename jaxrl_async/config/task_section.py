@@ -14,33 +14,30 @@ from jaxrl_async.config.section import Count, NonNegative, Positive, Section
 
 
 class EnvSection(Section):
-    """Limits of a task's environments; faults.env_timeout_s is the timeout of one reply."""
+    """Limits of a task's environments."""
 
     max_turns: Positive = 16
-    """Maximum turns of the policy in an episode; the environment still answers the last one."""
+    """Maximum turns of the policy in an episode."""
     tool_timeout_s: float = Field(30.0, gt=0)
     """Timeout of one call of a tool, seconds; the policy gets an error message."""
     tool_result_chars: Positive = 8192
-    """Maximum length of a tool's result, characters; longer ones are truncated, with a note to the
-    policy."""
+    """Maximum length of a tool's result, characters; longer ones are truncated."""
     threads: Count = 64
-    """Maximum threads for environments and tools that are not async; async ones run
-    concurrently."""
+    """Maximum threads for environments and tools that are not async."""
     program_timeout_s: float = Field(3600.0, gt=0)
     """Timeout of a task's program for a whole episode, seconds."""
     program_idle_s: float = Field(600.0, gt=0)
     """Maximum time between two calls of the policy by a program, seconds."""
     program_max_calls: Count = 256
-    """Maximum calls of the policy by a program in one episode."""
+    """Maximum calls of the policy in a program's episode."""
     program_max_tokens: Positive = 262_144
-    """Maximum tokens of a program's episode, in all its contexts: new prompt tokens plus sampled
-    ones."""
+    """Maximum tokens of a program's episode: new prompt tokens plus sampled ones."""
     program_variables: tuple[str, ...] = ()
-    """Environment variables that a program's command sees in addition to the usual ones (PATH,
-    HOME, LANG; docs/agents.md); NAME* stands for all names with this prefix."""
+    """Environment variables that a program's command sees in addition to the usual ones
+    (docs/agents.md); NAME*: all with this prefix."""
     retries: NonNegative = 2
-    """Retries of an environment's reset, and of its step if it is `repeatable`, after it raised;
-    and of a held-out episode that failed."""
+    """Retries of an environment's reset, of its step if it is `repeatable`, and of a failed
+    held-out episode."""
 
 
 # ---- several tasks
@@ -56,20 +53,18 @@ def section_of_task(name: str) -> str:
 
 
 class TaskSamplingSection(Section):
-    """How the answers of one task are sampled, where it differs from `sampler`."""
+    """Sampling of this task's answers, where it differs from `sampler`."""
 
     temperature: float | None = Field(None, ge=0)
-    """Sampling temperature; null: sampler.temperature."""
+    """In place of sampler.temperature."""
     top_k: NonNegative | None = None
-    """Sample from the k likeliest tokens, 0: from all; null: sampler.top_k."""
+    """In place of sampler.top_k."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Sample from the likeliest tokens that together have this probability; null:
-    sampler.top_p."""
+    """In place of sampler.top_p."""
     min_p: float | None = Field(None, ge=0, lt=1)
-    """Sample from tokens with at least this probability relative to the likeliest; null:
-    sampler.min_p."""
+    """In place of sampler.min_p."""
     max_new_tokens: Positive | None = None
-    """Maximum length of one turn, tokens, at most sampler.max_new_tokens; null: that."""
+    """Maximum length of one turn, tokens; null: sampler.max_new_tokens, the limit."""
 
     def on(self, sampler: SamplerSection) -> SamplerSection:
         """Return the sampler's settings with these in place of theirs."""
@@ -81,31 +76,27 @@ class NamedTaskSection(Section):
     """One of several tasks that a run trains on."""
 
     task: Choice | None = None
-    """Task with its environment, data and reward, as the setting `task`; null: the records of
-    `data` with `reward`."""
+    """Task, as the setting `task`; null: the records of `data` with `reward`."""
     data: DataSection | None = None
-    """Its records and curriculum, as the section `data`; null: those of the task, or the embedded
-    addition. All tasks share data.tokenizer, chat_format, chat_arguments and keep_thinking."""
+    """Its records and curriculum, as the section `data`; null: the task's records, or the embedded
+    addition. All tasks share the tokenizer and the chat format."""
     env: EnvSection | None = None
-    """Limits of its environments, as the section `env`; null: that section."""
+    """As the section `env`; null: that section."""
     reward: RewardSection | None = None
-    """Its reward, as the section `reward`; null: that section."""
+    """As the section `reward`; null: that section."""
     sampling: TaskSamplingSection = TaskSamplingSection()
     weight: float = Field(1.0, ge=0, le=1e6)
-    """Share of the groups, relative to the other tasks' weights; 0: none from now on, for a task
-    that a resumed run no longer trains on."""
+    """Share of the groups, relative to the other tasks; 0: none, for a task that a resumed run no
+    longer trains on."""
     max_in_flight: Count | None = None
-    """Maximum groups that are sampled and scored at a time; the others take its share meanwhile.
-    null: no limit."""
+    """Maximum groups that are sampled and scored at a time; the others take its share meanwhile."""
     timeout_s: float | None = Field(None, gt=0)
-    """Timeout of a group, from its first request to its score, seconds; it then fails. null: only
-    replies and scorers have timeouts (faults)."""
+    """Timeout of a group, from its first request to its score, seconds; it then fails."""
     max_staleness: NonNegative | None = None
-    """Maximum staleness of its groups, at most staleness.max_staleness; older ones are dropped.
-    null: that."""
+    """Maximum staleness of its groups; null: staleness.max_staleness, the limit."""
     trainer_waits: bool = True
-    """Whether the trainer waits for its groups; false: other tasks' groups overtake them, and what
-    becomes too stale meanwhile is dropped. For a task that may hang; needs max_in_flight."""
+    """Whether the trainer waits for its groups; false, for a task that may hang: other groups
+    overtake them, and stale ones are dropped. Needs max_in_flight."""
     loss_weight: float = Field(1.0, ge=0)
     """Factor of the policy loss of its tokens."""
     kl_weight: float = Field(1.0, ge=0)
