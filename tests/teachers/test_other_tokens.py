@@ -28,7 +28,7 @@ from jaxrl_async.outages import Outages
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.tasks.task import NO_TASK
 from jaxrl_async.teachers.other_tokens import OtherTokens
-from jaxrl_async.teachers.run_teachers import RunTeachers
+from jaxrl_async.teachers.run_teachers import RunTeachers, TaskTeachers
 from jaxrl_async.teachers.teacher_contexts import TeacherContexts
 from jaxrl_async.teachers.teacher_service import TeacherService
 from jaxrl_async.testing.fakes import make_prompt
@@ -285,15 +285,16 @@ def test_unusual_tokens_of_a_text_have_no_teacher() -> None:
 # ---- a run's teachers
 
 
-def run_teachers(url: str, folder: Any, own: Tokenizer, **changes: Any) -> RunTeachers:
+def run_teachers(url: str, folder: Any, own: Tokenizer, **changes: Any) -> TaskTeachers:
     config = Config(
         teacher={"source": "teachers"},
         teachers={"t": {"url": url, "model": "m", "tokenizer": str(folder), **changes}},
     )
     chat = chat_format(own, None) if own.has_chat_template else None
-    return RunTeachers(
-        config, NO_TASK, own, own.vocab_size, FaultCounts(), Outages(longest_s=20.0), lambda: chat
+    made = RunTeachers(
+        config, own, own.vocab_size, FaultCounts(), Outages(longest_s=20.0), lambda: chat
     )
+    return made.of_task(config, NO_TASK)
 
 
 async def rewards(episodes: Any, prompt: Any) -> tuple[Score, ...]:

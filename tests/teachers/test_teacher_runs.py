@@ -73,6 +73,31 @@ def stopped_and_resumed(
     return again, steps
 
 
+@pytest.mark.full
+def test_the_tasks_of_a_run_share_its_teacher(tmp_path: Path) -> None:
+    """Its calls are limited and counted over all of them."""
+    sums = "{data: {addition: {digits: 1, eval_size: 4}}}"
+    with FakeTeacher(VOCAB, 3) as server:
+        server.pause_s = 0.01
+        config = taught(
+            tmp_path,
+            server.url,
+            "teachers.sum.concurrency=1",
+            f"tasks={{a: {sums}, b: {sums}}}",
+            "data.addition=null",
+            "data.max_prompt_tokens=null",
+            "run.steps=2",
+        )
+        train(config)
+        assert server.most_at_once == 1
+        before_the_run = sum("/tokenize" in path for path, _, _ in server.bodies)
+        calls = len(server.bodies) - before_the_run
+    lines = metrics_of(config)
+    assert {"task/a/groups", "task/b/groups"} <= {key for line in lines for key in line}
+    counted = sum(line.get("teacher/sum/calls", 0.0) for line in lines)
+    assert 2 * 2 * 2 <= counted <= calls, "two answers of two groups in two steps"
+
+
 @pytest.mark.exhaustive
 def test_a_resumed_run_learns_the_same_from_its_teacher(tmp_path: Path) -> None:
     calm = ("staleness.max_staleness=0",)

@@ -46,6 +46,7 @@ from jaxrl_async.run.checkpoint.inputs_digest import inputs_digest
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.optional_parts import (
     NO_NAMED_EVALUATIONS,
+    AskedTeachers,
     NamedEvaluations,
     SeatFillers,
     Serving,
@@ -147,12 +148,16 @@ def check_inputs(
     )
     models = _models_on_samplers(config, spec, slices, locks.sampler)
     _check_models(config, spec, tokenizer, slices)
+    asked = features.teachers(
+        config, tokenizer, spec.vocab, faults, outages,
+        lambda: run_chat_format(config, tokenizer), models,
+    )  # fmt: skip
     parts: dict[str, TaskInputs] = {}
     for name, own in config.by_task.items():
         with naming(section_of_task(name)):
             play = make_play(own, tasks[name], tokenizer, faults.add, serving, opponents, outages)
             parts[name] = _task_inputs(
-                own, play, tokenizer, slices, locks, spec.vocab, models, lockstep, faults, outages
+                own, play, tokenizer, slices, locks, spec.vocab, asked, lockstep, faults, outages
             )
     if config.named_tasks:
         joined = mixed_inputs.joined(config, parts, lockstep, tokenizer, faults, outages)
@@ -195,7 +200,7 @@ def _task_inputs(
     slices: Slices,
     locks: Locks,
     vocab: int,
-    models: Mapping[str, "SamplerModel"],
+    asked: AskedTeachers | None,
     lockstep: Lockstep,
     faults: FaultCounts,
     outages: Outages,
@@ -209,7 +214,7 @@ def _task_inputs(
         slices: a reward model runs on the trainer's.
         locks: of the devices.
         vocab: the policy's number of tokens.
-        models: teachers on the sampler's chips, by name.
+        asked: the run's teachers by name, which all tasks ask; None: no teacher is asked.
         lockstep: the processes, which draw shares of the prompts.
         faults: counts handled faults.
         outages: the run's.
@@ -220,8 +225,7 @@ def _task_inputs(
     held_out = eval_prompts(data, tokenizer, play.own, graded=graded)
     scorers = make_scorers(
         config, tokenizer, held_out, slices, locks.trainer, faults, task, outages,
-        vocab=vocab,
-        models=models,
+        asked=asked,
     )  # fmt: skip
     keep_mask = keeps_masks(config, task)
     check_constraint(config, task, held_out, tokenizer, vocab)
