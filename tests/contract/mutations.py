@@ -704,6 +704,17 @@ GROUPS = (
                 "for name in self._tasks}\n            total",
             ),
             ("-RECENT:]", "-1:]"),
+            (
+                "            elif ended is not None and not ended(event.group):\n"
+                "                break\n",
+                "",
+            ),
+            (
+                "(*self._journal, *self._in_order()):\n                if state",
+                "self._journal:\n                if state",
+            ),
+            ("else ended(event.group):", "else True:"),
+            ("stream.state(state.drawn[name], ended)", "stream.state(state.drawn[name])"),
         ),
     ),
     Group(
@@ -1292,6 +1303,12 @@ GROUPS = (
             ("4 * known * (1 - known)", "4 * known"),
             ("if number - position < MAX_PASSED_OVER * self._pool:", "if True:"),
             ("        if next_draw == self._now.next:\n            self._take_in()\n", ""),
+            (
+                "            elif ended is not None and not ended(event.group):\n"
+                "                break\n",
+                "",
+            ),
+            ("(*self._journal, *self._in_order())", "self._in_order()"),
         ),
     ),
     Group(
@@ -1380,7 +1397,12 @@ GROUPS = (
         ("run/checkpoint/test_resume.py",),
         (
             ("end = min([state.next_group, *unknown])", "end = state.next_group"),
-            ("self.prompts.state(state.buffer.next_group)", "self.prompts.state()"),
+            (
+                "self.prompts.state(state.buffer.next_group, ended_for(state.buffer))",
+                "self.prompts.state(None, ended_for(state.buffer))",
+            ),
+            ("number not in again", "True"),
+            ("number < buffer.next_group and number", "number"),
             ("number < state.buffer.ledger_lines", "number <= state.buffer.ledger_lines"),
         ),
     ),
