@@ -29,6 +29,12 @@ def tasks_take_the_place_of_one(config: Config) -> Iterator[str]:
                 "them as tasks.NAME, or leave mixing out."
             )
         return
+    if not config.tasks:
+        yield (
+            "tasks={} names no task. Give each task a section, such as tasks.math.data.jsonl.path, "
+            "or leave tasks out: the run then has the one of task or data."
+        )
+        return
     if config.run.job != "rl":
         yield (
             f"tasks: run.job={config.run.job} trains on one source of records. Set run.job=rl, or "
@@ -149,6 +155,20 @@ def what_tasks_have_in_common_is_read_by_one(config: Config) -> Iterator[str]:
             yield (
                 f"{name}.{setting} ({as_text(getattr(section, setting))}) has no effect: each task "
                 f"has its own {name}. Move it to tasks.NAME.{name}.{setting}, or leave it out."
+            )
+
+
+@rule("tasks")
+def some_task_samples_as_the_sampler_says(config: Config) -> Iterator[str]:
+    """Require that a task reads the sampler's settings that tasks may set for themselves."""
+    tasks = config.named_tasks.values()
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        each_has_it = all(getattr(one.sampling, name) is not None for one in tasks)
+        if tasks and each_has_it and config.sampler.is_set(name):
+            yield (
+                f"sampler.{name} ({as_text(getattr(config.sampler, name))}) has no effect: each "
+                f"task has its own (tasks.NAME.sampling.{name}). Leave it out, or leave that out "
+                "of the tasks that it is for."
             )
 
 

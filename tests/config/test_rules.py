@@ -548,6 +548,10 @@ BROKEN = {
         "tasks": {"a": {"reward": {"timeout_s": 9.0}}},
         "reward": {"timeout_s": 5.0},
     },
+    "some_task_samples_as_the_sampler_says": {
+        "tasks": {"a": {"sampling": {"top_k": 3}}},
+        "sampler": {"top_k": 5},
+    },
     "a_task_is_left_out_of_a_warm_start": {"tasks": {"a": {"warm_start": False}}},
     "each_evaluation_names_one_of_several_tasks": {
         "tasks": {"a": {}, "b": {}},

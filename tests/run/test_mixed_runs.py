@@ -493,6 +493,31 @@ def test_a_configuration_of_tasks_is_printed_checked_and_examined(tmp_path: Path
 
 
 @pytest.mark.full
+def test_the_doctor_looks_at_the_problems_of_code(tmp_path: Path) -> None:
+    problems, broken = tmp_path / "problems.jsonl", tmp_path / "broken.jsonl"
+    problem = {"question": "Print 1.", "tests": [{"input": "", "output": "1"}]}
+    problems.write_text(f"{json.dumps(problem)}\n" * 3)
+    broken.write_text('{"question": "Print 1."}\n')
+
+    def found(file: Path, **sections) -> list:
+        tasks = {"a": {"task": f"code:{file}"}, "b": dict(SUMS)}
+        return list(needs_findings(job(tmp_path, tasks, **sections), None))
+
+    def told(level: str, findings: list) -> list[str]:
+        return [f.what for f in findings if f.level == level]
+
+    assert f"tasks.a.task=code:{problems}: 3 records" in told("ok", found(problems))
+    (error,) = told("error", found(broken))
+    assert error.startswith(f"task: tasks.a: {broken}, line 1: has no tests.")
+    absent = tmp_path / "none.jsonl"
+    of_file = f"tasks.a.task={absent}: there is no such file here"
+    assert of_file in told("error", found(absent))
+    asked = {"evals": {"x": {"task": f"code:{broken}"}}}
+    (error,) = told("error", found(problems, **asked))
+    assert error.startswith(f"task: evals.x: {broken}, line 1: has no tests.")
+
+
+@pytest.mark.full
 def test_an_error_in_a_tasks_records_or_settings_names_the_task(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
@@ -504,8 +529,10 @@ def test_an_error_in_a_tasks_records_or_settings_names_the_task(tmp_path: Path) 
     unknown = {"sums": dict(SUMS), "x": {**TOOLS, "reward": {"function": "mathh"}}}
     with pytest.raises(ConfigError, match=r"^tasks\.x: reward\.function = 'mathh' is unknown"):
         check_names(job(tmp_path, unknown))
-    with pytest.raises(ConfigError, match=r"^evals\.y: task = 'sumz' is unknown"):
-        check_names(job(tmp_path, {"sums": dict(SUMS)}, evals={"y": {"task": "sumz"}}))
+    of_run = "did you mean 'sums'. Known: the run's tasks sums, tools; calculator"
+    with pytest.raises(ConfigError, match=rf"^evals\.y: task = 'sumz' is unknown; {of_run}"):
+        two = {"sums": dict(SUMS), "tools": dict(TOOLS)}
+        check_names(job(tmp_path, two, evals={"y": {"task": "sumz"}}))
 
 
 @pytest.mark.full

@@ -272,19 +272,32 @@ def policy_of_a_run(folder: Path, *overrides: str) -> Path:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("form", ["advantage", "loss"])
-@pytest.mark.parametrize("colocated", ["false", "true"])
+@pytest.mark.parametrize(
+    ("form", "colocated", "temperature"),
+    [
+        *((form, c, None) for form in ("advantage", "loss") for c in ("false", "true")),
+        ("advantage", "false", 0.6),
+    ],
+)
 def test_a_teacher_on_the_sampler_says_what_one_on_the_trainer_says(
-    form: str, colocated: str, tmp_path: Path
+    form: str, colocated: str, temperature: float | None, tmp_path: Path
 ) -> None:
+    """temperature: of the only task; None: there is none by name."""
     policy = policy_of_a_run(tmp_path / "teacher")
-    lines = {}
+    lines, task = {}, list[str]()
+    if temperature is not None:
+        sums = "data: {addition: {digits: 1, eval_size: 4}}"
+        task = [
+            f"tasks={{a: {{{sums}, sampling: {{temperature: {temperature}}}}}}}",
+            "data.addition=null",
+            "data.max_prompt_tokens=null",
+        ]
     for place in ("trainer", "sampler"):
         config = config_of(
             "addition", tmp_path / place, *TINY, "staleness.max_staleness=0", "run.steps=1",
             f"mesh.colocated={colocated}", "teacher.source=teachers", "teacher.rewards=0.0",
             f"teacher.form={form}", *(["teacher.top_k=4"] if form == "loss" else []),
-            f"teachers={{t: {{path: {policy}, chips: {place}}}}}",
+            f"teachers={{t: {{path: {policy}, chips: {place}}}}}", *task,
         )  # fmt: skip
         train(config)
         assert audit_run(tmp_path / place / config.run.name).problems == ()

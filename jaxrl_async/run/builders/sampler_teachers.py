@@ -18,6 +18,7 @@ from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.frozen_weights import cut_vocabulary
 from jaxrl_async.run.builders.initial_policy import load_policy
+from jaxrl_async.run.builders.learning import temperature_of
 from jaxrl_async.scorers.logprob_model import LogprobModel
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def _load(
         params,
         mesh,
         top_k=top_k,
-        temperature=config.sampler.temperature,
+        temperature=temperature_of(config),
         dtype=dtype,
         attention=config.model.attention,
         chunk=config.trainer.logprob_chunk,
