@@ -70,6 +70,11 @@ class LossSection(Section):
     (right), or of the demonstrations of each step (algorithm.supervised_batch)."""
     right_reward: float = 0.5
     """Reward, before shaping, above which an answer counts as right, for tokens=right."""
+    tasks: tuple[str, ...] | None = Field(None, min_length=1)
+    """Names of the tasks whose answers it covers; null: all."""
+    gradient_every: NonNegative = 0
+    """Updates between two measurements of its gradient (loss_grad_norm/NAME), each a backward pass
+    of its own; 0: never."""
 
     def coefficient_at(self, step: int) -> float:
         """Return the weight in a step, from 0."""
@@ -89,6 +94,11 @@ class LossSection(Section):
             yield f"{where}.ramp_steps has no effect without coefficient_end. Set that, too."
         if self.tokens != "right" and self.is_set("right_reward"):
             yield f"{where}.right_reward has no effect without tokens=right. Set that, too."
+        if self.tokens == "demonstrations" and self.tasks is not None:
+            yield (
+                f"{where}.tasks is about answers, and demonstrations are of no task. Leave it out, "
+                "or set tokens=answers or right."
+            )
         name = name_of(self.loss)
         if self.tokens == "demonstrations" and name in facts.COMPONENTS_OF_ANSWERS:
             yield (

@@ -255,6 +255,19 @@ def tasks_of_different_temperatures_compare_tokens(config: Config) -> Iterator[s
 
 
 @rule("tasks")
+def loss_components_are_of_tasks_of_the_run(config: Config) -> Iterator[str]:
+    """Require that the tasks of a loss component exist."""
+    known = ", ".join(config.named_tasks)
+    for name, one in config.algorithm.components.items():
+        for task in (task for task in one.tasks or () if task not in config.named_tasks):
+            yield f"algorithm.losses.{name}.tasks names {task}, and " + (
+                f"the run's tasks are {known}. Correct the name."
+                if known
+                else "the run has one task, without a name. Leave it out."
+            )
+
+
+@rule("tasks")
 def each_evaluation_names_one_of_several_tasks(config: Config) -> Iterator[str]:
     """Require the task of each evaluation by name, and names of their own."""
     if not config.named_tasks:

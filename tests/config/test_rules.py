@@ -548,6 +548,10 @@ BROKEN = {
         "tasks": {"a": {"reward": {"timeout_s": 9.0}}},
         "reward": {"timeout_s": 5.0},
     },
+    "loss_components_are_of_tasks_of_the_run": {
+        "tasks": {"a": {}},
+        "algorithm": {"losses": {"x": {"loss": "nll", "tasks": ("b",)}}},
+    },
     "some_task_samples_as_the_sampler_says": {
         "tasks": {"a": {"sampling": {"top_k": 3}}},
         "sampler": {"top_k": 5},

@@ -137,6 +137,15 @@ def test_a_sampling_setting_that_every_task_has_itself_is_refused(name, value):
     load({"tasks": longest, "sampler": {"max_new_tokens": 9}})  # the most that a task may set
 
 
+def test_a_loss_component_names_tasks_of_the_run():
+    component = {"loss": "nll", "tasks": ["b", "c"]}
+    message = refused(algorithm={"losses": {"x": component}})
+    assert message == (
+        "algorithm.losses.x.tasks names c, and the run's tasks are a, b. Correct the name."
+    )
+    load({"tasks": TWO, "algorithm": {"losses": {"x": {**component, "tasks": ["b"]}}}})
+
+
 def test_evaluations_by_name_name_a_task():
     assert "Set evals.x.task to one of a, b" in refused(evals={"x": {}})
     assert "is also a task" in refused(evals={"a": {"task": "a"}})

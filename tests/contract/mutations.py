@@ -1547,6 +1547,27 @@ GROUPS = (
             ("total += coefficients[index] * term", "total += term"),
             ("token_mean(replace(batch, mask=batch.supervised))", "token_mean(batch)"),
             ('assumed=ComponentFacts(needs=("entropy",))', "assumed=ComponentFacts()"),
+            ("np.isin(batch.task_ids, one.tasks)", "~np.isin(batch.task_ids, one.tasks)"),
+            ("tuple(map(tasks.index, one.tasks))", "tuple(range(len(one.tasks)))"),
+        ),
+    ),
+    Group(
+        "trainer/component_gradients",
+        (
+            "trainer/test_component_gradients.py",
+            "trainer/test_learner.py::test_the_gradient_of_a_component_is_measured_when_due_over_the_whole_step",
+        ),
+        (
+            ("if (version + 1) % every == 0}", "if version % every == 0}"),
+            ("total + g.astype(jnp.float32)", "g.astype(jnp.float32)"),
+        ),
+    ),
+    Group(
+        "trainer/objectives/policy_objective",
+        ("trainer/test_component_gradients.py",),
+        (
+            ("context.coefficients.losses[one],", "(1.0,),"),
+            ("self.recipe.components[one],", "self.recipe.components[:1],"),
         ),
     ),
     Group(

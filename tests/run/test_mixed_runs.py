@@ -228,6 +228,24 @@ def test_a_loss_weight_of_0_trains_nothing_of_a_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_loss_components_cover_the_answers_of_their_tasks(tmp_path: Path) -> None:
+    losses = {
+        "of_sums": {"loss": "nll", "tasks": ["sums"], "coefficient": 0.1, "gradient_every": 2},
+        "of_others": {"loss": "nll", "tasks": ["game", "long"], "coefficient": 0.1},
+    }
+    tasks = {"sums": dict(SUMS), "long": dict(LONG), "game": dict(GAME)}
+    algorithm = {"group_size": 2, "groups_per_step": 6, "minibatches": 2, "losses": losses}
+    lines = run_of(job(tmp_path, tasks, algorithm=algorithm))
+    steps = [line for line in lines if "train/loss" in line]
+    for line in steps:
+        counts = [line[f"loss_tokens/{name}"] for name in losses]
+        assert min(counts) > 0 and sum(counts) == line["train/tokens"]
+    measured = [line["step"] for line in steps if "loss_grad_norm/of_sums" in line]
+    assert measured == [2, 4]
+    assert not any("loss_grad_norm/of_others" in line for line in lines)
+
+
+@pytest.mark.full
 def test_evaluations_ask_each_task_and_one_of_them_by_name(tmp_path: Path) -> None:
     exact = {"reward": {"function": "exact"}}
     tasks = {"sums": dict(SUMS), "tools": dict(TOOLS), "long": {**LONG, **exact}}

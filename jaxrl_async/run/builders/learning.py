@@ -92,6 +92,7 @@ def make_step(
         teacher_spec=teacher_spec,
         num_lags=min(config.staleness.max_staleness + 1, MAX_LAGS),
         factors=task_factors(config),
+        tasks=tuple(config.named_tasks),
     )
 
 
@@ -234,7 +235,9 @@ def make_learner(
 
 def trains_differently(config: Config) -> bool:
     """Return whether the loss depends on the task of a token."""
-    return bool(task_temperatures(config)) or task_factors(config) != SAME_FACTORS
+    components = config.algorithm.components.values()
+    of_some = any(one.tasks is not None for one in components)
+    return of_some or bool(task_temperatures(config)) or task_factors(config) != SAME_FACTORS
 
 
 def _warn_of_anchor(algorithm: AlgorithmSection) -> None:

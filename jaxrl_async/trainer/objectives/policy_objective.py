@@ -22,6 +22,7 @@ from jaxrl_async.algorithms.objective import (
     Recipe,
     TaskFactors,
     Totals,
+    completed,
     make_recipe,
     policy_loss,
     supervised_loss,
@@ -273,6 +274,30 @@ class PolicyObjective:
         totals.sums["train/loss"] += of_part.sums["train/loss"]
         return loss + part, totals
 
+    def component_loss(
+        self,
+        trainable: Params,
+        frozen: Frozen,
+        micro: DeviceBatch,
+        context: PolicyContext,
+        index: int,
+    ) -> Array:
+        """Return a micro-batch's share of one loss component's term, with its coefficient.
+
+        index: of the component.
+        """
+        assert micro.component_weights is not None, "the recipe has components"
+        x, _ = self.forward(trainable, frozen, micro)
+        one = slice(index, index + 1)
+        return jnp.float32(
+            loss_components.component_terms(
+                self.recipe.components[one],
+                completed(x, context.version),
+                micro.component_weights[..., one],
+                context.coefficients.losses[one],
+            ).loss
+        )
+
     def _factors(self, micro: DeviceBatch) -> TaskFactors:
         """Return the factors of each token, [rows, length]; those that are None stay so."""
         task_ids = micro.task_ids
@@ -299,6 +324,7 @@ def policy_update(
     teacher_spec: ModelSpec | None = None,
     num_lags: int = 0,
     factors: TaskFactors = SAME_FACTORS,
+    tasks: Sequence[str] = (),
 ) -> Update[PolicyObjective]:
     """Make the update of a policy by the algorithm.
 
@@ -307,13 +333,14 @@ def policy_update(
         teacher_spec: None: the policy's.
         num_lags: lags whose divergence is reported.
         factors: of terms of the loss, by the index of a task.
+        tasks: names of the run's several tasks.
 
     Raises:
         ConfigError: the algorithm names an unknown function or argument, or the attention cannot
             run on the mesh.
     """
     section = teacher or schema.TeacherSection(source="self")
-    recipe = make_recipe(algorithm, teacher)
+    recipe = make_recipe(algorithm, teacher, tasks)
     forward = PolicyForward(
         spec=spec,
         decoder=settings.decoder(spec, temperature),
