@@ -412,6 +412,9 @@ class TeacherSection(Section):
     top_k_of: Literal["teacher", "student"] = "teacher"
     """Model whose likeliest tokens are compared. The student's cost one more pass at the start of
     the step; they suit kind=reverse, an expectation under the student."""
+    unmatched_weight: Annotated[float, ReadWith("form", ("loss",))] = Field(0.0, ge=0)
+    """Weight of a further term of form=loss for a teacher with another tokenizer: the distance
+    between the sorted probabilities of tokens that only one side has (ULD); 0: none."""
     coefficient: float = Field(1.0, ge=0)
     """Weight of the distillation term."""
     rewards: float = Field(1.0, ge=0)

@@ -17,7 +17,7 @@ from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.tasks.task import Task
-from jaxrl_async.types import EpisodeGroup, Prompt, Ticket
+from jaxrl_async.types import BoolArray, EpisodeGroup, Prompt, Ticket
 
 if TYPE_CHECKING:
     from jaxrl_async.run.reporting import Evaluation
@@ -317,6 +317,10 @@ class TeacherScorers(Teachers, Protocol):
 
 class AskedTeachers(Protocol):
     """The teachers of a run that are asked while groups wait; all its tasks ask the same ones."""
+
+    def unmatched(self, vocab: int) -> BoolArray:
+        """Return which of the policy's tokens a teacher's other tokenizer has not, [vocab]."""
+        ...
 
     def of_task(self, config: Config, task: Task) -> TeacherScorers:
         """Return their scorers for a task. config: as the task has it."""

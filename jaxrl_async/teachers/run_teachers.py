@@ -7,6 +7,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
+import numpy as np
+
 from jaxrl_async.config.schema import Config, NamedTeacher
 from jaxrl_async.data.chat import chat_format
 from jaxrl_async.data.tokenizer import Tokenizer, load_tokenizer
@@ -22,7 +24,7 @@ from jaxrl_async.teachers.teacher_contexts import TeacherContexts
 from jaxrl_async.teachers.teacher_here import Compute, TeacherHere
 from jaxrl_async.teachers.teacher_scorer import TeacherScorer
 from jaxrl_async.teachers.teacher_service import TeacherService
-from jaxrl_async.types import Episode, Prompt, Score
+from jaxrl_async.types import BoolArray, Episode, Prompt, Score
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +102,14 @@ class RunTeachers:
                     named_tokens=model.vocab if others is None else tokenizer.vocab_size,
                     others=others,
                 )
+
+    def unmatched(self, vocab: int) -> BoolArray:
+        """Return which of the policy's tokens the other tokenizer has not, [vocab]; teachers have
+        one such tokenizer, as a config rule requires."""
+        (ids, *_) = (other.tokens.own_ids for other in self.of_others.values() if other.tokens)
+        alone = np.ones(vocab, np.bool_)
+        alone[ids[ids >= 0]] = False
+        return alone
 
     def of_task(self, config: Config, task: Task) -> "TaskTeachers":
         """Return the teachers as a task asks them.

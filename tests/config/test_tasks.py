@@ -133,8 +133,9 @@ def test_a_sampling_setting_that_every_task_has_itself_is_refused(name, value):
     )
     load({"tasks": each})
     load({"tasks": {**each, "b": TWO["b"]}, **sampler})
-    longest = {task: {**section, "sampling": {"max_new_tokens": 8}} for task, section in TWO.items()}
-    load({"tasks": longest, "sampler": {"max_new_tokens": 9}})  # the most that a task may set
+    short = {"sampling": {"max_new_tokens": 8}}
+    longest = {"sampler": {"max_new_tokens": 9}}  # that a task may set
+    load({"tasks": {task: {**section, **short} for task, section in TWO.items()}, **longest})
 
 
 def test_a_loss_component_names_tasks_of_the_run():

@@ -385,7 +385,7 @@ GROUPS = (
             "trainer/test_named_teachers.py::test_the_divergence_is_the_weighted_sum_over_each_teachers_top_k_and_rest",
         ),
         (
-            ("sum(w * measure(", "sum(1.0 * measure("),
+            ("sum(w * compared(", "sum(1.0 * compared("),
             ("jnp.split(a, len(of_each), axis=-1)", "jnp.split(a, len(of_each), axis=-1)[::-1]"),
         ),
     ),
@@ -462,6 +462,42 @@ GROUPS = (
             ("place = jnp.where(last < 0, length, last)", "place = last"),
             ("jnp.sum(teacher.weights * of_spans", "jnp.sum(of_spans"),
             ("jnp.log(jnp.maximum(-jnp.expm1(logprobs), MIN_REST))", "jnp.log(MIN_REST)"),
+        ),
+    ),
+    Group(
+        "trainer/distill",
+        (
+            "trainer/test_distill.py::test_tokens_without_a_counterpart_are_compared_by_their_order",
+            "trainer/test_distill.py::test_the_slope_of_the_order_is_the_students_alone",
+        ),
+        (
+            ("jnp.where(teacher_ids < 0, given, 0.0), k)[0]", "given, k)[0]"),
+            ("jnp.where(alone, jnp.exp(student), 0.0), k)[0]", "jnp.exp(student), k)[0]"),
+            ("jnp.where(theirs > 0, jnp.abs(ours - theirs), 0.0)", "jnp.abs(ours - theirs)"),
+            (
+                "jnp.exp(jax.lax.stop_gradient(teacher_logprobs.astype(jnp.float32)))",
+                "jnp.exp(teacher_logprobs.astype(jnp.float32))",
+            ),
+        ),
+    ),
+    Group(
+        "trainer/distill",
+        (
+            "trainer/test_named_teachers.py::test_what_only_one_side_has_is_compared_by_its_order_next_to_the_divergence",
+        ),
+        (
+            ("jnp.where(ids < 0, MIN_LOGPROB, logprobs)", "logprobs"),
+            ("apart + unmatched.weight * sorted", "apart + sorted"),
+        ),
+    ),
+    Group(
+        "trainer/objectives/policy_objective",
+        (
+            "trainer/test_named_teachers.py::test_an_update_has_the_distance_in_its_loss_with_its_weight",
+        ),
+        (
+            ("np.packbits(unmatched)", "np.packbits(~unmatched)"),
+            ("unmatched_weight=section.unmatched_weight,", "unmatched_weight=1.0,"),
         ),
     ),
     Group(

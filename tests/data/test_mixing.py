@@ -279,7 +279,9 @@ def played(source, events, running, drawn):
     st.lists(EVENT, max_size=30),
     st.booleans(),
 )
-def test_a_checkpoint_has_what_had_happened_when_the_buffer_was_read(weights, before, after, learns):
+def test_a_checkpoint_has_what_had_happened_when_the_buffer_was_read(
+    weights, before, after, learns
+):
     """Groups are drawn, scored and dropped before the mix is read, too: it has nothing of that, and
     the next checkpoint has all of it."""
     weights = named(weights)

@@ -123,9 +123,16 @@ def test_a_teacher_with_other_tokens_is_refused_before_the_run(tmp_path: Path) -
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("form", ["advantage", "loss"])
+@pytest.mark.parametrize(
+    ("form", "settings"),
+    [
+        ("advantage", ()),
+        ("loss", ("teacher.top_k=6",)),
+        ("loss", ("teacher.top_k=6", "teacher.unmatched_weight=0.5")),
+    ],
+)
 def test_a_resumed_run_learns_the_same_from_a_teacher_with_other_tokens(
-    form: str, tmp_path: Path
+    form: str, settings: tuple[str, ...], tmp_path: Path
 ) -> None:
     other = byte_level_tokenizer(500)
     other.save_pretrained(tmp_path / "tokenizer")
@@ -136,7 +143,7 @@ def test_a_resumed_run_learns_the_same_from_a_teacher_with_other_tokens(
             "staleness.max_staleness=0",
             f"teachers={{sum: {{{there}}}}}",
             f"teacher.form={form}",
-            *(["teacher.top_k=6"] if form == "loss" else []),
+            *settings,
         ]
         again, steps = stopped_and_resumed(
             tmp_path, lambda folder, *more: taught(folder, server.url, *calm, *more)

@@ -56,7 +56,7 @@ from jaxrl_async.run.warm_start import warm_pairs
 from jaxrl_async.scorers.graders import check_answers, try_references
 from jaxrl_async.scorers.rewards import RewardFunction
 from jaxrl_async.tasks.task import Task
-from jaxrl_async.types import Prompt
+from jaxrl_async.types import BoolArray, Prompt
 
 if TYPE_CHECKING:
     from jaxrl_async.algorithms import answer_pairs
@@ -104,6 +104,7 @@ class Inputs:
     digests: Mapping[str, str]  # of the graders and the held-out records
     tasks: Mapping[str, TaskInputs] = field(default_factory=dict)  # by name; "": the only one
     evals: NamedEvaluations = NO_NAMED_EVALUATIONS
+    unmatched: BoolArray | None = None  # [vocab] tokens that a teacher has not; None: not compared
 
 
 def check_inputs(
@@ -188,6 +189,7 @@ def check_inputs(
         prompts=joined.prompts,
         digests=_digests_of(parts),
         tasks=parts,
+        unmatched=_unmatched(config, asked, spec.vocab),
     )
     evals = features.named_evaluations(config, inputs, lockstep)
     return replace(inputs, evals=evals), pairs
@@ -262,6 +264,12 @@ def _models_on_samplers(
     if all(one.chips != "sampler" for one in config.named_teachers.values()):
         return {}
     return sampler_teachers.sampler_models(config, spec, slices, lock)
+
+
+def _unmatched(config: Config, asked: AskedTeachers | None, vocab: int) -> BoolArray | None:
+    """Return the policy's tokens that a teacher's tokenizer has not, if these are compared."""
+    compares = config.teacher is not None and config.teacher.unmatched_weight > 0
+    return asked.unmatched(vocab) if compares and asked is not None else None
 
 
 def _check_functions(config: Config) -> None:
