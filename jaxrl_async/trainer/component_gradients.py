@@ -68,7 +68,7 @@ class ComponentGradients:
     ) -> dict[str, float]:
         """Return the norms that are due in the step that makes version + 1.
 
-        If memory runs out, none: the step goes on, with a warning.
+        If memory runs out, none: the step continues, with a warning.
 
         Args:
             version: of the weights.
