@@ -56,7 +56,8 @@ def test_tasks_take_the_place_of_one():
     assert "data.curriculum is of one task" in refused(data={"curriculum": "hard_first"})
     assert "run.job=sft trains on one source" in refused(run={"job": "sft"})
     assert "no task has a weight above 0" in refused({"a": {**TWO["a"], "weight": 0}})
-    assert refused({}).startswith("tasks={} names no task. Give each task a section")
+    assert "tasks={} names no task. Give each task a section" in refused({})
+    assert "weight" not in refused({})
     assert "there are none" in refused(None, mixing="x.py:choose")
     load({"tasks": TWO, "data": {"addition": None}})
 
@@ -141,9 +142,8 @@ def test_a_sampling_setting_that_every_task_has_itself_is_refused(name, value):
 def test_a_loss_component_names_tasks_of_the_run():
     component = {"loss": "nll", "tasks": ["b", "c"]}
     message = refused(algorithm={"losses": {"x": component}})
-    assert message == (
-        "algorithm.losses.x.tasks names c, and the run's tasks are a, b. Correct the name."
-    )
+    assert "losses.x.tasks names c, and the run's tasks are a, b. Correct the name." in message
+    assert message.count("losses.x") == 1
     load({"tasks": TWO, "algorithm": {"losses": {"x": {**component, "tasks": ["b"]}}}})
 
 
