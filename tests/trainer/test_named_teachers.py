@@ -278,8 +278,7 @@ def with_spans(
                 replace(
                     s,
                     teachers=tuple(
-                        in_spans(t, sizes, says=says) if t.teacher == "b" else t
-                        for t in s.teachers
+                        in_spans(t, sizes, says=says) if t.teacher == "b" else t for t in s.teachers
                     ),
                 )
                 for s in g.scores

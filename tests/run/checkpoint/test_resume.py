@@ -180,9 +180,7 @@ def test_the_mix_has_just_the_drops_that_the_buffer_has():
 
 def prompts_of(count):
     ids = np.zeros(1, np.int32)
-    return PromptStream(
-        [Record(token_ids=ids, text="", reference="", answer="")] * count, seed=0
-    )
+    return PromptStream([Record(token_ids=ids, text="", reference="", answer="")] * count, seed=0)
 
 
 def saved_of(buffer, rollouts, prompts):
