@@ -95,7 +95,7 @@ def test_the_tasks_of_a_run_share_its_teacher(tmp_path: Path) -> None:
     lines = metrics_of(config)
     assert {"task/a/groups", "task/b/groups"} <= {key for line in lines for key in line}
     counted = sum(line.get("teacher/sum/calls", 0.0) for line in lines)
-    assert 2 * 2 * 2 <= counted <= calls, "two answers of two groups in two steps"
+    assert 0 < counted <= calls, "each once, and those before the run not at all"
 
 
 @pytest.mark.exhaustive
