@@ -420,7 +420,7 @@ class TeacherLogprobs:
     places: IntArray  # [n] int32, index of each token in the episode; [0]: the trainer computes it
     logprobs: FloatArray  # [n] float32, of the token at that position
     # [n, k] int32, the teacher's likeliest tokens, distinct; k may be 0. -1: one that the policy's
-    # tokenizer does not have
+    # tokenizer does not have, or none
     top_ids: IntArray
     top_logprobs: FloatArray  # [n, k] float32, of its whole distribution
     # [n] int32, number of each token's span, from 0, if the teacher has another tokenizer: the

@@ -99,12 +99,24 @@ class Component(NamedTuple):
     values: ComponentFn
     tokens: str = "answers"  # as LossSection.tokens
     right_reward: float = 0.5  # above which an answer is right
+    tasks: tuple[int, ...] | None = None  # that it covers, by PackedBatch.task_ids; None: all
 
 
-def components_of(sections: Mapping[str, LossSection]) -> tuple[Component, ...]:
-    """Resolve algorithm.losses. Raise ConfigError."""
+def components_of(
+    sections: Mapping[str, LossSection], tasks: Sequence[str] = ()
+) -> tuple[Component, ...]:
+    """Resolve algorithm.losses. Raise ConfigError.
+
+    tasks: names of the run's several tasks; (): components cover all tokens.
+    """
     return tuple(
-        Component(name, component.resolve(one.loss), one.tokens, one.right_reward)
+        Component(
+            name,
+            component.resolve(one.loss),
+            one.tokens,
+            one.right_reward,
+            tuple(map(tasks.index, one.tasks)) if tasks and one.tasks else None,
+        )
         for name, one in sections.items()
     )
 
@@ -128,7 +140,7 @@ def component_weights(
 
     Args:
         components: of the recipe.
-        batch: the whole step.
+        batch: the whole step; with task_ids, if a component covers only some tasks.
         rewards: [rows, length] float32, the reward of a token's answer; None: unknown, and no
             component covers only right answers.
         aggregate: algorithm.aggregate. Demonstrations are averaged over their tokens.
@@ -146,6 +158,9 @@ def _weights(
     if one.tokens == "right":
         assert rewards is not None, "the rewards say which answers are right"
         covered = covered & (rewards > one.right_reward)
+    if one.tasks is not None:
+        assert batch.task_ids is not None, "the run has several tasks"
+        covered = covered & np.isin(batch.task_ids, one.tasks)
     return aggregate(replace(batch, mask=covered))
 
 

@@ -123,11 +123,13 @@ def pass_columns(
 
 
 def make_recipe(
-    algorithm: schema.AlgorithmSection, teacher: schema.TeacherSection | None = None
+    algorithm: schema.AlgorithmSection,
+    teacher: schema.TeacherSection | None = None,
+    tasks: Sequence[str] = (),
 ) -> Recipe:
     """Resolve the functions that the configuration names.
 
-    Raise ConfigError, with the nearest known name.
+    Raise ConfigError, with the nearest known name. tasks: names of the run's several tasks.
     """
     loss = token_loss.resolve(algorithm.loss)
     distils = teacher is not None and teacher.form == "loss"
@@ -146,7 +148,7 @@ def make_recipe(
         entropy_clip=algorithm.entropy_clip,
         policy=teacher.rewards if teacher is not None and distils else 1.0,
         teacher=teacher.coefficient if teacher is not None and distils else 0.0,
-        components=loss_components.components_of(sections) if sections else (),
+        components=loss_components.components_of(sections, tasks) if sections else (),
     )
 
 
@@ -183,11 +185,7 @@ def policy_loss(
     """
     coefficients = recipe.coefficients if coefficients is None else coefficients
     known = ~jnp.isnan(x.behavior_logprobs)
-    own = jax.lax.stop_gradient(x.policy_logprobs)
-    proximal = own if x.proximal_logprobs is None else x.proximal_logprobs
-    x = x._replace(
-        behavior_logprobs=jnp.where(known, x.behavior_logprobs, proximal), ages=version - x.versions
-    )
+    x = completed(x, version)
     token, truncated, factor = _corrected_loss(recipe, x)
     policy_loss = _weighted(x, _times(weights, factors.policy), factor * token.loss)
     ratio, held = jnp.exp(log_ratio(x)), recipe.anchor == "behavior"
@@ -216,6 +214,16 @@ def policy_loss(
     means |= divergence_by_lag(x, num_lags)
     report = Totals(sums, means, _largest_distances(x, known), minima)
     return loss, jax.lax.stop_gradient(report)
+
+
+def completed(x: TokenInputs, version: Array) -> TokenInputs:
+    """Return the inputs with the tokens' ages, and the proximal log-probs, or else the policy's,
+    where the sampler reported none (NaN)."""
+    own = jax.lax.stop_gradient(x.policy_logprobs)
+    proximal = own if x.proximal_logprobs is None else x.proximal_logprobs
+    known = ~jnp.isnan(x.behavior_logprobs)
+    behavior = jnp.where(known, x.behavior_logprobs, proximal)
+    return x._replace(behavior_logprobs=behavior, ages=version - x.versions)
 
 
 def _other_terms(

@@ -2,7 +2,7 @@
 Nothing is trained, and no weight is read."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,9 +13,10 @@ from jaxrl_async.algorithms.registry import is_absent
 from jaxrl_async.command.finding import Finding, gib
 from jaxrl_async.command.machine import Devices, disk_finding
 from jaxrl_async.config.schema import Choice, Config, each_of, name_of
+from jaxrl_async.data.addresses import is_address
 from jaxrl_async.data.gguf_file import is_gguf
-from jaxrl_async.data.hub import cached_folder
-from jaxrl_async.errors import JaxrlError
+from jaxrl_async.data.hub import cached_folder, hub_records
+from jaxrl_async.errors import JaxrlError, naming
 from jaxrl_async.host import host_memory, more_of_a_gpu
 from jaxrl_async.model.lora import lora_of, trained_table
 from jaxrl_async.model.spec import ModelSpec, num_in, num_weights
@@ -24,7 +25,8 @@ from jaxrl_async.run.builders.devices import CACHE_FOLDER
 from jaxrl_async.run.builders.initial_policy import make_tokenizer, spec_of_run
 from jaxrl_async.run.builders.playing import tasks_of, tokenizer_source
 from jaxrl_async.run.start_checks import check_names, check_paths, hub_names, with_hub_folders
-from jaxrl_async.tasks.named_tasks import is_of_library
+from jaxrl_async.tasks.named_tasks import files_of, is_of_library, load_task
+from jaxrl_async.tasks.task import Task
 from jaxrl_async.trainer.optimizer import optimizer_bytes
 
 
@@ -116,7 +118,13 @@ def needs_findings(config: Config, devices: Devices | None) -> Iterator[Finding]
         yield Finding("error", f"files and folders: {error}")
         return
     try:
-        data, task = tokenizer_source(config, tasks_of(config))
+        tasks = tasks_of(config)
+        yield from _library_tasks(config, tasks)
+    except (JaxrlError, OSError) as error:
+        yield Finding("error", f"task: {error}")
+        return
+    try:
+        data, task = tokenizer_source(config, tasks)
         tokenizer = make_tokenizer(data, config.model, task)
         yield Finding("ok", f"tokenizer: {tokenizer.vocab_size:,} tokens")
         spec = spec_of_run(config, tokenizer)
@@ -185,13 +193,38 @@ def _own_files(config: Config) -> Iterator[Finding]:
         rewards = () if one.reward is None else each_of(one.reward)
         choices += [(f"evals.{name}.reward", choice) for choice in rewards]
     choices += [(setting, choice) for setting, choice in tasks if not is_of_library(choice)]
-    for setting, choice in choices:
-        if is_absent(choice):
-            yield Finding(
-                "error",
-                f"{setting}={name_of(choice)}: there is no such file here",
-                f"correct the path; it is relative to {Path.cwd()}",
-            )
+    absent = [(setting, name_of(choice)) for setting, choice in choices if is_absent(choice)]
+    for setting, choice in tasks:
+        absent += [(setting, path) for path in files_of(choice) if _is_missing(path)]
+    for setting, path in absent:
+        yield Finding(
+            "error",
+            f"{setting}={path}: there is no such file here",
+            f"correct the path; it is relative to {Path.cwd()}",
+        )
+
+
+def _is_missing(path: str) -> bool:
+    """Return whether a path is neither here nor fetched when the run starts."""
+    return not (os.path.exists(path) or is_address(path) or hub_records(path) is not None)
+
+
+def _library_tasks(config: Config, tasks: Mapping[str, Task]) -> Iterator[Finding]:
+    """Report the tasks that a library has made of files: the run's, and those of evaluations, which
+    are loaded here. Raises JaxrlErrors."""
+    for name, own in config.by_task.items():
+        if own.task is not None and files_of(own.task):
+            yield _loaded(f"tasks.{name}.task" if name else "task", own.task, tasks[name])
+    for name, one in config.named_evals.items():
+        if one.task is not None and files_of(one.task):
+            with naming(f"evals.{name}"):
+                yield _loaded(f"evals.{name}.task", one.task, load_task(one.task))
+
+
+def _loaded(setting: str, choice: Choice, task: Task) -> Finding:
+    records = task.records
+    number = f": {len(records):,} records" if isinstance(records, Sequence) else ""
+    return Finding("ok", f"{setting}={name_of(choice)}{number}")
 
 
 def _devices(config: Config, devices: Devices | None) -> Iterator[Finding]:

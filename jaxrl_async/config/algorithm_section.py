@@ -67,6 +67,11 @@ class LossSection(Section):
     or of each step's demonstrations (algorithm.supervised_batch)."""
     right_reward: float = 0.5
     """Reward, before shaping, above which an answer counts as right."""
+    tasks: tuple[str, ...] | None = Field(None, min_length=1)
+    """Names of the tasks whose answers it covers; null: all."""
+    gradient_every: NonNegative = 0
+    """Updates between two measurements of its gradient (loss_grad_norm/NAME), each a backward pass
+    of its own; 0: never."""
 
     def coefficient_at(self, step: int) -> float:
         """Return the weight in a step, from 0."""
@@ -86,6 +91,11 @@ class LossSection(Section):
             yield f"{where}.ramp_steps has no effect without coefficient_end. Set that, too."
         if self.tokens != "right" and self.is_set("right_reward"):
             yield f"{where}.right_reward has no effect without tokens=right. Set that, too."
+        if self.tokens == "demonstrations" and self.tasks is not None:
+            yield (
+                f"{where}.tasks is about answers, and demonstrations are of no task. Leave it out, "
+                "or set tokens=answers or right."
+            )
         name = name_of(self.loss)
         if self.tokens == "demonstrations" and name in facts.COMPONENTS_OF_ANSWERS:
             yield (
@@ -392,6 +402,9 @@ class TeacherSection(Section):
     top_k_of: Literal["teacher", "student"] = "teacher"
     """Whose likeliest tokens are compared: the teacher's, or the student's, which suit kind=reverse
     and cost one more pass."""
+    unmatched_weight: Annotated[float, ReadWith("form", ("loss",))] = Field(0.0, ge=0)
+    """Weight of a further term of form=loss for a teacher with another tokenizer: the distance
+    between the sorted probabilities of tokens that only one side has (ULD); 0: none."""
     coefficient: float = Field(1.0, ge=0)
     """Weight of the distillation term."""
     rewards: float = Field(1.0, ge=0)

@@ -280,6 +280,24 @@ def a_named_teacher_has_one_place(config: Config) -> Iterator[str]:
 
 
 @rule()
+def unmatched_tokens_are_those_of_one_tokenizer(config: Config) -> Iterator[str]:
+    """Require one other tokenizer whose tokens the policy may lack, if these are compared."""
+    weight = 0.0 if config.teacher is None else config.teacher.unmatched_weight
+    others = {one.tokenizer for one in config.distilling.values() if one.tokenizer is not None}
+    if weight and not others:
+        yield (
+            f"teacher.unmatched_weight ({weight:g}) has no effect without a teacher with another "
+            "tokenizer. Set teachers.NAME.tokenizer, or leave it out."
+        )
+    elif weight and len(others) > 1:
+        yield (
+            f"teacher.unmatched_weight ({weight:g}) compares with the tokens of one tokenizer, and "
+            f"teachers have {', '.join(sorted(others))}. Choose teachers with one tokenizer, or "
+            "leave it out."
+        )
+
+
+@rule()
 def a_teacher_can_be_the_reference(config: Config) -> Iterator[str]:
     """Require of reference.teacher a model that says how likely the policy's own tokens are."""
     section = config.reference_settings

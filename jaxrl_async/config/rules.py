@@ -429,7 +429,11 @@ def each_evaluation_by_name_can_be_made(config: Config) -> Iterator[str]:
 
 # --- several tasks -------------------------------------------------------------------------------
 
-OF_THE_RUN = ("every_setting_is_read", "each_task_could_be_a_run_of_its_own")
+OF_THE_RUN = (
+    "every_setting_is_read",
+    "each_task_could_be_a_run_of_its_own",
+    "loss_components_are_of_tasks_of_the_run",
+)
 """Rules that a task's configuration need not keep: it has settings that only other tasks read."""
 
 

@@ -29,6 +29,12 @@ def tasks_take_the_place_of_one(config: Config) -> Iterator[str]:
                 "them as tasks.NAME, or leave mixing out."
             )
         return
+    if not config.tasks:
+        yield (
+            "tasks={} names no task. Give each task a section, such as tasks.math.data.jsonl.path, "
+            "or leave tasks out: the run then has the one of task or data."
+        )
+        return
     if config.run.job != "rl":
         yield (
             f"tasks: run.job={config.run.job} trains on one source of records. Set run.job=rl, or "
@@ -153,6 +159,20 @@ def what_tasks_have_in_common_is_read_by_one(config: Config) -> Iterator[str]:
 
 
 @rule("tasks")
+def some_task_samples_as_the_sampler_says(config: Config) -> Iterator[str]:
+    """Require that a task reads the sampler's settings that tasks may set for themselves."""
+    tasks = config.named_tasks.values()
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        each_has_it = all(getattr(one.sampling, name) is not None for one in tasks)
+        if tasks and each_has_it and config.sampler.is_set(name):
+            yield (
+                f"sampler.{name} ({as_text(getattr(config.sampler, name))}) has no effect: each "
+                f"task has its own (tasks.NAME.sampling.{name}). Leave it out, or leave that out "
+                "of the tasks that it is for."
+            )
+
+
+@rule("tasks")
 def a_task_is_left_out_of_a_warm_start(config: Config) -> Iterator[str]:
     """Require a warm start from the tasks' demonstrations where one is left out of it."""
     warm, mixes = config.warm_start, config.algorithm.mixes
@@ -232,6 +252,19 @@ def tasks_of_different_temperatures_compare_tokens(config: Config) -> Iterator[s
             f"temperature, and the tasks sample at {', '.join(f'{t:g}' for t in sorted(warm))}. "
             "Give all one temperature, or set algorithm.kl=k3 and teacher.form=advantage."
         )
+
+
+@rule("tasks")
+def loss_components_are_of_tasks_of_the_run(config: Config) -> Iterator[str]:
+    """Require that the tasks of a loss component exist."""
+    known = ", ".join(config.named_tasks)
+    for name, one in config.algorithm.components.items():
+        for task in (task for task in one.tasks or () if task not in config.named_tasks):
+            yield f"algorithm.losses.{name}.tasks names {task}, and " + (
+                f"the run's tasks are {known}. Correct the name."
+                if known
+                else "the run has one task, without a name. Leave it out."
+            )
 
 
 @rule("tasks")

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.config.schema import DataSection
-from jaxrl_async.data.prompts import CheckRecord, PromptStream, make_prompts
+from jaxrl_async.data.prompts import CheckRecord, Ended, PromptStream, make_prompts
 from jaxrl_async.data.records import OwnRecords
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import DataError
@@ -116,6 +116,18 @@ class StreamPosition:
         """Update the pass rate of a prompt after one of its groups was scored."""
         self.rates[prompt_id] = observed(self.rates.get(prompt_id), share)
 
+    def follow(self, event: "DrawEvent | Seen") -> None:
+        """Advance to after an event."""
+        if isinstance(event, Seen):
+            self.saw(event.prompt_id, event.share)
+        else:
+            self.fill(event.pool)
+            self.use(event.position)
+
+    def copy(self) -> "StreamPosition":
+        """Return another position with the same values."""
+        return StreamPosition(self.next, list(self.passed_over), dict(self.rates))
+
 
 @dataclass(frozen=True, slots=True)
 class DrawEvent:
@@ -210,19 +222,25 @@ class Curriculum:
                 **({"data/drawn_difficulty_mean": 1 - float(np.mean(known))} if known else {}),
             }
 
-    def state(self, next_draw: int | None = None) -> dict[str, Any]:
+    def state(self, next_draw: int | None = None, ended: Ended | None = None) -> dict[str, Any]:
         """Return the state before this draw (None: now) and the stream's identity, as JSON.
 
         A resumed run repeats the later draws. Successive calls must not go back.
+
+        ended: groups whose scores are in the state; None: those scored before the draw.
         """
         with self._lock:
-            self._settle(self._now.next if next_draw is None else next_draw)
-            settled = self._settled
-            return {
-                **self._stream.state(settled.next),
-                "passed_over": list(settled.passed_over),
-                "rates": [[i, rate] for i, rate in settled.rates.items()],
-            }
+            end = self._now.next if next_draw is None else next_draw
+            self._settle(end, ended)
+            state = self._settled.copy()
+            for event in () if ended is None else (*self._journal, *self._in_order()):
+                if ended(event.group) if isinstance(event, Seen) else state.next < end:
+                    state.follow(event)
+        return {
+            **self._stream.state(state.next),
+            "passed_over": state.passed_over,
+            "rates": [[i, rate] for i, rate in state.rates.items()],
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from `state`, which a curriculum or a stream in fixed order has returned.
@@ -245,29 +263,33 @@ class Curriculum:
 
     # ---- under the lock
 
+    def _in_order(self) -> list[Seen]:
+        """Return the groups scored since the last draw, ordered by number, not by arrival."""
+        return sorted(self._unsorted, key=lambda s: s.group)
+
     def _take_in(self) -> None:
-        """Apply the groups scored since the last draw, ordered by number, not by arrival."""
-        for seen in sorted(self._unsorted, key=lambda s: s.group):
-            self._now.saw(seen.prompt_id, seen.share)
+        """Apply the groups scored since the last draw."""
+        for seen in self._in_order():
+            self._now.follow(seen)
             self._journal.append(seen)
         self._unsorted.clear()
 
-    def _settle(self, next_draw: int) -> list[DrawEvent]:
-        """Advance the settled state to just before this draw; return the replayed draws."""
+    def _settle(self, next_draw: int, ended: Ended | None = None) -> list[DrawEvent]:
+        """Advance the settled state to just before this draw, or the score of a group that has not
+        `ended`; return the replayed draws."""
         assert self._settled.next <= next_draw <= self._now.next, "not between the two states"
         if next_draw == self._now.next:
             self._take_in()
         drawn: list[DrawEvent] = []
         done = 0
         for event in self._journal:
-            if isinstance(event, Seen):
-                self._settled.saw(event.prompt_id, event.share)
-            elif self._settled.next == next_draw:
-                break
-            else:
-                self._settled.fill(event.pool)
-                self._settled.use(event.position)
+            if isinstance(event, DrawEvent):
+                if self._settled.next == next_draw:
+                    break
                 drawn.append(event)
+            elif ended is not None and not ended(event.group):
+                break
+            self._settled.follow(event)
             done += 1
         del self._journal[:done]
         return drawn

@@ -26,7 +26,7 @@ from jaxrl_async.data.mixing import (
     shares,
     spent,
 )
-from jaxrl_async.data.prompts import PromptStream
+from jaxrl_async.data.prompts import Ended, PromptStream
 from jaxrl_async.errors import DataError, RolloutError, naming
 from jaxrl_async.types import Drop, EpisodeGroup, Prompt
 
@@ -211,12 +211,21 @@ class MixedPrompts:
                 found[f"task/{name}/{key.removeprefix('data/')}"] = value
         return found
 
-    def state(self, next_draw: int | None = None) -> dict[str, Any]:
+    def state(self, next_draw: int | None = None, ended: Ended | None = None) -> dict[str, Any]:
         """Return the state before this draw (None: now), as JSON. Successive calls must not go
-        back."""
+        back.
+
+        Groups are scored and dropped while a checkpoint is made. What has happened to a group is
+        in the state if the group had `ended` for the buffer, too; None: if it happened before the
+        draw.
+        """
         with self._lock:
-            self._settle(self._now.next if next_draw is None else next_draw)
+            end = self._now.next if next_draw is None else next_draw
+            self._settle(end, ended)
             state = self._settled.copy()
+            for event in () if ended is None else (*self._journal, *self._in_order()):
+                if state.next < end if isinstance(event, ChosenTask) else ended(event.group):
+                    self._advance(state, event)
         return {
             "next": state.next,
             "tasks": {
@@ -225,7 +234,7 @@ class MixedPrompts:
                     "drawn": state.drawn[name],
                     "dropped": state.dropped[name],
                     "rewards": list(state.rewards[name]),
-                    "stream": stream.state(state.drawn[name]),
+                    "stream": stream.state(state.drawn[name], ended),
                 }
                 for name, stream in self._streams.items()
             },
@@ -350,20 +359,28 @@ class MixedPrompts:
         else:
             state.rewards[name] = (*state.rewards[name], event.reward)[-RECENT:]
 
+    def _in_order(self) -> list[DroppedGroup | ScoredGroup]:
+        """Return what has arrived since the last draw, ordered by group, not by arrival."""
+        return sorted(self._arrived, key=lambda e: (e.group, isinstance(e, DroppedGroup)))
+
     def _take_in(self) -> None:
-        """Apply what has arrived since the last draw, ordered by group, not by arrival."""
-        for event in sorted(self._arrived, key=lambda e: (e.group, isinstance(e, DroppedGroup))):
+        """Apply what has arrived since the last draw."""
+        for event in self._in_order():
             self._note(event)
         self._arrived.clear()
 
-    def _settle(self, next_draw: int) -> None:
-        """Advance the settled state to just before this draw."""
+    def _settle(self, next_draw: int, ended: Ended | None = None) -> None:
+        """Advance the settled state to just before this draw, or what happened to a group that has
+        not `ended`."""
         assert self._settled.next <= next_draw <= self._now.next, "not between the two states"
         if next_draw == self._now.next:
             self._take_in()
         done = 0
         for event in self._journal:
-            if isinstance(event, ChosenTask) and self._settled.next == next_draw:
+            if isinstance(event, ChosenTask):
+                if self._settled.next == next_draw:
+                    break
+            elif ended is not None and not ended(event.group):
                 break
             self._advance(self._settled, event)
             done += 1

@@ -40,6 +40,9 @@ EVAL_POSITION = 2**30
 
 CheckRecord = Callable[[Prompt], None]
 """Checks a record, as a prompt at no position; raises ConfigError."""
+Ended = Callable[[int], bool]
+"""Whether a group, by number, had ended when the buffer was read for a checkpoint: a resumed run
+neither starts it nor plays it again."""
 
 
 def shuffled(source: Any, seed: int, process_index: int = 0, process_count: int = 1) -> Any:
@@ -108,8 +111,9 @@ class PromptStream:
         """Return no metrics."""
         return {}
 
-    def state(self, next_draw: int | None = None) -> dict[str, Any]:
-        """Return the position before this draw (None: now) and the stream's identity, as JSON."""
+    def state(self, next_draw: int | None = None, ended: Ended | None = None) -> dict[str, Any]:
+        """Return the position before this draw (None: now) and the stream's identity, as JSON. It
+        does not depend on which groups have ended."""
         return {**self._identity, "next": self._next if next_draw is None else next_draw}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -208,6 +208,12 @@ LEARNING_METRICS: tuple[Metric, ...] = (
     *declared(
         Last,
         ("loss_coefficient/<name>", "weight", "Coefficient of a loss component."),
+        (
+            "loss_grad_norm/<name>",
+            "norm",
+            "Norm of a loss component's gradient, with its weight, before the step "
+            "(gradient_every); compare with train/grad_norm.",
+        ),
     ),
     *declared(
         Mean,

@@ -239,7 +239,9 @@ def connect(
     checkpoints, slices, tokenizer = begun.checkpoints, inputs.slices, inputs.tokenizer
     sampling, turn = (None, NO_DEVICE_LOCK) if shared is None else (shared.sampling, shared.turn)
     stop.answer = "stopping after this step and saving"
-    learner = make_learner(config, policy, slices, tokenizer, inputs.keep_mask, inputs.play.own)
+    learner = make_learner(
+        config, policy, slices, tokenizer, inputs.keep_mask, inputs.play.own, inputs.unmatched
+    )
     start = resumed(
         config,
         checkpoints,

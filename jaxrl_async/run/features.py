@@ -22,6 +22,7 @@ from jaxrl_async.rollout.env import MakeEnv
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.optional_parts import (
     NO_NAMED_EVALUATIONS,
+    AskedTeachers,
     CopyOfRun,
     JudgeScorers,
     NamedEvaluations,
@@ -30,7 +31,6 @@ from jaxrl_async.run.optional_parts import (
     NoServing,
     SeatFillers,
     Serving,
-    TeacherScorers,
 )
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.types import Prompt, VersionedParams
@@ -241,14 +241,13 @@ def remote_sampling(
 
 def teachers(
     config: Config,
-    task: Task,
     tokenizer: Tokenizer,
     vocab: int,
     faults: FaultCounts,
     outages: Outages | None,
     chat: Callable[[], ChatFormat | None],
     models: "Mapping[str, SamplerModel]",
-) -> TeacherScorers | None:
+) -> AskedTeachers | None:
     """Return the teachers by name; None: the run has no teachers. Raises ConfigError.
 
     vocab: the policy's number of tokens. chat: returns its format; None: it has none. models:
@@ -257,7 +256,7 @@ def teachers(
     if not config.named_teachers:
         return None
     make = _of("teachers.run_teachers", "RunTeachers")
-    made: TeacherScorers = make(config, task, tokenizer, vocab, faults, outages, chat, models)
+    made: AskedTeachers = make(config, tokenizer, vocab, faults, outages, chat, models)
     return made
 
 

@@ -16,7 +16,8 @@ from jaxrl_async.profiling import TracedSamplers
 from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.signals import Stop
-from jaxrl_async.types import EpisodeGroup, Prompt, Ticket
+from jaxrl_async.tasks.task import Task
+from jaxrl_async.types import BoolArray, EpisodeGroup, Prompt, Ticket
 
 if TYPE_CHECKING:
     from jaxrl_async.run.reporting import Evaluation
@@ -303,7 +304,7 @@ class Teachers(Protocol):
 
 
 class TeacherScorers(Teachers, Protocol):
-    """The scorers of a run's teachers."""
+    """The scorers of a run's teachers, for one of its tasks."""
 
     def with_teachers(self, outcome: Scorer) -> Scorer:
         """Return a scorer that adds what the teachers say to an outcome's scores."""
@@ -311,6 +312,18 @@ class TeacherScorers(Teachers, Protocol):
 
     def trials(self) -> list[tuple[str, Scorer]]:
         """Return the settings of the teachers with an address, each with a trial before a run."""
+        ...
+
+
+class AskedTeachers(Protocol):
+    """The teachers of a run that are asked while groups wait; all its tasks ask the same ones."""
+
+    def unmatched(self, vocab: int) -> BoolArray:
+        """Return which of the policy's tokens a teacher's other tokenizer has not, [vocab]."""
+        ...
+
+    def of_task(self, config: Config, task: Task) -> TeacherScorers:
+        """Return their scorers for a task. config: as the task has it."""
         ...
 
 

@@ -60,9 +60,9 @@ def check_names(config: Config) -> None:
         answer_pairs.pairs_loss(config.pairs.loss)
     of_evals = config.named_evals.items()
     for name, one in of_evals:
-        if one.task is not None and not is_absent(one.task) and one.task not in config.named_tasks:
+        if one.task is not None and not is_absent(one.task):
             with naming(f"evals.{name}"):
-                named_tasks.check_task_name(one.task)
+                named_tasks.check_task_name(one.task, tuple(config.named_tasks))
     rewards = [(section_of_task(n), c.reward.function) for n, c in config.by_task.items()]
     rewards += [(f"evals.{n}", one.reward) for n, one in of_evals if one.reward is not None]
     for where, choice in [(where, choice) for where, f in rewards for choice in each_of(f)]:

@@ -14,7 +14,7 @@ python                 an object that a Python program passed to jaxrl_async.tra
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from typing import Any
 
@@ -44,6 +44,9 @@ LIBRARIES = {
     "harbor": "sandbox.harbor_task:harbor_task",
 }
 """Factories of LIBRARY:NAME, called with NAME and the setting's arguments."""
+OF_FILES = ("code", "pivots", "harbor")
+"""Libraries whose NAME is a file or a folder, except those in GENERATED."""
+GENERATED = ("small_functions",)
 
 
 def maker(where: str) -> Callable[..., Task]:
@@ -53,10 +56,14 @@ def maker(where: str) -> Callable[..., Task]:
     return made
 
 
-def check_task_name(choice: Choice) -> None:
-    """Raise ConfigError if the setting names no task; a library need not be installed here."""
-    if name_of(choice).partition(":")[0] != HANDED_OVER and not is_of_library(choice):
-        load_task(choice)
+def check_task_name(choice: Choice, of_run: Collection[str] = ()) -> None:
+    """Raise ConfigError if the setting names no task; a library need not be installed here.
+
+    of_run: names of the run's several tasks, if the setting may name one of them.
+    """
+    handed_over = name_of(choice).partition(":")[0] == HANDED_OVER
+    if not (handed_over or is_of_library(choice) or choice in of_run):
+        load_task(choice, of_run)
 
 
 def is_of_library(choice: Choice) -> bool:
@@ -65,8 +72,21 @@ def is_of_library(choice: Choice) -> bool:
     return bool(colon) and library in LIBRARIES
 
 
-def load_task(choice: Choice) -> Task:
-    """Return the task that the setting names. Raises ConfigError, MissingExtraError."""
+def files_of(choice: Choice) -> list[str]:
+    """Return the files and folders with which a library makes a task; []: it reads none."""
+    library, _, source = name_of(choice).partition(":")
+    if library not in OF_FILES or not source:
+        return []
+    arguments = arguments_of(choice)
+    given = (source, arguments.get("eval_path"), arguments.get("profile"))
+    return [path for path in given if isinstance(path, str) and path not in GENERATED]
+
+
+def load_task(choice: Choice, of_run: Collection[str] = ()) -> Task:
+    """Return the task that the setting names. Raises ConfigError, MissingExtraError.
+
+    of_run: names of the run's several tasks, which an error lists.
+    """
     name, arguments = name_of(choice), arguments_of(choice)
     where = f"task = {name!r}"
     library, colon, of_library = name.partition(":")
@@ -82,11 +102,12 @@ def load_task(choice: Choice) -> Task:
         return _own(name, arguments, where)
     if name in TASKS:
         return _made(maker(TASKS[name]), arguments, where)
-    near = get_close_matches(name, TASKS, n=1)
+    near = get_close_matches(name, [*of_run, *TASKS], n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
+    tasks = f"the run's tasks {', '.join(of_run)}; " if of_run else ""
     raise ConfigError(
-        f"{where} is unknown; {hint}Known: {', '.join(sorted(TASKS))}, your own as FILE.py:NAME, "
-        f"and {', '.join(f'{known}:NAME' for known in LIBRARIES)}."
+        f"{where} is unknown; {hint}Known: {tasks}{', '.join(sorted(TASKS))}, your own as "
+        f"FILE.py:NAME, and {', '.join(f'{known}:NAME' for known in LIBRARIES)}."
     )
 
 

@@ -27,7 +27,7 @@ from jaxrl_async.types import (
 )
 
 NO_LOGPROB = -1e4
-"""Log-prob of a likely token that the policy's tokenizer does not have: nothing is compared."""
+"""Log-prob of a likely token where none is known: its probability is 0."""
 NO_TOKENS = np.zeros(0, np.int32)
 COUNTS = ("calls", "retries", "failures", "dropped_groups", "call_s", "unknown_tokens")
 """Counters of every teacher."""
@@ -211,7 +211,7 @@ def _of_spans(spans: Spans, found: ContextLogprobs, own_ids: IntArray) -> _Said:
     ids = np.where(named, own_ids[np.where(named, theirs, 0)] if len(own_ids) else -1, -1)
     top_ids[ends[single]] = ids
     likely = found.top_logprobs[spans.theirs[single, 0]]
-    top_logprobs[ends[single]] = np.where(ids >= 0, likely, NO_LOGPROB)
+    top_logprobs[ends[single]] = likely
     return _Said(spans.ours[numbers, 0] + inside, logprobs, top_ids, top_logprobs, numbers)
 
 

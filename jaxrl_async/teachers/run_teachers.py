@@ -1,4 +1,4 @@
-"""The teachers of a run: run.optional_parts.TeacherScorers."""
+"""The teachers of a run: run.optional_parts.AskedTeachers, TeacherScorers."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
+
+import numpy as np
 
 from jaxrl_async.config.schema import Config, NamedTeacher
 from jaxrl_async.data.chat import chat_format
@@ -22,7 +24,7 @@ from jaxrl_async.teachers.teacher_contexts import TeacherContexts
 from jaxrl_async.teachers.teacher_here import Compute, TeacherHere
 from jaxrl_async.teachers.teacher_scorer import TeacherScorer
 from jaxrl_async.teachers.teacher_service import TeacherService
-from jaxrl_async.types import Episode, Prompt, Score
+from jaxrl_async.types import BoolArray, Episode, Prompt, Score
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +44,12 @@ class ModelHere(Protocol):
 
 
 class RunTeachers:
-    """The teachers of a run by name."""
+    """The teachers of a run by name. All its tasks ask the same ones, so that
+    teachers.NAME.concurrency limits the calls of the whole run."""
 
     def __init__(
         self,
         config: Config,
-        task: Task,
         tokenizer: Tokenizer,
         vocab: int,
         faults: FaultCounts,
@@ -59,7 +61,6 @@ class RunTeachers:
 
         Args:
             config: teacher, teachers and reference.
-            task: may name the teachers of its records.
             tokenizer: of the policy.
             vocab: the policy's number of tokens.
             faults: counts handled faults.
@@ -68,21 +69,21 @@ class RunTeachers:
             models: of the teachers on the sampler's chips, by name.
         """
         section, reference = config.teacher, config.reference_settings.teacher
-        distils = section is not None and section.source == "teachers"
-        self._tokenizer, self._reference = tokenizer, reference if config.refers else None
         outages = outages or Outages(count=faults.add)
         top_k = section.top_k if section is not None and section.form == "loss" else 0
-        of_others = {
+        self.tokenizer = tokenizer
+        self.own = _Other(tokenizer, chat, None)
+        self.of_others = {
             name: _Other.of(one.tokenizer, tokenizer, chat)
             for name, one in config.named_teachers.items()
             if one.tokenizer is not None
         }
-        self._services: dict[str, EpisodeTeacher] = {}
+        self.services: dict[str, EpisodeTeacher] = {}
         for name, one in config.named_teachers.items():
-            others = of_others[name].tokens if name in of_others else None
+            others = self.of_others[name].tokens if name in self.of_others else None
             k = 0 if name == reference else top_k
             if one.url is not None:
-                self._services[name] = TeacherService(
+                self.services[name] = TeacherService(
                     name,
                     one,
                     top_k=k,
@@ -93,7 +94,7 @@ class RunTeachers:
                 )
             elif name in models:
                 model = models[name]
-                self._services[name] = TeacherHere(
+                self.services[name] = TeacherHere(
                     name,
                     model.load,
                     max_tokens=config.trainer.micro_batch_tokens,
@@ -101,13 +102,40 @@ class RunTeachers:
                     named_tokens=model.vocab if others is None else tokenizer.vocab_size,
                     others=others,
                 )
-        own = _Other(tokenizer, chat, None)
+
+    def unmatched(self, vocab: int) -> BoolArray:
+        """Return which of the policy's tokens the other tokenizer has not, [vocab]; teachers have
+        one such tokenizer, as a config rule requires."""
+        (ids, *_) = (other.tokens.own_ids for other in self.of_others.values() if other.tokens)
+        alone = np.ones(vocab, np.bool_)
+        alone[ids[ids >= 0]] = False
+        return alone
+
+    def of_task(self, config: Config, task: Task) -> "TaskTeachers":
+        """Return the teachers as a task asks them.
+
+        Args:
+            config: as the task has it.
+            task: may name the teachers of its records.
+        """
+        return TaskTeachers(self, config, task)
+
+
+class TaskTeachers:
+    """The teachers of a run, as one of its tasks asks them."""
+
+    def __init__(self, run: RunTeachers, config: Config, task: Task) -> None:
+        """See RunTeachers.of_task."""
+        section = config.teacher
+        distils = section is not None and section.source == "teachers"
+        self._tokenizer, self._services = run.tokenizer, run.services
+        self._reference = config.reference_settings.teacher if config.refers else None
         self._openings = {
-            name: of_others.get(name, own).contexts(
+            name: run.of_others.get(name, run.own).contexts(
                 f"teachers.{name}", one, config.data.record_fields.template
             )
             for name, one in config.named_teachers.items()
-            if one.context is not None or name in of_others
+            if one.context is not None or name in run.of_others
         }
         self._max_wait_s = {name: one.max_wait_s for name, one in config.named_teachers.items()}
         self._choices = TeacherChoices(
@@ -136,7 +164,7 @@ class RunTeachers:
         ]
 
     def counts(self) -> Mapping[str, float]:
-        """Return the counters since the start, as NAME/COUNTER."""
+        """Return the counters of all tasks since the start, as NAME/COUNTER."""
         return {
             f"{name}/{counter}": number
             for name, service in self._services.items()
@@ -152,7 +180,8 @@ class RunTeachers:
             raise ConfigError(str(error)) from None
 
     def close(self) -> None:
-        """Close all connections. Idempotent; they are made again if they are needed again."""
+        """Close the connections of all tasks. Idempotent; they are made again if they are needed
+        again."""
         for service in self._services.values():
             service.close()
 

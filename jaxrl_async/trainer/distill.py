@@ -6,6 +6,7 @@
     its k likeliest, [tokens, k]     distill_top         of those k and of the others as one
     log-prob of the token, [tokens]  distill_token       of the token and of the others as one
     that of a span of tokens         distill_spans       of the span and of all other texts as one
+    tokens that the student has not  sorted_distance     no: of probabilities in their order
     the same, for tokens that the    teacher_advantages  an estimate: one sample of the reverse KL
     student sampled
 
@@ -30,6 +31,7 @@ from jaxrl_async.model.decoder import (
     token_states,
 )
 from jaxrl_async.model.divergence import (
+    MIN_LOGPROB,
     Divergence,
     Kind,
     TokenDivergence,
@@ -157,10 +159,38 @@ def _log_rest(logprobs: Array) -> Array:
     return jnp.log(jnp.maximum(-jnp.expm1(logprobs), MIN_REST))
 
 
+class Unmatched(NamedTuple):
+    """How the tokens are compared that only one of two tokenizers has."""
+
+    alone: Array  # [vocab] bool, the student's tokens that the teacher has not
+    weight: float  # of their distance next to the divergence
+
+
+def sorted_distance(
+    student: Array, alone: Array, teacher_ids: Array, teacher_logprobs: Array
+) -> Array:
+    """Return sum_i |p_(i) - q_(i)|, [tokens]: p_(1) >= p_(2) >= ... are the student's probabilities
+    of tokens that the teacher has not, and q_(i) the teacher's of likely tokens that the student
+    has not.
+
+    Universal Logit Distillation, Boizard et al. 2024 (arXiv:2402.12030), of the tokens that do not
+    match, as in GOLD (_compute_hybrid_uld_loss of trl.experimental.gold). GOLD compares all of
+    them. Here the sum ends with the teacher's likely ones, which are known: a lower bound.
+
+    student [tokens, vocab] log-probs; alone [vocab]; teacher_ids [tokens, k], -1: the student has
+    not this token; teacher_logprobs [tokens, k].
+    """
+    k = min(teacher_ids.shape[-1], student.shape[-1])
+    given = jnp.exp(jax.lax.stop_gradient(teacher_logprobs.astype(jnp.float32)))
+    theirs = jax.lax.top_k(jnp.where(teacher_ids < 0, given, 0.0), k)[0]
+    ours = jax.lax.top_k(jnp.where(alone, jnp.exp(student), 0.0), k)[0]
+    return jnp.sum(jnp.where(theirs > 0, jnp.abs(ours - theirs), 0.0), axis=-1)
+
+
 class TeacherTop(NamedTuple):
     """A teacher's k likeliest tokens at each position, as model.divergence.top_logprobs returns."""
 
-    ids: Array  # [B, T, k] int32, distinct
+    ids: Array  # [B, T, k] int32, distinct; -1: the student has not this token
     logprobs: Array  # [B, T, k] float32, of the teacher's whole distribution
     # [B, T, n] float32: the last axis above has the k of each of n teachers, one after another,
     # and the divergence is the sum of theirs with these weights. None: one teacher, of weight 1
@@ -175,9 +205,10 @@ def distill_rows(
     teacher: TeacherTop,
     measure: Divergence,
     settings: DecoderSettings = ON_ONE_DEVICE,
+    unmatched: Unmatched | None = None,
 ) -> TokenDivergence:
-    """Return `distill_top` of a packed batch, in chunks of tokens, plus `distill_spans`; [B, T]
-    each, nats.
+    """Return `distill_top` of a packed batch, in chunks of tokens, plus `distill_spans`, and plus
+    `sorted_distance` if tokens are `unmatched`; [B, T] each, nats.
 
     Log-probs, entropy and tokens.expert_ids are the student's. Values are 0 where a segment starts
     and in padding.
@@ -186,18 +217,25 @@ def distill_rows(
     head = output_head(spec, params, layout)
     hidden, changed, load = token_states(spec, params, tokens, settings)
 
+    def compared(student: Array, ids: Array, logprobs: Array) -> Array:
+        known = jnp.where(ids < 0, MIN_LOGPROB, logprobs)
+        apart = measure(*_outcomes(student, ids, known))
+        if unmatched is None:
+            return apart
+        return apart + unmatched.weight * sorted_distance(student, unmatched.alone, ids, logprobs)
+
     def one_chunk(
         x: Array, target: Array, ids: Array, logprobs: Array, *weights: Array
     ) -> TokenDivergence:
         student = log_softmax_of(x, head, settings.temperature, spec.scales)
         drawn = jnp.take_along_axis(student, target[:, None], axis=-1)[:, 0]
         if not weights:
-            apart = measure(*_outcomes(student, ids, logprobs))
+            apart = compared(student, ids, logprobs)
         else:
             of_each = weights[0].T  # [teachers, tokens]
             parts = (jnp.split(a, len(of_each), axis=-1) for a in (ids, logprobs))
             each = zip(of_each, *parts, strict=True)
-            apart = sum(w * measure(*_outcomes(student, i, p)) for w, i, p in each)
+            apart = sum(w * compared(student, i, p) for w, i, p in each)
         return TokenDivergence(drawn, entropy_of(student), apart)
 
     given = (a for a in (tokens.token_ids, *teacher[:3]) if a is not None)

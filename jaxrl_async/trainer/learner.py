@@ -71,13 +71,14 @@ from jaxrl_async.types import EpisodeGroup, FloatArray, IntArray, PackedBatch
 
 if TYPE_CHECKING:
     from jaxrl_async.algorithms import answer_pairs
-    from jaxrl_async.trainer import pair_credit
+    from jaxrl_async.trainer import component_gradients, pair_credit
     from jaxrl_async.trainer.critic import Critic
     from jaxrl_async.trainer.named_teachers import NamedTeachers
     from jaxrl_async.trainer.objectives import critic_objective
     from jaxrl_async.trainer.pair_credit import PairCredit
 else:
     answer_pairs = Later("jaxrl_async.algorithms.answer_pairs")
+    component_gradients = Later("jaxrl_async.trainer.component_gradients")
     critic_objective = Later("jaxrl_async.trainer.objectives.critic_objective")
     pair_credit = Later("jaxrl_async.trainer.pair_credit")
 
@@ -216,6 +217,10 @@ class Learner:
                 answer_pairs.keep_paired, how=settings.pairs.choose, seed=settings.seed
             )
             self._shapings = (*self._shapings, paired)
+        components = self._algorithm.components
+        self._gradients = None
+        if any(one.gradient_every for one in components.values()):
+            self._gradients = component_gradients.ComponentGradients(step, components)
         self._most_missing = 0  # maximum number of updates that a step lacked
 
     def _make_credit(self) -> "Credit | PairCredit":
@@ -443,7 +448,10 @@ class Learner:
         """
         policy_reports, critic_reports = [], []
         warming = self._companions.critic is not None and version < self._settings.critic_warmup
-        frozen = self._frozen_of(step)
+        frozen, norms = self._frozen_of(step), dict[str, float]()
+        if self._gradients is not None and not warming:
+            data = self._policy_data(step.rows, version)
+            norms = self._gradients.norms(version, self.params, data, frozen, device_lock)
         algorithm, missing = self._algorithm, 0
         first = 0 if self._companions.critic is None else self._settings.critic_warmup
         for epoch in range(algorithm.epochs):
@@ -468,6 +476,7 @@ class Learner:
         self._warn_of_missing(missing)
         reports = (*policy_reports, *critic_reports)
         return {
+            **norms,
             **counted_once(mean_report(policy_reports), 1 if warming else algorithm.epochs),
             **counted_once(mean_report(critic_reports, "critic/tokens"), algorithm.epochs),
             "faults/oom_retries": sum(r.get("faults/oom_retries", 0.0) for r in reports),

@@ -242,6 +242,33 @@ def test_a_component_weighs_its_tokens_as_the_aggregate_does(name):
     np.testing.assert_allclose(found[..., 3], [[0] * 4, [0] * 4, [0, 0, 0.5, 0.5]])
 
 
+@pytest.mark.parametrize("name", ["token_mean", "sequence_mean"])
+def test_a_component_of_some_tasks_is_averaged_over_their_tokens_alone(name):
+    answer = np.array([False, True, True, True])
+    batch = pack_pairs([(np.arange(4, dtype=np.int32), answer)] * 3, 4)
+    mask = np.array([[False, True, True, True], [False, True, False, False], [False, True] * 2])
+    ids = np.repeat(np.array([[2], [0], [1]], np.int32), 4, axis=1)
+    batch = replace(batch, mask=mask, task_ids=ids)
+    rewards = np.array([[1.0] * 4, [1.0] * 4, [0.0] * 4], np.float32)
+    sections = AlgorithmSection(
+        losses={
+            "two": {"loss": "nll", "tasks": ("c", "a")},
+            "right": {"loss": "nll", "tasks": ("b", "c"), "tokens": "right"},
+            "all": {"loss": "nll"},
+        }
+    ).components
+    parts = components_of(sections, ("a", "b", "c"))
+    found = component_weights(parts, batch, rewards, aggregate[name])
+    of_two = {"token_mean": (1 / 4, 1 / 4), "sequence_mean": (1 / 6, 1 / 2)}[name]
+    two = np.where(mask, np.array([[of_two[0]], [of_two[1]], [0.0]]), 0.0)
+    np.testing.assert_allclose(found[..., 0], two, rtol=1e-6)
+    np.testing.assert_allclose(found[..., 1], np.where(mask, [[1 / 3], [0.0], [0.0]], 0.0))
+    assert (found[..., 2] > 0).sum() == mask.sum()
+    inputs = token_inputs(np.random.default_rng(0), mask.shape)
+    terms = component_terms(parts, inputs, jnp.asarray(found), (1.0, 1.0, 1.0))
+    assert [int(terms.sums[f"loss_tokens/{n}"]) for n in sections] == [4, 3, 6]
+
+
 def test_where_no_answer_is_right_a_component_of_right_ones_is_nothing(x):
     answer = np.array([False, True, True, True])
     batch = pack_pairs([(np.arange(4, dtype=np.int32), answer)], 4)
@@ -286,6 +313,12 @@ def test_components_ask_for_what_they_need():
         (["algorithm.losses={a: {loss: nll, coefficient: 0}}"], "losses.a.coefficient=0 leaves"),
         (["algorithm.losses={a: {loss: nll, ramp_steps: 5}}"], "losses.a.ramp_steps has no effect"),
         (["algorithm.losses={a: {loss: nll, right_reward: 1}}"], "losses.a.right_reward has no"),
+        (
+            ["algorithm.losses={a: {loss: nll, tokens: demonstrations, tasks: [b]}}"],
+            "losses.a.tasks is about answers",
+        ),
+        (["algorithm.losses={a: {loss: nll, tasks: []}}"], "losses.a.tasks"),
+        (["algorithm.losses={a: {loss: nll, tasks: [b]}}"], "the run has one task, without a name"),
         (
             ["algorithm.losses={a: {loss: kl, tokens: demonstrations}}"],
             "log-probs of demonstrations are not computed",

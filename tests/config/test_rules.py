@@ -548,6 +548,20 @@ BROKEN = {
         "tasks": {"a": {"reward": {"timeout_s": 9.0}}},
         "reward": {"timeout_s": 5.0},
     },
+    "unmatched_tokens_are_those_of_one_tokenizer": {
+        "teacher": {"source": "teachers", "form": "loss", "top_k": 4, "unmatched_weight": 0.5},
+        "teachers": {
+            name: {"url": "http://x/v1", "model": "m", "tokenizer": name} for name in ("a", "b")
+        },
+    },
+    "loss_components_are_of_tasks_of_the_run": {
+        "tasks": {"a": {}},
+        "algorithm": {"losses": {"x": {"loss": "nll", "tasks": ("b",)}}},
+    },
+    "some_task_samples_as_the_sampler_says": {
+        "tasks": {"a": {"sampling": {"top_k": 3}}},
+        "sampler": {"top_k": 5},
+    },
     "a_task_is_left_out_of_a_warm_start": {"tasks": {"a": {"warm_start": False}}},
     "each_evaluation_names_one_of_several_tasks": {
         "tasks": {"a": {}, "b": {}},

@@ -56,7 +56,8 @@ def test_tasks_take_the_place_of_one():
     assert "data.curriculum is of one task" in refused(data={"curriculum": "hard_first"})
     assert "run.job=sft trains on one source" in refused(run={"job": "sft"})
     assert "no task has a weight above 0" in refused({"a": {**TWO["a"], "weight": 0}})
-    assert "no task has a weight" in refused({})
+    assert "tasks={} names no task. Give each task a section" in refused({})
+    assert "weight" not in refused({})
     assert "there are none" in refused(None, mixing="x.py:choose")
     load({"tasks": TWO, "data": {"addition": None}})
 
@@ -120,6 +121,30 @@ def test_what_the_run_gives_its_tasks_is_read_by_one():
     more = {"env": {"max_turns": 3}, "reward": {"function": "gsm8k"}}
     load({"tasks": each, **more, "evals": {"x": {"task": "guess_number"}}})
     load({"tasks": {**each, "b": TWO["b"]}, **more})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", 0.5), ("top_k", 4), ("top_p", 0.9), ("min_p", 0.1)]
+)
+def test_a_sampling_setting_that_every_task_has_itself_is_refused(name, value):
+    own, sampler = {"sampling": {name: value}}, {"sampler": {name: value}}
+    each = {task: {**section, **own} for task, section in TWO.items()}
+    assert f"sampler.{name} ({value:g}) has no effect: each task has its own" in refused(
+        each, **sampler
+    )
+    load({"tasks": each})
+    load({"tasks": {**each, "b": TWO["b"]}, **sampler})
+    short = {"sampling": {"max_new_tokens": 8}}
+    longest = {"sampler": {"max_new_tokens": 9}}  # that a task may set
+    load({"tasks": {task: {**section, **short} for task, section in TWO.items()}, **longest})
+
+
+def test_a_loss_component_names_tasks_of_the_run():
+    component = {"loss": "nll", "tasks": ["b", "c"]}
+    message = refused(algorithm={"losses": {"x": component}})
+    assert "losses.x.tasks names c, and the run's tasks are a, b. Correct the name." in message
+    assert message.count("losses.x") == 1
+    load({"tasks": TWO, "algorithm": {"losses": {"x": {**component, "tasks": ["b"]}}}})
 
 
 def test_evaluations_by_name_name_a_task():

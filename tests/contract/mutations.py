@@ -385,7 +385,7 @@ GROUPS = (
             "trainer/test_named_teachers.py::test_the_divergence_is_the_weighted_sum_over_each_teachers_top_k_and_rest",
         ),
         (
-            ("sum(w * measure(", "sum(1.0 * measure("),
+            ("sum(w * compared(", "sum(1.0 * compared("),
             ("jnp.split(a, len(of_each), axis=-1)", "jnp.split(a, len(of_each), axis=-1)[::-1]"),
         ),
     ),
@@ -462,6 +462,42 @@ GROUPS = (
             ("place = jnp.where(last < 0, length, last)", "place = last"),
             ("jnp.sum(teacher.weights * of_spans", "jnp.sum(of_spans"),
             ("jnp.log(jnp.maximum(-jnp.expm1(logprobs), MIN_REST))", "jnp.log(MIN_REST)"),
+        ),
+    ),
+    Group(
+        "trainer/distill",
+        (
+            "trainer/test_distill.py::test_tokens_without_a_counterpart_are_compared_by_their_order",
+            "trainer/test_distill.py::test_the_slope_of_the_order_is_the_students_alone",
+        ),
+        (
+            ("jnp.where(teacher_ids < 0, given, 0.0), k)[0]", "given, k)[0]"),
+            ("jnp.where(alone, jnp.exp(student), 0.0), k)[0]", "jnp.exp(student), k)[0]"),
+            ("jnp.where(theirs > 0, jnp.abs(ours - theirs), 0.0)", "jnp.abs(ours - theirs)"),
+            (
+                "jnp.exp(jax.lax.stop_gradient(teacher_logprobs.astype(jnp.float32)))",
+                "jnp.exp(teacher_logprobs.astype(jnp.float32))",
+            ),
+        ),
+    ),
+    Group(
+        "trainer/distill",
+        (
+            "trainer/test_named_teachers.py::test_what_only_one_side_has_is_compared_by_its_order_next_to_the_divergence",
+        ),
+        (
+            ("jnp.where(ids < 0, MIN_LOGPROB, logprobs)", "logprobs"),
+            ("apart + unmatched.weight * sorted", "apart + sorted"),
+        ),
+    ),
+    Group(
+        "trainer/objectives/policy_objective",
+        (
+            "trainer/test_named_teachers.py::test_an_update_has_the_distance_in_its_loss_with_its_weight",
+        ),
+        (
+            ("np.packbits(unmatched)", "np.packbits(~unmatched)"),
+            ("unmatched_weight=section.unmatched_weight,", "unmatched_weight=1.0,"),
         ),
     ),
     Group(
@@ -704,6 +740,17 @@ GROUPS = (
                 "for name in self._tasks}\n            total",
             ),
             ("-RECENT:]", "-1:]"),
+            (
+                "            elif ended is not None and not ended(event.group):\n"
+                "                break\n",
+                "",
+            ),
+            (
+                "(*self._journal, *self._in_order()):\n                if state",
+                "self._journal:\n                if state",
+            ),
+            ("else ended(event.group):", "else True:"),
+            ("stream.state(state.drawn[name], ended)", "stream.state(state.drawn[name])"),
         ),
     ),
     Group(
@@ -1291,6 +1338,12 @@ GROUPS = (
             ("4 * known * (1 - known)", "4 * known"),
             ("if number - position < MAX_PASSED_OVER * self._pool:", "if True:"),
             ("        if next_draw == self._now.next:\n            self._take_in()\n", ""),
+            (
+                "            elif ended is not None and not ended(event.group):\n"
+                "                break\n",
+                "",
+            ),
+            ("(*self._journal, *self._in_order())", "self._in_order()"),
         ),
     ),
     Group(
@@ -1379,7 +1432,12 @@ GROUPS = (
         ("run/checkpoint/test_resume.py",),
         (
             ("end = min([state.next_group, *unknown])", "end = state.next_group"),
-            ("self.prompts.state(state.buffer.next_group)", "self.prompts.state()"),
+            (
+                "self.prompts.state(state.buffer.next_group, ended_for(state.buffer))",
+                "self.prompts.state(None, ended_for(state.buffer))",
+            ),
+            ("number not in again", "True"),
+            ("number < buffer.next_group and number", "number"),
             ("number < state.buffer.ledger_lines", "number <= state.buffer.ledger_lines"),
         ),
     ),
@@ -1524,6 +1582,27 @@ GROUPS = (
             ("total += coefficients[index] * term", "total += term"),
             ("token_mean(replace(batch, mask=batch.supervised))", "token_mean(batch)"),
             ('assumed=ComponentFacts(needs=("entropy",))', "assumed=ComponentFacts()"),
+            ("np.isin(batch.task_ids, one.tasks)", "~np.isin(batch.task_ids, one.tasks)"),
+            ("tuple(map(tasks.index, one.tasks))", "tuple(range(len(one.tasks)))"),
+        ),
+    ),
+    Group(
+        "trainer/component_gradients",
+        (
+            "trainer/test_component_gradients.py",
+            "trainer/test_learner.py::test_the_gradient_of_a_component_is_measured_when_due_over_the_whole_step",
+        ),
+        (
+            ("if (version + 1) % every == 0}", "if version % every == 0}"),
+            ("total + g.astype(jnp.float32)", "g.astype(jnp.float32)"),
+        ),
+    ),
+    Group(
+        "trainer/objectives/policy_objective",
+        ("trainer/test_component_gradients.py",),
+        (
+            ("context.coefficients.losses[one],", "(1.0,),"),
+            ("self.recipe.components[one],", "self.recipe.components[:1],"),
         ),
     ),
     Group(

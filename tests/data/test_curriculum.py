@@ -200,6 +200,21 @@ def test_groups_of_one_prompt_count_in_the_order_of_their_numbers(arrival):
     assert prompts.state()["rates"] == [[0, 0.25]]
 
 
+def test_a_checkpoint_has_the_scores_of_groups_that_had_ended_when_the_buffer_was_read():
+    prompts = curriculum(pool=1, count=9)
+    made = [group(number, next(prompts), [1.0]) for number in range(4)]
+    prompts.observe(made[0])
+    burst = next(prompts)  # admitted while the rollouts were read, and left out
+    prompts.observe(made[2])
+    next(prompts)
+    prompts.observe(made[1])  # after the buffer was read: it is played again
+    prompts.observe(group(4, burst, [1.0]))
+    state = prompts.state(4, lambda number: number in (0, 2))
+    assert state["next"] == 4
+    assert [i for i, _ in state["rates"]] == [made[n].prompt.prompt_id for n in (0, 2)]
+    assert len(prompts.state()["rates"]) == 4, "and the next one has all"
+
+
 def test_the_report_tells_how_hard_the_prompts_are_as_known_at_the_draw():
     prompts = curriculum(pool=1, count=4)
     assert prompts.measures(0) == {"data/measured_prompts": 0.0, "data/longest_passed_over": 0.0}

@@ -256,6 +256,66 @@ def test_a_mix_that_is_restored_anywhere_draws_as_one_that_was_never_stopped(
     assert [next(again) for _ in range(20)] == [next(source) for _ in range(20)]
 
 
+def played(source, events, running, drawn):
+    """Let these events happen; return the number of draws. running: prompts by number."""
+    for event in events:
+        if event == "draw" or not running:
+            running[drawn] = next(source)
+            drawn += 1
+            continue
+        number = max(running) if event == "score" else min(running)
+        prompt = running.pop(number)
+        if event == "score":
+            source.observe(scored(prompt, number, reward=number % 3))
+        else:
+            source.dropped(prompt.task, number, Drop.NO_SIGNAL)
+    return drawn
+
+
+@settings(max_examples=100)
+@given(
+    WEIGHTS.filter(lambda w: len(w) > 1),
+    st.lists(EVENT, max_size=30),
+    st.lists(EVENT, max_size=30),
+    st.booleans(),
+)
+def test_a_checkpoint_has_what_had_happened_when_the_buffer_was_read(
+    weights, before, after, learns
+):
+    """Groups are drawn, scored and dropped before the mix is read, too: it has nothing of that, and
+    the next checkpoint has all of it."""
+    weights = named(weights)
+    curricula = ("a",) if learns else ()
+    source, stopped, whole = (mix(weights, curricula=curricula) for _ in range(3))
+    running = {}
+    drawn = played(source, before, running, 0)
+    played(stopped, before, {}, 0)
+    then, held = drawn, set(running)
+    drawn = played(source, after, running, drawn)
+    played(whole, before + after, {}, 0)
+    state = source.state(then, lambda number: number < then and number not in held)
+    assert json.loads(json.dumps(state)) == numbers(stopped)
+    later = source.state(drawn, lambda number: number < drawn and number not in running)
+    assert json.loads(json.dumps(later)) == numbers(whole)
+
+
+def test_a_burst_that_is_left_out_of_a_checkpoint_takes_what_became_of_it_along():
+    source = mix({"a": 1.0, "b": 1.0})
+    drawn = [next(source) for _ in range(4)]
+    source.dropped(drawn[1].task, 1, Drop.FAILED)
+    drawn += [next(source) for _ in range(2)]  # the burst
+    source.dropped(drawn[5].task, 5, Drop.FAILED)
+    source.dropped(drawn[3].task, 3, Drop.FAILED)
+    source.observe(scored(drawn[0], 0))
+    own = source.state(4, lambda number: number in (0, 1, 3))["tasks"]
+    assert {name: own[name]["drawn"] for name in "ab"} == {"a": 2, "b": 2}
+    assert [p.task for p in drawn[:4]] == ["a", "b", "a", "b"]
+    assert own["b"]["dropped"] == 2 and own["a"]["dropped"] == 0
+    assert own["a"]["rewards"] == [0.5]
+    whole = numbers(source)["tasks"]
+    assert sum(whole[name]["dropped"] for name in "ab") == 3
+
+
 def test_the_state_before_an_earlier_draw_repeats_the_later_ones():
     source = mix({"a": 2.0, "b": 1.0, "c": 1.0})
     drawn = [next(source) for _ in range(40)]

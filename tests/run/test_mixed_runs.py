@@ -228,6 +228,24 @@ def test_a_loss_weight_of_0_trains_nothing_of_a_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_loss_components_cover_the_answers_of_their_tasks(tmp_path: Path) -> None:
+    losses = {
+        "of_sums": {"loss": "nll", "tasks": ["sums"], "coefficient": 0.1, "gradient_every": 2},
+        "of_others": {"loss": "nll", "tasks": ["game", "long"], "coefficient": 0.1},
+    }
+    tasks = {"sums": dict(SUMS), "long": dict(LONG), "game": dict(GAME)}
+    algorithm = {"group_size": 2, "groups_per_step": 6, "minibatches": 2, "losses": losses}
+    lines = run_of(job(tmp_path, tasks, algorithm=algorithm))
+    steps = [line for line in lines if "train/loss" in line]
+    for line in steps:
+        counts = [line[f"loss_tokens/{name}"] for name in losses]
+        assert min(counts) > 0 and sum(counts) == line["train/tokens"]
+    measured = [line["step"] for line in steps if "loss_grad_norm/of_sums" in line]
+    assert measured == [2, 4]
+    assert not any("loss_grad_norm/of_others" in line for line in lines)
+
+
+@pytest.mark.full
 def test_evaluations_ask_each_task_and_one_of_them_by_name(tmp_path: Path) -> None:
     exact = {"reward": {"function": "exact"}}
     tasks = {"sums": dict(SUMS), "tools": dict(TOOLS), "long": {**LONG, **exact}}
@@ -493,6 +511,31 @@ def test_a_configuration_of_tasks_is_printed_checked_and_examined(tmp_path: Path
 
 
 @pytest.mark.full
+def test_the_doctor_looks_at_the_problems_of_code(tmp_path: Path) -> None:
+    problems, broken = tmp_path / "problems.jsonl", tmp_path / "broken.jsonl"
+    problem = {"question": "Print 1.", "tests": [{"input": "", "output": "1"}]}
+    problems.write_text(f"{json.dumps(problem)}\n" * 3)
+    broken.write_text('{"question": "Print 1."}\n')
+
+    def found(file: Path, **sections) -> list:
+        tasks = {"a": {"task": f"code:{file}"}, "b": dict(SUMS)}
+        return list(needs_findings(job(tmp_path, tasks, **sections), None))
+
+    def told(level: str, findings: list) -> list[str]:
+        return [f.what for f in findings if f.level == level]
+
+    assert f"tasks.a.task=code:{problems}: 3 records" in told("ok", found(problems))
+    (error,) = told("error", found(broken))
+    assert error.startswith("task: tasks.a: ") and f"{broken}, line 1: has no tests." in error
+    absent = tmp_path / "none.jsonl"
+    of_file = f"tasks.a.task={absent}: there is no such file here"
+    assert of_file in told("error", found(absent))
+    asked = {"evals": {"x": {"task": f"code:{broken}"}}}
+    (error,) = told("error", found(problems, **asked))
+    assert error.startswith("task: evals.x: ") and f"{broken}, line 1: has no tests." in error
+
+
+@pytest.mark.full
 def test_an_error_in_a_tasks_records_or_settings_names_the_task(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
@@ -504,8 +547,10 @@ def test_an_error_in_a_tasks_records_or_settings_names_the_task(tmp_path: Path) 
     unknown = {"sums": dict(SUMS), "x": {**TOOLS, "reward": {"function": "mathh"}}}
     with pytest.raises(ConfigError, match=r"^tasks\.x: reward\.function = 'mathh' is unknown"):
         check_names(job(tmp_path, unknown))
-    with pytest.raises(ConfigError, match=r"^evals\.y: task = 'sumz' is unknown"):
-        check_names(job(tmp_path, {"sums": dict(SUMS)}, evals={"y": {"task": "sumz"}}))
+    of_run = "did you mean 'sums'. Known: the run's tasks sums, tools; calculator"
+    with pytest.raises(ConfigError, match=rf"^evals\.y: task = 'sumz' is unknown; {of_run}"):
+        two = {"sums": dict(SUMS), "tools": dict(TOOLS)}
+        check_names(job(tmp_path, two, evals={"y": {"task": "sumz"}}))
 
 
 @pytest.mark.full

@@ -1,16 +1,11 @@
 """Log-probs of whole sequences on the sampler's chips, against float64 and the trainer's pass."""
 
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-
 import jax
 import numpy as np
 import pytest
 from builders import mesh_of, tiny_params, tiny_spec
 from whole_rows import row_states
 
-from jaxrl_async.run.builders.sampler_teachers import loaded_once
 from jaxrl_async.scorers.logprob_model import LogprobModel
 
 pytestmark = pytest.mark.full
@@ -61,23 +56,3 @@ def test_several_devices_give_the_same() -> None:
     for a, b in zip(one, two, strict=True):
         np.testing.assert_allclose(a.logprobs[1:], b.logprobs[1:], atol=1e-5)
         np.testing.assert_array_equal(a.top_ids, b.top_ids)
-
-
-def test_a_model_of_several_tasks_is_loaded_once() -> None:
-    model, calls = LogprobModel(SPEC, PARAMS, mesh_of(), dtype="float32"), []
-    both_wait = threading.Barrier(2)
-
-    def load() -> LogprobModel:
-        calls.append(1)
-        time.sleep(0.05)
-        return model
-
-    loaded = loaded_once(load)
-
-    def ask() -> LogprobModel:
-        both_wait.wait(10)
-        return loaded()
-
-    with ThreadPoolExecutor(2) as threads:
-        found = [one.result(10) for one in [threads.submit(ask) for _ in range(2)]]
-    assert len(calls) == 1 and found == [model, model]

@@ -27,8 +27,9 @@ from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.outages import Outages
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.tasks.task import NO_TASK
+from jaxrl_async.teachers.episode_teacher import NO_LOGPROB
 from jaxrl_async.teachers.other_tokens import OtherTokens
-from jaxrl_async.teachers.run_teachers import RunTeachers
+from jaxrl_async.teachers.run_teachers import RunTeachers, TaskTeachers
 from jaxrl_async.teachers.teacher_contexts import TeacherContexts
 from jaxrl_async.teachers.teacher_service import TeacherService
 from jaxrl_async.testing.fakes import make_prompt
@@ -244,6 +245,10 @@ def test_a_span_has_the_log_prob_of_the_teachers_tokens_that_cover_it(
             got = dict(zip(named.tolist(), found.top_logprobs[inside[-1]], strict=True))
             got.pop(-1, None)
             assert got == pytest.approx(alike if single else {}, rel=1e-5)
+            lost = [row[i] for i, text in texts.items() if text not in by_text]
+            lost = sorted(lost) if single else [NO_LOGPROB] * top_k
+            said = np.sort(found.top_logprobs[inside[-1]][named < 0])
+            np.testing.assert_allclose(said, lost, rtol=1e-5)
     assert found.logprobs[-1] == pytest.approx(told[-1], rel=1e-5)
     assert float(found.logprobs.sum()) == pytest.approx(total + told[-1], rel=1e-5)
     assert service.counts()["unaligned_tokens"] == 0
@@ -288,15 +293,16 @@ def test_unusual_tokens_of_a_text_have_no_teacher() -> None:
 # ---- a run's teachers
 
 
-def run_teachers(url: str, folder: Any, own: Tokenizer, **changes: Any) -> RunTeachers:
+def run_teachers(url: str, folder: Any, own: Tokenizer, **changes: Any) -> TaskTeachers:
     config = Config(
         teacher={"source": "teachers"},
         teachers={"t": {"url": url, "model": "m", "tokenizer": str(folder), **changes}},
     )
     chat = chat_format(own, None) if own.has_chat_template else None
-    return RunTeachers(
-        config, NO_TASK, own, own.vocab_size, FaultCounts(), Outages(longest_s=20.0), lambda: chat
+    made = RunTeachers(
+        config, own, own.vocab_size, FaultCounts(), Outages(longest_s=20.0), lambda: chat
     )
+    return made.of_task(config, NO_TASK)
 
 
 async def rewards(episodes: Any, prompt: Any) -> tuple[Score, ...]:
@@ -362,6 +368,28 @@ def test_an_answer_that_cannot_be_aligned_is_reported_before_the_run(
         asyncio.run(trial((one,), prompt))
         teachers.close()
     assert "no token of an answer such as" in caplog.text
+
+
+def test_the_tokens_that_only_the_policy_has_are_named(tmp_path: Any) -> None:
+    own, other = chatml(), llama3_tokenizer()
+    other.save_pretrained(tmp_path)
+    config = Config(
+        teacher={"source": "teachers", "form": "loss", "top_k": 2, "unmatched_weight": 0.5},
+        teachers={"t": {"url": "http://127.0.0.1:1/v1", "model": "m", "tokenizer": str(tmp_path)}},
+    )
+    chat = chat_format(own, None)
+    outages, size = Outages(longest_s=20.0), own.vocab_size
+    run = RunTeachers(config, own, size, FaultCounts(), outages, lambda: chat)
+    theirs = {other.token_bytes(i) for i in range(other.vocab_size)} - {b""}
+    mine = [own.token_bytes(i) for i in range(size)]
+    ends = {*chat.stop_token_ids, *own.eos_ids}
+    last = {text: i for i, text in enumerate(mine)}
+    wanted = [text not in theirs or last[text] != i for i, text in enumerate(mine)]
+    found = run.unmatched(size + 3)
+    assert found.dtype == np.bool_ and found[size:].all(), "tokens that only pad the vocabulary"
+    assert 0 < sum(wanted) < size
+    differing = {i for i in range(size) if found[i] != wanted[i]}
+    assert differing <= ends and len(ends - {i for i in ends if found[i]}) == 1
 
 
 def test_messages_need_a_teacher_with_a_chat_template() -> None:

@@ -73,6 +73,31 @@ def stopped_and_resumed(
     return again, steps
 
 
+@pytest.mark.full
+def test_the_tasks_of_a_run_share_its_teacher(tmp_path: Path) -> None:
+    """Its calls are limited and counted over all of them."""
+    sums = "{data: {addition: {digits: 1, eval_size: 4}}}"
+    with FakeTeacher(VOCAB, 3) as server:
+        server.pause_s = 0.01
+        config = taught(
+            tmp_path,
+            server.url,
+            "teachers.sum.concurrency=1",
+            f"tasks={{a: {sums}, b: {sums}}}",
+            "data.addition=null",
+            "data.max_prompt_tokens=null",
+            "run.steps=2",
+        )
+        train(config)
+        assert server.most_at_once == 1
+        before_the_run = sum("/tokenize" in path for path, _, _ in server.bodies)
+        calls = len(server.bodies) - before_the_run
+    lines = metrics_of(config)
+    assert {"task/a/groups", "task/b/groups"} <= {key for line in lines for key in line}
+    counted = sum(line.get("teacher/sum/calls", 0.0) for line in lines)
+    assert 0 < counted <= calls, "each once, and those before the run not at all"
+
+
 @pytest.mark.exhaustive
 def test_a_resumed_run_learns_the_same_from_its_teacher(tmp_path: Path) -> None:
     calm = ("staleness.max_staleness=0",)
@@ -98,9 +123,16 @@ def test_a_teacher_with_other_tokens_is_refused_before_the_run(tmp_path: Path) -
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("form", ["advantage", "loss"])
+@pytest.mark.parametrize(
+    ("form", "settings"),
+    [
+        ("advantage", ()),
+        ("loss", ("teacher.top_k=6",)),
+        ("loss", ("teacher.top_k=6", "teacher.unmatched_weight=0.5")),
+    ],
+)
 def test_a_resumed_run_learns_the_same_from_a_teacher_with_other_tokens(
-    form: str, tmp_path: Path
+    form: str, settings: tuple[str, ...], tmp_path: Path
 ) -> None:
     other = byte_level_tokenizer(500)
     other.save_pretrained(tmp_path / "tokenizer")
@@ -111,7 +143,7 @@ def test_a_resumed_run_learns_the_same_from_a_teacher_with_other_tokens(
             "staleness.max_staleness=0",
             f"teachers={{sum: {{{there}}}}}",
             f"teacher.form={form}",
-            *(["teacher.top_k=6"] if form == "loss" else []),
+            *settings,
         ]
         again, steps = stopped_and_resumed(
             tmp_path, lambda folder, *more: taught(folder, server.url, *calm, *more)
@@ -247,19 +279,32 @@ def policy_of_a_run(folder: Path, *overrides: str) -> Path:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("form", ["advantage", "loss"])
-@pytest.mark.parametrize("colocated", ["false", "true"])
+@pytest.mark.parametrize(
+    ("form", "colocated", "temperature"),
+    [
+        *((form, c, None) for form in ("advantage", "loss") for c in ("false", "true")),
+        ("advantage", "false", 0.6),
+    ],
+)
 def test_a_teacher_on_the_sampler_says_what_one_on_the_trainer_says(
-    form: str, colocated: str, tmp_path: Path
+    form: str, colocated: str, temperature: float | None, tmp_path: Path
 ) -> None:
+    """temperature: of the only task; None: there is none by name."""
     policy = policy_of_a_run(tmp_path / "teacher")
-    lines = {}
+    lines, task = {}, list[str]()
+    if temperature is not None:
+        sums = "data: {addition: {digits: 1, eval_size: 4}}"
+        task = [
+            f"tasks={{a: {{{sums}, sampling: {{temperature: {temperature}}}}}}}",
+            "data.addition=null",
+            "data.max_prompt_tokens=null",
+        ]
     for place in ("trainer", "sampler"):
         config = config_of(
             "addition", tmp_path / place, *TINY, "staleness.max_staleness=0", "run.steps=1",
             f"mesh.colocated={colocated}", "teacher.source=teachers", "teacher.rewards=0.0",
             f"teacher.form={form}", *(["teacher.top_k=4"] if form == "loss" else []),
-            f"teachers={{t: {{path: {policy}, chips: {place}}}}}",
+            f"teachers={{t: {{path: {policy}, chips: {place}}}}}", *task,
         )  # fmt: skip
         train(config)
         assert audit_run(tmp_path / place / config.run.name).problems == ()

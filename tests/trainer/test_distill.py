@@ -25,6 +25,7 @@ from jaxrl_async.trainer.distill import (
     distill_rows,
     distill_token,
     distill_top,
+    sorted_distance,
     teacher_advantages,
 )
 
@@ -88,6 +89,61 @@ def test_one_known_token_is_the_case_of_k_one(kind):
     top = distill_top(jnp.asarray(STUDENT), jnp.asarray(ids), logprobs, kind=kind)
     token = distill_token(jnp.asarray(STUDENT), jnp.asarray(ids[:, 0]), logprobs[:, 0], kind=kind)
     np.testing.assert_array_equal(top, token)
+
+
+ALONE = np.arange(VOCAB) % 6 == 0
+
+
+def order_distance(logits, alone, ids, logprobs):
+    """Universal Logit Distillation (arXiv:2402.12030) of the tokens that one side has not."""
+    found = []
+    for p, of_token, told in zip(softmax(logits), ids, np.exp(logprobs), strict=True):
+        theirs = sorted(told[of_token < 0], reverse=True)
+        ours = [*sorted(p[alone], reverse=True), *[0.0] * len(theirs)]
+        found.append(sum(abs(a - b) for a, b in zip(ours, theirs, strict=False)))
+    return np.array(found)
+
+
+def with_unmatched(k, seed=0):
+    """The teacher's likely tokens; some of them the student has not."""
+    ids, logprobs = top_of_teacher(k)
+    lacks = np.random.default_rng(seed).random(ids.shape) < 0.5
+    lacks[0] = False
+    return np.where(lacks, -1, ids), logprobs
+
+
+@pytest.mark.parametrize("k", [1, 6])
+def test_tokens_without_a_counterpart_are_compared_by_their_order(k):
+    ids, logprobs = with_unmatched(k)
+    student = jax.nn.log_softmax(jnp.asarray(STUDENT, jnp.float32))
+    got = sorted_distance(student, jnp.asarray(ALONE), jnp.asarray(ids), jnp.asarray(logprobs))
+    wanted = order_distance(STUDENT, ALONE, ids, logprobs.astype(np.float64))
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
+    assert got[0] == 0.0, "the student has all of them"
+    assert k == 1 or (ids < 0).sum(-1).max() > ALONE.sum(), "the teacher has more of them"
+
+
+def test_the_slope_of_the_order_is_the_students_alone():
+    ids, logprobs = with_unmatched(6)
+
+    def total(logits, told):
+        student = jax.nn.log_softmax(logits)
+        return sorted_distance(student, jnp.asarray(ALONE), jnp.asarray(ids), told).sum()
+
+    of_student, of_teacher = jax.grad(total, argnums=(0, 1))(
+        jnp.asarray(STUDENT, jnp.float32), jnp.asarray(logprobs)
+    )
+    assert not np.asarray(of_teacher).any()
+    numeric = np.zeros(STUDENT.shape)
+    for place in np.ndindex(*STUDENT.shape):
+        ends = []
+        for step in (1e-6, -1e-6):
+            moved = STUDENT.copy()
+            moved[place] += step
+            ends.append(order_distance(moved, ALONE, ids, logprobs.astype(np.float64)).sum())
+        numeric[place] = (ends[0] - ends[1]) / 2e-6
+    np.testing.assert_allclose(of_student, numeric, atol=1e-5)
+    assert np.abs(numeric).max() > 1e-2
 
 
 @pytest.mark.parametrize("kind", KINDS)

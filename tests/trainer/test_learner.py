@@ -846,6 +846,19 @@ def test_components_are_the_same_however_many_updates_a_step_is_learnt_in(miniba
             assert parts[key] == pytest.approx(whole[key], rel=1e-4, abs=1e-6), key
 
 
+def test_the_gradient_of_a_component_is_measured_when_due_over_the_whole_step() -> None:
+    losses = {**COMPONENTS, "near": {**COMPONENTS["near"], "gradient_every": 2}}
+    settings = {"learning_rate": 0.0, "losses": losses}
+    learner = learner_of(algorithm=settings)
+    stats = [moved(learner, version=v) for v in range(4)]
+    assert ["loss_grad_norm/near" in one for one in stats] == [False, True, False, True]
+    assert stats[1]["loss_grad_norm/near"] > 0
+    assert not any("loss_grad_norm/right" in one for one in stats)
+    parts = moved(learner_of(algorithm={**settings, "minibatches": 3, "epochs": 2}), version=1)
+    whole = stats[1]["loss_grad_norm/near"]
+    assert parts["loss_grad_norm/near"] == pytest.approx(whole, rel=1e-4)
+
+
 def test_a_component_follows_its_ramp_from_step_to_step_also_when_restored() -> None:
     ramp = {"loss": "nll", "coefficient": 1.0, "coefficient_end": 0.0, "ramp_steps": 2}
     learner = learner_of(algorithm={"losses": {"nll": ramp}, "loss": "gpg"})

@@ -18,7 +18,13 @@ from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows, init_params
 from jaxrl_async.model.divergence import divergence_of
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.trainer.distill import TeacherSpans, TeacherTop, distill_rows, distill_spans
+from jaxrl_async.trainer.distill import (
+    TeacherSpans,
+    TeacherTop,
+    Unmatched,
+    distill_rows,
+    distill_spans,
+)
 from jaxrl_async.trainer.flops import forward_flops
 from jaxrl_async.trainer.learner import Companions, Learner, LearnerSettings
 from jaxrl_async.trainer.learning_settings import LearningSettings
@@ -233,9 +239,11 @@ def test_a_resumed_run_may_compare_another_number_of_tokens(
 # ---- spans of a teacher with another tokenizer
 
 
-def in_spans(teacher: TeacherLogprobs, sizes: Sequence[int]) -> TeacherLogprobs:
+def in_spans(teacher: TeacherLogprobs, sizes: Sequence[int], *, says: bool) -> TeacherLogprobs:
     """The same log-probs as if the teacher's tokens were spans of these sizes in turn. Every second
-    token that is a span of its own keeps its likely tokens, but for one that the policy lacks."""
+    token that is a span of its own keeps its likely tokens, but for one that the policy lacks.
+
+    says: how likely that one is, is known."""
     count = len(teacher.places)
     apart = np.diff(teacher.places, prepend=-9) > 1  # a span does not go on behind others' tokens
     spans, number, room = np.zeros(count, np.int32), -1, 0
@@ -252,12 +260,16 @@ def in_spans(teacher: TeacherLogprobs, sizes: Sequence[int]) -> TeacherLogprobs:
         teacher,
         logprobs=np.where(last, teacher.logprobs, 0).astype(np.float32),
         top_ids=ids,
-        top_logprobs=np.where(ids < 0, -1e4, teacher.top_logprobs).astype(np.float32),
+        top_logprobs=np.where(
+            (ids < 0) & ~(says & single)[:, None], -1e4, teacher.top_logprobs
+        ).astype(np.float32),
         spans=spans,
     )
 
 
-def with_spans(groups: Sequence[EpisodeGroup], sizes: Sequence[int]) -> list[EpisodeGroup]:
+def with_spans(
+    groups: Sequence[EpisodeGroup], sizes: Sequence[int], *, says: bool = False
+) -> list[EpisodeGroup]:
     """The same groups with teacher b of another tokenizer."""
     return [
         replace(
@@ -266,7 +278,7 @@ def with_spans(groups: Sequence[EpisodeGroup], sizes: Sequence[int]) -> list[Epi
                 replace(
                     s,
                     teachers=tuple(
-                        in_spans(t, sizes) if t.teacher == "b" else t for t in s.teachers
+                        in_spans(t, sizes, says=says) if t.teacher == "b" else t for t in s.teachers
                     ),
                 )
                 for s in g.scores
@@ -376,6 +388,77 @@ def test_spans_are_compared_as_a_whole_where_no_tokens_match(
     assert wholes > 3 and singles > 0
 
 
+ALONE = np.arange(VOCAB) % 3 == 0
+
+
+def order_distances(groups: Sequence[EpisodeGroup], step: PackedStep) -> list[np.ndarray]:
+    """Of each episode's tokens, the weighted distance of what only one side has, by its order."""
+    arrays = (step.batch.token_ids, step.batch.positions, step.batch.segment_ids)
+    hidden = np.asarray(row_states(SPEC, PARAMS, *arrays), np.float64)
+    student = np.roll(softmax(hidden @ np.asarray(PARAMS["embed"].T, np.float64)), 1, axis=1)
+    found = []
+    for places, (episode, score) in zip(step.index.sequences, by_episode(groups), strict=True):
+        of_token, wanted = student.reshape(-1, VOCAB)[places], np.zeros(len(episode.token_ids))
+        for teacher in score.teachers:
+            for place, ids, logprobs in zip(
+                teacher.places, teacher.top_ids, teacher.top_logprobs, strict=True
+            ):
+                theirs = np.sort(np.exp(logprobs[(ids < 0) & (logprobs > -1e3)]))[::-1]
+                ours = np.sort(of_token[place][ALONE])[::-1][: len(theirs)]
+                wanted[place] += teacher.weight * np.abs(ours - theirs).sum()
+        found.append(wanted)
+    return found
+
+
+def test_what_only_one_side_has_is_compared_by_its_order_next_to_the_divergence() -> None:
+    lost, known = (with_spans(GROUPS, (1, 1, 2), says=says) for says in (False, True))
+    step = packed(known)
+
+    def of_rows(groups: Sequence[EpisodeGroup], unmatched: Unmatched | None) -> list[np.ndarray]:
+        teachers = NamedTeachers(top_k=K, local={}, aligned=True)
+        columns, batch = teachers(packed(groups), NO_DEVICE_LOCK).columns, step.batch
+        of_top, of_spans = (
+            [jnp.asarray(columns[f"teacher_{n}"]) for n in names]
+            for names in (("ids", "logprobs", "weights"), ("spans", "span_logprobs"))
+        )
+        found = distill_rows(
+            SPEC,
+            PARAMS,
+            TokenRows(batch.token_ids, batch.positions, batch.segment_ids),
+            TeacherTop(*of_top, TeacherSpans(*of_spans)),
+            divergence_of("reverse"),
+            DecoderSettings(chunk=7),
+            unmatched,
+        )
+        return step.index.to_sequences(np.asarray(found.divergence))
+
+    plain = of_rows(known, None)
+    for one, other in zip(plain, of_rows(lost, None), strict=True):
+        np.testing.assert_array_equal(one, other)
+    both = of_rows(known, Unmatched(jnp.asarray(ALONE), 0.7))
+    distances = order_distances(known, step)
+    for (episode, _), more, less, wanted in zip(
+        by_episode(known), both, plain, distances, strict=True
+    ):
+        apart = (more - less)[episode.drawn]
+        np.testing.assert_allclose(apart, 0.7 * wanted[episode.drawn], atol=2e-5)
+    assert sum(np.count_nonzero(wanted) for wanted in distances) > 3
+
+
+def test_an_update_has_the_distance_in_its_loss_with_its_weight() -> None:
+    groups = with_spans(GROUPS, (1, 1, 2), says=True)
+    without, weighed = (
+        learner_of("loss", unmatched_weight=weight).learn(groups, 0)["policy/teacher_divergence"]
+        for weight in (0.0, 0.7)
+    )
+    step = packed(groups)
+    trained = [m.astype(bool) for m in step.index.to_sequences(step.batch.mask)]
+    distances = zip(order_distances(groups, step), trained, strict=True)
+    mean = sum(d[m].sum() for d, m in distances) / step.batch.mask.sum()
+    assert mean > 1e-2
+    assert weighed - without == pytest.approx(0.7 * mean, abs=1e-5)
+
+
 def test_the_gradient_of_a_span_reaches_all_of_its_tokens() -> None:
     logprobs = jnp.log(jnp.array([[0.5, 0.25, 0.5, 0.9]]))
     spans = TeacherSpans(
@@ -442,11 +525,23 @@ def test_a_local_teacher_computes_its_own_episodes_alone(share_prefixes: bool) -
 # ---- whom a teacher moves
 
 
-def learner_of(form: str, kind: str = "reverse") -> Learner:
+def learner_of(form: str, kind: str = "reverse", unmatched_weight: float = 0.0) -> Learner:
     section = schema.TeacherSection(
-        source="teachers", form=form, kind=kind, top_k=K if form == "loss" else 0, rewards=0.0
+        source="teachers",
+        form=form,
+        kind=kind,
+        top_k=K if form == "loss" else 0,
+        unmatched_weight=unmatched_weight,
+        rewards=0.0,
     )
-    step = policy_update(SPEC, SETTINGS, ALGORITHM, total_steps=20, teacher=section)
+    step = policy_update(
+        SPEC,
+        SETTINGS,
+        ALGORITHM,
+        total_steps=20,
+        teacher=section,
+        unmatched=ALONE if unmatched_weight else None,
+    )
     teachers = NamedTeachers(top_k=section.top_k, local={}, aligned=True)
     return Learner(
         step,

@@ -46,6 +46,7 @@ from jaxrl_async.run.checkpoint.inputs_digest import inputs_digest
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.optional_parts import (
     NO_NAMED_EVALUATIONS,
+    AskedTeachers,
     NamedEvaluations,
     SeatFillers,
     Serving,
@@ -55,7 +56,7 @@ from jaxrl_async.run.warm_start import warm_pairs
 from jaxrl_async.scorers.graders import check_answers, try_references
 from jaxrl_async.scorers.rewards import RewardFunction
 from jaxrl_async.tasks.task import Task
-from jaxrl_async.types import Prompt
+from jaxrl_async.types import BoolArray, Prompt
 
 if TYPE_CHECKING:
     from jaxrl_async.algorithms import answer_pairs
@@ -103,6 +104,7 @@ class Inputs:
     digests: Mapping[str, str]  # of the graders and the held-out records
     tasks: Mapping[str, TaskInputs] = field(default_factory=dict)  # by name; "": the only one
     evals: NamedEvaluations = NO_NAMED_EVALUATIONS
+    unmatched: BoolArray | None = None  # [vocab] tokens that a teacher has not; None: not compared
 
 
 def check_inputs(
@@ -147,12 +149,16 @@ def check_inputs(
     )
     models = _models_on_samplers(config, spec, slices, locks.sampler)
     _check_models(config, spec, tokenizer, slices)
+    asked = features.teachers(
+        config, tokenizer, spec.vocab, faults, outages,
+        lambda: run_chat_format(config, tokenizer), models,
+    )  # fmt: skip
     parts: dict[str, TaskInputs] = {}
     for name, own in config.by_task.items():
         with naming(section_of_task(name)):
             play = make_play(own, tasks[name], tokenizer, faults.add, serving, opponents, outages)
             parts[name] = _task_inputs(
-                own, play, tokenizer, slices, locks, spec.vocab, models, lockstep, faults, outages
+                own, play, tokenizer, slices, locks, spec.vocab, asked, lockstep, faults, outages
             )
     if config.named_tasks:
         joined = mixed_inputs.joined(config, parts, lockstep, tokenizer, faults, outages)
@@ -183,6 +189,7 @@ def check_inputs(
         prompts=joined.prompts,
         digests=_digests_of(parts),
         tasks=parts,
+        unmatched=_unmatched(config, asked, spec.vocab),
     )
     evals = features.named_evaluations(config, inputs, lockstep)
     return replace(inputs, evals=evals), pairs
@@ -195,7 +202,7 @@ def _task_inputs(
     slices: Slices,
     locks: Locks,
     vocab: int,
-    models: Mapping[str, "SamplerModel"],
+    asked: AskedTeachers | None,
     lockstep: Lockstep,
     faults: FaultCounts,
     outages: Outages,
@@ -209,7 +216,7 @@ def _task_inputs(
         slices: a reward model runs on the trainer's.
         locks: of the devices.
         vocab: the policy's number of tokens.
-        models: teachers on the sampler's chips, by name.
+        asked: the run's teachers by name, which all tasks ask; None: no teacher is asked.
         lockstep: the processes, which draw shares of the prompts.
         faults: counts handled faults.
         outages: the run's.
@@ -220,8 +227,7 @@ def _task_inputs(
     held_out = eval_prompts(data, tokenizer, play.own, graded=graded)
     scorers = make_scorers(
         config, tokenizer, held_out, slices, locks.trainer, faults, task, outages,
-        vocab=vocab,
-        models=models,
+        asked=asked,
     )  # fmt: skip
     keep_mask = keeps_masks(config, task)
     check_constraint(config, task, held_out, tokenizer, vocab)
@@ -258,6 +264,12 @@ def _models_on_samplers(
     if all(one.chips != "sampler" for one in config.named_teachers.values()):
         return {}
     return sampler_teachers.sampler_models(config, spec, slices, lock)
+
+
+def _unmatched(config: Config, asked: AskedTeachers | None, vocab: int) -> BoolArray | None:
+    """Return the policy's tokens that a teacher's tokenizer has not, if these are compared."""
+    compares = config.teacher is not None and config.teacher.unmatched_weight > 0
+    return asked.unmatched(vocab) if compares and asked is not None else None
 
 
 def _check_functions(config: Config) -> None:

@@ -56,7 +56,7 @@ from jaxrl_async.trainer.objectives.supervised_objective import supervised_updat
 from jaxrl_async.trainer.token_columns import Routing, SamplerColumns
 from jaxrl_async.trainer.update import Update
 from jaxrl_async.trainer.update_programs import TrainState
-from jaxrl_async.types import SamplingParams
+from jaxrl_async.types import BoolArray, SamplingParams
 
 if TYPE_CHECKING:
     from jaxrl_async.model import heads
@@ -80,8 +80,9 @@ def make_step(
     slices: Slices,
     total_steps: int,
     teacher_spec: ModelSpec | None = None,
+    unmatched: BoolArray | None = None,
 ) -> Update[PolicyObjective]:
-    """Make the policy's compiled update."""
+    """Make the policy's compiled update; its arguments as `policy_update`'s."""
     return policy_update(
         spec,
         learning(config, slices, lora_of(spec, config.model.lora)),
@@ -92,6 +93,8 @@ def make_step(
         teacher_spec=teacher_spec,
         num_lags=min(config.staleness.max_staleness + 1, MAX_LAGS),
         factors=task_factors(config),
+        tasks=tuple(config.named_tasks),
+        unmatched=unmatched,
     )
 
 
@@ -168,6 +171,7 @@ def make_learner(
     tokenizer: Tokenizer,
     keep_mask: bool = False,
     own: OwnRecords | None = None,
+    unmatched: BoolArray | None = None,
 ) -> Learner:
     """Make the policy's learner with the models that advise it or train alongside it. Raises
     ConfigError.
@@ -179,6 +183,7 @@ def make_learner(
         tokenizer: encodes demonstrations.
         keep_mask: whether sampling masks come with the tokens.
         own: a task's records, for demonstrations.
+        unmatched: [vocab] tokens that a teacher's tokenizer has not; None: these are not compared.
     """
     algorithm, teacher = config.algorithm, config.teacher
     processes = (one.reward.process for one in config.by_task.values())
@@ -187,7 +192,7 @@ def make_learner(
     warming = config.critic_settings.warmup_steps if needs_critic(algorithm.advantage) else 0
     learns = max(config.run.steps - warming, 1)
     teacher_spec = _teacher_spec(config, policy)
-    step = make_step(config, policy.spec, slices, learns * asked, teacher_spec)
+    step = make_step(config, policy.spec, slices, learns * asked, teacher_spec, unmatched)
     state = step.init(policy.trained)
     reference = None
     if config.holds_reference:
@@ -234,7 +239,9 @@ def make_learner(
 
 def trains_differently(config: Config) -> bool:
     """Return whether the loss depends on the task of a token."""
-    return bool(task_temperatures(config)) or task_factors(config) != SAME_FACTORS
+    components = config.algorithm.components.values()
+    of_some = any(one.tasks is not None for one in components)
+    return of_some or bool(task_temperatures(config)) or task_factors(config) != SAME_FACTORS
 
 
 def _warn_of_anchor(algorithm: AlgorithmSection) -> None:

@@ -24,7 +24,7 @@ from jaxrl_async.run.builders.inputs import TaskInputs
 from jaxrl_async.run.builders.playing import Play
 from jaxrl_async.run.builders.scoring import Scorers, guarded_scorer
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.optional_parts import Judges, NoJudges, Teachers
+from jaxrl_async.run.optional_parts import Judges, NoJudges
 from jaxrl_async.tasks.task import NO_TASK
 from jaxrl_async.types import MAX_STOP_TOKENS, Episode, Prompt, Score
 
@@ -157,7 +157,7 @@ def _joined_scorers(
         training=guarded(ByTask(training)),
         evaluation=guarded(ByTask(evaluation)),
         judges=JoinedJudges([part.judges for part in parts.values()]),
-        teachers=JoinedTeachers([part.teachers for part in parts.values()]),
+        teachers=next(part.teachers for part in parts.values()),  # all tasks ask the same ones
         parts=tuple(
             (Path() if isinstance(part.judges, NoJudges) else Path("tasks") / name, part)
             for name, part in parts.items()
@@ -192,23 +192,6 @@ class JoinedJudges:
 
     def begin(self, folder: Path, process: int, version: Callable[[], int]) -> None:
         """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedTeachers:
-    """The counters of the teachers, which each task asks; Scorers.parts closes them."""
-
-    teachers: Sequence[Teachers]
-
-    def counts(self) -> Mapping[str, float]:
-        """See optional_parts.Teachers."""
-        return summed(of_task.counts() for of_task in self.teachers)
-
-    def check(self, prompt: Prompt) -> None:
-        """Do nothing: the tasks' own records are checked."""
 
     def close(self) -> None:
         """Do nothing."""

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.frozen_weights import cut_vocabulary
 from jaxrl_async.run.builders.initial_policy import load_policy
+from jaxrl_async.run.builders.learning import temperature_of
 from jaxrl_async.scorers.logprob_model import LogprobModel
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class SamplerModel(NamedTuple):
     """A model on the sampler's chips, not loaded yet."""
 
-    load: Callable[[], LogprobModel]  # the same model at each call
+    load: Callable[[], LogprobModel]
     vocab: int  # number of its tokens
 
 
@@ -54,22 +54,8 @@ def sampler_models(
                 f"({spec.vocab})."
             )
         load = functools.partial(_load, config, name, one, spec, top_k, slices, lock)
-        found[name] = SamplerModel(loaded_once(load), spec.vocab)
+        found[name] = SamplerModel(load, spec.vocab)
     return found
-
-
-def loaded_once(load: Callable[[], LogprobModel]) -> Callable[[], LogprobModel]:
-    """Return a function that loads a model at its first call, and then returns it: several tasks
-    ask the same teachers, each on a separate thread."""
-    alone, found = threading.Lock(), list[LogprobModel]()
-
-    def loaded() -> LogprobModel:
-        with alone:
-            if not found:
-                found.append(load())
-            return found[0]
-
-    return loaded
 
 
 def _top_k(config: Config, name: str) -> int:
@@ -101,7 +87,7 @@ def _load(
         params,
         mesh,
         top_k=top_k,
-        temperature=config.sampler.temperature,
+        temperature=temperature_of(config),
         dtype=dtype,
         attention=config.model.attention,
         chunk=config.trainer.logprob_chunk,

@@ -2,10 +2,9 @@
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from jaxrl_async.algorithms.advantages import advantage, check_weights
@@ -27,8 +26,13 @@ from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.run import features
 from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.initial_policy import check_lengths
-from jaxrl_async.run.builders.playing import run_chat_format
-from jaxrl_async.run.optional_parts import Judges, NoJudges, NoTeachers, Teachers
+from jaxrl_async.run.optional_parts import (
+    AskedTeachers,
+    Judges,
+    NoJudges,
+    NoTeachers,
+    Teachers,
+)
 from jaxrl_async.scorers.answers import thinking_marks
 from jaxrl_async.scorers.guard import GuardedScorer, try_once
 from jaxrl_async.scorers.results import FUNCTION, FUNCTIONS, MODEL
@@ -37,15 +41,12 @@ from jaxrl_async.tasks.task import QUESTIONS, Task
 from jaxrl_async.types import Episode, Prompt
 
 if TYPE_CHECKING:
-    from jaxrl_async.run.builders.sampler_teachers import SamplerModel
     from jaxrl_async.scorers import environment_scorer, reward_model
 else:
     environment_scorer = Later("jaxrl_async.scorers.environment_scorer")
     reward_model = Later("jaxrl_async.scorers.reward_model")
 
 log = logging.getLogger(__name__)
-
-NO_MODELS: "Mapping[str, SamplerModel]" = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +105,7 @@ def make_scorers(
     task: Task,
     outages: Outages | None = None,
     *,
-    vocab: int = 0,
-    models: "Mapping[str, SamplerModel]" = NO_MODELS,
+    asked: AskedTeachers | None = None,
 ) -> Scorers:
     """Make the configured scorers, each with a timeout, retries and a check of its scores.
 
@@ -118,8 +118,7 @@ def make_scorers(
         faults: counts handled faults.
         task: its environment and its functions give rewards, too.
         outages: shared tracker of outages; None: one for each scorer.
-        vocab: the policy's number of tokens, for teachers.
-        models: teachers on the sampler's chips, by name.
+        asked: the run's teachers by name; None: no teacher is asked.
     """
     section = config.reward
     guarded = functools.partial(guarded_scorer, config.faults, faults=faults, outages=outages)
@@ -158,10 +157,7 @@ def make_scorers(
     if judges is not None and (steps := judges.process_trial()) is not None:
         training = judges.with_process_rewards(training)
         trials.append(("reward.process", guarded(steps, retries=0)))
-    teachers = features.teachers(
-        config, task, tokenizer, vocab, faults, outages,
-        lambda: run_chat_format(config, tokenizer), models,
-    )  # fmt: skip
+    teachers = None if asked is None else asked.of_task(config, task)
     if teachers is not None:
         training = teachers.with_teachers(training)
         trials += [(name, guarded(trial, retries=0)) for name, trial in teachers.trials()]

@@ -25,7 +25,7 @@ from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.curriculum import Curriculum
 from jaxrl_async.data.images import ImageStore
-from jaxrl_async.data.prompts import PromptStream
+from jaxrl_async.data.prompts import Ended, PromptStream
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.later import Later
 from jaxrl_async.metrics.recorder import set_aside
@@ -78,6 +78,13 @@ def rollouts_state(buffer: ReplayBuffer, rollouts: RolloutLoop, *, active: bool)
         ready=tuple(g for g in state.ready if g.ticket.group < end),
     )
     return RolloutsState(buffer=state, groups=tuple(playing[t.group] for t in state.pending))
+
+
+def ended_for(buffer: BufferState) -> Ended:
+    """Return whether a group, by number, has ended in this state: the prompts are read after it,
+    and groups end meanwhile."""
+    again = {ticket.group for ticket in buffer.pending}
+    return lambda number: number < buffer.next_group and number not in again
 
 
 def gathered_state(
@@ -151,8 +158,9 @@ class RunSaver:
             return
         active = self.config.staleness.max_staleness > 0
         state = rollouts_state(self.buffer, self.rollouts, active=active)
-        # Without rollouts no prompt is taken: the stream stays at the run's start.
-        position = self.prompts.state(state.buffer.next_group) if self.lockstep.plays else None
+        position = None  # without rollouts no prompt is taken
+        if self.lockstep.plays:
+            position = self.prompts.state(state.buffer.next_group, ended_for(state.buffer))
         state = gathered_state(state, self.accounts, self.ledger, self.lockstep)
         loop = {
             "job": "rl",

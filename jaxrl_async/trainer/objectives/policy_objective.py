@@ -22,6 +22,7 @@ from jaxrl_async.algorithms.objective import (
     Recipe,
     TaskFactors,
     Totals,
+    completed,
     make_recipe,
     policy_loss,
     supervised_loss,
@@ -45,7 +46,7 @@ from jaxrl_async.trainer.learning_settings import LearningSettings, MicroSizes
 from jaxrl_async.trainer.pack import micro_batches, split
 from jaxrl_async.trainer.update import Update
 from jaxrl_async.trainer.update_programs import Frozen, Passes
-from jaxrl_async.types import FloatArray, PackedBatch
+from jaxrl_async.types import BoolArray, FloatArray, PackedBatch
 
 if TYPE_CHECKING:
     from jaxrl_async.algorithms import loss_components
@@ -68,6 +69,10 @@ class PolicyForward:
     teacher_divergence: Divergence
     whole_kl: bool  # whether the KL to the reference is over the whole vocabulary
     has_entropy: bool  # whether the entropy carries a gradient
+    # of each of the policy's tokens, 8 to a byte, whether a teacher's tokenizer has it not; b"":
+    # these are not compared
+    unmatched: bytes = b""
+    unmatched_weight: float = 0.0  # of that comparison
     lora: Lora | None = None  # the trained adapter; None: all weights are trained
 
     def __call__(
@@ -88,7 +93,7 @@ class PolicyForward:
                 micro.teacher_ids, micro.teacher_logprobs, micro.teacher_weights, spans
             )
             passed = distill.distill_rows(
-                *policy, tokens, top, self.teacher_divergence, self.decoder
+                *policy, tokens, top, self.teacher_divergence, self.decoder, self._unmatched
             )
             x = self._inputs(passed, micro)._replace(teacher_divergence=passed.divergence)
         elif frozen.teacher is not None:
@@ -106,6 +111,13 @@ class PolicyForward:
             passed = TokenDivergence(alone.logprobs, alone.entropy, nothing, *alone[2:])
             x = self._inputs(passed, micro)
         return self._compared(x, frozen, micro), passed
+
+    @property
+    def _unmatched(self) -> "distill.Unmatched | None":
+        if not self.unmatched:
+            return None
+        bits = np.unpackbits(np.frombuffer(self.unmatched, np.uint8), count=self.spec.vocab)
+        return distill.Unmatched(jnp.asarray(bits, bool), self.unmatched_weight)
 
     @staticmethod
     def _learnt(micro: DeviceBatch) -> Array:
@@ -273,6 +285,30 @@ class PolicyObjective:
         totals.sums["train/loss"] += of_part.sums["train/loss"]
         return loss + part, totals
 
+    def component_loss(
+        self,
+        trainable: Params,
+        frozen: Frozen,
+        micro: DeviceBatch,
+        context: PolicyContext,
+        index: int,
+    ) -> Array:
+        """Return a micro-batch's share of one loss component's term, with its coefficient.
+
+        index: of the component.
+        """
+        assert micro.component_weights is not None, "the recipe has components"
+        x, _ = self.forward(trainable, frozen, micro)
+        one = slice(index, index + 1)
+        return jnp.float32(
+            loss_components.component_terms(
+                self.recipe.components[one],
+                completed(x, context.version),
+                micro.component_weights[..., one],
+                context.coefficients.losses[one],
+            ).loss
+        )
+
     def _factors(self, micro: DeviceBatch) -> TaskFactors:
         """Return the factors of each token, [rows, length]; those that are None stay so."""
         task_ids = micro.task_ids
@@ -299,6 +335,8 @@ def policy_update(
     teacher_spec: ModelSpec | None = None,
     num_lags: int = 0,
     factors: TaskFactors = SAME_FACTORS,
+    tasks: Sequence[str] = (),
+    unmatched: BoolArray | None = None,
 ) -> Update[PolicyObjective]:
     """Make the update of a policy by the algorithm.
 
@@ -307,13 +345,15 @@ def policy_update(
         teacher_spec: None: the policy's.
         num_lags: lags whose divergence is reported.
         factors: of terms of the loss, by the index of a task.
+        tasks: names of the run's several tasks.
+        unmatched: [vocab] tokens that a teacher's tokenizer has not; None: these are not compared.
 
     Raises:
         ConfigError: the algorithm names an unknown function or argument, or the attention cannot
             run on the mesh.
     """
     section = teacher or schema.TeacherSection(source="self")
-    recipe = make_recipe(algorithm, teacher)
+    recipe = make_recipe(algorithm, teacher, tasks)
     forward = PolicyForward(
         spec=spec,
         decoder=settings.decoder(spec, temperature),
@@ -321,6 +361,8 @@ def policy_update(
         teacher_divergence=divergence_of(section.kind, section.beta),
         whole_kl=recipe.whole_kl,
         has_entropy=recipe.sees_entropy,
+        unmatched=b"" if unmatched is None else np.packbits(unmatched).tobytes(),
+        unmatched_weight=section.unmatched_weight,
         lora=settings.lora,
     )
     objective = PolicyObjective(

@@ -11,6 +11,7 @@ from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.config.schema import Config
+from jaxrl_async.data.mixed_prompts import MixedPrompts, TaskMix
 from jaxrl_async.data.prompts import PromptStream
 from jaxrl_async.data.records import Record
 from jaxrl_async.metrics.recorder import read_lines
@@ -129,15 +130,66 @@ def test_prompts_that_are_drawn_again_are_saved_as_not_drawn():
     left the stream, and a resumed run begins with them."""
     buffer, tickets = started()
     trained(buffer, tickets[:2])
-    ids = np.zeros(1, np.int32)
-    prompts = PromptStream([Record(token_ids=ids, text="", reference="", answer="")] * 9, seed=0)
+    prompts = prompts_of(9)
     for _ in range(6):
         next(prompts)
+    saved = saved_of(buffer, Rollouts(tickets[2:], lambda: buffer.admit(0)), prompts)
+    assert [p["next"] for p in saved["prompts"]] == [4]
+
+
+class ReadBuffer:
+    """A buffer of which more happens as soon as it has been read."""
+
+    def __init__(self, buffer, goes_on):
+        self.buffer, self.goes_on = buffer, goes_on
+
+    def state(self, *, active):
+        told = self.buffer.state(active=active)
+        self.goes_on()
+        return told
+
+
+def test_the_mix_has_just_the_drops_that_the_buffer_has():
+    """Groups fail before, between and after the reads of rollouts, buffer and mix."""
+    mix = MixedPrompts(
+        {name: prompts_of(4) for name in "ab"},
+        {name: TaskMix(weight=1.0, most=9.0) for name in "ab"},
+    )
+    buffer = ReplayBuffer(SETTINGS, dropped=mix.dropped)
+    tickets, drawn = [*buffer.admit(0)], [next(mix) for _ in range(4)]
+    assert [prompt.task for prompt in drawn] == ["a", "b", "a", "b"]
+
+    def fails(number):
+        buffer.fail(tickets[number], drawn[number], Drop.FAILED)
+
+    def fails_later():
+        fails(2)
+        tickets.extend(buffer.admit(0))
+        drawn.append(next(mix))
+        fails(4)
+
+    fails(0)
+    rollouts = Rollouts(tickets[1:], lambda: fails(1))
+    saved = saved_of(ReadBuffer(buffer, fails_later), rollouts, mix)
+    (state,) = saved["prompts"]
+    assert {name: own["dropped"] for name, own in state["tasks"].items()} == {"a": 1, "b": 1}
+    held = loads(saved["rollouts"](), ROLLOUT_KINDS)
+    assert [g.ticket.group for g in held.groups] == [2, 3]
+    assert held.buffer.dropped == {"failed": 2}
+
+
+def prompts_of(count):
+    ids = np.zeros(1, np.int32)
+    return PromptStream([Record(token_ids=ids, text="", reference="", answer="")] * count, seed=0)
+
+
+def saved_of(buffer, rollouts, prompts):
+    """Return what a checkpoint has of a run."""
     saved = {}
 
     class Kept:
         def save(self, version, *, state, loop, rollouts):
-            saved.update(loop)
+            saved.update(loop, rollouts=rollouts)
 
     class Learns:
         def tree(self):
@@ -151,7 +203,7 @@ def test_prompts_that_are_drawn_again_are_saved_as_not_drawn():
         checkpoints=Kept(),
         prompts=prompts,
         buffer=buffer,
-        rollouts=Rollouts(tickets[2:], lambda: buffer.admit(0)),
+        rollouts=rollouts,
         ledger=Ledger(),
         accounts=OwnAccounts(),
         lockstep=Lockstep(),
@@ -159,7 +211,7 @@ def test_prompts_that_are_drawn_again_are_saved_as_not_drawn():
         digests={},
         lock=nullcontext(),
     ).save(Learns(), 1, {})
-    assert [p["next"] for p in saved["prompts"]] == [4]
+    return saved
 
 
 def test_a_ledger_is_cut_behind_the_lines_of_its_checkpoint(tmp_path):
