@@ -29,7 +29,8 @@ from jaxrl_async.data.prompts import PromptStream
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.later import Later
 from jaxrl_async.metrics.recorder import set_aside
-from jaxrl_async.rollout.rollout_loop import SAVED_KINDS, RolloutLoop, SavedGroup
+from jaxrl_async.rollout.rollout_loop import RolloutLoop
+from jaxrl_async.rollout.running_groups import SAVED_KINDS, SavedGroup
 from jaxrl_async.run.checkpoint.inputs_digest import tell_of_changes
 from jaxrl_async.run.checkpoint.store import Checkpoints, Saved, check_resumed, check_scale
 from jaxrl_async.run.lockstep import Accounts, Lockstep
