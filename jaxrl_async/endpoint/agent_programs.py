@@ -45,7 +45,8 @@ from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.ports.run import Clock
 from jaxrl_async.rollout.call_log import KeptAnswers
 from jaxrl_async.rollout.command_groups import COMMANDS
-from jaxrl_async.rollout.episode import NOTHING, SavedCalls
+from jaxrl_async.rollout.episode import SavedCalls
+from jaxrl_async.rollout.episode_assembly import NOTHING
 from jaxrl_async.shown_environment import is_the_runs, unseen, without_secrets
 from jaxrl_async.tasks.game import SeatScore
 from jaxrl_async.tasks.usercode import run_async

@@ -15,11 +15,11 @@ from jaxrl_async.rollout.episode import (
     EpisodeProgress,
     SavedCalls,
     SavedEpisode,
-    Turn,
     drawn_so_far,
     request_id,
     saved_episode,
 )
+from jaxrl_async.rollout.episode_assembly import Turn
 from jaxrl_async.types import CancelledGroup, IntArray, Partial, Prompt, Ticket
 
 log = logging.getLogger(__name__)
