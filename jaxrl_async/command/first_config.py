@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from jaxrl_async.config.draft import read_draft
-from jaxrl_async.config.load import help_of_fields
+from jaxrl_async.config.field_help import help_of_fields
 from jaxrl_async.config.recipes import recipe_file
 from jaxrl_async.config.schema import Config, name_of
 from jaxrl_async.config.section import Section
