@@ -496,7 +496,7 @@ class DeviceLock:
 class DeviceLocks:
     """Several locks that are acquired together, always in this order, and released in reverse."""
 
-    def __init__(self, *locks: AbstractContextManager[Any]) -> None:
+    def __init__(self, *locks: AbstractContextManager[object]) -> None:
         self._locks, self._held = locks, ExitStack()
 
     def __enter__(self) -> "DeviceLocks":
@@ -522,5 +522,5 @@ class _NoDeviceLock:
 
 NO_DEVICE_LOCK = _NoDeviceLock()
 
-AnyDeviceLock = AbstractContextManager[Any]
-"""A DeviceLock, or NO_DEVICE_LOCK."""
+DeviceGuard = AbstractContextManager[object]
+"""A DeviceLock, several of them, or NO_DEVICE_LOCK."""

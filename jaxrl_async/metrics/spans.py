@@ -41,7 +41,7 @@ WRITE_EVERY_S = 60.0
 
 _recorder: SpanRecorder | None = None
 _write: Callable[[], None] | None = None  # writes the spans recorded so far
-annotate: Callable[[str], AbstractContextManager[Any]] | None = None
+annotate: Callable[[str], AbstractContextManager[object]] | None = None
 """Also marks the time inside a `with` in another trace (profiling.py); None: no other trace."""
 
 

@@ -9,12 +9,12 @@ requests meanwhile: without it, running requests could not finish.
 
 import logging
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_async.errors import ConfigError, JaxrlError, RolloutError
 from jaxrl_async.later import Later
+from jaxrl_async.mesh import DeviceGuard
 from jaxrl_async.model.adapter_stack import AdapterRoom, fitted_adapter
 from jaxrl_async.model.lora import Lora
 from jaxrl_async.model.policy import Policy
@@ -54,7 +54,7 @@ class AdapterChanges:
         places: AdapterPlaces,
         *,
         mode: str,
-        device_lock: AbstractContextManager[Any],
+        device_lock: DeviceGuard,
     ) -> None:
         """mode: sampler.on_new_weights."""
         self._engine, self._check, self._places = engine, check, places

@@ -6,7 +6,6 @@ finish first while the new weights wait (drain).
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import whole
+from jaxrl_async.mesh import DeviceGuard, whole
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.lora import is_whole
@@ -46,7 +45,7 @@ class SwapCheck:
         spec: ModelSpec,
         dtype: DTypeLike,
         probe: Probe | None,
-        device_lock: AbstractContextManager[Any],
+        device_lock: DeviceGuard,
     ) -> None:
         """Make the check; without a probe, every swap passes."""
         self._spec, self._dtype, self._probe = spec, jnp.dtype(dtype), probe
@@ -96,7 +95,7 @@ class SwappedWeights:
         check: SwapCheck,
         *,
         mode: str,
-        device_lock: AbstractContextManager[Any],
+        device_lock: DeviceGuard,
         version: int,
         prepared: Any,
     ) -> None:
@@ -140,9 +139,7 @@ class SwappedWeights:
         return error
 
 
-def remake(
-    batch: Batch, prepared: Any, device_lock: AbstractContextManager[Any], adapter: str = ""
-) -> None:
+def remake(batch: Batch, prepared: Any, device_lock: DeviceGuard, adapter: str = "") -> None:
     """Recompute the KV of an adapter's running sequences, and wait for it."""
     with device_lock:
         recompute(batch, adapter)

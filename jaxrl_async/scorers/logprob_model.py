@@ -2,7 +2,6 @@
 that compute while groups wait for their rewards."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxrl_async.mesh import NO_DEVICE_LOCK, TRAINER_RULES, batch_sharding, num_shards
+from jaxrl_async.mesh import NO_DEVICE_LOCK, TRAINER_RULES, DeviceGuard, batch_sharding, num_shards
 from jaxrl_async.model.decoder import TokenRows, settings_on
 from jaxrl_async.model.divergence import top_logprobs
 from jaxrl_async.model.logprobs import token_logprobs
@@ -46,7 +45,7 @@ class LogprobModel:
         dtype: DTypeLike,
         attention: str = "auto",
         chunk: int = 1024,
-        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
+        device_lock: DeviceGuard = NO_DEVICE_LOCK,
     ) -> None:
         """Compile nothing yet: each shape is compiled at its first call.
 

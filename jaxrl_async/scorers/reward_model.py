@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,14 @@ from jax.typing import DTypeLike
 from jaxrl_async.config.schema import ModelSection, RewardSection
 from jaxrl_async.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_async.errors import CheckpointError, ConfigError, RefusedScore, RolloutError
-from jaxrl_async.mesh import NO_DEVICE_LOCK, TRAINER_RULES, batch_sharding, num_shards, shardings
+from jaxrl_async.mesh import (
+    NO_DEVICE_LOCK,
+    TRAINER_RULES,
+    DeviceGuard,
+    batch_sharding,
+    num_shards,
+    shardings,
+)
 from jaxrl_async.model.decoder import TokenRows, settings_on
 from jaxrl_async.model.heads import head_table, load_head, sequence_scores
 from jaxrl_async.model.hf import load_spec
@@ -51,7 +57,7 @@ class RewardModel:
         *,
         dtype: DTypeLike = jnp.float32,
         attention: str = "auto",
-        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
+        device_lock: DeviceGuard = NO_DEVICE_LOCK,
     ) -> None:
         """Compile the scoring of sequences.
 
@@ -179,7 +185,7 @@ def load_reward_model(
     model: ModelSection,
     tokenizer: Tokenizer,
     mesh: Mesh,
-    device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
+    device_lock: DeviceGuard = NO_DEVICE_LOCK,
 ) -> RewardModel:
     """Load the model in reward.model onto this mesh, in model.dtype.
 

@@ -46,7 +46,7 @@ from jaxrl_async.config.schema import Choice, name_of
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.later import Later
 from jaxrl_async.lent import lending
-from jaxrl_async.mesh import NO_DEVICE_LOCK, AnyDeviceLock
+from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceGuard
 from jaxrl_async.model.lora import joined
 from jaxrl_async.model.spec import Params
 from jaxrl_async.trainer.credit import Credit, PassResults
@@ -320,7 +320,7 @@ class Learner:
         self,
         groups: Sequence[EpisodeGroup],
         version: int,
-        device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
+        device_lock: DeviceGuard = NO_DEVICE_LOCK,
     ) -> dict[str, float]:
         """Train on the groups, in the step that makes version + 1; return the report.
 
@@ -351,7 +351,7 @@ class Learner:
         return {**of_process, **shaped.counts, **of_teachers, **credit_report, **report}
 
     def _ask_teachers(
-        self, step: PackedStep, results: PassResults, device_lock: AnyDeviceLock
+        self, step: PackedStep, results: PassResults, device_lock: DeviceGuard
     ) -> tuple[PassResults, dict[str, float]]:
         """Add what the teachers by name say to the passes' results; also return their report."""
         teachers, section = self._companions.teachers, self._teacher
@@ -373,7 +373,7 @@ class Learner:
         groups: Sequence[EpisodeGroup],
         results: PassResults,
         version: int,
-        device_lock: AnyDeviceLock,
+        device_lock: DeviceGuard,
     ) -> list[TokenView]:
         """Return the values of the step's first tokens, if the step is to be shown.
 
@@ -398,7 +398,7 @@ class Learner:
             report["train/policy_loss"] = loss
 
     def run_passes(
-        self, batch: PackedBatch, device_lock: AnyDeviceLock = NO_DEVICE_LOCK
+        self, batch: PackedBatch, device_lock: DeviceGuard = NO_DEVICE_LOCK
     ) -> PassResults:
         """Run the forward passes that the step needs before its update."""
         has, columns, results = self._companions, self.credit.columns, PassResults()
@@ -437,7 +437,7 @@ class Learner:
         return self.whole(self.frozen.teacher)
 
     def _run_top_k(
-        self, teacher_pass: LogprobPass, batch: PackedBatch, device_lock: AnyDeviceLock
+        self, teacher_pass: LogprobPass, batch: PackedBatch, device_lock: DeviceGuard
     ) -> Columns:
         """Return the teacher's log-probs of its k likeliest tokens, or of the student's."""
         own_pass = self._companions.own_pass
@@ -448,9 +448,7 @@ class Learner:
             ids, logprobs = teacher_pass.top(self._whole_teacher, batch, device_lock)
         return {"teacher_ids": ids, "teacher_logprobs": logprobs}
 
-    def _update(
-        self, step: PackedStep, version: int, device_lock: AnyDeviceLock
-    ) -> dict[str, float]:
+    def _update(self, step: PackedStep, version: int, device_lock: DeviceGuard) -> dict[str, float]:
         """Train the policy, then the critic, on each mini-batch of each epoch; return the report.
 
         While the critic warms up, the policy is only measured.
@@ -505,7 +503,7 @@ class Learner:
         )
 
     def _update_critic(
-        self, part: StepRows, at: float, device_lock: AnyDeviceLock
+        self, part: StepRows, at: float, device_lock: DeviceGuard
     ) -> dict[str, float]:
         """Train the critic on one mini-batch's returns."""
         critic = self._companions.critic

@@ -19,7 +19,7 @@ import jax
 
 from jaxrl_async.algorithms.pacing import Bounds, Pace, next_pace
 from jaxrl_async.errors import CheckpointError, Closed, EarlierSaveError, FolderLost, TrainingError
-from jaxrl_async.mesh import NO_DEVICE_LOCK, AnyDeviceLock
+from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceGuard
 from jaxrl_async.metrics.spans import add_span
 from jaxrl_async.ports.rollout import GroupSource
 from jaxrl_async.ports.weights import Publisher
@@ -127,8 +127,8 @@ class Trainer:
         publisher: Publisher,
         outlets: Outlets,
         settings: TrainerSettings,
-        device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
-        turn: AnyDeviceLock = NO_DEVICE_LOCK,
+        device_lock: DeviceGuard = NO_DEVICE_LOCK,
+        turn: DeviceGuard = NO_DEVICE_LOCK,
         traces: StepTraces = NO_TRACES,
     ) -> None:
         """Build the trainer of a new run; `restore` continues a saved one.

@@ -23,7 +23,7 @@ from jaxrl_async.algorithms.expert_load import ExpertLoad
 from jaxrl_async.algorithms.objective import Totals, summarize
 from jaxrl_async.errors import ConfigError, TrainingError, is_out_of_memory
 from jaxrl_async.host import host_memory
-from jaxrl_async.mesh import NO_DEVICE_LOCK, AnyDeviceLock, spans_processes
+from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceGuard, spans_processes
 from jaxrl_async.model.dropout import Noise
 from jaxrl_async.model.spec import Params
 from jaxrl_async.trainer.expert_balance import load_report
@@ -84,7 +84,7 @@ class Update(Generic[ObjectiveT]):
         data: Any,
         frozen: Frozen = NOTHING_FROZEN,
         *,
-        device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
+        device_lock: DeviceGuard = NO_DEVICE_LOCK,
         at: float | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """Make one optimizer step on the objective's data; the state is donated.
@@ -155,7 +155,7 @@ class Update(Generic[ObjectiveT]):
         micros: Sequence[Any],
         context: Any,
         frozen: Frozen,
-        device_lock: AnyDeviceLock,
+        device_lock: DeviceGuard,
     ) -> tuple[GradSum, list[Totals]]:
         """Sum the gradients of all micro-batches and wait for them; `apply` then cannot fail."""
         totals: list[Totals] = []
@@ -183,7 +183,7 @@ class Update(Generic[ObjectiveT]):
         micros: Sequence[Any],
         context: Any,
         frozen: Frozen,
-        device_lock: AnyDeviceLock,
+        device_lock: DeviceGuard,
     ) -> ExpertLoad:
         """Count each expert's tokens over all micro-batches, with a forward pass over each."""
         load = None
@@ -254,7 +254,7 @@ class Update(Generic[ObjectiveT]):
         data: Any,
         frozen: Frozen = NOTHING_FROZEN,
         *,
-        device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
+        device_lock: DeviceGuard = NO_DEVICE_LOCK,
     ) -> dict[str, float]:
         """Report the objective's measures of the data without an update."""
         micros, context = self._micros(data), self.objective.context(data)

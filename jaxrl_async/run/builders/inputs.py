@@ -15,7 +15,7 @@ from jaxrl_async.data.prompts import FittingPairs, PromptStream, eval_prompts
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError, naming
 from jaxrl_async.later import Later
-from jaxrl_async.mesh import Slices, make_slices
+from jaxrl_async.mesh import DeviceGuard, Slices, make_slices
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.outages import Outages
@@ -23,7 +23,7 @@ from jaxrl_async.rollout.env import GuardedEnvs
 from jaxrl_async.run import features
 from jaxrl_async.run.builders.constraints import check_constraint
 from jaxrl_async.run.builders.device_memory import check_devices_hold
-from jaxrl_async.run.builders.devices import Lock, Locks, claim_devices, make_locks
+from jaxrl_async.run.builders.devices import Locks, claim_devices, make_locks
 from jaxrl_async.run.builders.frozen_weights import check_advisers, check_frozen
 from jaxrl_async.run.builders.initial_policy import check_model, make_tokenizer
 from jaxrl_async.run.builders.learning import check_critic, check_routing, keeps_masks
@@ -252,7 +252,7 @@ def _digests_of(parts: Mapping[str, TaskInputs]) -> dict[str, str]:
 
 
 def _models_on_samplers(
-    config: Config, spec: ModelSpec, slices: Slices, lock: Lock
+    config: Config, spec: ModelSpec, slices: Slices, lock: DeviceGuard
 ) -> Mapping[str, "SamplerModel"]:
     """Return the teachers on the sampler's chips, not loaded yet; most runs have none."""
     if all(one.chips != "sampler" for one in config.named_teachers.values()):

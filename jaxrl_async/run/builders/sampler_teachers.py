@@ -13,10 +13,9 @@ import jax.numpy as jnp
 
 from jaxrl_async.config.schema import Config, NamedTeacher
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import Slices
+from jaxrl_async.mesh import DeviceGuard, Slices
 from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.frozen_weights import cut_vocabulary
 from jaxrl_async.run.builders.initial_policy import load_policy
 from jaxrl_async.scorers.logprob_model import LogprobModel
@@ -32,7 +31,7 @@ class SamplerModel(NamedTuple):
 
 
 def sampler_models(
-    config: Config, policy: ModelSpec, slices: Slices, lock: Lock
+    config: Config, policy: ModelSpec, slices: Slices, lock: DeviceGuard
 ) -> dict[str, SamplerModel]:
     """Return the models of the teachers that compute on the first sampler's chips, by name. Raises
     CheckpointError, ConfigError.
@@ -61,7 +60,7 @@ def sampler_models(
 def loaded_once(load: Callable[[], LogprobModel]) -> Callable[[], LogprobModel]:
     """Return a function that loads a model at its first call, and then returns it: several tasks
     ask the same teachers, each on a separate thread."""
-    alone, found = threading.Lock(), list[LogprobModel]()
+    alone, found = threading.DeviceGuard(), list[LogprobModel]()
 
     def loaded() -> LogprobModel:
         with alone:
@@ -85,7 +84,7 @@ def _load(
     spec: ModelSpec,
     top_k: int,
     slices: Slices,
-    lock: Lock,
+    lock: DeviceGuard,
 ) -> LogprobModel:
     """Load a teacher's weights onto the first sampler's chips, in the type of the computation."""
     mesh, dtype = slices.sampler, jnp.dtype(config.model.computes_in)

@@ -19,13 +19,12 @@ from jaxrl_async.config.schema import (
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.later import Later
-from jaxrl_async.mesh import Slices, local_part
+from jaxrl_async.mesh import DeviceGuard, Slices, local_part
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.hf import load_spec
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.run import features
-from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.initial_policy import check_lengths
 from jaxrl_async.run.builders.playing import run_chat_format
 from jaxrl_async.run.optional_parts import Judges, NoJudges, NoTeachers, Teachers
@@ -99,7 +98,7 @@ def make_scorers(
     tokenizer: Tokenizer,
     held_out: Sequence[Prompt],
     slices: Slices,
-    lock: Lock,
+    lock: DeviceGuard,
     faults: FaultCounts,
     task: Task,
     outages: Outages | None = None,
@@ -187,7 +186,7 @@ def _asks(config: Config, task: Task) -> tuple[str, ...]:
 
 
 def _with_model(
-    config: Config, function: Scorer | None, tokenizer: Tokenizer, slices: Slices, lock: Lock
+    config: Config, function: Scorer | None, tokenizer: Tokenizer, slices: Slices, lock: DeviceGuard
 ) -> Scorer:
     """Load the reward model, whose score is added to the functions'."""
     section = config.reward

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -138,7 +138,7 @@ class RunSaver:
     lockstep: Lockstep
     images: ImageStore | None  # images in token ids; None: there are no images
     digests: Mapping[str, str]  # see inputs_digest.py
-    lock: AbstractContextManager[Any]  # orbax compares names on the samplers' devices, too
+    lock: AbstractContextManager[object]  # orbax compares names on the samplers' devices, too
 
     def save(self, learner: Learner, version: int, numbers: Mapping[str, int]) -> None:
         """Start to write a checkpoint of this version. numbers: the trainer's counters.
