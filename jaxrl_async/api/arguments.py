@@ -63,10 +63,14 @@ QUESTIONS = ("question", "prompt", "messages")
 """Columns in which a record's question is looked for."""
 COLUMNS = {"prompt": "prompt_field", "messages": "messages_field", "answer": "answer_field"}
 """Columns that a task looks for, and the settings of data.jsonl that say what they are called."""
-Reward = str | Mapping[str, Any] | Callable[..., Any]
+Reward = str | Mapping[str, object] | Callable[..., Any]
 """A built-in reward or FILE.py:FUNCTION by name, perhaps with arguments, or a function."""
-Data = str | Path | Iterable[Any]
+Data = str | Path | Iterable[object]
 """A file or folder of records, or the records: mappings, texts (prompts), or a table of them."""
+TaskLike = str | Mapping[str, object] | Task | type | None
+"""A task by name, its section, a Task, or a class of environments or games."""
+ConfigLike = str | Path | Mapping[str, object] | Config | None
+"""What settings change: a file, recipe:NAME, sections, or a Config; None: the defaults."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,16 +78,16 @@ class Brought:
     """What a caller gives in addition to settings; see jaxrl_async.train. A mapping is the section
     of the same name."""
 
-    model: str | Path | Policy | Mapping[str, Any] | None = None
-    data: Data | Mapping[str, Any] | None = None
+    model: str | Path | Policy | Mapping[str, object] | None = None
+    data: Data | Mapping[str, object] | None = None
     eval_data: Data | None = None
     reward: Reward | Sequence[Reward] | None = None
-    task: str | Mapping[str, Any] | Task | type | None = None
+    task: TaskLike = None
     tools: Sequence[Tool] = ()
 
 
 def configured(
-    brought: Brought, config: str | Path | Mapping[str, Any] | Config | None, settings: Mapping
+    brought: Brought, config: ConfigLike, settings: Mapping[str, object]
 ) -> tuple[Config, Task | None]:
     """Return the configuration of a call, and its task if that is an object.
 
@@ -138,9 +142,7 @@ def _continues(tree: Mapping[str, Any]) -> bool:
     return bool(run.get("resume") or run.get("resume_or_start"))
 
 
-def check_given(
-    brought: Brought, config: str | Path | Mapping[str, Any] | Config | None, settings: Mapping
-) -> None:
+def check_given(brought: Brought, config: ConfigLike, settings: Mapping[str, object]) -> None:
     """Require data and a model that were asked for: by an argument, or by name in the
     configuration. The defaults would train random weights on the embedded task. Arguments as
     configured's. Raises ConfigError."""
@@ -187,7 +189,7 @@ def _names_in(section: str) -> set[str]:
 
 
 def _tree_of(
-    config: str | Path | Mapping[str, Any] | Config | None,
+    config: ConfigLike,
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the sections that a configuration writes down, or all of a Config. A section that a

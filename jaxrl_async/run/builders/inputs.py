@@ -105,6 +105,22 @@ class Inputs:
     evals: NamedEvaluations = NO_NAMED_EVALUATIONS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """What all tasks of a run have in common."""
+
+    tokenizer: Tokenizer
+    slices: Slices  # a reward model runs on the trainer's
+    spec: ModelSpec  # of the policy
+    locks: Locks
+    models: Mapping[str, "SamplerModel"]  # teachers on the sampler's chips, by name
+    lockstep: Lockstep  # the processes, which draw shares of the prompts
+    faults: FaultCounts
+    outages: Outages
+    serving: Serving
+    opponents: SeatFillers
+
+
 def check_inputs(
     config: Config, lockstep: Lockstep, locks: Locks | None = None, task: Task | None = None
 ) -> tuple[Inputs, FittingPairs | None]:
@@ -123,61 +139,32 @@ def check_inputs(
     claim_devices(config)
     recorded = recorded_schedule(config)
     _check_functions(config)
-    tasks, faults = tasks_of(config, task), FaultCounts()
-    outages = make_outages(config, faults)
-    first = next(iter(tasks.values()))
-    data, with_words = tokenizer_source(config, tasks)
-    tokenizer = make_tokenizer(data, config.model, with_words)
-    tokenizer.max_tokens = config.longest_text
-    slices = make_slices(config.mesh)
-    spec = check_model(config, tokenizer, slices)
-    tokenizer.images = image_store(config, spec, tokenizer)
-    check_frozen(config)
-    features.check_engines(config, spec)
-    if locks is None:
-        rewards = [own.reward for own in config.by_task.values()]
-        reward = next((one for one in rewards if one.model is not None), rewards[0])
-        teaches = any(one.chips == "sampler" for one in config.named_teachers.values())
-        shares = teaches or has_opponents(config.players)
-        locks = make_locks(reward, slices, lockstep, shares_sampler=shares)
-    with_program = (one for one in tasks.values() if one.program is not None)
-    serving = features.serving(config, next(with_program, first), faults.add)
-    opponents = features.opponents(
-        config, lockstep, lambda: run_chat_format(config, tokenizer), spec, faults, outages
-    )
-    models = _models_on_samplers(config, spec, slices, locks.sampler)
-    _check_models(config, spec, tokenizer, slices)
-    parts: dict[str, TaskInputs] = {}
-    for name, own in config.by_task.items():
-        with naming(section_of_task(name)):
-            play = make_play(own, tasks[name], tokenizer, faults.add, serving, opponents, outages)
-            parts[name] = _task_inputs(
-                own, play, tokenizer, slices, locks, spec.vocab, models, lockstep, faults, outages
-            )
+    tasks = tasks_of(config, task)
+    shared = _shared(config, tasks, lockstep, locks)
+    tokenizer, faults, outages = shared.tokenizer, shared.faults, shared.outages
+    _check_models(config, shared.spec, tokenizer, shared.slices)
+    parts = _inputs_by_task(config, tasks, shared)
     if config.named_tasks:
         joined = mixed_inputs.joined(config, parts, lockstep, tokenizer, faults, outages)
     else:
         joined = parts[""]
     check_shares(joined.held_out, lockstep)
     pairs = warm_pairs(config, tokenizer, joined.play.own) if config.warm_start.steps else None
-    for name, part in parts.items():
-        with naming(section_of_task(name)):
-            graders = built_in_graders(part.config.reward, part.play.task)
-            check_references(part.config, graders, part.references)
+    _check_references_of(parts)
     tokenizer.images = check_images(config, tokenizer.images)
     inputs = Inputs(
         recorded=recorded,
         tokenizer=tokenizer,
-        slices=slices,
-        spec=spec,
-        locks=locks,
+        slices=shared.slices,
+        spec=shared.spec,
+        locks=shared.locks,
         faults=faults,
         outages=outages,
         held_out=joined.held_out,
         scorers=joined.scorers,
         play=joined.play,
-        serving=serving,
-        opponents=opponents,
+        serving=shared.serving,
+        opponents=shared.opponents,
         envs=guarded_envs(config, joined.play, tokenizer, faults),
         keep_mask=joined.keep_mask,
         prompts=joined.prompts,
@@ -188,43 +175,86 @@ def check_inputs(
     return replace(inputs, evals=evals), pairs
 
 
-def _task_inputs(
-    config: Config,
-    play: Play,
-    tokenizer: Tokenizer,
-    slices: Slices,
-    locks: Locks,
-    vocab: int,
-    models: Mapping[str, "SamplerModel"],
-    lockstep: Lockstep,
-    faults: FaultCounts,
-    outages: Outages,
-) -> TaskInputs:
+def _shared(
+    config: Config, tasks: Mapping[str, Task], lockstep: Lockstep, locks: Locks | None
+) -> _Shared:
+    """Make and check what all tasks have in common. Raises JaxrlErrors."""
+    faults = FaultCounts()
+    outages = make_outages(config, faults)
+    first = next(iter(tasks.values()))
+    data, with_words = tokenizer_source(config, tasks)
+    tokenizer = make_tokenizer(data, config.model, with_words)
+    tokenizer.max_tokens = config.longest_text
+    slices = make_slices(config.mesh)
+    spec = check_model(config, tokenizer, slices)
+    tokenizer.images = image_store(config, spec, tokenizer)
+    check_frozen(config)
+    features.check_engines(config, spec)
+    locks = locks or _locks(config, slices, lockstep)
+    with_program = (one for one in tasks.values() if one.program is not None)
+    serving = features.serving(config, next(with_program, first), faults.add)
+    opponents = features.opponents(
+        config, lockstep, lambda: run_chat_format(config, tokenizer), spec, faults, outages
+    )
+    return _Shared(
+        tokenizer=tokenizer,
+        slices=slices,
+        locks=locks,
+        spec=spec,
+        models=_models_on_samplers(config, spec, slices, locks.sampler),
+        lockstep=lockstep,
+        faults=faults,
+        outages=outages,
+        serving=serving,
+        opponents=opponents,
+    )
+
+
+def _locks(config: Config, slices: Slices, lockstep: Lockstep) -> Locks:
+    """Return locks of the devices, some for two users."""
+    rewards = [own.reward for own in config.by_task.values()]
+    reward = next((one for one in rewards if one.model is not None), rewards[0])
+    teaches = any(one.chips == "sampler" for one in config.named_teachers.values())
+    shares = teaches or has_opponents(config.players)
+    return make_locks(reward, slices, lockstep, shares_sampler=shares)
+
+
+def _inputs_by_task(
+    config: Config, tasks: Mapping[str, Task], shared: _Shared
+) -> dict[str, TaskInputs]:
+    """Read and check the records and the rewards of each task. Raises JaxrlErrors."""
+    parts: dict[str, TaskInputs] = {}
+    for name, own in config.by_task.items():
+        with naming(section_of_task(name)):
+            play = make_play(
+                own,
+                tasks[name],
+                shared.tokenizer,
+                shared.faults.add,
+                shared.serving,
+                shared.opponents,
+                shared.outages,
+            )
+            parts[name] = _task_inputs(own, play, shared)
+    return parts
+
+
+def _task_inputs(config: Config, play: Play, shared: _Shared) -> TaskInputs:
     """Read and check the records and the rewards of one task. Raises JaxrlErrors.
 
-    Args:
-        config: as the task has it.
-        play: the task with its environments.
-        tokenizer: the policy's.
-        slices: a reward model runs on the trainer's.
-        locks: of the devices.
-        vocab: the policy's number of tokens.
-        models: teachers on the sampler's chips, by name.
-        lockstep: the processes, which draw shares of the prompts.
-        faults: counts handled faults.
-        outages: the run's.
+    config: as the task has it.
+    play: the task with its environments.
     """
-    task = play.task
+    task, tokenizer, lockstep = play.task, shared.tokenizer, shared.lockstep
     graders = built_in_graders(config.reward, task)
     data, graded = config.limited_data, bool(graders)
     held_out = eval_prompts(data, tokenizer, play.own, graded=graded)
     scorers = make_scorers(
-        config, tokenizer, held_out, slices, locks.trainer, faults, task, outages,
-        vocab=vocab,
-        models=models,
+        config, tokenizer, held_out, shared.slices, shared.locks.trainer, shared.faults, task,
+        shared.outages, vocab=shared.spec.vocab, models=shared.models,
     )  # fmt: skip
     keep_mask = keeps_masks(config, task)
-    check_constraint(config, task, held_out, tokenizer, vocab)
+    check_constraint(config, task, held_out, tokenizer, shared.spec.vocab)
     note_process_rewards(config)
     check_reward_parts(config.reward, config.algorithm, scorers, held_out[0], tokenizer, task)
     prompts = make_stream(
@@ -273,6 +303,14 @@ def _check_models(config: Config, spec: ModelSpec, tokenizer: Tokenizer, slices:
     check_critic(config.critic_settings, config.algorithm.advantage, config.run.steps)
     check_advisers(config, spec, tokenizer)
     check_devices_hold(config, spec, slices)
+
+
+def _check_references_of(parts: Mapping[str, TaskInputs]) -> None:
+    """Raise an error if built-in rewards cannot read the answers of a task's records."""
+    for name, part in parts.items():
+        with naming(section_of_task(name)):
+            graders = built_in_graders(part.config.reward, part.play.task)
+            check_references(part.config, graders, part.references)
 
 
 def check_references(

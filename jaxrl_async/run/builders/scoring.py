@@ -122,19 +122,7 @@ def make_scorers(
     """
     section = config.reward
     guarded = functools.partial(guarded_scorer, config.faults, faults=faults, outages=outages)
-    functions: RewardScorer | None = None
-    if has_functions(section, task):
-        others_judge = task.judges or section.model is not None or section.judged
-        functions = make_scorer(
-            section,
-            tokenizer.decode,
-            held_out,
-            task.rewards,
-            alone=not others_judge,
-            asks=_asks(config, task),
-            max_steps=config.run.steps,
-            marks=thinking_marks(tokenizer.special_tokens),
-        )
+    functions = _functions(config, tokenizer, held_out, task)
     function: Scorer | None = functions
     if task.judges:
         function = environment_scorer.EnvironmentScorer(functions)
@@ -173,6 +161,26 @@ def make_scorers(
         teachers=NoTeachers() if teachers is None else teachers,
         functions=functions,
         trials=tuple(trials),
+    )
+
+
+def _functions(
+    config: Config, tokenizer: Tokenizer, held_out: Sequence[Prompt], task: Task
+) -> RewardScorer | None:
+    """Return the scorer of the reward functions; None: none are used."""
+    section = config.reward
+    if not has_functions(section, task):
+        return None
+    others_judge = task.judges or section.model is not None or section.judged
+    return make_scorer(
+        section,
+        tokenizer.decode,
+        held_out,
+        task.rewards,
+        alone=not others_judge,
+        asks=_asks(config, task),
+        max_steps=config.run.steps,
+        marks=thinking_marks(tokenizer.special_tokens),
     )
 
 
