@@ -227,21 +227,21 @@ def _heads_first(x_BTHK: Array, block: int) -> Array:
     return jnp.swapaxes(_whole_blocks(x_BTHK, block), 1, 2)
 
 
-def splash_on(device: Any, dtype: DTypeLike) -> SequenceAttention:
+def splash_on(device: jax.Device, dtype: DTypeLike) -> SequenceAttention:
     """Return splash attention with the block length for a device and dtype."""
     most = most_splash_block(device, dtype)
     forward = FORWARD_BLOCKS.get(device.device_kind) if jnp.dtype(dtype) == jnp.bfloat16 else None
     return partial(splash, most=most, forward=forward) if forward else splash
 
 
-def splash_part_on(device: Any, dtype: DTypeLike) -> PartAttention:
+def splash_part_on(device: jax.Device, dtype: DTypeLike) -> PartAttention:
     """Return splash attention for parts of rows, as splash_on does for whole rows."""
     most = most_splash_block(device, dtype)
     prepare = partial(_splash_part_kernel, most=most)
     return PartAttention(prepare, partial(_splash_part, most=most))
 
 
-def most_splash_block(device: Any, dtype: DTypeLike) -> int:
+def most_splash_block(device: jax.Device, dtype: DTypeLike) -> int:
     """Return the maximum block of splash attention. Blocks above MAX_SPLASH_BLOCK are for bfloat16
     only; in float32 they do not fit VMEM."""
     if jnp.dtype(dtype) != jnp.bfloat16:
