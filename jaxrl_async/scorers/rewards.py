@@ -209,7 +209,10 @@ class RewardScorer:
                     "number, or add a function that applies to such records."
                 )
             return tuple(
-                replace(added(list(zip(weights, scores, strict=True))), logged=_means(values))
+                replace(
+                    added(list(zip(weights, scores, strict=True))),
+                    logged={name: math.fsum(each) / len(each) for name, each in values.items()},
+                )
                 for scores, values in zip(given, logged, strict=True)
             )
 
@@ -304,10 +307,6 @@ def _log_to(logged: Sequence[dict[str, list[float]]]) -> Log:
             values.setdefault(name, []).append(value)
 
     return log
-
-
-def _means(logged: dict[str, list[float]]) -> dict[str, float]:
-    return {name: math.fsum(values) / len(values) for name, values in logged.items()}
 
 
 def _graded_text(

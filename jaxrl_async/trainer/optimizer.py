@@ -214,17 +214,14 @@ def check_optimizer(section: schema.TrainerSection) -> None:
         ) from error
     if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, params):
         raise ConfigError(f"{where} must return an update in the shape of each weight.")
-    downhill = sum(float(jnp.vdot(u, g)) for u, g in _pairs(updates, grads))
+    pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(grads), strict=True)
+    downhill = sum(float(jnp.vdot(u, g)) for u, g in pairs)
     if not downhill < 0:
         raise ConfigError(
             f"{where}: its first update is not downhill (its product with the gradient is "
             f"{downhill:g}, which must be below 0). Pass inputs.learning_rate to an optax "
             "optimizer, or end your chain with optax.scale(-1)."
         )
-
-
-def _pairs(first: Any, second: Any) -> Any:
-    return zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
 
 
 def needs_masters(section: schema.TrainerSection, param_dtype: Any) -> bool:

@@ -304,9 +304,6 @@ class WatchedRun:
         self._warm.read()
         return {**self._metrics.columns, **self._warm.columns}
 
-    def _is_read(self) -> bool:
-        return self._metrics.file.at > 0 or self._warm.file.at > 0
-
     def _read_samples(self) -> None:
         void, lines = self._samples_file.news()
         if void:
@@ -336,7 +333,7 @@ class WatchedRun:
         """Return the metrics that have a finite value, of a run that was not read yet those at the
         ends of its files."""
         with self._lock:
-            if self._is_read():
+            if self._metrics.file.at > 0 or self._warm.file.at > 0:  # it was read
                 return sorted(key for key, column in self._columns().items() if column.steps)
             ends, warm = self._ends
             ends.read()

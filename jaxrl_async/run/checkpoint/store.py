@@ -286,7 +286,9 @@ class Checkpoints:
                 f"{self.directory}: there is {wanted} (steps there: {list(self.steps())}). Start "
                 "without --resume, or check run.dir and run.name."
             )
-        like = jax.tree.map(_abstract, abstract)
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), abstract
+        )
         failures: list[tuple[int, Exception]] = []
         for candidate in self._sealed_first(candidates):
             folder = self.directory / str(candidate)
@@ -557,10 +559,6 @@ def _on_host(tree: Any) -> Any:
         ),
         tree,
     )
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
 def _not_now(folder: Path, error: BaseException) -> CheckpointError:

@@ -391,7 +391,9 @@ class Batch:
         waits, slots = bool(self.queue), self.spec.slots
         self.stats = self.stats.plus(**_counts_of(block, spans, started.running, slots, waits))
         ended = [started.running[int(slot)] for slot in block.owners[block.ends]]
-        return sorted((r for r in ended if self.placed.get(r.slot_index) is r), key=_order_of)
+        return sorted(
+            (r for r in ended if self.placed.get(r.slot_index) is r), key=lambda r: r.order
+        )
 
     # ---- sampled tokens
 
@@ -436,10 +438,6 @@ class Batch:
             self.leave(placed)
         elif live in self.queue:
             self.queue.remove(live)
-
-
-def _order_of(placed: Placed) -> int:
-    return placed.order
 
 
 def _table_of(placed: Placed, slots: Slots) -> Table:
