@@ -14,15 +14,8 @@ from jaxrl_async.metrics.series import accuracy_points, number
 from jaxrl_async.metrics.symptoms import ALERT_RULES, DOCS, NEEDED_BY_RULES
 from jaxrl_async.metrics.trace_file import traces_of
 from jaxrl_async.view.sections import SECTIONS, WARM, WARM_CHARTS, Chart
-from jaxrl_async.view.watched import (
-    ORDERS,
-    Points,
-    RunsByName,
-    SampleFilter,
-    WatchedRun,
-    finite_number,
-    locks_held,
-)
+from jaxrl_async.view.watched import ORDERS, RunsByName, SampleFilter, WatchedRun, locks_held
+from jaxrl_async.view.watched_files import Points, finite_number
 
 if TYPE_CHECKING:
     from jaxrl_async.view import run_table

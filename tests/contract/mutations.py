@@ -1151,7 +1151,7 @@ GROUPS = (
         ),
     ),
     Group(
-        "sampler/batch/score_chunks",
+        "sampler/batch/prefill",
         (
             "sampler/test_scores.py::test_every_way_of_a_prefill_gives_the_log_probs_of_the_definition",
         ),
@@ -1640,10 +1640,14 @@ GROUPS = (
             ("total += max(count, 0.0)", "total = max(count, 0.0)"),
             ("sum(known) / len(known)", "max(known)"),
             ("return sign * inf if advantage is None", "return -sign * inf if advantage is None"),
-            ("np.where(within, known, -inf).argmax(axis=1)", "known.argmax(axis=1)"),
             ("begin, raw = begin + cut, raw[cut:]", "raw = raw[cut:]"),
             ("end = size if before is None else", "end = size if before else"),
         ),
+    ),
+    Group(
+        "view/watched_files",
+        ("view/test_view.py",),
+        (("np.where(within, known, -inf).argmax(axis=1)", "known.argmax(axis=1)"),),
     ),
     Group(
         "metrics/recorder",

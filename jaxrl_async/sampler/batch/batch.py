@@ -30,6 +30,8 @@ from jaxrl_async.sampler.batch.prefill import (
     Chunk,
     Part,
     chunks_of,
+    divided_parts,
+    expect_scores,
     filled,
     has_usable_kv,
     insert_args,
@@ -39,8 +41,8 @@ from jaxrl_async.sampler.batch.prefill import (
     plan_parts,
     saved_chunk,
     saved_tokens,
+    score_args,
 )
-from jaxrl_async.sampler.batch.score_chunks import divided_parts, expect_scores, score_args
 from jaxrl_async.sampler.batch.sequence import (
     BatchStats,
     LiveRequest,
