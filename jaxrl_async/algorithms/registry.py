@@ -338,8 +338,7 @@ def _as(kind: object, value: object) -> Any:
     if kind is Any:
         return value
     try:
-        adapter = TypeAdapter[Any](kind, config=ConfigDict(allow_inf_nan=False))
-        converted = adapter.validate_json(json.dumps(value, default=str), strict=True)
+        converted = _adapter(kind).validate_json(json.dumps(value, default=str), strict=True)
     except PydanticUserError:
         return value
     return value if isinstance(value, int | float) else converted
@@ -352,6 +351,10 @@ def _is_of(kind: Any, value: Any) -> bool:
     except ValidationError:
         return False
     return True
+
+
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
 
 
 def _is_long(value: object) -> bool:

@@ -102,7 +102,7 @@ def _resolved(
     return load(config, overrides, where="plan")
 
 
-def _lengths_file(lengths: object, file: Path) -> str:
+def _lengths_file(lengths: Any, file: Path) -> str:
     """Return the path of a file or folder of lengths; those in memory are written to `file`."""
     if isinstance(lengths, str | Path):
         return str(lengths)

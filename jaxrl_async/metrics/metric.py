@@ -8,6 +8,7 @@ any text there. docs/metrics.md is generated from these tables (`markdown()`); a
 import re
 from collections.abc import Iterable, Mapping
 from functools import reduce
+from typing import Any
 
 from jaxrl_async.metrics.learning_metrics import LEARNING_METRICS, STALENESS_METRICS
 from jaxrl_async.metrics.machine_metrics import FAULT_METRICS, MACHINE_METRICS
@@ -87,7 +88,11 @@ def merge(parts: Iterable[Mapping[str, Reduction]]) -> dict[str, float]:
             kind = metric_of(key).kind
             assert isinstance(value, kind), f"metric {key!r} is a {kind.__name__}, got {value!r}"
             grouped.setdefault(key, []).append(value)
-    return {key: reduce(lambda a, b: a.merge(b), values).value for key, values in grouped.items()}
+    return {key: reduce(_merged, values).value for key, values in grouped.items()}
+
+
+def _merged(a: Any, b: Any) -> Any:
+    return a.merge(b)
 
 
 def comparable(line: Mapping[str, float]) -> dict[str, float]:

@@ -268,7 +268,9 @@ def _product(a: Array, b: Array) -> Array:
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
-def _is_seen(mask: Mask, queries: pl.Slice, keys: pl.Slice, key: Array, how: How) -> Array:
+def _is_seen(
+    mask: Mask, queries: slice | pl.Slice, keys: slice | pl.Slice, key: Array, how: How
+) -> Array:
     """Return [queries, keys] bool for slices of the row; key [keys]: places of the keys."""
     place = mask.places[queries][:, None]
     seen = (key[None, :] <= place) & (place < mask.until[keys][None, :])

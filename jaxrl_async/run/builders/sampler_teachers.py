@@ -60,7 +60,7 @@ def sampler_models(
 def loaded_once(load: Callable[[], LogprobModel]) -> Callable[[], LogprobModel]:
     """Return a function that loads a model at its first call, and then returns it: several tasks
     ask the same teachers, each on a separate thread."""
-    alone, found = threading.DeviceGuard(), list[LogprobModel]()
+    alone, found = threading.Lock(), list[LogprobModel]()
 
     def loaded() -> LogprobModel:
         with alone:

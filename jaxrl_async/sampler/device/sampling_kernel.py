@@ -29,6 +29,8 @@ SMALL = ("TPU v2", "TPU v3", "TPU v4")
 """First words of the kinds of chips with at most 16 MiB of VMEM: too little for eight rows of a
 large vocabulary."""
 T = TypeVar("T")
+Slice = slice | pl.Slice
+"""Of rows or columns of a reference, as pl.ds returns it."""
 Found = tuple[Array, Array, Array]
 """The sum so far, where it ended, and its number: see _passed."""
 
@@ -141,7 +143,7 @@ def _draw(
         end: T = jax.lax.fori_loop(0, chunks, one, start)
         return end
 
-    def of_chunk(c: Array) -> pl.Slice:
+    def of_chunk(c: Array) -> Slice:
         return pl.ds(c * TILES, TILES)
 
     def logits_of(c: Array) -> tuple[Array, Array]:
@@ -219,8 +221,8 @@ def _draw(
         kept = (ranks[of_chunk(c)] >= floor) & real
         return jnp.minimum(lowest, jnp.min(jnp.where(kept, given, jnp.inf), axis=0))
 
-    found = _across(jnp.min, over_chunks(least_logit, jnp.full_like(zero, jnp.inf)))
-    least[:] = jnp.where(greedy, -jnp.inf, found)[:, :1]
+    smallest = _across(jnp.min, over_chunks(least_logit, jnp.full_like(zero, jnp.inf)))
+    least[:] = jnp.where(greedy, -jnp.inf, smallest)[:, :1]
 
 
 def _floor(
@@ -236,7 +238,7 @@ def _floor(
     """Compute sampling.likely as the lowest kept rank."""
 
     def least_kept(
-        measure: Callable[[Array, pl.Slice], Array], none: Array, low: Array, limit: Array
+        measure: Callable[[Array, Slice], Array], none: Array, low: Array, limit: Array
     ) -> Array:
         """Compute sampling.least_kept, up to `best`."""
 
