@@ -231,7 +231,7 @@ class MixedPrompts:
             },
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, object]) -> None:
         """Continue from `state`; a task that it does not have begins at its first prompt.
 
         Raises DataError if it is the state of other tasks, or of other records.
