@@ -54,7 +54,7 @@ class TokenCall:
     return_prompt: bool = False
 
 
-def token_call(body: Any) -> TokenCall:
+def token_call(body: object) -> TokenCall:
     """Convert a body to a call. Raises CallRefused that names the field."""
     fields = BodyFields(body)
     token_ids = tuple(fields.token_ids("token_ids", MAX_PROMPT))
