@@ -300,7 +300,7 @@ def _splash_part(
     v_BTNK: Array,
     q_segments: Array,
     kv_segments: Array,
-    kernel: Any,
+    kernel: object,
     scoring: Scoring = PLAIN,
     sinks_H: Array | None = None,
     *,
@@ -460,7 +460,7 @@ def _gathering(part: PartAttention, ways: int, scoring: Scoring) -> Callable[...
     """Return `part` for one device, which first gathers the other devices' keys and values."""
 
     def local(
-        q: Array, k: Array, v: Array, segments: Array, constants: Any, *sinks: Array
+        q: Array, k: Array, v: Array, segments: Array, constants: object, *sinks: Array
     ) -> Array:
         k, v, all_segments = (
             natural(jax.lax.all_gather(x, "context", axis=1, tiled=True), ways)
