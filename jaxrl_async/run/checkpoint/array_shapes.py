@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -55,7 +54,7 @@ def check_arrays(folder: Path, item: str, saved: Shapes, wanted: Shapes) -> None
         raise FileNotFoundError(f"{missing}, or cannot read it")
 
 
-def shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
+def shapes_of(tree: object) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a state's arrays, or of descriptions of them, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(k, simple=True, separator="/"): tuple(v.shape) for k, v in leaves}

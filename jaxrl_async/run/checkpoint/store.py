@@ -110,8 +110,8 @@ class Checkpoints:
         self,
         step: int,
         *,
-        state: Any,
-        loop: Mapping[str, Any],
+        state: object,
+        loop: Mapping[str, object],
         rollouts: Callable[[], NDArray[np.uint8]] | None = None,
     ) -> None:
         """Start a save and return. Saving a step again replaces its checkpoint.
@@ -170,8 +170,8 @@ class Checkpoints:
     def _begin(
         self,
         step: int,
-        state: Any,
-        loop: Mapping[str, Any],
+        state: object,
+        loop: Mapping[str, object],
         rollouts: Callable[[], NDArray[np.uint8]] | None,
     ) -> Any:
         if not jax.process_index():
@@ -266,7 +266,7 @@ class Checkpoints:
         """Return the newest step with a checkpoint; None: no step has one."""
         return max(self.steps(), default=None)
 
-    def restore(self, step: int | None, abstract: Any) -> Saved:
+    def restore(self, step: int | None, abstract: object) -> Saved:
         """Read the newest checkpoint whose files are those that were written.
 
         One that is damaged is passed over, with a warning, for the one before it, and renamed once
@@ -366,7 +366,7 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self, step: int, like: Any) -> Saved:
+    def _read(self, step: int, like: object) -> Saved:
         folder = self.directory / str(step)
         if not self._place.is_sealed(step):
             log.error(
@@ -542,12 +542,12 @@ def changed_keys(before: str, after: str) -> list[str]:
     ]
 
 
-def _is_handed_over(value: Any) -> bool:
+def _is_handed_over(value: object) -> bool:
     """Return whether a setting is a Python program's object, which 0.3 numbered."""
     return isinstance(value, str) and value.partition(":")[0] == "python"
 
 
-def _on_host(tree: Any) -> Any:
+def _on_host(tree: object) -> Any:
     """Copy the arrays to the host memory of their devices; copies are still under way on return.
 
     Unlike copies on the devices they need no device memory."""
@@ -571,7 +571,7 @@ def _not_now(folder: Path, error: BaseException) -> CheckpointError:
     )
 
 
-def _way_out(directory: Any) -> str:
+def _way_out(directory: object) -> str:
     """Return what to do where no checkpoint can be read."""
     if isinstance(directory, Path):
         backup = "Copy the folder from a backup"
@@ -579,7 +579,7 @@ def _way_out(directory: Any) -> str:
     return "Bring their objects back, or choose another run.name to start anew"
 
 
-def _remedy(directory: Any) -> str:
+def _remedy(directory: object) -> str:
     """Return what to look at when a checkpoint cannot be written."""
     if isinstance(directory, Path):
         return f"Check whether the disk is full{_free(directory)} and the folder writable"
