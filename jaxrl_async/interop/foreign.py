@@ -430,7 +430,7 @@ class ForeignLoop:
         self.state, result = self._engine.generate(self.drawn_from.params, self.state)
         return result.convert_to_numpy()
 
-    def _take_in(self, result: Any) -> None:
+    def _take_in(self, result: object) -> None:
         """Add the tokens of every slot, and answer the requests that have ended."""
         each = [(r.request, self._add(r, result, slot)) for slot, r in self._running.items()]
         now = time.perf_counter()

@@ -83,7 +83,7 @@ class AdapterChanges:
             self._places.leave(change.name, leaving=True)
         self._staged.append(change)
 
-    def checked_probe(self, name: str, logprobs: Any) -> Any:
+    def checked_probe(self, name: str, logprobs: object) -> Any:
         """Return the trainer's log-probs on the probe, or None if not given. From any thread.
         Raises ConfigError if they do not fit the probe."""
         return None if logprobs is None else self._check.checked(f"adapter {name!r}", logprobs)
@@ -216,7 +216,7 @@ class SamplerAdapters:
         adapter: str | Path | Policy | tuple[Lora, Params],
         *,
         version: int | None = None,
-        probe_logprobs: Any = None,
+        probe_logprobs: object = None,
         timeout_s: float = CHANGE_S,
     ) -> int:
         """Load an adapter between two decode blocks, or swap a loaded one for a newer version;
@@ -317,7 +317,7 @@ class SamplerAdapters:
             ) from None
 
 
-def _check_version(name: str, version: Any) -> None:
+def _check_version(name: str, version: object) -> None:
     """Raise ConfigError unless tokens may have this version."""
     if version is not None and (type(version) is not int or not 0 <= version <= MOST_VERSION):
         raise ConfigError(
@@ -326,7 +326,7 @@ def _check_version(name: str, version: Any) -> None:
         )
 
 
-def _check_name(name: Any) -> None:
+def _check_name(name: object) -> None:
     """Raise RolloutError unless an adapter may have this name."""
     if not isinstance(name, str) or not name or len(name) > MOST_NAME or not name.isprintable():
         raise RolloutError(

@@ -93,7 +93,7 @@ class Sampler(Living):
     def from_setup(
         cls,
         setup: SamplerSetup,
-        prepared: Any,
+        prepared: object,
         version: int,
         weights: WeightSource,
         sources: AdapterSources | None = None,
@@ -109,7 +109,7 @@ class Sampler(Living):
     def _begin(
         self,
         setup: SamplerSetup,
-        prepared: Any,
+        prepared: object,
         version: int,
         weights: WeightSource,
         sources: AdapterSources | None = None,
@@ -296,7 +296,7 @@ class Sampler(Living):
         """Return whether a request with this id is running, checked between two blocks."""
         return bool(self._inbox.run(lambda: self.loop.find(request_id) is not None))
 
-    def between_blocks(self, command: Callable[[], Any]) -> Any:
+    def between_blocks(self, command: Callable[[], object]) -> Any:
         """Run a command on the sampler's thread between two blocks, and return its result. Blocks.
         For tests and tools that read `loop.batch`."""
         return self._inbox.run(command)

@@ -207,13 +207,13 @@ def room_of(
     )
 
 
-def _placed(params: Params, mesh: Mesh, shardings: Any) -> Params:
+def _placed(params: Params, mesh: Mesh, shardings: object) -> Params:
     """Put parameters on the mesh. If several processes own its devices, arrays that they made
     together are moved between devices, and host arrays must be equal in all of them."""
     if not spans_processes(mesh):
         return jax.device_put(params, shardings)
 
-    def one(x: Any, sharding: NamedSharding) -> Any:
+    def one(x: jax.Array, sharding: NamedSharding) -> Any:
         together = isinstance(x, jax.Array) and not x.is_fully_addressable
         return jax.device_put(x, sharding) if together else put(np.asarray(x), sharding)
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import DTypeLike
 
 from jaxrl_async.errors import ConfigError
@@ -19,7 +20,7 @@ from jaxrl_async.mesh import DeviceGuard, whole
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.lora import is_whole
-from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.batch.new_weights import new_version, recompute, restart, under_way
 from jaxrl_async.sampler.device.engine import Engine
@@ -52,7 +53,7 @@ class SwapCheck:
         self._judge = None if probe is None else ProbeJudge(probe, "the sampler's", ADVICE)
         self._device_lock = device_lock
 
-    def checked(self, where: str, logprobs: Any) -> FloatArray:
+    def checked(self, where: str, logprobs: object) -> FloatArray:
         """Return the trainer's log-probs on the probe, given by a caller. Raises ConfigError, which
         begins with `where`, if they do not fit the probe."""
         if self._probe is None:
@@ -149,7 +150,7 @@ def remake(batch: Batch, prepared: Any, device_lock: DeviceGuard, adapter: str =
 
 
 @partial(jax.jit, static_argnums=(0, 3))
-def _sequence_logprobs(spec: ModelSpec, params: Any, token_ids: Any, dtype: DTypeLike) -> Any:
+def _sequence_logprobs(spec: ModelSpec, params: Params, token_ids: Array, dtype: DTypeLike) -> Any:
     """Return the log-probs of token_ids[1:] of one sequence, [n - 1] float32."""
     ids = jnp.asarray(token_ids)[None]
     tokens = TokenRows(ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids))

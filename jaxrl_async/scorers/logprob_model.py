@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -69,7 +70,7 @@ class LogprobModel:
             chunk=chunk,
         )
 
-        def passed(params: Params, token_ids: Any, positions: Any, segment_ids: Any) -> Any:
+        def passed(params: Params, token_ids: Array, positions: Array, segment_ids: Array) -> Any:
             tokens = TokenRows(token_ids, positions, segment_ids)
             logprobs = token_logprobs(spec, params, tokens, settings).logprobs
             if not top_k:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -32,7 +32,7 @@ from jaxrl_async.mesh import (
 from jaxrl_async.model.decoder import TokenRows, settings_on
 from jaxrl_async.model.heads import head_table, load_head, sequence_scores
 from jaxrl_async.model.hf import load_spec
-from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.scorers.results import FUNCTION, MODEL
 from jaxrl_async.types import Episode, FloatArray, IntArray, Prompt, Score
@@ -52,7 +52,7 @@ class RewardModel:
     def __init__(
         self,
         spec: ModelSpec,
-        params: Any,
+        params: Params,
         mesh: Mesh,
         *,
         dtype: DTypeLike = jnp.float32,
@@ -74,7 +74,7 @@ class RewardModel:
         self._sharding, self._parts = batch_sharding(mesh), 2 * mesh.shape["context"]
         settings = settings_on(mesh, spec, dtype=dtype, attention=attention)
 
-        def scores(params: Any, token_ids: Any, positions: Any, segment_ids: Any) -> Any:
+        def scores(params: Params, token_ids: Array, positions: Array, segment_ids: Array) -> Array:
             tokens = TokenRows(token_ids, positions, segment_ids)
             each = sequence_scores(spec, params, tokens, settings)
             return jnp.sum(each, axis=1)

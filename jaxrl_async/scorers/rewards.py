@@ -286,7 +286,7 @@ LOCKED = (
 
 
 async def _awaited(
-    result: Awaitable[Any], arguments: RewardArguments, call: RewardCall
+    result: Awaitable[object], arguments: RewardArguments, call: RewardCall
 ) -> list[Score | None]:
     return scores_of(await result, arguments, call)
 
@@ -329,7 +329,7 @@ def _graded_text(
     return f"{opened}\n{text}" if opened else text
 
 
-def _own_answer(read: Callable[[str], Any], text: str, where: str) -> str | None:
+def _own_answer(read: Callable[[str], object], text: str, where: str) -> str | None:
     """Return the final answer that a user's function reads; None, and a warning, if it fails."""
     try:
         answer = read(text)

@@ -97,11 +97,11 @@ class LogprobPass:
 
     def _over(
         self,
-        program: Callable[..., Any],
+        program: Callable[..., object],
         params: Params,
         batch: PackedBatch,
         device_lock: DeviceGuard,
-        *columns: NDArray[Any],
+        *columns: NDArray[np.generic],
     ) -> Sequence[NDArray[Any]]:
         """Run the program on each micro-batch. columns: [rows, length, ...], its last arguments."""
         parts = []

@@ -81,7 +81,7 @@ class Update(Generic[ObjectiveT]):
     def update(
         self,
         state: TrainState,
-        data: Any,
+        data: object,
         frozen: Frozen = NOTHING_FROZEN,
         *,
         device_lock: DeviceGuard = NO_DEVICE_LOCK,
@@ -143,7 +143,7 @@ class Update(Generic[ObjectiveT]):
             **self.objective.report(data, frozen, passes),
         }
 
-    def _micros(self, data: Any) -> Sequence[Any]:
+    def _micros(self, data: object) -> Sequence[Any]:
         micros = self.objective.micro_batches(data, self.sizes)
         length = jax.tree.leaves(micros[0])[0].shape[1]
         assert length == self.settings.row_length, "packed for another row length"
@@ -152,8 +152,8 @@ class Update(Generic[ObjectiveT]):
     def _gradients(
         self,
         state: TrainState,
-        micros: Sequence[Any],
-        context: Any,
+        micros: Sequence[object],
+        context: object,
         frozen: Frozen,
         device_lock: DeviceGuard,
     ) -> tuple[GradSum, list[Totals]]:
@@ -180,8 +180,8 @@ class Update(Generic[ObjectiveT]):
     def _counted(
         self,
         params: Params,
-        micros: Sequence[Any],
-        context: Any,
+        micros: Sequence[object],
+        context: object,
         frozen: Frozen,
         device_lock: DeviceGuard,
     ) -> ExpertLoad:
@@ -197,7 +197,7 @@ class Update(Generic[ObjectiveT]):
         return load
 
     def _check_memory(
-        self, params: Params, micros: Sequence[Any], context: Any, frozen: Frozen
+        self, params: Params, micros: Sequence[object], context: object, frozen: Frozen
     ) -> None:
         """Raise MemoryError if the machine lacks the memory of a micro-batch's program.
 
@@ -251,7 +251,7 @@ class Update(Generic[ObjectiveT]):
     def measure(
         self,
         params: Params,
-        data: Any,
+        data: object,
         frozen: Frozen = NOTHING_FROZEN,
         *,
         device_lock: DeviceGuard = NO_DEVICE_LOCK,
@@ -286,6 +286,6 @@ def free_memory(mesh: Mesh) -> int | None:
         return None
 
 
-def num_rows(micro: Any) -> int:
+def num_rows(micro: object) -> int:
     """Return the rows of a micro-batch."""
     return len(jax.tree.leaves(micro)[0])
