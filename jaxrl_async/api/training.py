@@ -167,7 +167,7 @@ def steps(
     model: str | Path | Policy | Mapping[str, object] | None = None,
     data: Data | Mapping[str, object] | None = None,
     reward: Reward | Sequence[Reward] | None = None,
-    **arguments: Any,
+    **arguments: object,
 ) -> Steps:
     """Return the updates of a run to iterate over; takes the arguments of `train`.
 

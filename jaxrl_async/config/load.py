@@ -82,7 +82,7 @@ that are started by hand."""
 
 
 def load(
-    source: str | Path | Mapping[str, Any],
+    source: str | Path | Mapping[str, object],
     overrides: Sequence[str] = (),
     *,
     where: str = "settings",
@@ -103,7 +103,7 @@ def load(
 
 
 def load_with_aside(
-    source: str | Path | Mapping[str, Any],
+    source: str | Path | Mapping[str, object],
     overrides: Sequence[str],
     aside: dict[KeyPath, Tree],
     *,
@@ -297,7 +297,7 @@ def _of_one(shared: Draft, name: str, own: object) -> Draft:
     )
 
 
-def _plain_copy(tree: Mapping[str, Any]) -> Tree:
+def _plain_copy(tree: Mapping[str, object]) -> Tree:
     """Return mappings of any kind as new dicts."""
     return {
         key: _plain_copy(value) if isinstance(value, Mapping) else value
@@ -330,7 +330,7 @@ def dump(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True, width=100)
 
 
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flattened(tree: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
     """Flatten nested mappings into one with dotted keys; an empty mapping is a value."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
@@ -455,7 +455,7 @@ def _override_value(raw: str, target: Any, name: str) -> Any:
 
 
 def _keep_known(
-    draft: Draft, tree: Mapping[Any, Any], section: type[Section], path: KeyPath
+    draft: Draft, tree: Mapping[Any, object], section: type[Section], path: KeyPath
 ) -> Tree:
     """Return the part of `tree` that the schema knows, and add the rest to the problems."""
     known: Tree = {}
@@ -558,7 +558,7 @@ def _not_allowed(path: KeyPath, value: object, target: FieldInfo) -> str:
 
 
 def unknown_setting(
-    path: KeyPath, value: object = NOT_GIVEN, given: Mapping[str, Any] | None = None
+    path: KeyPath, value: object = NOT_GIVEN, given: Mapping[str, object] | None = None
 ) -> str:
     """Return what is wrong with a setting that does not exist, and what may be meant.
 

@@ -55,7 +55,7 @@ def overview(runs: RunsByName, query: Query) -> Any:
     return as_overview([facts_of(run, run.state(locks), run.look()) for run in runs.values()], runs)
 
 
-def as_overview(facts: list[dict[str, Any]], runs: RunsByName) -> dict[str, Any]:
+def as_overview(facts: list[dict[str, object]], runs: RunsByName) -> dict[str, Any]:
     """Return the overview of runs. A run's number, which is its color, is its place by start and
     name: one that begins later changes no other's."""
     facts.sort(key=lambda one: (one["started"] or 0.0, one["name"]))

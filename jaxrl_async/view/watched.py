@@ -366,7 +366,7 @@ def _starts_in(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _in_order(file: Any, samples: list[Sample], order: str) -> list[Sample]:
+def _in_order(file: object, samples: list[Sample], order: str) -> list[Sample]:
     """Sort samples; equal ones stay in the order of the file, the newest step first."""
     if order == "oldest":
         return sorted(samples, key=lambda sample: sample.step)
@@ -439,7 +439,7 @@ def _line_of(file: Any, sample: Sample) -> bytes:
     return bytes(file.read(sample.size))
 
 
-def _with_text(file: Any, samples: list[Sample], text: str) -> Iterator[Sample]:
+def _with_text(file: object, samples: list[Sample], text: str) -> Iterator[Sample]:
     """Yield the samples whose prompt, completion or reference contains a text, ignoring case."""
     sought = text.lower()
     plain = sought.isascii() and json.dumps(sought) == f'"{sought}"'  # as it is in the file

@@ -141,7 +141,7 @@ class WatchedMetrics:
                 self._add(step, line)
         self.file.at = self.file.last_at  # the last line may be rewritten
 
-    def _add(self, step: int, line: Mapping[str, Any]) -> None:
+    def _add(self, step: int, line: Mapping[str, object]) -> None:
         columns, prefix = self.columns, self.prefix
         for key, value in line.items():
             column = columns.get(prefix + key)
@@ -213,19 +213,19 @@ def object_of(raw: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) and not is_deep else {}
 
 
-def _is_deep(value: Any, most: int) -> bool:
+def _is_deep(value: object, most: int) -> bool:
     if not isinstance(value, dict | list):
         return False
     inner = value.values() if isinstance(value, dict) else value
     return not most or any(_is_deep(one, most - 1) for one in inner)
 
 
-def is_step(value: Any) -> bool:
+def is_step(value: object) -> bool:
     """Return whether a value of a line may be the number of a step."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
 
 
-def finite_number(value: Any) -> float | None:
+def finite_number(value: object) -> float | None:
     """Return a value of a line as a finite number; None if it is not one."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
