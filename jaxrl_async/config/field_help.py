@@ -4,11 +4,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxrl_async.config.draft import KeyPath
-from jaxrl_async.config.fields import all_paths, allowed_text, default_text, field_at, named_section
 from jaxrl_async.config.former import NAMES, now_of
 from jaxrl_async.config.load import unknown_setting
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.section import Section
+from jaxrl_async.config.setting_fields import (
+    all_paths,
+    allowed_text,
+    default_text,
+    field_at,
+    named_section,
+)
 from jaxrl_async.config.several import section_of
 from jaxrl_async.errors import ConfigError
 

@@ -30,20 +30,6 @@ from jaxrl_async.config.draft import (
     read_draft,
     shown,
 )
-from jaxrl_async.config.fields import (
-    all_paths,
-    allowed_text,
-    alternatives,
-    field_at,
-    is_below_choice,
-    is_choice,
-    is_in_named,
-    is_section,
-    is_text,
-    known_prefix,
-    may_be_null,
-    named_section,
-)
 from jaxrl_async.config.former import (
     NAMES,
     REPLACED,
@@ -59,6 +45,20 @@ from jaxrl_async.config.recipes import PREFIX, recipe_file, with_own_paths
 from jaxrl_async.config.rules import RULES
 from jaxrl_async.config.schema import RUN_NAME, Config
 from jaxrl_async.config.section import MAX_WHOLE, Section
+from jaxrl_async.config.setting_fields import (
+    all_paths,
+    allowed_text,
+    alternatives,
+    field_at,
+    is_below_choice,
+    is_choice,
+    is_in_named,
+    is_section,
+    is_text,
+    known_prefix,
+    may_be_null,
+    named_section,
+)
 from jaxrl_async.config.several import differences, is_optional, merged, section_of
 from jaxrl_async.config.unused import (
     sections_of_defaults,

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.config.field_help import help_text
-from jaxrl_async.config.fields import all_paths
 from jaxrl_async.config.load import dump, load
 from jaxrl_async.config.schema import Config
+from jaxrl_async.config.setting_fields import all_paths
 from jaxrl_async.config.several import is_optional, section_of
 from jaxrl_async.errors import ConfigError
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from jaxrl_async.config.fields import all_paths
 from jaxrl_async.config.schema import Config
+from jaxrl_async.config.setting_fields import all_paths
 from jaxrl_async.train_command import main
 
 SECRETS = {
