@@ -47,7 +47,7 @@ from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers, TransferTre
 from jaxrl_async.plan.simulate import simulate
 from jaxrl_async.run import loop
 from jaxrl_async.run.assemble import Parts
-from jaxrl_async.sampler.sampler import DecodeLoop
+from jaxrl_async.sampler.decode_loop import DecodeLoop
 from jaxrl_async.testing.sabotage import injected
 
 CONFIG = Path(__file__).parent.parent / "configs" / "addition.yaml"

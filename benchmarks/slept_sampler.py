@@ -15,7 +15,7 @@ from dictated import Dictated, timed_blocks
 from simulate import Round, noting
 
 from jaxrl_async import sample
-from jaxrl_async.sampler.sampler import DecodeLoop
+from jaxrl_async.sampler.decode_loop import DecodeLoop
 
 
 def main() -> int:

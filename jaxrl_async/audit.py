@@ -54,7 +54,7 @@ class Audit:
     skipped: tuple[str, ...] = ()  # lines that no run wrote
 
 
-def audit(lines: Sequence[Mapping[str, Any]], rules: Rules) -> Audit:
+def audit(lines: Sequence[Mapping[str, object]], rules: Rules) -> Audit:
     """Check the lines of a ledger against the rules; buffer/ledger.py describes the lines."""
     books = _Books(rules)
     for number, line in enumerate(lines, start=1):

@@ -45,7 +45,7 @@ PLAIN_DTYPE = re.compile(rf"[<>|][{PLAIN_KINDS}]\d{{1,9}}")
 """Names of NumPy's own dtypes; no other received text is passed to np.dtype."""
 
 
-def dumps(tree: Any) -> Bytes:
+def dumps(tree: object) -> Bytes:
     """Convert records, enums, arrays, tuples, lists, str-keyed mappings and plain values to bytes.
 
     Raises TypeError for anything else, naming it.
@@ -72,7 +72,7 @@ class Encoded(Mapping[str, Any]):
     """A mapping that is part of many messages and is converted to bytes only once. It is loaded as
     a plain mapping."""
 
-    def __init__(self, value: Mapping[str, Any]) -> None:
+    def __init__(self, value: Mapping[str, object]) -> None:
         """value: the mapping, which must not change afterwards."""
         self._value = value
 
@@ -118,7 +118,7 @@ def _encoded(value: Any, arrays: list[NDArray[Any]]) -> Any:
     return _encoded_other(value, arrays)
 
 
-def _encoded_other(value: Any, arrays: list[NDArray[Any]]) -> Any:
+def _encoded_other(value: Any, arrays: list[NDArray[np.generic]]) -> Any:
     if isinstance(value, Enum):
         return {KIND: type(value).__name__, "value": value.value}
     if isinstance(value, np.generic):
@@ -166,7 +166,7 @@ def _named_dtype(name: str) -> np.dtype[Any]:
     return dtype
 
 
-def _decoded(value: Any, buffer: memoryview, known: Mapping[str, type], at: list[int]) -> Any:
+def _decoded(value: object, buffer: memoryview, known: Mapping[str, type], at: list[int]) -> Any:
     """Decode a JSON value; `at[0]` is the byte at which the next array starts, in writing order."""
     if isinstance(value, list):
         return [v if type(v) in LEAVES else _decoded(v, buffer, known, at) for v in value]
@@ -190,7 +190,7 @@ def _decoded(value: Any, buffer: memoryview, known: Mapping[str, type], at: list
 
 
 def _decoded_fields(
-    fields: Mapping[str, Any], buffer: memoryview, known: Mapping[str, type], at: list[int]
+    fields: Mapping[str, object], buffer: memoryview, known: Mapping[str, type], at: list[int]
 ) -> dict[str, Any]:
     return {
         k: v if type(v) in LEAVES else _decoded(v, buffer, known, at) for k, v in fields.items()

@@ -21,6 +21,12 @@ def in_a_line(error: BaseException, most: int = 200) -> str:
     return " ".join(str(error).split())[:most]
 
 
+def with_kind(error: BaseException | None) -> str:
+    """Return an error's message, after its type's name unless it is a JaxrlError."""
+    kind = "" if isinstance(error, JaxrlError) else f"{type(error).__name__}: "
+    return f"{kind}{error}"
+
+
 def printable(text: str, most: int = 4096) -> str:
     """Return received text in a form that is safe to log: its first `most` characters on one line,
     with spaces in place of line breaks and terminal control characters."""

@@ -49,7 +49,7 @@ def _warn_shared(what: str, kind: str, error: str) -> None:
         )
 
 
-def copied_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
+def copied_columns(columns: Mapping[str, object]) -> dict[str, Any]:
     """Return a record with copies of its values, by column."""
     return {name: copied(value, f"the column {name!r}") for name, value in columns.items()}
 

@@ -338,7 +338,7 @@ def spec_for(
     return PartitionSpec(*entries)
 
 
-def by_slice(function: Callable[..., Any], mesh: Mesh, in_axes: Sequence[Any]) -> Any:
+def by_slice(function: Callable[..., object], mesh: Mesh, in_axes: Sequence[object]) -> Any:
     """Return a function that each part of the axis data runs on its own part of some arguments.
 
     The computation does not cross slices, so the sharding over the other axes is unchanged.
@@ -351,7 +351,7 @@ def by_slice(function: Callable[..., Any], mesh: Mesh, in_axes: Sequence[Any]) -
         in_axes: for each argument "data" if its first axis is divided; None: every part gets all.
     """
 
-    def one(*given: Any) -> Any:
+    def one(*given: object) -> Any:
         return jax.tree.map(lambda x: x[None], function(*given))
 
     specs = tuple(PartitionSpec(*([axis] if axis else [])) for axis in in_axes)
@@ -385,7 +385,9 @@ def devices_here(mesh: Mesh) -> int:
     return mesh.size // (mesh.shape["data"] if is_in_slice() else 1)
 
 
-def divided(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Any:
+def divided(
+    function: Callable[..., object], mesh: Mesh, in_specs: object, out_specs: object
+) -> Any:
     """Return a function that each device, of the mesh or of its slice, runs on its own parts."""
     where: dict[str, Any] = {"mesh": mesh}
     if is_in_slice():
@@ -394,7 +396,7 @@ def divided(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: 
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False, **where)
 
 
-def shardings(table: Any, mesh: Mesh, rules: Rules) -> Any:
+def shardings(table: object, mesh: Mesh, rules: Rules) -> Any:
     """Return a NamedSharding for each Weight of a weight table, in the same tree."""
     return jax.tree.map(
         lambda w: NamedSharding(mesh, spec_for(w.shape, w.axes, mesh, rules)),
@@ -407,10 +409,10 @@ HOST, DEVICE = "pinned_host", "device"
 """JAX's memory kinds of the host and the device."""
 
 
-def in_memory(kind: str, tree: Any) -> Any:
+def in_memory(kind: str, tree: object) -> Any:
     """Move arrays, or their shardings, to the host's or the device's memory, sharded as before."""
 
-    def one(x: Any) -> Any:
+    def one(x: jax.Array | NamedSharding) -> Any:
         if isinstance(x, NamedSharding):
             return x.with_memory_kind(kind)
         return jax.device_put(x, x.sharding.with_memory_kind(kind))
@@ -418,7 +420,7 @@ def in_memory(kind: str, tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def shapes_on(tree: Any, shardings: Any) -> Any:
+def shapes_on(tree: object, shardings: object) -> Any:
     """Return shapes with shardings for arrays or shapes, to lower programs without running them."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
@@ -430,7 +432,7 @@ def spans_processes(mesh: Mesh | None) -> bool:
     return mesh is not None and len({d.process_index for d in mesh.devices.flat}) > 1
 
 
-def put(tree: Any, sharding: Any) -> Any:
+def put(tree: object, sharding: NamedSharding) -> Any:
     """Put host arrays on the devices of a sharding. Values that are not arrays yet are converted
     here, one at a time, to keep little in memory.
 
@@ -440,7 +442,7 @@ def put(tree: Any, sharding: Any) -> Any:
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
 
-    def spread(x: Any) -> jax.Array:
+    def spread(x: np.ndarray | jax.Array) -> jax.Array:
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
     return jax.tree.map(spread, tree)
@@ -496,7 +498,7 @@ class DeviceLock:
 class DeviceLocks:
     """Several locks that are acquired together, always in this order, and released in reverse."""
 
-    def __init__(self, *locks: AbstractContextManager[Any]) -> None:
+    def __init__(self, *locks: AbstractContextManager[object]) -> None:
         self._locks, self._held = locks, ExitStack()
 
     def __enter__(self) -> "DeviceLocks":
@@ -522,5 +524,5 @@ class _NoDeviceLock:
 
 NO_DEVICE_LOCK = _NoDeviceLock()
 
-AnyDeviceLock = AbstractContextManager[Any]
-"""A DeviceLock, or NO_DEVICE_LOCK."""
+DeviceGuard = AbstractContextManager[object]
+"""A DeviceLock, several of them, or NO_DEVICE_LOCK."""

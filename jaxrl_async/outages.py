@@ -280,7 +280,7 @@ class Outages:
         if call.again >= call.tries:
             if self._is_well(who, call.sure_s):
                 return True  # other calls were answered meanwhile
-            if self._is_alone(who) and (
+            if len(self._calls[who]) == 1 and (  # all calls are about one prompt
                 self._is_well(who, call.first_s) or (self._exists(who) and waited_s >= ALONE_S)
             ):
                 return True
@@ -289,10 +289,6 @@ class Outages:
     def _is_well(self, who: str, since_s: float) -> bool:
         """Return whether a service has answered another call since then."""
         return self._answered.get(who, -math.inf) > since_s
-
-    def _is_alone(self, who: str) -> bool:
-        """Return whether all calls that wait for a service are about one prompt."""
-        return len(self._calls[who]) == 1
 
     def _note_away(
         self,

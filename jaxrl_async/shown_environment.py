@@ -13,7 +13,6 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +146,7 @@ def _overwrite(names: Collection[bytes]) -> None:
         place += len(entry) + 1
 
 
-def key_variables(settings: Any) -> set[str]:
+def key_variables(settings: object) -> set[str]:
     """Return the environment variables that settings (nested, as plain data) name for keys, and
     the key variable of a vLLM server. A task's commands do not see them."""
     named = {VLLM_KEY}

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from jaxrl_async.config.load import dump, help_text, load
+from jaxrl_async.config.load import dump, load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.several import runs_of
 from jaxrl_async.errors import ConfigError, JaxrlError, Preempted, is_out_of_memory, shown
@@ -121,6 +121,7 @@ def _print_config(config: Config) -> None:
 def _help(words: list[str]) -> int:
     """Print the usage, or the help of the section or setting that is the only word; return the exit
     code."""
+    help_text = importlib.import_module("jaxrl_async.config.field_help").help_text
     try:
         if len(words) == 1 and not words[0].startswith("-") and "/" not in words[0]:
             print(help_text(words[0].rstrip("=.")))

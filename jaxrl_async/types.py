@@ -153,7 +153,7 @@ class Constraint:
     text: str = ""
 
     @classmethod
-    def schema(cls, schema: Mapping[str, Any] | None = None) -> Self:
+    def schema(cls, schema: Mapping[str, object] | None = None) -> Self:
         """Return the constraint to JSON of a JSON schema; None: to any JSON object."""
         if schema is None:
             return cls(kind="json_object")

@@ -18,7 +18,8 @@ from chat_tokenizers import qwen3_tokenizer
 import jaxrl_async
 from jaxrl_async.algorithms.objective import make_recipe
 from jaxrl_async.command.convert import main as convert
-from jaxrl_async.config.load import help_of_fields, load
+from jaxrl_async.config.field_help import help_of_fields
+from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import (
     AlgorithmSection,
     Config,

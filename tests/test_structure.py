@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import jaxrl_async
-from jaxrl_async.config.load import help_of_fields, setting_names
+from jaxrl_async.config.field_help import help_of_fields, setting_names
 
 PACKAGE = Path(jaxrl_async.__file__).parent
 ROOT = PACKAGE.parent

@@ -17,11 +17,11 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.config.several import runs_of
 from jaxrl_async.data.prompts import FittingPairs
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import make_slices
+from jaxrl_async.mesh import DeviceGuard, make_slices
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.run.assemble import Begun, Parts, RunContext, SharedParts, connect, with_copies
-from jaxrl_async.run.builders.devices import Lock, Locks, claim_devices, make_locks
+from jaxrl_async.run.builders.devices import Locks, claim_devices, make_locks
 from jaxrl_async.run.builders.initial_policy import make_policy, with_base_of, with_new_adapter
 from jaxrl_async.run.builders.inputs import Inputs, check_inputs
 from jaxrl_async.run.builders.learning import warm_started
@@ -54,7 +54,7 @@ class OpenedRun:
 
 def assemble_several(
     config: Config, context: RunContext, closing: ExitStack, stream: TextIO | None = None
-) -> tuple[dict[str, Parts], Lock]:
+) -> tuple[dict[str, Parts], DeviceGuard]:
     """Build all parts of all runs, by name. Only the samplers' threads are started. Also returns
     the lock to hold while the trainer's slice computes. Arguments as for `assemble`.
 

@@ -20,10 +20,10 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.config.several import folders_of
 from jaxrl_async.errors import JaxrlError, RunsFailed
 from jaxrl_async.host import only_new_garbage
+from jaxrl_async.mesh import DeviceGuard
 from jaxrl_async.metrics.spans import write_spans
 from jaxrl_async.run import features
 from jaxrl_async.run.assemble import Parts, RunContext
-from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.exits import exits_refused
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.signals import LOOK_S, Stop, preempted
@@ -56,7 +56,7 @@ def run_several(config: Config, context: RunContext, stream: TextIO | None = Non
         raise preempted(stop, versions)
 
 
-def run_all(runs: Mapping[str, Parts], stop: Stop, turn: Lock) -> dict[str, BaseException]:
+def run_all(runs: Mapping[str, Parts], stop: Stop, turn: DeviceGuard) -> dict[str, BaseException]:
     """Run all in parallel until each has ended; return the errors of the failed ones.
 
     turn: held while a policy is assembled, on the slice where the others step.

@@ -103,7 +103,7 @@ def check_algorithm(
         log.warning(bending_warning(algorithm))
 
 
-def _try(key: str, choice: schema.Choices, call: Callable[[], Any]) -> None:
+def _try(key: str, choice: schema.Choices, call: Callable[[], object]) -> None:
     """Call the function; raise ConfigError, with the setting's name, if it fails."""
     try:
         call()

@@ -82,12 +82,12 @@ def rule(says: str, holds: Callable[..., bool]) -> Callable[[F], F]:
     return attach
 
 
-def rules_of(function: Callable[..., Any]) -> list[Rule]:
+def rules_of(function: Callable[..., object]) -> list[Rule]:
     """Return the rules attached to a function."""
     return list(getattr(function, "rules", ()))
 
 
-def declare(**facts: Any) -> Callable[[F], F]:
+def declare(**facts: object) -> Callable[[F], F]:
     """Attach facts to the function below: fields of its registry's record of facts."""
 
     def attach(function: F) -> F:
@@ -210,7 +210,7 @@ class Registry(Generic[F, Facts]):
             )
         return self._functions[name]
 
-    def resolve(self, choice: Choice, **run_settings: Any) -> F:
+    def resolve(self, choice: Choice, **run_settings: object) -> F:
         """Return the chosen function with its settings bound.
 
         Raise ConfigError on an unknown name or argument, a value out of range, or a broken rule.
@@ -225,7 +225,7 @@ class Registry(Generic[F, Facts]):
         self._check_rules(name, function, run_settings | defaults_of(function) | arguments)
         return functools.partial(function, **arguments) if arguments else function  # type: ignore[return-value]
 
-    def _fitted(self, name: str, function: F, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _fitted(self, name: str, function: F, arguments: Mapping[str, object]) -> dict[str, Any]:
         """Convert the arguments to the function's types. Raise ConfigError if one does not fit."""
         settings, types, fitted = settings_of(function), types_of(function), dict[str, Any]()
         for key, value in arguments.items():
@@ -251,7 +251,7 @@ class Registry(Generic[F, Facts]):
             )
         return fitted
 
-    def _check_rules(self, name: str, function: F, known: dict[str, Any]) -> None:
+    def _check_rules(self, name: str, function: F, known: Mapping[str, object]) -> None:
         """Raise ConfigError if a rule is broken; skip rules with unknown parameters."""
         for one in rules_of(function):
             seen = {key: known[key] for key in one.needs() if key in known}
@@ -260,18 +260,18 @@ class Registry(Generic[F, Facts]):
                 raise ConfigError(f"{self.setting}: {self.kind} {name!r}: {one.says}; {values}.")
 
 
-def settings_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def settings_of(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
     """Return the arguments that a configuration can set."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
+def defaults_of(function: Callable[..., object]) -> dict[str, Any]:
     """Return the defaults of the settings that have one."""
     return {k: p.default for k, p in settings_of(function).items() if p.default is not p.empty}
 
 
-def types_of(function: Callable[..., Any]) -> dict[str, Any]:
+def types_of(function: Callable[..., object]) -> dict[str, Any]:
     """Return the types of a function's settings, with ranges; Any for an unreadable annotation."""
     settings = settings_of(function)
     try:

@@ -63,10 +63,14 @@ QUESTIONS = ("question", "prompt", "messages")
 """Columns in which a record's question is looked for."""
 COLUMNS = {"prompt": "prompt_field", "messages": "messages_field", "answer": "answer_field"}
 """Columns that a task looks for, and the settings of data.jsonl that say what they are called."""
-Reward = str | Mapping[str, Any] | Callable[..., Any]
+Reward = str | Mapping[str, object] | Callable[..., Any]
 """A built-in reward or FILE.py:FUNCTION by name, perhaps with arguments, or a function."""
-Data = str | Path | Iterable[Any]
+Data = str | Path | Iterable[object]
 """A file or folder of records, or the records: mappings, texts (prompts), or a table of them."""
+TaskLike = str | Mapping[str, object] | Task | type | None
+"""A task by name, its section, a Task, or a class of environments or games."""
+ConfigLike = str | Path | Mapping[str, object] | Config | None
+"""What settings change: a file, recipe:NAME, sections, or a Config; None: the defaults."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,16 +78,16 @@ class Brought:
     """What a caller gives in addition to settings; see jaxrl_async.train. A mapping is the section
     of the same name."""
 
-    model: str | Path | Policy | Mapping[str, Any] | None = None
-    data: Data | Mapping[str, Any] | None = None
+    model: str | Path | Policy | Mapping[str, object] | None = None
+    data: Data | Mapping[str, object] | None = None
     eval_data: Data | None = None
     reward: Reward | Sequence[Reward] | None = None
-    task: str | Mapping[str, Any] | Task | type | None = None
+    task: TaskLike = None
     tools: Sequence[Tool] = ()
 
 
 def configured(
-    brought: Brought, config: str | Path | Mapping[str, Any] | Config | None, settings: Mapping
+    brought: Brought, config: ConfigLike, settings: Mapping[str, object]
 ) -> tuple[Config, Task | None]:
     """Return the configuration of a call, and its task if that is an object.
 
@@ -138,9 +142,7 @@ def _continues(tree: Mapping[str, Any]) -> bool:
     return bool(run.get("resume") or run.get("resume_or_start"))
 
 
-def check_given(
-    brought: Brought, config: str | Path | Mapping[str, Any] | Config | None, settings: Mapping
-) -> None:
+def check_given(brought: Brought, config: ConfigLike, settings: Mapping[str, object]) -> None:
     """Require data and a model that were asked for: by an argument, or by name in the
     configuration. The defaults would train random weights on the embedded task. Arguments as
     configured's. Raises ConfigError."""
@@ -187,8 +189,8 @@ def _names_in(section: str) -> set[str]:
 
 
 def _tree_of(
-    config: str | Path | Mapping[str, Any] | Config | None,
-    settings: Mapping[str, Any] = MappingProxyType({}),
+    config: ConfigLike,
+    settings: Mapping[str, object] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the sections that a configuration writes down, or all of a Config. A section that a
     file turned off has its settings again if `settings` turn it on."""
@@ -206,7 +208,7 @@ def _tree_of(
     return tree
 
 
-def _put_all(tree: dict[str, Any], settings: Mapping[str, Any]) -> list[Replaced]:
+def _put_all(tree: dict[str, object], settings: Mapping[str, object]) -> list[Replaced]:
     """Write settings over those of the tree; return what both wrote in a former way. Raises
     ConfigError."""
     replaced = renew_names(tree)
@@ -241,7 +243,7 @@ def _section_of(name: str) -> str | None:
     return next(within, None)
 
 
-def _check_names(settings: Mapping[str, Any]) -> None:
+def _check_names(settings: Mapping[str, object]) -> None:
     """Raise ConfigError with all names that are not settings, or that mean something else in
     another library."""
     wrong = {
@@ -256,7 +258,7 @@ def _check_names(settings: Mapping[str, Any]) -> None:
         raise ConfigError("\n  ".join(told))
 
 
-def _hint(name: str, value: Any, settings: Mapping[str, Any]) -> str:
+def _hint(name: str, value: object, settings: Mapping[str, object]) -> str:
     """Return what may be meant by a name that is not a setting."""
     if hint := peer_hint(name, value, settings, _as_argument):
         if section := _section_of(name):
@@ -276,7 +278,7 @@ def _hint(name: str, value: Any, settings: Mapping[str, Any]) -> str:
     return f"{name} is not a setting; {hint}"
 
 
-def _as_argument(path: str, value: Any) -> str:
+def _as_argument(path: str, value: object) -> str:
     """Return a setting as an argument of train."""
     *sections, name = path.split(".")
     if not sections:
@@ -297,7 +299,7 @@ def _joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     return joined
 
 
-def _model_folder(model: Any, folder: Path) -> str:
+def _model_folder(model: object, folder: Path) -> str:
     """Return the directory of a model; a policy is written to one. Raises ConfigError."""
     if isinstance(model, str | Path):
         return str(model)
@@ -331,7 +333,7 @@ def _rewards_of(
     return tuple(r for r in each if callable(r)), [r for r in each if not callable(r)]
 
 
-def _task_of(task: Any) -> str | Mapping[str, Any] | Task | None:
+def _task_of(task: object) -> str | Mapping[str, Any] | Task | None:
     """Return a task, or the name of one; a class of environments or games becomes a task."""
     if task is None or isinstance(task, str | Mapping | Task):
         return task
@@ -392,7 +394,7 @@ def _taken_columns(tree: dict[str, Any]) -> dict[str, str]:
 
 
 def _renamed(
-    records: Sequence[dict[str, Any]], columns: Mapping[str, str], name: str, *, asks: bool
+    records: Sequence[Mapping[str, object]], columns: Mapping[str, str], name: str, *, asks: bool
 ) -> list[dict[str, Any]]:
     """Return records with the columns that a task reads, in addition to their own; asks: each
     needs a question. Raises DataError."""
@@ -420,7 +422,7 @@ def _renamed(
     return renamed
 
 
-def _records(data: Any, name: str, *, plain: bool = True) -> list[dict[str, Any]]:
+def _records(data: object, name: str, *, plain: bool = True) -> list[dict[str, Any]]:
     """Return records as dicts; a text is a prompt. plain: without columns of bytes and durations,
     which no checkpoint can hold. Raises DataError."""
     if isinstance(data, Mapping):
@@ -451,7 +453,7 @@ def _records(data: Any, name: str, *, plain: bool = True) -> list[dict[str, Any]
     return _without_bytes(records, name) if plain else records
 
 
-def _without_bytes(records: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+def _without_bytes(records: list[dict[str, object]], name: str) -> list[dict[str, Any]]:
     """Return records without the columns of bytes or durations, which are logged."""
     strange = {key for record in records for key, value in record.items() if _holds_bytes(value)}
     if not strange:
@@ -465,7 +467,7 @@ def _without_bytes(records: list[dict[str, Any]], name: str) -> list[dict[str, A
     return [{k: v for k, v in record.items() if k not in strange} for record in records]
 
 
-def _holds_bytes(value: Any) -> bool:
+def _holds_bytes(value: object) -> bool:
     if isinstance(value, Mapping):
         return any(map(_holds_bytes, value.values()))
     if isinstance(value, np.ndarray):
@@ -475,7 +477,7 @@ def _holds_bytes(value: Any) -> bool:
     return isinstance(value, bytes | bytearray | memoryview | timedelta)
 
 
-def _rows_of_table(data: Any) -> Any:
+def _rows_of_table(data: object) -> Any:
     """Return the rows of a data frame (pandas, polars) or an Arrow table, which iterate over their
     columns; all else as it is. An empty cell is None, which pandas writes as not a number."""
     if hasattr(data, "columns") and hasattr(data, "to_dicts"):
@@ -530,7 +532,7 @@ def _put_files(tree: dict[str, Any], brought: Brought, folder: Path) -> None:
             jsonl[key] = str(file)
 
 
-def _write_records(file: Path, records: Sequence[Mapping[str, Any]], name: str) -> None:
+def _write_records(file: Path, records: Sequence[Mapping[str, object]], name: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]

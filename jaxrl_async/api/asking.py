@@ -53,7 +53,7 @@ class Asker:
         *,
         section: SamplerSection | None = None,
         seed: int = 0,
-        chat_arguments: Mapping[str, Any] | None = None,
+        chat_arguments: Mapping[str, object] | None = None,
     ) -> None:
         """Open a sampler on the default device. Raises ConfigError, DataError and CheckpointError.
 
@@ -207,7 +207,7 @@ class Asker:
             shaping=None if constraint is None else LogitShaping(constraint=constraint),
         )
 
-    def _conversation(self, messages: list[Any]) -> IntArray:
+    def _conversation(self, messages: Sequence[object]) -> IntArray:
         """Return the tokens of messages, images among them. Raises DataError."""
         if self._images is None and holds_images(messages):
             raise DataError(

@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from jaxrl_async.api.arguments import Brought, Data, Reward, configured
+from jaxrl_async.api.arguments import Brought, ConfigLike, Data, Reward, TaskLike, configured
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.section import MAX_WHOLE
@@ -20,6 +19,7 @@ from jaxrl_async.evals.policy_eval import (
     evaluate_policy,
 )
 from jaxrl_async.model.policy import Policy
+from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.start_checks import with_records_here
 from jaxrl_async.tasks.task import Task
 
@@ -30,8 +30,8 @@ KEY_VARIABLE = "JAXRL_ASYNC_KEY"
 def evaluate(
     policy: Policy | str | Path,
     *,
-    data: Data | Mapping[str, Any] | None = None,
-    task: str | Mapping[str, Any] | Task | type | None = None,
+    data: Data | Mapping[str, object] | None = None,
+    task: str | Mapping[str, object] | Task | type | None = None,
     reward: Reward | Sequence[Reward] | None = None,
     samples: int = 1,
     temperature: float = 0.0,
@@ -46,9 +46,9 @@ def evaluate(
     model: str | None = None,
     key_variable: str = KEY_VARIABLE,
     concurrency: int = 32,
-    config: str | Path | Mapping[str, Any] | Config | None = None,
+    config: str | Path | Mapping[str, object] | Config | None = None,
     overrides: Sequence[str] = (),
-    **settings: Any,
+    **settings: object,
 ) -> PolicyEvaluation:
     """Evaluate a policy; return means with standard errors, and all answers. Blocks.
 
@@ -88,10 +88,7 @@ def evaluate(
         concurrency=concurrency,
     )
     if config is None and source.run is not None:
-        config = source.run.config
-        told = yaml.safe_load(config.read_text("utf-8"))
-        if isinstance(told, dict) and told.get("tasks"):
-            config, task = _of_one_task(load(config), data, task)
+        config, task = _of_run(source.run, data, task)
     _check_asks(source, config, data, task, settings, overrides)
     own = {
         "samples": samples,
@@ -111,19 +108,40 @@ def evaluate(
         task=task,
     )
     tree = {**_all_held_out(data), **settings, "evals": {GIVEN: own}}
-    try:
-        resolved, own_task = configured(brought, config, tree)
-        if overrides:
-            resolved = load(resolved.model_dump(), overrides, where="eval")
-    except ConfigError as error:  # an argument has its own name, not that of the setting
-        told = str(error).replace(f"evals.{GIVEN}.", "").replace("train: ", "evaluate: ", 1)
-        raise ConfigError(told) from error
+    resolved, own_task = _resolved(brought, config, tree, overrides)
     resolved = with_records_here(resolved)
     other = None if compare is None else replace(source, policy=compare, base=None, model=None)
     return evaluate_policy(source, resolved, own_task, seed=seed, compare=other)
 
 
-def _of_one_task(config: Config, data: Any, task: Any) -> tuple[Config, Any]:
+def _of_run(run: Paths, data: object, task: TaskLike) -> tuple[Path | Config, TaskLike]:
+    """Return the configuration of a run, of one of its tasks if it has several, and the task that
+    is left to find. Raises ConfigError."""
+    told = yaml.safe_load(run.config.read_text("utf-8"))
+    if isinstance(told, dict) and told.get("tasks"):
+        return _of_one_task(load(run.config), data, task)
+    return run.config, task
+
+
+def _resolved(
+    brought: Brought,
+    config: ConfigLike,
+    settings: Mapping[str, object],
+    overrides: Sequence[str],
+) -> tuple[Config, Task | None]:
+    """Return the configuration, and the task if it is an object. Raises ConfigError, in which an
+    argument has its own name, not that of the setting."""
+    try:
+        resolved, own_task = configured(brought, config, settings)
+        if overrides:
+            resolved = load(resolved.model_dump(), overrides, where="eval")
+    except ConfigError as error:
+        told = str(error).replace(f"evals.{GIVEN}.", "").replace("train: ", "evaluate: ", 1)
+        raise ConfigError(told) from error
+    return resolved, own_task
+
+
+def _of_one_task(config: Config, data: object, task: TaskLike) -> tuple[Config, TaskLike]:
     """Return the configuration of one of a run's several tasks, and the task that is left to find:
     None, or another one that was asked for. Raises ConfigError if none was."""
     names = [*config.named_tasks]
@@ -139,17 +157,17 @@ def _of_one_task(config: Config, data: Any, task: Any) -> tuple[Config, Any]:
     return config.model_copy(update={"tasks": None, "mixing": None, "evals": None}), task
 
 
-def _all_held_out(data: Any) -> dict[str, Any]:
+def _all_held_out(data: object) -> dict[str, object]:
     """Return the settings by which all records of a file are held out."""
     return {"eval_size": MAX_WHOLE} if isinstance(data, str | Path) else {}
 
 
 def _check_asks(
     source: PolicySource,
-    config: Any,
-    data: Any,
-    task: Any,
-    settings: Mapping[str, Any],
+    config: object,
+    data: object,
+    task: object,
+    settings: Mapping[str, object],
     overrides: Sequence[str],
 ) -> None:
     """Raise ConfigError if nothing says what the policy is asked, or if what names a base or a

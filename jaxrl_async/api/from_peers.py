@@ -118,7 +118,7 @@ def _weighed(functions: Any, weights: Sequence[float] | None, given: Mapping[str
     return [weighed(f, float(w)) for f, w in zip(each, weights, strict=True)]
 
 
-def weighed(function: Callable[..., Any], weight: float) -> Callable[..., Any]:
+def weighed(function: Callable[..., object], weight: float) -> Callable[..., Any]:
     """Return a reward function times a weight, under its own name and with its own arguments. None
     stays None, and so do items of a list that are None."""
 

@@ -45,7 +45,7 @@ class PlannedRun:
 
 
 def plan(
-    config: str | Path | Mapping[str, Any] | Config,
+    config: str | Path | Mapping[str, object] | Config,
     topology: str,
     *,
     overrides: Sequence[str] = (),
@@ -91,7 +91,9 @@ def plan(
     raise JaxrlError(f"plan: {told or f'the command ended with exit code {code}'}")
 
 
-def _resolved(config: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str]) -> Config:
+def _resolved(
+    config: str | Path | Mapping[str, object] | Config, overrides: Sequence[str]
+) -> Config:
     if isinstance(config, Config):
         return load(config.model_dump(), overrides, where="plan") if overrides else config
     return load(config, overrides, where="plan")

@@ -27,17 +27,17 @@ from jaxrl_async.tasks.task import Task, Tool
 
 
 def train(
-    model: str | Path | Policy | Mapping[str, Any] | None = None,
-    data: Data | Mapping[str, Any] | None = None,
+    model: str | Path | Policy | Mapping[str, object] | None = None,
+    data: Data | Mapping[str, object] | None = None,
     reward: Reward | Sequence[Reward] | None = None,
     *,
-    task: str | Mapping[str, Any] | Task | type | None = None,
+    task: str | Mapping[str, object] | Task | type | None = None,
     tools: Sequence[Tool] | None = None,
     eval_data: Data | None = None,
-    config: str | Path | Mapping[str, Any] | Config | None = None,
+    config: str | Path | Mapping[str, object] | Config | None = None,
     on_step: OnStep | None = None,
     callbacks: Sequence[Callback] = (),
-    **settings: Any,
+    **settings: object,
 ) -> Run:
     """Train a policy and return the finished run; blocks.
 
@@ -160,10 +160,10 @@ class Steps:
 
 
 def steps(
-    model: str | Path | Policy | Mapping[str, Any] | None = None,
-    data: Data | Mapping[str, Any] | None = None,
+    model: str | Path | Policy | Mapping[str, object] | None = None,
+    data: Data | Mapping[str, object] | None = None,
     reward: Reward | Sequence[Reward] | None = None,
-    **arguments: Any,
+    **arguments: object,
 ) -> Steps:
     """Return the updates of a run, to iterate over:
 

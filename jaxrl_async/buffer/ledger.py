@@ -42,7 +42,7 @@ class Ledger:
             self._file.seek(0)
             self.lines = sum(1 for _ in self._file)
 
-    def write(self, fate: str, **facts: Any) -> None:
+    def write(self, fate: str, **facts: object) -> None:
         """Write one line: the fate (admitted, trained, dropped, retired) and its details."""
         if self._keep:
             self._lines.append({"fate": fate, **facts})

@@ -34,7 +34,7 @@ from jaxrl_async.buffer.contents import (
     lengths,
 )
 from jaxrl_async.buffer.ledger import Ledger
-from jaxrl_async.buffer.select import Eligibility, Rank, select, select_again, strict, waited_for
+from jaxrl_async.buffer.select import Rank, StepSelection, strict
 from jaxrl_async.errors import Closed, ConfigError, TrainingError
 from jaxrl_async.ports.run import Clock
 from jaxrl_async.staleness import (
@@ -137,15 +137,17 @@ class ReplayBuffer:
         self._capacity = settings.capacity(self._limit)
         self._ledger, self._note, self._clock = ledger or Ledger(), note, clock
         self._tell_dropped = dropped
-        self._overtaken = set[int]()  # running groups that the trainer does not wait for
         self._changed = threading.Condition()
         self._live = 0
         self._contents = Contents(settings.reuse)
-        # for ready groups, for kept groups
-        self._judge, self._judge_again = Eligibility(), Eligibility()
+        self._selection = StepSelection(
+            self._contents,
+            groups_per_step=settings.groups_per_step,
+            lookahead=settings.lookahead,
+            rank=settings.rank,
+            task_bounds=settings.task_bounds,
+        )
         self._last_draw = LastDraw()
-        # while a draw waits, only a group with at most this number can fill its step; None: check
-        self._waits_for: int | None = None
         self._dropped: list[tuple[EpisodeGroup, Drop]] = []  # since the last draw
         self._cancelled: list[CancelledGroup] = []  # since the last draw
         self._version = 0  # that the trainer is drawing for
@@ -192,10 +194,7 @@ class ReplayBuffer:
                 return Drop.NO_SIGNAL
             self._contents.put(group)
             self._contents.tally.barren = 0
-            late = number in self._overtaken
-            self._overtaken.discard(number)
-            if self._waits_for is not None and (late or number <= self._waits_for):
-                self._waits_for = None
+            self._selection.note_ready(number)
             self._changed.notify_all()
             return None
 
@@ -207,7 +206,6 @@ class ReplayBuffer:
             assert number not in self._contents.ready, f"group {number} has been put already"
             if not self._contents.fail(number, reason):
                 return
-            self._waits_for = None
             self._note(fail=number, reason=reason.value)
             facts = {"prompt": prompt.prompt_id, **_of_task(prompt.task)}
             self._ledger.write("dropped", group=number, **facts, reason=reason.value)
@@ -222,7 +220,6 @@ class ReplayBuffer:
             assert number not in self._contents.ready, f"group {number} has been put already"
             if not self._contents.fail(number, Drop.STALE):
                 return
-            self._waits_for = None
             facts = {"oldest": group.oldest, "lengths": list(group.lengths)}
             self._note(fail=number, reason=Drop.STALE.value, **facts)
             self._cancelled.append(group)
@@ -245,8 +242,7 @@ class ReplayBuffer:
             return
         with self._changed:
             if self._contents.is_in_flight(ticket.group):
-                self._overtaken.add(ticket.group)
-                self._waits_for = None
+                self._selection.let_overtake(ticket.group)
                 self._changed.notify_all()
 
     def watch(self, aged: Callable[[int], None], stop: Callable[[int], None]) -> None:
@@ -268,7 +264,7 @@ class ReplayBuffer:
         """
         start = self._clock()
         with self._changed:
-            self._waits_for = None
+            self._selection.begin_draw()
             self._tell_age(version)
             complete = self._wait(lambda: self._complete(version), timeout_s)
             waited_s = self._clock() - start
@@ -277,7 +273,7 @@ class ReplayBuffer:
             if not complete:
                 wanted = self._settings.groups_per_step
                 raise TimeoutError(f"{wanted} groups were not ready within {timeout_s} s")
-            fresh, again = self._selected(version)
+            fresh, again = self._selection.of_step(version)
             self._last_draw = contents.before_draw(version, fresh, again)
             groups = (
                 *(self._take(n, version) for n in fresh),
@@ -311,8 +307,7 @@ class ReplayBuffer:
                 facts = {"version": draw.version, "oldest": group.oldest_version}
                 self._ledger.write("returned", group=group.ticket.group, **facts)
             self._contents.give_back(draw)
-            self._judge.forget()
-            self._judge_again.forget()
+            self._selection.forget()
             self._changed.notify_all()
 
     def pause(self) -> None:
@@ -402,53 +397,18 @@ class ReplayBuffer:
         reuse = self._settings.reuse if self._settings.waits else 1
         return may_admit(self._active(), self._capacity, reuse)
 
-    def _fresh(self, version: int) -> tuple[int, ...]:
-        """Return the numbers of the fresh groups to take."""
-        settings, contents = self._settings, self._contents
-        fresh = select(
-            self._waiting(),
-            contents.ready,
-            settings.groups_per_step,
-            settings.lookahead,
-            rank=settings.rank,
-            version=version,
-        )
-        return fresh
-
-    def _waiting(self) -> list[int]:
-        """Return the numbers of the groups that a draw takes, or waits for, ascending."""
-        pending = self._contents.pending
-        if not self._overtaken:
-            return list(pending)
-        return [number for number in pending if number not in self._overtaken]
-
-    def _selected(self, version: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the numbers of the fresh groups to take, and of the kept groups to reuse."""
-        settings, fresh = self._settings, self._fresh(version)
-        missing = settings.groups_per_step - len(fresh)
-        again = select_again(self._contents.kept, missing, rank=settings.rank, version=version)
-        return fresh, again
-
     def _complete(self, version: int) -> bool:
         """Drop groups that may not be trained on; return True if a step can be filled."""
-        contents, settings = self._contents, self._settings
-        oldest, bounds = self._oldest_age, settings.task_bounds
-        dropped = self._judge.unfit(contents.ready, version, oldest, bounds)
-        retired = self._judge_again.unfit(contents.kept, version, self._limit, bounds)
+        dropped, retired = self._selection.unfit(version, self._oldest_age, self._limit)
         for number, reason in dropped.items():
-            self._drop(contents.ready[number], reason, version)
+            self._drop(self._contents.ready[number], reason, version)
         for number in retired:
             self._retire(number, version)
-        wanted = settings.groups_per_step
-        enough = len(contents.ready) + len(contents.kept) >= wanted
-        if enough and self._waits_for is None:
-            fresh = self._fresh(version)
-            if len(fresh) + len(contents.kept) >= wanted:
-                return True
-            self._waits_for = waited_for(self._waiting(), frozenset(fresh), settings.lookahead)
+        if self._selection.fills_step(version):
+            return True
         if dropped or retired:
             self._note(look=version, dropped=list(dropped), retired=list(retired))
-        raise_if_hopeless(settings, contents.tally, self._dropped)
+        raise_if_hopeless(self._settings, self._contents.tally, self._dropped)
         return False
 
     def _tell_age(self, version: int) -> None:
@@ -487,7 +447,6 @@ class ReplayBuffer:
     def _drop(self, group: EpisodeGroup, reason: Drop, version: int) -> None:
         """Remove a finished group; its slot is freed."""
         self._contents.drop(group, reason)
-        self._waits_for = None
         self._dropped.append((group, reason))
         self._ledger.write("dropped", reason=reason.value, **_facts(group, version))
         self._forget(group.prompt.task, group.ticket.group, reason)
@@ -495,7 +454,7 @@ class ReplayBuffer:
 
     def _forget(self, task: str, number: int, reason: Drop) -> None:
         """Report a group that will not be trained on."""
-        self._overtaken.discard(number)
+        self._selection.note_gone(number)
         self._tell_dropped(task, number, reason)
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:

@@ -1,5 +1,4 @@
-"""Selection of the groups that the trainer takes next. Pure functions that never change the
-staleness bound.
+"""Selection of the groups that the trainer takes next. It never changes the staleness bound.
 
     fresh (never trained on)   within `lookahead` numbers of the oldest pending one, by rank
     kept (for reuse)           fill up the step if too few fresh ones are ready, by rank
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_async.buffer.contents import Contents
 from jaxrl_async.errors import TrainingError
 from jaxrl_async.staleness import drop_reason
 from jaxrl_async.types import Drop, EpisodeGroup
@@ -178,3 +178,103 @@ class Eligibility:
     def forget(self) -> None:
         """Check every group again at the next call."""
         self._at, self._fit = (-1, -1), set()
+
+
+class StepSelection:
+    """The selection of the groups of the next step. Not locked.
+
+    While a draw waits, a step is selected again only once a group has become ready that may fill
+    it.
+    """
+
+    def __init__(
+        self,
+        contents: Contents,
+        *,
+        groups_per_step: int,
+        lookahead: int,
+        rank: Rank,
+        task_bounds: Mapping[str, int],
+    ) -> None:
+        """contents: to select from. The others: see BufferSettings."""
+        self._contents, self._wanted = contents, groups_per_step
+        self._lookahead, self._rank, self._task_bounds = lookahead, rank, task_bounds
+        self._overtaken = set[int]()  # running groups that the trainer does not wait for
+        # while a draw waits, only a group with at most this number can fill its step; None: check
+        self._waits_for: int | None = None
+        # for ready groups, for kept groups
+        self._judge, self._judge_again = Eligibility(), Eligibility()
+
+    def begin_draw(self) -> None:
+        """Check at the next call whether a step can be filled."""
+        self._waits_for = None
+
+    def let_overtake(self, number: int) -> None:
+        """Let others overtake this running group without a limit."""
+        self._overtaken.add(number)
+        self._waits_for = None
+
+    def note_ready(self, number: int) -> None:
+        """Note that this group has become ready."""
+        late = number in self._overtaken
+        self._overtaken.discard(number)
+        if self._waits_for is not None and (late or number <= self._waits_for):
+            self._waits_for = None
+
+    def note_gone(self, number: int) -> None:
+        """Note that this group will not be trained on."""
+        self._overtaken.discard(number)
+        self._waits_for = None
+
+    def forget(self) -> None:
+        """Check every group again: some have returned to the buffer."""
+        self._judge.forget()
+        self._judge_again.forget()
+
+    def unfit(
+        self, version: int, max_staleness: int, max_staleness_again: int
+    ) -> tuple[dict[int, Drop], dict[int, Drop]]:
+        """Return the ready and the kept groups that may not be trained on at this version, with
+        the reasons, by number. They must be removed before the next call.
+
+        Args:
+            version: the version about to be updated.
+            max_staleness: of a group that is taken for the first time.
+            max_staleness_again: of a kept group.
+        """
+        contents, bounds = self._contents, self._task_bounds
+        return (
+            self._judge.unfit(contents.ready, version, max_staleness, bounds),
+            self._judge_again.unfit(contents.kept, version, max_staleness_again, bounds),
+        )
+
+    def fills_step(self, version: int) -> bool:
+        """Return whether a step can be filled."""
+        ready, kept = self._contents.ready, self._contents.kept
+        if self._waits_for is not None or len(ready) + len(kept) < self._wanted:
+            return False
+        fresh = self._fresh(version)
+        if len(fresh) + len(kept) >= self._wanted:
+            return True
+        self._waits_for = waited_for(self._waiting(), frozenset(fresh), self._lookahead)
+        return False
+
+    def of_step(self, version: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the numbers of the fresh groups to take, and of the kept groups to reuse."""
+        fresh = self._fresh(version)
+        missing = self._wanted - len(fresh)
+        return fresh, select_again(self._contents.kept, missing, rank=self._rank, version=version)
+
+    def _fresh(self, version: int) -> tuple[int, ...]:
+        """Return the numbers of the fresh groups to take."""
+        ready, rank = self._contents.ready, self._rank
+        return select(
+            self._waiting(), ready, self._wanted, self._lookahead, rank=rank, version=version
+        )
+
+    def _waiting(self) -> list[int]:
+        """Return the numbers of the groups that a draw takes, or waits for, ascending."""
+        pending = self._contents.pending
+        if not self._overtaken:
+            return list(pending)
+        return [number for number in pending if number not in self._overtaken]

@@ -184,7 +184,7 @@ class EndpointBackend:
 
     async def _streamed(
         self,
-        body: Mapping[str, Any],
+        body: Mapping[str, object],
         reply: "_StreamedReply",
         tell: OnText,
         stopped: threading.Event,
@@ -203,7 +203,9 @@ class EndpointBackend:
         reading.result()
         return False
 
-    async def _read(self, body: Mapping[str, Any], reply: "_StreamedReply", tell: OnText) -> None:
+    async def _read(
+        self, body: Mapping[str, object], reply: "_StreamedReply", tell: OnText
+    ) -> None:
         key, url = self._endpoint.key, self._endpoint.url.rstrip("/") + "/chat/completions"
         headers = {"Authorization": f"Bearer {key}"} if key else None
         timeout = httpx2.Timeout(self._endpoint.timeout_s, connect=CONNECT_S)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxrl_async.command.front_door import COMMANDS, PROGRAM
-from jaxrl_async.config.load import setting_names
+from jaxrl_async.config.field_help import setting_names
 from jaxrl_async.config.recipes import PREFIX, recipe_names
 
 CONFIGURED = ("train", "plan", "doctor")

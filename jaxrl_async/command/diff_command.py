@@ -199,11 +199,11 @@ def _divergence_line(found: Divergence | None) -> str:
     return f"first step that differs: {found.step} ({', '.join(first)}{others})"
 
 
-def _value_text(value: Any) -> str:
+def _value_text(value: object) -> str:
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
-def setting_text(value: Any) -> str:
+def setting_text(value: object) -> str:
     """Return a setting's value as YAML on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
     return text.removesuffix("...\n").strip()
@@ -278,7 +278,7 @@ def _estimate_json(one: Estimate) -> dict[str, Any]:
     return {"mean": one.mean, "stderr": one.stderr, "interval_95": interval}
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> Any:
     """Return a value that JSON has; others as text."""
     is_strange = isinstance(value, float) and (value != value or abs(value) == float("inf"))
     return str(value) if is_strange else value

@@ -87,7 +87,7 @@ def _written(args: argparse.Namespace) -> str:
     return f"{args.out}: a Hugging Face directory of {policy!r}, in {saved.dtype_of(args.out)}"
 
 
-def _write_card(args: argparse.Namespace, paths: Any) -> None:
+def _write_card(args: argparse.Namespace, paths: object) -> None:
     """Write README.md, the card of a run's policy, unless another one exists."""
     if _is_run(args.source):
         cards = importlib.import_module("jaxrl_async.run.model_card")

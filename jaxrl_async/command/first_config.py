@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from jaxrl_async.config.draft import read_draft
-from jaxrl_async.config.load import help_of_fields
+from jaxrl_async.config.field_help import help_of_fields
 from jaxrl_async.config.recipes import recipe_file
 from jaxrl_async.config.schema import Config, name_of
 from jaxrl_async.config.section import Section
@@ -88,7 +88,7 @@ class FirstChoices:
 
 
 def columns_of(
-    record: Mapping[str, Any], where: str, prompt: str | None, answer: str | None
+    record: Mapping[str, object], where: str, prompt: str | None, answer: str | None
 ) -> RecordColumns:
     """Return which columns hold question and answer, by their usual names. Raises ConfigError.
 
@@ -256,7 +256,7 @@ def mesh_settings(choices: FirstChoices) -> dict[str, Any]:
 # ---- YAML
 
 
-def commented_yaml(tree: Mapping[str, Any], head: str) -> str:
+def commented_yaml(tree: Mapping[str, object], head: str) -> str:
     """Return settings as YAML, each with the first sentence of its help.
 
     Args:
@@ -272,7 +272,7 @@ def commented_yaml(tree: Mapping[str, Any], head: str) -> str:
 
 def _setting_lines(
     key: str,
-    value: Any,
+    value: object,
     section: type[Section],
     path: tuple[str, ...],
     about: Mapping[str, str],
@@ -302,7 +302,7 @@ def _with_comment(line: str, comment: str, indent: str) -> Iterator[str]:
         yield line
 
 
-def one_line(value: Any) -> str:
+def one_line(value: object) -> str:
     """Return a value as YAML on one line."""
     text = yaml.safe_dump(
         value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False

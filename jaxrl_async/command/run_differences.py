@@ -70,9 +70,9 @@ def setting_differences(a: RunRecords, b: RunRecords) -> dict[str, tuple[Any, An
 
 
 def _different(
-    a: Mapping[str, Any],
-    b: Mapping[str, Any],
-    usual: Mapping[str, Any] | None,
+    a: Mapping[str, object],
+    b: Mapping[str, object],
+    usual: Mapping[str, object] | None,
     section: type[Section],
     prefix: str,
 ) -> list[tuple[str, tuple[Any, Any, Any]]]:
@@ -106,14 +106,14 @@ def _usual(section: type[Section]) -> dict[str, Any]:
     }
 
 
-def as_plain(value: Any) -> Any:
+def as_plain(value: object) -> Any:
     """Return settings as JSON has them: a tuple is a list, as in a file."""
     if isinstance(value, Section):
         value = value.model_dump()
     return json.loads(json.dumps(value, default=str))
 
 
-def _own(value: Any, section: type[Section]) -> Any:
+def _own(value: object, section: type[Section]) -> Any:
     """Return a section's settings that are not its defaults; null and other values as they are."""
     if not isinstance(value, Mapping):
         return value

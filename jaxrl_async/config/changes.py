@@ -22,7 +22,7 @@ class Change(NamedTuple):
     now: Any
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+def changes(before: Mapping[str, object], now: Mapping[str, object]) -> Iterator[Change]:
     """Yield the differences between two tables of settings by dotted names, as YAML or JSON gives
     them.
 
@@ -43,7 +43,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Chang
             yield Change(name, was, now.get(name))
 
 
-def _renewed(table: Mapping[str, Any]) -> dict[str, Any]:
+def _renewed(table: Mapping[str, object]) -> dict[str, Any]:
     """Return the current form of settings by dotted names."""
     tree: dict[str, Any] = {}
     for dotted, value in table.items():

@@ -80,7 +80,7 @@ def now_of(name: str) -> str | None:
     return NAMES.get(name) or REPLACED.get(name)
 
 
-def renew_names(tree: dict[str, Any]) -> list[Replaced]:
+def renew_names(tree: dict[str, object]) -> list[Replaced]:
     """Replace former names and values of settings in nested sections; return those replaced. If
     the current name is given as well, its value is used. Settings of several places are renewed in
     each place before they are merged, so that the later place counts."""
@@ -103,7 +103,7 @@ def renew_names(tree: dict[str, Any]) -> list[Replaced]:
     return [*replaced, *_choose_source(tree), *_choose_endpoint(tree), *_move_margin(tree)]
 
 
-def _choose_source(tree: dict[str, Any]) -> list[Replaced]:
+def _choose_source(tree: dict[str, object]) -> list[Replaced]:
     """Make null the source of prompts that data.source does not name."""
     data = _inner(tree, ["data"])
     source = data.get("source")
@@ -124,7 +124,7 @@ def _choose_source(tree: dict[str, Any]) -> list[Replaced]:
     return [Replaced("data.source", f"data.{source}", told)]
 
 
-def _choose_endpoint(tree: dict[str, Any]) -> list[Replaced]:
+def _choose_endpoint(tree: dict[str, object]) -> list[Replaced]:
     """Make the endpoint null where endpoint.enabled turned it off, unless its settings were read
     nevertheless: for a task's program or external agents."""
     endpoint = _inner(tree, ["endpoint"])
@@ -139,7 +139,7 @@ def _choose_endpoint(tree: dict[str, Any]) -> list[Replaced]:
     return [Replaced("endpoint.enabled", "endpoint", told)]
 
 
-def _move_margin(tree: dict[str, Any]) -> list[Replaced]:
+def _move_margin(tree: dict[str, object]) -> list[Replaced]:
     """Move the margin of a reward model to the section of its own."""
     settings = _inner(tree, ["preference"])
     if "margin" not in settings:
@@ -147,7 +147,7 @@ def _move_margin(tree: dict[str, Any]) -> list[Replaced]:
     return [_moved_to_reward_model(tree, "margin", settings.pop("margin"))]
 
 
-def _move_size(tree: dict[str, Any]) -> list[Replaced]:
+def _move_size(tree: dict[str, object]) -> list[Replaced]:
     """Move the batch size of run.job=reward_model to the section of its own."""
     settings, own = _inner(tree, ["preference"]), tree.get("reward_model") or {}
     of_job = _inner(tree, ["run"]).get("job") == "reward_model"
@@ -158,7 +158,7 @@ def _move_size(tree: dict[str, Any]) -> list[Replaced]:
     return [_moved_to_reward_model(tree, "batch_size", settings.pop("batch_size"))]
 
 
-def _moved_to_reward_model(tree: dict[str, Any], name: str, value: object) -> Replaced:
+def _moved_to_reward_model(tree: dict[str, object], name: str, value: object) -> Replaced:
     """Write a former setting of preference into reward_model, unless that has it."""
     given = tree.get("reward_model")
     own = given if isinstance(given, dict) else {}
@@ -170,7 +170,7 @@ def _moved_to_reward_model(tree: dict[str, Any], name: str, value: object) -> Re
     return Replaced(was, now, told)
 
 
-def turn_off(tree: dict[str, Any]) -> list[Replaced]:
+def turn_off(tree: dict[str, object]) -> list[Replaced]:
     """Make null the nested sections that were turned off in a former way, and move what depends on
     the job; return these. This comes last, since a later place may turn a section on and keep the
     other settings."""
@@ -194,7 +194,7 @@ def _written(value: object) -> str:
     return value if isinstance(value, str) else shown(value)
 
 
-def _inner(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
+def _inner(tree: dict[str, object], path: Sequence[str]) -> dict[str, Any]:
     """Return the settings of a section in nested ones; empty if the section is missing."""
     for name in path:
         inner = tree.get(name)

@@ -1,5 +1,5 @@
-"""Rules about training: terms of the loss that fit together, and settings with which nothing, or
-only noise, would be trained.
+"""Rules about training: terms of the loss that fit together, settings with which nothing, or only
+noise, would be trained, adapters, and pairs.
 
 Needs no JAX.
 """
@@ -371,3 +371,137 @@ def servers_give_what_the_loss_compares(config: Config) -> Iterator[str]:
                 f"faults.scorer_timeout_s ({config.faults.scorer_timeout_s:g}), which ends a "
                 "group's scoring as a whole. Raise that, or lower max_wait_s."
             )
+
+
+# --- adapters, and the balance of experts --------------------------------------------------------
+
+
+@rule(job="rl")
+def an_adapter_reaches_our_samplers(config: Config) -> Iterator[str]:
+    """Require samplers that can load an adapter: only the adapter is sent to them."""
+    if config.model.lora is not None and config.sampler.engine != "native":
+        yield (
+            f"model.lora (rank {config.model.lora.rank}) sends only an adapter, which "
+            f"sampler.engine={config.sampler.engine} cannot load. Set model.lora=null, or "
+            "sampler.engine=native."
+        )
+
+
+@rule()
+def the_base_of_an_adapter_stays_as_it_was_loaded(config: Config) -> Iterator[str]:
+    """Refuse a warm start of a loaded model: it trains all weights, and an adapter is used because
+    training them does not fit in memory."""
+    trained = config.warm_start.steps > 0 and config.run.job != "sft"
+    if config.model.lora is not None and config.model.path is not None and trained:
+        yield (
+            f"warm_start.steps ({config.warm_start.steps}) would train all weights of model.path, "
+            f"but model.lora (rank {config.model.lora.rank}) only an adapter. Train the records "
+            "by run.job=sft with the adapter first and set its policy as model.path, or set "
+            "warm_start.steps=0."
+        )
+
+
+@rule(job="rl")
+def trainer_and_samplers_share_a_quantised_base(config: Config) -> Iterator[str]:
+    """Refuse different quantisations of the base in samplers and trainer."""
+    lora, dtype = config.model.lora, config.weights.eight_bits
+    if lora is not None and lora.base != "full" and dtype:
+        yield (
+            f"weights.dtype={dtype} quantises only the samplers' weights, and "
+            f"model.lora.base={lora.base} the weights of trainer and samplers. Leave weights.dtype "
+            "out, or set model.lora.base=full."
+        )
+
+
+@rule()
+def a_correction_is_not_rounded_away(config: Config) -> Iterator[str]:
+    """Refuse bias updates that bfloat16 rounds away."""
+    rate, rounding = config.model.balance.bias_rate, config.trainer.rounding
+    if rate and config.model.param_dtype == "bfloat16" and rounding == "nearest":
+        yield (
+            f"model.balance.bias_rate ({rate:g}) is below the resolution of bfloat16, and "
+            "trainer.rounding=nearest loses it. Set rounding=masters or stochastic, or "
+            "model.param_dtype=float32."
+        )
+
+
+# --- pairs of the policy's own answers -----------------------------------------------------------
+
+
+@rule(job="rl")
+def pairs_have_two_answers(config: Config) -> Iterator[str]:
+    """Require at least two answers in each group for pairs."""
+    a = config.algorithm
+    if config.pairs is None:
+        return
+    if a.group_size < 2:
+        yield (
+            "pairs.loss compares answers to one prompt, and algorithm.group_size=1 samples one. "
+            "Raise it to at least 2."
+        )
+    elif a.min_members == 1:
+        yield (
+            "pairs.loss compares answers to one prompt, and algorithm.min_members=1 accepts a "
+            "group with one answer. Set min_members to at least 2."
+        )
+
+
+@rule(job="rl")
+def pairs_are_learnt_in_one_update(config: Config) -> Iterator[str]:
+    """Require one update per step: each update needs the log-probs of its weights beforehand."""
+    a = config.algorithm
+    if config.pairs is not None and a.epochs * a.minibatches > 1:
+        yield (
+            f"pairs.loss trains on a step's pairs in one update, and algorithm.epochs ({a.epochs}) "
+            f"times minibatches ({a.minibatches}) is {a.epochs * a.minibatches}: later updates "
+            "would use the answers' log-probs from before the first. Set both to 1; for more "
+            "updates lower algorithm.groups_per_step and raise run.steps, or use buffer.reuse."
+        )
+
+
+@rule(job="rl")
+def pairs_hold_the_reference_in_their_loss(config: Config) -> Iterator[str]:
+    """Refuse a KL that would change which answer is better, or that needs whole distributions of a
+    reference whose log-probs are computed per token."""
+    a = config.algorithm
+    if config.pairs is None or not a.kl_coefficient:
+        return
+    if a.kl_in == "reward":
+        yield (
+            "algorithm.kl_in=reward subtracts a KL from the rewards of tokens, and pairs.loss "
+            "uses only which answer is better. Set kl_in=loss, or leave algorithm.kl_coefficient "
+            "out: the beta of pairs.loss limits the distance from the reference."
+        )
+    if name_of(a.kl) in facts.WHOLE_VOCABULARY:
+        yield (
+            f"algorithm.kl={name_of(a.kl)} compares whole distributions, and with pairs.loss only "
+            "the reference's log-probs of tokens are computed. Set algorithm.kl=k3, or leave "
+            "algorithm.kl_coefficient out."
+        )
+
+
+@rule(job="rl")
+def pairs_have_no_teacher_in_their_advantages(config: Config) -> Iterator[str]:
+    """Refuse a teacher in the advantages, and one that leaves pairs without weight."""
+    teacher = config.teacher
+    if config.pairs is None or teacher is None:
+        return
+    if teacher.form == "advantage":
+        yield (
+            "teacher.form=advantage adds to advantages, and pairs.loss has none. Set "
+            "teacher.form=loss, or teacher=null."
+        )
+    elif not teacher.rewards:
+        yield "teacher.rewards=0 gives pairs.loss no weight. Raise it, or set pairs=null."
+
+
+@rule(job="rl")
+def pairs_are_of_whole_answers(config: Config) -> Iterator[str]:
+    """Refuse continuations from pivots: they would be paired with answers from the prompt."""
+    pivots = config.algorithm.pivots
+    if config.pairs is not None and pivots is not None:
+        yield (
+            "pairs.loss compares whole answers, and algorithm.pivots.continuations "
+            f"({pivots.continuations}) adds ends of answers to their group. Set "
+            "algorithm.pivots=null, or pairs=null."
+        )

@@ -9,13 +9,12 @@ values. Needs no JAX.
 import importlib
 import logging
 import re
-import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -44,8 +43,22 @@ from jaxrl_async.config.former import (
 )
 from jaxrl_async.config.recipes import PREFIX, recipe_file, with_own_paths
 from jaxrl_async.config.rules import RULES
-from jaxrl_async.config.schema import RUN_NAME, Choice, Choices, Config
+from jaxrl_async.config.schema import RUN_NAME, Config
 from jaxrl_async.config.section import MAX_WHOLE, Section
+from jaxrl_async.config.setting_fields import (
+    all_paths,
+    allowed_text,
+    alternatives,
+    field_at,
+    is_below_choice,
+    is_choice,
+    is_in_named,
+    is_section,
+    is_text,
+    known_prefix,
+    may_be_null,
+    named_section,
+)
 from jaxrl_async.config.several import differences, is_optional, merged, section_of
 from jaxrl_async.config.unused import (
     sections_of_defaults,
@@ -69,7 +82,7 @@ that are started by hand."""
 
 
 def load(
-    source: str | Path | Mapping[str, Any],
+    source: str | Path | Mapping[str, object],
     overrides: Sequence[str] = (),
     *,
     where: str = "settings",
@@ -90,7 +103,7 @@ def load(
 
 
 def load_with_aside(
-    source: str | Path | Mapping[str, Any],
+    source: str | Path | Mapping[str, object],
     overrides: Sequence[str],
     aside: dict[KeyPath, Tree],
     *,
@@ -284,7 +297,7 @@ def _of_one(shared: Draft, name: str, own: object) -> Draft:
     )
 
 
-def _plain_copy(tree: Mapping[str, Any]) -> Tree:
+def _plain_copy(tree: Mapping[str, object]) -> Tree:
     """Return mappings of any kind as new dicts."""
     return {
         key: _plain_copy(value) if isinstance(value, Mapping) else value
@@ -317,7 +330,7 @@ def dump(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True, width=100)
 
 
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flattened(tree: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
     """Flatten nested mappings into one with dotted keys; an empty mapping is a value."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
@@ -326,79 +339,6 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-@dataclass(frozen=True, slots=True)
-class FieldHelp:
-    """Help of a setting, or of a section, whose default is None."""
-
-    path: str  # "algorithm.learning_rate"
-    about: str
-    default: str | None = None  # as YAML
-    allowed: str = ""  # type and range in words: "a whole number >= 1 or null"
-    is_null: bool = False  # whether it is a section that is null by default
-
-
-OF_THE_TOP = frozenset(filter(None, map(section_of, Config.model_fields.values())))
-"""The sections of a configuration."""
-
-
-def help_of_fields(section: type[Section] = Config, path: KeyPath = ()) -> Iterator[FieldHelp]:
-    """Yield every section and setting, a section before its settings."""
-    for name, target in section.model_fields.items():
-        here = ".".join((*path, name))
-        inner = section_of(target)
-        about = target.description or ("" if inner is None else inner.__doc__) or ""
-        about = " ".join(about.split())
-        named = _named_section(target)
-        if inner is None:
-            yield FieldHelp(here, about, _default(target), _allowed(target))
-            if named is not None:
-                yield FieldHelp(f"{here}.NAME", " ".join((named.__doc__ or "").split()))
-                yield from help_of_fields(named, (*path, name, "NAME"))
-        else:
-            is_null = target.get_default(call_default_factory=True) is None
-            yield FieldHelp(here, about, is_null=is_null)
-            if not path or inner not in OF_THE_TOP:  # `about` says which section it repeats
-                yield from help_of_fields(inner, (*path, name))
-
-
-def help_text(prefix: str = "") -> str:
-    """List every field: key path, default, type and range, help text.
-
-    prefix: only this section or setting; "": all. Raises ConfigError.
-    """
-    now = now_of(prefix)
-    if now is not None and prefix not in NAMES:
-        raise ConfigError(f"{prefix} is now written {now}.")
-    lines = [] if now is None else [f"{prefix} is now called {now}:"]
-    prefix = now or prefix
-    path = tuple(prefix.split(".")) if prefix else ()
-    target = _find(path) if path else None
-    if path and target is None:
-        raise ConfigError(_unknown(path))
-    outer = _find(path[:-1])
-    around = Config if outer is None else section_of(outer)
-    if around is not None:
-        found = list(help_of_fields(around, path[:-1]))
-    else:  # a section by a name of the user's
-        assert target is not None
-        named = section_of(target)
-        assert named is not None
-        found = list(help_of_fields(named, path))
-    found = [one for one in found if not path or f"{one.path}.".startswith(f"{prefix}.")]
-    for one in found:
-        if one.default is None:
-            null = " = null" if one.is_null else ""
-            lines += ["", f"{one.path}{null}{':  ' + one.about if one.about else ''}"]
-        else:
-            lines += [f"  {one.path} = {one.default}    ({one.allowed})", f"      {one.about}"]
-    return "\n".join(lines)
-
-
-def setting_names() -> list[str]:
-    """Return the key path of every setting, such as algorithm.learning_rate."""
-    return [".".join(path) for path, is_section in _all_paths(Config, ()) if not is_section]
 
 
 # --- overrides ---------------------------------------------------------------------------------
@@ -414,13 +354,13 @@ def _apply(draft: Draft, text: str) -> None:
             f"{COMMAND_LINE}: {shown(text)} is not an override. Write section.key=value."
         )
         return
-    target = _find(tuple(NAMES.get(name, name).split(".")))
-    if target is None and not _below_choice(path) and now_of(name) is None:
+    target = field_at(tuple(NAMES.get(name, name).split(".")))
+    if target is None and not is_below_choice(path) and now_of(name) is None:
         draft.overridden.add(path)
-        if _is_in_named(path):
-            draft.complain(path, _unknown_in(path, _find(path[:-1])))
+        if is_in_named(path):
+            draft.complain(path, _unknown_in(path, field_at(path[:-1])))
         else:
-            draft.complain(path, _unknown(path, _value_of_unknown(raw), draft.tree))
+            draft.complain(path, unknown_setting(path, _value_of_unknown(raw), draft.tree))
         return
     try:
         value = _override_value(raw.strip(), target, name)
@@ -430,7 +370,7 @@ def _apply(draft: Draft, text: str) -> None:
     tree = value
     for key in reversed(path):
         tree = {key: tree}
-    if not (_is_section(target) or now_of(name) or name in VALUES):
+    if not (is_section(target) or now_of(name) or name in VALUES):
         _bring_back(draft, tree)
         _store(draft, path, value)
         return
@@ -449,10 +389,10 @@ def _store_section(draft: Draft, settings: Tree, path: KeyPath, given: KeyPath) 
         _store(draft, path, {}, replaces=False)
     for key, value in settings.items():
         here = (*path, str(key))
-        found = _find(here)
-        named = isinstance(found, FieldInfo) and _named_section(found) is not None
-        is_section = (_is_section(found) or named) and isinstance(value, dict)
-        if is_section and (len(here) <= len(given) or not value):
+        found = field_at(here)
+        named = isinstance(found, FieldInfo) and named_section(found) is not None
+        has_settings = (is_section(found) or named) and isinstance(value, dict)
+        if has_settings and (len(here) <= len(given) or not value):
             _store_section(draft, value, here, given)
         else:
             _store(draft, here, value)
@@ -467,17 +407,19 @@ def _store(draft: Draft, path: KeyPath, value: object, *, replaces: bool = True)
     tree: Any = draft.tree
     for depth, key in enumerate(path[:-1]):
         inner = tree.get(key)
-        if isinstance(inner, list) and _is_choice(_find(path[: depth + 1])):
+        if isinstance(inner, list) and is_choice(field_at(path[: depth + 1])):
             inner = {}  # a list of choices is replaced by the choice with the argument
-        if inner is None or (isinstance(inner, str) and not _is_section(_find(path[: depth + 1]))):
+        if inner is None or (
+            isinstance(inner, str) and not is_section(field_at(path[: depth + 1]))
+        ):
             inner = (
                 {inner: {}} if inner == path[depth + 1] else {}
             )  # `loss: ppo_clip` takes an argument
         if isinstance(inner, str):
-            inner = _settings_of_word(inner, _find(path[: depth + 1]))
+            inner = _settings_of_word(inner, field_at(path[: depth + 1]))
         if not isinstance(inner, dict):
             return  # the section itself is wrong, and is reported
-        if _is_choice(_find(path[: depth + 1])) and path[depth + 1] not in inner:
+        if is_choice(field_at(path[: depth + 1])) and path[depth + 1] not in inner:
             inner = {}  # another function is chosen
         tree[key] = inner
         tree = inner
@@ -501,19 +443,19 @@ def _override_value(raw: str, target: Any, name: str) -> Any:
     YAML."""
     if isinstance(target, FieldInfo):
         is_null = raw in ("null", "~")
-        if is_null and (_is_optional(target.annotation) or turns_off(name, None)):
+        if is_null and (may_be_null(target.annotation) or turns_off(name, None)):
             return None
-        if _is_text(target.annotation) and raw[:1] not in ("'", '"'):
+        if is_text(target.annotation) and raw[:1] not in ("'", '"'):
             return raw
     value = parse_yaml(raw, f"{shown(raw)} on the command line")
-    return raw if _is_choice(target) and not isinstance(value, dict | list) else value
+    return raw if is_choice(target) and not isinstance(value, dict | list) else value
 
 
 # --- checking ----------------------------------------------------------------------------------
 
 
 def _keep_known(
-    draft: Draft, tree: Mapping[Any, Any], section: type[Section], path: KeyPath
+    draft: Draft, tree: Mapping[Any, object], section: type[Section], path: KeyPath
 ) -> Tree:
     """Return the part of `tree` that the schema knows, and add the rest to the problems."""
     known: Tree = {}
@@ -523,7 +465,7 @@ def _keep_known(
         here = (*path, str(key))
         target = section.model_fields.get(key) if isinstance(key, str) else None
         if target is None:
-            draft.complain(here, _unknown(here, value, draft.tree))
+            draft.complain(here, unknown_setting(here, value, draft.tree))
             continue
         inner = section_of(target)
         if inner is not None and isinstance(value, dict):
@@ -542,12 +484,12 @@ def _wrong_at_sight(value: object, target: FieldInfo) -> bool:
 
     Examples: true for 1, bytes or NUL for text, and huge integers.
     """
-    alternatives = _alternatives(target.annotation)
-    if isinstance(value, bool) or bool in alternatives:
-        return not (type(value) in alternatives or (value is None and type(None) in alternatives))
+    kinds = alternatives(target.annotation)
+    if isinstance(value, bool) or bool in kinds:
+        return not (type(value) in kinds or (value is None and type(None) in kinds))
     if isinstance(value, int):
         return abs(value) >= MAX_INTEGER
-    if _is_choice(target) and isinstance(value, dict):
+    if is_choice(target) and isinstance(value, dict):
         return len(value) != 1
     return isinstance(value, bytes) or (isinstance(value, str) and not _is_encodable(value))
 
@@ -564,9 +506,9 @@ def _translate(draft: Draft, error: ValidationError) -> Iterator[str]:
     """Translate pydantic's errors into plain sentences, one per key."""
     for one in error.errors(include_url=False):
         whole = tuple(str(part) for part in one["loc"])
-        path = _known_prefix(whole)
-        target = _find(path)
-        if isinstance(target, FieldInfo) and _named_section(target) and len(whole) > len(path):
+        path = known_prefix(whole)
+        target = field_at(path)
+        if isinstance(target, FieldInfo) and named_section(target) and len(whole) > len(path):
             yield f"{draft.where(whole)}: {'.'.join(whole)}: {one['msg']}. Correct it."
         elif one["type"] == "model_type":
             yield f"{draft.where(path)}: {_no_section(path, one['input'])}"
@@ -603,20 +545,20 @@ def _unknown_in(path: KeyPath, target: FieldInfo | None) -> str:
 def _missing(path: KeyPath, target: FieldInfo) -> str:
     section = ".".join(path[:-1])
     return (
-        f"{section} is given without {path[-1]}. Set {'.'.join(path)} ({_allowed(target)}), or "
+        f"{section} is given without {path[-1]}. Set {'.'.join(path)} ({allowed_text(target)}), or "
         f"{section}=null."
     )
 
 
 def _not_allowed(path: KeyPath, value: object, target: FieldInfo) -> str:
-    allowed = _allowed(target)
+    allowed = allowed_text(target)
     if isinstance(value, int) and value > MAX_WHOLE and "<=" not in allowed:
         allowed += f" and at most {MAX_WHOLE}"
     return f"{'.'.join(path)} = {shown(value)} is not allowed; it must be {allowed}."
 
 
-def _unknown(
-    path: KeyPath, value: object = NOT_GIVEN, given: Mapping[str, Any] | None = None
+def unknown_setting(
+    path: KeyPath, value: object = NOT_GIVEN, given: Mapping[str, object] | None = None
 ) -> str:
     """Return what is wrong with a setting that does not exist, and what may be meant.
 
@@ -630,7 +572,7 @@ def _unknown(
     dotted = ".".join(path)
     if hint := hints.peer_hint(dotted, value, given, whole_name=True):
         return f"{dotted} is not a setting; {hint}."
-    path = path[: len(_known_prefix(path)) + 1]
+    path = path[: len(known_prefix(path)) + 1]
     near = _nearest(path) if _has_namesake(path) else []
     if not near and (hint := hints.peer_hint(dotted, value, given)):
         return f"{dotted} is not a setting; {hint}."
@@ -648,13 +590,13 @@ def _value_of_unknown(raw: str) -> Any:
 
 def _has_namesake(path: KeyPath) -> bool:
     """Return whether another section has a setting of this name."""
-    return any(known[-1] == path[-1] for known, _ in _all_paths(Config, ()))
+    return any(known[-1] == path[-1] for known, _ in all_paths(Config, ()))
 
 
 def _nearest(path: KeyPath) -> list[str]:
     """Find similar key paths: in another section, misspelt in the same section, or just similar."""
     parent, name, dotted = path[:-1], path[-1], ".".join(path)
-    known = dict(_all_paths(Config, ()))
+    known = dict(all_paths(Config, ()))
     siblings = [c for c in known if c[:-1] == parent]
     namesakes = sorted(c for c in known if c[-1] == name)
     if namesakes:
@@ -672,141 +614,3 @@ def _most_alike(word: str, candidates: Mapping[str, KeyPath], least: float) -> K
     """Return the candidate most similar to the word; None if difflib's ratio is below `least`."""
     near = get_close_matches(word[:100], candidates, n=1, cutoff=least)
     return candidates[near[0]] if near else None
-
-
-# --- reading the schema --------------------------------------------------------------------------
-
-
-def _all_paths(section: type[Section], path: KeyPath) -> Iterator[tuple[KeyPath, bool]]:
-    """Yield every key path and whether it is a section."""
-    for name, target in section.model_fields.items():
-        yield (*path, name), _is_section(target)
-        inner = section_of(target)
-        if inner is not None:
-            yield from _all_paths(inner, (*path, name))
-
-
-def _find(path: KeyPath) -> FieldInfo | None:
-    """Return the field at a key path, or None."""
-    section: type[Section] | None = Config
-    target, named = None, None
-    for key in path:
-        if named is not None:  # the key is a name that the user chose
-            target = FieldInfo(annotation=named)
-        elif section is None:
-            return None
-        else:
-            target = section.model_fields.get(key)
-        section = section_of(target) if target is not None else None
-        named = _named_section(target) if target is not None else None
-    return target
-
-
-def _known_prefix(path: KeyPath) -> KeyPath:
-    while path and _find(path) is None:
-        path = path[:-1]
-    return path
-
-
-def _is_section_type(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Section)
-
-
-def _named_section(target: FieldInfo) -> type[Section] | None:
-    """Return the section that a field holds by names that the user chooses; None: it holds none."""
-    for kind in _alternatives(target.annotation):
-        if get_origin(kind) is dict and _is_section_type(get_args(kind)[1]):
-            named: type[Section] = get_args(kind)[1]
-            return named
-    return None
-
-
-def _is_in_named(path: KeyPath) -> bool:
-    """Return whether a key path leads into a section that has a name of the user's."""
-    outer = (_find(path[:length]) for length in range(1, len(path) - 1))
-    return any(target is not None and _named_section(target) is not None for target in outer)
-
-
-def _is_section(target: FieldInfo | None) -> bool:
-    return target is not None and section_of(target) is not None
-
-
-def _is_choice(target: FieldInfo | None) -> bool:
-    choices = (Choice, Choice | None, Choices, Choices | None)
-    return target is not None and target.annotation in choices
-
-
-def _below_choice(path: KeyPath) -> bool:
-    prefix = _known_prefix(path)
-    return bool(prefix) and len(path) - len(prefix) <= 2 and _is_choice(_find(prefix))
-
-
-def _alternatives(kind: object) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-
-
-def _is_optional(kind: object) -> bool:
-    return type(None) in _alternatives(kind)
-
-
-def _is_text(kind: object) -> bool:
-    rest = [k for k in _alternatives(kind) if k is not type(None)]
-    return len(rest) == 1 and (rest[0] is str or get_origin(rest[0]) is Literal)
-
-
-def _allowed(target: FieldInfo) -> str:
-    """Describe type, range and choices in words: "a whole number >= 1 or null"."""
-    if _is_choice(target):
-        one = (Choice, Choice | None)
-        listed = ", or a list of these" * (target.annotation not in one)
-        null = ", or null" * _is_optional(target.annotation)
-        return "a name or {name: {argument: value}}" + listed + null
-    return _kind(target.annotation, target.metadata)
-
-
-def _kind(kind: Any, limits: Sequence[Any]) -> str:
-    if get_origin(kind) is Annotated:
-        inner, *notes = get_args(kind)
-        return _kind(
-            inner, [m for n in notes for m in (n.metadata if isinstance(n, FieldInfo) else [n])]
-        )
-    if len(_alternatives(kind)) > 1:
-        return " or ".join(
-            _kind(k, limits if k is not type(None) else ()) for k in _alternatives(kind)
-        )
-    if kind is type(None):
-        return "null"
-    if get_origin(kind) is tuple:
-        item = get_args(kind)[0]
-        each = "a name or {name: {argument: value}}" if item == Choice else _kind(item, ())
-        return f"a list, each {each}"
-    if get_origin(kind) is dict:
-        is_named = _is_section_type(get_args(kind)[1])
-        if get_origin(get_args(kind)[1]) is dict:
-            return "{name: settings by section, or a file of them}"
-        return "{name: {setting: value}}" if is_named else "{name: value}, both text"
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(str(choice) for choice in get_args(kind))
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return " ".join([words.get(kind, str(kind)), *_range(limits)])
-
-
-def _range(limits: Sequence[Any]) -> list[str]:
-    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    found = [
-        f"{sign} {getattr(limit, name)}"
-        for limit in limits
-        for name, sign in signs.items()
-        if getattr(limit, name, None) not in (None, MAX_WHOLE)  # which is not mentioned
-    ]
-    patterns = [f"like {limit.pattern}" for limit in limits if getattr(limit, "pattern", None)]
-    return [" and ".join(found)] * bool(found) + patterns
-
-
-def _default(target: FieldInfo) -> str:
-    if target.is_required():
-        return "required"
-    value = target.get_default(call_default_factory=True)
-    style = '"' if isinstance(value, str) and "\n" in value else None  # on one line
-    text = yaml.safe_dump(value, default_flow_style=True, default_style=style)
-    return text.removesuffix("...\n").strip()

@@ -42,7 +42,7 @@ def recipe_summary(name: str) -> str:
     return " ".join(below) if below else re.split(r" {2,}", first)[-1]
 
 
-def with_own_paths(tree: Mapping[str, Any]) -> dict[str, Any]:
+def with_own_paths(tree: Mapping[str, object]) -> dict[str, Any]:
     """Return a recipe's sections with its paths of the form configs/... replaced by paths on this
     machine; also in the name of a choice with arguments."""
     return {_own_path(key): _own_path(value) for key, value in tree.items()}

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from jaxrl_async.config.load import FieldHelp, help_of_fields
+from jaxrl_async.config.field_help import FieldHelp, help_of_fields
 
 _HEAD = """# Settings
 

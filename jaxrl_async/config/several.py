@@ -38,7 +38,7 @@ def _inner(section: type[Section], key: object) -> type[Section] | None:
 
 
 def merged(
-    shared: Mapping[Any, Any], own: Mapping[Any, Any], section: type[Section] = Config
+    shared: Mapping[Any, object], own: Mapping[Any, object], section: type[Section] = Config
 ) -> Settings:
     """Return the settings of a section, with `own` in place of the shared ones."""
     tree = dict(shared)

@@ -235,14 +235,6 @@ def _of_other_jobs(config: Config) -> Iterator[Use]:
     )
 
 
-def _reads_jsonl(config: Config) -> bool:
-    return config.data.records_path is not None
-
-
-def _mixes(config: Config) -> bool:
-    return config.algorithm.mixes
-
-
 def _pairs(config: Config) -> bool:
     return config.pairs is not None
 
@@ -308,7 +300,7 @@ OF_EVERY_JOB = (
     Use(
         ("data.system_prompt", "data.chat_format", "data.chat_arguments", "data.keep_thinking"),
         lambda c: (
-            any(map(_reads_jsonl, c.by_task.values()))
+            any(own.data.records_path is not None for own in c.by_task.values())
             or c.warm_start.path is not None
             or c.has_task
         ),
@@ -316,7 +308,7 @@ OF_EVERY_JOB = (
     ),
     Use(
         ("warm_start.path",),
-        lambda c: bool(c.warm_start.steps) or _mixes(c),
+        lambda c: bool(c.warm_start.steps) or c.algorithm.mixes,
         "warm_start.steps above 0",
         ("warm_start.steps",),
     ),

@@ -142,7 +142,7 @@ def _listed(address: str, setting: str, kind: str) -> tuple[dict[str, str], Any,
     return files, system, root
 
 
-def _sign(info: Mapping[str, Any]) -> str:
+def _sign(info: Mapping[str, object]) -> str:
     """Return a signature of a file's content: size, times and checksums, if available. It excludes
     the redirect target of an address, which may differ each time."""
     return str({name: value for name, value in info.items() if name != "url"})

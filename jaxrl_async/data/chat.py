@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from jaxrl_async.config.schema import DataSection
 from jaxrl_async.data.tokenizer import Tokenizer
@@ -49,7 +49,10 @@ class TeachableFormat(ChatFormat, Protocol):
     """A chat format that can also encode target answers for training."""
 
     def answer(
-        self, messages: Sequence[Message], reply: Message, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        reply: Message,
+        tools: Sequence[Mapping[str, object]] = (),
     ) -> IntArray:
         """Return the tokens of a reply after `opening`, including the end token, [answer] int32.
         Raises DataError if the format does not write it like this."""
@@ -61,7 +64,7 @@ def chat_format(
     model: Path | None,
     setting: str = "auto",
     *,
-    arguments: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, object] | None = None,
     keeps_thinking: bool = False,
 ) -> TeachableFormat:
     """Choose the chat format of a run, without network access.
@@ -127,7 +130,7 @@ def chat_format_of(
 
 
 def _named(
-    tokenizer: Tokenizer, name: str, arguments: Mapping[str, Any] | None, keeps_thinking: bool
+    tokenizer: Tokenizer, name: str, arguments: Mapping[str, object] | None, keeps_thinking: bool
 ) -> TeachableFormat:
     names = renderer_format.renderer_names()
     if name not in names:

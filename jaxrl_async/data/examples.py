@@ -125,7 +125,7 @@ class ExampleStream(Generic[T]):
         """Return the position and the stream's identity, as JSON."""
         return {**self._identity, "next": self._next}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, object]) -> None:
         """Continue from a saved state; raise DataError if it is of a different stream."""
         self._next = saved_position(self._identity, state, "examples")
 
@@ -159,7 +159,7 @@ def _read_demonstrations(
 ) -> list[Demonstration]:
     reader = RecordReader(data, tokenizer, taught=True)
 
-    def parse(fields: Mapping[str, Any]) -> Demonstration:
+    def parse(fields: Mapping[str, object]) -> Demonstration:
         record = reader.record(fields)
         with refused_as(Bad.PAIR_TOO_LONG):
             pair = supervised_pair(record, tokenizer)

@@ -61,7 +61,7 @@ class GgufFile:
         """llama.cpp's name of the family."""
         return str(self.said.get("general.architecture"))
 
-    def of_model(self, name: str, default: Any = None) -> Any:
+    def of_model(self, name: str, default: object = None) -> Any:
         """Return a metadata field with the architecture's prefix."""
         return self.said.get(f"{self.architecture}.{name}", default)
 

@@ -13,9 +13,10 @@ import json
 import logging
 import shutil
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxrl_async.data.gguf_file import POINTER, GgufFile, gguf_here, read_gguf, sizes_of
 from jaxrl_async.errors import ConfigError, DataError, in_a_line
@@ -63,7 +64,7 @@ def gguf_folder(path: str, setting: str, cache: Path) -> Path:
     return folder
 
 
-def _make(file: GgufFile, contents: dict[str, dict[str, Any]], folder: Path) -> None:
+def _make(file: GgufFile, contents: Mapping[str, Mapping[str, object]], folder: Path) -> None:
     """Write the directory atomically: the contents by name, and the tokenizer."""
     parent = folder.parent
     parent.parent.mkdir(parents=True, exist_ok=True)

@@ -182,7 +182,7 @@ def _repo(kind: str) -> str:
     return "dataset" if kind == "dataset" else "model"
 
 
-def _snapshot(name: str, kind: str, missing: str, remedy: str, **chosen: Any) -> Path:
+def _snapshot(name: str, kind: str, missing: str, remedy: str, **chosen: object) -> Path:
     """Return the folder of a repository, from the cache if it is complete there, else
     downloaded."""
     if (cached := cached_folder(name, kind)) is not None:

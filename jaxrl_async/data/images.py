@@ -192,7 +192,7 @@ def _taken(message: Any, where: str, store: ImageStore, images: list[int]) -> An
     return {**message, "content": "".join(parts) if texts else parts}
 
 
-def holds_images(messages: Sequence[Any]) -> bool:
+def holds_images(messages: Sequence[object]) -> bool:
     """Return True if a content part of any of these messages is an image."""
     contents = [m.get("content") for m in messages if isinstance(m, Mapping)]
     return any(_is_image(part) for c in contents if isinstance(c, list) for part in c)
@@ -202,7 +202,7 @@ def _is_image(part: object) -> bool:
     return isinstance(part, Mapping) and part.get("type") in KINDS
 
 
-def _image_of(part: Mapping[str, Any]) -> Any:
+def _image_of(part: Mapping[str, object]) -> Any:
     """Return the image reference of a content part, in OpenAI's or transformers' form."""
     names = ("image", "image_url", "url", "path")
     given = next((part[k] for k in names if part.get(k) is not None), None)

@@ -190,13 +190,13 @@ class MixedPrompts:
             self._settle(max(next_draw, self._settled.next))
             state = self._settled
             kept = {name: state.drawn[name] - state.dropped[name] for name in self._tasks}
-            total = max(sum(kept.values()), 1)
+            total, running = max(sum(kept.values()), 1), Counter(self._running.values())
             found: dict[str, float] = {}
             for name in self._tasks:
                 found |= {
                     f"task/{name}/share": kept[name] / total,
                     f"task/{name}/behind": state.credits[name],
-                    f"task/{name}/in_flight": float(self._number_running(name)),
+                    f"task/{name}/in_flight": float(running[name]),
                     f"task/{name}/resting": float(self.rests(name)),
                 }
             for (name, reason), count in self._drops.items():
@@ -240,7 +240,7 @@ class MixedPrompts:
             },
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, object]) -> None:
         """Continue from `state`; a task that it does not have begins at its first prompt.
 
         Raises DataError if it is the state of other tasks, or of other records.
@@ -277,9 +277,6 @@ class MixedPrompts:
             self._running = dict(groups)
 
     # ---- under the lock
-
-    def _number_running(self, name: str) -> int:
-        return sum(task == name for task in self._running.values())
 
     def _able(self) -> tuple[str, ...]:
         """Return the tasks that may start a group now."""

@@ -88,7 +88,7 @@ def read_preferences(
     return pairs
 
 
-def _pair_of(fields: Mapping[str, Any], reader: RecordReader, max_tokens: int) -> PreferencePair:
+def _pair_of(fields: Mapping[str, object], reader: RecordReader, max_tokens: int) -> PreferencePair:
     asked, chosen, rejected = _parts(fields)
     answers = [answer for answer in (chosen, rejected) if answer is not None]
     prompt_ids, answer_ids = reader.pair_ids(asked, answers, reader.tools_of(fields))
@@ -112,7 +112,7 @@ def _pair_of(fields: Mapping[str, Any], reader: RecordReader, max_tokens: int) -
 Answer = str | Message
 
 
-def _parts(fields: Mapping[str, Any]) -> tuple[Any, Answer | None, Answer | None]:
+def _parts(fields: Mapping[str, object]) -> tuple[Any, Answer | None, Answer | None]:
     """Return prompt, chosen and rejected answer, one of them None in a judged record."""
     asked = as_messages(fields.get(Field.PROMPT))
     if _is_judged(fields):
@@ -141,7 +141,7 @@ def _parts(fields: Mapping[str, Any]) -> tuple[Any, Answer | None, Answer | None
     return asked, chosen, rejected
 
 
-def _is_judged(fields: Mapping[str, Any]) -> bool:
+def _is_judged(fields: Mapping[str, object]) -> bool:
     """Return True if a record has a judged answer, and not a pair with an unrelated label."""
     is_pair = all(fields.get(name) is not None for name in (Field.CHOSEN, Field.REJECTED))
     half = all(fields.get(name) is not None for name in (Field.COMPLETION, Field.LABEL))
@@ -163,7 +163,7 @@ def _is_in(asked: object, before: Sequence[Message]) -> bool:
     return (field_text(asked) or "").strip() in said
 
 
-def _answer(fields: Mapping[str, Any], name: Field) -> tuple[tuple[Message, ...], Answer]:
+def _answer(fields: Mapping[str, object], name: Field) -> tuple[tuple[Message, ...], Answer]:
     """Return the messages before the last one, and the last one, the answer."""
     value = as_messages(fields.get(name))
     if is_conversation(value):

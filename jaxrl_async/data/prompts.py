@@ -138,7 +138,7 @@ class PromptStream:
         self._next = saved_position(self._identity, state, "prompts")
 
 
-def saved_position(identity: Mapping[str, Any], state: Mapping[str, Any], what: str) -> int:
+def saved_position(identity: Mapping[str, object], state: Mapping[str, Any], what: str) -> int:
     """Return the position in a stream's saved state; raise DataError for a different stream.
 
     what: the type of the stream's items, for the error. An older state without a digest matches any
@@ -336,7 +336,7 @@ def survey(source: RecordSource, check: CheckRecord | None = None) -> Survey:
     return Survey(digest=digest.text, references=tuple(references))
 
 
-def digest_of(examples: Indexed[Any]) -> str:
+def digest_of(examples: Indexed[object]) -> str:
     """Return the digest of tokenized examples: tuples or records of arrays, or None."""
     digest = _Digest(len(examples))
     for example in looked_at(examples):
@@ -351,7 +351,7 @@ def looked_at(source: Indexed[T_co]) -> Iterator[T_co]:
     return (source[index] for index in _surveyed(source))
 
 
-def _surveyed(source: Indexed[Any]) -> Sequence[int]:
+def _surveyed(source: Indexed[object]) -> Sequence[int]:
     """Return the indices of the records that `looked_at` yields."""
     count = len(source)
     if getattr(source, "in_memory", isinstance(source, list | tuple)) or count <= SAMPLED:
@@ -372,7 +372,7 @@ class _Digest:
     def __init__(self, count: int) -> None:
         self._sha = hashlib.sha256(str(count).encode())
 
-    def add(self, content: Any) -> None:
+    def add(self, content: object) -> None:
         """Add a record, of a type supported by codec.dumps."""
         self._sha.update(dumps(content).tobytes())
 

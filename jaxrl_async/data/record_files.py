@@ -276,7 +276,7 @@ class _Twice(ValueError):
     """A key appears twice in one object."""
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _once(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         raise _Twice
@@ -303,7 +303,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
     return fields
 
 
-def _is_deep(fields: dict[str, Any]) -> bool:
+def _is_deep(fields: Mapping[str, object]) -> bool:
     """Return True if lists and objects are nested more than MAX_DEPTH deep."""
     level: list[Any] = [fields]
     for _ in range(MAX_DEPTH):
@@ -373,7 +373,7 @@ UNHELD: Mapping[str, str] = {"binary": "a bytes", "duration": "a timedelta"}
 """Unsupported Python types by a part of the name of their Arrow type."""
 
 
-def _table_row(table: Path, number: int, fields: Mapping[str, Any], left_out: set[str]) -> Row:
+def _table_row(table: Path, number: int, fields: Mapping[str, object], left_out: set[str]) -> Row:
     """Return a row of a table without columns of unsupported types. left_out: names of the dropped
     columns; updated in place."""
     place, plain = f"row {number}", dict[str, Any]()
@@ -440,7 +440,7 @@ def _pyarrow(module: str) -> Any:
 # --- plain values --------------------------------------------------------------------------------
 
 
-def plain_columns(fields: Mapping[str, Any]) -> dict[str, Any]:
+def plain_columns(fields: Mapping[str, object]) -> dict[str, Any]:
     """Return a record's columns as text, numbers, lists and objects, the types for checkpoints.
 
     Dates become ISO text, decimals text, and NumPy values Python values. Raises BadRecord that
@@ -461,7 +461,7 @@ class _NotPlain(TypeError):
     """A value has a type that checkpoints do not support."""
 
 
-def _plain(value: Any, depth: int) -> Any:
+def _plain(value: object, depth: int) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return value
     if not depth:

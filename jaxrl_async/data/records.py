@@ -153,7 +153,7 @@ def read_records(
 
 
 def records_from(
-    rows: Iterable[Any],
+    rows: Iterable[object],
     data: DataSection,
     tokenizer: Tokenizer,
     *,
@@ -243,7 +243,7 @@ class RecordReader:
     def _chat(self) -> "TeachableFormat":
         return self._given or formats.chat_format_of(self._data, self._tokenizer)
 
-    def record(self, fields: Mapping[str, Any]) -> Record:
+    def record(self, fields: Mapping[str, object]) -> Record:
         """Convert columns to a record. Raises BadRecord, and ConfigError if the required chat
         format is not available."""
         asked = self._prompt_of(fields)
@@ -280,7 +280,7 @@ class RecordReader:
         self,
         asked: object,
         replies: Sequence[str | Message],
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Mapping[str, object]] = (),
     ) -> tuple[IntArray, list[IntArray]]:
         """Return the tokens of a prompt and of each answer to it, including the end token.
 
@@ -305,7 +305,7 @@ class RecordReader:
         except DataError as error:
             raise BadRecord(Bad.TEMPLATE, str(error)) from None
 
-    def _prompt_of(self, fields: Mapping[str, Any]) -> Any:
+    def _prompt_of(self, fields: Mapping[str, object]) -> Any:
         """Return the question as text, or the messages unchanged; None: no prompt, if allowed."""
         section = self._data.record_fields
         names = [section.prompt_field, section.messages_field]
@@ -327,14 +327,14 @@ class RecordReader:
             )
         return text
 
-    def tools_of(self, fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    def tools_of(self, fields: Mapping[str, object]) -> tuple[Mapping[str, Any], ...]:
         """Return the tools of a record. Raises BadRecord."""
         try:
             return record_tools(fields, self._data.record_fields.tools_field)
         except DataError as error:
             raise BadRecord(Bad.TOOLS, str(error)) from None
 
-    def _check_no_tools(self, fields: Mapping[str, Any]) -> None:
+    def _check_no_tools(self, fields: Mapping[str, object]) -> None:
         """Raise BadRecord for tools without a chat format; a column of this name with other content
         is ignored."""
         try:
@@ -344,7 +344,9 @@ class RecordReader:
         if tools:
             raise BadRecord(Bad.TOOLS, "the prompts are written without a chat format")
 
-    def _opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
+    def _opening(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
+    ) -> IntArray:
         """Return the tokens before an answer. Raises BadRecord if the format omits the tools, and
         DataError if it refuses the messages."""
         opening = self._chat.opening(messages, tools)
@@ -365,7 +367,7 @@ class RecordReader:
 
     def _chat_record(
         self,
-        fields: Mapping[str, Any],
+        fields: Mapping[str, object],
         messages: tuple[Message, ...],
         reply: Message | None,
         images: Sequence[int],
@@ -397,7 +399,7 @@ class RecordReader:
         )
 
     def _answer_of(
-        self, fields: Mapping[str, Any], reply: Message | None
+        self, fields: Mapping[str, object], reply: Message | None
     ) -> tuple[str | None, str]:
         """Return the whole answer, None if it is not text, and the reference for the reward."""
         section = self._data.record_fields
@@ -520,7 +522,7 @@ def jsonl_split(section: JsonlSection, split: Split, read: Callable[[str], list[
     return records[: -section.eval_size] if split == "train" else records[-section.eval_size :]
 
 
-def lacking(fields: Mapping[str, Any], names: Iterable[str | None]) -> str:
+def lacking(fields: Mapping[str, object], names: Iterable[str | None]) -> str:
     """Describe which columns were expected, and which exist."""
     wanted = " or ".join(repr(str(name)) for name in names if name is not None)
     return f"expected {wanted}, the columns are {', '.join(map(repr, list(fields)[:8]))}"

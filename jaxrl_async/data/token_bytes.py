@@ -156,7 +156,7 @@ def _joined(normalizers: Sequence[Mapping[str, Any]]) -> int | None:
     return joined
 
 
-def _keeps(split: Mapping[str, Any]) -> bool:
+def _keeps(split: Mapping[str, object]) -> bool:
     """Return True if a pre-tokenizer keeps every character."""
     kind = split.get("type")
     if kind in ("Split", "Punctuation"):
@@ -165,7 +165,7 @@ def _keeps(split: Mapping[str, Any]) -> bool:
 
 
 def _covers(
-    model: Mapping[str, Any], vocabulary: Mapping[str, int], *, is_byte_level: bool
+    model: Mapping[str, object], vocabulary: Mapping[str, int], *, is_byte_level: bool
 ) -> bool:
     """Return True if no character is dropped, and no run of unknown characters becomes one
     token."""

@@ -218,7 +218,7 @@ class Tokenizer:
         *,
         opens_turn: bool = True,
         template: str | None = None,
-        arguments: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, object] | None = None,
     ) -> str:
         """Render messages with a chat template. Raises DataError if it refuses them.
 

@@ -52,7 +52,7 @@ class AdapterAdmin:
         self._threads = ThreadPoolExecutor(CHANGERS, thread_name_prefix="adapters")
         self._changing: set[str] = set()  # adapters that are being changed
 
-    def adapter_of(self, model: Any) -> str:
+    def adapter_of(self, model: object) -> str:
         """Return the adapter that a call's `model` names; empty: the base. Raises CallRefused that
         lists the available models if it is unknown."""
         if model is None or model == self._base:
@@ -72,7 +72,7 @@ class AdapterAdmin:
         """Return the loaded adapters' names."""
         return sorted(self._adapters.loaded())
 
-    async def load(self, body: Any) -> str:
+    async def load(self, body: object) -> str:
         """Load an adapter; return the message for the client. Raises CallRefused."""
         root = self._checked_root()
         fields = BodyFields(body)
@@ -89,7 +89,7 @@ class AdapterAdmin:
         version = await self._changed(name, lambda: self._adapters.load(name, folder))
         return f"Success: LoRA adapter '{name}' added successfully (version {version})."
 
-    async def unload(self, body: Any) -> str:
+    async def unload(self, body: object) -> str:
         """Unload an adapter; return the message for the client. Raises CallRefused."""
         self._checked_root()
         fields = BodyFields(body)
@@ -108,7 +108,7 @@ class AdapterAdmin:
             )
         return self._loads_from
 
-    async def _changed(self, name: str, work: Callable[[], Any]) -> Any:
+    async def _changed(self, name: str, work: Callable[[], object]) -> Any:
         """Run a change off the event loop; it continues if the client disconnects. Raises
         CallRefused if it fails, or while another call changes the same adapter."""
         if name in self._changing:

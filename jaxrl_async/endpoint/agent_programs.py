@@ -45,7 +45,8 @@ from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.ports.run import Clock
 from jaxrl_async.rollout.call_log import KeptAnswers
 from jaxrl_async.rollout.command_groups import COMMANDS
-from jaxrl_async.rollout.episode import NOTHING, SavedCalls
+from jaxrl_async.rollout.episode import SavedCalls
+from jaxrl_async.rollout.episode_assembly import NOTHING
 from jaxrl_async.shown_environment import is_the_runs, unseen, without_secrets
 from jaxrl_async.tasks.game import SeatScore
 from jaxrl_async.tasks.usercode import run_async
@@ -270,7 +271,7 @@ class ProgramMember:
             f"ended: {session.ended}. Make the program faster or raise the limit."
         )
 
-    def _judged(self, session: PolicySession, returned: Any) -> Episode:
+    def _judged(self, session: PolicySession, returned: object) -> Episode:
         """Return the session's episode with its score. The program's return value replaces rewards
         of the whole session; rewards of calls are kept."""
         episode = session.episode()
@@ -355,7 +356,7 @@ def _in_thread(function: Program, agent: AgentSession, name: str) -> "asyncio.Fu
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
-    def settle(result: Any, error: BaseException | None) -> None:
+    def settle(result: object, error: BaseException | None) -> None:
         if future.done():
             return
         if error is None:
@@ -377,7 +378,7 @@ def _in_thread(function: Program, agent: AgentSession, name: str) -> "asyncio.Fu
     return future
 
 
-async def _on_own_loop(work: Callable[[], Awaitable[Any]], label: str) -> Any:
+async def _on_own_loop(work: Callable[[], Awaitable[object]], label: str) -> Any:
     """Await a program's awaitable on the loop for user code. If it is cancelled and does not end
     within REAP_S seconds, it is abandoned."""
     outcome = await run_async(work, None, reap_s=REAP_S, name=f"the program of {label}")

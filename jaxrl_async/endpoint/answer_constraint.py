@@ -132,7 +132,7 @@ def _json_schema(fields: BodyFields, field: str) -> Constraint:
 # ---- tools
 
 
-def openai_tool_choice(fields: BodyFields, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
+def openai_tool_choice(fields: BodyFields, tools: Sequence[Mapping[str, object]]) -> ToolChoice:
     """Return the choice of tools in the form of chat completions and of responses. Raises
     CallRefused for tools that are not given.
 
@@ -155,7 +155,7 @@ def openai_tool_choice(fields: BodyFields, tools: Sequence[Mapping[str, Any]]) -
     return _checked_choice(fields, tools, "required", [_tool_name(value, choice.name(""))], False)
 
 
-def anthropic_tool_choice(fields: BodyFields, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
+def anthropic_tool_choice(fields: BodyFields, tools: Sequence[Mapping[str, object]]) -> ToolChoice:
     """Return the choice of tools in Anthropic's form; arguments and errors as for OpenAI's."""
     value = fields.value("tool_choice")
     choice = BodyFields({} if value is None else value, fields.name("tool_choice"))
@@ -169,7 +169,7 @@ def anthropic_tool_choice(fields: BodyFields, tools: Sequence[Mapping[str, Any]]
     return _checked_choice(fields, tools, mode, named, parallel)
 
 
-def _tool_name(value: Any, where: str) -> str:
+def _tool_name(value: object, where: str) -> str:
     fields = BodyFields(value, where)
     inner = fields.value("function")
     return BodyFields(value if inner is None else inner, where).needed_text("name")
@@ -245,7 +245,7 @@ def _mark(text: str, marks: TurnMarks) -> str:
 
 
 def _text_rules(
-    constraint: Constraint, tools: Sequence[Mapping[str, Any]], marks: TurnMarks
+    constraint: Constraint, tools: Sequence[Mapping[str, object]], marks: TurnMarks
 ) -> Iterator[str]:
     """Yield the rules of a text. Raises CallRefused."""
     match constraint.kind:
@@ -279,7 +279,7 @@ def _terminal(constraint: Constraint) -> str:
     return f"/{escaped}/"
 
 
-def _json_rule(name: str, schema: Any) -> str:
+def _json_rule(name: str, schema: object) -> str:
     return f"{name}: %json {json.dumps(with_spaces(schema))}"
 
 
@@ -310,7 +310,7 @@ def _call_rules(
         yield _json_rule(f"arguments{i}", arguments)
 
 
-def _call_schema(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _call_schema(name: str, arguments: Mapping[str, object]) -> dict[str, Any]:
     """Return the schema of a whole call in bare JSON."""
     own = {k: v for k, v in arguments.items() if k == "x-guidance"}  # is only read at the top
     return {
@@ -322,7 +322,7 @@ def _call_schema(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _moved(schema: Any) -> Any:
+def _moved(schema: object) -> Any:
     """Return a schema's parts with references that find them within `_call_schema`."""
     if isinstance(schema, list):
         return [_moved(part) for part in schema]

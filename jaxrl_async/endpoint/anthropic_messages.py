@@ -51,7 +51,7 @@ FINISHES = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"
 """Stop reasons: OpenAI's names to Anthropic's."""
 
 
-def messages_call(body: Any, *, counting: bool = False) -> ChatCall:
+def messages_call(body: object, *, counting: bool = False) -> ChatCall:
     """Convert a body to a call. Raises CallRefused that names the field.
 
     counting: only the prompt's tokens are counted, and max_tokens is not required.
@@ -116,12 +116,12 @@ def _thinking(fields: BodyFields) -> tuple[Mapping[str, Any] | None, tuple[str, 
     return {"enable_thinking": kind != "disabled"}, counted
 
 
-def _system(value: Any) -> Iterator[dict[str, Any]]:
+def _system(value: object) -> Iterator[dict[str, Any]]:
     if value:
         yield {"role": "system", "content": joined_text(value, "system")}
 
 
-def _turn(value: Any, where: str) -> list[dict[str, Any]]:
+def _turn(value: object, where: str) -> list[dict[str, Any]]:
     """Convert a message of the body to messages in OpenAI's form. Tool results become separate
     messages."""
     fields = BodyFields(value, where)
@@ -142,7 +142,7 @@ def _turn(value: Any, where: str) -> list[dict[str, Any]]:
 class _Block:
     """A block of content."""
 
-    def __init__(self, value: Any, where: str) -> None:
+    def __init__(self, value: object, where: str) -> None:
         self.fields = BodyFields(value, where)
         self.kind = self.fields.needed_text("type")
 
@@ -230,7 +230,7 @@ def _assistant(blocks: Sequence[_Block]) -> list[dict[str, Any]]:
     return [message]
 
 
-def _tool(value: Any, where: str) -> Mapping[str, Any]:
+def _tool(value: object, where: str) -> Mapping[str, Any]:
     fields = BodyFields(value, where)
     if fields.text("type", "custom") != "custom":
         fields.refuse("type", "'custom': Anthropic's own tools are not supported")
@@ -255,7 +255,7 @@ class MessageWriter:
         """Return the complete answer."""
         return {**self._message(_blocks(answer)), **self._stop(answer), "usage": self._all(answer)}
 
-    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+    def _message(self, content: Sequence[Mapping[str, object]]) -> dict[str, Any]:
         return {
             "id": self.heading.id,
             "type": "message",
@@ -296,7 +296,7 @@ def _blocks(answer: ChatAnswer) -> list[dict[str, Any]]:
     return blocks + [_tool_use(call, _input(call)) for call in answer.tool_calls]
 
 
-def _tool_use(call: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
+def _tool_use(call: Mapping[str, Any], arguments: object) -> dict[str, Any]:
     name = call["function"]["name"]
     return {"type": "tool_use", "id": call["id"], "name": name, "input": arguments}
 
@@ -335,7 +335,7 @@ class BlockStream:
         return [*begun, *self._end()]
 
     def _begin(
-        self, kind: str, block: dict[str, Any], *, always: bool = False
+        self, kind: str, block: Mapping[str, object], *, always: bool = False
     ) -> list[dict[str, Any]]:
         if kind == self._open and not always:
             return []
@@ -350,5 +350,5 @@ class BlockStream:
         self._open = ""
         return [{"type": "content_block_stop", "index": self._index}]
 
-    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+    def _delta(self, delta: Mapping[str, object]) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}

@@ -202,10 +202,10 @@ class EndpointApp:
 
     # ---- handlers
 
-    async def _load(self, exchange: HttpExchange, body: Any) -> None:
+    async def _load(self, exchange: HttpExchange, body: object) -> None:
         await exchange.reply(200, {"message": await self._adapters(exchange).load(body)})
 
-    async def _unload(self, exchange: HttpExchange, body: Any) -> None:
+    async def _unload(self, exchange: HttpExchange, body: object) -> None:
         await exchange.reply(200, {"message": await self._adapters(exchange).unload(body)})
 
     def _adapters(self, exchange: HttpExchange) -> AdapterAdmin:
@@ -221,7 +221,7 @@ class EndpointApp:
         voice = exchange.header(CONVERSATION)
         return self._service.caller(exchange.key, conversation, body.get("model"), voice=voice)
 
-    async def _chat(self, exchange: HttpExchange, body: Any) -> None:
+    async def _chat(self, exchange: HttpExchange, body: object) -> None:
         service, call = self._service, await self._aside(exchange, chat_call, body)
         caller = self._caller(exchange, body, exchange.header(CONVERSATION))
         prompt = await self._chats.prompt(caller, call, is_long=exchange.is_long)
@@ -232,7 +232,7 @@ class EndpointApp:
         else:
             await exchange.reply(200, await streamed.whole())
 
-    async def _messages(self, exchange: HttpExchange, body: Any) -> None:
+    async def _messages(self, exchange: HttpExchange, body: object) -> None:
         service, call = self._service, await self._aside(exchange, messages_call, body)
         caller = self._caller(exchange, body, exchange.header(CONVERSATION))
         prompt = await self._chats.prompt(caller, call, is_long=exchange.is_long)
@@ -244,7 +244,7 @@ class EndpointApp:
         else:
             await exchange.reply(200, await streamed.whole())
 
-    async def _responses(self, exchange: HttpExchange, body: Any) -> None:
+    async def _responses(self, exchange: HttpExchange, body: object) -> None:
         service, call = self._service, await self._aside(exchange, responses_call, body)
         root = new_root() if call.previous is None else root_of(call.previous)
         conversation = exchange.header(CONVERSATION)
@@ -262,14 +262,14 @@ class EndpointApp:
         else:
             await exchange.reply(200, await streamed.whole())
 
-    async def _count_tokens(self, exchange: HttpExchange, body: Any) -> None:
+    async def _count_tokens(self, exchange: HttpExchange, body: object) -> None:
         counted = functools.partial(messages_call, counting=True)
         call = await self._aside(exchange, counted, body)
         caller = self._service.caller(exchange.key, exchange.header(CONVERSATION))
         prompt = await self._chats.prompt(caller, call, is_long=exchange.is_long)
         await exchange.reply(200, {"input_tokens": len(prompt.token_ids)})
 
-    async def _text(self, exchange: HttpExchange, body: Any) -> None:
+    async def _text(self, exchange: HttpExchange, body: object) -> None:
         service, call = self._service, await self._aside(exchange, text_call, body)
         caller = self._caller(exchange, body)
         service.ignore(call.ignored)
@@ -291,7 +291,7 @@ class EndpointApp:
         else:
             await exchange.reply(200, await streamed.whole())
 
-    async def _generate(self, exchange: HttpExchange, body: Any) -> None:
+    async def _generate(self, exchange: HttpExchange, body: object) -> None:
         service, call = self._service, await self._aside(exchange, token_call, body)
         caller = self._caller(exchange, body)
         service.ignore(call.ignored)
@@ -301,7 +301,7 @@ class EndpointApp:
         heading = service.heading(caller, "generate", next(self._numbers))
         await exchange.reply(200, token_body(call, heading, answers, service.words))
 
-    async def _tokenize(self, exchange: HttpExchange, body: Any) -> None:
+    async def _tokenize(self, exchange: HttpExchange, body: object) -> None:
         service, call = self._service, await self._aside(exchange, tokenize_call, body)
         caller = self._caller(exchange, body, exchange.header(CONVERSATION))
         if isinstance(call.prompt, str):
@@ -314,17 +314,17 @@ class EndpointApp:
         most = caller.terms.max_length
         await exchange.reply(200, tokenize_body(call, tokens, service.words, most))
 
-    async def _detokenize(self, exchange: HttpExchange, body: Any) -> None:
+    async def _detokenize(self, exchange: HttpExchange, body: object) -> None:
         tokens = await self._aside(exchange, detokenize_call, body)
         text = await self._service.aside(lambda: self._service.served.tokenizer.decode_all(tokens))
         await exchange.reply(200, {"prompt": text})
 
-    async def _reward_key(self, exchange: HttpExchange, body: Any) -> None:
+    async def _reward_key(self, exchange: HttpExchange, body: object) -> None:
         BodyFields(body).close()
         key = self._service.session(exchange.key).tell_reward_key()
         await exchange.reply(200, {"reward_key": key})
 
-    async def _reward(self, exchange: HttpExchange, body: Any) -> None:
+    async def _reward(self, exchange: HttpExchange, body: object) -> None:
         fields = BodyFields(body)
         value = fields.number("reward", -LARGEST_REWARD, LARGEST_REWARD)
         if value is None:
@@ -337,7 +337,7 @@ class EndpointApp:
         self._service.rewarded(exchange.key).reward(value, parts=parts, call=call)
         await exchange.reply(200, {"ok": True})
 
-    async def _end(self, exchange: HttpExchange, body: Any) -> None:
+    async def _end(self, exchange: HttpExchange, body: object) -> None:
         fields = BodyFields(body)
         failed = fields.text("failed")
         fields.close()
@@ -348,7 +348,7 @@ class EndpointApp:
             session.give_up(failed[:SHOWN_REASON])
         await exchange.reply(200, {"ok": True})
 
-    async def _begin(self, exchange: HttpExchange, body: Any) -> None:
+    async def _begin(self, exchange: HttpExchange, body: object) -> None:
         service = self._service
         task = await service.door().begin(body, address=exchange.address, model=service.served.name)
         await exchange.reply(200, task)

@@ -20,7 +20,7 @@ SHOWN_NAME = 80
 class BodyFields:
     """One JSON object of a body, and the fields that were read. A null counts as absent."""
 
-    def __init__(self, record: Any, where: str = "") -> None:
+    def __init__(self, record: object, where: str = "") -> None:
         """Wrap an object; `where` is its place in the body, for errors. Raises CallRefused for
         anything else."""
         self._where = where
@@ -166,12 +166,12 @@ class BodyFields:
         return tuple(counted)
 
 
-def _equal(value: Any, neutral: Any) -> bool:
+def _equal(value: object, neutral: object) -> bool:
     """Return whether two values of JSON are equal: 1 is 1.0, but not true."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def quoted(value: Any) -> str:
+def quoted(value: object) -> str:
     """Return a value of a body as a short text."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
@@ -200,7 +200,7 @@ def parsed_json(body: bytes) -> Any:
     return value
 
 
-def _is_unicode(value: Any) -> bool:
+def _is_unicode(value: object) -> bool:
     """Return whether all texts of a value can be encoded."""
     try:
         json.dumps(value, ensure_ascii=False).encode()

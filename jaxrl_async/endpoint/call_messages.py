@@ -32,7 +32,7 @@ NEUTRAL: Mapping[str, Any] = {"refusal": ("",), "audio": (), "function_call": ()
 """Unsupported fields of a message, with the values that have no effect."""
 
 
-def read_messages(values: Sequence[Any], where: str = "messages") -> tuple[Message, ...]:
+def read_messages(values: Sequence[object], where: str = "messages") -> tuple[Message, ...]:
     """Return the normalised messages of a call: texts as `content`, only relevant fields.
 
     Raises CallRefused that names the message and the field.
@@ -58,7 +58,7 @@ def without_prefix(
     return tuple(before), last["content"]
 
 
-def _message(value: Any, where: str) -> Message:
+def _message(value: object, where: str) -> Message:
     fields = BodyFields(value, where)
     role = fields.choice("role", ROLES)
     if role is None:
@@ -78,7 +78,7 @@ def _message(value: Any, where: str) -> Message:
     return message
 
 
-def _add_answer(fields: BodyFields, message: dict[str, Any]) -> None:
+def _add_answer(fields: BodyFields, message: dict[str, object]) -> None:
     """Read the fields that only an assistant's message has."""
     reasoning = fields.text("reasoning_content") or fields.text("reasoning")
     fields.value("reasoning")
@@ -90,7 +90,7 @@ def _add_answer(fields: BodyFields, message: dict[str, Any]) -> None:
         message["tool_calls"] = [_tool_call(c, f"{name}[{i}]") for i, c in enumerate(calls)]
 
 
-def joined_text(content: Any, where: str) -> str:
+def joined_text(content: object, where: str) -> str:
     """Return a message's content as one text. Raises CallRefused if it is not only text."""
     text = content_of(content, where)
     if not isinstance(text, str):
@@ -98,7 +98,7 @@ def joined_text(content: Any, where: str) -> str:
     return text
 
 
-def content_of(content: Any, where: str) -> str | list[dict[str, Any]]:
+def content_of(content: object, where: str) -> str | list[dict[str, Any]]:
     """Return a message's content: one text, or, with images, text and image_url parts in OpenAI's
     form. Raises CallRefused for anything else."""
     if isinstance(content, str):
@@ -120,7 +120,7 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def image_part(url: Any, where: str) -> dict[str, Any]:
+def image_part(url: object, where: str) -> dict[str, Any]:
     """Return an image as a part of a content. Raises CallRefused for one that is not in the
     body."""
     if not isinstance(url, str) or not url.startswith("data:"):
@@ -132,7 +132,7 @@ def image_part(url: Any, where: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _part(part: Any, where: str) -> dict[str, Any]:
+def _part(part: object, where: str) -> dict[str, Any]:
     fields = BodyFields(part, where)
     kind = fields.text("type", "text")
     if kind == "image_url":
@@ -147,7 +147,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     return found
 
 
-def _tool_call(value: Any, where: str) -> dict[str, Any]:
+def _tool_call(value: object, where: str) -> dict[str, Any]:
     fields = BodyFields(value, where)
     fields.choice("type", ("function",))
     function = BodyFields(fields.value("function"), fields.name("function"))
@@ -164,12 +164,12 @@ def _tool_call(value: Any, where: str) -> dict[str, Any]:
     return call
 
 
-def read_tools(values: Sequence[Any], where: str = "tools") -> tuple[Mapping[str, Any], ...]:
+def read_tools(values: Sequence[object], where: str = "tools") -> tuple[Mapping[str, Any], ...]:
     """Return the function tools of a call. Raises CallRefused for other kinds."""
     return tuple(_tool(value, f"{where}[{i}]") for i, value in enumerate(values))
 
 
-def _tool(value: Any, where: str) -> Mapping[str, Any]:
+def _tool(value: object, where: str) -> Mapping[str, Any]:
     fields = BodyFields(value, where)
     if fields.text("type", "function") != "function":
         fields.refuse("type", "'function'")
@@ -182,14 +182,14 @@ def _tool(value: Any, where: str) -> Mapping[str, Any]:
     return tool
 
 
-def promised_tools(values: Sequence[Any], name: str = "tools.strict") -> tuple[str, ...]:
+def promised_tools(values: Sequence[object], name: str = "tools.strict") -> tuple[str, ...]:
     """Return the name of the field if any tool asks for calls that always match its schema. It is
     counted: the policy is trained on what it calls, and only a required call is constrained."""
     functions = [v.get("function", v) if isinstance(v, dict) else v for v in values]
     return (name,) if any(isinstance(f, dict) and f.get("strict") for f in functions) else ()
 
 
-def function_tool(name: str, description: str | None, parameters: Any) -> Mapping[str, Any]:
+def function_tool(name: str, description: str | None, parameters: object) -> Mapping[str, Any]:
     """Return a function tool in OpenAI's form."""
     if parameters is not None and not isinstance(parameters, dict):
         raise CallRefused(f"the parameters of {name!r} must be a JSON schema", field="tools")
@@ -204,7 +204,7 @@ def function_tool(name: str, description: str | None, parameters: Any) -> Mappin
 # ---- equality of conversations
 
 
-def digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
+def digests(messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> list[bytes]:
     """Return one digest for each prefix of a conversation: entry i covers its first i messages.
 
     Ids of tool calls, whitespace in their arguments and reasoning do not count: clients rewrite the
@@ -243,7 +243,7 @@ def _arguments(text: str) -> Any:
         return text
 
 
-def _bytes(value: Any) -> bytes:
+def _bytes(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode(
         "utf-8", "surrogatepass"
     )

@@ -66,7 +66,7 @@ class ChatTurns:
 
         return await service.tokenised(caller, written, is_long)
 
-    def _with_arguments(self, chat: ChatFormat, arguments: Mapping[str, Any]) -> ChatFormat:
+    def _with_arguments(self, chat: ChatFormat, arguments: Mapping[str, object]) -> ChatFormat:
         """Return a chat format with these variables. On any thread."""
         if not arguments:
             return chat

@@ -100,8 +100,8 @@ class Conversations:
         self,
         chat: ChatFormat,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, object]],
+        arguments: Mapping[str, object] | None = None,
     ) -> PromptTokens:
         """Return the tokens of a conversation up to the policy's next turn. Raises DataError for
         messages that the format does not support.

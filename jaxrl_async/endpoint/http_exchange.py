@@ -100,7 +100,7 @@ class HttpExchange:
             pass
 
     async def reply(
-        self, status: int, record: Mapping[str, Any], *, headers: Mapping[str, str] | None = None
+        self, status: int, record: Mapping[str, object], *, headers: Mapping[str, str] | None = None
     ) -> None:
         """Send a JSON object."""
         await self.reply_bytes(status, compact_json(record), "application/json", headers=headers)
@@ -154,17 +154,17 @@ class HttpExchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-def compact_json(record: Any) -> bytes:
+def compact_json(record: object) -> bytes:
     """Return a value as JSON without spaces."""
     return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
-def openai_event(record: Any) -> bytes:
+def openai_event(record: object) -> bytes:
     """Format a chunk for an OpenAI stream."""
     return b"data: " + compact_json(record) + b"\n\n"
 
 
-def anthropic_event(record: Mapping[str, Any]) -> bytes:
+def anthropic_event(record: Mapping[str, object]) -> bytes:
     """Format an event for an Anthropic stream."""
     return b"event: " + str(record["type"]).encode() + b"\ndata: " + compact_json(record) + b"\n\n"
 

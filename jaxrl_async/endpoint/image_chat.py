@@ -38,22 +38,24 @@ class ImageChat:
         """See ports.ChatFormat."""
         return self._chat.takes(argument)
 
-    def with_arguments(self, arguments: Mapping[str, Any]) -> "ImageChat":
+    def with_arguments(self, arguments: Mapping[str, object]) -> "ImageChat":
         """See ports.ChatFormat."""
         return ImageChat(self._chat.with_arguments(arguments), self._store)
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
+    def opening(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
+    ) -> IntArray:
         """See ports.ChatFormat. Raises DataError for an image that cannot be read."""
         found = self._written(messages, lambda texts: self._chat.opening(texts, tools))
         assert found is not None, "an opening has tokens"
         return found
 
-    def message(self, token_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Message:
+    def message(self, token_ids: IntArray, tools: Sequence[Mapping[str, object]]) -> Message:
         """See ports.ChatFormat."""
         return self._chat.message(token_ids, tools)
 
     def continuation(
-        self, before: IntArray, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+        self, before: IntArray, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
     ) -> IntArray | None:
         """See ports.ChatFormat. Raises DataError for an image that cannot be read."""
         plain = self._store.plain(before)

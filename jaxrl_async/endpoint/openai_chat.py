@@ -69,7 +69,7 @@ class ChatCall:
         return bool(self.tools) and self.choice.mode != "none"
 
 
-def chat_call(body: Any) -> ChatCall:
+def chat_call(body: object) -> ChatCall:
     """Convert a body to a call. Raises CallRefused that names the field."""
     fields = BodyFields(body)
     messages, prefix = read_conversation(fields)
@@ -128,7 +128,7 @@ def effort_of(fields: BodyFields, name: str) -> Mapping[str, Any] | None:
 
 
 def template_of(
-    fields: BodyFields, others: Mapping[str, Mapping[str, Any] | None]
+    fields: BodyFields, others: Mapping[str, Mapping[str, object] | None]
 ) -> dict[str, Mapping[str, Any]]:
     """Return the variables of the chat template that a call sets, by field. Raises CallRefused.
 
@@ -253,7 +253,7 @@ class ChatWriter:
         return [{**self._chunk(0, {}), "choices": [], "usage": usage.openai()}]
 
     def _chunk(
-        self, index: int, delta: Mapping[str, Any], row: TokenRow | None = None
+        self, index: int, delta: Mapping[str, object], row: TokenRow | None = None
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "finish_reason": None, **self._tokens(row)}
         return {

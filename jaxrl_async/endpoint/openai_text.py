@@ -3,7 +3,7 @@
 prompts  A, B    n = 2    choices  0: A  1: A  2: B  3: B
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,7 +57,7 @@ class TextCall:
     ids_as_tokens: bool = False
 
 
-def text_call(body: Any) -> TextCall:
+def text_call(body: object) -> TextCall:
     """Convert a body to a call. Raises CallRefused that names the field."""
     fields = BodyFields(body)
     prompts = _prompts(fields)
@@ -169,7 +169,7 @@ class TextWriter:
         prompt = sum(len(prompt) for prompt in self.prompts)
         return Usage(prompt=prompt, drawn=rows_of_answers(answers)).openai()
 
-    def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _frame(self, choices: Sequence[Mapping[str, object]]) -> dict[str, Any]:
         return {
             "id": self.heading.id,
             "object": "text_completion",

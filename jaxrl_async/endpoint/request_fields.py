@@ -38,12 +38,12 @@ def _rules(use: FieldUse, names: str) -> dict[str, FieldRule]:
     return {name: FieldRule(use=use) for name in names.split()}
 
 
-def _refused(note: str, names: str, *neutral: Any) -> dict[str, FieldRule]:
+def _refused(note: str, names: str, *neutral: object) -> dict[str, FieldRule]:
     rule = FieldRule(use=REFUSED, note=note, neutral=neutral)
     return dict.fromkeys(names.split(), rule)
 
 
-def _counted(note: str, names: str, *neutral: Any) -> dict[str, FieldRule]:
+def _counted(note: str, names: str, *neutral: object) -> dict[str, FieldRule]:
     return dict.fromkeys(names.split(), FieldRule(use=COUNTED, note=note, neutral=neutral))
 
 

@@ -64,7 +64,7 @@ class ResponsesCall:
         return read_messages(said, "input")
 
 
-def responses_call(body: Any) -> ResponsesCall:
+def responses_call(body: object) -> ResponsesCall:
     """Convert a body to a call. Raises CallRefused that names the field."""
     fields = BodyFields(body)
     given = fields.rows("tools", MAX_TOOLS)
@@ -142,7 +142,7 @@ def _reasoning(fields: BodyFields) -> tuple[Mapping[str, Any] | None, tuple[str,
 # ---- input items
 
 
-def input_messages(value: Any) -> list[dict[str, Any]]:
+def input_messages(value: object) -> list[dict[str, Any]]:
     """Return the messages of an input: a text, or items. Raises CallRefused."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
@@ -239,7 +239,7 @@ def _content(item: BodyFields, field: str) -> str | list[dict[str, Any]]:
     return joined_parts([_part(part, f"{item.name(field)}[{i}]") for i, part in enumerate(value)])
 
 
-def _part(value: Any, where: str) -> dict[str, Any]:
+def _part(value: object, where: str) -> dict[str, Any]:
     fields = BodyFields(value, where)
     kind = fields.text("type", "input_text")
     if kind == "input_image":
@@ -252,7 +252,7 @@ def _part(value: Any, where: str) -> dict[str, Any]:
     return found
 
 
-def _tool(value: Any, where: str) -> Mapping[str, Any]:
+def _tool(value: object, where: str) -> Mapping[str, Any]:
     fields = BodyFields(value, where)
     if fields.text("type", "function") != "function":
         fields.refuse("type", "'function': tools that run on the server are not supported")

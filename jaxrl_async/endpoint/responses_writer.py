@@ -1,6 +1,6 @@
 """OpenAI's /v1/responses: write answers as a body or as stream events. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class ResponsesWriter:
         """Return the response before any token is sampled."""
         return {**self._frame(), "status": "in_progress", "output": [], "usage": None}
 
-    def finished(self, answer: ChatAnswer, items: list[dict[str, Any]]) -> dict[str, Any]:
+    def finished(self, answer: ChatAnswer, items: Sequence[Mapping[str, object]]) -> dict[str, Any]:
         """Return the finished response. items: its output."""
         cut = answer.answer.finish == "length"
         drawn = len(answer.answer.completion.token_ids)
@@ -115,7 +115,7 @@ class ItemStream:
         begun = {"type": "response.content_part.added", "part": dict(part)}
         return [*events, {**begun, **self._place(part=True)}]
 
-    def _added(self, item: dict[str, Any]) -> Event:
+    def _added(self, item: Mapping[str, object]) -> Event:
         self.items.append({"id": f"{self._id}_i{len(self.items)}", **item})
         shown = {**self.items[-1]}
         if "content" in shown:

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from jaxrl_async.data.tokenizer import BARE, Tokenizer
 from jaxrl_async.endpoint.adapter_admin import AdapterAdmin
@@ -268,7 +268,7 @@ class EndpointService:
         self,
         key: str | None,
         conversation: str | None,
-        model: Any = None,
+        model: object = None,
         *,
         voice: str | None = None,
     ) -> Caller:

@@ -48,7 +48,8 @@ from jaxrl_async.errors import Closed, JaxrlError, RolloutError, SessionEnded, S
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.run import Clock
 from jaxrl_async.rollout.call_log import KeptAnswers, Trace, cut_completion
-from jaxrl_async.rollout.episode import SavedCalls, check_kept, make_request, unplayed_episode
+from jaxrl_async.rollout.episode import SavedCalls, check_kept, make_request
+from jaxrl_async.rollout.episode_assembly import unplayed_episode
 from jaxrl_async.types import (
     Completion,
     Episode,

@@ -4,7 +4,7 @@ Events are sent when more tokens arrive; between events, only the sampler holds 
 """
 
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl_async.endpoint.anthropic_messages import BlockStream, MessageWriter
@@ -207,7 +207,7 @@ class StreamedResponse:
         writer, number = self._writer, itertools.count()
         items = ItemStream(writer.heading.id)
 
-        def event(record: dict[str, Any]) -> bytes:
+        def event(record: Mapping[str, object]) -> bytes:
             return anthropic_event({**record, "sequence_number": next(number)})
 
         begun = False

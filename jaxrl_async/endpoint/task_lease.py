@@ -37,7 +37,7 @@ class TaskLeases:
                 "this path needs the key of the run's agents", status=401, code="invalid_api_key"
             )
 
-    async def begin(self, body: Any, *, address: str, model: str) -> Mapping[str, Any]:
+    async def begin(self, body: object, *, address: str, model: str) -> Mapping[str, Any]:
         """Give a task to an agent. Raises CallRefused, 503 if no task is available; and Closed.
 
         Args:

@@ -32,7 +32,7 @@ from jaxrl_async.endpoint.sampling_request import (
     logprobs_of,
     sampling_options,
 )
-from jaxrl_async.types import Completion, ExpertIds, KeptTokens
+from jaxrl_async.types import Completion, ExpertIds
 
 MAX_PROMPT = 2**24
 """Maximum number of prompt token ids in a call; the sampler checks a lower limit itself."""
@@ -54,7 +54,7 @@ class TokenCall:
     return_prompt: bool = False
 
 
-def token_call(body: Any) -> TokenCall:
+def token_call(body: object) -> TokenCall:
     """Convert a body to a call. Raises CallRefused that names the field."""
     fields = BodyFields(body)
     token_ids = tuple(fields.token_ids("token_ids", MAX_PROMPT))
@@ -110,8 +110,8 @@ def _choice(
         "logprobs": {"content": _entries(call, drawn, words)} if call.logprobs else None,
         **words.origin(drawn),
     }
-    if drawn.kept is not None:
-        choice["sampling_mask"] = _mask(drawn.kept, len(drawn.token_ids))
+    if (kept := drawn.kept) is not None:
+        choice["sampling_mask"] = [kept.of(i).tolist() for i in range(len(drawn.token_ids))]
     if drawn.expert_ids is not None:
         choice["routed_experts"] = routed_experts(drawn.expert_ids, call.routes_from)
     return choice
@@ -123,10 +123,6 @@ def _entries(call: TokenCall, drawn: Completion, words: AnswerFormat) -> list[di
         {**entry, "token_id": token}
         for entry, token in zip(entries, drawn.token_ids.tolist(), strict=True)
     ]
-
-
-def _mask(kept: KeptTokens, count: int) -> list[list[int]]:
-    return [kept.of(token).tolist() for token in range(count)]
 
 
 def routed_experts(expert_ids: ExpertIds, start: int) -> dict[str, Any]:

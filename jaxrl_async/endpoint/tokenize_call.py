@@ -23,7 +23,7 @@ class TokenizeCall:
     texts: bool = False  # whether the tokens' texts are returned
 
 
-def tokenize_call(body: Any) -> TokenizeCall:
+def tokenize_call(body: object) -> TokenizeCall:
     """Convert a body with a prompt or messages to a call. Raises CallRefused that names the
     field."""
     fields = BodyFields(body)
@@ -86,7 +86,7 @@ def tokenizer_info(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def detokenize_call(body: Any) -> list[int]:
+def detokenize_call(body: object) -> list[int]:
     """Return the token ids of a body. Raises CallRefused that names the field."""
     fields = BodyFields(body)
     if fields.value("tokens") is None:

@@ -15,12 +15,11 @@ from jaxrl_async.data.prompts import EVAL_POSITION, eval_prompts, prompt_of
 from jaxrl_async.data.records import read_records
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import Slices
+from jaxrl_async.mesh import DeviceGuard, Slices
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.outages import Outages
 from jaxrl_async.rollout.env import GuardedEnvs
 from jaxrl_async.run.builders.constraints import OfPrompt, check_constraint, prompt_constraint
-from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.inputs import Inputs, TaskInputs, check_references, guarded_envs
 from jaxrl_async.run.builders.playing import Play, find_task, make_play
 from jaxrl_async.run.builders.scoring import (
@@ -40,7 +39,7 @@ class RunInputs:
 
     tokenizer: Tokenizer
     slices: Slices
-    lock: Lock  # of the trainer's devices
+    lock: DeviceGuard  # of the trainer's devices
     faults: FaultCounts
     outages: Outages
     vocab: int

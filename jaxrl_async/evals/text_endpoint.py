@@ -195,7 +195,7 @@ class TextEndpoint:
             "seed": int(mixed) % SEEDS,
         }
 
-    async def _tried(self, body: Mapping[str, Any]) -> JudgeReply:
+    async def _tried(self, body: Mapping[str, object]) -> JudgeReply:
         """Make a call, again while the endpoint is busy. Raises RolloutError."""
         for failures in range(TRIES):
             try:

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 from jaxrl_async.config.seats_section import FillingSection
 from jaxrl_async.errors import RolloutError
@@ -94,7 +93,7 @@ class PlayerEndpoint:
             with suppress(Exception):  # closing a connection may raise anything
                 start_async(client.close).result(MARGIN_S)
 
-    async def _tried(self, body: Mapping[str, Any]) -> JudgeReply:
+    async def _tried(self, body: Mapping[str, object]) -> JudgeReply:
         for number in range(self._filling.retries + 1):
             try:
                 return await self._asked(body)
@@ -110,7 +109,7 @@ class PlayerEndpoint:
             await asyncio.sleep(wait_s)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _asked(self, body: Mapping[str, Any]) -> JudgeReply:
+    async def _asked(self, body: Mapping[str, object]) -> JudgeReply:
         """Make one call, once a slot is free and the endpoint asks for no pause."""
         async with self._slots:
             while (pause_s := self._quiet_until_s - time.monotonic()) > 0:
@@ -147,7 +146,7 @@ class EndpointPlayer:
     async def answer(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, object]],
         *,
         prompt: Prompt,
         member: int,

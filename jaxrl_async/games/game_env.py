@@ -36,14 +36,13 @@ from jaxrl_async.rollout.chat_env import (
     score_given,
     value_of,
 )
-from jaxrl_async.rollout.context_branch import branch_after
 from jaxrl_async.rollout.env import CLOSE_S
-from jaxrl_async.rollout.episode import (
+from jaxrl_async.rollout.episode import check_kept, make_request
+from jaxrl_async.rollout.episode_assembly import (
     NOTHING,
     Turn,
     assemble_contexts,
-    check_kept,
-    make_request,
+    branch_after,
     unplayed_episode,
 )
 from jaxrl_async.rollout.quorum import all_or_none

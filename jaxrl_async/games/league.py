@@ -32,7 +32,7 @@ from jaxrl_async.games.seating import SeatedPlayer, chance
 from jaxrl_async.games.snapshots import Snapshots
 from jaxrl_async.games.weights_player import AnswerLimits, WeightsPlayer
 from jaxrl_async.judge.judge import JudgeMeter
-from jaxrl_async.mesh import SAMPLER_RULES, Slices, shardings
+from jaxrl_async.mesh import SAMPLER_RULES, DeviceGuard, Slices, shardings
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.hf import check_params, load_params, load_spec
 from jaxrl_async.model.policy import Policy
@@ -40,7 +40,6 @@ from jaxrl_async.model.spec import ModelSpec, Params, weight_table
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports.rollout import ChatFormat, GroupSource, Player
 from jaxrl_async.ports.weights import Publisher
-from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.initial_policy import check_lengths
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
@@ -152,7 +151,9 @@ class RunOpponents:
             WatchedPublisher(publisher, self.opponents, self._policy),
         )
 
-    def begin(self, paths: Paths, version: int, policy: Policy, slices: Slices, lock: Lock) -> None:
+    def begin(
+        self, paths: Paths, version: int, policy: Policy, slices: Slices, lock: DeviceGuard
+    ) -> None:
         """Create the opponents, unless the policy fills all seats. Raises CheckpointError,
         ConfigError.
 
@@ -192,7 +193,7 @@ class RunOpponents:
 
     # ---- inside
 
-    def _open_pools(self, snapshots: Snapshots, mesh: Mesh, lock: Lock) -> None:
+    def _open_pools(self, snapshots: Snapshots, mesh: Mesh, lock: DeviceGuard) -> None:
         """Create the pools that sample for seats; weights are loaded on first use."""
         config, dtype = self._config, jnp.dtype(self._config.model.computes_in)
 

@@ -20,6 +20,7 @@ from jaxrl_async.data.prompts import EVAL_POSITION
 from jaxrl_async.games.seating import SeatedPlayer, Standings, is_due, league_of, sitter_of
 from jaxrl_async.games.snapshots import Snapshots
 from jaxrl_async.model.policy import Policy
+from jaxrl_async.model.spec import Params
 from jaxrl_async.ports.rollout import GroupSource, Player
 from jaxrl_async.ports.weights import Publisher
 from jaxrl_async.types import Draw, Drop, EpisodeGroup, Prompt, Ticket
@@ -255,7 +256,7 @@ class WatchedPublisher:
         """policy: the policy whose weights are published."""
         self._publisher, self._opponents, self._policy = publisher, opponents, policy
 
-    def publish(self, version: int, params: object, probe_logprobs: object = None) -> None:
+    def publish(self, version: int, params: Params, probe_logprobs: object = None) -> None:
         """See ports.Publisher."""
         self._opponents.published(version, self._policy.with_trained(params))
         self._publisher.publish(version, params, probe_logprobs)

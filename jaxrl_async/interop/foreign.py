@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +23,7 @@ import numpy as np
 
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.interop.jetstream import engine_api
-from jaxrl_async.mesh import NO_DEVICE_LOCK
+from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceGuard
 from jaxrl_async.model.spec import Params
 from jaxrl_async.ports.weights import FIXED_WEIGHTS, WeightSource
 from jaxrl_async.sampler.batch.admission import WaitingQueue
@@ -94,7 +93,7 @@ class ForeignSampler(Living):
         version: int = 0,
         to_params: Callable[[Params], Params] = lambda params: params,
         sampling: SamplingParams | None = None,
-        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
+        device_lock: DeviceGuard = NO_DEVICE_LOCK,
         name: str = "foreign",
     ) -> None:
         """Use this engine; the first request starts the thread. Raises MissingExtraError.
@@ -302,7 +301,7 @@ class ForeignLoop:
         source: WeightSource,
         to_params: Callable[[Params], Params],
         weights: ForeignWeights,
-        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
+        device_lock: DeviceGuard = NO_DEVICE_LOCK,
         *,
         warns: bool = True,
     ) -> None:
@@ -431,7 +430,7 @@ class ForeignLoop:
         self.state, result = self._engine.generate(self.drawn_from.params, self.state)
         return result.convert_to_numpy()
 
-    def _take_in(self, result: Any) -> None:
+    def _take_in(self, result: object) -> None:
         """Add the tokens of every slot, and answer the requests that have ended."""
         each = [(r.request, self._add(r, result, slot)) for slot, r in self._running.items()]
         now = time.perf_counter()

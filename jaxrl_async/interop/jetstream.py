@@ -99,7 +99,7 @@ class JaxrlEngine:
     """JetStream's Engine implemented by ours; see make_engine."""
 
     def __init__(
-        self, core: Engine, policy: Policy, template: Request, seed: int, tokenizer: Any
+        self, core: Engine, policy: Policy, template: Request, seed: int, tokenizer: object
     ) -> None:
         """template: sampling, stop tokens and max_new_tokens of every request. tokenizer: ours, or
         None."""
@@ -109,7 +109,7 @@ class JaxrlEngine:
         self._longest = np.zeros(core.spec.slots, np.int64)
         self._tables = fixed_tables(core.spec)
 
-    def load_params(self, *args: Any, **kwargs: Any) -> EngineWeights:
+    def load_params(self, *args: object, **kwargs: object) -> EngineWeights:
         """Return the policy's parameters in the engine's format."""
         return self.take_params(self._policy.params)
 
@@ -214,7 +214,7 @@ class JaxrlEngine:
         tokenizer = importlib.import_module("jetstream.engine.tokenizer_pb2")
         return tokenizer.TokenizerParameters(path="")
 
-    def build_tokenizer(self, metadata: Any) -> Any:
+    def build_tokenizer(self, metadata: object) -> Any:
         """Return our tokenizer in JetStream's interface."""
         return jetstream_tokenizer(self._tokenizer)
 
@@ -253,7 +253,7 @@ def make_engine(
     sampling: SamplingParams | None = None,
     stop_token_ids: tuple[int, ...] = (),
     seed: int = 0,
-    tokenizer: Any = None,
+    tokenizer: object = None,
     mesh: jax.sharding.Mesh | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> Any:
@@ -370,7 +370,7 @@ class JaxrlTokenizer:
         return {int(i) for i in self._tokenizer.eos_ids}
 
 
-def jetstream_tokenizer(tokenizer: Any) -> Any:
+def jetstream_tokenizer(tokenizer: object) -> Any:
     """Return our tokenizer (data.tokenizer) as a jetstream.engine.tokenizer_api.Tokenizer."""
     engine_api()
     api = importlib.import_module("jetstream.engine.tokenizer_api")

@@ -77,21 +77,21 @@ class Asked:
     experts_from: int  # first token whose experts the response has
 
 
-def value_of(record: Any, key: str, default: Any = None) -> Any:
+def value_of(record: object, key: str, default: object = None) -> Any:
     """Return a field of a record or a mapping; default: if it is missing or None."""
     found = record.get(key) if isinstance(record, Mapping) else getattr(record, key, None)
     return default if found is None else found
 
 
-def name_of(given: Any, number: int) -> str:
+def name_of(given: object, number: int) -> str:
     """Return a request's name: its own, or one made from its number."""
     own = "" if _is_prompt(given) else str(value_of(given, "request_id") or "")
     return own or f"request-{number}"
 
 
 def asked_of(
-    given: Any,
-    usual: Mapping[str, Any],
+    given: object,
+    usual: Mapping[str, object],
     number: int,
     tokenizer: Any,
     *,
@@ -163,15 +163,15 @@ def asked_of(
     )
 
 
-def _is_prompt(given: Any) -> bool:
+def _is_prompt(given: object) -> bool:
     return isinstance(given, str | np.ndarray | list | tuple)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _said(params: Any) -> dict[str, Any]:
+def _said(params: object) -> dict[str, Any]:
     """Return the sampling parameters of a record or a mapping that are not None. Raises
     RolloutError if it is neither."""
     found = _fields(params, KNOWN)
@@ -183,7 +183,7 @@ def _said(params: Any) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _fields(record: Any, named: Collection[str]) -> dict[str, Any]:
+def _fields(record: object, named: Collection[str]) -> dict[str, Any]:
     """Return the fields of a record or a mapping: all fields of a mapping or a namespace, else the
     `named` ones. For a dataclass, other fields are included if they differ from their defaults."""
     if isinstance(record, Mapping | SimpleNamespace):
@@ -197,7 +197,7 @@ def _fields(record: Any, named: Collection[str]) -> dict[str, Any]:
     return found
 
 
-def _check_request(given: Any) -> None:
+def _check_request(given: object) -> None:
     """Raise RolloutError for unknown or misplaced fields of a request."""
     said = _fields(given, OF_A_REQUEST)
     others = {key: said[key] for key in sorted(said.keys() - set(OF_A_REQUEST))}
@@ -217,7 +217,7 @@ def _default(field: Any) -> Any:
     return None if field.default is dataclasses.MISSING else field.default
 
 
-def _check_served(asked: Mapping[str, Any]) -> None:
+def _check_served(asked: Mapping[str, object]) -> None:
     """Raise RolloutError for a parameter that this sampler does not support."""
     for key, value in asked.items():
         neutral, instead = NOT_SERVED.get(key, ((), ""))
@@ -236,7 +236,7 @@ def _same(value: Any, neutral: Any) -> bool:
     return bool(np.array_equal(value, neutral))
 
 
-def _stops(asked: Mapping[str, Any], eos_ids: Iterable[int]) -> tuple[int, ...]:
+def _stops(asked: Mapping[str, object], eos_ids: Iterable[int]) -> tuple[int, ...]:
     """Return the tokens that end an answer, from the tokenizer and the request."""
     own = asked.get("stop_token_ids", ())
     if isinstance(own, str) or not isinstance(own, Iterable):

@@ -138,29 +138,29 @@ class RLSampler:
             )
             self._sampler.start()
 
-    async def start(self, **_: Any) -> None:
+    async def start(self, **_: object) -> None:
         """Make the sampler, on a thread because it compiles. Idempotent."""
         await asyncio.to_thread(self.initialize)
 
-    async def stop(self, **_: Any) -> None:
+    async def stop(self, **_: object) -> None:
         """Close the sampler; running requests fail with Closed. Idempotent."""
         sampler, self._sampler = self._sampler, None
         if sampler is not None:
             await asyncio.to_thread(sampler.close)
 
-    async def pause(self, **_: Any) -> None:
+    async def pause(self, **_: object) -> None:
         """Accept no more requests; running ones continue. Idempotent."""
         self._takes.clear()
 
-    async def resume(self, **_: Any) -> None:
+    async def resume(self, **_: object) -> None:
         """Accept requests again. Idempotent."""
         self._takes.set()
 
-    async def get_mesh(self, **_: Any) -> Mesh | None:
+    async def get_mesh(self, **_: object) -> Mesh | None:
         """Return the sampler's mesh; None: the default device."""
         return self._mesh
 
-    async def get_load_info(self, **_: Any) -> SimpleNamespace:
+    async def get_load_info(self, **_: object) -> SimpleNamespace:
         """Return the numbers of waiting and running requests, and the used KV pages, percent."""
         stats = None if self._sampler is None else self._sampler.stats()
         return SimpleNamespace(
@@ -171,7 +171,7 @@ class RLSampler:
 
     # ---- requests
 
-    async def sample(self, sampling_requests: object, **usual: Any) -> list[Any]:
+    async def sample(self, sampling_requests: object, **usual: object) -> list[Any]:
         """Complete requests or prompts; waits while the sampler is paused.
 
         Args:
@@ -195,7 +195,7 @@ class RLSampler:
         responses = [self._response(one) for one in asked]
         return list(await asyncio.gather(*responses))
 
-    def _asked(self, given: object, usual: Mapping[str, Any]) -> Asked | _Refused:
+    def _asked(self, given: object, usual: Mapping[str, object]) -> Asked | _Refused:
         """Convert a request; return _Refused if that fails."""
         self._count += 1
         try:
@@ -246,7 +246,7 @@ class RLSampler:
             where,
         )
 
-    async def get_weight_sync_metadata(self, **_: Any) -> dict[str, Any]:
+    async def get_weight_sync_metadata(self, **_: object) -> dict[str, Any]:
         """Return metadata of the weights: axes of the mesh, dtype, version, whether they are in
         use."""
         return {
@@ -256,12 +256,12 @@ class RLSampler:
             "cache_valid": self._takes.is_set(),
         }
 
-    async def bind_weight_sync(self, sync_request: object = None, **_: Any) -> dict[str, Any]:
+    async def bind_weight_sync(self, sync_request: object = None, **_: object) -> dict[str, Any]:
         """Return the metadata; no binding is needed, because weights are passed as arrays."""
         return await self.get_weight_sync_metadata()
 
     async def pre_weight_sync(
-        self, sync_request: object = None, free_kv_cache: bool = True, **_: Any
+        self, sync_request: object = None, free_kv_cache: bool = True, **_: object
     ) -> bool:
         """Accept no more requests. The KV cache is kept: the version of its weights is known, and
         sampler.on_new_weights decides what happens to running requests."""
@@ -269,7 +269,7 @@ class RLSampler:
         await self.pause()
         return True
 
-    async def weight_sync(self, sync_request: object = None, **_: Any) -> int:
+    async def weight_sync(self, sync_request: object = None, **_: object) -> int:
         """Place new weights next to those in use; return their version.
 
         sync_request: has `weights`, a tree like get_target_state, and `policy_version`, which must
@@ -291,7 +291,7 @@ class RLSampler:
         self._staged = VersionedParams(version=version, params=placed)
         return version
 
-    async def post_weight_sync(self, sync_request: object = None, **_: Any) -> bool:
+    async def post_weight_sync(self, sync_request: object = None, **_: object) -> bool:
         """Swap to the new weights, and accept requests again. Raises WeightsError if there are
         none, or if this takes longer than LIVE_S."""
         staged, self._staged = self._staged, None
@@ -306,18 +306,18 @@ class RLSampler:
         await self.resume()
         return True
 
-    async def abort_weight_sync(self, sync_request: object = None, **_: Any) -> bool:
+    async def abort_weight_sync(self, sync_request: object = None, **_: object) -> bool:
         """Drop new weights that are not in use yet, and accept requests again."""
         self._staged = None
         self._note(sync_request, ABORTED)
         await self.resume()
         return True
 
-    async def get_transfer_status(self, req_id: object, **_: Any) -> str:
+    async def get_transfer_status(self, req_id: object, **_: object) -> str:
         """Return IN_PROGRESS, SUCCESS, ABORTED or MISSING."""
         return self._statuses.get(str(req_id), MISSING)
 
-    async def migrate_kv_cache(self, *_: Any, **__: Any) -> bool:
+    async def migrate_kv_cache(self, *_: object, **__: object) -> bool:
         """Return False: KV cannot be moved between samplers; a router keeps a group at one."""
         return False
 

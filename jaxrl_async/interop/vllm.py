@@ -487,7 +487,7 @@ class VllmLoop:
             self._events.run_until_complete(self._close(tasks))
             self._events.close()
 
-    async def _close(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
+    async def _close(self, tasks: Sequence[asyncio.Task[object]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

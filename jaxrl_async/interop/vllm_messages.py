@@ -292,13 +292,13 @@ def _field(record: object, key: str, kind: Kind, name: str) -> Any:
     return value
 
 
-def _first(choices: Sequence[Any], name: str) -> dict[str, Any]:
+def _first(choices: Sequence[object], name: str) -> dict[str, Any]:
     if len(choices) != 1 or not isinstance(choices[0], dict):
         raise BadReply(f"{name}: {len(choices)} answers, but one was requested.")
     return choices[0]
 
 
-def _whole_numbers(values: Sequence[Any], name: str) -> IntArray:
+def _whole_numbers(values: Sequence[object], name: str) -> IntArray:
     if not all(type(v) is int and 0 <= v < NO_TOKEN for v in values):
         raise BadReply(f"{name} are not all token ids: {list(values)!r:.80}.")
     return np.array(values, np.int32)

@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ MOST_KEPT = 100_000
 """Maximum number of cached questions, about 40 MB; the oldest are dropped."""
 
 
-def question_key(body: Mapping[str, Any]) -> str:
+def question_key(body: Mapping[str, object]) -> str:
     """Return the cache key of a call, from its model, messages and all settings."""
     text = json.dumps(body, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:40]

@@ -82,7 +82,7 @@ class JsonClient:
         """Close all connections."""
         await self._client.aclose()
 
-    async def post(self, url: str, body: Mapping[str, Any], advice: str) -> bytes:
+    async def post(self, url: str, body: Mapping[str, object], advice: str) -> bytes:
         """Send a body; return the reply. Raises JudgeBusy, JudgeRefusal and JudgeMisset.
 
         advice: what to do if the server refuses this body.
@@ -101,7 +101,7 @@ class JsonClient:
         return content
 
     async def _sent(
-        self, url: str, body: Mapping[str, Any]
+        self, url: str, body: Mapping[str, object]
     ) -> tuple[int, Mapping[str, str], bytes]:
         """Return the status, headers and full body of the response. Raises JudgeBusy."""
         content = bytearray()
@@ -143,7 +143,7 @@ class JudgeClient(JsonClient):
         super().__init__(key=key, places=places, timeout_s=timeout_s, setting=setting)
         self._url = base_url.rstrip("/") + "/chat/completions"
 
-    async def ask(self, body: Mapping[str, Any]) -> JudgeReply:
+    async def ask(self, body: Mapping[str, object]) -> JudgeReply:
         """Send a chat completion call. Raises JudgeBusy, JudgeRefusal and JudgeMisset."""
         content = await self.post(
             self._url,

@@ -86,7 +86,7 @@ class JudgeQuestion:
             for key in self.ids
         )
 
-    def _row(self, given: Any, where: str) -> tuple[float, ...]:
+    def _row(self, given: object, where: str) -> tuple[float, ...]:
         if not isinstance(given, dict):
             raise UnreadableReply(f"{where} is not an object")
         _check_keys(given, self.names, where)
@@ -141,7 +141,7 @@ def _read(file: Path, where: str) -> Any:
         raise ConfigError(f"{where} cannot be read: {error}. Correct the file.") from None
 
 
-def _criterion(given: Any, where: str) -> Criterion:
+def _criterion(given: object, where: str) -> Criterion:
     if isinstance(given, Criterion):
         return given
     try:
@@ -287,7 +287,7 @@ def last_object(reply: str) -> dict[str, Any]:
 def _object(text: str) -> dict[str, Any]:
     """Parse a JSON object without duplicate keys."""
 
-    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def distinct(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
         if len({key for key, _ in pairs}) < len(pairs):
             raise ValueError("duplicate key")
         return dict(pairs)
@@ -296,6 +296,6 @@ def _object(text: str) -> dict[str, Any]:
     return given
 
 
-def _check_keys(given: Mapping[str, Any], wanted: Sequence[str], where: str) -> None:
+def _check_keys(given: Mapping[str, object], wanted: Sequence[str], where: str) -> None:
     if set(given) != set(wanted):
         raise UnreadableReply(f"{where} must have exactly the keys {', '.join(wanted)[:200]}")

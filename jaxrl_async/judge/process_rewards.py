@@ -205,7 +205,7 @@ class FunctionSteps:
             raise type(error)(f"{about} {error}") from error.__cause__
 
 
-def _wanted(function: Callable[..., Any], where: str) -> tuple[str, ...]:
+def _wanted(function: Callable[..., object], where: str) -> tuple[str, ...]:
     """Return the names of the arguments that the function takes."""
     try:
         parameters = inspect.signature(function).parameters.values()

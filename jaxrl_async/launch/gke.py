@@ -14,7 +14,6 @@ import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -121,7 +120,7 @@ def warnings(values: Values, config: Config) -> Iterator[str]:
         )
 
 
-def as_yaml(values: Values, documents: Sequence[Mapping[str, Any]]) -> str:
+def as_yaml(values: Values, documents: Sequence[Mapping[str, object]]) -> str:
     """Return the manifests as one YAML text, headed by the node pools that they need."""
     head = [_pools("trainer", values.trainer, values.trainer.tpu.slices)]
     if values.samplers is not None:

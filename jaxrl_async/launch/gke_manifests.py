@@ -163,7 +163,7 @@ def _monitoring(values: Values) -> dict[str, Any]:
 
 
 def _job_set(
-    values: Values, role: Role, name: str, labels: Mapping[str, str], spec: Mapping[str, Any]
+    values: Values, role: Role, name: str, labels: Mapping[str, str], spec: Mapping[str, object]
 ) -> dict[str, Any]:
     """Return a JobSet of one role, in its queue."""
     queue = values.queue_of(role)
@@ -246,7 +246,7 @@ def _is_alone(role: Role) -> bool:
     return role.tpu.hosts * role.tpu.slices == 1
 
 
-def _job(role: Role, notes: dict[str, str], pod: dict[str, Any]) -> dict[str, Any]:
+def _job(role: Role, notes: dict[str, str], pod: Mapping[str, object]) -> dict[str, Any]:
     """Return the Job of one slice: an indexed pod for each host."""
     # One slice, one node pool: a Job's pods share its links, and other pods are excluded.
     exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
@@ -300,7 +300,9 @@ def _notes(values: Values, role: Role) -> dict[str, str]:
     return {**(mounted if runs.bucket is not None else {}), **role.annotations}
 
 
-def _pod(values: Values, role: Role, container: dict[str, Any], *, runs: bool) -> dict[str, Any]:
+def _pod(
+    values: Values, role: Role, container: Mapping[str, object], *, runs: bool
+) -> dict[str, Any]:
     """Return a pod of a role. runs: whether it mounts the storage of the run folders."""
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
@@ -355,7 +357,7 @@ def _storage(runs: Runs, user: int | None) -> dict[str, Any]:
     return {"csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes}}
 
 
-def _container(role: Role, env: Iterator[dict[str, Any]], *, runs: bool) -> dict[str, Any]:
+def _container(role: Role, env: Iterator[Mapping[str, object]], *, runs: bool) -> dict[str, Any]:
     """Return the part that the containers of both roles share."""
     chips: Mapping[str, Any] = {"google.com/tpu": role.tpu.host_chips, **role.resources}
     health = {"httpGet": {"path": PATH, "port": HEALTH_PORT}, "timeoutSeconds": 10}

@@ -145,7 +145,7 @@ class RayGroup:
         )  # fmt: skip
         return wanted.remote(self._folder)
 
-    def _ask_all(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
+    def _ask_all(self, method: str, *arguments: object, timeout_s: float) -> list[Any]:
         """Call a method of all actors. Raises RayError if one is lost or silent."""
         calls = [getattr(actor, method).remote(*arguments) for actor in self._actors]
         answers: list[Any] = ray_api().get(calls, timeout=timeout_s)

@@ -102,11 +102,11 @@ def _span(one: Any, track: str, trace: str, since_s: float) -> dict[str, Any]:
     }
 
 
-def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _attributes(values: Mapping[str, object]) -> list[dict[str, Any]]:
     return [{"key": key, "value": _value(value)} for key, value in values.items()]
 
 
-def _value(value: Any) -> dict[str, Any]:
+def _value(value: object) -> dict[str, Any]:
     """Return an attribute's value in the form of OTLP."""
     if isinstance(value, bool):
         return {"boolValue": value}

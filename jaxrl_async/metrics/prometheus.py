@@ -61,7 +61,7 @@ class PrometheusWriter:
             self._step = step
             self._values |= {key: float(value) for key, value in values.items()}
 
-    def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+    def samples(self, step: int, records: Iterable[Mapping[str, object]]) -> None:
         """Write a step's samples."""
         self._writer.samples(step, records)
 

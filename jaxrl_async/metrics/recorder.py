@@ -49,7 +49,7 @@ class KeepsMetrics(Protocol):
         """Write the metrics of a step."""
         ...
 
-    def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+    def samples(self, step: int, records: Iterable[Mapping[str, object]]) -> None:
         """Write sample episodes."""
         ...
 
@@ -101,7 +101,7 @@ class Recorder:
                     self._board.add_scalar(key, value, step)
                 self._board.flush()
 
-    def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+    def samples(self, step: int, records: Iterable[Mapping[str, object]]) -> None:
         """Write a step's samples; the report shows their prompt, completion and reward."""
         with self._lock:
             for record in records:
@@ -176,7 +176,7 @@ def _parsed(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
     return pairs
 
 
-def _append(file: BinaryIO, record: Mapping[str, Any]) -> None:
+def _append(file: BinaryIO, record: Mapping[str, object]) -> None:
     file.write((encode(record) + "\n").encode("utf-8", "replace"))
     file.flush()
 
@@ -255,7 +255,7 @@ class RunLog(logging.Handler):
         logging.getLogger(OWN).addHandler(self)
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             whole = "" if isinstance(error, JaxrlError) else f"\n{_traceback((kind, error, trace))}"
             self.line(f"ended by {type(error).__name__}: {error}{whole}", "ERROR")

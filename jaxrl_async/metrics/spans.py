@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxrl_async.later import Later
 from jaxrl_async.metrics.trace_file import (
@@ -41,7 +41,7 @@ WRITE_EVERY_S = 60.0
 
 _recorder: SpanRecorder | None = None
 _write: Callable[[], None] | None = None  # writes the spans recorded so far
-annotate: Callable[[str], AbstractContextManager[Any]] | None = None
+annotate: Callable[[str], AbstractContextManager[object]] | None = None
 """Also marks the time inside a `with` in another trace (profiling.py); None: no other trace."""
 
 
@@ -50,7 +50,7 @@ class span:
 
     __slots__ = ("_args", "_lanes", "_mark", "_name", "_start_s")
 
-    def __init__(self, name: str, lanes: str = "", **args: Any) -> None:
+    def __init__(self, name: str, lanes: str = "", **args: object) -> None:
         """Set the name and attributes (numbers and texts) of the span; lanes: see RecordedSpan."""
         self._name, self._lanes, self._args = name, lanes, args
         self._mark = None if annotate is None else annotate(name)
@@ -73,7 +73,7 @@ class span:
             _recorder.add(RecordedSpan(self._name, self._start_s, end_s, self._lanes, self._args))
 
 
-def add_span(name: str, start_s: float, end_s: float, lanes: str = "", **args: Any) -> None:
+def add_span(name: str, start_s: float, end_s: float, lanes: str = "", **args: object) -> None:
     """Record a span from start_s to end_s of TRACE_CLOCK, if spans are recorded."""
     if _recorder is not None:
         _recorder.add(RecordedSpan(name, start_s, end_s, lanes, args))

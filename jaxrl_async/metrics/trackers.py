@@ -240,7 +240,7 @@ class TrackedWriter:
         for tracker in self._trackers:
             tracker.put(step, values)
 
-    def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+    def samples(self, step: int, records: Iterable[Mapping[str, object]]) -> None:
         """Write a step's samples, which are not sent to trackers."""
         self._writer.samples(step, records)
 

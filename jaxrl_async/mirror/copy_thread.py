@@ -12,7 +12,6 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from jaxrl_async.config.schema import RunSection
 from jaxrl_async.errors import FolderLost, in_a_line
@@ -149,7 +148,7 @@ class CopyCountingWriter:
         failed = float(self._copy.new_failures())
         self._writer.log(step, {**values, "faults/copy_failures": failed})
 
-    def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+    def samples(self, step: int, records: Iterable[Mapping[str, object]]) -> None:
         """Write a step's samples."""
         self._writer.samples(step, records)
 

@@ -555,12 +555,12 @@ Capability = tuple[int, int]
 """Major and minor version: (9, 0) for an H100."""
 
 
-def capability_of(device: Any) -> Capability | None:
+def capability_of(device: jax.Device) -> Capability | None:
     """Return a device's compute capability; None if it is not an NVIDIA GPU."""
     major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
     return (int(major), int(minor or 0)) if major.isdigit() else None
 
 
-def has_triton(device: Any) -> bool:
+def has_triton(device: jax.Device) -> bool:
     """Return whether a device supports the Triton kernels: NVIDIA GPUs since Ampere."""
     return (capability_of(device) or (0, 0)) >= (AMPERE, 0)

@@ -208,7 +208,7 @@ def init_params(spec: ModelSpec, key: Array, dtype: DTypeLike = jnp.float32) -> 
     return init_table(weight_table(spec), key, dtype)
 
 
-def init_table(table: dict[str, Any], key: Array, dtype: DTypeLike) -> Params:
+def init_table(table: Mapping[str, object], key: Array, dtype: DTypeLike) -> Params:
     """Return random parameters for a table of weights, as `init_params` does."""
 
     def make(path: Any, weight: Weight) -> Array:
@@ -395,7 +395,7 @@ def _in_turns(w: Array, first: int, in_turn: int, times: int) -> Array:
     return w if in_turn == 1 else w.reshape(times, in_turn, *w.shape[1:])
 
 
-def _nth(weights: Any, nth: int, of: int) -> Any:
+def _nth(weights: Params, nth: int, of: int) -> Any:
     """Return the weights of the nth layer in an iteration."""
     return weights if of == 1 else jax.tree.map(lambda w: w[nth], weights)
 

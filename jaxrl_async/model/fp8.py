@@ -78,7 +78,7 @@ def number_of(name: str, stored: Stored, scales: Stored, block: tuple[int, int])
     return Stored(dtype="F32", shape=stored.shape, begin=stored.begin, end=stored.end)
 
 
-def block_of(config: Mapping[str, Any], where: str) -> tuple[int, int]:
+def block_of(config: Mapping[str, object], where: str) -> tuple[int, int]:
     """Return the rows and columns of a block from a config.json. Raises CheckpointError."""
     said = config.get("quantization_config")
     block = said.get("weight_block_size") if isinstance(said, dict) else None

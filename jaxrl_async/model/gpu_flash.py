@@ -12,13 +12,14 @@ computes scores again, from the log of each query's sum (Dao et al. 2022, arXiv:
 Shapes: B rows, t queries and T keys of each, H heads, N kv heads, G = H / N, K head width.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -267,7 +268,9 @@ def _product(a: Array, b: Array) -> Array:
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
-def _is_seen(mask: Mask, queries: Any, keys: Any, key: Array, how: How) -> Array:
+def _is_seen(
+    mask: Mask, queries: slice | pl.Slice, keys: slice | pl.Slice, key: Array, how: How
+) -> Array:
     """Return [queries, keys] bool for slices of the row; key [keys]: places of the keys."""
     place = mask.places[queries][:, None]
     seen = (key[None, :] <= place) & (place < mask.until[keys][None, :])
@@ -277,8 +280,8 @@ def _is_seen(mask: Mask, queries: Any, keys: Any, key: Array, how: How) -> Array
 
 
 def _forward_kernel(
-    range_ref: Any, mask: Any, sinks: Any, q_ref: Any, k_ref: Any, v_ref: Any, out: Any, sums: Any,
-    *, how: How,
+    range_ref: Ref, mask: Mask, sinks: Ref | None, q_ref: Ref, k_ref: Ref, v_ref: Ref, out: Ref,
+    sums: Ref, *, how: How,
 ) -> None:  # fmt: skip
     block = how.block
     queries = pl.ds(pl.program_id(0) * block, block)
@@ -321,8 +324,8 @@ def _shares_and_slope(
 
 
 def _queries_kernel(
-    range_ref: Any, mask: Any, q_ref: Any, k_ref: Any, v_ref: Any, do_ref: Any, sums_ref: Any,
-    expected_ref: Any, dq_ref: Any, *, how: How,
+    range_ref: Ref, mask: Mask, q_ref: Ref, k_ref: Ref, v_ref: Ref, do_ref: Ref, sums_ref: Ref,
+    expected_ref: Ref, dq_ref: Ref, *, how: How,
 ) -> None:  # fmt: skip
     block = how.block
     queries = pl.ds(pl.program_id(0) * block, block)
@@ -340,8 +343,8 @@ def _queries_kernel(
 
 
 def _keys_kernel(
-    range_ref: Any, mask: Any, q_ref: Any, k_ref: Any, v_ref: Any, do_ref: Any, sums_ref: Any,
-    expected_ref: Any, dk_ref: Any, dv_ref: Any, *, how: How, group: int,
+    range_ref: Ref, mask: Mask, q_ref: Ref, k_ref: Ref, v_ref: Ref, do_ref: Ref, sums_ref: Ref,
+    expected_ref: Ref, dk_ref: Ref, dv_ref: Ref, *, how: How, group: int,
 ) -> None:  # fmt: skip
     block = how.block
     start = pl.program_id(0) * block
@@ -382,7 +385,7 @@ def _of_mask(mask: Mask) -> Any:
     return Mask(*map(_of_row, mask))
 
 
-def _call(kernel: Any, how: How, width: int, name: str, **more: Any) -> Any:
+def _call(kernel: Callable[..., None], how: How, width: int, name: str, **more: Any) -> Any:
     """Return the pallas_call with the number of warps for these blocks."""
     warps = 8 if how.block * width >= MANY_WARPS else 4
     params = plgpu.CompilerParams(num_warps=warps, num_stages=2)

@@ -13,11 +13,11 @@ Shapes: n rows, E groups, D inputs, F outputs.
 
 from functools import partial
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
@@ -87,10 +87,10 @@ def grouped_product_on_gpu(
 
 
 def _product_kernel(
-    tiles: Any,
-    rows_ref: Any,
-    matrices_ref: Any,
-    out_ref: Any,
+    tiles: GroupTiles,
+    rows_ref: Ref,
+    matrices_ref: Ref,
+    out_ref: Ref,
     *,
     block: tuple[int, int, int],
     turned: bool,
@@ -159,11 +159,11 @@ def matrices_gradient_on_gpu(rows: Array, cotangent: Array, sizes: Array) -> Arr
 
 
 def _gradient_kernel(
-    first_ref: Any,
-    end_ref: Any,
-    rows_ref: Any,
-    cotangent_ref: Any,
-    out_ref: Any,
+    first_ref: Ref,
+    end_ref: Ref,
+    rows_ref: Ref,
+    cotangent_ref: Ref,
+    out_ref: Ref,
     *,
     block: tuple[int, int, int],
 ) -> None:

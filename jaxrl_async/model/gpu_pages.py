@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.sharding import Mesh, PartitionSpec
@@ -246,12 +246,16 @@ class _Sums(NamedTuple):
     values: tuple[Array, ...]  # [rows, columns], of each part
 
 
+Cells = tuple[Array, ...]
+"""Indices of cells of a reference, one array or scalar for each axis."""
+
+
 def _kernel(
-    plan_ref: Any,
-    tables_ref: Any,
-    q_ref: Any,
-    pages_ref: Any,
-    *refs: Any,
+    plan_ref: Ref,
+    tables_ref: Ref,
+    q_ref: Ref,
+    pages_ref: Ref,
+    *refs: Ref,
     names: tuple[str, ...],
     tile: PageTiles,
     group: int,
@@ -273,7 +277,7 @@ def _kernel(
     at = position + row // tile.heads  # position of each row's query
     parts = column_parts(width)
 
-    def cells_of(ref: Any, index: tuple[Any, ...], used: Array, part: slice) -> tuple[Any, Array]:
+    def cells_of(ref: Ref, index: Cells, used: Array, part: slice) -> tuple[Any, Array]:
         """Return a part of the columns at each index, [n, columns], and a mask of the valid ones.
         (The interpreter supports only scalars, or arrays of one shape.)"""
         column = jnp.arange(part.stop - part.start) + part.start
@@ -282,7 +286,7 @@ def _kernel(
         arrays = [jnp.broadcast_to(i, shape) for i in (*whole, column[None])]
         return ref.at[tuple(arrays)], used[:, None] & (column < width)[None]
 
-    def load(ref: Any, index: tuple[Any, ...], used: Array, part: slice) -> Array:
+    def load(ref: Ref, index: Cells, used: Array, part: slice) -> Array:
         cells, mask = cells_of(ref, index, used, part)
         return plgpu.load(cells, mask=mask, other=0)
 
@@ -291,7 +295,7 @@ def _kernel(
     key_row, value_row = (2 * kv_head, 2 * kv_head + 1) if sides > 1 else (0, 0)
 
     def step(
-        sums: _Sums, places: Array, seen: Array, ref: Any, index: Callable[[Any], tuple[Any, ...]]
+        sums: _Sums, places: Array, seen: Array, ref: Ref, index: Callable[[Any], Cells]
     ) -> _Sums:
         """Attend to the keys at these positions of the sequence."""
         keys = [load(ref, index(key_row), seen, part) for part in parts]
@@ -319,7 +323,7 @@ def _kernel(
             ),
         )
 
-    def over(low: Array, end: Array, sums: _Sums, ref: Any, index: Callable[..., Any]) -> _Sums:
+    def over(low: Array, end: Array, sums: _Sums, ref: Ref, index: Callable[..., Cells]) -> _Sums:
         """Attend to this split's part of the keys from position `low` to `end` (exclusive)."""
         blocks = (jnp.maximum(end - low, 0) + tile.keys - 1) // tile.keys
         each = (blocks + tile.splits - 1) // tile.splits
@@ -334,7 +338,7 @@ def _kernel(
 
     page_tokens = pages_ref.shape[1]
 
-    def in_pages(places: Array, cell: Any) -> tuple[Any, ...]:
+    def in_pages(places: Array, cell: Any) -> Cells:
         return tables_ref[sequence, places // page_tokens], places % page_tokens, cell
 
     low = jnp.int32(0)
@@ -351,14 +355,14 @@ def _kernel(
         sums = over(low, jnp.minimum(begin, end), sums, pages_ref, in_pages)
         behind = first - position  # index of position 0, if all tokens were among the queries
 
-        def among_new(places: Array, cell: Any) -> tuple[Any, ...]:
+        def among_new(places: Array, cell: Any) -> Cells:
             return behind + places, cell
 
         sums = over(jnp.maximum(low, begin), end, sums, given["new"], among_new)
     else:
         sums = over(low, end, sums, pages_ref, in_pages)
 
-    index: tuple[Any, ...] = (query, head)
+    index: Cells = (query, head)
     if partial_refs:
         index = (jnp.full_like(row, split), *index)
         for ref, x in zip(partial_refs, sums[:2], strict=True):

@@ -174,7 +174,7 @@ def load_head(
 
 
 def load_critic(
-    folder: str | Path, shardings_of: Callable[[Any], Any], dtype: DTypeLike = jnp.float32
+    folder: str | Path, shardings_of: Callable[[Any], object], dtype: DTypeLike = jnp.float32
 ) -> tuple[ModelSpec, Params]:
     """Load a critic from a directory of a critic, of a reward model (its head, with bias 0) or of a
     policy (with a new head).

@@ -31,7 +31,7 @@ from jaxrl_async.later import Later
 from jaxrl_async.mesh import whole
 from jaxrl_async.model.hf_config import hf_config_of, spec_from_hf
 from jaxrl_async.model.own_code import OwnCode, save_code
-from jaxrl_async.model.spec import ModelSpec, Weight, named, stacks_in, weight_table
+from jaxrl_async.model.spec import ModelSpec, Params, Weight, named, stacks_in, weight_table
 from jaxrl_async.model.stored_tensors import (
     HEAD,
     INDEX,
@@ -109,7 +109,7 @@ def load_spec(folder: Path) -> ModelSpec:
     return tied_head.tied_as_stored(folder, spec_from_hf(read_json(file), str(file)))
 
 
-def stored_types(folder: Path, table: Any) -> dict[str, str]:
+def stored_types(folder: Path, table: object) -> dict[str, str]:
     """Return the types of a table's tensors that a directory stores in a narrow type, bfloat16 or
     float16, by their names in files; empty for a GGUF file. Raises CheckpointError."""
     if gguf_of(folder) is not None:
@@ -127,7 +127,7 @@ def load_generation(folder: Path) -> dict[str, Any]:
     return read_json(file) if file.exists() else {}
 
 
-def save_generation(folder: Path, spec: ModelSpec, generation: Mapping[str, Any]) -> None:
+def save_generation(folder: Path, spec: ModelSpec, generation: Mapping[str, object]) -> None:
     """Write generation_config.json: `generation` with the spec's special tokens and the end tokens
     of both."""
     own = generation.get("eos_token_id")
@@ -163,7 +163,7 @@ def check_params(folder: str | Path, spec: ModelSpec) -> None:
 
 
 def load_params(
-    folder: str | Path, spec: ModelSpec, shardings: Any = None, dtype: DTypeLike = jnp.float32
+    folder: str | Path, spec: ModelSpec, shardings: object = None, dtype: DTypeLike = jnp.float32
 ) -> Any:
     """Load the parameters of a decoder, on `shardings` (a tree like weight_table's; None: the
     default device). Raises CheckpointError as load_weights does."""
@@ -178,8 +178,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 def load_weights(
     folder: str | Path,
-    table: Any,
-    shardings: Any = None,
+    table: object,
+    shardings: object = None,
     dtype: DTypeLike = jnp.float32,
     single: str = SINGLE,
 ) -> Any:
@@ -203,7 +203,7 @@ def load_weights(
 
 
 @contextmanager
-def open_weights(folder: Path, table: Any, single: str = SINGLE) -> Iterator[OpenWeights]:
+def open_weights(folder: Path, table: object, single: str = SINGLE) -> Iterator[OpenWeights]:
     """Open a directory with the tensors of a table, compared as in load_weights; yield a reader of
     one weight, or of one layer of it, by its name in the file. Raises CheckpointError."""
     with ExitStack() as files:
@@ -215,7 +215,7 @@ def open_weights(folder: Path, table: Any, single: str = SINGLE) -> Iterator[Ope
 def save_params(
     folder: str | Path,
     spec: ModelSpec,
-    params: Any,
+    params: Params,
     others: OtherContents | None = None,
     stored: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
@@ -235,9 +235,9 @@ def save_params(
 
 def save_weights(
     folder: str | Path,
-    config: dict[str, Any],
-    table: Any,
-    params: Any,
+    config: Mapping[str, object],
+    table: object,
+    params: Params,
     code: OwnCode | None = None,
     others: OtherContents | None = None,
     stored: Mapping[str, str] = MappingProxyType({}),
@@ -273,7 +273,9 @@ def save_weights(
         (folder / name).unlink(missing_ok=True)
 
 
-def save_adapter(folder: str | Path, config: dict[str, Any], table: Any, params: Any) -> None:
+def save_adapter(
+    folder: str | Path, config: Mapping[str, object], table: object, params: Params
+) -> None:
     """Write an adapter's table of weights as one file, with PEFT's adapter_config.json."""
     if jax.process_index() != 0:
         for _ in _export(table, params):
@@ -349,7 +351,7 @@ def _type_of(folder: Path, tensors: list[tuple[str, np.ndarray]], stored: Mappin
 # ---- reading
 
 
-def _wanted(table: Any) -> dict[str, tuple[int, ...]]:
+def _wanted(table: object) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a table's tensors in files, by their names in files."""
     return {
         name: weight.hf_shape
@@ -358,7 +360,7 @@ def _wanted(table: Any) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _check(folder: Path, table: Any, tensors: Mapping[str, StoredTensor]) -> None:
+def _check(folder: Path, table: object, tensors: Mapping[str, StoredTensor]) -> None:
     wanted = _wanted(table)
     missing = sorted(wanted.keys() - tensors.keys())
     extra = sorted(
@@ -500,7 +502,7 @@ def _is_turned(weight: Weight) -> bool:
 # ---- writing
 
 
-def _export(table: Any, params: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _export(table: object, params: Params) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (name, array) as stored in files, one layer at a time; weights that files join in one
     matrix are joined."""
     weights = jax.tree.leaves(table, is_leaf=lambda w: isinstance(w, Weight))

@@ -24,7 +24,7 @@ HF_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "clamped_sil
 """Activations by their names in transformers."""
 
 
-def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
+def spec_from_hf(config: Mapping[str, object], where: str) -> ModelSpec:
     """Return the decoder of a Hugging Face config.json. Raises CheckpointError, which names the
     unsupported field.
 

@@ -227,21 +227,21 @@ def _heads_first(x_BTHK: Array, block: int) -> Array:
     return jnp.swapaxes(_whole_blocks(x_BTHK, block), 1, 2)
 
 
-def splash_on(device: Any, dtype: DTypeLike) -> SequenceAttention:
+def splash_on(device: jax.Device, dtype: DTypeLike) -> SequenceAttention:
     """Return splash attention with the block length for a device and dtype."""
     most = most_splash_block(device, dtype)
     forward = FORWARD_BLOCKS.get(device.device_kind) if jnp.dtype(dtype) == jnp.bfloat16 else None
     return partial(splash, most=most, forward=forward) if forward else splash
 
 
-def splash_part_on(device: Any, dtype: DTypeLike) -> PartAttention:
+def splash_part_on(device: jax.Device, dtype: DTypeLike) -> PartAttention:
     """Return splash attention for parts of rows, as splash_on does for whole rows."""
     most = most_splash_block(device, dtype)
     prepare = partial(_splash_part_kernel, most=most)
     return PartAttention(prepare, partial(_splash_part, most=most))
 
 
-def most_splash_block(device: Any, dtype: DTypeLike) -> int:
+def most_splash_block(device: jax.Device, dtype: DTypeLike) -> int:
     """Return the maximum block of splash attention. Blocks above MAX_SPLASH_BLOCK are for bfloat16
     only; in float32 they do not fit VMEM."""
     if jnp.dtype(dtype) != jnp.bfloat16:
@@ -300,7 +300,7 @@ def _splash_part(
     v_BTNK: Array,
     q_segments: Array,
     kv_segments: Array,
-    kernel: Any,
+    kernel: object,
     scoring: Scoring = PLAIN,
     sinks_H: Array | None = None,
     *,
@@ -460,7 +460,7 @@ def _gathering(part: PartAttention, ways: int, scoring: Scoring) -> Callable[...
     """Return `part` for one device, which first gathers the other devices' keys and values."""
 
     def local(
-        q: Array, k: Array, v: Array, segments: Array, constants: Any, *sinks: Array
+        q: Array, k: Array, v: Array, segments: Array, constants: object, *sinks: Array
     ) -> Array:
         k, v, all_segments = (
             natural(jax.lax.all_gather(x, "context", axis=1, tiled=True), ways)

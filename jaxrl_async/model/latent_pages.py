@@ -12,14 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl_async.model.kernels import PLAIN, Scoring
 from jaxrl_async.model.query_blocks import plan_of
-from jaxrl_async.model.tpu_pages import move_pages
+from jaxrl_async.model.tpu_pages import Index, move_pages
 
 MASKED = -1e30
 """Score of keys that are not visible."""
@@ -45,7 +45,7 @@ def attend_latent_pages(
     *,
     rank: int,
     mesh: Mesh | None = None,
-    interpret: Any = False,
+    interpret: bool | pltpu.InterpretParams = False,
 ) -> Array:
     """Attend with queries of several sequences to their pages: [t, H, rank], 0 after the last
     query. See kernels.ragged_paged for the arguments.
@@ -89,7 +89,7 @@ def _call(
     num_seqs: Array,
     *,
     rank: int,
-    interpret: Any,
+    interpret: bool | pltpu.InterpretParams,
 ) -> Array:
     t, H, K = q.shape
     _, G, W = pages.shape
@@ -131,25 +131,25 @@ def _call(
 
 
 def _attend(
-    sequences: Any,
-    firsts: Any,
-    positions: Any,
-    ends: Any,
-    blocks: Any,
-    slots: Any,
-    tables: Any,
-    q: Any,
-    pages: Any,
-    out: Any,
-    queries: Any,
-    buffers: Any,
-    result: Any,
-    largest: Any,
-    total: Any,
-    sums: Any,
-    of_queries: Any,
-    of_pages: Any,
-    of_result: Any,
+    sequences: Ref,
+    firsts: Ref,
+    positions: Ref,
+    ends: Ref,
+    blocks: Ref,
+    slots: Ref,
+    tables: Ref,
+    q: Ref,
+    pages: Ref,
+    out: Ref,
+    queries: Ref,
+    buffers: Ref,
+    result: Ref,
+    largest: Ref,
+    total: Ref,
+    sums: Ref,
+    of_queries: Ref,
+    of_pages: Ref,
+    of_result: Ref,
     *,
     scale: float,
 ) -> None:
@@ -163,14 +163,14 @@ def _attend(
     after = jnp.minimum(i + 1, last)
     more_programs = (i < last) & (blocks[after] > 0)
 
-    def copy_queries(program: Any) -> Any:
+    def copy_queries(program: Index) -> Any:
         mine = q.at[pl.ds(firsts[program], n)]
         return pltpu.make_async_copy(mine, queries.at[program & 1], of_queries.at[program & 1])
 
-    def copy_result(program: Any) -> Any:
+    def copy_result(program: Index) -> Any:
         return pltpu.make_async_copy(result, out.at[pl.ds(firsts[program], n)], of_result)
 
-    def move(program: Any, block: Any, slot: Any, *, start: bool) -> None:
+    def move(program: Index, block: Index, slot: Index, *, start: bool) -> None:
         table = (pages, lambda page: tables[sequences[program], page], ends[program])
         move_pages(*table, buffers, of_pages, block, slot, start=start)
 
@@ -180,7 +180,7 @@ def _attend(
         copy_queries(0).start()
         move(0, 0, 0, start=True)
 
-    def one(b: Any, _: Any) -> None:
+    def one(b: Array, _: None) -> None:
         slot = (slots[i] + b) & 1
         more = b + 1 < blocks[i]
 

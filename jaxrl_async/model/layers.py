@@ -136,7 +136,7 @@ class Layer(nnx.Module):
 
     stack: the stack of its weights. fused: fewer, larger matrices with outputs first, see fuse().
     mixed: products in bfloat16, see product(). eight_bits: tokens are rounded to 8 bits for packed
-    8-bit weights, see packed_layers.py. scales: suffix of the names of the scales of quantised
+    8-bit weights, see insertion.py. scales: suffix of the names of the scales of quantised
     matrices, see quantize.py; with fused, the matrices are packed. adapted: names of the matrices
     with an adapter, and LORA_DROP in an update with dropout, see lora.py; adapters are not fused.
     chosen: each row uses its own columns of the adapter, see adapter_stack.py. masked: only the

@@ -169,7 +169,7 @@ def _forward(
     """Return log-probs and entropies, and the slopes if requested."""
     size, number = _even_chunk(len(of.targets), how.chunk)
 
-    def body(index: Array, done: Any) -> Any:
+    def body(index: Array, done: object) -> Any:
         x, one_chunk = _chunk_of(how, of, index, size)
         if not slopes:
             new = (*one_chunk(x, of.head), None)
@@ -353,8 +353,8 @@ def logits_of(
 
 
 def over_chunks(
-    function: Callable[..., Any],
-    inputs: tuple[Any, ...],
+    function: Callable[..., object],
+    inputs: tuple[object, ...],
     *,
     chunk: int,
     layout: Layout = ONE_DEVICE,

@@ -6,7 +6,6 @@ pages, blocks and swaps in the sampler, work as for the built-in layer. See docs
 """
 
 import math
-from typing import Any
 
 from jax import Array
 
@@ -33,7 +32,7 @@ class OwnLayer(Layer):
         """
         raise NotImplementedError
 
-    def finish(self, x: Array, attended: Array, *routing: Any) -> Array:
+    def finish(self, x: Array, attended: Array, *routing: object) -> Array:
         """Return the hidden states [n, D] after the layer, given the hidden states before it and
         attention's output, [n, H, K].
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.typing import DTypeLike
 
 from jaxrl_async.config.schema import ArchitectureSection
@@ -80,7 +81,7 @@ def own_spec(named: str, architecture: ArchitectureSection, vocab_size: int) -> 
     return spec
 
 
-def read_own(config: Mapping[str, Any], where: str) -> ModelSpec:
+def read_own(config: Mapping[str, object], where: str) -> ModelSpec:
     """Return the decoder of a config.json, if its code is trusted (named by the user). Raises
     CheckpointError, ConfigError."""
     fields = config.get("spec")
@@ -147,7 +148,7 @@ def check_numbers(spec: ModelSpec) -> None:
     x = jax.random.normal(keys[-1], (TOKENS, spec.width))
     kind = spec.pattern[0]
 
-    def total(weights: Any, x: Any) -> Any:
+    def total(weights: Params, x: Array) -> Any:
         out = _layer_step(spec, kind, weights, x)[3]
         return out.sum(), out
 
@@ -188,7 +189,7 @@ def _wrong(code: OwnCode, what: str, remedy: str) -> ConfigError:
     return ConfigError(f"{code.name} of {code.file}: {what}. {remedy}")
 
 
-def _asked(code: OwnCode, method: str, ask: Callable[[], Any]) -> Any:
+def _asked(code: OwnCode, method: str, ask: Callable[[], object]) -> Any:
     """Return the result of a user's method. Raises ConfigError if it fails."""
     try:
         return ask()
@@ -224,7 +225,7 @@ def _check_table(spec: ModelSpec, code: OwnCode, method: str) -> None:
             raise _wrong(code, f"{method}: {name!r} {problem[0]}", problem[1])
 
 
-def _problem(cls: Any, method: str, name: Any, weight: Weight) -> tuple[str, str] | None:
+def _problem(cls: object, method: str, name: object, weight: Weight) -> tuple[str, str] | None:
     """Return the problem of a weight and its remedy; None: the weight is valid."""
     outer = method == "outer_weights"
     taken = ("embed", "final_norm", "lm_head", "head") if outer else ("qkv_proj", "gate_up")
@@ -262,7 +263,7 @@ def _layer_weights(spec: ModelSpec) -> dict[str, Weight]:
     return {n: dataclasses.replace(w, shape=w.shape[1:], axes=w.axes[1:]) for n, w in table.items()}
 
 
-def _layer_step(spec: ModelSpec, kind: LayerKind, weights: Any, x: Any) -> tuple[Any, ...]:
+def _layer_step(spec: ModelSpec, kind: LayerKind, weights: Params, x: Array) -> tuple[Any, ...]:
     """Return q, k, v of a layer, and the hidden states after it; attention just sums the values."""
     layer = nnx.merge(layer_graph(spec), weights)
     angles = all_angles(spec, jnp.arange(x.shape[0]))[kind.rope]
@@ -285,7 +286,12 @@ def _check_layer(spec: ModelSpec, code: OwnCode, kind: LayerKind, dtype: DTypeLi
 
 
 def _trace_layer(
-    spec: ModelSpec, code: OwnCode, kind: LayerKind, graph: Any, weights: Any, dtype: DTypeLike
+    spec: ModelSpec,
+    code: OwnCode,
+    kind: LayerKind,
+    graph: object,
+    weights: Params,
+    dtype: DTypeLike,
 ) -> tuple[Any, Any]:
     """Return the shapes of the results of qkv and finish.
 
@@ -300,11 +306,11 @@ def _trace_layer(
     x = jax.ShapeDtypeStruct((TOKENS, spec.width), dtype)
     attended = jax.ShapeDtypeStruct((TOKENS, spec.heads, spec.head_dim), dtype)
 
-    def qkv(weights: Any, x: Any) -> Any:
+    def qkv(weights: Params, x: Array) -> Any:
         angles = all_angles(spec, jnp.arange(TOKENS))[kind.rope]
         return nnx.merge(graph, weights).qkv(x, angles)
 
-    def finish(weights: Any, x: Any, attended: Any) -> Any:
+    def finish(weights: Params, x: Array, attended: Array) -> Any:
         return nnx.merge(graph, weights).finish(x, attended)
 
     found = _asked(code, "qkv", lambda: jax.eval_shape(qkv, weights, x))
@@ -335,7 +341,7 @@ def _check_around(spec: ModelSpec, code: OwnCode) -> None:
 def _compare(
     code: OwnCode,
     method: str,
-    found: Any,
+    found: object,
     wanted: Sequence[tuple[int, ...]],
     dtype: DTypeLike | None,
 ) -> None:

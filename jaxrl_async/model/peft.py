@@ -160,7 +160,7 @@ def has_together(file: Path) -> bool:
     return file.exists() and any(name.endswith(ends) for name in read_header(file))
 
 
-def _are(said: Any, ours: Any) -> bool:
+def _are(said: object, ours: object) -> bool:
     """Return whether a setting is equal to the expected one. rank_pattern and alpha_pattern may
     have suffixes of names, as in the patterns that PEFT generates (".*\\.gate_up_proj")."""
     if not isinstance(said, dict) or not isinstance(ours, dict) or len(said) != len(ours):

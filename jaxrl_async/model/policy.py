@@ -36,7 +36,7 @@ from jaxrl_async.model.hf import (
 from jaxrl_async.model.lora import Lora, adapter_table, joined, merged_on
 from jaxrl_async.model.own_code import load_code
 from jaxrl_async.model.quantize import is_quantized
-from jaxrl_async.model.spec import ModelSpec, num_weights, weight_table
+from jaxrl_async.model.spec import ModelSpec, Params, num_weights, weight_table
 
 if TYPE_CHECKING:
     from jaxrl_async.model import peft
@@ -91,7 +91,7 @@ class Policy:
         mesh: Mesh | None = None,
         rules: Rules = TRAINER_RULES,
         dtype: DTypeLike | None = None,
-        tokenizer: Any = None,
+        tokenizer: object = None,
         adapter: str | Path | None = None,
         form: BaseForm | None = None,
         decoder: str | None = None,
@@ -121,7 +121,7 @@ class Policy:
         if tokenizer is None and (folder / "tokenizer.json").is_file():
             tokenizer = FolderTokenizer(folder)
 
-        def placed(table: Any) -> Any:
+        def placed(table: object) -> Any:
             return None if mesh is None else shardings(table, mesh, rules)
 
         if form is None:
@@ -150,7 +150,7 @@ class Policy:
         """The parameters for a forward pass: all weights, and an adapter if there is one."""
         return self.params if self.lora is None else joined(self.lora, self.params, self.adapter)
 
-    def with_params(self, params: Any) -> "Policy":
+    def with_params(self, params: Params) -> "Policy":
         """Return the policy with other weights (with an adapter: another base)."""
         return dataclasses.replace(self, params=params)
 
@@ -159,7 +159,7 @@ class Policy:
         name = "params" if self.lora is None else "adapter"
         return dataclasses.replace(self, **{name: trained})
 
-    def adapted(self, lora: Lora, key: Array, where: Any = None) -> "Policy":
+    def adapted(self, lora: Lora, key: Array, where: object = None) -> "Policy":
         """Return the policy with a new adapter, which initially changes nothing.
 
         Args:

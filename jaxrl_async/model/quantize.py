@@ -50,7 +50,7 @@ PACKED: "dict[FourBits, str]" = {
 """Suffixes of the names of the scales of matrices in 4 bits."""
 
 
-def is_quantized(params: Any) -> bool:
+def is_quantized(params: Params) -> bool:
     """Return whether a tree of parameters, or a table of weights, has matrices in 8 or 4 bits."""
     return any(scales_among(params[stack]) for stack in stacks_in(params))
 
@@ -82,7 +82,7 @@ def _with_scales(stack: dict[str, Weight]) -> dict[str, Weight]:
     return {**stack, **scales}
 
 
-def table_of(table: dict[str, Any], params: Any) -> dict[str, Any]:
+def table_of(table: dict[str, Any], params: Params) -> dict[str, Any]:
     """Return a decoder's table, with scales if the parameters have them."""
     endings = {scales_among(params[stack]) for stack in stacks_in(params)} - {""}
     if not endings:
@@ -99,7 +99,7 @@ def table_of(table: dict[str, Any], params: Any) -> dict[str, Any]:
     return {**table, **stacks}
 
 
-def quantize(table: dict[str, Any], params: Any, kind: Kind, dtype: DTypeLike) -> Any:
+def quantize(table: dict[str, Any], params: Params, kind: Kind, dtype: DTypeLike) -> Any:
     """Return new arrays in the tree of quantized_table(table): matrices in this kind, the rest in
     dtype."""
     stacks = {
@@ -111,7 +111,7 @@ def quantize(table: dict[str, Any], params: Any, kind: Kind, dtype: DTypeLike) -
 
 
 def _quantized_stack(
-    table: dict[str, Weight], params: Any, kind: Kind, dtype: DTypeLike
+    table: dict[str, Weight], params: Params, kind: Kind, dtype: DTypeLike
 ) -> dict[str, Array]:
     layers: dict[str, Array] = {}
     for name, array in params.items():

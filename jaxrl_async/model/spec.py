@@ -366,7 +366,7 @@ def is_stack(name: str) -> bool:
     return name.endswith("layers")
 
 
-def stacks_in(tree: Mapping[str, Any]) -> list[str]:
+def stacks_in(tree: Mapping[str, object]) -> list[str]:
     """Return the names of the stacks of layers' weights in a tree of parameters, or in a table."""
     return [name for name in tree if is_stack(name)]
 

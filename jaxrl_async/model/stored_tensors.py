@@ -139,7 +139,7 @@ def _advice(folder: Path) -> str:
 
 
 def open_tensors(
-    folder: Path, files: ExitStack, wanted: Mapping[str, Any], single: str = SINGLE
+    folder: Path, files: ExitStack, wanted: Mapping[str, object], single: str = SINGLE
 ) -> dict[str, StoredTensor]:
     """Open all files; return each tensor of the text model by its name. Raises CheckpointError.
 
@@ -176,7 +176,7 @@ def open_files(folder: Path, files: ExitStack, single: str) -> dict[str, StoredT
     return tensors
 
 
-def _of_gguf(path: Path, wanted: Mapping[str, Any]) -> dict[str, StoredTensor]:
+def _of_gguf(path: Path, wanted: Mapping[str, object]) -> dict[str, StoredTensor]:
     """Return the tensors of a GGUF file, dequantised when read. Raises CheckpointError."""
     parts = gguf_tensors.open_gguf(path, wanted)
     stored = {n: Stored(dtype="F32", shape=part.shape, begin=0, end=0) for n, part in parts.items()}
@@ -213,7 +213,7 @@ def _text_part(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def _with_embedding(
-    tensors: dict[str, StoredTensor], wanted: Mapping[str, Any]
+    tensors: dict[str, StoredTensor], wanted: Mapping[str, object]
 ) -> dict[str, StoredTensor]:
     """Return the tensors; a tied model whose files contain only the head also uses it as the
     embedding."""
@@ -241,7 +241,7 @@ def _in_numbers(folder: Path, tensors: dict[str, StoredTensor]) -> dict[str, Sto
 
 
 def _one_by_one(
-    tensors: dict[str, StoredTensor], wanted: Mapping[str, Any]
+    tensors: dict[str, StoredTensor], wanted: Mapping[str, object]
 ) -> dict[str, StoredTensor]:
     """Return the tensors, with joined experts split into the wanted tensors of single experts."""
     found = joined_experts.places(wanted, {name: tensor.stored for name, tensor in tensors.items()})

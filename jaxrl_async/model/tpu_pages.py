@@ -10,11 +10,10 @@ redundant multiplications: for few queries the MXU's time is the time to load th
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
@@ -36,7 +35,7 @@ def attend_wide_pages(
     sinks_H: Array | None = None,
     *,
     mesh: Mesh | None = None,
-    interpret: Any = False,
+    interpret: bool | pltpu.InterpretParams = False,
 ) -> Array:
     """Attend with one query of each row to the tokens in its pages: [R, H, K].
 
@@ -80,7 +79,7 @@ def _call(
     *,
     window: int,
     cap: float,
-    interpret: Any,
+    interpret: bool | pltpu.InterpretParams,
 ) -> Array:
     R, H, K = q.shape
     _, G, rows, W = pages.shape
@@ -117,14 +116,20 @@ def _call(
     return out[..., :K]
 
 
+Index = Array | int
+"""A number of a row, a page or a block."""
+Sums = tuple[Array, Array, Array]
+"""The largest score so far, the sum of the odds, and of the weighted values."""
+
+
 def move_pages(
-    pages: Any,
-    number_of: Callable[[Any], Any],
-    end: Any,
-    buffers: Any,
-    arrivals: Any,
-    block: Any,
-    slot: Any,
+    pages: Ref,
+    number_of: Callable[[Index], Array],
+    end: Array,
+    buffers: Ref,
+    arrivals: Ref,
+    block: Index,
+    slot: Index,
     *,
     start: bool,
 ) -> None:
@@ -145,7 +150,7 @@ def move_pages(
         page = block * count + j
 
         @pl.when(page * G < end)
-        def move_page(j: int = j, page: Any = page) -> None:
+        def move_page(j: int = j, page: Index = page) -> None:
             source = pages.at[number_of(page)]
             copy = pltpu.make_async_copy(source, buffers.at[slot, j], arrivals.at[slot])
             if start:
@@ -155,16 +160,16 @@ def move_pages(
 
 
 def _attend(
-    lengths: Any,
-    blocks: Any,
-    slots: Any,
-    tables: Any,
-    q: Any,
-    sinks: Any,
-    pages: Any,
-    out: Any,
-    buffers: Any,
-    arrivals: Any,
+    lengths: Ref,
+    blocks: Ref,
+    slots: Ref,
+    tables: Ref,
+    q: Ref,
+    sinks: Ref,
+    pages: Ref,
+    out: Ref,
+    buffers: Ref,
+    arrivals: Ref,
     *,
     scale: float,
     window: int,
@@ -177,7 +182,7 @@ def _attend(
     tokens, columns = count * G, count * G * rows
     length = lengths[r]
 
-    def move(row: Any, block: Any, slot: Any, *, start: bool) -> None:
+    def move(row: Index, block: Index, slot: Index, *, start: bool) -> None:
         held = (pages, lambda page: tables[row, page], lengths[row], buffers, arrivals)
         move_pages(*held, block, slot, start=start)
 
@@ -190,7 +195,7 @@ def _attend(
     head = jax.lax.broadcasted_iota(jnp.int32, (H, columns), 0)
     is_key = jax.lax.rem(column, rows) == jax.lax.div(head, H // (rows // 2)) * 2
 
-    def one(b: Any, so_far: Any) -> Any:
+    def one(b: Array, so_far: Sums) -> Sums:
         largest, total, sums = so_far
         slot = (slots[r] + b) & 1
         more = b + 1 < blocks[r]

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -112,7 +113,7 @@ def key_of(lowered: Lowered) -> str:
     return f"{lowered.name}-{seen.hexdigest()[:32]}"
 
 
-def _write(file: Path, record: dict[str, Any]) -> None:
+def _write(file: Path, record: Mapping[str, object]) -> None:
     """Write a record atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_suffix(f".{os.getpid()}.tmp")

@@ -149,7 +149,7 @@ def target_config(where: Slice) -> str:
             "}",
             'platform_name: "CUDA"',
             f"dnn_version_info {{ major: {major} minor: {minor} patch: {patch} }}",
-            f"runtime_version {{ major: {_cuda_major()} }}",
+            f"runtime_version {{ major: {13 if version_of(PLUGINS[0]) else 12} }}",
             f"device_description_str: {json.dumps(name)}",
         ]
     )
@@ -198,7 +198,3 @@ def _prepare(kind: str) -> None:
     except RuntimeError:  # cuDNN is not installed, which compiling does not need
         whole = CUDNN[0] * 10000 + CUDNN[1] * 100 + CUDNN[2]
         fused_attention_stablehlo.check_cudnn_version = lambda: whole
-
-
-def _cuda_major() -> int:
-    return 13 if version_of(PLUGINS[0]) else 12

@@ -107,8 +107,9 @@ def write_launch_files(folder: Path, config: schema.Config, plan: Plan) -> list[
         devices = config.mesh.trainer.num_devices
         share = f"{_share()} " if plan.trainer.where.chip.is_card else ""
         more = config.mesh.samplers * config.mesh.sampler.num_devices
+        host = plan.trainer.where.topology.partition("[")[0]
         return [
-            f"# {devices} devices train and {more} sample, on {_host(plan)}",
+            f"# {devices} devices train and {more} sample, on {host}",
             f"{share}python -m jaxrl_async.train {file}",
         ]
     if plan.trainer.where.chip.is_card:
@@ -147,10 +148,6 @@ def _commands_of_cards(file: Path, plan: Plan) -> list[str]:
         f"{plan.sampler.where.topology})",
         f"{share} python -m jaxrl_async.sample --join TRAINER:{PORT}",
     ]
-
-
-def _host(plan: Plan) -> str:
-    return plan.trainer.where.topology.partition("[")[0]
 
 
 def _values(config: schema.Config, plan: Plan) -> dict[str, Any]:

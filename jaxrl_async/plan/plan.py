@@ -18,7 +18,7 @@ from jaxrl_async.plan.compiled import Compiled, compiled
 from jaxrl_async.plan.cost import BETWEEN_SLICES, Kernel
 from jaxrl_async.plan.hbm import Memory, sampler_memory, together_on_a_chip, trainer_memory
 from jaxrl_async.plan.lengths import mean_context
-from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers, TransferTree
+from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers
 from jaxrl_async.plan.places import Places, make_places
 from jaxrl_async.plan.programs import (
     Held,
@@ -41,12 +41,7 @@ from jaxrl_async.plan.timing import (
     on_pages_s,
     timing,
 )
-from jaxrl_async.plan.transport_rates import (
-    TRANSPORTS,
-    Transport,
-    carried_bytes_per_s,
-    transport_of,
-)
+from jaxrl_async.plan.transport_rates import Transport, transfer_of, transport_of
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
 from jaxrl_async.trainer.flops import attended_length, flops_of_lengths, learning_flops
 from jaxrl_async.trainer.learning_settings import rows_per_micro_batch
@@ -56,10 +51,6 @@ PACKING = 0.95
 """Assumed share of a packed row that is tokens."""
 PROMPT_SHARE = 0.5
 """Assumed length of a prompt, as a share of data.max_prompt_tokens."""
-HOST_LINK_BYTES_PER_S = 8e9
-"""Assumed bandwidth between a device and its host's memory (PCIe), in one direction."""
-HOP_S = 0.01
-"""Assumed delay of a piece of weights in a sampler that forwards it, seconds."""
 BLOCK_S = 0.5e-3
 """Assumed host time for a decode block, seconds."""
 
@@ -529,56 +520,6 @@ def at_split(now: Pipeline, trainer_chips: int, split: ChipSplit) -> SimulationR
     return simulate(other, updates=40, warm_up=10)
 
 
-def transfer_of(
-    config: schema.Config, places: Places, copy_bytes: float, *, measured: bool = True
-) -> tuple[float, TransferTree | None]:
-    """Estimate the transfer to all samplers, seconds, and the tree that it follows.
-
-    Between threads it uses the slice's links, with a copy for each sampler. Between processes it
-    passes through the hosts: along the tree, or through the memory of the one host. Samplers that
-    span hosts, or that pull from the trainer's devices, do not forward weights: the trainer sends
-    to each of them.
-
-    Args:
-        config, places: The run.
-        copy_bytes: One sampler's weights.
-        measured: Use the rates of this package's transports (plan/transport_rates.py). False: use
-            the line rate of the hosts' network cards, the upper bound.
-    """
-    trainer, sampler = places.trainer.chip, places.sampler.chip
-    sends, takes = places.slices.trainer.size, places.slices.sampler.size
-    how = config.mesh.samplers_in
-    if how == "threads":
-        sent_s = copy_bytes * places.num_samplers / (sends * trainer.ici_bytes_per_s / 2)
-        return max(sent_s, copy_bytes / (takes * sampler.ici_bytes_per_s / 2)), None
-    apart, hosts = how == "external", hosts_of(places.slices.sampler)
-    rates = [sends * trainer.dcn_bytes_per_s, takes * sampler.dcn_bytes_per_s]
-    if not apart:
-        rates = [TRANSPORTS["shared_memory"].bytes_per_s or 0.0] * 2
-    elif measured:
-        transport, processes = transport_of(config), (hosts_of(places.slices.trainer), hosts)
-        rates = [
-            carried_bytes_per_s(transport, n, rate)
-            for n, rate in zip(processes, rates, strict=True)
-        ]
-    passed_on = apart and hosts == 1 and config.remote_settings.transfer in ("auto", "tcp")
-    tree = TransferTree(
-        num_bytes=copy_bytes,
-        trainer_bytes_per_s=rates[0],
-        sampler_bytes_per_s=rates[1],
-        fanout=config.remote_settings.fanout if passed_on else places.num_samplers,
-        offer_s=copy_bytes / (sends * HOST_LINK_BYTES_PER_S),
-        hop_s=HOP_S,
-        stage_s=copy_bytes / (takes * HOST_LINK_BYTES_PER_S),
-    )
-    return tree_s(tree, places.num_samplers), tree
-
-
-def hosts_of(mesh: Any) -> int:
-    """Return the number of hosts, and so of processes, that a mesh's devices belong to."""
-    return len({device.process_index for device in mesh.devices.flat})
-
-
 def between_slices(
     config: schema.Config, trainer: Side, learning: Learning
 ) -> BetweenSlices | None:
@@ -602,18 +543,6 @@ def between_slices(
         bytes_of_device=sent,
         seconds=sent / trainer.where.chip.dcn_bytes_per_s,
     )
-
-
-def tree_s(tree: TransferTree, samplers: int) -> float:
-    """Return the seconds from publish until the last sampler has the weights."""
-    depth, level, reached = 1, tree.fanout, tree.fanout
-    while reached < samplers:
-        level *= tree.fanout
-        depth, reached = depth + 1, reached + level
-    first = tree.trainer_bytes_per_s / min(samplers, tree.fanout)
-    later = tree.sampler_bytes_per_s / min(max(1, samplers - tree.fanout), tree.fanout)
-    rate = min(first, tree.sampler_bytes_per_s, later if depth > 1 else first)
-    return tree.offer_s + tree.num_bytes / rate + depth * tree.hop_s + tree.stage_s
 
 
 def _checkpoint_bytes(config: schema.Config, spec: ModelSpec) -> float:

@@ -254,7 +254,7 @@ def micro_batch(
 
 
 def sampler_programs(
-    config: schema.Config, spec: ModelSpec, places: Places, pushed: Mapping[str, Any]
+    config: schema.Config, spec: ModelSpec, places: Places, pushed: Mapping[str, object]
 ) -> tuple[list[Lowered], Held]:
     """Lower the sampler's programs: the unpacking of weights at a swap, a prefill, a decode block.
 

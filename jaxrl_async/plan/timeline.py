@@ -15,7 +15,7 @@ class Timeline:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._number = 0
 
-    def after(self, seconds: float, act: Callable[..., None], *given: Any) -> None:
+    def after(self, seconds: float, act: Callable[..., None], *given: object) -> None:
         """Schedule an event; events at equal times happen in the order of scheduling."""
         self._number += 1
         heapq.heappush(self._events, (self.now + seconds, self._number, act, given))

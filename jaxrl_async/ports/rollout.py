@@ -121,7 +121,7 @@ class KeepsCalls(Protocol):
         """Return its calls so far, as records for a checkpoint."""
         ...
 
-    def keep(self, calls: Sequence[Any]) -> None:
+    def keep(self, calls: Sequence[object]) -> None:
         """Give these answers, bit for bit, to the calls that repeat them. Called before `play`."""
         ...
 
@@ -137,7 +137,7 @@ class Player(Protocol):
     async def answer(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, object]],
         *,
         prompt: Prompt,
         member: int,
@@ -185,7 +185,7 @@ class ChatFormat(Protocol):
         messages and tools."""
         ...
 
-    def with_arguments(self, arguments: Mapping[str, Any]) -> Self:
+    def with_arguments(self, arguments: Mapping[str, object]) -> Self:
         """Return this format with other values of some variables that it takes. Slow: it learns
         the format again. Raises DataError or ConfigError for values that do not fit."""
         ...
@@ -195,7 +195,9 @@ class ChatFormat(Protocol):
         """Tokens that end the policy's turn."""
         ...
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
+    def opening(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
+    ) -> IntArray:
         """Return the tokens of a conversation up to where the policy's turn begins, [length] int32.
         Raises DataError for messages that the format cannot represent.
 
@@ -205,13 +207,13 @@ class ChatFormat(Protocol):
         """
         ...
 
-    def message(self, token_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Message:
+    def message(self, token_ids: IntArray, tools: Sequence[Mapping[str, object]]) -> Message:
         """Return what the policy generated, [drawn] int32, as an assistant's message with its tool
         calls and reasoning. A malformed tool call stays text."""
         ...
 
     def continuation(
-        self, before: IntArray, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+        self, before: IntArray, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
     ) -> IntArray | None:
         """Return the tokens to append to a sequence up to where the policy's next turn begins.
 

@@ -15,7 +15,7 @@ class SavesState(Protocol):
         state cannot be saved, and the episode starts over."""
         ...
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state: object) -> None:
         """Continue from this state. Called once, before the first reply."""
         ...
 
@@ -38,7 +38,7 @@ class NotYet(Enum):
 class Schedule(Protocol):
     """Records the order of events in a run's threads; a replay prescribes it. Any thread."""
 
-    def write(self, **event: Any) -> None:
+    def write(self, **event: object) -> None:
         """Record this event, after all events written before."""
         ...
 
@@ -56,7 +56,7 @@ class Schedule(Protocol):
 class Unrecorded:
     """A Schedule that records nothing and prescribes nothing."""
 
-    def write(self, **event: Any) -> None:
+    def write(self, **event: object) -> None:
         """Do nothing."""
 
     def due(self, sampler: str, block: int, working: bool) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from jaxrl_async.types import (
     VersionedParams,
@@ -66,7 +66,7 @@ FIXED_WEIGHTS = FixedWeights()
 class Publisher(Protocol):
     """The trainer side of the weight channel."""
 
-    def publish(self, version: int, params: Any, probe_logprobs: Any = None) -> None:
+    def publish(self, version: int, params: object, probe_logprobs: object = None) -> None:
         """Send weights to every sampler, device to device, without waiting for the copies."""
         ...
 

@@ -18,8 +18,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jaxrl_async.rollout.context_branch import context_branch
-from jaxrl_async.rollout.episode import SavedCalls, Turn, assemble_episode, joined_contexts
+from jaxrl_async.rollout.episode import SavedCalls
+from jaxrl_async.rollout.episode_assembly import (
+    Turn,
+    assemble_episode,
+    context_branch,
+    joined_contexts,
+)
 from jaxrl_async.types import (
     Completion,
     Episode,

@@ -113,7 +113,9 @@ class ChatEnvs:
         """Return the environment of one episode; the user's environment is made when it starts."""
         return ChatEnv(self)
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
+    def opening(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
+    ) -> IntArray:
         """Return a conversation's tokens. Cached: members of a group often share an opening."""
         try:
             written = json.dumps([messages, tools])
@@ -253,7 +255,7 @@ class PlainEnvironment(Environment):
         """Return an empty state."""
         return {}
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state: object) -> None:
         """Do nothing: there is no state."""
 
 

@@ -181,7 +181,7 @@ class _Guarded:
         return await self._guard.reply(self._env, prompt, completion)
 
 
-def _called(prompt: Prompt, what: str, method: Callable[..., Any], *args: Any) -> Any:
+def _called(prompt: Prompt, what: str, method: Callable[..., object], *args: object) -> Any:
     with _blamed(prompt, f"cannot be saved: its {what}"):
         return method(*args)
 
@@ -222,7 +222,7 @@ def snapshot(env: Env) -> Any:
         ) from error
 
 
-def _problem(reply: Any, vocab_size: int) -> str:
+def _problem(reply: object, vocab_size: int) -> str:
     """Describe what is wrong with a reply and what it must be; "" if it is valid."""
     if not isinstance(reply, Reply):
         return f"{reply!r:.60} ({type(reply).__name__}). It must be a Reply."
@@ -239,7 +239,7 @@ def _problem(reply: Any, vocab_size: int) -> str:
     return ""
 
 
-def _problem_of_tokens(given: Any, vocab_size: int, what: str) -> str:
+def _problem_of_tokens(given: object, vocab_size: int, what: str) -> str:
     try:
         tokens = np.asarray(given)
     except ValueError:

@@ -51,7 +51,7 @@ def cut_text(text: str, most: int) -> str:
     return f"{text[:head]}... ({left_out:,} characters are cut) ...{text[len(text) - most // 2 :]}"
 
 
-def _texts(value: Any, depth: int) -> Iterator[str]:
+def _texts(value: object, depth: int) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif depth and isinstance(value, Mapping | list | tuple):
@@ -59,7 +59,7 @@ def _texts(value: Any, depth: int) -> Iterator[str]:
             yield from _texts(inner, depth - 1)
 
 
-def _cut(value: Any, most: int, depth: int) -> Any:
+def _cut(value: object, most: int, depth: int) -> Any:
     if isinstance(value, str):
         return cut_text(value, most)
     if not depth:

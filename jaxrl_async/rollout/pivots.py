@@ -20,7 +20,8 @@ import numpy as np
 from jaxrl_async.algorithms.forks import ForkPoint
 from jaxrl_async.errors import Closed
 from jaxrl_async.ports.generate import Generate
-from jaxrl_async.rollout.episode import NOTHING, Turn, assemble_episode, check_kept, make_request
+from jaxrl_async.rollout.episode import check_kept, make_request
+from jaxrl_async.rollout.episode_assembly import NOTHING, Turn, assemble_episode
 from jaxrl_async.types import (
     Completion,
     Episode,

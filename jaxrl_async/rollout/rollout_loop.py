@@ -15,7 +15,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -24,12 +23,12 @@ from jaxrl_async.errors import (
     Closed,
     EndpointMisset,
     GivenUp,
-    JaxrlError,
     RolloutError,
     RolloutTimeout,
     SamplersLost,
     WeightsError,
     is_the_runs_own_end,
+    with_kind,
 )
 from jaxrl_async.metrics.fault_counts import LONGEST_BACKOFF_S, backoff_s
 from jaxrl_async.metrics.spans import span
@@ -39,29 +38,22 @@ from jaxrl_async.ports.rollout import Gate, Plays, Scorer
 from jaxrl_async.ports.run import Clock
 from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.rollout.episode import (
-    EpisodeProgress,
     PlayAgain,
-    SavedCalls,
     SavedEpisode,
-    Turn,
     begin_groups,
     cancel,
     drawn_so_far,
     play_group,
-    request_id,
-    saved_episode,
 )
 from jaxrl_async.rollout.pivots import Continuation, PivotPlan, drawn_forks, planned_forks
 from jaxrl_async.rollout.quorum import Quota
+from jaxrl_async.rollout.running_groups import PROGRESS_S, Playing, RunningGroups, SavedGroup
 from jaxrl_async.tasks.usercode import end_tasks
 from jaxrl_async.types import (
-    CancelledGroup,
     Drop,
     Episode,
     EpisodeGroup,
     EpisodeLimits,
-    IntArray,
-    Partial,
     Prompt,
     Score,
     Ticket,
@@ -71,64 +63,6 @@ log = logging.getLogger(__name__)
 
 ADMIT_S = 0.2
 """Maximum wait in one call of the gate, seconds. A cancelled loop may take this long to end."""
-UNSAVED = "a run resumed from here samples their turns from the start"
-UNSEEN = "any of them that are too old are dropped once they are complete"
-"""Consequences, for log messages, of a sampler that does not report its progress."""
-PROGRESS_S = 30.0
-"""Maximum wait for the loop to report the running groups, seconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedGroup:
-    """A running group as data."""
-
-    ticket: Ticket
-    prompt: Prompt
-    episodes: tuple[SavedEpisode, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Playing:
-    """A running group."""
-
-    ticket: Ticket
-    prompt: Prompt
-    members: tuple[EpisodeProgress, ...]
-    after: int = 0  # number of consecutive failures when it started
-
-    @property
-    def label(self) -> str:
-        """The group's part of its request ids."""
-        return f"g{self.ticket.group}"
-
-    def drawn(self, partials: Sequence[Partial]) -> list[IntArray]:
-        """Return the versions of each member's sampled tokens so far, [drawn] int32.
-
-        partials: the sampled parts of this group's running requests.
-        """
-        versions = []
-        for m, member in enumerate(self.members):
-            turn = request_id(self.label, m, len(member.turns))
-            own = f"{self.label}/m{m}" if isinstance(member.env, Plays) else turn
-            mine = [p for p in partials if f"{p.request.request_id}/".startswith(f"{own}/")]
-            versions.append(drawn_so_far(member, mine))
-        return versions
-
-    def saved(self, partials: Mapping[str, Partial]) -> SavedGroup:
-        """Return the group as data. partials: sampled parts of running requests, by id."""
-        ids = (request_id(self.label, m, len(one.turns)) for m, one in enumerate(self.members))
-        return SavedGroup(
-            ticket=self.ticket,
-            prompt=self.prompt,
-            episodes=tuple(
-                saved_episode(member, partials.get(of_turn))
-                for member, of_turn in zip(self.members, ids, strict=True)
-            ),
-        )
-
-
-SAVED_KINDS: tuple[type, ...] = (SavedGroup, SavedEpisode, SavedCalls, Turn)
-"""Record types of the rollouts in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +151,7 @@ class ConsecutiveFailures:
             raise RolloutError(
                 f"{self.number} groups failed in a row, each started after the previous failure, "
                 f"the last on prompt {prompt.prompt_id}. Correct the environment or the reward. "
-                f"The first failure was: {_text_of(self._first)}"
+                f"The first failure was: {with_kind(self._first)}"
             ) from self._first
 
 
@@ -329,11 +263,7 @@ class RolloutLoop:
         self._held: tuple[Ticket, ...] = ()  # for groups that no task may start yet
         self._left = asyncio.Event()  # a group has ended since tickets were last held
         self._restored: tuple[SavedGroup, ...] = ()  # played before all others
-        self._playing: dict[int, Playing] = {}  # by number; groups that fail or close remain
-        self._loop: asyncio.AbstractEventLoop | None = None  # while it runs
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # of the running groups
-        self._aged = asyncio.Event()  # `_oldest` has risen
-        self._oldest = 0  # version of the oldest tokens that may still be trained on
+        self._running = RunningGroups(generate, gate)
         self._stats = RolloutStats()
 
     def stats(self) -> RolloutStats:
@@ -362,18 +292,17 @@ class RolloutLoop:
         An additional task cancels groups that the gate reports as too old.
         """
         running: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.get_running_loop()
-        self._gate.watch(self._note_age, self._note_stop)
+        self._running.open()
         try:
             async with asyncio.TaskGroup() as tasks:
-                running.add(tasks.create_task(self._cancel_old_groups()))
+                running.add(tasks.create_task(self._running.cancel_old()))
                 try:
                     burst = self._begin(self._restored) if self._restored else []
                     self._note_restarts(self._restored, burst)
                     while burst or (burst := await self._next_burst()):
                         for group in burst:
                             task = tasks.create_task(self._play(group))
-                            self._tasks[group.ticket.group] = task
+                            self._running.started(group, task)
                             running.add(task)
                             task.add_done_callback(running.discard)
                             task.add_done_callback(partial(_cancel, group))
@@ -383,105 +312,16 @@ class RolloutLoop:
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
         finally:
-            self._loop = None
-
-    # ---- groups that become too old while they run
-
-    def _note_age(self, oldest: int) -> None:
-        """Request the cancellation of groups with tokens older than this version. Thread safe."""
-
-        def note() -> None:
-            self._oldest = max(self._oldest, oldest)
-            self._aged.set()
-
-        self._soon(note)
-
-    def _note_stop(self, number: int) -> None:
-        """Cancel this group on request of a replay. Thread safe."""
-
-        def stop() -> None:
-            playing = self._playing.get(number)
-            if playing is not None and number in self._tasks:
-                self._cancel_group(playing, playing.ticket.version, ())
-
-        self._soon(stop)
-
-    def _soon(self, call: Callable[[], None]) -> None:
-        """Call a function on the loop's thread, unless the loop has ended."""
-        loop = self._loop
-        if loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(call)
-
-    async def _cancel_old_groups(self) -> None:
-        """Cancel each group with a token that is too old to be trained on, as soon as possible.
-
-        consumes      the gate's signal that `_oldest` has risen
-        waits for     the sampler's report of the sampled parts of running turns
-        produces      gate.cancel for each such group; its requests are cancelled
-        on failure    if a sampler does not report, its running turns are not checked
-        """
-        while True:
-            await self._aged.wait()
-            self._aged.clear()
-            oldest = self._oldest
-            if all(p.ticket.version >= oldest for p in self._playing.values()):
-                continue  # no token is older than its group's ticket
-            drawn = await asyncio.to_thread(_drawn, self._generate, UNSEEN)
-            running = [p for n, p in self._playing.items() if n in self._tasks]
-            for playing, first, lengths in _too_old(running, drawn, oldest):
-                self._cancel_group(playing, first, lengths)
-
-    def _cancel_group(self, playing: Playing, oldest: int, lengths: tuple[int, ...]) -> None:
-        """Cancel a group that is too old.
-
-        Args:
-            playing: the group.
-            oldest: version of its oldest token.
-            lengths: number of sampled tokens of each member.
-        """
-        number = playing.ticket.group
-        del self._playing[number]
-        self._gate.cancel(
-            CancelledGroup(
-                ticket=playing.ticket,
-                prompt_id=playing.prompt.prompt_id,
-                oldest=oldest,
-                lengths=lengths,
-                task=playing.prompt.task,
-            )
-        )
-        self._tasks[number].cancel()
-
-    # ---- conversion to data
+            self._running.close()
 
     def progress(self, timeout_s: float = PROGRESS_S) -> tuple[SavedGroup, ...]:
-        """Return all running groups as data. May be called from any other thread.
-
-        The sampler is read first; anything that it finishes meanwhile is in the episodes. Raises
-        RolloutError after timeout_s.
-        """
-        drawn, loop = _drawn(self._generate, UNSAVED), self._loop
-        if loop is None:
-            return self._saved(drawn)
-        saved: Future[tuple[SavedGroup, ...]] = Future()
-        try:
-            loop.call_soon_threadsafe(lambda: saved.set_result(self._saved(drawn)))
-            return saved.result(timeout_s)
-        except (RuntimeError, TimeoutError):
-            if self._loop is None:  # it has ended in the meantime
-                return self._saved(drawn)
-            raise RolloutError(
-                f"the rollouts did not report their running groups within {timeout_s:.0f} s: an "
-                "environment or a scorer blocks their event loop. Make it await, or use a thread."
-            ) from None
+        """Return all running groups as data. May be called from any other thread; see
+        RunningGroups.progress."""
+        return self._running.progress(timeout_s)
 
     def snapshot(self) -> tuple[SavedGroup, ...]:
         """Return the same as `progress`, on the loop's own thread."""
-        return self._saved(_drawn(self._generate, UNSAVED))
-
-    def _saved(self, drawn: Mapping[str, Partial]) -> tuple[SavedGroup, ...]:
-        return tuple(group.saved(drawn) for group in self._playing.values())
+        return self._running.snapshot()
 
     def _begin(self, groups: Sequence[SavedGroup]) -> list[Playing]:
         """Queue the next requests of these groups in one call. Empty: the sampler is closed."""
@@ -501,7 +341,7 @@ class RolloutLoop:
             )
             for g, members in zip(groups, begun, strict=True)
         ]
-        self._playing |= {group.ticket.group: group for group in burst}
+        self._running.add(burst)
         return burst
 
     def _note_started_over(self) -> None:
@@ -564,29 +404,25 @@ class RolloutLoop:
         self._stats = self._stats.plus(active=1)
         try:
             group = await self._made_in_time(playing)
-            if not self._is_playing(playing):
+            if playing not in self._running:
                 return
             self._observe(without_forks(group))
             self._gate.put(group)
-            del self._playing[playing.ticket.group]
+            self._running.remove(playing)
             self._stats = self._stats.plus(groups=1)
             self.failures.of(playing.prompt).succeeded()
         except Closed:
             return
         except (Exception, asyncio.CancelledError) as error:
-            if not self._is_playing(playing):
+            if playing not in self._running:
                 return
             if is_the_runs_own_end(error) or isinstance(error, EndpointMisset):
                 raise
             self._forgive(playing, error)
         finally:
             self._stats = self._stats.plus(active=-1)
-            self._tasks.pop(playing.ticket.group, None)
+            self._running.ended(playing)
             self._left.set()
-
-    def _is_playing(self, playing: Playing) -> bool:
-        """Return whether this group is still running: not cancelled, its ticket not given back."""
-        return playing.ticket.group in self._playing
 
     async def _made_in_time(self, playing: Playing) -> EpisodeGroup:
         """Play and score a group within its task's timeout. Raises RolloutTimeout."""
@@ -656,7 +492,7 @@ class RolloutLoop:
             playing.ticket.group,
             playing.prompt.prompt_id,
             m,
-            _text_of(error),
+            with_kind(error),
         )
 
     def _count_env(self, seconds: float) -> None:
@@ -675,21 +511,10 @@ class RolloutLoop:
         if not isinstance(error, GivenUp):
             self.failures.failed(prompt, error, after=playing.after)
         log.warning(
-            "group %d, prompt %d failed: %s", ticket.group, prompt.prompt_id, _text_of(error)
+            "group %d, prompt %d failed: %s", ticket.group, prompt.prompt_id, with_kind(error)
         )
-        del self._playing[ticket.group]
+        self._running.remove(playing)
         self._gate.fail(ticket, prompt, Drop.FAILED)
-
-
-def _drawn(generate: Generate, without: str) -> dict[str, Partial]:
-    """Return the sampled parts of running turns by request id; empty if the sampler does not report
-    them. without: the consequence, for the log message."""
-    try:
-        return {p.request.request_id: p for p in generate.progress()}
-    except Exception as error:
-        told = "the sampler does not report its running requests (%s): %s"
-        log.warning(told, _text_of(error), without)
-        return {}
 
 
 def _next_of(prompts: Iterator[Prompt]) -> Prompt:
@@ -730,26 +555,6 @@ def _check_scores(scores: Sequence[Score], episodes: Sequence[Episode], prompt: 
         )
 
 
-def _too_old(
-    running: Sequence[Playing], drawn: Mapping[str, Partial], oldest: int
-) -> list[tuple[Playing, int, tuple[int, ...]]]:
-    """Return the groups with a token older than this version, each with the version of its oldest
-    token and the number of sampled tokens of each member.
-
-    drawn: the sampled parts of running turns by request id.
-    """
-    by_label: dict[str, list[Partial]] = {}
-    for request, part in drawn.items():
-        by_label.setdefault(request.partition("/")[0], []).append(part)
-    found = []
-    for playing in running:
-        versions = playing.drawn(by_label.get(playing.label, ()))
-        first = min((int(v.min()) for v in versions if len(v)), default=oldest)
-        if first < oldest:
-            found.append((playing, first, tuple(len(v) for v in versions)))
-    return found
-
-
 def _started_over(saved: Sequence[SavedGroup], burst: Sequence[Playing]) -> list[Playing]:
     """Return the restored groups that have a member, played by a program or a game, without a saved
     call."""
@@ -766,11 +571,6 @@ def _started_over(saved: Sequence[SavedGroup], burst: Sequence[Playing]) -> list
 def _cancel(group: Playing, _: object) -> None:
     for member in group.members:
         cancel(member)
-
-
-def _text_of(error: BaseException | None) -> str:
-    kind = "" if isinstance(error, JaxrlError) else f"{type(error).__name__}: "
-    return f"{kind}{error}"
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -19,12 +19,11 @@ from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.later import Later
-from jaxrl_async.mesh import NO_DEVICE_LOCK
+from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceGuard
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.rollout.env import GuardedEnvs
 from jaxrl_async.rollout.rollout_loop import RolloutLoop
-from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.initial_policy import make_policy, with_adapter_of
 from jaxrl_async.run.builders.inputs import Inputs, check_inputs
 from jaxrl_async.run.builders.learning import (
@@ -105,7 +104,7 @@ class SharedParts:
     """Parts that one of several runs shares with the others."""
 
     sampling: SharedSampling  # adds the run to the samplers
-    turn: Lock  # on the trainer's slice
+    turn: DeviceGuard  # on the trainer's slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

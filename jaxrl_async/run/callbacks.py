@@ -114,7 +114,7 @@ def _load(choice: Choice) -> Callback:
     return one
 
 
-def check_callback(one: Any, where: str) -> None:
+def check_callback(one: object, where: str) -> None:
     """Raise ConfigError unless an object is a Callback whose functions take what they are given."""
     if inspect.isclass(one) and issubclass(one, Callback):
         raise ConfigError(f"{where}: {one.__name__} is a class. Give an object: {one.__name__}().")

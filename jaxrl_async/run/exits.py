@@ -52,13 +52,13 @@ def no_end_by_others() -> Iterator[None]:
                     _set(name, real)
 
 
-def _set(name: str, function: Callable[..., Any]) -> None:
+def _set(name: str, function: Callable[..., object]) -> None:
     for module in (os, sys.modules[os.name]):  # posix or nt, from which os imports its functions
         setattr(module, name, function)
 
 
-def _refusing(name: str, real: Callable[..., Any], process: int) -> Callable[..., Any]:
-    def refuse(*words: Any, **named: Any) -> Any:
+def _refusing(name: str, real: Callable[..., object], process: int) -> Callable[..., Any]:
+    def refuse(*words: object, **named: object) -> Any:
         caller = sys._getframe(1)
         if os.getpid() != process or _is_own(caller):
             return real(*words, **named)

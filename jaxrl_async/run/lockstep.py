@@ -122,7 +122,7 @@ class Lockstep:
         padded = np.frombuffer(message.ljust(size, b"\0"), np.uint8)
         return [row[:n].tobytes() for row, n in zip(self._gathered(padded), lengths, strict=True)]
 
-    def gather_json(self, value: Any) -> list[Any]:
+    def gather_json(self, value: object) -> list[Any]:
         """Return every process's JSON value, in the order of the processes."""
         if self.count == 1:
             return [value]

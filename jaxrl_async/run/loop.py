@@ -348,7 +348,7 @@ def run_rl(config: Config, context: RunContext) -> Path:
     return parts.save_policy()
 
 
-def _achieved_by_name(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+def _achieved_by_name(lines: Sequence[Mapping[str, object]]) -> list[str]:
     """Return a line for each evaluation by name: its accuracy, or else its reward."""
     found = []
     for name in sorted({key.split("/")[1] for x in lines for key in x if key.count("/") == 2}):

@@ -102,7 +102,7 @@ def _kind(config: Config, *, adapter: bool) -> str:
     return f"{what}, {job.get(config.run.job, f'trained by run.job={config.run.job}')}"
 
 
-def _table(lines: Sequence[Mapping[str, Any]]) -> str:
+def _table(lines: Sequence[Mapping[str, object]]) -> str:
     """Return a table of ROWS steps, the first and the last among them."""
     names = [n for n in SHOWN if any(n in line for line in lines)]
     held_out = [x for x in lines if any(n.startswith("eval/") and n in x for n in names)]
@@ -118,7 +118,7 @@ def _table(lines: Sequence[Mapping[str, Any]]) -> str:
     return head + body
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
@@ -133,7 +133,7 @@ def _own_settings(config: Config) -> dict[str, Any]:
     return shown if isinstance(shown, dict) else {}
 
 
-def _public(value: Any) -> Any:
+def _public(value: object) -> Any:
     """Return settings without those specific to one machine and without addresses; absolute paths
     are cut to their last part."""
     if isinstance(value, dict):
@@ -149,5 +149,5 @@ def _is_private(name: str) -> bool:
     return bool(set(name.split("_")) & set(PRIVATE)) or _is_address(name)
 
 
-def _is_address(value: Any) -> bool:
+def _is_address(value: object) -> bool:
     return isinstance(value, str) and ADDRESS_LIKE.fullmatch(value) is not None

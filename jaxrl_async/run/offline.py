@@ -97,7 +97,7 @@ HELD_OUT = {
 """Keys of a step's `measure`, and the keys under which held-out examples are reported."""
 
 
-def as_packed(params: Params, frozen: Frozen, data: Any) -> Any:
+def as_packed(params: Params, frozen: Frozen, data: object) -> Any:
     """Return the data unchanged."""
     return data
 

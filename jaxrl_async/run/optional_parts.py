@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.mesh import Slices
+from jaxrl_async.mesh import DeviceGuard, Slices
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import ChatFormat, GroupSource, Player, Scorer
 from jaxrl_async.ports.weights import Publisher
 from jaxrl_async.profiling import TracedSamplers
-from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.tasks.task import Task
@@ -138,7 +137,9 @@ class SeatFillers(Protocol):
         """Return a trainer's source and publisher, wrapped to inform the opponents."""
         ...
 
-    def begin(self, paths: Paths, version: int, policy: Policy, slices: Slices, lock: Lock) -> None:
+    def begin(
+        self, paths: Paths, version: int, policy: Policy, slices: Slices, lock: DeviceGuard
+    ) -> None:
         """Start the opponents. Raises CheckpointError, ConfigError.
 
         Args:
@@ -177,7 +178,9 @@ class NoOpponents:
         """Return both unchanged."""
         return source, publisher
 
-    def begin(self, paths: Paths, version: int, policy: Policy, slices: Slices, lock: Lock) -> None:
+    def begin(
+        self, paths: Paths, version: int, policy: Policy, slices: Slices, lock: DeviceGuard
+    ) -> None:
         """Do nothing."""
 
     def close(self) -> None:

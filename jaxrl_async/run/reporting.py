@@ -85,7 +85,7 @@ class MetricsWriter(Protocol):
         """Write the metrics of a step."""
         ...
 
-    def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+    def samples(self, step: int, records: Iterable[Mapping[str, object]]) -> None:
         """Write sample episodes."""
         ...
 
@@ -102,7 +102,7 @@ class NoRecorder:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Do nothing."""
 
-    def samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+    def samples(self, step: int, records: Iterable[Mapping[str, object]]) -> None:
         """Do nothing."""
 
     def close(self) -> None:
@@ -269,7 +269,7 @@ def token_facts(
     kept = slice(begin, begin + MAX_SAMPLE_TOKENS)
     drawn = episode.drawn[kept].tolist()
 
-    def of_drawn(values: Iterable[Any]) -> list[Any]:
+    def of_drawn(values: Iterable[object]) -> list[Any]:
         return [v if d else None for v, d in zip(values, drawn, strict=True)]
 
     facts = {

@@ -97,7 +97,7 @@ class Stop:
         signals: tuple[signal.Signals, ...] = STOPPING,
         *,
         grace_s: float | None = None,
-        end_process: Callable[[int], Any] = end_at_once,
+        end_process: Callable[[int], object] = end_at_once,
     ) -> None:
         """Make the flag; signals are handled only inside the `with`.
 

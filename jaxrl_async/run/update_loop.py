@@ -92,7 +92,7 @@ class Ahead(Generic[T]):
     place: returns the stream's state, from which it can continue.
     """
 
-    def __init__(self, make: Callable[[], T], place: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[], T], place: Callable[[], object]) -> None:
         self._make, self._place = make, place
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="examples")
         self._next: Future[tuple[T, Any]] | None = None

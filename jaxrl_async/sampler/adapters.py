@@ -9,12 +9,12 @@ requests meanwhile: without it, running requests could not finish.
 
 import logging
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_async.errors import ConfigError, JaxrlError, RolloutError
 from jaxrl_async.later import Later
+from jaxrl_async.mesh import DeviceGuard
 from jaxrl_async.model.adapter_stack import AdapterRoom, fitted_adapter
 from jaxrl_async.model.lora import Lora
 from jaxrl_async.model.policy import Policy
@@ -54,7 +54,7 @@ class AdapterChanges:
         places: AdapterPlaces,
         *,
         mode: str,
-        device_lock: AbstractContextManager[Any],
+        device_lock: DeviceGuard,
     ) -> None:
         """mode: sampler.on_new_weights."""
         self._engine, self._check, self._places = engine, check, places
@@ -83,7 +83,7 @@ class AdapterChanges:
             self._places.leave(change.name, leaving=True)
         self._staged.append(change)
 
-    def checked_probe(self, name: str, logprobs: Any) -> Any:
+    def checked_probe(self, name: str, logprobs: object) -> Any:
         """Return the trainer's log-probs on the probe, or None if not given. From any thread.
         Raises ConfigError if they do not fit the probe."""
         return None if logprobs is None else self._check.checked(f"adapter {name!r}", logprobs)
@@ -216,7 +216,7 @@ class SamplerAdapters:
         adapter: str | Path | Policy | tuple[Lora, Params],
         *,
         version: int | None = None,
-        probe_logprobs: Any = None,
+        probe_logprobs: object = None,
         timeout_s: float = CHANGE_S,
     ) -> int:
         """Load an adapter between two decode blocks, or swap a loaded one for a newer version;
@@ -317,7 +317,7 @@ class SamplerAdapters:
             ) from None
 
 
-def _check_version(name: str, version: Any) -> None:
+def _check_version(name: str, version: object) -> None:
     """Raise ConfigError unless tokens may have this version."""
     if version is not None and (type(version) is not int or not 0 <= version <= MOST_VERSION):
         raise ConfigError(
@@ -326,7 +326,7 @@ def _check_version(name: str, version: Any) -> None:
         )
 
 
-def _check_name(name: Any) -> None:
+def _check_name(name: object) -> None:
     """Raise RolloutError unless an adapter may have this name."""
     if not isinstance(name, str) or not name or len(name) > MOST_NAME or not name.isprintable():
         raise RolloutError(

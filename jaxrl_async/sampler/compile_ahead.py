@@ -69,7 +69,7 @@ def compile_all(
     return compiled
 
 
-def shapes_of(arrays: Any) -> Any:
+def shapes_of(arrays: object) -> Any:
     """Return the shapes of arrays as a program's call sees them: with their shardings if they are
     bound to devices. Shapes are returned unchanged."""
 

@@ -398,7 +398,7 @@ class MaskSets:
         )
 
 
-def unpacked_bits(words: Any) -> BoolArray:
+def unpacked_bits(words: object) -> BoolArray:
     """Return the bits of [W] uint32, [32 W] bool."""
     little = np.ascontiguousarray(words, "<u4").view(np.uint8)
     return np.unpackbits(little, bitorder="little").view(bool)

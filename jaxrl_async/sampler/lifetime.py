@@ -37,7 +37,7 @@ class Lifetime:
     the part keep it alive.
     """
 
-    def __init__(self, part: Any, step: Callable[[Any], float | None], *, name: str) -> None:
+    def __init__(self, part: object, step: Callable[[Any], float | None], *, name: str) -> None:
         """Make the lifetime of `part`, which it does not keep alive.
 
         Args:
@@ -210,7 +210,7 @@ def close_side_by_side(parts: Sequence[Any], limit_s: float) -> None:
         log.warning("%d of %d were not closed within %g s", left, len(threads), limit_s)
 
 
-def close_at_exit(part: Any) -> None:
+def close_at_exit(part: object) -> None:
     """Call `part.close()` when the program ends, without keeping the part alive."""
     if not _OPEN:
         atexit.unregister(_close_all)

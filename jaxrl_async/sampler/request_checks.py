@@ -209,18 +209,18 @@ def checked_partial(saved: Partial, room: Room) -> Partial:
     return replace(saved, request=request, token_ids=drawn, **columns)
 
 
-def _refuse(request: Request, field: str, value: Any, wanted: str) -> NoReturn:
+def _refuse(request: Request, field: str, value: object, wanted: str) -> NoReturn:
     """Raise RolloutError for a field that is not as wanted."""
     reason = f"must be {wanted}, not {_shown(value)}."
     raise RequestRefused(f"request {request.request_id!r}", field, reason)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -230,7 +230,7 @@ def _whole(request: Request, field: str, value: Any, least: int, end: int) -> in
     return int(value)
 
 
-def checked_ids(values: Any, vocab: int | None) -> IntArray | str:
+def checked_ids(values: object, vocab: int | None) -> IntArray | str:
     """Return token ids as a new array, or a text that says what is wrong with them."""
     try:
         given = np.asarray(values)
@@ -391,7 +391,7 @@ def _bias(request: Request, given: Any, room: Room) -> tuple[tuple[int, float], 
     return checked
 
 
-def _penalty(request: Request, field: str, value: Any) -> float:
+def _penalty(request: Request, field: str, value: object) -> float:
     number = _number(request, f"shaping.{field}", value)
     if abs(number) > LARGEST_PENALTY:
         limits = f"from -{LARGEST_PENALTY} to {LARGEST_PENALTY}"

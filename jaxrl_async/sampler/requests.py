@@ -99,7 +99,7 @@ class Inbox:
             self._requests.extend(live)
         self._lifetime.rouse()
 
-    def run(self, command: Callable[[], Any]) -> Any:
+    def run(self, command: Callable[[], object]) -> Any:
         """Run a command on the sampler's thread between two blocks; return its result or raise its
         exception. Blocks."""
         self._lifetime.check_waits()
@@ -212,7 +212,7 @@ def _set_futures(answers: Sequence[tuple[AnyFuture, Completion | BaseException]]
 
 
 @contextlib.contextmanager
-def cancelled_on_error(futures: list[Future[Any]]) -> Iterator[list[Future[Any]]]:
+def cancelled_on_error(futures: list[Future[object]]) -> Iterator[list[Future[Any]]]:
     """Cancel these futures if the block raises: no slot serves them then."""
     try:
         yield futures

@@ -5,7 +5,6 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +19,14 @@ from jaxrl_async.config.model_section import AMPERE
 from jaxrl_async.cpu.kernel_library import SAMPLING, kernels_are_there
 from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import NO_DEVICE_LOCK, SAMPLER_RULES, put, shardings, spans_processes
+from jaxrl_async.mesh import (
+    NO_DEVICE_LOCK,
+    SAMPLER_RULES,
+    DeviceGuard,
+    put,
+    shardings,
+    spans_processes,
+)
 from jaxrl_async.model.adapter_stack import AdapterRoom, stack_of, stack_table
 from jaxrl_async.model.attention import has_triton
 from jaxrl_async.model.delta_layer import empty_states
@@ -75,7 +81,7 @@ class SamplerSettings:
     probe: Probe | None = None  # to check new weights on; None: no check
     schedule: Schedule = UNRECORDED  # records or prescribes the intake between blocks
     followers: Followers = NO_FOLLOWERS  # the sampler's other processes
-    device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK  # held while its devices compute
+    device_lock: DeviceGuard = NO_DEVICE_LOCK  # held while its devices compute
     clock: Clock = time.perf_counter
     name: str = "sampler"  # of its thread, and in the schedule
     mixes: tuple[Mix, ...] = ()  # that requests will ask for: compiled ahead
@@ -201,13 +207,13 @@ def room_of(
     )
 
 
-def _placed(params: Params, mesh: Mesh, shardings: Any) -> Params:
+def _placed(params: Params, mesh: Mesh, shardings: object) -> Params:
     """Put parameters on the mesh. If several processes own its devices, arrays that they made
     together are moved between devices, and host arrays must be equal in all of them."""
     if not spans_processes(mesh):
         return jax.device_put(params, shardings)
 
-    def one(x: Any, sharding: NamedSharding) -> Any:
+    def one(x: jax.Array, sharding: NamedSharding) -> Any:
         together = isinstance(x, jax.Array) and not x.is_fully_addressable
         return jax.device_put(x, sharding) if together else put(np.asarray(x), sharding)
 

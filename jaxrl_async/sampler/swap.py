@@ -6,21 +6,21 @@ finish first while the new weights wait (drain).
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import DTypeLike
 
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import whole
+from jaxrl_async.mesh import DeviceGuard, whole
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.logprobs import token_logprobs
 from jaxrl_async.model.lora import is_whole
-from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.batch.new_weights import new_version, recompute, restart, under_way
 from jaxrl_async.sampler.device.engine import Engine
@@ -46,14 +46,14 @@ class SwapCheck:
         spec: ModelSpec,
         dtype: DTypeLike,
         probe: Probe | None,
-        device_lock: AbstractContextManager[Any],
+        device_lock: DeviceGuard,
     ) -> None:
         """Make the check; without a probe, every swap passes."""
         self._spec, self._dtype, self._probe = spec, jnp.dtype(dtype), probe
         self._judge = None if probe is None else ProbeJudge(probe, "the sampler's", ADVICE)
         self._device_lock = device_lock
 
-    def checked(self, where: str, logprobs: Any) -> FloatArray:
+    def checked(self, where: str, logprobs: object) -> FloatArray:
         """Return the trainer's log-probs on the probe, given by a caller. Raises ConfigError, which
         begins with `where`, if they do not fit the probe."""
         if self._probe is None:
@@ -96,7 +96,7 @@ class SwappedWeights:
         check: SwapCheck,
         *,
         mode: str,
-        device_lock: AbstractContextManager[Any],
+        device_lock: DeviceGuard,
         version: int,
         prepared: Any,
     ) -> None:
@@ -140,9 +140,7 @@ class SwappedWeights:
         return error
 
 
-def remake(
-    batch: Batch, prepared: Any, device_lock: AbstractContextManager[Any], adapter: str = ""
-) -> None:
+def remake(batch: Batch, prepared: Any, device_lock: DeviceGuard, adapter: str = "") -> None:
     """Recompute the KV of an adapter's running sequences, and wait for it."""
     with device_lock:
         recompute(batch, adapter)
@@ -152,7 +150,7 @@ def remake(
 
 
 @partial(jax.jit, static_argnums=(0, 3))
-def _sequence_logprobs(spec: ModelSpec, params: Any, token_ids: Any, dtype: DTypeLike) -> Any:
+def _sequence_logprobs(spec: ModelSpec, params: Params, token_ids: Array, dtype: DTypeLike) -> Any:
     """Return the log-probs of token_ids[1:] of one sequence, [n - 1] float32."""
     ids = jnp.asarray(token_ids)[None]
     tokens = TokenRows(ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids))

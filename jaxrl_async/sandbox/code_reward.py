@@ -106,7 +106,7 @@ def graded(box: Sandbox, program: str, record: Mapping[str, Any], where: str = "
     return Graded(1.0, "") if good else Graded(0.0, outcome.reason or ERROR)
 
 
-def _graded_outputs(box: Sandbox, program: str, cases: Sequence[Mapping[str, Any]]) -> Graded:
+def _graded_outputs(box: Sandbox, program: str, cases: Sequence[Mapping[str, object]]) -> Graded:
     words = [*PYTHON, program]
     if len(program.encode(errors="replace")) > ARGUMENT_BYTES or "\0" in program:
         box.write({"/work/answer.py": program.encode(errors="replace")})

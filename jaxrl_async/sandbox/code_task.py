@@ -93,7 +93,7 @@ def code_task(
     worked_share: float = 0.4,
     at_once: int = 16,
     ready: int = 2,
-    **limits: Any,
+    **limits: object,
 ) -> Task:
     """Return the task of a file of problems.
 

@@ -147,10 +147,10 @@ class FirstProcess:
         if self.seccomp:
             lines = ctypes.create_string_buffer(self.seccomp, len(self.seccomp))
 
-            class Program(ctypes.Structure):
+            class SeccompProgram(ctypes.Structure):
                 _fields_ = [("length", ctypes.c_ushort), ("lines", ctypes.c_void_p)]
 
-            program = Program(len(self.seccomp) // 8, ctypes.addressof(lines))
+            program = SeccompProgram(len(self.seccomp) // 8, ctypes.addressof(lines))
             if LIBRARY.prctl(SET_SECCOMP, FILTER, ctypes.byref(program), 0, 0):
                 raise OSError("seccomp is not available")
 

@@ -8,6 +8,7 @@ import asyncio
 import io
 import json
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -33,7 +34,9 @@ TIMED_OUT = 124
 class SandboxHarborEnvironment(BaseEnvironment):
     """Harbor's environment as a sandbox. The keyword arguments are SandboxLimits' fields."""
 
-    def __init__(self, *args: Any, limits: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: object, limits: Mapping[str, object] | None = None, **kwargs: object
+    ) -> None:
         self._limits = dict(limits or {})
         self._box: Sandbox | None = None
         super().__init__(*args, **kwargs)
@@ -141,7 +144,7 @@ class SandboxHarborEnvironment(BaseEnvironment):
             raise RuntimeError("the sandbox is not started")
         return await asyncio.to_thread(self._box.run, words, timeout_s=timeout_s, **more)
 
-    async def _done(self, words: list[str], **more: Any) -> CommandOutcome:
+    async def _done(self, words: list[str], **more: object) -> CommandOutcome:
         """Run a command that must succeed."""
         done = await self._run(words, 600.0, cwd="/", **more)
         if not done.ok:

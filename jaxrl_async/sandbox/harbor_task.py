@@ -75,7 +75,7 @@ class HarborProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: dict[int, tuple[subprocess.Popen[bytes], Future[dict[str, Any]]]] = {}
 
-    def begin(self, config: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[int, Any]:
+    def begin(self, config: Mapping[str, object], environ: Mapping[str, str]) -> tuple[int, Any]:
         """Begin a trial; return its number and the Future of its result. Raises Away."""
         with self._lock:
             process = self._process
@@ -113,7 +113,7 @@ class HarborProcess:
         threading.Thread(target=self._read, args=(process,), name="harbor", daemon=True).start()
         return process
 
-    def _send(self, told: Mapping[str, Any]) -> None:
+    def _send(self, told: Mapping[str, object]) -> None:
         try:
             assert self._process is not None and self._process.stdin is not None, "started"
             self._process.stdin.write(json.dumps(told).encode() + b"\n")
@@ -151,7 +151,7 @@ class HarborPlayer:
     def __init__(
         self,
         process: HarborProcess,
-        trial: Mapping[str, Any],
+        trial: Mapping[str, object],
         trials_dir: str | None,
         at_once: int,
     ) -> None:
@@ -251,9 +251,9 @@ def harbor_task(
     *,
     eval_path: str | None = None,
     python: str | None = None,
-    agent: str | Mapping[str, Any] = "terminus-2",
-    environment: str | Mapping[str, Any] = SANDBOX,
-    trial: Mapping[str, Any] | None = None,
+    agent: str | Mapping[str, object] = "terminus-2",
+    environment: str | Mapping[str, object] = SANDBOX,
+    trial: Mapping[str, object] | None = None,
     trials_dir: str | None = None,
     at_once: int = 64,
     variables: Sequence[str] = (),
@@ -309,7 +309,7 @@ def harbor_task(
     )
 
 
-def check_sandbox(limits: Mapping[str, Any]) -> None:
+def check_sandbox(limits: Mapping[str, object]) -> None:
     """Start a sandbox with these limits once. Raises ConfigError."""
     with Sandbox(limits_of(limits)) as box:
         box.wait_ready()

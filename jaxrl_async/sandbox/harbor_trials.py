@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def preload() -> None:
     import jaxrl_async.sandbox.harbor_environment  # noqa: F401
 
 
-async def played(config: dict[str, Any]) -> dict[str, Any]:
+async def played(config: Mapping[str, object]) -> dict[str, Any]:
     """Play a trial; return what the run needs of its result."""
     from harbor.models.trial.config import TrialConfig
     from harbor.trial.trial import Trial
@@ -148,7 +149,7 @@ class Trials:
         say({"id": number, **told})
 
 
-def say(told: dict[str, Any]) -> None:
+def say(told: Mapping[str, object]) -> None:
     """Send a message to the run."""
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()

@@ -42,7 +42,7 @@ NOT_ALLOWED = 77
 LIBRARY = ctypes.CDLL(None, use_errno=True)
 
 
-def called(name: str, *arguments: Any) -> None:
+def called(name: str, *arguments: object) -> None:
     """Call a function of the C library. Raises OSError."""
     if getattr(LIBRARY, name)(*arguments):
         number = ctypes.get_errno()
@@ -209,7 +209,7 @@ def leave_pipes() -> None:
         os.dup2(nothing, own)
 
 
-def main(plan: dict[str, Any]) -> None:
+def main(plan: dict[str, object]) -> None:
     """Run the first process to its end. plan: sandbox_layout.own_words makes it."""
     (entered, says_entered), (mapped, says_mapped) = os.pipe(), os.pipe()
     child = os.fork()

@@ -60,7 +60,7 @@ class SandboxLimits:
             )
 
 
-def limits_of(given: Mapping[str, Any]) -> SandboxLimits:
+def limits_of(given: Mapping[str, object]) -> SandboxLimits:
     """Return limits by their names, as a configuration has them. Raises ConfigError."""
     known = [one.name for one in fields(SandboxLimits)]
     if unknown := sorted(set(given) - set(known)):

@@ -140,7 +140,7 @@ class GuardedScorer:
             ) from error
 
 
-def checked(scores: Any, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
+def checked(scores: object, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
     """Return the scores as a tuple, each part `correct` clipped to 0 to 1.
 
     Raises RefusedScore with the invalid score and the reason.

@@ -2,16 +2,16 @@
 that compute while groups wait for their rewards."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxrl_async.mesh import NO_DEVICE_LOCK, TRAINER_RULES, batch_sharding, num_shards
+from jaxrl_async.mesh import NO_DEVICE_LOCK, TRAINER_RULES, DeviceGuard, batch_sharding, num_shards
 from jaxrl_async.model.decoder import TokenRows, settings_on
 from jaxrl_async.model.divergence import top_logprobs
 from jaxrl_async.model.logprobs import token_logprobs
@@ -46,7 +46,7 @@ class LogprobModel:
         dtype: DTypeLike,
         attention: str = "auto",
         chunk: int = 1024,
-        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
+        device_lock: DeviceGuard = NO_DEVICE_LOCK,
     ) -> None:
         """Compile nothing yet: each shape is compiled at its first call.
 
@@ -70,7 +70,7 @@ class LogprobModel:
             chunk=chunk,
         )
 
-        def passed(params: Params, token_ids: Any, positions: Any, segment_ids: Any) -> Any:
+        def passed(params: Params, token_ids: Array, positions: Array, segment_ids: Array) -> Any:
             tokens = TokenRows(token_ids, positions, segment_ids)
             logprobs = token_logprobs(spec, params, tokens, settings).logprobs
             if not top_k:

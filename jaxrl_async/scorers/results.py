@@ -158,7 +158,7 @@ def _number(value: object, what: str) -> float:
     return number
 
 
-def _parts(given: Mapping[Any, Any]) -> dict[str, float]:
+def _parts(given: Mapping[Any, object]) -> dict[str, float]:
     """Return the parts by their names in metrics."""
     parts: dict[str, float] = {}
     for name, value in given.items():

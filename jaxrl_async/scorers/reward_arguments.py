@@ -132,7 +132,7 @@ class RewardArguments:
             )
 
     def given(
-        self, prompt: Prompt, answers: Mapping[str, Any], count: int
+        self, prompt: Prompt, answers: Mapping[str, object], count: int
     ) -> tuple[list[Any], dict[str, Any]]:
         """Return positional and named arguments for a call, which the function may change.
 
@@ -175,7 +175,7 @@ class RewardArguments:
         return positional, {name: value_of(name) for name in wanted}
 
 
-def reward_arguments_of(function: Callable[..., Any], where: str) -> RewardArguments:
+def reward_arguments_of(function: Callable[..., object], where: str) -> RewardArguments:
     """Derive how to call a function; raise ConfigError, beginning with `where`, if that fails."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -250,7 +250,7 @@ def answer_of(episode: Episode, completion: str) -> dict[str, Any]:
 
 
 def answers_of(
-    episodes: Sequence[Episode], completions: Sequence[Any], prompt: object
+    episodes: Sequence[Episode], completions: Sequence[object], prompt: object
 ) -> dict[str, Any]:
     """Return the values named OF_THE_GROUP.
 

@@ -70,7 +70,7 @@ def call_arguments(
 
 
 def called(
-    function: Callable[..., Any], arguments: RewardArguments, call: RewardCall, log: Log
+    function: Callable[..., object], arguments: RewardArguments, call: RewardCall, log: Log
 ) -> Any:
     """Call a function; return a Score or None (it does not apply) for each episode, or an awaitable
     of its result. Raises RefusedScore, and any exception of the function."""

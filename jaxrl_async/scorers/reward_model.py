@@ -8,25 +8,31 @@ import logging
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxrl_async.config.schema import ModelSection, RewardSection
 from jaxrl_async.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_async.errors import CheckpointError, ConfigError, RefusedScore, RolloutError
-from jaxrl_async.mesh import NO_DEVICE_LOCK, TRAINER_RULES, batch_sharding, num_shards, shardings
+from jaxrl_async.mesh import (
+    NO_DEVICE_LOCK,
+    TRAINER_RULES,
+    DeviceGuard,
+    batch_sharding,
+    num_shards,
+    shardings,
+)
 from jaxrl_async.model.decoder import TokenRows, settings_on
 from jaxrl_async.model.heads import head_table, load_head, sequence_scores
 from jaxrl_async.model.hf import load_spec
-from jaxrl_async.model.spec import ModelSpec
+from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.scorers.results import FUNCTION, MODEL
 from jaxrl_async.types import Episode, FloatArray, IntArray, Prompt, Score
@@ -46,12 +52,12 @@ class RewardModel:
     def __init__(
         self,
         spec: ModelSpec,
-        params: Any,
+        params: Params,
         mesh: Mesh,
         *,
         dtype: DTypeLike = jnp.float32,
         attention: str = "auto",
-        device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
+        device_lock: DeviceGuard = NO_DEVICE_LOCK,
     ) -> None:
         """Compile the scoring of sequences.
 
@@ -68,7 +74,7 @@ class RewardModel:
         self._sharding, self._parts = batch_sharding(mesh), 2 * mesh.shape["context"]
         settings = settings_on(mesh, spec, dtype=dtype, attention=attention)
 
-        def scores(params: Any, token_ids: Any, positions: Any, segment_ids: Any) -> Any:
+        def scores(params: Params, token_ids: Array, positions: Array, segment_ids: Array) -> Array:
             tokens = TokenRows(token_ids, positions, segment_ids)
             each = sequence_scores(spec, params, tokens, settings)
             return jnp.sum(each, axis=1)
@@ -179,7 +185,7 @@ def load_reward_model(
     model: ModelSection,
     tokenizer: Tokenizer,
     mesh: Mesh,
-    device_lock: AbstractContextManager[Any] = NO_DEVICE_LOCK,
+    device_lock: DeviceGuard = NO_DEVICE_LOCK,
 ) -> RewardModel:
     """Load the model in reward.model onto this mesh, in model.dtype.
 

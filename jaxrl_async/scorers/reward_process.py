@@ -107,11 +107,11 @@ class _Process:
         return reply
 
 
-def _packed(message: Mapping[str, Any]) -> bytes:
+def _packed(message: Mapping[str, object]) -> bytes:
     return codec.dumps(_plain(message)).tobytes()
 
 
-def _plain(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _plain(message: Mapping[str, object]) -> Mapping[str, Any]:
     """Return a message with its call, if it has one, as a mapping of carriers."""
     call = message.get("call")
     if call is None:
@@ -153,7 +153,7 @@ def _replied(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scored(
-    function: Callable[..., Any], call: RewardCall, log: Callable[[str, float], None]
+    function: Callable[..., object], call: RewardCall, log: Callable[[str, float], None]
 ) -> Sequence[Score | None]:
     """Call a function, and await its result if needed."""
     arguments = reward_arguments_of(function, "the reward")

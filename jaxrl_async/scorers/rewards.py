@@ -209,7 +209,10 @@ class RewardScorer:
                     "number, or add a function that applies to such records."
                 )
             return tuple(
-                replace(added(list(zip(weights, scores, strict=True))), logged=_means(values))
+                replace(
+                    added(list(zip(weights, scores, strict=True))),
+                    logged={name: math.fsum(each) / len(each) for name, each in values.items()},
+                )
                 for scores, values in zip(given, logged, strict=True)
             )
 
@@ -283,7 +286,7 @@ LOCKED = (
 
 
 async def _awaited(
-    result: Awaitable[Any], arguments: RewardArguments, call: RewardCall
+    result: Awaitable[object], arguments: RewardArguments, call: RewardCall
 ) -> list[Score | None]:
     return scores_of(await result, arguments, call)
 
@@ -306,10 +309,6 @@ def _log_to(logged: Sequence[dict[str, list[float]]]) -> Log:
     return log
 
 
-def _means(logged: dict[str, list[float]]) -> dict[str, float]:
-    return {name: math.fsum(values) / len(values) for name, values in logged.items()}
-
-
 def _graded_text(
     episode: Episode, decode: Callable[[IntArray], str], marks: Mapping[int, str]
 ) -> str:
@@ -330,7 +329,7 @@ def _graded_text(
     return f"{opened}\n{text}" if opened else text
 
 
-def _own_answer(read: Callable[[str], Any], text: str, where: str) -> str | None:
+def _own_answer(read: Callable[[str], object], text: str, where: str) -> str | None:
     """Return the final answer that a user's function reads; None, and a warning, if it fails."""
     try:
         answer = read(text)

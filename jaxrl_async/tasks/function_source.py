@@ -23,7 +23,7 @@ class FunctionSource:
     name: str  # within the module, with dots
 
 
-def source_of(function: Callable[..., Any], name: str, where: str) -> FunctionSource:
+def source_of(function: Callable[..., object], name: str, where: str) -> FunctionSource:
     """Return where a function can be loaded from.
 
     Args:

@@ -14,9 +14,8 @@ python                 an object that a Python program passed to jaxrl_async.tra
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -111,7 +110,7 @@ def load_task(choice: Choice, of_run: Collection[str] = ()) -> Task:
     )
 
 
-def _own(name: str, arguments: dict[str, Any], where: str) -> Task:
+def _own(name: str, arguments: Mapping[str, object], where: str) -> Task:
     loaded = load_attribute(
         name, "task", "task", lambda found: isinstance(found, Task) or callable(found)
     )
@@ -130,14 +129,16 @@ def _own(name: str, arguments: dict[str, Any], where: str) -> Task:
     return _made(loaded, arguments, where)
 
 
-def _check_arguments(make: Callable[..., Any], arguments: dict[str, Any], where: str) -> None:
+def _check_arguments(
+    make: Callable[..., object], arguments: Mapping[str, object], where: str
+) -> None:
     try:
         inspect.signature(make).bind(**arguments)
     except TypeError as error:
         raise ConfigError(f"{where}: {error}. Correct the setting's arguments.") from None
 
 
-def _made(make: Callable[..., Task], arguments: dict[str, Any], where: str) -> Task:
+def _made(make: Callable[..., Task], arguments: Mapping[str, object], where: str) -> Task:
     """Call a function that returns a Task; any failure becomes a ConfigError."""
     _check_arguments(make, arguments, where)
     try:

@@ -113,7 +113,7 @@ class EnvConnection:
 
     @classmethod
     async def begin(
-        cls, place: ServerPlace, data: Mapping[str, Any]
+        cls, place: ServerPlace, data: Mapping[str, object]
     ) -> tuple["EnvConnection", Observed]:
         """Connect, and reset the environment; retry for a limited time if the server is full or
         absent.
@@ -137,7 +137,7 @@ class EnvConnection:
 
     @classmethod
     async def _begun(
-        cls, place: ServerPlace, data: Mapping[str, Any]
+        cls, place: ServerPlace, data: Mapping[str, object]
     ) -> tuple["EnvConnection", Observed]:
         client = websocket_module()
         try:
@@ -155,7 +155,7 @@ class EnvConnection:
             await connection.close()
             raise
 
-    async def step(self, action: Mapping[str, Any]) -> Observed:
+    async def step(self, action: Mapping[str, object]) -> Observed:
         """Take one action. Raises RefusedAction, RolloutError; Away if the server is
         unavailable."""
         return await self._ask("step", action)

@@ -84,7 +84,7 @@ def openenv_task(
     )
 
 
-def _function(given: Any, name: str) -> Any:
+def _function(given: object, name: str) -> Any:
     if isinstance(given, str):
         return load_attribute(given, f"task.{name}", "function", callable)
     return given
@@ -110,7 +110,7 @@ class EnvSpeech:
         if self._act is None and self._schema is None:
             self._schema = await asyncio.to_thread(action_schema, self._place)
 
-    def messages(self, observation: Mapping[str, Any]) -> Said:
+    def messages(self, observation: Mapping[str, object]) -> Said:
         """Return the messages to the policy for an observation."""
         if self._observe is not None:
             return self._observe(observation)
@@ -199,7 +199,7 @@ class OpenEnvEnvironment(Environment):
         said = None if reply.done else self._speech.messages(reply.observation)
         return Step(messages=said, reward=reply.reward, done=reply.done)
 
-    async def _act(self, action: Mapping[str, Any]) -> Observed | RefusedAction:
+    async def _act(self, action: Mapping[str, object]) -> Observed | RefusedAction:
         """Take an action, and note it with a digest of the answer."""
         assert self._connection is not None, "reset comes first"
         reply: Observed | RefusedAction

@@ -140,7 +140,7 @@ def read_conversations(path: str) -> list[GivenConversation]:
     return parse_rows(path, _conversation, MAX_BAD_SHARE, remedy)
 
 
-def _conversation(columns: Mapping[str, Any]) -> GivenConversation:
+def _conversation(columns: Mapping[str, object]) -> GivenConversation:
     """Return a record's conversation. Raises BadRecord."""
     if "messages" not in columns:
         raise BadRecord(Bad.FIELD, "messages")

@@ -217,7 +217,7 @@ def worked_messages(record: TaskRecord) -> list[Message]:
 
 
 def worked_tokens(
-    chat: ChatFormat, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    chat: ChatFormat, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
 ) -> tuple[IntArray, BoolArray]:
     """Return a conversation as one sequence: token_ids [length] int32, and mask [length], True for
     the tokens that the policy should generate in its turns, including end tokens.

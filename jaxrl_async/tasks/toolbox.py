@@ -122,7 +122,7 @@ class Toolbox:
             told.append({"role": "user", "content": text})
         return told
 
-    async def _answered(self, call: Mapping[str, Any]) -> str:
+    async def _answered(self, call: Mapping[str, object]) -> str:
         name, arguments = _asked(call)
         tool = self._tools.get(name)
         if tool is None:
@@ -143,7 +143,7 @@ class Toolbox:
         return self._cut(outcome.value)
 
     async def _outcome(
-        self, name: str, tool: "_Bound", given: Mapping[str, Any], arguments: object
+        self, name: str, tool: "_Bound", given: Mapping[str, object], arguments: object
     ) -> CallOutcome:
         """Call a tool: in a thread, or in a process once it was found to set a signal. The call
         that finds it is made again."""
@@ -291,7 +291,7 @@ def _untitled(schema: object) -> Any:
     }
 
 
-def _asked(call: Mapping[str, Any]) -> tuple[str, Any]:
+def _asked(call: Mapping[str, object]) -> tuple[str, Any]:
     """Return name and arguments of a tool call; "" and {} if they are missing."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):

@@ -60,7 +60,9 @@ def mismatch_of(given: Message, turn: Message, rules: MatchRules) -> str:
     return ARGUMENTS
 
 
-def can_pair(wanted: Sequence[Any], found: Sequence[Any], fits: Callable[[Any, Any], bool]) -> bool:
+def can_pair(
+    wanted: Sequence[object], found: Sequence[object], fits: Callable[[Any, Any], bool]
+) -> bool:
     """Return whether each of `wanted` can be paired with another one of `found` that fits it.
 
     Augmenting paths (Kuhn 1955): one call may fit several, so the first that fits may be wrong.
@@ -96,7 +98,7 @@ def _same_call(given: Mapping[str, Any], call: Mapping[str, Any], rules: MatchRu
     return same_value(compared[0], compared[1], rules.similarity)
 
 
-def same_value(given: Any, value: Any, similarity: float = 1.0) -> bool:
+def same_value(given: object, value: object, similarity: float = 1.0) -> bool:
     """Return whether two arguments are the same: whole numbers, such as an order's, if they are
     equal, other numbers to within CLOSE, texts by `similar`, objects and lists by each of their
     values."""

@@ -136,7 +136,7 @@ class Threads:
         self._serving = 0
         self.stuck: set[_Call] = set()
 
-    async def run(self, work: Callable[[], Any], timeout_s: float) -> CallOutcome:
+    async def run(self, work: Callable[[], object], timeout_s: float) -> CallOutcome:
         """Run `work` on a thread; raise TooLate `timeout_s` seconds after its start."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[CallOutcome] = loop.create_future()
@@ -247,7 +247,7 @@ def _give(future: "asyncio.Future[CallOutcome]", outcome: CallOutcome) -> None:
         future.set_result(outcome)
 
 
-def _outcome(work: Callable[[], Any]) -> CallOutcome:
+def _outcome(work: Callable[[], object]) -> CallOutcome:
     try:
         return CallOutcome(work())
     except BaseException as error:  # on our own thread: every exception belongs to the call
@@ -290,7 +290,7 @@ async def run_async(
 class _AsyncCall:
     """A user's coroutine on the loop for user code."""
 
-    def __init__(self, work: Callable[[], Awaitable[Any]], name: str) -> None:
+    def __init__(self, work: Callable[[], Awaitable[object]], name: str) -> None:
         self.outcome: ThreadFuture[CallOutcome] = ThreadFuture()
         self.outcome.set_running_or_notify_cancel()  # a caller that stops waiting does not end it
         self._work, self._name = work, name
@@ -343,7 +343,7 @@ def start_async(work: Callable[[], Coroutine[None, None, T]]) -> "ThreadFuture[T
     return asyncio.run_coroutine_threadsafe(work(), _own_loop())
 
 
-async def _awaited(work: Callable[[], Awaitable[Any]]) -> CallOutcome:
+async def _awaited(work: Callable[[], Awaitable[object]]) -> CallOutcome:
     try:
         return CallOutcome(await work())
     except BaseException as error:
@@ -370,7 +370,9 @@ class DaemonThreads(ThreadPoolExecutor):
         super().__init__(1)  # it starts no threads itself
         self._calls = Threads(most)
 
-    def submit(self, function: Callable[..., T], /, *args: Any, **named: Any) -> "ThreadFuture[T]":
+    def submit(
+        self, function: Callable[..., T], /, *args: object, **named: object
+    ) -> "ThreadFuture[T]":
         """Call a function on one of the threads. Raises RolloutError if MAX_STUCK are stuck."""
         return self._calls.submit(functools.partial(function, *args, **named))
 
@@ -424,7 +426,9 @@ async def side_by_side(work: Iterable[Coroutine[None, None, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def end_tasks(tasks: Iterable["asyncio.Task[Any]"], again_s: float = CANCEL_AGAIN_S) -> None:
+async def end_tasks(
+    tasks: Iterable["asyncio.Task[object]"], again_s: float = CANCEL_AGAIN_S
+) -> None:
     """Cancel tasks until each of them has ended, again every `again_s` seconds, since a task may
     have mistaken its cancellation for something else.
 

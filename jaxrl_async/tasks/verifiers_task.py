@@ -86,7 +86,7 @@ class EnvironmentServices:
     They are renewed after SERVED_MOST episodes. For one event loop.
     """
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[], object]) -> None:
         """make: returns a new environment."""
         self._make = make
         self._current: _Services | None = None
@@ -139,7 +139,7 @@ class VerifiersPlayer:
     """Plays tasks of an environment through sessions."""
 
     def __init__(
-        self, tasks: Mapping[str, Sequence[Any]], make: Callable[[], Any], clients: Any
+        self, tasks: Mapping[str, Sequence[object]], make: Callable[[], object], clients: Any
     ) -> None:
         """Create a player of an environment.
 

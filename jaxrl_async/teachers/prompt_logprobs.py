@@ -90,13 +90,13 @@ def read_scores(
     return _by_id(given, token_ids, top_k, vocab)
 
 
-def _echoed(given: Sequence[Any]) -> ContextLogprobs:
+def _echoed(given: Sequence[object]) -> ContextLogprobs:
     logprobs = [math.nan, *(_logprob(value, place) for place, value in enumerate(given[1:], 1))]
     none = np.zeros((len(given), 0))
     return ContextLogprobs(np.array(logprobs, np.float32), none.astype(np.int32), none.astype("f4"))
 
 
-def _by_id(given: Sequence[Any], token_ids: IntArray, top_k: int, vocab: int) -> ContextLogprobs:
+def _by_id(given: Sequence[object], token_ids: IntArray, top_k: int, vocab: int) -> ContextLogprobs:
     count = len(token_ids)
     logprobs = np.full(count, np.nan, np.float32)
     ids = np.zeros((count, top_k), np.int32)
@@ -122,7 +122,7 @@ def _by_id(given: Sequence[Any], token_ids: IntArray, top_k: int, vocab: int) ->
     return ContextLogprobs(logprobs, ids, likely)
 
 
-def _position(given: Any, place: int) -> dict[int, float]:
+def _position(given: object, place: int) -> dict[int, float]:
     """Return the log-probs of a position by token id."""
     if not isinstance(given, Mapping):
         raise UnreadableLogprobs(f"position {place} is {str(given)[:80]}, not an object")

@@ -36,7 +36,7 @@ def injected(*faults: Fault) -> Iterator[list[Parts]]:
     made: list[Parts] = []
     assemble: Any = vars(loop)["assemble"]
 
-    def broken(*args: Any) -> Parts:
+    def broken(*args: object) -> Parts:
         parts = assemble(*args)
         for fault in faults:
             fault(parts)
@@ -111,7 +111,7 @@ def _at_block(hits: Hits, index: int, strike: Callable[[], None]) -> Fault:
         engine = sampler.engine  # its successors also use it
         generate = engine.generate
 
-        def broken(*args: Any, **settings: Any) -> Any:
+        def broken(*args: object, **settings: object) -> Any:
             if hits.strikes():
                 strike()
             return generate(*args, **settings)
@@ -154,7 +154,7 @@ def completions_are_nan(hits: Hits) -> Fault:
 def scorer_raises(hits: Hits) -> Fault:
     """Make the scorer raise."""
 
-    async def strike(score: Callable[[], Any]) -> Any:
+    async def strike(score: Callable[[], object]) -> Any:
         raise RuntimeError("injected: the scorer fails")
 
     return _scorer(hits, strike)
@@ -163,7 +163,7 @@ def scorer_raises(hits: Hits) -> Fault:
 def scorer_hangs(hits: Hits) -> Fault:
     """Make the scorer hang."""
 
-    async def strike(score: Callable[[], Any]) -> Any:
+    async def strike(score: Callable[[], object]) -> Any:
         await asyncio.sleep(LONG_S)
 
     return _scorer(hits, strike)
@@ -226,7 +226,7 @@ async def forever() -> None:
 def transfer_fails(hits: Hits) -> Fault:
     """Refuse to start a copy of weights to the last sampler."""
 
-    def strike(move: Callable[[], Any]) -> Any:
+    def strike(move: Callable[[], object]) -> Any:
         raise RuntimeError("injected: the copy cannot be started")
 
     return _move(hits, strike)
@@ -235,7 +235,7 @@ def transfer_fails(hits: Hits) -> Fault:
 def transfer_tears(hits: Hits) -> Fault:
     """Change one array of a copy of weights to the last sampler."""
 
-    def strike(move: Callable[[], Any]) -> Any:
+    def strike(move: Callable[[], object]) -> Any:
         leaves, tree = jax.tree.flatten(move())
         leaves[0] = jax.device_put(leaves[0] * 0 + 1, leaves[0].sharding)
         return jax.tree.unflatten(tree, leaves)
@@ -247,14 +247,14 @@ def transfer_scrambles(hits: Hits) -> Fault:
     """Flip the first axis of every array of a copy of weights to the last sampler: layers get other
     layers' weights, and tokens other tokens' embeddings."""
 
-    def strike(move: Callable[[], Any]) -> Any:
+    def strike(move: Callable[[], object]) -> Any:
         moved = move()
         return jax.tree.map(lambda x: jax.device_put(jnp.flip(x, 0), x.sharding), moved)
 
     return _move(hits, strike)
 
 
-def _move(hits: Hits, strike: Callable[[Callable[[], Any]], Any]) -> Fault:
+def _move(hits: Hits, strike: Callable[[Callable[[], Any]], object]) -> Fault:
     def fault(parts: Parts) -> None:
         link: Any = parts.channel.links[-1]
         move = link.move
@@ -270,7 +270,7 @@ def out_of_memory(hits: Hits) -> Fault:
         step: Any = parts.trainer.learner._step
         accumulate = step.programs.accumulate
 
-        def broken(*args: Any) -> Any:
+        def broken(*args: object) -> Any:
             if hits.strikes():
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
             return accumulate(*args)
@@ -287,7 +287,7 @@ def trainer_stalls(hits: Hits, *, bark_s: float = 1.0) -> Fault:
         learner: Any = parts.trainer.learner
         learn = learner.learn
 
-        def broken(*args: Any) -> Any:
+        def broken(*args: object) -> Any:
             if hits.strikes():
                 parts.watchdog.limit_s = bark_s
                 threading.Event().wait(LONG_S)
@@ -301,14 +301,14 @@ def trainer_stalls(hits: Hits, *, bark_s: float = 1.0) -> Fault:
 def update_lasts(hits: Hits, seconds: float) -> Fault:
     """Make an update spend this time inside an XLA program, which cannot be interrupted."""
 
-    def spin(turns: Any) -> Any:
+    def spin(turns: object) -> Any:
         return jax.lax.fori_loop(0, turns, lambda _, x: jnp.sin(x), jnp.ones((1 << 14,)))
 
     def fault(parts: Parts) -> None:
         learner: Any = parts.trainer.learner
         learn, program = learner.learn, jax.jit(spin)
 
-        def broken(*args: Any) -> Any:
+        def broken(*args: object) -> Any:
             if not hits.strikes():
                 return learn(*args)
             jax.block_until_ready(program(1))

@@ -122,7 +122,7 @@ class SteppedLoop(asyncio.AbstractEventLoop):
         """See asyncio."""
         return False
 
-    def call_exception_handler(self, context: dict[str, Any]) -> None:
+    def call_exception_handler(self, context: dict[str, object]) -> None:
         """See asyncio."""
         self.errors.append(context)
 

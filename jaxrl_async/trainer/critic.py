@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from jaxrl_async.mesh import NO_DEVICE_LOCK, AnyDeviceLock, batch_sharding, put, whole
+from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceGuard, batch_sharding, put, whole
 from jaxrl_async.model.decoder import DecoderSettings, TokenRows
 from jaxrl_async.model.heads import token_values
 from jaxrl_async.model.spec import ModelSpec, Params
@@ -31,7 +31,7 @@ class ValuePass:
         self._values = jax.jit(self._values_of, out_shardings=self._rows)
 
     def __call__(
-        self, params: Params, batch: PackedBatch, device_lock: AnyDeviceLock = NO_DEVICE_LOCK
+        self, params: Params, batch: PackedBatch, device_lock: DeviceGuard = NO_DEVICE_LOCK
     ) -> tuple[FloatArray, FloatArray]:
         """Return the values of the states before and after tokens.
 

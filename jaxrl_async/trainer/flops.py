@@ -1,6 +1,6 @@
 """Model FLOPs of an update, and the padding in its rows."""
 
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ def num_matmul_params(spec: ModelSpec) -> int:
     return total if spec.tied else total - spec.vocab * spec.width
 
 
-def _weights_of_token(table: dict[str, Any], spec: ModelSpec) -> int:
+def _weights_of_token(table: Mapping[str, object], spec: ModelSpec) -> int:
     """Count the weights of a table; among experts only the chosen ones of one token."""
     leaves = jax.tree.leaves(table, is_leaf=lambda w: isinstance(w, Weight))
     total = sum(int(np.prod(w.shape)) for w in leaves)

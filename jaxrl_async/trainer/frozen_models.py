@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxrl_async.config.schema import FollowingTeacher, ReferenceSection, TeacherSection
 from jaxrl_async.mesh import DEVICE, HOST, in_memory
@@ -100,14 +101,14 @@ def copied(params: Params) -> Params:
     return jax.tree.map(jnp.copy, params)
 
 
-def _moved_average(reference: Params, params: Params, version: Any, ema: float) -> Params:
+def _moved_average(reference: Params, params: Params, version: Array, ema: float) -> Params:
     """Return ema * reference + (1 - ema) * params.
 
     In bfloat16 rounding to the nearest would lose most of such a step: the result is rounded
     stochastically, which keeps the mean.
     """
 
-    def mixed(old: Any, new: Any) -> Any:
+    def mixed(old: Array, new: Array) -> Any:
         return ema * old.astype(jnp.float32) + (1 - ema) * new.astype(jnp.float32)
 
     mean = jax.tree.map(mixed, reference, params)

@@ -8,7 +8,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_async.algorithms.preference_losses import kl_baseline
-from jaxrl_async.mesh import NO_DEVICE_LOCK, AnyDeviceLock, batch_sharding, put
+from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceGuard, batch_sharding, put
 from jaxrl_async.model.spec import Params
 from jaxrl_async.trainer.objectives.preference_objective import PreferenceData, PreferenceObjective
 from jaxrl_async.trainer.pack_pairs import micro_batches_of
@@ -31,7 +31,7 @@ class BaselinePass:
         params: Params,
         frozen: Frozen,
         data: PreferenceData,
-        device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
+        device_lock: DeviceGuard = NO_DEVICE_LOCK,
     ) -> PreferenceData:
         """Return the data with the baseline of its mismatched pairs against the reference."""
         if data.mismatched is None or frozen.reference is None:

@@ -46,7 +46,7 @@ from jaxrl_async.config.schema import Choice, name_of
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.later import Later
 from jaxrl_async.lent import lending
-from jaxrl_async.mesh import NO_DEVICE_LOCK, AnyDeviceLock
+from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceGuard
 from jaxrl_async.model.lora import joined
 from jaxrl_async.model.spec import Params
 from jaxrl_async.trainer.credit import Credit, PassResults
@@ -148,6 +148,11 @@ class Companions:
     critic_state: TrainState | None = None
     pairs: Iterator[Pair] | None = None  # demonstrations to mix in
 
+    @property
+    def asks_reference(self) -> bool:
+        """Whether a teacher gives the reference's log-probs."""
+        return self.teachers is not None and self.teachers.reference is not None
+
 
 NO_COMPANIONS = Companions()
 
@@ -178,6 +183,80 @@ class LearnerSettings:
     sights_every: int = 0  # interval at which `sights` are kept, versions; 0: never
 
 
+def _frozen_models(settings: LearnerSettings, companions: Companions) -> FrozenModels:
+    """Return the models that a step reads and does not train."""
+    following = None if companions.teachers is None else companions.teachers.following
+    return FrozenModels(
+        companions.reference,
+        companions.teacher,
+        moves=settings.reference,
+        teaches=settings.teacher,
+        offload_reference=settings.offload_reference,
+        teachers={} if following is None else following.params,
+        follows={} if following is None else following.moves,
+    )
+
+
+def _credit(
+    settings: LearnerSettings, companions: Companions, objective: PolicyObjective
+) -> "Credit | PairCredit":
+    """Return the conversion of scores to advantages. Raises ConfigError."""
+    algorithm = settings.algorithm
+    columns = pass_columns(
+        algorithm,
+        refers=companions.reference is not None or companions.asks_reference,
+        offloads=settings.offload_reference or companions.asks_reference,
+    )
+    if settings.pairs is not None:
+        return pair_credit.PairCredit.of(settings.pairs, columns, settings.seed, objective.weights)
+    teacher_pass = companions.teacher_pass
+    estimator = advantage.resolve(algorithm.advantage)
+    return Credit(
+        algorithm=algorithm,
+        teacher=settings.teacher,
+        advantage=_lent(estimator, algorithm.advantage),
+        level=advantage.facts_of(estimator).level,
+        kl=objective.recipe.kl,
+        columns=columns,
+        teacher_vocab=None if teacher_pass is None else teacher_pass.spec.vocab,
+        kl_factors=objective.factors.kl,
+    )
+
+
+def _shapings(settings: LearnerSettings) -> tuple[ShapingFn, ...]:
+    """Return the functions that shape rewards, in order. Raises ConfigError."""
+    chosen = tuple(
+        bounded(_lent(shaping.resolve(choice), choice), choice)
+        for choice in settings.algorithm.shaping
+    )
+    if settings.pairs is None:
+        return chosen
+    how, seed = settings.pairs.choose, settings.seed
+    return (*chosen, partial(answer_pairs.keep_paired, how=how, seed=seed))
+
+
+class Demonstrations:
+    """The demonstrations that are mixed in. A resumed run continues after those it has taken."""
+
+    def __init__(self, pairs: Iterator[Pair] | None, each_step: int) -> None:
+        """pairs: None: none are mixed in. each_step: number that one step takes."""
+        self._pairs, self._each_step, self.taken = pairs, each_step, 0
+
+    def of_step(self) -> list[Pair]:
+        """Take those of one step."""
+        pairs = self._pairs
+        return [] if pairs is None else [self._next(pairs) for _ in range(self._each_step)]
+
+    def skip_to(self, taken: float) -> None:
+        """Skip the first ones, until this number has been taken."""
+        while self._pairs is not None and self.taken < taken:
+            self._next(self._pairs)
+
+    def _next(self, pairs: Iterator[Pair]) -> Pair:
+        self.taken += 1
+        return next(pairs)
+
+
 class Learner:
     """Owns the train states of the policy and the critic. Used only by the trainer's thread."""
 
@@ -193,72 +272,20 @@ class Learner:
         self._base = companions.base
         self._algorithm, self._teacher = settings.algorithm, settings.teacher
         self._objective, self._probe = step.objective, ProbePass(step.objective.spec, step.settings)
-        self._shapings: tuple[ShapingFn, ...] = tuple(
-            bounded(_lent(shaping.resolve(choice), choice), choice)
-            for choice in self._algorithm.shaping
-        )
-        self._pairs_taken = 0
+        self._shapings = _shapings(settings)
+        self._demonstrations = Demonstrations(companions.pairs, self._algorithm.supervised_batch)
         self.sights: list[TokenView] = []  # of the last step, if it keeps them
-        self.frozen = FrozenModels(
-            companions.reference,
-            companions.teacher,
-            moves=settings.reference,
-            teaches=settings.teacher,
-            offload_reference=settings.offload_reference,
-            **self._following(),
-        )
+        self.frozen = _frozen_models(settings, companions)
         self.critic_state = companions.critic_state
         self.coefficients = SteeredCoefficients(
             self._algorithm, self._objective.recipe.coefficients
         )
-        self.credit = self._make_credit()
-        if settings.pairs is not None:
-            paired = partial(
-                answer_pairs.keep_paired, how=settings.pairs.choose, seed=settings.seed
-            )
-            self._shapings = (*self._shapings, paired)
+        self.credit = _credit(settings, companions, step.objective)
         components = self._algorithm.components
         self._gradients = None
         if any(one.gradient_every for one in components.values()):
             self._gradients = component_gradients.ComponentGradients(step, components)
         self._most_missing = 0  # maximum number of updates that a step lacked
-
-    def _make_credit(self) -> "Credit | PairCredit":
-        """Make the conversion of scores to advantages. Raises ConfigError."""
-        settings, companions = self._settings, self._companions
-        columns = pass_columns(
-            self._algorithm,
-            refers=companions.reference is not None or self._asks_reference,
-            offloads=settings.offload_reference or self._asks_reference,
-        )
-        if settings.pairs is not None:
-            weights = self._objective.weights
-            return pair_credit.PairCredit.of(settings.pairs, columns, settings.seed, weights)
-        teacher_pass = companions.teacher_pass
-        estimator = advantage.resolve(self._algorithm.advantage)
-        return Credit(
-            algorithm=self._algorithm,
-            teacher=self._teacher,
-            advantage=_lent(estimator, self._algorithm.advantage),
-            level=advantage.facts_of(estimator).level,
-            kl=self._objective.recipe.kl,
-            columns=columns,
-            teacher_vocab=None if teacher_pass is None else teacher_pass.spec.vocab,
-            kl_factors=self._objective.factors.kl,
-        )
-
-    def _following(self) -> dict[str, Any]:
-        """Return the teachers by name that are the policy, as arguments of FrozenModels."""
-        teachers = self._companions.teachers
-        if teachers is None or teachers.following is None:
-            return {}
-        return {"teachers": teachers.following.params, "follows": teachers.following.moves}
-
-    @property
-    def _asks_reference(self) -> bool:
-        """Whether a teacher gives the reference's log-probs."""
-        teachers = self._companions.teachers
-        return teachers is not None and teachers.reference is not None
 
     # ---- state in a checkpoint
 
@@ -269,7 +296,7 @@ class Learner:
 
     def numbers(self) -> dict[str, float]:
         """Return all numbers that change from step to step."""
-        return {**self.coefficients.numbers(), "pairs_taken": float(self._pairs_taken)}
+        return {**self.coefficients.numbers(), "pairs_taken": float(self._demonstrations.taken)}
 
     def restore(self, tree: Mapping[str, Any], numbers: Mapping[str, float]) -> None:
         """Continue from `tree` and `numbers` of a checkpoint."""
@@ -277,8 +304,7 @@ class Learner:
         self.critic_state = tree.get("critic", self.critic_state)
         self.frozen.restore(tree)
         self.coefficients.restore(numbers)
-        while self._companions.pairs is not None and self._pairs_taken < numbers["pairs_taken"]:
-            self._next_pair(self._companions.pairs)
+        self._demonstrations.skip_to(numbers["pairs_taken"])
 
     @property
     def params(self) -> Params:
@@ -299,7 +325,7 @@ class Learner:
         self,
         groups: Sequence[EpisodeGroup],
         version: int,
-        device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
+        device_lock: DeviceGuard = NO_DEVICE_LOCK,
     ) -> dict[str, float]:
         """Train on the groups, in the step that makes version + 1; return the report.
 
@@ -312,7 +338,7 @@ class Learner:
         step = pack_step(
             shaped,
             self._settings.row_length,
-            pairs=self._next_pairs(),
+            pairs=self._demonstrations.of_step(),
             sampler_columns=self._settings.sampler_columns,
             share_prefixes=bool(self._step.settings.trainer.share_prefixes),
             tasks=self._settings.tasks,
@@ -330,7 +356,7 @@ class Learner:
         return {**of_process, **shaped.counts, **of_teachers, **credit_report, **report}
 
     def _ask_teachers(
-        self, step: PackedStep, results: PassResults, device_lock: AnyDeviceLock
+        self, step: PackedStep, results: PassResults, device_lock: DeviceGuard
     ) -> tuple[PassResults, dict[str, float]]:
         """Add what the teachers by name say to the passes' results; also return their report."""
         teachers, section = self._companions.teachers, self._teacher
@@ -352,7 +378,7 @@ class Learner:
         groups: Sequence[EpisodeGroup],
         results: PassResults,
         version: int,
-        device_lock: AnyDeviceLock,
+        device_lock: DeviceGuard,
     ) -> list[TokenView]:
         """Return the values of the step's first tokens, if the step is to be shown.
 
@@ -376,20 +402,8 @@ class Learner:
             report["train/loss"] += weight * (loss - report["train/policy_loss"])
             report["train/policy_loss"] = loss
 
-    def _next_pairs(self) -> list[Pair]:
-        """Take the step's demonstrations, if any are mixed in."""
-        pairs = self._companions.pairs
-        if pairs is None:
-            return []
-        return [self._next_pair(pairs) for _ in range(self._algorithm.supervised_batch)]
-
-    def _next_pair(self, pairs: Iterator[Pair]) -> Pair:
-        """Take one demonstration and count it."""
-        self._pairs_taken += 1
-        return next(pairs)
-
     def run_passes(
-        self, batch: PackedBatch, device_lock: AnyDeviceLock = NO_DEVICE_LOCK
+        self, batch: PackedBatch, device_lock: DeviceGuard = NO_DEVICE_LOCK
     ) -> PassResults:
         """Run the forward passes that the step needs before its update."""
         has, columns, results = self._companions, self.credit.columns, PassResults()
@@ -428,7 +442,7 @@ class Learner:
         return self.whole(self.frozen.teacher)
 
     def _run_top_k(
-        self, teacher_pass: LogprobPass, batch: PackedBatch, device_lock: AnyDeviceLock
+        self, teacher_pass: LogprobPass, batch: PackedBatch, device_lock: DeviceGuard
     ) -> Columns:
         """Return the teacher's log-probs of its k likeliest tokens, or of the student's."""
         own_pass = self._companions.own_pass
@@ -439,9 +453,7 @@ class Learner:
             ids, logprobs = teacher_pass.top(self._whole_teacher, batch, device_lock)
         return {"teacher_ids": ids, "teacher_logprobs": logprobs}
 
-    def _update(
-        self, step: PackedStep, version: int, device_lock: AnyDeviceLock
-    ) -> dict[str, float]:
+    def _update(self, step: PackedStep, version: int, device_lock: DeviceGuard) -> dict[str, float]:
         """Train the policy, then the critic, on each mini-batch of each epoch; return the report.
 
         While the critic warms up, the policy is only measured.
@@ -500,7 +512,7 @@ class Learner:
         )
 
     def _update_critic(
-        self, part: StepRows, at: float, device_lock: AnyDeviceLock
+        self, part: StepRows, at: float, device_lock: DeviceGuard
     ) -> dict[str, float]:
         """Train the critic on one mini-batch's returns."""
         critic = self._companions.critic
@@ -553,7 +565,7 @@ class Learner:
 
     def _steer_and_follow(self, report: dict[str, float], version: int) -> None:
         """Report and adapt the coefficients; update reference and teacher from the policy."""
-        if self.frozen.reference is not None or self._asks_reference:
+        if self.frozen.reference is not None or self._companions.asks_reference:
             report["policy/kl_coefficient"] = float(self.coefficients.current.kl)
         if self._objective.recipe.has_entropy:
             report["policy/entropy_coefficient"] = float(self.coefficients.current.entropy)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.columns import for_other_models
-from jaxrl_async.mesh import NO_DEVICE_LOCK, AnyDeviceLock, batch_sharding, put, whole
+from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceGuard, batch_sharding, put, whole
 from jaxrl_async.model.decoder import TokenRows
 from jaxrl_async.model.divergence import logprobs_at, top_logprobs
 from jaxrl_async.model.logprobs import token_logprobs
@@ -56,7 +56,7 @@ class LogprobPass:
         self,
         params: Params,
         batch: PackedBatch,
-        device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
+        device_lock: DeviceGuard = NO_DEVICE_LOCK,
         *,
         replays: bool = False,
     ) -> FloatArray:
@@ -78,7 +78,7 @@ class LogprobPass:
         self,
         params: Params,
         batch: PackedBatch,
-        device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
+        device_lock: DeviceGuard = NO_DEVICE_LOCK,
     ) -> tuple[IntArray, FloatArray]:
         """Return the top_k likeliest tokens at each position and their log-probs, [rows, length, k]
         each."""
@@ -90,18 +90,18 @@ class LogprobPass:
         params: Params,
         batch: PackedBatch,
         ids: IntArray,
-        device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
+        device_lock: DeviceGuard = NO_DEVICE_LOCK,
     ) -> FloatArray:
         """Return the log-probs of ids [rows, length, k], each at its position."""
         return self._over(self._at, params, for_other_models(batch), device_lock, ids)[0]
 
     def _over(
         self,
-        program: Callable[..., Any],
+        program: Callable[..., object],
         params: Params,
         batch: PackedBatch,
-        device_lock: AnyDeviceLock,
-        *columns: NDArray[Any],
+        device_lock: DeviceGuard,
+        *columns: NDArray[np.generic],
     ) -> Sequence[NDArray[Any]]:
         """Run the program on each micro-batch. columns: [rows, length, ...], its last arguments."""
         parts = []

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.columns import Columns
 from jaxrl_async.config.schema import FollowingTeacher
-from jaxrl_async.mesh import AnyDeviceLock
+from jaxrl_async.mesh import DeviceGuard
 from jaxrl_async.model.spec import Params
 from jaxrl_async.trainer.flops import forward_flops
 from jaxrl_async.trainer.logprob_pass import LogprobPass
@@ -79,7 +79,7 @@ class NamedTeachers:
     def __call__(
         self,
         step: PackedStep,
-        device_lock: AnyDeviceLock,
+        device_lock: DeviceGuard,
         following: Mapping[str, Callable[[], Params]] = MappingProxyType({}),
     ) -> Advice:
         """Return what the teachers of a packed step's episodes say.
@@ -122,7 +122,7 @@ class NamedTeachers:
         name: str,
         make: Callable[[], LocalTeacher],
         given: list[list[TeacherLogprobs]],
-        device_lock: AnyDeviceLock,
+        device_lock: DeviceGuard,
     ) -> float:
         """Fill in a local teacher's log-probs of the episodes that name it; return its FLOPs."""
         named = {n: t for n, of_one in enumerate(given) for t in of_one if t.teacher == name}

@@ -18,7 +18,7 @@ from jaxrl_async.config import schema
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model.lora import RANK
-from jaxrl_async.model.spec import Weight, contracted
+from jaxrl_async.model.spec import Params, Weight, contracted
 
 Below1 = Annotated[float, Field(ge=0, lt=1)]
 Sides = tuple[tuple[int, ...], tuple[int, ...]]
@@ -55,7 +55,7 @@ class OptimizerInputs:
         return decayed(self.weights)
 
 
-def decayed(weights: Any) -> Any:
+def decayed(weights: object) -> Any:
     """Return a tree of bool: True where weight decay applies to the declared weight."""
     return _by_weight(lambda weight: weight.is_decayed, weights)
 
@@ -113,7 +113,7 @@ def muon(
     return optax.partition({"muon": hidden, "adamw": _adamw(x, mask=decay(False))}, names)
 
 
-def _adamw(x: OptimizerInputs, *, mask: Any) -> optax.GradientTransformation:
+def _adamw(x: OptimizerInputs, *, mask: object) -> optax.GradientTransformation:
     return optax.adamw(
         x.learning_rate,
         b1=x.beta1,
@@ -141,7 +141,7 @@ def _sides(weight: Weight) -> Sides | None:
     return (tuple(inputs), tuple(outputs)) if outputs else None
 
 
-def _by_weight(function: Callable[[Weight], Any], weights: Any) -> Any:
+def _by_weight(function: Callable[[Weight], object], weights: object) -> Any:
     return jax.tree.map(function, weights, is_leaf=lambda w: isinstance(w, Weight))
 
 
@@ -172,7 +172,9 @@ def _decay(name: str, progress: Array) -> Array:
     return jnp.ones_like(progress)
 
 
-def make_optimizer(section: schema.TrainerSection, *, weights: Any) -> optax.GradientTransformation:
+def make_optimizer(
+    section: schema.TrainerSection, *, weights: object
+) -> optax.GradientTransformation:
     """Chain clip_by_global_norm and trainer.optimizer at a learning rate of 1.
 
     The caller multiplies by the learning rate, which need not depend on the number of updates.
@@ -214,7 +216,8 @@ def check_optimizer(section: schema.TrainerSection) -> None:
         ) from error
     if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, params):
         raise ConfigError(f"{where} must return an update in the shape of each weight.")
-    downhill = sum(float(jnp.vdot(u, g)) for u, g in _pairs(updates, grads))
+    pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(grads), strict=True)
+    downhill = sum(float(jnp.vdot(u, g)) for u, g in pairs)
     if not downhill < 0:
         raise ConfigError(
             f"{where}: its first update is not downhill (its product with the gradient is "
@@ -223,16 +226,12 @@ def check_optimizer(section: schema.TrainerSection) -> None:
         )
 
 
-def _pairs(first: Any, second: Any) -> Any:
-    return zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
-
-
-def needs_masters(section: schema.TrainerSection, param_dtype: Any) -> bool:
+def needs_masters(section: schema.TrainerSection, param_dtype: DTypeLike) -> bool:
     """Return whether the optimizer moves float32 copies of the weights."""
     return jnp.dtype(param_dtype) != jnp.float32 and section.rounding == "masters"
 
 
-def optimizer_bytes(section: schema.TrainerSection, param_dtype: Any) -> int:
+def optimizer_bytes(section: schema.TrainerSection, param_dtype: DTypeLike) -> int:
     """Return the optimizer's bytes per weight: two moments, as AdamW's (Muon has one for a hidden
     matrix), and a master if kept."""
     return 12 if needs_masters(section, param_dtype) else 8
@@ -251,7 +250,7 @@ def stochastically_rounded(key: Array, values: Array, dtype: DTypeLike) -> Array
     return jnp.where(jnp.isfinite(values), cut, values).astype(dtype)
 
 
-def rounded_tree(key: Array, tree: Any, dtype: DTypeLike) -> Any:
+def rounded_tree(key: Array, tree: object, dtype: DTypeLike) -> Any:
     """Round all leaves by `stochastically_rounded`, each with different random bits."""
     leaves, structure = jax.tree.flatten(tree)
     keys = [jax.random.fold_in(key, index) for index in range(len(leaves))]
@@ -260,7 +259,10 @@ def rounded_tree(key: Array, tree: Any, dtype: DTypeLike) -> Any:
 
 
 def state_shardings(
-    optimizer: optax.GradientTransformation, params: Any, param_shardings: Any, replicated: Any
+    optimizer: optax.GradientTransformation,
+    params: Params,
+    param_shardings: object,
+    replicated: Any,
 ) -> Any:
     """Return the shardings of an optimizer's state: arrays like weights as these, others
     replicated.
@@ -274,7 +276,7 @@ def state_shardings(
         for (path, leaf), sharding in zip(leaves, jax.tree.leaves(param_shardings), strict=True)
     }
 
-    def of(path: tuple[Any, ...], leaf: Any) -> Any:
+    def of(path: tuple[object, ...], leaf: Any) -> Any:
         ends = (path[start:] for start in range(len(path) + 1))
         return next(
             (like[end, leaf.shape] for end in ends if (end, leaf.shape) in like), replicated

@@ -289,7 +289,7 @@ def _columns(sequences: Sequence[TrainSequence]) -> dict[str, NDArray[Any]]:
     mask = np.concatenate([s.mask for s in sequences])
     supervised = np.repeat([s.supervised for s in sequences], lengths)
 
-    def masked(values: Sequence[NDArray[Any]], otherwise: float) -> NDArray[Any]:
+    def masked(values: Sequence[NDArray[np.generic]], otherwise: float) -> NDArray[Any]:
         return np.where(mask, np.concatenate(values), otherwise)
 
     return {
@@ -383,7 +383,9 @@ def _sampler_columns(
     return columns
 
 
-def _empty(rows: int, length: int, layout: dict[str, tuple[tuple[int, ...], Any]]) -> PackedBatch:
+def _empty(
+    rows: int, length: int, layout: dict[str, tuple[tuple[int, ...], object]]
+) -> PackedBatch:
     """Return a batch of padding."""
     shapes = {c.name: ((), c.dtype) for c in PACKED if not c.optional} | layout
     return PackedBatch(

@@ -83,7 +83,7 @@ class RowIndex:
             shape=batch.sequence_ids.shape,
         )
 
-    def to_sequences(self, values: NDArray[Any]) -> list[NDArray[Any]]:
+    def to_sequences(self, values: NDArray[np.generic]) -> list[NDArray[Any]]:
         """Return [rows, length] values as an array [length] for each sequence."""
         flat = values.ravel()
         return [flat[places] for places in self.sequences]
@@ -122,7 +122,7 @@ class RowIndex:
         return made
 
 
-def _joined(parts: Sequence[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
+def _joined(parts: Sequence[NDArray[np.generic]], dtype: DTypeLike) -> NDArray[Any]:
     """Return the concatenated parts."""
     return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype), *parts])
 
@@ -163,7 +163,7 @@ def _key(batch: PackedBatch, places: NDArray[np.int64], shared: int) -> PrefixKe
     )
 
 
-def moved(values: Any, to: RowPlaces, fill: Any = 0, *, of_context: bool = False) -> Any:
+def moved(values: Any, to: RowPlaces, fill: object = 0, *, of_context: bool = False) -> Any:
     """Return the values [rows, length, ...] in other rows.
 
     `fill` in padding and, unless of_context, for tokens that another context owns.

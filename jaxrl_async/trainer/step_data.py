@@ -57,12 +57,12 @@ class PackedStep:
         """The packed sequences."""
         return self.rows.batch
 
-    def to_groups(self, values: NDArray[Any]) -> ByGroup:
+    def to_groups(self, values: NDArray[np.generic]) -> ByGroup:
         """Return [rows, length] values as an array [length] for each episode of each group."""
         rest = iter(self.index.to_sequences(values))  # demonstrations come last
         return tuple(tuple(next(rest) for _ in g.episodes) for g in self.data.groups)
 
-    def own_to_groups(self, values: NDArray[Any]) -> ByGroup:
+    def own_to_groups(self, values: NDArray[np.generic]) -> ByGroup:
         """Return the same with 0 for tokens that another context owns, and may train."""
         own = iter(self.index.own)
         return tuple(

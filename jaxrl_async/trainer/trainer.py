@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 
 from jaxrl_async.algorithms.pacing import Bounds, Pace, next_pace
 from jaxrl_async.errors import CheckpointError, Closed, EarlierSaveError, FolderLost, TrainingError
-from jaxrl_async.mesh import NO_DEVICE_LOCK, AnyDeviceLock
+from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceGuard
 from jaxrl_async.metrics.spans import add_span
+from jaxrl_async.model.spec import Params
 from jaxrl_async.ports.rollout import GroupSource
 from jaxrl_async.ports.weights import Publisher
 from jaxrl_async.profiling import NO_TRACES, StepTraces
@@ -127,8 +127,8 @@ class Trainer:
         publisher: Publisher,
         outlets: Outlets,
         settings: TrainerSettings,
-        device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
-        turn: AnyDeviceLock = NO_DEVICE_LOCK,
+        device_lock: DeviceGuard = NO_DEVICE_LOCK,
+        turn: DeviceGuard = NO_DEVICE_LOCK,
         traces: StepTraces = NO_TRACES,
     ) -> None:
         """Build the trainer of a new run; `restore` continues a saved one.
@@ -304,6 +304,6 @@ def lost(in_row: int, *, blown_up: bool) -> str:
     )
 
 
-def _is_gone(params: Any) -> bool:
+def _is_gone(params: Params) -> bool:
     """Return whether an update has donated the memory of these weights."""
     return any(getattr(x, "is_deleted", bool)() for x in jax.tree.leaves(params))

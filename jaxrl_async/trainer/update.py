@@ -23,7 +23,7 @@ from jaxrl_async.algorithms.expert_load import ExpertLoad
 from jaxrl_async.algorithms.objective import Totals, summarize
 from jaxrl_async.errors import ConfigError, TrainingError, is_out_of_memory
 from jaxrl_async.host import host_memory
-from jaxrl_async.mesh import NO_DEVICE_LOCK, AnyDeviceLock, spans_processes
+from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceGuard, spans_processes
 from jaxrl_async.model.dropout import Noise
 from jaxrl_async.model.spec import Params
 from jaxrl_async.trainer.expert_balance import load_report
@@ -81,10 +81,10 @@ class Update(Generic[ObjectiveT]):
     def update(
         self,
         state: TrainState,
-        data: Any,
+        data: object,
         frozen: Frozen = NOTHING_FROZEN,
         *,
-        device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
+        device_lock: DeviceGuard = NO_DEVICE_LOCK,
         at: float | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """Make one optimizer step on the objective's data; the state is donated.
@@ -143,7 +143,7 @@ class Update(Generic[ObjectiveT]):
             **self.objective.report(data, frozen, passes),
         }
 
-    def _micros(self, data: Any) -> Sequence[Any]:
+    def _micros(self, data: object) -> Sequence[Any]:
         micros = self.objective.micro_batches(data, self.sizes)
         length = jax.tree.leaves(micros[0])[0].shape[1]
         assert length == self.settings.row_length, "packed for another row length"
@@ -152,10 +152,10 @@ class Update(Generic[ObjectiveT]):
     def _gradients(
         self,
         state: TrainState,
-        micros: Sequence[Any],
-        context: Any,
+        micros: Sequence[object],
+        context: object,
         frozen: Frozen,
-        device_lock: AnyDeviceLock,
+        device_lock: DeviceGuard,
     ) -> tuple[GradSum, list[Totals]]:
         """Sum the gradients of all micro-batches and wait for them; `apply` then cannot fail."""
         totals: list[Totals] = []
@@ -180,10 +180,10 @@ class Update(Generic[ObjectiveT]):
     def _counted(
         self,
         params: Params,
-        micros: Sequence[Any],
-        context: Any,
+        micros: Sequence[object],
+        context: object,
         frozen: Frozen,
-        device_lock: AnyDeviceLock,
+        device_lock: DeviceGuard,
     ) -> ExpertLoad:
         """Count each expert's tokens over all micro-batches, with a forward pass over each."""
         load = None
@@ -197,7 +197,7 @@ class Update(Generic[ObjectiveT]):
         return load
 
     def _check_memory(
-        self, params: Params, micros: Sequence[Any], context: Any, frozen: Frozen
+        self, params: Params, micros: Sequence[object], context: object, frozen: Frozen
     ) -> None:
         """Raise MemoryError if the machine lacks the memory of a micro-batch's program.
 
@@ -251,10 +251,10 @@ class Update(Generic[ObjectiveT]):
     def measure(
         self,
         params: Params,
-        data: Any,
+        data: object,
         frozen: Frozen = NOTHING_FROZEN,
         *,
-        device_lock: AnyDeviceLock = NO_DEVICE_LOCK,
+        device_lock: DeviceGuard = NO_DEVICE_LOCK,
     ) -> dict[str, float]:
         """Report the objective's measures of the data without an update."""
         micros, context = self._micros(data), self.objective.context(data)
@@ -286,6 +286,6 @@ def free_memory(mesh: Mesh) -> int | None:
         return None
 
 
-def num_rows(micro: Any) -> int:
+def num_rows(micro: object) -> int:
     """Return the rows of a micro-batch."""
     return len(jax.tree.leaves(micro)[0])

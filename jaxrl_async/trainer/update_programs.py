@@ -184,7 +184,7 @@ class UpdatePrograms(Generic[ObjectiveT]):
         self.batch_sharding = batch_sharding(mesh, settings.rules)
         self._declare(table, shardings(table, mesh, settings.rules), "optimizer" in trainer.offload)
 
-    def _declare(self, table: Any, of_params: Any, offloads: bool) -> None:
+    def _declare(self, table: object, of_params: object, offloads: bool) -> None:
         """Declare the jitted programs.
 
         offloads: AdamW's moments and the masters are in host memory, and on the device in `apply`
@@ -226,7 +226,7 @@ class UpdatePrograms(Generic[ObjectiveT]):
         self.measure = jax.jit(self.objective.measures, out_shardings=self._replicated)
         self.count = jax.jit(self._count_one, out_shardings=self._replicated)
 
-    def _of_each_part(self, of_params: Any) -> Any:
+    def _of_each_part(self, of_params: object) -> Any:
         """Return the shardings of gradients that each part of the axis data sums separately."""
         if self.parts == 1:
             return of_params
@@ -234,7 +234,7 @@ class UpdatePrograms(Generic[ObjectiveT]):
             lambda s: NamedSharding(s.mesh, PartitionSpec("data", *s.spec)), of_params
         )
 
-    def _opt_shardings(self, shapes: Any, of_moments: Any) -> Any:
+    def _opt_shardings(self, shapes: object, of_moments: object) -> Any:
         of_optimizer = state_shardings(self._optimizer, shapes, of_moments, self._replicated)
         return WithMasters(of_optimizer, of_moments) if self._masters else of_optimizer
 
@@ -249,7 +249,7 @@ class UpdatePrograms(Generic[ObjectiveT]):
         return put(micro, self.batch_sharding)
 
     def lower(
-        self, params: Params, micro: Any, context: Any, frozen: Frozen = NOTHING_FROZEN
+        self, params: Params, micro: object, context: object, frozen: Frozen = NOTHING_FROZEN
     ) -> dict[str, Any]:
         """Lower what an update compiles: a micro-batch's gradient and the optimizer's update.
 
@@ -267,7 +267,7 @@ class UpdatePrograms(Generic[ObjectiveT]):
             ),
         }
 
-    def lower_gradient(self, params: Params, micro: Any, context: Any, frozen: Frozen) -> Any:
+    def lower_gradient(self, params: Params, micro: object, context: object, frozen: Frozen) -> Any:
         """Lower a micro-batch's gradient; the arguments are arrays or shapes."""
         return self._lower(params, self._shapes_of_sums(), micro, context, frozen)
 
@@ -276,13 +276,13 @@ class UpdatePrograms(Generic[ObjectiveT]):
 
     # ---- inside jit
 
-    def _zeros_of(self, shapes: Any) -> GradSum:
+    def _zeros_of(self, shapes: object) -> GradSum:
         parts = () if self.parts == 1 else (self.parts,)
         zeros = jax.tree.map(lambda s: jnp.zeros((*parts, *s.shape), s.dtype), shapes)
         return GradSum(zeros, jnp.float32(0), self._balance.counts())
 
     def _accumulate_one(
-        self, trainable: Params, sums: GradSum, micro: Any, context: Any, frozen: Frozen
+        self, trainable: Params, sums: GradSum, micro: object, context: object, frozen: Frozen
     ) -> tuple[GradSum, Totals]:
         """Add one micro-batch's gradient and loss."""
         gradient = jax.value_and_grad(self._balanced_loss, has_aux=True)
@@ -311,14 +311,14 @@ class UpdatePrograms(Generic[ObjectiveT]):
         return trainable, frozen, micro, context
 
     def _balanced_loss(
-        self, trainable: Params, frozen: Frozen, micro: Any, context: Any
+        self, trainable: Params, frozen: Frozen, micro: object, context: object
     ) -> tuple[Array, Totals]:
         """Return the objective's loss with the experts' balance loss, if there is one."""
         loss, totals = self.objective.loss(trainable, frozen, micro, context)
         return self._balance.added(loss, totals, frozen.load)
 
     def _count_one(
-        self, trainable: Params, micro: Any, context: Any, frozen: Frozen
+        self, trainable: Params, micro: object, context: object, frozen: Frozen
     ) -> ExpertLoad | None:
         load = self.objective.loss(trainable, frozen, micro, context)[1].load
         return None if load is None else load._replace(odds=None)

@@ -2,7 +2,7 @@
 
 import json
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -52,7 +52,7 @@ def parsed(text: str) -> Mapping[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-def settings_of(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def settings_of(tree: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield the dotted names and short texts of a configuration's settings, MAX_SETTINGS at
     most."""
     waiting: list[tuple[str, Any]] = [("", tree)]
@@ -87,7 +87,7 @@ def tags_in(text: str) -> list[str]:
     return cleaned(tags) if isinstance(tags, list) else []
 
 
-def cleaned(tags: list[Any]) -> list[str]:
+def cleaned(tags: Sequence[object]) -> list[str]:
     """Return tags in bounds, without empty ones."""
     texts = (text_of(tag).strip()[:MAX_TAG] for tag in tags[: 10 * MAX_TAGS])
     return [text for text in texts if text][:MAX_TAGS]

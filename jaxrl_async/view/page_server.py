@@ -148,7 +148,7 @@ class ViewServer(ThreadingHTTPServer):
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: object, client_address: object) -> None:
         """Log the error that ended a connection's thread, usually a disconnected client."""
         log.debug("the call of %s failed", client_address, exc_info=True)
 
@@ -261,7 +261,7 @@ class ViewHandler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Log a call at debug level."""
         log.debug(format, *args)
 

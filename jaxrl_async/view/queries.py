@@ -14,15 +14,8 @@ from jaxrl_async.metrics.series import accuracy_points, number
 from jaxrl_async.metrics.symptoms import ALERT_RULES, DOCS, NEEDED_BY_RULES
 from jaxrl_async.metrics.trace_file import traces_of
 from jaxrl_async.view.sections import SECTIONS, WARM, WARM_CHARTS, Chart
-from jaxrl_async.view.watched import (
-    ORDERS,
-    Points,
-    RunsByName,
-    SampleFilter,
-    WatchedRun,
-    finite_number,
-    locks_held,
-)
+from jaxrl_async.view.watched import ORDERS, RunsByName, SampleFilter, WatchedRun, locks_held
+from jaxrl_async.view.watched_files import Points, finite_number
 
 if TYPE_CHECKING:
     from jaxrl_async.view import run_table
@@ -62,7 +55,7 @@ def overview(runs: RunsByName, query: Query) -> Any:
     return as_overview([facts_of(run, run.state(locks), run.look()) for run in runs.values()], runs)
 
 
-def as_overview(facts: list[dict[str, Any]], runs: RunsByName) -> dict[str, Any]:
+def as_overview(facts: list[dict[str, object]], runs: RunsByName) -> dict[str, Any]:
     """Return the overview of runs. A run's number, which is its color, is its place by start and
     name: one that begins later changes no other's."""
     facts.sort(key=lambda one: (one["started"] or 0.0, one["name"]))

@@ -11,15 +11,11 @@ import json
 import os
 import re
 import threading
-from array import array
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from math import inf, isfinite
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from jaxrl_async.later import Later
 from jaxrl_async.metrics.recorder import (
@@ -32,203 +28,26 @@ from jaxrl_async.metrics.recorder import (
 from jaxrl_async.types import StopReason
 from jaxrl_async.view.lanes import RunSpans, read_spans, trace_files
 from jaxrl_async.view.sections import WARM
+from jaxrl_async.view.watched_files import (
+    END_BYTES,
+    MAX_LINE,
+    FileEnds,
+    GrowingFile,
+    MetricColumn,
+    Points,
+    WatchedMetrics,
+    finite_number,
+    is_step,
+    object_of,
+)
 
 if TYPE_CHECKING:
     from jaxrl_async.view import configuration
 else:
     configuration = Later("jaxrl_async.view.configuration")
 
-MAX_LINE = 2**24
-"""Maximum size of a line, bytes; longer lines are skipped."""
-MAX_DEPTH = 32
-"""Maximum nesting of a line."""
-END_BYTES = 2**16
-"""Size of the beginning and of the end of a file that are read at first, bytes."""
 TAGS_FILE = "tags.txt"
 """File in a run's folder with a tag in each line, for people to write."""
-Points = tuple[list[int], list[float]]
-"""[points] steps, ascending, and [points] values."""
-
-
-@dataclass(slots=True)
-class GrowingFile:
-    """A file of lines that another process appends to."""
-
-    path: Path
-    at: int = 0  # offset of the next line
-    last_at: int = 0  # offset of the last complete line
-    known: tuple[int, int] = (0, 0)  # device and inode
-    stamp: tuple[int, int] = (0, 0)  # size and modification time at the last read
-
-    def news(self) -> tuple[bool, list[tuple[int, bytes]]]:
-        """Return whether all data read before are void, and the new complete lines with their
-        offsets."""
-        try:
-            with self.path.open("rb") as file:
-                return self._read(file)
-        except OSError:
-            begun, self.at, self.last_at, self.known = self.known != (0, 0), 0, 0, (0, 0)
-            self.stamp = (0, 0)
-            return begun, []
-
-    def _read(self, file: Any) -> tuple[bool, list[tuple[int, bytes]]]:
-        status = os.fstat(file.fileno())
-        identity = (status.st_dev, status.st_ino)
-        void = self.known not in ((0, 0), identity) or status.st_size < self.last_at
-        if void:
-            self.at = self.last_at = 0
-        self.known, self.stamp = identity, (status.st_size, status.st_mtime_ns)
-        file.seek(self.at)
-        lines, place = [], self.at
-        for raw in iter(lambda: file.readline(MAX_LINE), b""):
-            size, is_whole = len(raw), raw.endswith(b"\n")
-            if not is_whole and size == MAX_LINE:  # skipped, once its end is written
-                rest, is_whole = _rest_of_line(file)
-                size, raw = size + rest, b""
-            if not is_whole:
-                break
-            if raw:
-                lines.append((place, raw))
-            place += size
-        if lines:
-            self.last_at = lines[-1][0]
-        self.at = place
-        return void, lines
-
-
-def _rest_of_line(file: Any) -> tuple[int, bool]:
-    """Return the remaining bytes of a long line, and whether its end is written."""
-    size = 0
-    for raw in iter(lambda: file.readline(MAX_LINE), b""):
-        size += len(raw)
-        if raw.endswith(b"\n"):
-            return size, True
-    return size, False
-
-
-@dataclass(slots=True)
-class MetricColumn:
-    """One metric of a run: its steps, ascending, and its values."""
-
-    steps: array = field(default_factory=lambda: array("q"))
-    values: array = field(default_factory=lambda: array("d"))
-
-    def put(self, step: int, value: float) -> None:
-        """Write the value of a step: the last one, a new one or, rarely, an earlier one."""
-        if not self.steps or step > self.steps[-1]:
-            self.steps.append(step)
-            self.values.append(value)
-            return
-        place = bisect_left(self.steps, step)
-        if self.steps[place] == step:
-            self.values[place] = value
-        else:
-            self.steps.insert(place, step)
-            self.values.insert(place, value)
-
-    def between(self, first: int, last: int, most: int) -> Points:
-        """Return about `most` points of these steps at most. Longer stretches keep the minimum and
-        the maximum of each part, so no spike is lost."""
-        begin, end = bisect_left(self.steps, first), bisect_right(self.steps, last)
-        steps, values = self.steps[begin:end], self.values[begin:end]
-        if len(steps) <= most:
-            return list(steps), list(values)
-        places = _extremes(np.frombuffer(values), max(1, most // 2))
-        return [steps[i] for i in places], [values[i] for i in places]
-
-
-def _extremes(values: Any, parts: int) -> list[int]:
-    """Return the places of the minimum and of the maximum of each of some equal parts."""
-    begins = np.arange(parts + 1) * len(values) // parts
-    place = begins[:-1, None] + np.arange((begins[1:] - begins[:-1]).max())
-    within = place < begins[1:, None]
-    known = values[np.minimum(place, len(values) - 1)]
-    least = np.where(within, known, inf).argmin(axis=1)
-    largest = np.where(within, known, -inf).argmax(axis=1)
-    found: list[int] = np.unique([begins[:-1] + least, begins[:-1] + largest]).tolist()
-    return found
-
-
-@dataclass(slots=True)
-class WatchedMetrics:
-    """A file of metrics by column. prefix: prefix of the columns' names, before the keys."""
-
-    file: GrowingFile
-    prefix: str = ""
-    columns: dict[str, MetricColumn] = field(default_factory=dict)
-
-    def read(self) -> None:
-        """Read new lines. A metric that was never finite has an empty column."""
-        void, lines = self.file.news()
-        if void:
-            self.columns.clear()
-        for _, raw in lines:
-            line = _object(raw)
-            step = line.pop("step", None)
-            if is_step(step):
-                self._add(step, line)
-        self.file.at = self.file.last_at  # the last line may be rewritten
-
-    def _add(self, step: int, line: Mapping[str, Any]) -> None:
-        columns, prefix = self.columns, self.prefix
-        for key, value in line.items():
-            column = columns.get(prefix + key)
-            if column is None:
-                column = columns[prefix + key] = MetricColumn()
-            number = value if type(value) is float and isfinite(value) else finite_number(value)
-            if number is None:
-                continue
-            if not column.steps or step > column.steps[-1]:  # nearly always: no call
-                column.steps.append(step)
-                column.values.append(number)
-            else:
-                column.put(step, number)
-
-
-@dataclass(slots=True)
-class FileEnds:
-    """The first and the last lines of a file of metrics, for runs whose metrics are not asked
-    for."""
-
-    path: Path
-    stamp: tuple[int, int] = (-1, 0)
-    step: int = 0
-    values: dict[str, float] = field(default_factory=dict)  # the newest of each key
-
-    def read(self) -> None:
-        """Read the ends again if the file has changed."""
-        try:
-            with self.path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                stamp = (status.st_size, status.st_mtime_ns)
-                if stamp == self.stamp:
-                    return
-                lines = file.read(END_BYTES).split(b"\n")[:-1]
-                if status.st_size > 2 * END_BYTES:
-                    file.seek(-END_BYTES, os.SEEK_END)
-                    lines += file.read(END_BYTES).split(b"\n")[1:-1]
-                else:
-                    lines = [*lines, *_rest_of(file, lines)]
-        except OSError:
-            stamp, lines = (0, 0), []
-        self.stamp, self.step, self.values = stamp, 0, {}
-        for raw in lines:
-            line = _object(raw)
-            step = line.pop("step", None)
-            if not is_step(step):
-                continue
-            self.step = max(self.step, step)
-            for key, value in line.items():
-                number = finite_number(value)
-                if number is not None:
-                    self.values[key] = number
-
-
-def _rest_of(file: Any, lines: list[bytes]) -> list[bytes]:
-    """Return the lines after the first ones, of a file that is not much longer."""
-    file.seek(sum(len(raw) + 1 for raw in lines))
-    rest: list[bytes] = file.read(2 * END_BYTES).split(b"\n")[:-1]
-    return rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,9 +123,6 @@ class WatchedRun:
         self._warm.read()
         return {**self._metrics.columns, **self._warm.columns}
 
-    def _is_read(self) -> bool:
-        return self._metrics.file.at > 0 or self._warm.file.at > 0
-
     def _read_samples(self) -> None:
         void, lines = self._samples_file.news()
         if void:
@@ -336,7 +152,7 @@ class WatchedRun:
         """Return the metrics that have a finite value, of a run that was not read yet those at the
         ends of its files."""
         with self._lock:
-            if self._is_read():
+            if self._metrics.file.at > 0 or self._warm.file.at > 0:  # it was read
                 return sorted(key for key, column in self._columns().items() if column.steps)
             ends, warm = self._ends
             ends.read()
@@ -430,7 +246,7 @@ class WatchedRun:
                 if wanted.text:
                     chosen = list(_with_text(file, chosen, wanted.text))
                 page = _in_order(file, chosen, order)[skip : skip + most]
-                lines = [(one.number, _object(_line_of(file, one))) for one in page]
+                lines = [(one.number, object_of(_line_of(file, one))) for one in page]
                 return len(chosen), lines
         except OSError:
             return 0, []
@@ -506,7 +322,7 @@ class WatchedRun:
         facts: dict[str, Any] = {}
         try:
             with (self.root / "schedule.jsonl").open("rb") as file:
-                head = _object(file.readline(MAX_LINE))
+                head = object_of(file.readline(MAX_LINE))
         except OSError:
             head = {}
         made_by = head.get("made_by")
@@ -542,7 +358,7 @@ def _starts_in(path: Path) -> list[dict[str, Any]]:
     for raw in lines:
         start = {
             key: value
-            for key, value in _object(raw).items()
+            for key, value in object_of(raw).items()
             if isinstance(value, str) or finite_number(value) is not None
         }
         if finite_number(start.get("started")) is not None:
@@ -550,7 +366,7 @@ def _starts_in(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _in_order(file: Any, samples: list[Sample], order: str) -> list[Sample]:
+def _in_order(file: object, samples: list[Sample], order: str) -> list[Sample]:
     """Sort samples; equal ones stay in the order of the file, the newest step first."""
     if order == "oldest":
         return sorted(samples, key=lambda sample: sample.step)
@@ -573,7 +389,7 @@ def _last(advantage: float | None, sign: int) -> float:
 
 def mean_advantage(raw: bytes) -> float:
     """Return the mean advantage of a sample's recorded tokens; NaN if none was recorded."""
-    tokens = _object(raw).get("tokens")
+    tokens = object_of(raw).get("tokens")
     listed = tokens.get("advantage") if isinstance(tokens, dict) else None
     values = [finite_number(one) for one in listed] if isinstance(listed, list) else []
     known = [value for value in values if value is not None]
@@ -613,7 +429,7 @@ def chosen_by(raw: bytes) -> tuple[int, float, str]:
     would take most of a minute for 100,000 long lines."""
     if found := _CHOSEN_BY.match(raw):
         return int(found[1]), float(found[2]), found[3].decode()
-    line = _object(raw)
+    line = object_of(raw)
     step, reward = line.get("step"), finite_number(line.get("reward"))
     return int(step or 0) if is_step(step) else 0, reward or 0.0, str(line.get("stop", ""))
 
@@ -623,7 +439,7 @@ def _line_of(file: Any, sample: Sample) -> bytes:
     return bytes(file.read(sample.size))
 
 
-def _with_text(file: Any, samples: list[Sample], text: str) -> Iterator[Sample]:
+def _with_text(file: object, samples: list[Sample], text: str) -> Iterator[Sample]:
     """Yield the samples whose prompt, completion or reference contains a text, ignoring case."""
     sought = text.lower()
     plain = sought.isascii() and json.dumps(sought) == f'"{sought}"'  # as it is in the file
@@ -631,43 +447,10 @@ def _with_text(file: Any, samples: list[Sample], text: str) -> Iterator[Sample]:
         raw = _line_of(file, sample)
         if plain and sought.encode() not in raw.lower():
             continue
-        line = _object(raw)
+        line = object_of(raw)
         fields = (line.get(name, "") for name in ("prompt", "completion", "reference"))
         if any(sought in str(value).lower() for value in fields):
             yield sample
-
-
-def _object(raw: bytes) -> dict[str, Any]:
-    """Return a line's object; {} for a damaged or unrelated line."""
-    try:
-        value = json.loads(raw)
-        is_deep = raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_deep(value, MAX_DEPTH)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) and not is_deep else {}
-
-
-def _is_deep(value: Any, most: int) -> bool:
-    if not isinstance(value, dict | list):
-        return False
-    inner = value.values() if isinstance(value, dict) else value
-    return not most or any(_is_deep(one, most - 1) for one in inner)
-
-
-def is_step(value: Any) -> bool:
-    """Return whether a value of a line may be the number of a step."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
-
-
-def finite_number(value: Any) -> float | None:
-    """Return a value of a line as a finite number; None if it is not one."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:  # an integer with hundreds of digits
-        return None
-    return number if isfinite(number) else None
 
 
 def stamp_of(files: list[Path]) -> str:

@@ -136,7 +136,7 @@ def cut(box: Box, most: int) -> Iterator[Box]:
         yield from cut((*box[:axis], part, *box[axis + 1 :]), most)
 
 
-def distinct_shards(params: Any) -> list[tuple[int, Box, Any]]:
+def distinct_shards(params: Params) -> list[tuple[int, Box, Any]]:
     """Return (array, box, its data on a device) of every distinct shard of this process."""
     shards = []
     for number, leaf in enumerate(jax.tree.leaves(params)):
@@ -156,7 +156,7 @@ class HostReshard:
     The memory of a released set of weights is kept for the next one.
     """
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: object) -> None:
         """target: pytree of jax.sharding.Sharding, on CPU devices of this process."""
         self._target = jax.tree.leaves(target)
         self._pool = BufferPool(spare=0)

@@ -23,6 +23,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from jaxrl_async.errors import WeightsError
+from jaxrl_async.model.spec import Params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class Manifest:
         return hashlib.sha256(repr(self.entries).encode()).hexdigest()[:16]
 
 
-def manifest_of(params: object) -> Manifest:
+def manifest_of(params: Params) -> Manifest:
     """Return the manifest of a tree of arrays (or ShapeDtypeStructs); move no data."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return Manifest(
@@ -122,7 +123,7 @@ class PartSums:
 class Sums:
     """Checksums of a tree, computed asynchronously: the constructor does not wait for them."""
 
-    def __init__(self, params: object) -> None:
+    def __init__(self, params: Params) -> None:
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
         self._num_arrays = len(leaves)
         shards = [(n, leaf, s) for n, leaf in enumerate(leaves) for s in leaf.addressable_shards]

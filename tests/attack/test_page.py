@@ -155,7 +155,7 @@ def test_any_lines_make_a_report_that_a_browser_reads(tmp_path, lines):
 
 
 def test_a_line_without_an_end_in_sight_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxrl_async.view.watched.MAX_LINE", 1000)
+    monkeypatch.setattr("jaxrl_async.view.watched_files.MAX_LINE", 1000)
     run = write_run(tmp_path, "r", GOOD + b"x" * 5000)
     watched = WatchedRun(run, "r")
     watched.look()

@@ -356,8 +356,8 @@ IN_TERMINAL = (
     "signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "os.execv(sys.executable, [sys.executable, '-m', 'jaxrl_async', *sys.argv[1:]])"
 )
-"""Makes stdin the terminal that Ctrl-C comes from, and runs the command. Ctrl-C is not ignored, even
-if it was by whatever started the tests."""
+"""Makes stdin the terminal that Ctrl-C comes from, and runs the command. Ctrl-C works even if the
+tests run in a job that ignores it."""
 
 
 def typed_into(words: list[str], steps: list[tuple[str, bytes]], limit_s: float) -> tuple[int, str]:

@@ -21,7 +21,8 @@ from jaxrl_async.command.first_config import (
     reward_skeleton,
 )
 from jaxrl_async.config.draft import parse_yaml
-from jaxrl_async.config.load import load, setting_names
+from jaxrl_async.config.field_help import setting_names
+from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config, name_of
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.run.start_checks import check_names

@@ -11,8 +11,10 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from jaxrl_async.config.load import _all_paths, dump, help_text, load
+from jaxrl_async.config.field_help import help_text
+from jaxrl_async.config.load import dump, load
 from jaxrl_async.config.schema import Config
+from jaxrl_async.config.setting_fields import all_paths
 from jaxrl_async.config.several import is_optional, section_of
 from jaxrl_async.errors import ConfigError
 
@@ -249,7 +251,7 @@ TREES = st.recursive(
                                                                 max_size=3),
     max_leaves=6,
 )  # fmt: skip
-PATHS = sorted(path for path, _ in _all_paths(Config, ()))
+PATHS = sorted(path for path, _ in all_paths(Config, ()))
 
 
 @st.composite

@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxrl_async.config.load import help_text, load
+from jaxrl_async.config.field_help import help_text
+from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import DataSection
 from jaxrl_async.errors import ConfigError
 

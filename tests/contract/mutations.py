@@ -684,10 +684,14 @@ GROUPS = (
             ),
             ("self._free_slots() > 0 and not self._paused", "self._free_slots() > 0"),
             ("self._live = max(self._live, version)", "self._live = version"),
-            (
-                "fresh = select(\n            self._waiting(),",
-                "fresh = select(\n            sorted(contents.ready),",
-            ),
+        ),
+    ),
+    Group(
+        "buffer/select",
+        ("buffer/test_replay.py",),
+        (
+            ("self._waiting(), ready, self._wanted", "sorted(ready), ready, self._wanted"),
+            ("number <= self._waits_for", "number < self._waits_for"),
         ),
     ),
     Group(
@@ -695,15 +699,21 @@ GROUPS = (
         ("buffer/test_tasks.py",),
         (
             ("may_age = not self._settings.waits or bool", "may_age = bool"),
+            ("        self._tell_dropped(task, number, reason)\n", ""),
+        ),
+    ),
+    Group(
+        "buffer/select",
+        ("buffer/test_tasks.py",),
+        (
             ("for number in pending if number not in self._overtaken]", "for number in pending]"),
             (
-                "self._overtaken.add(ticket.group)\n                self._waits_for = None",
-                "self._overtaken.add(ticket.group)",
+                "self._overtaken.add(number)\n        self._waits_for = None",
+                "self._overtaken.add(number)",
             ),
-            ("        self._tell_dropped(task, number, reason)\n", ""),
             (
-                "self._judge.unfit(contents.ready, version, oldest, bounds)",
-                "self._judge.unfit(contents.ready, version, oldest)",
+                "self._judge.unfit(contents.ready, version, max_staleness, bounds)",
+                "self._judge.unfit(contents.ready, version, max_staleness)",
             ),
         ),
     ),
@@ -805,11 +815,6 @@ GROUPS = (
         "buffer/replay",
         ("buffer/test_replay.py",),
         (("            contents.tally.resampled = 0\n", ""),),
-    ),
-    Group(
-        "buffer/replay",
-        ("buffer/test_replay.py",),
-        (("number <= self._waits_for", "number < self._waits_for"),),
     ),
     Group(
         "remote/weights/transfers",
@@ -1192,7 +1197,7 @@ GROUPS = (
         ),
     ),
     Group(
-        "sampler/batch/score_chunks",
+        "sampler/batch/prefill",
         (
             "sampler/test_scores.py::test_every_way_of_a_prefill_gives_the_log_probs_of_the_definition",
         ),
@@ -1713,10 +1718,14 @@ GROUPS = (
             ("total += max(count, 0.0)", "total = max(count, 0.0)"),
             ("sum(known) / len(known)", "max(known)"),
             ("return sign * inf if advantage is None", "return -sign * inf if advantage is None"),
-            ("np.where(within, known, -inf).argmax(axis=1)", "known.argmax(axis=1)"),
             ("begin, raw = begin + cut, raw[cut:]", "raw = raw[cut:]"),
             ("end = size if before is None else", "end = size if before else"),
         ),
+    ),
+    Group(
+        "view/watched_files",
+        ("view/test_view.py",),
+        (("np.where(within, known, -inf).argmax(axis=1)", "known.argmax(axis=1)"),),
     ),
     Group(
         "metrics/recorder",

@@ -25,7 +25,7 @@ from jaxrl_async.endpoint.sessions import (
     Sessions,
 )
 from jaxrl_async.errors import Closed, RolloutError, RolloutTimeout, SessionEnded, SessionLimit
-from jaxrl_async.rollout.context_branch import context_branch
+from jaxrl_async.rollout.episode_assembly import context_branch
 from jaxrl_async.rollout.evaluate import EvalEffort, evaluate
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.testing.fakes import make_prompt

@@ -12,8 +12,9 @@ from jaxrl_async.plan.chips import CHIPS, parse_slice
 from jaxrl_async.plan.cost import BETWEEN_SLICES, Collective, cost_of
 from jaxrl_async.plan.hlo import parse
 from jaxrl_async.plan.pace import pace_of
-from jaxrl_async.plan.plan import between_slices, transfer_of
+from jaxrl_async.plan.plan import between_slices
 from jaxrl_async.plan.timing import collective_s
+from jaxrl_async.plan.transport_rates import transfer_of
 
 SEND = """HloModule m, entry_computation_layout={{(f32[256,1024]{{1,0}})->f32[256,1024]{{1,0}}}}
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.rollout.call_log import KeptAnswers, Trace, cut_completion
-from jaxrl_async.rollout.context_branch import context_branch
 from jaxrl_async.rollout.episode import SavedCalls
+from jaxrl_async.rollout.episode_assembly import context_branch
 from jaxrl_async.types import NOT_DRAWN, StopReason
 
 

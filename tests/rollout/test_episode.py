@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.rollout.env import SingleTurn
-from jaxrl_async.rollout.episode import (
-    SavedEpisode,
-    Turn,
-    assemble_episode,
-    begin_groups,
-    play_group,
-)
+from jaxrl_async.rollout.episode import SavedEpisode, begin_groups, play_group
+from jaxrl_async.rollout.episode_assembly import Turn, assemble_episode
 from jaxrl_async.types import (
     NOT_DRAWN,
     Completion,

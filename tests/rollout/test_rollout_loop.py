@@ -21,7 +21,7 @@ from jaxrl_async.errors import Closed, EndpointMisset, RolloutError, StartOver
 from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.rollout.episode import SavedEpisode
-from jaxrl_async.rollout.rollout_loop import SAVED_KINDS
+from jaxrl_async.rollout.running_groups import SAVED_KINDS
 from jaxrl_async.scorers.guard import GuardedScorer
 from jaxrl_async.types import (
     Completion,
@@ -615,7 +615,7 @@ def test_a_run_that_is_killed_again_before_a_program_has_repeated_its_calls_keep
 
     def until(loop):  # one of two calls is repeated
         loops.append(loop)
-        members = [m.env for p in loop._playing.values() for m in p.members]
+        members = [m.env for p in loop._running._groups.values() for m in p.members]
         return bool(members) and all(m._session and m._session.num_calls for m in members)
 
     second, _ = saved_while(

@@ -14,7 +14,7 @@ from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Closed
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.rollout.episode import SavedEpisode
-from jaxrl_async.rollout.rollout_loop import SavedGroup
+from jaxrl_async.rollout.running_groups import SavedGroup
 from jaxrl_async.run import lockstep
 from jaxrl_async.run.checkpoint.rollout_state import (
     ROLLOUT_KINDS,

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from jaxrl_async.config.load import _all_paths
 from jaxrl_async.config.schema import Config
+from jaxrl_async.config.setting_fields import all_paths
 from jaxrl_async.train_command import main
 
 SECRETS = {
@@ -28,7 +28,7 @@ def judge(prompt, completion, reference):
 def test_no_setting_holds_a_secret():
     """One that did would be written to config.yaml: it must name an environment variable."""
     words = re.compile(r"(^|(?<!per)_)(key|secret|password|credentials?|token|auth)$")
-    found = [".".join(path) for path, _ in _all_paths(Config, ()) if words.search(path[-1])]
+    found = [".".join(path) for path, _ in all_paths(Config, ()) if words.search(path[-1])]
     assert found == ["remote.tls_key"], "which names a file"
 
 

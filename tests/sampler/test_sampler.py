@@ -152,7 +152,7 @@ def test_a_request_whose_end_raises_fails_alone(monkeypatch) -> None:
             raise RuntimeError("injected")
         return ended(batch, sequence)
 
-    monkeypatch.setattr("jaxrl_async.sampler.sampler.ended", fails_on_the_second)
+    monkeypatch.setattr("jaxrl_async.sampler.decode_loop.ended", fails_on_the_second)
     futures = sampler.start_many([replace(w, request_id=f"again {w.request_id}") for w in wishes])
     assert len(futures[0].result(timeout=60).token_ids) == 6
     with pytest.raises(RuntimeError, match="injected"):

@@ -18,7 +18,7 @@ from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramEndpoint
 from jaxrl_async.endpoint.sessions import SessionLimits
 from jaxrl_async.errors import ConfigError, MissingExtraError, RolloutError
 from jaxrl_async.rollout.episode import SavedEpisode, begin_groups, play_group, saved_episode
-from jaxrl_async.rollout.rollout_loop import SAVED_KINDS
+from jaxrl_async.rollout.running_groups import SAVED_KINDS
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.scorers.results import score_of
 from jaxrl_async.tasks import verifiers_task as module

@@ -16,7 +16,8 @@ from jaxrl_async.metrics.recorder import Recorder, encode
 from jaxrl_async.view.__main__ import made_server
 from jaxrl_async.view.page_server import FILES, ViewServer, is_loopback
 from jaxrl_async.view.report import MODULES
-from jaxrl_async.view.watched import MetricColumn, SampleFilter, WatchedRun, chosen_by
+from jaxrl_async.view.watched import SampleFilter, WatchedRun, chosen_by
+from jaxrl_async.view.watched_files import MetricColumn
 
 
 def recorded(root: Path, steps: int, *, resume: int | None = None) -> Recorder:

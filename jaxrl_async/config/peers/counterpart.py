@@ -71,7 +71,7 @@ def at(*paths: str) -> tuple[Setting, ...]:
     return tuple(Setting(path) for path in paths)
 
 
-def without(reason: str, **defaults: Any) -> dict[str, PeerField]:
+def without(reason: str, **defaults: object) -> dict[str, PeerField]:
     """Return fields that have no counterpart, with their defaults."""
     return {name: PeerField(default=d, reason=reason) for name, d in defaults.items()}
 
@@ -85,7 +85,7 @@ class Converted:
 
 
 def converted(
-    peer: Peer, given: Mapping[str, Any], *, devices: int = 1, records: int | None = None
+    peer: Peer, given: Mapping[str, object], *, devices: int = 1, records: int | None = None
 ) -> Converted:
     """Convert a configuration.
 
@@ -165,7 +165,7 @@ def is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def flat_fields(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_fields(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the fields of nested sections by dotted name; an empty section is none."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -233,7 +233,7 @@ def other_trackers(asked: str, known: tuple[str, ...]) -> Callable[[Fields], Any
     return check
 
 
-def chat_arguments(arguments: Mapping[str, Any] | None) -> Any:
+def chat_arguments(arguments: Mapping[str, object] | None) -> Any:
     """Return arguments of a chat template as data.chat_arguments. Raises NoCounterpart."""
     given = dict(arguments or {})
     if any(not isinstance(value, bool | int | float | str) for value in given.values()):

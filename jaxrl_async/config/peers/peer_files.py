@@ -72,7 +72,7 @@ def _pairs(words: list[str]) -> Iterator[tuple[str, str]]:
         yield name, raw
 
 
-def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+def nested(settings: Mapping[str, object]) -> dict[str, Any]:
     """Return settings by key path as sections, without those that have their defaults."""
     usual = flattened(Config().model_dump())
     tree: dict[str, Any] = {}

@@ -38,7 +38,7 @@ def setting_text(path: str, value: object) -> str:
 def peer_hint(
     dotted: str,
     value: object = NOT_GIVEN,
-    given: Mapping[str, Any] | None = None,
+    given: Mapping[str, object] | None = None,
     written: Callable[[str, Any], str] = setting_text,
     *,
     whole_name: bool = False,
@@ -80,7 +80,7 @@ def _told(
     peer: Peer,
     name: str,
     value: object,
-    given: Mapping[str, Any],
+    given: Mapping[str, object],
     written: Callable[[str, Any], str],
 ) -> str:
     one = peer.find(name)

@@ -25,13 +25,13 @@ MAX_DIGITS = 4300
 """Maximum number of digits of a whole number, as of Python's own int()."""
 
 
-def is_conversation(value: Any) -> bool:
+def is_conversation(value: object) -> bool:
     """Return True if a field is meant to hold chat messages: a list of objects, or an empty
     list."""
     return isinstance(value, list) and all(isinstance(v, Mapping) for v in value[:1])
 
 
-def as_messages(value: Any) -> Any:
+def as_messages(value: object) -> Any:
     """Return the chat messages of a field with JSON text; return any other value unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
@@ -43,7 +43,7 @@ def as_messages(value: Any) -> Any:
     return parsed if is_said and all(isinstance(m, dict) and "role" in m for m in parsed) else value
 
 
-def tools_in(value: Any) -> tuple[Mapping[str, Any], ...]:
+def tools_in(value: object) -> tuple[Mapping[str, Any], ...]:
     """Return the tools in a record's field, () for none: a list, or a list as JSON text.
 
     A tool without a `function` key is itself the function (name, description, parameters). Keys
@@ -64,7 +64,7 @@ def tools_in(value: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def record_tools(
-    columns: Mapping[str, Any], field: str | None = "tools"
+    columns: Mapping[str, object], field: str | None = "tools"
 ) -> tuple[Mapping[str, Any], ...]:
     """Return the tools of a record, from `field` or else from `tool_defs`; () if field is None.
     Raises DataError that names the column."""
@@ -77,7 +77,7 @@ def record_tools(
         raise DataError(f"the column {name!r}: {error}") from None
 
 
-def without_filled(value: Any) -> Any:
+def without_filled(value: object) -> Any:
     """Return chat messages of a table without the keys that have no value. Tables add to each
     message, and to each call's arguments, all keys that others have. Any other value is returned
     unchanged."""
@@ -87,20 +87,20 @@ def without_filled(value: Any) -> Any:
     return _valued(listed) if all(isinstance(m, Mapping) and "role" in m for m in listed) else value
 
 
-def _function_tool(tool: Any) -> Any:
+def _function_tool(tool: object) -> Any:
     if not isinstance(tool, Mapping) or "function" in tool or "name" not in tool:
         return tool
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
 
 
-def _valued(value: Any) -> Any:
+def _valued(value: object) -> Any:
     """Return a value without the keys of its objects that have no value."""
     if isinstance(value, Mapping):
         return {key: _valued(inner) for key, inner in value.items() if inner is not None}
     return [_valued(inner) for inner in value] if isinstance(value, list | np.ndarray) else value
 
 
-def checked_messages(value: Any) -> tuple[Message, ...]:
+def checked_messages(value: object) -> tuple[Message, ...]:
     """Return normalized chat messages, or raise DataError that names the message.
 
     Content is text (text parts are joined), keys without a value are dropped, and the arguments of
@@ -116,7 +116,7 @@ def checked_messages(value: Any) -> tuple[Message, ...]:
     return tuple(_checked_message(message, f"message {i}") for i, message in enumerate(value))
 
 
-def _checked_message(value: Any, where: str) -> Message:
+def _checked_message(value: object, where: str) -> Message:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise DataError(f"{where} is {_shown(value)}. Give an object with role and content.")
     message = {key: v for key, v in value.items() if v is not None}
@@ -142,7 +142,7 @@ def _checked_message(value: Any, where: str) -> Message:
     return message
 
 
-def _text_of(content: Any, where: str) -> str:
+def _text_of(content: object, where: str) -> str:
     """Return a message's content as one text; parts other than text are refused."""
     if isinstance(content, str):
         return _checked_text(content, f"content of {where}")
@@ -160,7 +160,7 @@ def _text_of(content: Any, where: str) -> str:
     return "".join(parts)
 
 
-def _checked_text(value: Any, what: str) -> str:
+def _checked_text(value: object, what: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{what} is {_shown(value)}. Give text.")
     try:
@@ -170,7 +170,7 @@ def _checked_text(value: Any, what: str) -> str:
     return value
 
 
-def _checked_calls(value: Any, where: str) -> list[dict[str, Any]]:
+def _checked_calls(value: object, where: str) -> list[dict[str, Any]]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise DataError(f"tool_calls of {where} is {_shown(value)}. Give a list of calls.")
     return [_checked_call(call, f"tool call {i} of {where}") for i, call in enumerate(value)]
@@ -212,7 +212,7 @@ def _whole(text: str) -> int | float:
     return int(text) if len(text) <= MAX_DIGITS else _finite(text)
 
 
-def arguments_object(arguments: Any) -> Mapping[str, Any] | None:
+def arguments_object(arguments: object) -> Mapping[str, Any] | None:
     """Return a tool call's arguments as an object; None if they are not an object."""
     if isinstance(arguments, str):
         try:
@@ -232,12 +232,12 @@ def _refused_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def json_text(value: Any) -> str:
+def json_text(value: object) -> str:
     """Return a value as JSON text in full Unicode. Raises ValueError, TypeError."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def checked_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
+def checked_tools(value: object) -> tuple[Mapping[str, Any], ...]:
     """Return OpenAI's function tools, or raise DataError that names the tool."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise DataError(f"the tools are {_shown(value)}. Give a list of function tools.")
@@ -266,7 +266,7 @@ def _calls_with_objects(message: Message) -> Iterator[tuple[str, list[dict[str, 
         )
 
 
-def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
+def _with_object(function: Mapping[str, object]) -> dict[str, Any]:
     arguments = arguments_object(function["arguments"])
     return {**function, "arguments": function["arguments"] if arguments is None else arguments}
 
@@ -278,6 +278,6 @@ def with_system_prompt(messages: Sequence[Message], prompt: str | None) -> tuple
     return ({"role": "system", "content": prompt}, *messages)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,7 +1,7 @@
 """A ports.ChatFormat for base models without a chat template: the bare text of a question."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -34,26 +34,31 @@ class PlainFormat:
         """Return False: there are no variables."""
         return False
 
-    def with_arguments(self, arguments: Mapping[str, Any]) -> Self:
+    def with_arguments(self, arguments: Mapping[str, object]) -> Self:
         """Return this format: it has no variables."""
         return self
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
+    def opening(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
+    ) -> IntArray:
         """Encode a question; see ports.ChatFormat. Raises DataError for any other conversation."""
         return self._tokenizer.encode_prompt(_question(messages, tools))
 
-    def message(self, token_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Message:
+    def message(self, token_ids: IntArray, tools: Sequence[Mapping[str, object]]) -> Message:
         """Return the generated tokens as an assistant's message."""
         return {"role": "assistant", "content": self._tokenizer.decode(np.asarray(token_ids))}
 
     def continuation(
-        self, before: IntArray, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+        self, before: IntArray, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
     ) -> IntArray | None:
         """Return None: there are no further turns."""
         return None
 
     def answer(
-        self, messages: Sequence[Message], reply: Message, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        reply: Message,
+        tools: Sequence[Mapping[str, object]] = (),
     ) -> IntArray:
         """Return the tokens of an answer, including the end token, [answer] int32. Raises
         DataError."""
@@ -61,7 +66,7 @@ class PlainFormat:
         return self._tokenizer.encode_answer(_question(messages, tools), checked["content"])
 
 
-def _question(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+def _question(messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> str:
     """Return the text of a conversation with a single question. Raises DataError."""
     checked = checked_messages(messages)
     if len(checked) != 1 or checked[0]["role"] != "user" or tools:

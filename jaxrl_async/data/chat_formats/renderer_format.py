@@ -135,7 +135,7 @@ def _package(module: str) -> Any:
 
 
 def _make(
-    tokenizer: Tokenizer, name: str, arguments: Mapping[str, Any], retention: str | None
+    tokenizer: Tokenizer, name: str, arguments: Mapping[str, object], retention: str | None
 ) -> Any:
     """Return a renderer of the package. Raises ConfigError for unsupported arguments."""
     if name == "gpt-oss" and not os.environ.get(VOCABULARY_FOLDER):
@@ -165,7 +165,7 @@ class RendererFormat:
         tokenizer: Tokenizer,
         name: str,
         *,
-        arguments: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, object] | None = None,
         keeps_thinking: bool = False,
     ) -> None:
         """Create a renderer.
@@ -239,7 +239,7 @@ class RendererFormat:
         """The token at the end of the reasoning, if there is one."""
         return mark_tokens(self._tokenizer.added_tokens).get(THOUGHT)
 
-    def _written(self, said: Message, tools: Sequence[Mapping[str, Any]]) -> str:
+    def _written(self, said: Message, tools: Sequence[Mapping[str, object]]) -> str:
         """Return a turn's text after its header; empty: the format does not write it."""
         try:
             shown, whole = self._ids([ASKED], tools), self._ids([ASKED, said], tools)
@@ -253,7 +253,7 @@ class RendererFormat:
         """Return True if the renderer reads this variable; see ports.ChatFormat."""
         return argument in type(self._renderer.config).template_field_names()
 
-    def with_arguments(self, arguments: Mapping[str, Any]) -> "RendererFormat":
+    def with_arguments(self, arguments: Mapping[str, object]) -> "RendererFormat":
         """Return the renderer with other values of its variables; see ports.ChatFormat."""
         return RendererFormat(
             self._tokenizer,
@@ -267,11 +267,13 @@ class RendererFormat:
         """The format's own end-of-turn tokens, then the tokenizer's end tokens."""
         return self._stops
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
+    def opening(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
+    ) -> IntArray:
         """Encode a conversation up to the start of the policy's turn; see ports.ChatFormat."""
         return np.asarray(self._ids(checked_messages(messages), checked_tools(tools)), np.int32)
 
-    def message(self, token_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Message:
+    def message(self, token_ids: IntArray, tools: Sequence[Mapping[str, object]]) -> Message:
         """Parse a generated turn; see ports.ChatFormat and written_turn.assistant_message."""
         length = len(token_ids)
         while length and token_ids[length - 1] in self.stop_token_ids:
@@ -301,7 +303,7 @@ class RendererFormat:
         return assistant_message(turn, np.asarray(token_ids))
 
     def continuation(
-        self, before: IntArray, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+        self, before: IntArray, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
     ) -> IntArray | None:
         """Return the tokens to append for the next turn, or None; see ports.ChatFormat.
 
@@ -325,7 +327,10 @@ class RendererFormat:
         return np.asarray(bridged.token_ids[len(ids) :], np.int32)
 
     def answer(
-        self, messages: Sequence[Message], reply: Message, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        reply: Message,
+        tools: Sequence[Mapping[str, object]] = (),
     ) -> IntArray:
         """Return the target tokens of a reply, including the end token, [answer].
 
@@ -365,7 +370,7 @@ class RendererFormat:
     def _ids(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, object]],
         *,
         opens_turn: bool = True,
     ) -> list[int]:
@@ -388,7 +393,7 @@ class RendererFormat:
             f"{reason}. Give messages that it can write, or another data.chat_format."
         )
 
-    def _parsed(self, ids: list[int], tools: Sequence[Mapping[str, Any]]) -> Any:
+    def _parsed(self, ids: list[int], tools: Sequence[Mapping[str, object]]) -> Any:
         """Parse a turn. A turn with JSON that Python does not read, as it is nested too deep or
         has a number of too many digits, is one malformed call."""
         given = list(tools) or None

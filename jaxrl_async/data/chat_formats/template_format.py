@@ -136,7 +136,7 @@ class TemplateFormat:
         named = re.search(rf"(?<![\w.'\"]){re.escape(argument)}\b", template)
         return argument not in OWN_VARIABLES and named is not None
 
-    def with_arguments(self, arguments: Mapping[str, Any]) -> "TemplateFormat":
+    def with_arguments(self, arguments: Mapping[str, object]) -> "TemplateFormat":
         """Return the template with other values of its variables; see ports.ChatFormat."""
         return TemplateFormat(
             self._tokenizer,
@@ -150,7 +150,9 @@ class TemplateFormat:
         """The template's own end-of-turn token, and the tokenizer's end tokens."""
         return tuple(token_id for token_id, _ in self._turns.ends)
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
+    def opening(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
+    ) -> IntArray:
         """Encode a conversation up to the start of the policy's turn; see ports.ChatFormat."""
         text = self._text(checked_messages(messages), checked_tools(tools))
         if tools and not self._shows_tools:
@@ -158,7 +160,7 @@ class TemplateFormat:
             log.warning("the chat template shows the policy no tools: describe them in the prompt")
         return self._tokenizer.encode(text)
 
-    def message(self, token_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Message:
+    def message(self, token_ids: IntArray, tools: Sequence[Mapping[str, object]]) -> Message:
         """Parse a generated turn; see ports.ChatFormat and written_turn.assistant_message."""
         length = len(token_ids)
         while length and token_ids[length - 1] in self.stop_token_ids:
@@ -170,7 +172,7 @@ class TemplateFormat:
         return assistant_message(turn, np.asarray(token_ids))
 
     def continuation(
-        self, before: IntArray, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+        self, before: IntArray, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
     ) -> IntArray | None:
         """Return the tokens to append for the next turn, or None; see ports.ChatFormat.
 
@@ -195,7 +197,10 @@ class TemplateFormat:
         return None if last in self.stop_token_ids else ids
 
     def answer(
-        self, messages: Sequence[Message], reply: Message, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        reply: Message,
+        tools: Sequence[Mapping[str, object]] = (),
     ) -> IntArray:
         """Return the target tokens of a reply, including the end token, [answer].
 
@@ -230,7 +235,7 @@ class TemplateFormat:
     def _text(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, object]],
         *,
         opens_turn: bool = True,
     ) -> str:
@@ -359,7 +364,9 @@ class TemplateFormat:
                     return False
         return True
 
-    def _writes(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
+    def _writes(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()
+    ) -> bool:
         try:
             self._text(messages, tools)
         except DataError:
@@ -370,7 +377,7 @@ class TemplateFormat:
         self,
         lead: Sequence[Message],
         said: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, object]],
         *,
         thinks: bool,
     ) -> str | None:

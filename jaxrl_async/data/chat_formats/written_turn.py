@@ -210,7 +210,7 @@ def call_id(token_ids: IntArray, place: int, said: bytes = b"") -> str:
     return digits
 
 
-def with_thinking_in_content(message: Mapping[str, Any]) -> dict[str, Any]:
+def with_thinking_in_content(message: Mapping[str, object]) -> dict[str, Any]:
     """Write the reasoning into the content, for templates without a field for it."""
     rest = {k: v for k, v in message.items() if k != "reasoning_content"}
     if reasoning := message.get("reasoning_content"):

@@ -36,7 +36,7 @@ _SIZES = (
 )
 
 
-def _of(*sizes: int | None, **more: Any) -> dict[str, Any]:
+def _of(*sizes: int | None, **more: object) -> dict[str, Any]:
     """Return a family's defaults: the values of _SIZES, in order and without None, and `more`."""
     said = dict(zip(_SIZES, sizes, strict=True))
     return {key: value for key, value in said.items() if value is not None} | more

@@ -94,7 +94,7 @@ def read_tower(folder: Path) -> VisionTower | None:
     return VisionTower(spec, tensors, config, files)
 
 
-def config_with_tower(tower: VisionTower, text: Mapping[str, Any]) -> dict[str, Any]:
+def config_with_tower(tower: VisionTower, text: Mapping[str, object]) -> dict[str, Any]:
     """Return the config.json of tower and text model, given the text model's."""
     tokens = {key: value for key, value in text.items() if key.endswith("_token_id")}
     return {
@@ -107,7 +107,7 @@ def config_with_tower(tower: VisionTower, text: Mapping[str, Any]) -> dict[str, 
 
 
 def tensors_with_tower(
-    tower: VisionTower, text: Iterator[tuple[str, NDArray[Any]]]
+    tower: VisionTower, text: Iterator[tuple[str, NDArray[np.generic]]]
 ) -> Iterator[tuple[str, NDArray[Any]]]:
     """Yield (name, array) of the text model's tensors, with names for a model with a tower, and of
     the tower's tensors, in their stored types."""

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -203,7 +202,7 @@ def sampler_mesh(axes: Mapping[str, int]) -> Mesh:
     return mesh
 
 
-def sent_spec(fields: Mapping[str, Any]) -> ModelSpec:
+def sent_spec(fields: Mapping[str, object]) -> ModelSpec:
     """Return the model that a Welcome describes. Raises ConfigError."""
     try:
         spec = ModelSpec.from_fields(fields)
@@ -213,7 +212,7 @@ def sent_spec(fields: Mapping[str, Any]) -> ModelSpec:
     return spec
 
 
-def sent_own(fields: Mapping[str, Any]) -> OwnCode | None:
+def sent_own(fields: Mapping[str, object]) -> OwnCode | None:
     """Return the user's layer class named in a Welcome, or None. Raises ConfigError."""
     try:
         own = ModelSpec.from_fields(fields).own

@@ -75,7 +75,7 @@ def checked_completion(
 
 
 def checked_drawn(
-    partial: Any, given: Request | Partial, room: Room, *, newest: int, oldest: int = 0
+    partial: object, given: Request | Partial, room: Room, *, newest: int, oldest: int = 0
 ) -> Partial:
     """Return a partial that a sampler reports or hands back, under the request's own id and without
     KV. Raises RolloutError with what is invalid. Takes the arguments of checked_completion."""
@@ -91,7 +91,7 @@ def checked_drawn(
     return checked
 
 
-def checked_stats(values: Mapping[str, Any]) -> SamplerStats:
+def checked_stats(values: Mapping[str, object]) -> SamplerStats:
     """Return statistics received as a mapping. Raises RolloutError unless each is a known field
     with a finite, non-negative number."""
     kinds: dict[str, type] = {f.name: type(f.default) for f in fields(SamplerStats)}
@@ -104,7 +104,7 @@ def checked_stats(values: Mapping[str, Any]) -> SamplerStats:
     return SamplerStats(**numbers)
 
 
-def checked_text(text: Any) -> str:
+def checked_text(text: object) -> str:
     """Return a printable text, truncated and on one line."""
     return printable(str(text), LONGEST_TEXT)
 

@@ -29,10 +29,10 @@ from jaxrl_async.remote.wire.session_port import Session
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.batch.finish import give_up
 from jaxrl_async.sampler.batch.sequence import LiveRequest, live_of
+from jaxrl_async.sampler.decode_loop import DecodeLoop
 from jaxrl_async.sampler.intake import Taken
 from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.requests import Waiter, live_request
-from jaxrl_async.sampler.sampler import DecodeLoop
 from jaxrl_async.sampler.setup import SamplerSetup
 from jaxrl_async.types import Partial, Request, VersionedParams
 

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 
 
 def send_all(
-    session: Session, records: Sequence[Item], message: Callable[[tuple[Item, ...]], Any]
+    session: Session, records: Sequence[Item], message: Callable[[tuple[Item, ...]], object]
 ) -> list[tuple[Item, ConfigError]]:
     """Send records, many per message. Returns the records that are too large to send, each with its
     error. Raises Disconnected.

@@ -95,7 +95,7 @@ class RemoteReplica:
         session.on(Beat, arrivals.take_beat)
         session.on(Died, arrivals.take_died)
         session.on(Leaving, arrivals.take_leaving)
-        session.on_end(self._cut_off)
+        session.on_end(arrivals.cut_off)  # it kept the replica alive until now
 
     def __str__(self) -> str:
         return self._session.peer
@@ -177,10 +177,6 @@ class RemoteReplica:
                 "a callback of a request waits for a sampler on the thread that receives its "
                 "answers, which would deadlock. Use start_many, or another thread."
             )
-
-    def _cut_off(self, reason: str) -> None:
-        """Fail the requests: the session, which kept the replica alive until now, has ended."""
-        self._arrivals.cut_off(reason)
 
     # ---- requests
 

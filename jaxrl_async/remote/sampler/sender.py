@@ -78,7 +78,7 @@ class SendLoop:
                 fulfil(out.future, error)
 
 
-def _joined(messages: Sequence[Any]) -> list[Any]:
+def _joined(messages: Sequence[object]) -> list[Any]:
     """Return the messages with all cancellations merged into one at the front."""
     ids = tuple(i for m in messages if isinstance(m, Cancel) for i in m.request_ids)
     rest = [m for m in messages if not isinstance(m, Cancel)]

@@ -104,11 +104,11 @@ class Assembly:
         view: NDArray[Any] = part.data[inside(piece.box, part.box)]
         return view
 
-    def checksum(self, piece: WeightPiece, data: NDArray[Any]) -> int:
+    def checksum(self, piece: WeightPiece, data: NDArray[np.generic]) -> int:
         """Return the checksum of a piece's contents."""
         return host_sum(data, piece.box, self._manifest.entries[piece.array][1])
 
-    def sum_of(self, array: int, box: Box, data: NDArray[Any]) -> int:
+    def sum_of(self, array: int, box: Box, data: NDArray[np.generic]) -> int:
         """Return the checksum of a piece that was read: as it arrived or, for an assembly that was
         complete from the start, computed on the first request for this box."""
         known = self._sums.get((array, box)) if self._complete else self._arrived[array].get(box)

@@ -8,7 +8,6 @@ Offer.where["base"] ──same checksums?──> read from model.path here
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from jaxrl_async.errors import JaxrlError, WeightsError
 from jaxrl_async.model.lora import beside
@@ -36,7 +35,7 @@ class BaseBringer:
         self._brought = False
 
     def bring(
-        self, where: Mapping[str, Any], sources: Sequence[str], abort: threading.Event
+        self, where: Mapping[str, object], sources: Sequence[str], abort: threading.Event
     ) -> int:
         """Load the base, which is offered with an adapter at where["base"]. Returns the number of
         fetched bytes, 0 if it was already loaded or read from disk. Takes the arguments of
@@ -67,7 +66,7 @@ class BaseBringer:
         if self._brought:
             self._params = None
 
-    def _from_directory(self, where: Mapping[str, Any]) -> Params | None:
+    def _from_directory(self, where: Mapping[str, object]) -> Params | None:
         """Return the base as read from disk, if it equals the trainer's."""
         if self._read is None:
             return None

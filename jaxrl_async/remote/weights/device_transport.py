@@ -164,7 +164,7 @@ class DevicePuller:
         self,
         found: Whereabouts,
         manifest: Manifest,
-        boxes: Sequence[Mapping[Box, Sequence[Any]]],
+        boxes: Sequence[Mapping[Box, Sequence[object]]],
         stopped: Callable[[], str],
     ) -> dict[tuple[int, Box], list[Any]]:
         """Return every shard of this process on each of its devices, with checksums compared there.
@@ -241,7 +241,7 @@ class DevicePuller:
             raise PeerError(f"{address}: {error}") from None
 
 
-def _device(boxes: Sequence[Mapping[Box, Sequence[Any]]], target: tuple[int, Box]) -> Any:
+def _device(boxes: Sequence[Mapping[Box, Sequence[object]]], target: tuple[int, Box]) -> Any:
     return boxes[target[0]][target[1]][0]
 
 
@@ -267,7 +267,7 @@ def _target(piece: WeightPiece, targets: Sequence[tuple[int, Box]]) -> tuple[int
     return next(t for t in targets if t[0] == piece.array and contains(t[1], piece.box))
 
 
-def _put_together(box: Box, pieces: Sequence[tuple[WeightPiece, Any]]) -> Any:
+def _put_together(box: Box, pieces: Sequence[tuple[WeightPiece, object]]) -> Any:
     """Join the pieces of one shard, on their device."""
     if len(pieces) == 1:
         return pieces[0][1]

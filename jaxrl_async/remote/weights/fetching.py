@@ -127,7 +127,11 @@ class PieceFetching:
         return self._server.address if self._server is not None else ""
 
     def fetch(
-        self, version: int, where: Mapping[str, Any], sources: Sequence[str], abort: threading.Event
+        self,
+        version: int,
+        where: Mapping[str, object],
+        sources: Sequence[str],
+        abort: threading.Event,
     ) -> FetchedParams:
         """Fetch this process's part of a version; see protocols.Fetching."""
         found = read_whereabouts(where)

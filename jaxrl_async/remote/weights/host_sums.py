@@ -12,12 +12,12 @@ element, which is fast on an accelerator but slow on a CPU. Here rows and column
 """
 
 import math
-from typing import Any
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxrl_async.model.spec import Params
 from jaxrl_async.weights.host_reshard import Box
 
 MODULUS = 2**64
@@ -29,14 +29,14 @@ LONG_ROW = 2048
 """Maximum row length in words; longer rows are cut to keep the number of column sums small."""
 
 
-def in_host_memory(params: object) -> bool:
+def in_host_memory(params: Params) -> bool:
     """Return True if all arrays are in host memory, so these checksums cover the arrays
     themselves."""
     leaves = jax.tree.leaves(params)
     return all(d.platform == "cpu" for leaf in leaves for d in leaf.sharding.device_set)
 
 
-def host_sum(data: NDArray[Any], box: Box, shape: tuple[int, ...]) -> int:
+def host_sum(data: NDArray[np.generic], box: Box, shape: tuple[int, ...]) -> int:
     """Return a part's share of its array's checksum.
 
     Args:
@@ -53,7 +53,7 @@ def host_sum(data: NDArray[Any], box: Box, shape: tuple[int, ...]) -> int:
 
 
 def _words(
-    data: NDArray[Any], box: Box, shape: tuple[int, ...], row_words: int
+    data: NDArray[np.generic], box: Box, shape: tuple[int, ...], row_words: int
 ) -> tuple[NDArray[np.uint64], int, int]:
     """Return the words as [rows, columns], the first column's index, and the number of axes before
     the last that belong to the columns."""

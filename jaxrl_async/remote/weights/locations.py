@@ -97,7 +97,7 @@ def whereabouts(version: int, manifest: Manifest, holders: Sequence[Holder]) -> 
     return Whereabouts(version=version, manifest=manifest, holders=tuple(holders), sums=tuple(sums))
 
 
-def merged_offers(offers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merged_offers(offers: Sequence[Mapping[str, object]]) -> dict[str, Any]:
     """Merge the offers of the trainer's processes (each returned by Offering.offer).
 
     Raises WeightsError if they offer different weights.
@@ -112,7 +112,7 @@ def merged_offers(offers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return offer_json(first[0], first[1], holders)
 
 
-def read_whereabouts(offer: Mapping[str, Any]) -> Whereabouts:
+def read_whereabouts(offer: Mapping[str, object]) -> Whereabouts:
     """Parse the offer of all holders. Raises WeightsError if it is malformed or incomplete."""
     return whereabouts(*read_offer(offer))
 

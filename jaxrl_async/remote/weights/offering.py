@@ -83,7 +83,7 @@ class PieceOffering:
         return offer_json(version, manifest, [holder])
 
     def _from_host(
-        self, version: int, manifest: Manifest, shards: Sequence[tuple[int, Box, Any]]
+        self, version: int, manifest: Manifest, shards: Sequence[tuple[int, Box, object]]
     ) -> Holder:
         parts, shared = self._host_parts(version, manifest, shards)
         held = tuple(
@@ -108,7 +108,7 @@ class PieceOffering:
         version: int,
         manifest: Manifest,
         params: Params,
-        shards: Sequence[tuple[int, Box, Any]],
+        shards: Sequence[tuple[int, Box, object]],
     ) -> Holder:
         publisher = self._ways.publisher
         assert publisher is not None, "checked by the caller"

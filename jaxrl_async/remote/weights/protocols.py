@@ -57,7 +57,11 @@ class Fetching(Protocol):
         ...
 
     def fetch(
-        self, version: int, where: Mapping[str, Any], sources: Sequence[str], abort: threading.Event
+        self,
+        version: int,
+        where: Mapping[str, object],
+        sources: Sequence[str],
+        abort: threading.Event,
     ) -> "Fetched":
         """Fetch the pieces that this process's devices need, into arrays in the sampler's
         shardings, and compare their checksums with the trainer's.

@@ -141,7 +141,7 @@ class Transfers:
             return []
         newest, offers = self.kept[-1], []
         for taker in tuple(self._news):
-            if taker.ready and _is_news(newest, taker):
+            if taker.ready and (taker.staged is None or taker.staged < newest):
                 if now_s < taker.due_s:
                     continue  # check again then
                 offers.append(self._offer(taker, newest, now_s, trainer))
@@ -272,7 +272,3 @@ class Transfers:
 
     def _is_fetched(self, version: int) -> bool:
         return self._fetched[version] > 0
-
-
-def _is_news(version: int, taker: Taker) -> bool:
-    return taker.staged is None or taker.staged < version

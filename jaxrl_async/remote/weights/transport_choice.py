@@ -161,7 +161,7 @@ def _try_publisher(
     return None
 
 
-def _or_tcp(make: Callable[..., T], *arguments: Any) -> T | None:
+def _or_tcp(make: Callable[..., T], *arguments: object) -> T | None:
     """Create one side of the transfer from device to device; None: not available here."""
     try:
         return make(*arguments)

@@ -45,7 +45,7 @@ class SoundFetching:
         return fetched
 
     @staticmethod
-    def compares(fetched: Fetched, where: Mapping[str, Any]) -> bool:
+    def compares(fetched: Fetched, where: Mapping[str, object]) -> bool:
         """Return True if all arrays are compared with the trainer's in their final place. This is
         not possible if other processes of the sampler hold parts of them: the transport then has
         compared every piece before it was copied to its device."""
@@ -68,7 +68,7 @@ class SoundFetching:
             )
 
 
-def compare_with_offer(params: Params, where: Mapping[str, Any]) -> None:
+def compare_with_offer(params: Params, where: Mapping[str, object]) -> None:
     """Raise WeightsError unless arrays from another source, complete in this process, equal the
     offered ones."""
     found, own = read_whereabouts(where), manifest_of(params)

@@ -217,7 +217,9 @@ class _DaemonThreads(Executor):
     """Runs each call on a separate daemon thread. The threads of ThreadPoolExecutor would keep the
     process alive when a run fails. gRPC bounds the number of threads."""
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+    def submit(
+        self, fn: Callable[..., object], /, *args: object, **kwargs: object
+    ) -> "Future[Any]":
         """See Executor."""
         future: Future[Any] = Future()
 

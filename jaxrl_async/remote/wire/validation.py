@@ -22,7 +22,7 @@ Check = Callable[[Any], str | None]
 """Returns None for a valid value, else the path to the invalid part and the problem."""
 
 
-def check_fits(record: Any) -> None:
+def check_fits(record: object) -> None:
     """Raise ValueError with the field's name if a record does not match its own types."""
     kind: type = type(record)
     wrong = _record_check(kind)(record)
@@ -63,7 +63,7 @@ def _check(kind: Any) -> Check:
     raise TypeError(f"a message cannot have a field of {kind}")
 
 
-def _is_a(value: Any, wanted: type) -> str:
+def _is_a(value: object, wanted: type) -> str:
     return f" is a {type(value).__name__}, not a {wanted.__name__}"
 
 
@@ -72,7 +72,7 @@ def _record_check(kind: type) -> Check:
     hints = typing.get_type_hints(kind)
     checks = [(field.name, _check(hints[field.name])) for field in dataclasses.fields(kind)]
 
-    def check(value: Any) -> str | None:
+    def check(value: object) -> str | None:
         if type(value) is not kind:
             return _is_a(value, kind)
         for name, fits in checks:
@@ -96,11 +96,11 @@ def _lengths(drawn: Any) -> str | None:
     return None
 
 
-def _union_check(args: tuple[Any, ...]) -> Check:
+def _union_check(args: tuple[object, ...]) -> Check:
     optional = type(None) in args
     checks = [_check(arg) for arg in args if arg is not type(None)]
 
-    def check(value: Any) -> str | None:
+    def check(value: object) -> str | None:
         if value is None and optional:
             return None
         problems = []
@@ -114,11 +114,11 @@ def _union_check(args: tuple[Any, ...]) -> Check:
     return check
 
 
-def _tuple_check(args: tuple[Any, ...]) -> Check:
+def _tuple_check(args: tuple[object, ...]) -> Check:
     checks = [_check(arg) for arg in args if arg is not Ellipsis]
     any_length = Ellipsis in args
 
-    def check(value: Any) -> str | None:
+    def check(value: object) -> str | None:
         if type(value) is not tuple:
             return _is_a(value, tuple)
         if not any_length and len(value) != len(checks):
@@ -132,10 +132,10 @@ def _tuple_check(args: tuple[Any, ...]) -> Check:
     return check
 
 
-def _mapping_check(arg: Any) -> Check:
+def _mapping_check(arg: object) -> Check:
     fits = _check(arg)
 
-    def check(value: Any) -> str | None:
+    def check(value: object) -> str | None:
         if type(value) is not dict:
             return _is_a(value, dict)
         for key, item in value.items():
@@ -153,7 +153,7 @@ def _array_check(kind: Any) -> Check:
     kinds = (np.signedinteger, np.unsignedinteger, np.floating, np.bool_)
     family = next(f for f in kinds if issubclass(scalar, f))
 
-    def check(value: Any) -> str | None:
+    def check(value: object) -> str | None:
         if type(value) is not np.ndarray:
             return _is_a(value, np.ndarray)
         if not _is_of(value.dtype, family):

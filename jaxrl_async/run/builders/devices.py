@@ -3,10 +3,9 @@
 import gc
 import logging
 import os
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 from jax.extend.backend import clear_backends
@@ -20,6 +19,7 @@ from jaxrl_async.later import Later
 from jaxrl_async.mesh import (
     LEAST_CPU_DEVICES,
     NO_DEVICE_LOCK,
+    DeviceGuard,
     DeviceLock,
     DeviceLocks,
     Slices,
@@ -152,16 +152,13 @@ def compile_cache_folder() -> str:
     return folder or ""
 
 
-Lock = AbstractContextManager[Any]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Locks:
     """Locks of threads that use the same devices; a lock with one user costs nothing."""
 
-    trainer: Lock  # updates and publishing
-    sampler: Lock  # decode blocks
-    saving: Lock  # checkpoints: orbax compares names between processes, on all devices
+    trainer: DeviceGuard  # updates and publishing
+    sampler: DeviceGuard  # decode blocks
+    saving: DeviceGuard  # checkpoints: orbax compares names between processes, on all devices
 
 
 def make_locks(

@@ -15,7 +15,7 @@ from jaxrl_async.data.prompts import FittingPairs, PromptStream, eval_prompts
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError, naming
 from jaxrl_async.later import Later
-from jaxrl_async.mesh import Slices, make_slices
+from jaxrl_async.mesh import DeviceGuard, Slices, make_slices
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.outages import Outages
@@ -23,7 +23,7 @@ from jaxrl_async.rollout.env import GuardedEnvs
 from jaxrl_async.run import features
 from jaxrl_async.run.builders.constraints import check_constraint
 from jaxrl_async.run.builders.device_memory import check_devices_hold
-from jaxrl_async.run.builders.devices import Lock, Locks, claim_devices, make_locks
+from jaxrl_async.run.builders.devices import Locks, claim_devices, make_locks
 from jaxrl_async.run.builders.frozen_weights import check_advisers, check_frozen
 from jaxrl_async.run.builders.initial_policy import check_model, make_tokenizer
 from jaxrl_async.run.builders.learning import check_critic, check_routing, keeps_masks
@@ -107,6 +107,22 @@ class Inputs:
     unmatched: BoolArray | None = None  # [vocab] tokens that a teacher has not; None: not compared
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """What all tasks of a run have in common."""
+
+    tokenizer: Tokenizer
+    slices: Slices  # a reward model runs on the trainer's
+    spec: ModelSpec  # of the policy
+    locks: Locks
+    asked: AskedTeachers | None  # teachers by name, which all tasks ask; None: no teacher is asked
+    lockstep: Lockstep  # the processes, which draw shares of the prompts
+    faults: FaultCounts
+    outages: Outages
+    serving: Serving
+    opponents: SeatFillers
+
+
 def check_inputs(
     config: Config, lockstep: Lockstep, locks: Locks | None = None, task: Task | None = None
 ) -> tuple[Inputs, FittingPairs | None]:
@@ -125,65 +141,31 @@ def check_inputs(
     claim_devices(config)
     recorded = recorded_schedule(config)
     _check_functions(config)
-    tasks, faults = tasks_of(config, task), FaultCounts()
-    outages = make_outages(config, faults)
-    first = next(iter(tasks.values()))
-    data, with_words = tokenizer_source(config, tasks)
-    tokenizer = make_tokenizer(data, config.model, with_words)
-    tokenizer.max_tokens = config.longest_text
-    slices = make_slices(config.mesh)
-    spec = check_model(config, tokenizer, slices)
-    tokenizer.images = image_store(config, spec, tokenizer)
-    check_frozen(config)
-    features.check_engines(config, spec)
-    if locks is None:
-        rewards = [own.reward for own in config.by_task.values()]
-        reward = next((one for one in rewards if one.model is not None), rewards[0])
-        teaches = any(one.chips == "sampler" for one in config.named_teachers.values())
-        shares = teaches or has_opponents(config.players)
-        locks = make_locks(reward, slices, lockstep, shares_sampler=shares)
-    with_program = (one for one in tasks.values() if one.program is not None)
-    serving = features.serving(config, next(with_program, first), faults.add)
-    opponents = features.opponents(
-        config, lockstep, lambda: run_chat_format(config, tokenizer), spec, faults, outages
-    )
-    models = _models_on_samplers(config, spec, slices, locks.sampler)
-    _check_models(config, spec, tokenizer, slices)
-    asked = features.teachers(
-        config, tokenizer, spec.vocab, faults, outages,
-        lambda: run_chat_format(config, tokenizer), models,
-    )  # fmt: skip
-    parts: dict[str, TaskInputs] = {}
-    for name, own in config.by_task.items():
-        with naming(section_of_task(name)):
-            play = make_play(own, tasks[name], tokenizer, faults.add, serving, opponents, outages)
-            parts[name] = _task_inputs(
-                own, play, tokenizer, slices, locks, spec.vocab, asked, lockstep, faults, outages
-            )
+    tasks = tasks_of(config, task)
+    shared = _shared(config, tasks, lockstep, locks)
+    tokenizer, faults, outages = shared.tokenizer, shared.faults, shared.outages
+    parts = _inputs_by_task(config, tasks, shared)
     if config.named_tasks:
         joined = mixed_inputs.joined(config, parts, lockstep, tokenizer, faults, outages)
     else:
         joined = parts[""]
     check_shares(joined.held_out, lockstep)
     pairs = warm_pairs(config, tokenizer, joined.play.own) if config.warm_start.steps else None
-    for name, part in parts.items():
-        with naming(section_of_task(name)):
-            graders = built_in_graders(part.config.reward, part.play.task)
-            check_references(part.config, graders, part.references)
+    _check_references_of(parts)
     tokenizer.images = check_images(config, tokenizer.images)
     inputs = Inputs(
         recorded=recorded,
         tokenizer=tokenizer,
-        slices=slices,
-        spec=spec,
-        locks=locks,
+        slices=shared.slices,
+        spec=shared.spec,
+        locks=shared.locks,
         faults=faults,
         outages=outages,
         held_out=joined.held_out,
         scorers=joined.scorers,
         play=joined.play,
-        serving=serving,
-        opponents=opponents,
+        serving=shared.serving,
+        opponents=shared.opponents,
         envs=guarded_envs(config, joined.play, tokenizer, faults),
         keep_mask=joined.keep_mask,
         prompts=joined.prompts,
@@ -195,42 +177,96 @@ def check_inputs(
     return replace(inputs, evals=evals), pairs
 
 
-def _task_inputs(
-    config: Config,
-    play: Play,
-    tokenizer: Tokenizer,
-    slices: Slices,
-    locks: Locks,
-    vocab: int,
-    asked: AskedTeachers | None,
-    lockstep: Lockstep,
-    faults: FaultCounts,
-    outages: Outages,
-) -> TaskInputs:
+def _shared(
+    config: Config, tasks: Mapping[str, Task], lockstep: Lockstep, locks: Locks | None
+) -> _Shared:
+    """Make and check what all tasks have in common. Raises JaxrlErrors."""
+    faults = FaultCounts()
+    outages = make_outages(config, faults)
+    first = next(iter(tasks.values()))
+    data, with_words = tokenizer_source(config, tasks)
+    tokenizer = make_tokenizer(data, config.model, with_words)
+    tokenizer.max_tokens = config.longest_text
+    slices = make_slices(config.mesh)
+    spec = check_model(config, tokenizer, slices)
+    tokenizer.images = image_store(config, spec, tokenizer)
+    check_frozen(config)
+    features.check_engines(config, spec)
+    locks = locks or _locks(config, slices, lockstep)
+    with_program = (one for one in tasks.values() if one.program is not None)
+    serving = features.serving(config, next(with_program, first), faults.add)
+    opponents = features.opponents(
+        config, lockstep, lambda: run_chat_format(config, tokenizer), spec, faults, outages
+    )
+    models = _models_on_samplers(config, spec, slices, locks.sampler)
+    _check_models(config, spec, tokenizer, slices)
+    return _Shared(
+        tokenizer=tokenizer,
+        slices=slices,
+        locks=locks,
+        spec=spec,
+        asked=features.teachers(
+            config,
+            tokenizer,
+            spec.vocab,
+            faults,
+            outages,
+            lambda: run_chat_format(config, tokenizer),
+            models,
+        ),
+        lockstep=lockstep,
+        faults=faults,
+        outages=outages,
+        serving=serving,
+        opponents=opponents,
+    )
+
+
+def _locks(config: Config, slices: Slices, lockstep: Lockstep) -> Locks:
+    """Return locks of the devices, some for two users."""
+    rewards = [own.reward for own in config.by_task.values()]
+    reward = next((one for one in rewards if one.model is not None), rewards[0])
+    teaches = any(one.chips == "sampler" for one in config.named_teachers.values())
+    shares = teaches or has_opponents(config.players)
+    return make_locks(reward, slices, lockstep, shares_sampler=shares)
+
+
+def _inputs_by_task(
+    config: Config, tasks: Mapping[str, Task], shared: _Shared
+) -> dict[str, TaskInputs]:
+    """Read and check the records and the rewards of each task. Raises JaxrlErrors."""
+    parts: dict[str, TaskInputs] = {}
+    for name, own in config.by_task.items():
+        with naming(section_of_task(name)):
+            play = make_play(
+                own,
+                tasks[name],
+                shared.tokenizer,
+                shared.faults.add,
+                shared.serving,
+                shared.opponents,
+                shared.outages,
+            )
+            parts[name] = _task_inputs(own, play, shared)
+    return parts
+
+
+def _task_inputs(config: Config, play: Play, shared: _Shared) -> TaskInputs:
     """Read and check the records and the rewards of one task. Raises JaxrlErrors.
 
-    Args:
-        config: as the task has it.
-        play: the task with its environments.
-        tokenizer: the policy's.
-        slices: a reward model runs on the trainer's.
-        locks: of the devices.
-        vocab: the policy's number of tokens.
-        asked: the run's teachers by name, which all tasks ask; None: no teacher is asked.
-        lockstep: the processes, which draw shares of the prompts.
-        faults: counts handled faults.
-        outages: the run's.
+    config: as the task has it.
+    play: the task with its environments.
     """
-    task = play.task
+    task, tokenizer, lockstep = play.task, shared.tokenizer, shared.lockstep
     graders = built_in_graders(config.reward, task)
     data, graded = config.limited_data, bool(graders)
     held_out = eval_prompts(data, tokenizer, play.own, graded=graded)
     scorers = make_scorers(
-        config, tokenizer, held_out, slices, locks.trainer, faults, task, outages,
-        asked=asked,
+        config, tokenizer, held_out, shared.slices, shared.locks.trainer, shared.faults, task,
+        shared.outages, asked=shared.asked,
     )  # fmt: skip
     keep_mask = keeps_masks(config, task)
-    check_constraint(config, task, held_out, tokenizer, vocab)
+    check_constraint(config, task, held_out, tokenizer, shared.spec.vocab)
     note_process_rewards(config)
     check_reward_parts(config.reward, config.algorithm, scorers, held_out[0], tokenizer, task)
     prompts = make_stream(
@@ -258,7 +294,7 @@ def _digests_of(parts: Mapping[str, TaskInputs]) -> dict[str, str]:
 
 
 def _models_on_samplers(
-    config: Config, spec: ModelSpec, slices: Slices, lock: Lock
+    config: Config, spec: ModelSpec, slices: Slices, lock: DeviceGuard
 ) -> Mapping[str, "SamplerModel"]:
     """Return the teachers on the sampler's chips, not loaded yet; most runs have none."""
     if all(one.chips != "sampler" for one in config.named_teachers.values()):
@@ -285,6 +321,14 @@ def _check_models(config: Config, spec: ModelSpec, tokenizer: Tokenizer, slices:
     check_critic(config.critic_settings, config.algorithm.advantage, config.run.steps)
     check_advisers(config, spec, tokenizer)
     check_devices_hold(config, spec, slices)
+
+
+def _check_references_of(parts: Mapping[str, TaskInputs]) -> None:
+    """Raise an error if built-in rewards cannot read the answers of a task's records."""
+    for name, part in parts.items():
+        with naming(section_of_task(name)):
+            graders = built_in_graders(part.config.reward, part.play.task)
+            check_references(part.config, graders, part.references)
 
 
 def check_references(

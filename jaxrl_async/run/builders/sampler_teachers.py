@@ -12,10 +12,9 @@ import jax.numpy as jnp
 
 from jaxrl_async.config.schema import Config, NamedTeacher
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.mesh import Slices
+from jaxrl_async.mesh import DeviceGuard, Slices
 from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.frozen_weights import cut_vocabulary
 from jaxrl_async.run.builders.initial_policy import load_policy
 from jaxrl_async.run.builders.learning import temperature_of
@@ -32,7 +31,7 @@ class SamplerModel(NamedTuple):
 
 
 def sampler_models(
-    config: Config, policy: ModelSpec, slices: Slices, lock: Lock
+    config: Config, policy: ModelSpec, slices: Slices, lock: DeviceGuard
 ) -> dict[str, SamplerModel]:
     """Return the models of the teachers that compute on the first sampler's chips, by name. Raises
     CheckpointError, ConfigError.
@@ -71,7 +70,7 @@ def _load(
     spec: ModelSpec,
     top_k: int,
     slices: Slices,
-    lock: Lock,
+    lock: DeviceGuard,
 ) -> LogprobModel:
     """Load a teacher's weights onto the first sampler's chips, in the type of the computation."""
     mesh, dtype = slices.sampler, jnp.dtype(config.model.computes_in)

@@ -180,7 +180,7 @@ def arrived(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Any, Any]:
     return sent.on(mesh, SAMPLER_RULES), None if once is None else once.on(mesh, SAMPLER_RULES)
 
 
-def _is_weight(node: Any) -> bool:
+def _is_weight(node: object) -> bool:
     return isinstance(node, Weight)
 
 

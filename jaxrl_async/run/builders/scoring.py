@@ -18,13 +18,12 @@ from jaxrl_async.config.schema import (
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.later import Later
-from jaxrl_async.mesh import Slices, local_part
+from jaxrl_async.mesh import DeviceGuard, Slices, local_part
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.hf import load_spec
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.run import features
-from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.initial_policy import check_lengths
 from jaxrl_async.run.optional_parts import (
     AskedTeachers,
@@ -100,7 +99,7 @@ def make_scorers(
     tokenizer: Tokenizer,
     held_out: Sequence[Prompt],
     slices: Slices,
-    lock: Lock,
+    lock: DeviceGuard,
     faults: FaultCounts,
     task: Task,
     outages: Outages | None = None,
@@ -122,19 +121,7 @@ def make_scorers(
     """
     section = config.reward
     guarded = functools.partial(guarded_scorer, config.faults, faults=faults, outages=outages)
-    functions: RewardScorer | None = None
-    if has_functions(section, task):
-        others_judge = task.judges or section.model is not None or section.judged
-        functions = make_scorer(
-            section,
-            tokenizer.decode,
-            held_out,
-            task.rewards,
-            alone=not others_judge,
-            asks=_asks(config, task),
-            max_steps=config.run.steps,
-            marks=thinking_marks(tokenizer.special_tokens),
-        )
+    functions = _functions(config, tokenizer, held_out, task)
     function: Scorer | None = functions
     if task.judges:
         function = environment_scorer.EnvironmentScorer(functions)
@@ -173,6 +160,26 @@ def make_scorers(
     )
 
 
+def _functions(
+    config: Config, tokenizer: Tokenizer, held_out: Sequence[Prompt], task: Task
+) -> RewardScorer | None:
+    """Return the scorer of the reward functions; None: none are used."""
+    section = config.reward
+    if not has_functions(section, task):
+        return None
+    others_judge = task.judges or section.model is not None or section.judged
+    return make_scorer(
+        section,
+        tokenizer.decode,
+        held_out,
+        task.rewards,
+        alone=not others_judge,
+        asks=_asks(config, task),
+        max_steps=config.run.steps,
+        marks=thinking_marks(tokenizer.special_tokens),
+    )
+
+
 def _asks(config: Config, task: Task) -> tuple[str, ...]:
     """Return the columns that may hold a record's question, in order of preference."""
     if task.records is not None:
@@ -183,7 +190,7 @@ def _asks(config: Config, task: Task) -> tuple[str, ...]:
 
 
 def _with_model(
-    config: Config, function: Scorer | None, tokenizer: Tokenizer, slices: Slices, lock: Lock
+    config: Config, function: Scorer | None, tokenizer: Tokenizer, slices: Slices, lock: DeviceGuard
 ) -> Scorer:
     """Load the reward model, whose score is added to the functions'."""
     section = config.reward

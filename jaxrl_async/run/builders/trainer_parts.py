@@ -7,12 +7,11 @@ from pathlib import Path
 
 from jaxrl_async.algorithms.pacing import Bounds
 from jaxrl_async.config.schema import Config
-from jaxrl_async.mesh import NO_DEVICE_LOCK
+from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceGuard
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.profiling import StepTraces, TracedSamplers
 from jaxrl_async.rollout.evaluate import EvalEffort
 from jaxrl_async.run.builders.constraints import prompt_constraint
-from jaxrl_async.run.builders.devices import Lock
 from jaxrl_async.run.builders.playing import Play
 from jaxrl_async.run.builders.rollouts import RolloutSide
 from jaxrl_async.run.checkpoint.rollout_state import RunSaver
@@ -36,7 +35,7 @@ def make_trainer(
     outlets: Outlets,
     lockstep: Lockstep,
     root: Path,
-    turn: Lock = NO_DEVICE_LOCK,
+    turn: DeviceGuard = NO_DEVICE_LOCK,
 ) -> Trainer:
     """Make the trainer: it takes groups from the rollout side and publishes to its samplers.
 

@@ -280,7 +280,7 @@ def _brought(run: Paths) -> tuple[Path, ...]:
     return (*run.records, run.root / TRACKERS_FILE)
 
 
-def _are_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _are_alike(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
     """Return whether size and sums are equal, where both are known."""
     pairs = [(one.get(fact), other.get(fact)) for fact in FACTS]
     told = [(a, b) for a, b in pairs if a is not None and b is not None]
@@ -288,7 +288,7 @@ def _are_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def _as_os_errors(address: Any) -> Iterator[None]:
+def _as_os_errors(address: object) -> Iterator[None]:
     """Turn what a bucket's client raises into OSError that says it may pass (see is_passing)."""
     try:
         yield
@@ -300,7 +300,7 @@ def _as_os_errors(address: Any) -> Iterator[None]:
         raise _remote(address, error) from error
 
 
-def _remote(address: Any, error: Exception) -> OSError:
+def _remote(address: object, error: Exception) -> OSError:
     what = f"{address}: {type(error).__name__}: {in_a_line(error, 200)}"
     return OSError(errno.EREMOTEIO, what)
 

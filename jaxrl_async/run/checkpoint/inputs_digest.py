@@ -152,12 +152,12 @@ def _has_docstring(code: CodeType) -> bool:
     return bool(is_function) and isinstance(code.co_consts[0], str)
 
 
-def _constants(values: Sequence[Any]) -> Iterator[str]:
+def _constants(values: Sequence[object]) -> Iterator[str]:
     """Yield the texts of the values that are constants."""
     yield repr([said for value in values if (said := _constant(value)) is not None])
 
 
-def _constant(value: Any) -> str | None:
+def _constant(value: object) -> str | None:
     """Return a text of a value, equal in each process; None if it is not a constant."""
     if isinstance(value, tuple | list | set | frozenset):
         parts = [_constant(part) for part in value]

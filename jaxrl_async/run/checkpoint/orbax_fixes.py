@@ -66,7 +66,7 @@ def _is_not_of_orbax(record: logging.LogRecord) -> bool:
 class _Replaced:
     """A module or a class with some of its names replaced."""
 
-    def __init__(self, real: Any, **others: Any) -> None:
+    def __init__(self, real: object, **others: object) -> None:
         self._real = real
         vars(self).update(others)
 

@@ -60,7 +60,7 @@ def _cuts_of(settings: Mapping[str, Any], task: str) -> dict[str, float]:
     return {key: both[key] for key in ("top_k", "top_p", "min_p") if key in both}
 
 
-def _lacks(value: Any) -> bool:
+def _lacks(value: object) -> bool:
     return isinstance(value, Episode | Completion) and value.kept is None and _num_drawn(value) > 0
 
 
@@ -68,7 +68,7 @@ def _num_drawn(value: Episode | Completion) -> int:
     return value.num_drawn if isinstance(value, Episode) else len(value.token_ids)
 
 
-def _num_missing(value: Any, task: str = "") -> Counter[str]:
+def _num_missing(value: object, task: str = "") -> Counter[str]:
     """Count the episodes and turns without masks in these records, by the task of their group."""
     prompt = getattr(value, "prompt", None)
     task = prompt.task if isinstance(prompt, Prompt) else task
@@ -90,7 +90,7 @@ def _filled(value: Any) -> Any:
     return replace(value, **changed) if changed else value
 
 
-def _parts(value: Any) -> dict[Any, Any]:
+def _parts(value: object) -> dict[Any, Any]:
     """Return the records within a record or tuple."""
     if isinstance(value, tuple):
         return dict(enumerate(value))

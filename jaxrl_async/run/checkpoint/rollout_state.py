@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,7 +29,8 @@ from jaxrl_async.data.prompts import Ended, PromptStream
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.later import Later
 from jaxrl_async.metrics.recorder import set_aside
-from jaxrl_async.rollout.rollout_loop import SAVED_KINDS, RolloutLoop, SavedGroup
+from jaxrl_async.rollout.rollout_loop import RolloutLoop
+from jaxrl_async.rollout.running_groups import SAVED_KINDS, SavedGroup
 from jaxrl_async.run.checkpoint.inputs_digest import tell_of_changes
 from jaxrl_async.run.checkpoint.store import Checkpoints, Saved, check_resumed, check_scale
 from jaxrl_async.run.lockstep import Accounts, Lockstep
@@ -144,7 +145,7 @@ class RunSaver:
     lockstep: Lockstep
     images: ImageStore | None  # images in token ids; None: there are no images
     digests: Mapping[str, str]  # see inputs_digest.py
-    lock: AbstractContextManager[Any]  # orbax compares names on the samplers' devices, too
+    lock: AbstractContextManager[object]  # orbax compares names on the samplers' devices, too
 
     def save(self, learner: Learner, version: int, numbers: Mapping[str, int]) -> None:
         """Start to write a checkpoint of this version. numbers: the trainer's counters.

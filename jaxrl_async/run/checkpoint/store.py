@@ -36,25 +36,17 @@ from jaxrl_async.errors import CheckpointError, EarlierSaveError, FolderLost
 from jaxrl_async.host import give_back_memory
 from jaxrl_async.mesh import HOST
 from jaxrl_async.model.lora import scale_of
+from jaxrl_async.run.checkpoint.array_shapes import check_arrays, shapes_of
 from jaxrl_async.run.checkpoint.orbax_fixes import mend_orbax
 from jaxrl_async.run.checkpoint.seal import CHECKSUMS, GivenUpReading, is_passing, sync_records
 from jaxrl_async.run.checkpoint.storage import CheckpointStorage, FolderStorage, place_of
 from jaxrl_async.run.folder import FolderWatch, Paths
 
 STATE, LOOP, ROLLOUTS = "state", "loop", "rollouts"
-TRAIN = "train"
-"""The part of a run's state that all runs have."""
 STARTED_BY = ("run.resume", "run.overwrite", "distributed.")
 """Settings that only say how a run is started: a resumed run may have others."""
 SCHEMA = 3
 """Version of the content of LOOP and ROLLOUTS; 1 had no rollouts, 2 had one process's alone."""
-PARTS = {
-    "reference": "a reference policy (algorithm.kl_coefficient, or what else compares with one)",
-    "critic": "a critic (algorithm.advantage=gae)",
-    "teacher": "a teacher that follows the policy (teacher.source=self)",
-    "teachers": "teachers that follow the policy (teachers.NAME.policy)",
-}
-"""Parts of the state that some settings add, and these settings."""
 ONE_SAVE = threading.Lock()
 """Held while orbax writes: it numbers its operations by process, and concurrent saves of several
 runs would confuse them."""
@@ -118,8 +110,8 @@ class Checkpoints:
         self,
         step: int,
         *,
-        state: Any,
-        loop: Mapping[str, Any],
+        state: object,
+        loop: Mapping[str, object],
         rollouts: Callable[[], NDArray[np.uint8]] | None = None,
     ) -> None:
         """Start a save and return. Saving a step again replaces its checkpoint.
@@ -178,8 +170,8 @@ class Checkpoints:
     def _begin(
         self,
         step: int,
-        state: Any,
-        loop: Mapping[str, Any],
+        state: object,
+        loop: Mapping[str, object],
         rollouts: Callable[[], NDArray[np.uint8]] | None,
     ) -> Any:
         if not jax.process_index():
@@ -274,7 +266,7 @@ class Checkpoints:
         """Return the newest step with a checkpoint; None: no step has one."""
         return max(self.steps(), default=None)
 
-    def restore(self, step: int | None, abstract: Any) -> Saved:
+    def restore(self, step: int | None, abstract: object) -> Saved:
         """Read the newest checkpoint whose files are those that were written.
 
         One that is damaged is passed over, with a warning, for the one before it, and renamed once
@@ -294,7 +286,9 @@ class Checkpoints:
                 f"{self.directory}: there is {wanted} (steps there: {list(self.steps())}). Start "
                 "without --resume, or check run.dir and run.name."
             )
-        like = jax.tree.map(_abstract, abstract)
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), abstract
+        )
         failures: list[tuple[int, Exception]] = []
         for candidate in self._sealed_first(candidates):
             folder = self.directory / str(candidate)
@@ -372,7 +366,7 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self, step: int, like: Any) -> Saved:
+    def _read(self, step: int, like: object) -> Saved:
         folder = self.directory / str(step)
         if not self._place.is_sealed(step):
             log.error(
@@ -386,20 +380,7 @@ class Checkpoints:
         elif self._verify:
             self._place.check(step)
         metadata = v1.checkpointables_metadata(folder).metadata
-        saved, wanted = _shapes(metadata[STATE]), _shapes(like)
-        if TRAIN in _parts(wanted) and TRAIN not in _parts(saved):  # every run has it
-            raise FileNotFoundError(f"{folder / STATE} has lost what says which arrays it holds")
-        self._check_parts(step, _parts(saved), _parts(wanted))
-        # Arrays that are saved and not wanted, or of another shape, are certainly another run's;
-        # arrays that are wanted and missing may as well have been torn off.
-        if problem := shape_mismatch(saved, {k: v for k, v in wanted.items() if k in saved}):
-            raise CheckpointError(
-                f"{self.directory / str(step)} does not fit this run: {problem}. "
-                f"{_optimizer_differs(saved, wanted)}Resume with the configuration that made it "
-                "(config.yaml next to it), or choose another run.name."
-            )
-        if missing := shape_mismatch(saved, wanted):
-            raise FileNotFoundError(f"{missing}, or cannot read it")
+        check_arrays(folder, STATE, shapes_of(metadata[STATE]), shapes_of(like))
         asked = {STATE: like, LOOP: None}
         if ROLLOUTS in metadata:
             size = metadata[ROLLOUTS]["bytes"].shape
@@ -407,17 +388,6 @@ class Checkpoints:
         items = v1.load_checkpointables(folder, asked)
         rollouts = np.asarray(items[ROLLOUTS]["bytes"]) if ROLLOUTS in items else None
         return Saved(step=step, state=items[STATE], loop=items[LOOP], rollouts=rollouts)
-
-    def _check_parts(self, step: int, saved: set[str], wanted: set[str]) -> None:
-        """Raise CheckpointError, naming the settings, if a whole part is on one side alone."""
-        for part in sorted(saved ^ wanted):
-            had, has = ("with", "has not") if part in saved else ("without", "has")
-            raise CheckpointError(
-                f"{self.directory / str(step)} was made {had} {PARTS.get(part, part)}, which this "
-                f"run {has} now. Resume with the settings that made it (config.yaml next to it), "
-                "or choose another run.name; model.path=.../policy starts from a finished run's "
-                "weights."
-            )
 
     def _write_error(self, error: BaseException) -> CheckpointError:
         return CheckpointError(
@@ -572,48 +542,12 @@ def changed_keys(before: str, after: str) -> list[str]:
     ]
 
 
-def _is_handed_over(value: Any) -> bool:
+def _is_handed_over(value: object) -> bool:
     """Return whether a setting is a Python program's object, which 0.3 numbered."""
     return isinstance(value, str) and value.partition(":")[0] == "python"
 
 
-def shape_mismatch(
-    saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
-) -> str:
-    """Return the first difference between two tables of array shapes; "" if they are equal."""
-    for path in sorted(saved.keys() | wanted.keys()):
-        if path not in saved:
-            return f"it has no {path}"
-        if path not in wanted:
-            return f"it has {path} {list(saved[path])}, which this run does not know"
-        if saved[path] != wanted[path]:
-            return f"{path} is {list(saved[path])} there and {list(wanted[path])} here"
-    return ""
-
-
-def _optimizer_differs(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """Return a sentence with the settings if two tables of array shapes differ in the optimizer's
-    state (TrainState.opt_state) alone; "" otherwise."""
-    different = saved.items() ^ wanted.items()
-    if not all("/opt_state/" in path for path, _ in different):
-        return ""
-    return (
-        "Only the optimizer's state differs: trainer.optimizer or trainer.rounding has another "
-        "value. "
-    )
-
-
-def _parts(shapes: Mapping[str, Any]) -> set[str]:
-    """Return the parts of a state whose arrays these are."""
-    return {name.partition("/")[0] for name in shapes}
-
-
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(k, simple=True, separator="/"): tuple(v.shape) for k, v in leaves}
-
-
-def _on_host(tree: Any) -> Any:
+def _on_host(tree: object) -> Any:
     """Copy the arrays to the host memory of their devices; copies are still under way on return.
 
     Unlike copies on the devices they need no device memory."""
@@ -627,10 +561,6 @@ def _on_host(tree: Any) -> Any:
     )
 
 
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-
-
 def _not_now(folder: Path, error: BaseException) -> CheckpointError:
     """Return the error of a checkpoint that cannot be read for now, and may be whole."""
     return CheckpointError(
@@ -641,7 +571,7 @@ def _not_now(folder: Path, error: BaseException) -> CheckpointError:
     )
 
 
-def _way_out(directory: Any) -> str:
+def _way_out(directory: object) -> str:
     """Return what to do where no checkpoint can be read."""
     if isinstance(directory, Path):
         backup = "Copy the folder from a backup"
@@ -649,7 +579,7 @@ def _way_out(directory: Any) -> str:
     return "Bring their objects back, or choose another run.name to start again"
 
 
-def _remedy(directory: Any) -> str:
+def _remedy(directory: object) -> str:
     """Return what to look at when a checkpoint cannot be written."""
     if isinstance(directory, Path):
         return f"Check whether the disk is full{_free(directory)} and the folder writable"

@@ -66,7 +66,7 @@ class Recording:
     written. Replay has the same methods and prescribes events.
     """
 
-    def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | None, header: Mapping[str, object]) -> None:
         self._lock = threading.Lock()
         self._burst_ends: set[int] | None = None
         self._file: TextIO | None = None

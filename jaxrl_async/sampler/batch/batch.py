@@ -30,6 +30,8 @@ from jaxrl_async.sampler.batch.prefill import (
     Chunk,
     Part,
     chunks_of,
+    divided_parts,
+    expect_scores,
     filled,
     has_usable_kv,
     insert_args,
@@ -39,8 +41,8 @@ from jaxrl_async.sampler.batch.prefill import (
     plan_parts,
     saved_chunk,
     saved_tokens,
+    score_args,
 )
-from jaxrl_async.sampler.batch.score_chunks import divided_parts, expect_scores, score_args
 from jaxrl_async.sampler.batch.sequence import (
     BatchStats,
     LiveRequest,
@@ -391,7 +393,9 @@ class Batch:
         waits, slots = bool(self.queue), self.spec.slots
         self.stats = self.stats.plus(**_counts_of(block, spans, started.running, slots, waits))
         ended = [started.running[int(slot)] for slot in block.owners[block.ends]]
-        return sorted((r for r in ended if self.placed.get(r.slot_index) is r), key=_order_of)
+        return sorted(
+            (r for r in ended if self.placed.get(r.slot_index) is r), key=lambda r: r.order
+        )
 
     # ---- sampled tokens
 
@@ -436,10 +440,6 @@ class Batch:
             self.leave(placed)
         elif live in self.queue:
             self.queue.remove(live)
-
-
-def _order_of(placed: Placed) -> int:
-    return placed.order
 
 
 def _table_of(placed: Placed, slots: Slots) -> Table:

@@ -36,7 +36,12 @@ class Routes:
         self._pending: list[_Pending] = []
 
     def expect(
-        self, routes: Any, pages: IntArray, offsets: IntArray, sources: IntArray, targets: IntArray
+        self,
+        routes: object,
+        pages: IntArray,
+        offsets: IntArray,
+        sources: IntArray,
+        targets: IntArray,
     ) -> None:
         """Register a prefill's expert ids, which are on the device: they are fetched when first
         needed. Pages are copied as the device copies them."""
@@ -100,18 +105,18 @@ class Routes:
 class NoRoutes:
     """Expert ids of an engine that does not return them: stores nothing."""
 
-    def expect(self, *_: Any) -> None:
+    def expect(self, *_: object) -> None:
         """Do nothing."""
 
-    def take(self, *_: Any) -> None:
+    def take(self, *_: object) -> None:
         """Do nothing."""
 
     def cover(self, _: Partial) -> bool:
         """Return True: no expert ids are needed."""
         return True
 
-    def restore(self, *_: Any) -> None:
+    def restore(self, *_: object) -> None:
         """Do nothing."""
 
-    def of_request(self, *_: Any) -> None:
+    def of_request(self, *_: object) -> None:
         """Return None: expert ids are unknown."""

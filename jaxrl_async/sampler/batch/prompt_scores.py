@@ -35,7 +35,7 @@ class PromptScores:
         each is in the prompt, and its log-prob is wanted."""
         return range(max(begin, self.asked.start - 1), min(end, self.tokens - 1))
 
-    def expect(self, begin: int, rows: slice, scores: Any) -> None:
+    def expect(self, begin: int, rows: slice, scores: object) -> None:
         """Add a prefill's results, which the device may still compute.
 
         Args:

@@ -186,7 +186,10 @@ def coarse_rows(running: int, slots: int) -> int:
 
 
 def pad_to(
-    size: int, values: Sequence[Any] | NDArray[Any], fill: Any, dtype: DTypeLike = np.int32
+    size: int,
+    values: Sequence[object] | NDArray[np.generic],
+    fill: object,
+    dtype: DTypeLike = np.int32,
 ) -> NDArray[Any]:
     """Return the values in an array of `size`; the rest of it is `fill`."""
     padded = np.full(size, fill, dtype)

@@ -6,11 +6,11 @@ It processes eight rows at a time, [8, V]. Below, a tile is [8, 128] of them, a 
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
@@ -28,6 +28,11 @@ MOST_BYTES = 48 * 2**20
 SMALL = ("TPU v2", "TPU v3", "TPU v4")
 """First words of the kinds of chips with at most 16 MiB of VMEM: too little for eight rows of a
 large vocabulary."""
+T = TypeVar("T")
+Slice = slice | pl.Slice
+"""Of rows or columns of a reference, as pl.ds returns it."""
+Found = tuple[Array, Array, Array]
+"""The sum so far, where it ended, and its number: see _passed."""
 
 
 def takes_kernel(device: jax.Device, vocab: int) -> bool:
@@ -52,7 +57,7 @@ def drawn_by_kernel(
     *,
     truncated: bool,
     mesh: Mesh | None = None,
-    interpret: Any = False,
+    interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Array, Array, Array]:
     """Sample a token for each row; all devices of a mesh sample the same.
 
@@ -69,7 +74,7 @@ def drawn_by_kernel(
     float32; without truncation, and for greedy rows, all logits are possible.
     """
 
-    def call(logits: Array, numbers: Array, top_k: Array) -> Any:
+    def call(logits: Array, numbers: Array, top_k: Array) -> tuple[Array, Array, Array]:
         S, V = logits.shape
         padded = _padded(V)
         tiles = padded // LANES
@@ -113,17 +118,17 @@ PLAIN, TRUNCATED = "draw_token", "draw_truncated"
 def _draw(
     vocab: int,
     truncated: bool,
-    logits: Any,
-    numbers: Any,
-    top_k: Any,
-    token: Any,
-    logprob: Any,
-    least: Any,
-    ranks: Any,
-    *memory: Any,
+    logits: Ref,
+    numbers: Ref,
+    top_k: Ref,
+    token: Ref,
+    logprob: Ref,
+    least: Ref,
+    ranks: Ref,
+    *memory: Ref,
 ) -> None:
     """Sample for eight rows. A value of a row is [8, 128], the same in all columns."""
-    odds, sums = memory if truncated else (None, *memory)
+    sums = memory[-1]
     chunks = sums.shape[0]
     lane = jax.lax.broadcasted_iota(jnp.int32, (ROWS, LANES), 1)
     tile_ids = jax.lax.broadcasted_iota(jnp.int32, (TILES, ROWS, LANES), 0)
@@ -134,20 +139,21 @@ def _draw(
     lowest = jnp.full((ROWS, LANES), LOWEST, jnp.int32)
     zero, none = jnp.zeros((ROWS, LANES), jnp.float32), jnp.zeros((ROWS, LANES), jnp.int32)
 
-    def over_chunks(one: Callable[[Any, Any], Any], start: Any) -> Any:
-        return jax.lax.fori_loop(0, chunks, one, start)
+    def over_chunks(one: Callable[[Array, T], T], start: T) -> T:
+        end: T = jax.lax.fori_loop(0, chunks, one, start)
+        return end
 
-    def of_chunk(c: Any) -> Any:
+    def of_chunk(c: Array) -> Slice:
         return pl.ds(c * TILES, TILES)
 
-    def logits_of(c: Any) -> tuple[Any, Any]:
+    def logits_of(c: Array) -> tuple[Array, Array]:
         """Return logits [TILES, 8, 128], and whether each belongs to a token."""
         width = TILES * LANES
         row = logits[:, pl.ds(pl.multiple_of(c * width, width), width)]
         tiles = [row[:, t * LANES : (t + 1) * LANES] for t in range(TILES)]
         return jnp.stack(tiles), in_chunk + c * width < vocab
 
-    def rank_chunk(c: Any, best: Any) -> Any:
+    def rank_chunk(c: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
         """Store the ranks of the scaled logits; find each column's maximum, and its tile."""
         largest, where = best
         given, real = logits_of(c)
@@ -163,13 +169,13 @@ def _draw(
     top = _number(best)
     floor = lowest
     if truncated:
-        floor = _floor(ranks, odds, best, share, likely, _wide(top_k[:]), over_chunks, vocab)
+        floor = _floor(ranks, memory[0], best, share, likely, _wide(top_k[:]), over_chunks, vocab)
         floor = jnp.where(greedy, LOWEST, floor)
 
-    def odds_of(rank: Any) -> Any:
+    def odds_of(rank: Array) -> Array:
         return jnp.where(rank >= floor, jnp.exp(_number(rank) - top), 0.0)
 
-    def sum_chunk(c: Any, total: Any) -> Any:
+    def sum_chunk(c: Array, total: Array) -> Array:
         mass = jnp.sum(odds_of(ranks[of_chunk(c)]), axis=0)
         sums[c] = mass
         return total + mass
@@ -177,13 +183,13 @@ def _draw(
     total = _across(jnp.sum, over_chunks(sum_chunk, zero))
     target = number * total
 
-    def find_chunk(c: Any, found: Any) -> Any:
+    def find_chunk(c: Array, found: Found) -> Found:
         return _passed(found, _across(jnp.sum, sums[c]), target)
 
     _, before, chunk = over_chunks(find_chunk, (zero, zero, none))
     chunk = jnp.minimum(chunk, chunks - 1)
 
-    def pick_chunk(c: Any, picked: Any) -> Any:
+    def pick_chunk(c: Array, picked: Array) -> Array:
         return jnp.where(chunk == c, ranks[of_chunk(c)], picked)
 
     picked = over_chunks(pick_chunk, jnp.full((TILES, ROWS, LANES), LOWEST, jnp.int32))
@@ -210,35 +216,37 @@ def _draw(
         least[:] = jnp.full((ROWS, 1), -jnp.inf, jnp.float32)
         return
 
-    def least_logit(c: Any, lowest: Any) -> Any:
+    def least_logit(c: Array, lowest: Array) -> Array:
         given, real = logits_of(c)
         kept = (ranks[of_chunk(c)] >= floor) & real
         return jnp.minimum(lowest, jnp.min(jnp.where(kept, given, jnp.inf), axis=0))
 
-    found = _across(jnp.min, over_chunks(least_logit, jnp.full_like(zero, jnp.inf)))
-    least[:] = jnp.where(greedy, -jnp.inf, found)[:, :1]
+    smallest = _across(jnp.min, over_chunks(least_logit, jnp.full_like(zero, jnp.inf)))
+    least[:] = jnp.where(greedy, -jnp.inf, smallest)[:, :1]
 
 
 def _floor(
-    ranks: Any,
-    odds: Any,
-    best: Any,
-    share: Any,
-    likely: Any,
-    k: Any,
-    over_chunks: Callable[[Callable[[Any, Any], Any], Any], Any],
+    ranks: Ref,
+    odds: Ref,
+    best: Array,
+    share: Array,
+    likely: Array,
+    k: Array,
+    over_chunks: Callable[[Callable[[Array, Array], Array], Array], Array],
     vocab: int,
-) -> Any:
+) -> Array:
     """Compute sampling.likely as the lowest kept rank."""
 
-    def least_kept(measure: Callable[[Any, Any], Any], none: Any, low: Any, limit: Any) -> Any:
+    def least_kept(
+        measure: Callable[[Array, Slice], Array], none: Array, low: Array, limit: Array
+    ) -> Array:
         """Compute sampling.least_kept, up to `best`."""
 
-        def halve(_: Any, bounds: Any) -> Any:
+        def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
             low, high = bounds
             middle = (low & high) + ((low ^ high) >> 1)
 
-            def add(c: Any, sums: Any) -> Any:
+            def add(c: Array, sums: Array) -> Array:
                 here = pl.ds(c * TILES, TILES)
                 return sums + jnp.sum(measure(ranks[here] > middle, here), axis=0)
 
@@ -246,9 +254,10 @@ def _floor(
             return jnp.where(holds, low, middle + 1), jnp.where(holds, middle, high)
 
         turns = jnp.where(jnp.any(low < best), 32, 0)
-        return jax.lax.fori_loop(0, turns, halve, (low, best))[1]
+        highest: Array = jax.lax.fori_loop(0, turns, halve, (low, best))[1]
+        return highest
 
-    def odds_chunk(c: Any, total: Any) -> Any:
+    def odds_chunk(c: Array, total: Array) -> Array:
         here = pl.ds(c * TILES, TILES)
         rank = ranks[here]
         mass = jnp.where(rank >= floor, jnp.exp(_number(rank) - top), 0.0)
@@ -268,17 +277,17 @@ def _floor(
     return jnp.maximum(floor, _ranked(top + likely))
 
 
-def _wide(column: Any) -> Any:
+def _wide(column: Array) -> Array:
     """Return a column [8, 1] as [8, 128]."""
     return jnp.broadcast_to(column, (ROWS, LANES))
 
 
-def _across(reduce: Callable[..., Any], tile: Any) -> Any:
+def _across(reduce: Callable[..., Array], tile: Array) -> Array:
     """Reduce the columns of a tile; return the result in all of them."""
     return _wide(reduce(tile, axis=1, keepdims=True))
 
 
-def _passed(found: Any, mass: Any, target: Any) -> Any:
+def _passed(found: Found, mass: Array, target: Array) -> Found:
     """Count the masses that end before the target: (sum so far, their end, their number)."""
     end, before, count = found
     end += mass
@@ -286,13 +295,13 @@ def _passed(found: Any, mass: Any, target: Any) -> Any:
     return end, jnp.where(passed, end, before), count + passed.astype(jnp.int32)
 
 
-def _ranked(numbers: Any) -> Any:
+def _ranked(numbers: Array) -> Array:
     """Compute sampling.ranks_of."""
     bits = jax.lax.bitcast_convert_type(jnp.where(numbers == 0, 0.0, numbers), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
-def _number(ranks: Any) -> Any:
+def _number(ranks: Array) -> Array:
     """Return the numbers of these ranks."""
     bits = jnp.where(ranks < 0, ranks ^ jnp.int32(0x7FFFFFFF), ranks)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -16,7 +16,7 @@ from jaxrl_async.data.prompts import PromptStream
 from jaxrl_async.data.records import Record
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.rollout.episode import SavedEpisode
-from jaxrl_async.rollout.rollout_loop import SavedGroup
+from jaxrl_async.rollout.running_groups import SavedGroup
 from jaxrl_async.run.checkpoint.rollout_state import (
     ROLLOUT_KINDS,
     RolloutsState,

@@ -11,8 +11,9 @@ from jaxrl_async.config import schema
 from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import CheckpointError
-from jaxrl_async.rollout.episode import SavedEpisode, Turn
-from jaxrl_async.rollout.rollout_loop import SavedGroup
+from jaxrl_async.rollout.episode import SavedEpisode
+from jaxrl_async.rollout.episode_assembly import Turn
+from jaxrl_async.rollout.running_groups import SavedGroup
 from jaxrl_async.run.checkpoint.resumed_masks import with_masks
 from jaxrl_async.run.checkpoint.rollout_state import NOTHING_YET, RolloutsState
 from jaxrl_async.run.checkpoint.store import Saved

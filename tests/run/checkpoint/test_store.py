@@ -20,13 +20,8 @@ from jaxrl_async.config.load import dump
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import CheckpointError
 from jaxrl_async.mesh import HOST, in_memory
-from jaxrl_async.run.checkpoint.store import (
-    SCHEMA,
-    Checkpoints,
-    Saved,
-    check_resumed,
-    shape_mismatch,
-)
+from jaxrl_async.run.checkpoint.array_shapes import shape_mismatch
+from jaxrl_async.run.checkpoint.store import SCHEMA, Checkpoints, Saved, check_resumed
 
 # Orbax abandons coroutines when a read or write fails, which the tests here make happen on purpose.
 pytestmark = [
