@@ -233,9 +233,10 @@ class Curriculum:
             end = self._now.next if next_draw is None else next_draw
             self._settle(end, ended)
             state = self._settled.copy()
-            for event in () if ended is None else (*self._journal, *self._in_order()):
-                if ended(event.group) if isinstance(event, Seen) else state.next < end:
-                    state.follow(event)
+            if ended is not None:
+                for event in (*self._journal, *self._in_order()):
+                    if ended(event.group) if isinstance(event, Seen) else state.next < end:
+                        state.follow(event)
         return {
             **self._stream.state(state.next),
             "passed_over": state.passed_over,

@@ -223,9 +223,10 @@ class MixedPrompts:
             end = self._now.next if next_draw is None else next_draw
             self._settle(end, ended)
             state = self._settled.copy()
-            for event in () if ended is None else (*self._journal, *self._in_order()):
-                if state.next < end if isinstance(event, ChosenTask) else ended(event.group):
-                    self._advance(state, event)
+            if ended is not None:
+                for event in (*self._journal, *self._in_order()):
+                    if state.next < end if isinstance(event, ChosenTask) else ended(event.group):
+                        self._advance(state, event)
         return {
             "next": state.next,
             "tasks": {

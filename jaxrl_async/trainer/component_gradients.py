@@ -17,7 +17,7 @@ import optax
 
 from jaxrl_async.config.algorithm_section import LossSection
 from jaxrl_async.errors import is_out_of_memory
-from jaxrl_async.mesh import AnyDeviceLock
+from jaxrl_async.mesh import DeviceGuard
 from jaxrl_async.model.spec import Params
 from jaxrl_async.trainer.objectives.policy_objective import PolicyData, PolicyObjective
 from jaxrl_async.trainer.update import Update
@@ -64,7 +64,7 @@ class ComponentGradients:
         params: Params,
         data: PolicyData,
         frozen: Frozen,
-        device_lock: AnyDeviceLock,
+        device_lock: DeviceGuard,
     ) -> dict[str, float]:
         """Return the norms that are due in the step that makes version + 1.
 
@@ -99,7 +99,7 @@ class ComponentGradients:
         params: Params,
         data: PolicyData,
         frozen: Frozen,
-        device_lock: AnyDeviceLock,
+        device_lock: DeviceGuard,
     ) -> float:
         objective = self._update.objective
         context = objective.context(data)

@@ -171,7 +171,7 @@ def check_inputs(
         prompts=joined.prompts,
         digests=_digests_of(parts),
         tasks=parts,
-        unmatched=_unmatched(config, asked, spec.vocab),
+        unmatched=_unmatched(config, shared.asked, shared.spec.vocab),
     )
     evals = features.named_evaluations(config, inputs, lockstep)
     return replace(inputs, evals=evals), pairs
