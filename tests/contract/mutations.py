@@ -1632,6 +1632,24 @@ GROUPS = (
         ),
     ),
     Group(
+        "config/settings_reference",
+        ("config/test_settings_reference.py",),
+        (
+            ("about = one.about + _unnamed_choices(one)", "about = one.about"),
+            ('path.startswith(f"{one}.")', "path == one"),
+        ),
+    ),
+    Group(
+        "config/load",
+        ("config/test_settings_reference.py",),
+        (
+            (
+                "style = '\"' if isinstance(value, str) and",
+                "style = None if isinstance(value, str) and",
+            ),
+        ),
+    ),
+    Group(
         "trainer/credit",
         (
             "trainer/test_learner.py::test_components_are_of_the_tokens_that_they_cover_and_in_the_loss",
