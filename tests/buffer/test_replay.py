@@ -608,7 +608,7 @@ def test_a_waiting_draw_ends_at_the_put_or_failure_that_fills_its_step(lookahead
 def test_a_waiting_draw_looks_only_for_what_can_fill_its_step(monkeypatch):
     looked = []
     monkeypatch.setattr(
-        "jaxrl_async.buffer.replay.select", lambda *a, **k: looked.append(1) or select(*a, **k)
+        "jaxrl_async.buffer.select.select", lambda *a, **k: looked.append(1) or select(*a, **k)
     )
     b = buffer(per_step=50, max_staleness=3)
     tickets = b.admit(0)
