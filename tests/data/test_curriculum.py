@@ -215,6 +215,16 @@ def test_a_checkpoint_has_the_scores_of_groups_that_had_ended_when_the_buffer_wa
     assert len(prompts.state()["rates"]) == 4, "and the next one has all"
 
 
+def test_a_score_between_the_reads_is_left_out_though_a_later_draw_has_seen_it():
+    prompts = curriculum(pool=1, count=9)
+    made = [group(number, next(prompts), [1.0]) for number in range(3)]
+    prompts.observe(made[0])
+    prompts.observe(made[1])  # after the buffer was read
+    next(prompts)
+    rates = prompts.state(3, lambda number: number == 0)["rates"]
+    assert [i for i, _ in rates] == [made[0].prompt.prompt_id]
+
+
 def test_the_report_tells_how_hard_the_prompts_are_as_known_at_the_draw():
     prompts = curriculum(pool=1, count=4)
     assert prompts.measures(0) == {"data/measured_prompts": 0.0, "data/longest_passed_over": 0.0}

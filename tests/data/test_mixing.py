@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.data.curriculum import Curriculum, combined_measures, hard_first
@@ -279,6 +279,8 @@ def played(source, events, running, drawn):
     st.lists(EVENT, max_size=30),
     st.booleans(),
 )
+@example(weights=[1.0, 1.0], before=["draw"], after=["score"], learns=True)
+@example(weights=[1.0, 1.0], before=["draw"] * 3, after=["drop", "draw", "score"], learns=False)
 def test_a_checkpoint_has_what_had_happened_when_the_buffer_was_read(
     weights, before, after, learns
 ):
