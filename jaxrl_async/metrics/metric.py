@@ -101,7 +101,15 @@ def comparable(line: Mapping[str, float]) -> dict[str, float]:
 
 
 PAGE = {
-    "Training": ("train", "loss", "loss_coefficient", "loss_tokens", "supervised", "warm"),
+    "Training": (
+        "train",
+        "loss",
+        "loss_coefficient",
+        "loss_tokens",
+        "loss_grad_norm",
+        "supervised",
+        "warm",
+    ),  # fmt: skip
     "Policy and importance weights": ("policy", "offpolicy", "mismatch"),
     "Critic": ("critic",),
     "Preference pairs": ("preference",),

@@ -2,7 +2,7 @@
 
 import re
 
-from jaxrl_async.config.load import help_of_fields, help_text
+from jaxrl_async.config.field_help import help_of_fields, help_text
 from jaxrl_async.config.settings_reference import markdown
 
 ROWS = [line for line in markdown().splitlines() if re.match(r"\| `", line)]

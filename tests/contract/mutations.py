@@ -756,8 +756,8 @@ GROUPS = (
                 "",
             ),
             (
-                "(*self._journal, *self._in_order()):\n                if state",
-                "self._journal:\n                if state",
+                "(*self._journal, *self._in_order()):\n                    if state",
+                "self._journal:\n                    if state",
             ),
             ("else ended(event.group):", "else True:"),
             ("stream.state(state.drawn[name], ended)", "stream.state(state.drawn[name])"),
@@ -1640,7 +1640,7 @@ GROUPS = (
         ),
     ),
     Group(
-        "config/load",
+        "config/setting_fields",
         ("config/test_settings_reference.py",),
         (
             (
