@@ -200,7 +200,7 @@ def _own_fields(module: str, node: _Function | ast.ClassDef) -> list[str]:
 
 
 def _arguments(node: _Function) -> str:
-    """Return a function's arguments as its source has them, without self, and without Any and object."""
+    """Return arguments as the source has them, without self and the annotations Any and object."""
     args = re.sub(r"^(self|cls)(, )?", "", ast.unparse(node.args))
     return _plain(re.sub(r": (?:Any|object)(?=[,=]|$)", "", args))
 
