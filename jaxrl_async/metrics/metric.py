@@ -109,7 +109,7 @@ PAGE = {
         "loss_grad_norm",
         "supervised",
         "warm",
-    ),  # fmt: skip
+    ),
     "Policy and importance weights": ("policy", "offpolicy", "mismatch"),
     "Critic": ("critic",),
     "Preference pairs": ("preference",),
