@@ -21,7 +21,7 @@ def test_checkpoints_leave_no_python_objects_behind(tmp_path) -> None:
             checkpoints.save(step, state=state, loop={}, rollouts=lambda: np.ones(9, np.uint8))
         left = (_blocks(checkpoints) - before) / 10
         assert checkpoints.restore(None, state).step == 19
-    assert left < 60, "blocks of memory a checkpoint; 343 where orbax is not mended"
+    assert left < 150, "blocks of memory a checkpoint; 40 to 75, and 343 where orbax is not mended"
 
 
 def test_an_orbax_with_other_names_is_left_alone(monkeypatch, caplog) -> None:
