@@ -55,7 +55,7 @@ class DataSection(Section):
     """Prompts of data.addition or data.jsonl; a task may bring its own."""
 
     addition: AdditionSection | None = AdditionSection()
-    """The embedded task, used where data.jsonl.path is not set."""
+    """The embedded task, adding two numbers, used where data.jsonl.path is not set."""
     jsonl: JsonlSection | None = None
     """Records of files or of the hub."""
     tokenizer: str | None = None

@@ -28,7 +28,7 @@ class EndpointSection(Section):
     max_reward: float = Field(100.0, gt=0, le=LARGEST_REWARD)
     """Maximum absolute value of a reward, and of each part, that a call may give."""
     max_body_mib: Positive | None = None
-    """Maximum size of a call's body, MiB; null: 1, and 128 bytes for each token of
+    """Maximum size of a call's body, MiB; null: 1 MiB plus 128 bytes for each token of
     sampler.max_length."""
     call_timeout_s: float = Field(3600.0, gt=0)
     """Timeout of one answer, seconds."""

@@ -18,7 +18,7 @@ class LoraSection(Section):
     times the learning rate of full fine-tuning."""
 
     rank: Annotated[int, Field(ge=1, le=65_536)]
-    """Inner width of each change."""
+    """Rank of the change of each adapted matrix."""
     alpha: float = Field(32.0, gt=0)
     """The change is scaled by alpha / rank."""
     rslora: bool = False

@@ -156,8 +156,8 @@ class ModelSection(Section):
     param_dtype: NumberType = "float32"
     """Data type of the trainer's weights and gradients; with bfloat16 see trainer.rounding."""
     remat: Literal["none", "layer", "attention", "dots"] = "none"
-    """Recomputation in the backward pass: none, each layer, each layer except attention, or
-    everything but matrix products (dots)."""
+    """Recomputation in the backward pass: none, each layer (layer), each layer except its attention
+    (attention), or everything but matrix products (dots)."""
     lora: LoraSection | None = None
     """Train a low-rank adapter instead of all weights."""
     balance: BalanceSection = BalanceSection()

@@ -36,7 +36,7 @@ class PreferenceSection(Section):
     """Training a policy on chosen and rejected answers (run.job=preference)."""
 
     batch_size: Count = 32
-    """Pairs per update; a single judged answer counts as one."""
+    """Pairs per update; an answer that only has a label (kto) counts as one."""
     loss: Choice = "dpo"
     """Loss: dpo, ipo, ipo_average, kto, simpo or orpo."""
     reference: Annotated[

@@ -36,7 +36,8 @@ class SamplerSection(Section):
     """Sequences that each sampler decodes concurrently (engine=vllm: concurrent requests to each
     server); null: as many as kv_memory_mib holds."""
     reserve: Annotated[float, OF_NATIVE] = Field(0.5, ge=0, le=1)
-    """Sequences prefilled ahead to take over slots within a block, as a share of the slots."""
+    """Sequences prefilled ahead to take over slots that become free within a block, as a share of
+    the slots."""
     max_length: Positive = 128
     """Maximum length of a sequence, prompt plus answer, tokens."""
     max_new_tokens: Positive = 64
@@ -59,8 +60,8 @@ class SamplerSection(Section):
     """Precision of matrix products: full (model.dtype), bfloat16, or int8 (needs cpu_kernels).
     Log-probs then differ from the trainer's, most with int8."""
     attention: Annotated[Literal["auto", "gathered", "ragged"], OF_NATIVE] = "auto"
-    """Decode attention: dense on gathered copies of pages, or by a kernel on the pages (ragged;
-    TPU, GPU); auto: by platform and model."""
+    """Decode attention: dense on copies of the pages (gathered), or by a kernel on the pages
+    (ragged; TPU, GPU); auto: by platform and model."""
     cpu_kernels: bool = True
     """On a CPU (x86-64 with AVX2), use our C++ kernels, which a compiler builds once per machine;
     without a compiler, XLA."""

@@ -79,7 +79,7 @@ class SeatFilling(FillingSection):
     """The player in a seat, or a mixture of players."""
 
     mixture: list[WeightedFilling] = Field([])
-    """Several players: one is chosen at random for each group's games."""
+    """Several players, each with a `weight`: one is chosen at random for each group's games."""
 
     @property
     def choices(self) -> tuple[FillingSection, ...]:

@@ -64,7 +64,8 @@ class TaskSamplingSection(Section):
     min_p: float | None = Field(None, ge=0, lt=1)
     """In place of sampler.min_p."""
     max_new_tokens: Positive | None = None
-    """Maximum length of one turn, tokens; null: sampler.max_new_tokens, the limit."""
+    """Maximum length of one turn, tokens; null: sampler.max_new_tokens, which it may not
+    exceed."""
 
     def on(self, sampler: SamplerSection) -> SamplerSection:
         """Return the sampler's settings with these in place of theirs."""
@@ -93,7 +94,7 @@ class NamedTaskSection(Section):
     timeout_s: float | None = Field(None, gt=0)
     """Timeout of a group, from its first request to its score, seconds; it then fails."""
     max_staleness: NonNegative | None = None
-    """Maximum staleness of its groups; null: staleness.max_staleness, the limit."""
+    """Maximum staleness of its groups; null: staleness.max_staleness, which it may not exceed."""
     trainer_waits: bool = True
     """Whether the trainer waits for its groups; false, for a task that may hang: other groups
     overtake them, and stale ones are dropped. Needs max_in_flight."""
