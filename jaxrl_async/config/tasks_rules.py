@@ -255,6 +255,20 @@ def tasks_of_different_temperatures_compare_tokens(config: Config) -> Iterator[s
 
 
 @rule("tasks")
+def teachers_on_samplers_compute_at_one_temperature(config: Config) -> Iterator[str]:
+    """Refuse different temperatures with a teacher on the sampler's chips, which has one."""
+    warm = sorted({own.sampler.temperature or 1.0 for own in config.by_task.values()})
+    for name, one in config.named_teachers.items():
+        if one.chips == "sampler" and len(warm) > 1:
+            yield (
+                f"teachers.{name}.chips=sampler computes at one temperature, and the tasks sample "
+                f"at {', '.join(f'{t:g}' for t in warm)}: the two distributions would differ even "
+                f"between equal models. Give all one temperature, or set teachers.{name}.chips="
+                "trainer."
+            )
+
+
+@rule("tasks")
 def loss_components_are_of_tasks_of_the_run(config: Config) -> Iterator[str]:
     """Require that the tasks of a loss component exist."""
     known = ", ".join(config.named_tasks)

@@ -20,7 +20,7 @@ from jaxrl_async.errors import is_out_of_memory
 from jaxrl_async.mesh import DeviceGuard
 from jaxrl_async.model.spec import Params
 from jaxrl_async.trainer.objectives.policy_objective import PolicyData, PolicyObjective
-from jaxrl_async.trainer.update import Update
+from jaxrl_async.trainer.update import Update, check_compiler_options
 from jaxrl_async.trainer.update_programs import Frozen
 
 log = logging.getLogger(__name__)
@@ -76,6 +76,8 @@ class ComponentGradients:
             data: the whole step.
             frozen: as for the step's updates.
             device_lock: held during each program, if a sampler shares the devices.
+
+        Raises ConfigError if the compiler does not know one of trainer.compiler_options.
         """
         due = {name: i for name, (i, every) in self._every.items() if (version + 1) % every == 0}
         try:
@@ -84,6 +86,7 @@ class ComponentGradients:
                 for name, index in due.items()
             }
         except jax.errors.JaxRuntimeError as error:
+            check_compiler_options(error)
             if not is_out_of_memory(error):
                 raise
             log.warning(

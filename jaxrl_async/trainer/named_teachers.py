@@ -192,7 +192,13 @@ def _readings(step: PackedStep, named: Mapping[int, TeacherLogprobs]) -> Iterato
                 unread,
                 length,
             )
-        yield _Reading(pack(sequences, length), found)
+        batch = pack(sequences, length)
+        if step.batch.task_ids is not None:  # tasks may have temperatures of their own
+            of_rows = step.batch.task_ids.ravel()
+            of_shown = [of_rows[step.index.sequences[number][0]] for number in shown]
+            task_ids = np.array([*of_shown, 0], np.int32)[batch.sequence_ids]  # -1 is padding
+            batch = replace(batch, task_ids=task_ids)
+        yield _Reading(batch, found)
 
 
 def _with_opening(

@@ -49,6 +49,15 @@ APPLIED = ("grad_norm", "learning_rate", "param_norm", "skipped", "blown_up")
 """The reported results of `apply`."""
 
 
+def check_compiler_options(error: jax.errors.JaxRuntimeError) -> None:
+    """Raise ConfigError if the error is about an unknown option of trainer.compiler_options."""
+    if "No such compile option" in str(error):
+        raise ConfigError(
+            f"trainer.compiler_options: {str(error).partition(': ')[2]}, says the compiler of the "
+            "trainer's devices. Leave it out, or correct its name."
+        ) from error
+
+
 class Update(Generic[ObjectiveT]):
     """The update of one objective. Owned by the trainer's thread."""
 
@@ -110,11 +119,7 @@ class Update(Generic[ObjectiveT]):
                 sums, totals = self._gradients(state, micros, context, frozen, device_lock)
                 break
             except jax.errors.JaxRuntimeError as error:
-                if "No such compile option" in str(error):
-                    raise ConfigError(
-                        f"trainer.compiler_options: {str(error).partition(': ')[2]}, says the "
-                        "compiler of the trainer's devices. Leave it out, or correct its name."
-                    ) from error
+                check_compiler_options(error)
                 if not is_out_of_memory(error):
                     raise
                 self._halve(str(error).splitlines()[0])

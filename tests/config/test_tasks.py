@@ -168,3 +168,18 @@ def test_different_temperatures_refuse_whole_distributions():
     kl = {"kl": "full", "kl_coefficient": 0.1}
     assert "the tasks sample at 0.5, 1" in refused(warm, algorithm=kl)
     load({"tasks": TWO, "algorithm": kl})
+
+
+def test_different_temperatures_refuse_a_teacher_on_the_samplers_chips():
+    def of(chips):
+        return {
+            "teacher": {"source": "teachers"},
+            "teachers": {"t": {"path": "dir", "chips": chips}},
+        }
+
+    warm = with_a(sampling={"temperature": 0.5})
+    message = refused(warm, **of("sampler"))
+    assert "teachers.t.chips=sampler computes at one temperature" in message
+    assert "the tasks sample at 0.5, 1" in message
+    load({"tasks": TWO, **of("sampler")})
+    load({"tasks": warm, **of("trainer")})

@@ -10,6 +10,7 @@ import pytest
 from builders import mesh_of
 
 from jaxrl_async.config import schema
+from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import NO_DEVICE_LOCK
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.model.decoder import hidden_states, init_params, output_head
@@ -115,3 +116,15 @@ def test_the_norm_is_that_of_the_terms_own_gradient(data: int, fsdp: int) -> Non
 def test_each_component_is_measured_at_its_own_interval() -> None:
     due = [sorted(key.partition("/")[2] for key in measured(version)) for version in range(4)]
     assert due == [[], ["near"], ["low"], ["near"]]
+
+
+def test_an_unknown_option_of_the_compiler_names_the_setting() -> None:
+    """A component may be measured before the first update, which would say the same."""
+    trainer = schema.TrainerSection(
+        micro_batch_tokens=4 * ROW, compiler_options={"xla_no_such_option": "1"}
+    )
+    settings = LearningSettings(mesh=mesh_of(), trainer=trainer, row_length=ROW)
+    update = policy_update(SPEC, settings, SECTION, total_steps=9)
+    gradients, params = ComponentGradients(update, SECTION.components), update.init(PARAMS).params
+    with pytest.raises(ConfigError, match=r"trainer\.compiler_options: .*xla_no_such_option"):
+        gradients.norms(1, params, DATA, NOTHING_FROZEN, NO_DEVICE_LOCK)

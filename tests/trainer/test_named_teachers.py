@@ -795,6 +795,41 @@ def test_a_local_teacher_reads_other_contexts_than_the_policy(
     assert unread > 0 and f"{unread} generated tokens are beyond a row's 16 tokens" in caplog.text
 
 
+def test_a_teacher_reads_other_contexts_at_the_temperatures_of_their_tasks() -> None:
+    """A context that begins with the prompt's own tokens is the policy's, and so is its gap."""
+    tasks, local = ("cold", "warm"), LogprobPass(SPEC, replace(SETTINGS, temperatures=(0.5, 2.0)))
+    groups = [
+        replace(g, prompt=replace(g.prompt, task=task))
+        for g, task in zip((GROUPS[0], GROUPS[2]), reversed(tasks), strict=True)
+    ]
+
+    def gap(opened: bool) -> Any:
+        told_of = [
+            replace(
+                g,
+                scores=tuple(
+                    replace(
+                        s,
+                        teachers=(
+                            in_other_contexts(
+                                told("c", 1.0, e, np.random.default_rng(0)), 2, e.token_ids[:2]
+                            )
+                            if opened
+                            else told("c", 1.0, e, np.random.default_rng(0)),
+                        ),
+                    )
+                    for e, s in zip(g.episodes, g.scores, strict=True)
+                ),
+            )
+            for g in groups
+        ]
+        step = pack_step(shape(step_data(told_of)), ROW, tasks=tasks)
+        return asked(step, c=LocalTeacher(OTHER, local)).gap
+
+    assert np.abs(gap(opened=False)).max() > 0.1
+    np.testing.assert_allclose(gap(opened=True), gap(opened=False), atol=2e-5)
+
+
 @pytest.mark.parametrize("how", [{"average": 0.75}, {"every": 2}])
 def test_the_policy_as_a_teacher_follows_the_policy(how: dict[str, Any]) -> None:
     section = schema.TeacherSection(source="teachers", form="loss", top_k=K, rewards=0.0)
