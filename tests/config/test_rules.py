@@ -558,6 +558,11 @@ BROKEN = {
         "tasks": {"a": {}},
         "algorithm": {"losses": {"x": {"loss": "nll", "tasks": ("b",)}}},
     },
+    "teachers_on_samplers_compute_at_one_temperature": {
+        "tasks": {"a": {"sampling": {"temperature": 0.5}}, "b": {}},
+        "teacher": {"source": "teachers"},
+        "teachers": {"t": {"path": "x", "chips": "sampler"}},
+    },
     "some_task_samples_as_the_sampler_says": {
         "tasks": {"a": {"sampling": {"top_k": 3}}},
         "sampler": {"top_k": 5},
