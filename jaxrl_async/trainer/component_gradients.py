@@ -7,7 +7,7 @@ coefficient, of the whole step at the weights before it, without an adapter's dr
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,11 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxrl_async.algorithms.columns import DeviceBatch
 from jaxrl_async.config.algorithm_section import LossSection
 from jaxrl_async.errors import is_out_of_memory
 from jaxrl_async.mesh import DeviceGuard
 from jaxrl_async.model.spec import Params
-from jaxrl_async.trainer.objectives.policy_objective import PolicyData, PolicyObjective
+from jaxrl_async.trainer.objectives.policy_objective import (
+    PolicyContext,
+    PolicyData,
+    PolicyObjective,
+)
 from jaxrl_async.trainer.update import Update, check_compiler_options
 from jaxrl_async.trainer.update_programs import Frozen
 
@@ -80,9 +85,16 @@ class ComponentGradients:
         Raises ConfigError if the compiler does not know one of trainer.compiler_options.
         """
         due = {name: i for name, (i, every) in self._every.items() if (version + 1) % every == 0}
+        if not due:
+            return {}
+        objective = self._update.objective
+        context = objective.context(data)
+        micros = objective.micro_batches(data, self._update.sizes)
         try:
             return {
-                f"loss_grad_norm/{name}": self._of(index, params, data, frozen, device_lock)
+                f"loss_grad_norm/{name}": self._of(
+                    index, params, micros, context, frozen, device_lock
+                )
                 for name, index in due.items()
             }
         except jax.errors.JaxRuntimeError as error:
@@ -100,15 +112,15 @@ class ComponentGradients:
         self,
         index: int,
         params: Params,
-        data: PolicyData,
+        micros: Sequence[DeviceBatch],
+        context: PolicyContext,
         frozen: Frozen,
         device_lock: DeviceGuard,
     ) -> float:
-        objective = self._update.objective
-        context = objective.context(data)
+        """Return the norm of one component's gradient, summed over the step's micro-batches."""
         with device_lock:
             grads = self._zeros(params)
-        for micro in objective.micro_batches(data, self._update.sizes):
+        for micro in micros:
             with device_lock:
                 on_device = self._update.programs.put(micro)
                 grads = self._add(params, grads, on_device, context, frozen, index)
