@@ -63,7 +63,6 @@ def as_overview(facts: list[dict[str, object]], runs: RunsByName) -> dict[str, A
         "runs": [{**one, "number": number} for number, one in enumerate(facts)],
         "leftOut": runs.left_out,
         "folders": runs.folders,
-        "docs": documentation(),
     }
 
 
@@ -494,6 +493,7 @@ def alerts(run: WatchedRun) -> list[dict[str, object]]:
             "lasts": stretch[1] == len(steps) - 1,
             "keys": [key for key in rule.keys if run.points(key)],
             "help": f"{DOCS}#{rule.section}",
+            "helpAddress": page_address(documentation(), f"{DOCS}#{rule.section}"),
         }
     return sorted(found.values(), key=lambda alert: not alert["lasts"])
 
@@ -508,6 +508,18 @@ def last_stretch(shown: list[bool], in_a_row: int) -> tuple[int, int] | None:
         if value and end - begin >= in_a_row:
             last = begin, end - 1
     return last
+
+
+def page_address(index: str, page: str) -> str:
+    """Return the address of a section, such as "docs/metrics.md#kl", of the documentation whose
+    first page has the address `index`: files of a repository, or a site; "" if `index` is ""."""
+    base = index.removesuffix("index.md").rstrip("/")
+    if not base:
+        return ""
+    name, section = page.removeprefix("docs/").split("#")
+    if "/blob/" in base or "/tree/" in base:
+        return f"{base}/{name}#{section}"
+    return f"{base}/{name.removesuffix('.md')}/#{section}"
 
 
 @cache

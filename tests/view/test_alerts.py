@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.metrics.symptoms import ALERT_RULES, DOCS, IN_A_ROW, SYMPTOMS
-from jaxrl_async.view.queries import alerts, documentation, last_stretch
+from jaxrl_async.view.queries import alerts, documentation, last_stretch, page_address
 from jaxrl_async.view.watched import WatchedRun
 
 ROOT = Path(__file__).parents[2]
@@ -111,3 +112,25 @@ def test_metrics_and_sections_of_the_rules_exist():
         assert rule.keys and all(metric_of(key) for key in rule.keys)
         assert rule.behind in ("", *ILL) and rule.in_a_row in (1, IN_A_ROW)
     assert documentation() == "" or documentation().startswith("https://")
+
+
+@pytest.mark.parametrize(
+    ("index", "address"),
+    [
+        ("", ""),
+        ("https://h/o/r/blob/HEAD/docs/index.md", "https://h/o/r/blob/HEAD/docs/a.md#b-c"),
+        ("https://h/o/r/tree/main/docs/", "https://h/o/r/tree/main/docs/a.md#b-c"),
+        ("https://h/site/", "https://h/site/a/#b-c"),
+        ("https://h/site", "https://h/site/a/#b-c"),
+    ],
+)
+def test_a_section_has_its_address_in_a_repository_and_on_a_site(index, address):
+    assert page_address(index, "docs/a.md#b-c") == address
+
+
+def test_the_packages_own_documentation_leads_to_a_page_that_exists():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    urls = project["urls"]
+    for rule in ALERT_RULES:
+        address = page_address(urls["Documentation"], f"{DOCS}#{rule.section}")
+        assert address == f"{urls['Repository']}/blob/HEAD/{DOCS}#{rule.section}"

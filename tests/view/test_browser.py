@@ -257,7 +257,9 @@ def test_a_run_that_begins_later_appears_and_keeps_the_others_colors(page):
     sees(shown.locator("#runs li").first).to_contain_text("alpha")
 
 
-def test_alerts_say_what_is_wrong_and_lead_to_the_charts(page):
+@pytest.mark.parametrize("index", ["", "https://host/owner/name/blob/HEAD/docs/index.md"])
+def test_alerts_say_what_is_wrong_and_lead_to_the_charts(page, index, monkeypatch):
+    monkeypatch.setattr("jaxrl_async.view.queries.documentation", lambda: index)
     shown, root = page
     with (root / "dapo" / "metrics.jsonl").open("a") as file:
         for step in range(120, 140):
@@ -267,7 +269,12 @@ def test_alerts_say_what_is_wrong_and_lead_to_the_charts(page):
     sees(alerts.locator("summary")).to_have_text("1 alert: no gradient", timeout=60_000)
     alerts.locator("summary").click()
     sees(alerts).to_contain_text("dapo: no gradient (steps 120 to 139)")
-    sees(alerts).to_contain_text("docs/troubleshooting.md#no-gradient")
+    page_of_help = "docs/troubleshooting.md#no-gradient"
+    if index:
+        link = alerts.get_by_role("link", name="help")
+        sees(link).to_have_attribute("href", f"https://host/owner/name/blob/HEAD/{page_of_help}")
+    else:
+        sees(alerts).to_contain_text(page_of_help)
     alerts.get_by_role("link", name="charts").click()
     sees(shown.locator(".chart")).to_have_count(2)
     sees(shown.locator("#count")).to_contain_text("1 of 3 drawn")

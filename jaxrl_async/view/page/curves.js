@@ -344,13 +344,13 @@ export function curvesIn(place, { look, runs, change, onRun }) {
     warnings.classList.toggle("empty", !all.length);
   }
 
-  function alertOf(run, { title, says, first, last, lasts, keys, help }) {
+  function alertOf(run, { title, says, first, last, lasts, keys, help, helpAddress }) {
     const row = make("p", null, lasts ? "alert warn" : "alert"), dot = make("span", null, "dot");
     dot.style.setProperty("--c", colorOf(run.number));
     const steps = first === last ? `step ${first}` : `steps ${first} to ${last}`;
     row.append(dot, make("b", `${run.name}: ${title}`), make("span", ` (${steps}${lasts ? "" : ", over now"}). ${says} `));
     if (keys.length) row.append(linkOf("charts", hashOf("curves", { search: keys.join(" | "), show: JSON.stringify([run.name]) })), " ");
-    row.append(helpOf(help));
+    row.append(helpOf(help, helpAddress));
     return row;
   }
 
@@ -358,10 +358,7 @@ export function curvesIn(place, { look, runs, change, onRun }) {
 }
 
 /** Return what leads to a section of the documentation: a link, if the package names its address. */
-function helpOf(help) {
-  const [file, section] = help.replace(/^docs\//, "").split("#");
-  if (!model.docs) return make("span", help, "soft");
-  const base = model.docs.replace(/\/$/, ""), isFiles = /\/(blob|tree)\//.test(base);
-  const link = linkOf("help", isFiles ? `${base}/${file}#${section}` : `${base}/${file.replace(/\.md$/, "")}/#${section}`);
-  return Object.assign(link, { target: "_blank", rel: "noreferrer", title: help });
+function helpOf(help, address) {
+  if (!address) return make("span", help, "soft");
+  return Object.assign(linkOf("help", address), { target: "_blank", rel: "noreferrer", title: help });
 }

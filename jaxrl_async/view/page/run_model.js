@@ -1,7 +1,7 @@
 // The runs of the page: their columns, and which are listed, shown and grouped.
 
 /** What is known of the runs. runs: of /api/runs; settings: of /api/settings; rows: of /api/rows. */
-export const model = { runs: [], leftOut: 0, folders: [], docs: "", settings: null, rows: Object.create(null) };
+export const model = { runs: [], leftOut: 0, folders: [], settings: null, rows: Object.create(null) };
 
 /** Number of runs that are shown unless others are chosen: the newest. */
 export const SHOWN_AT_FIRST = 10;
