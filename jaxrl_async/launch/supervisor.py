@@ -105,8 +105,8 @@ class Phase(StrEnum):
 
 
 @dataclass(slots=True)
-class KeptPlace:
-    """One slot for a sampler."""
+class SupervisedSampler:
+    """A sampler to keep running, with hosts or without."""
 
     number: int
     phase: Phase = Phase.WAITING
@@ -150,7 +150,7 @@ class Upkeep:
         self._runs = False  # whether the trainer's processes were started
         self._restarts, self._trainer_at_s = 0, 0.0
         self._trainer_since_s, self._trainer_missed = 0.0, False  # time since which it has no hosts
-        self._seats = [KeptPlace(number=n) for n in range(plan.least)]
+        self._samplers = [SupervisedSampler(number=n) for n in range(plan.least)]
         self._stopped = False
         self._result: int | None = None
         self._look_at_s = 0.0
@@ -158,7 +158,7 @@ class Upkeep:
     @property
     def samplers(self) -> int:
         """Number of running samplers."""
-        return sum(seat.phase is Phase.RUNNING for seat in self._seats)
+        return sum(sampler.phase is Phase.RUNNING for sampler in self._samplers)
 
     def stop(self, number: int) -> None:
         """Send this signal to the trainer, which saves and ends; then end the samplers."""
@@ -172,22 +172,22 @@ class Upkeep:
         """Do what is due; return the run's exit code when everything has ended."""
         if self._result is None:
             self._step_trainer(now_s)
-        for seat in tuple(self._seats):
-            self._step_seat(seat, now_s)
+        for sampler in tuple(self._samplers):
+            self._step_sampler(sampler, now_s)
         if self._result is None:
             self._scale(now_s)
             return None
-        if any(seat.group is not None for seat in self._seats):
+        if any(sampler.group is not None for sampler in self._samplers):
             return None
         self.close()
         return self._result
 
     def close(self) -> None:
         """End everything immediately."""
-        for group in [self._trainer, *(seat.group for seat in self._seats)]:
+        for group in [self._trainer, *(sampler.group for sampler in self._samplers)]:
             if group is not None:
                 group.close()
-        self._trainer, self._seats = None, []
+        self._trainer, self._samplers = None, []
 
     # ---- the trainer
 
@@ -234,66 +234,70 @@ class Upkeep:
 
     # ---- the samplers
 
-    def _step_seat(self, seat: KeptPlace, now_s: float) -> None:
-        over = self._result is not None or seat.retired
-        if seat.phase is Phase.WAITING:
+    def _step_sampler(self, sampler: SupervisedSampler, now_s: float) -> None:
+        over = self._result is not None or sampler.retired
+        if sampler.phase is Phase.WAITING:
             if over:
-                self._seats.remove(seat)
-            elif self._runs and now_s >= seat.start_at_s:
-                seat.group = self._cluster.place(self._plan.sampler, f"sampler-{seat.number}")
-                self._enter(seat, Phase.PLACING, now_s)
-        assert seat.group is not None or seat.phase is Phase.WAITING
-        if seat.group is None:
+                self._samplers.remove(sampler)
+            elif self._runs and now_s >= sampler.start_at_s:
+                sampler.group = self._cluster.place(self._plan.sampler, f"sampler-{sampler.number}")
+                self._enter(sampler, Phase.PLACING, now_s)
+        assert sampler.group is not None or sampler.phase is Phase.WAITING
+        if sampler.group is None:
             return
-        if seat.phase is Phase.PLACING:
-            self._step_placing(seat, seat.group, now_s, over=over)
-        elif seat.phase is Phase.RUNNING:
-            self._step_running(seat, seat.group, now_s, over=over)
-        elif outcome(seat.group.codes()) is not None or now_s - seat.since_s > LEAVE_S:
-            self._free(seat, now_s)
+        if sampler.phase is Phase.PLACING:
+            self._step_placing(sampler, sampler.group, now_s, over=over)
+        elif sampler.phase is Phase.RUNNING:
+            self._step_running(sampler, sampler.group, now_s, over=over)
+        elif outcome(sampler.group.codes()) is not None or now_s - sampler.since_s > LEAVE_S:
+            self._free(sampler, now_s)
 
-    def _enter(self, seat: KeptPlace, phase: Phase, now_s: float) -> None:
-        seat.phase, seat.since_s, seat.missed = phase, now_s, False
+    def _enter(self, sampler: SupervisedSampler, phase: Phase, now_s: float) -> None:
+        sampler.phase, sampler.since_s, sampler.missed = phase, now_s, False
 
-    def _free(self, seat: KeptPlace, now_s: float) -> None:
+    def _free(self, sampler: SupervisedSampler, now_s: float) -> None:
         """Release a sampler slot's hosts; it waits to restart."""
-        if seat.group is not None:
-            seat.group.close()
-        seat.group = None
-        self._enter(seat, Phase.WAITING, now_s)
+        if sampler.group is not None:
+            sampler.group.close()
+        sampler.group = None
+        self._enter(sampler, Phase.WAITING, now_s)
 
-    def _step_placing(self, seat: KeptPlace, group: Group, now_s: float, *, over: bool) -> None:
+    def _step_placing(
+        self, sampler: SupervisedSampler, group: Group, now_s: float, *, over: bool
+    ) -> None:
         if over:
-            self._free(seat, now_s)
+            self._free(sampler, now_s)
         elif self._runs and self._trainer is not None and group.placed():
-            seat.joined = address = self._trainer.address()
+            sampler.joined = address = self._trainer.address()
             group.start(lambda at: self._plan.sampler_tasks(address, at))
-            self._say(f"sampler {seat.number}: starts, and joins {address}")
-            self._enter(seat, Phase.RUNNING, now_s)
-        elif self._runs and now_s - seat.since_s > PLACE_S and not seat.missed:
-            seat.missed = True  # its hosts may be ready while the trainer is down
-            self._say_missed(f"sampler {seat.number}", self._plan.sampler)
+            self._say(f"sampler {sampler.number}: starts, and joins {address}")
+            self._enter(sampler, Phase.RUNNING, now_s)
+        elif self._runs and now_s - sampler.since_s > PLACE_S and not sampler.missed:
+            sampler.missed = True  # its hosts may be ready while the trainer is down
+            self._say_missed(f"sampler {sampler.number}", self._plan.sampler)
 
     def _say_missed(self, who: str, hardware: Hardware) -> None:
         self._say(f"{who}: no hosts of {hardware} for {PLACE_S:.0f} s; still waiting")
 
-    def _step_running(self, seat: KeptPlace, group: Group, now_s: float, *, over: bool) -> None:
+    def _step_running(
+        self, sampler: SupervisedSampler, group: Group, now_s: float, *, over: bool
+    ) -> None:
         code = outcome(group.codes())
         moved = self._runs and self._trainer is not None and (
-            self._trainer.address() != seat.joined
+            self._trainer.address() != sampler.joined
         )  # fmt: skip
         if code is None and (over or moved):
             group.send(signal.SIGTERM)  # it hands unfinished requests back
-            self._enter(seat, Phase.LEAVING, now_s)
+            self._enter(sampler, Phase.LEAVING, now_s)
         elif code is not None:
             kind = code not in (0, PREEMPTED_CODE)
-            steady = now_s - seat.since_s >= STEADY_S
-            seat.failures = (0 if steady else seat.failures) + kind
-            seat.start_at_s = now_s + restart_wait_s(seat.failures)
+            steady = now_s - sampler.since_s >= STEADY_S
+            sampler.failures = (0 if steady else sampler.failures) + kind
+            sampler.start_at_s = now_s + restart_wait_s(sampler.failures)
             what = "its host was lost" if code == LOST else f"ended with code {code}"
-            again = "" if over else f"; restarts in {restart_wait_s(seat.failures):.0f} s"
-            self._say(f"sampler {seat.number}: {what}{again}")
-            self._free(seat, now_s)
+            again = "" if over else f"; restarts in {restart_wait_s(sampler.failures):.0f} s"
+            self._say(f"sampler {sampler.number}: {what}{again}")
+            self._free(sampler, now_s)
 
     # ---- number of samplers
 
@@ -303,9 +307,9 @@ class Upkeep:
             return
         self._look_at_s = now_s + LOOK_S
         assert self._trainer is not None
-        staying = [seat for seat in self._seats if not seat.retired]
-        staying.sort(key=lambda seat: seat.missed)  # slots without hosts last
-        now = sum(not seat.missed for seat in staying)
+        staying = [sampler for sampler in self._samplers if not sampler.retired]
+        staying.sort(key=lambda sampler: sampler.missed)  # those without hosts last
+        now = sum(not sampler.missed for sampler in staying)
         seen = measured_steps(steps_in(self._trainer.tail(self._plan.metrics)), now)
         if not seen:
             return  # some are still joining or leaving
@@ -317,8 +321,10 @@ class Upkeep:
             f"samplers: {now} -> {wanted} (the trainer waits {demand.trainer_waits:.0%} of the "
             f"time, samplers idle {demand.sampler_idles:.0%})"
         )
-        used = {seat.number for seat in self._seats}
+        used = {sampler.number for sampler in self._samplers}
         free = (n for n in range(self._plan.most + len(used)) if n not in used)
-        self._seats += [KeptPlace(number=next(free)) for _ in range(wanted - len(staying))]
-        for seat in staying[wanted:]:
-            seat.retired = True
+        self._samplers += [
+            SupervisedSampler(number=next(free)) for _ in range(wanted - len(staying))
+        ]
+        for sampler in staying[wanted:]:
+            sampler.retired = True

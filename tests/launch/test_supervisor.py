@@ -368,7 +368,7 @@ def test_a_sampler_that_waits_for_the_trainer_is_not_said_to_miss_hosts():
     assert missed == ["trainer: no hosts of cpu:1 for 60 s; still waiting"]
 
 
-def test_numbers_of_seats_are_used_again():
+def test_numbers_of_samplers_are_used_again():
     run = Run(least=1, most=3)
     run.go(10)
     for _ in range(4):
@@ -401,7 +401,7 @@ def test_waits_grow_and_stay_bounded():
         max_size=30,
     )
 )
-def test_whatever_dies_there_are_never_more_groups_than_seats_and_the_end_frees_all(events):
+def test_whatever_dies_there_are_never_more_groups_than_samplers_and_the_end_frees_all(events):
     run = Run(least=2, most=3, max_restarts=100)
     for which, code, placed in events:
         run.cluster.is_placed = placed

@@ -290,7 +290,7 @@ class Members:
         hello = replace(hello, data_address=prepared.data_address)
         end = RemoteEnd(session, hello, self._channel.exchange, self._outbox)
         replica.draws_from(lambda: end.live_version)
-        end.on_entered(lambda: self._seat(session, hello, replica))
+        end.on_entered(lambda: self._route_to(session, hello, replica))
 
     def _take_trace(self, name: str, profiled: Profiled) -> None:
         """Write a trace that was requested from a sampler. Raises RolloutError for any other
@@ -312,9 +312,9 @@ class Members:
         if self._folder is not None:
             keep_trace(self._folder, profiled.step, sampler_process(name), whole)
 
-    def _seat(self, session: WireSession, hello: Hello, replica: RemoteReplica) -> None:
-        seat = self._router.join(replica)
-        log.info("%s is generating as replica %d", hello.name, seat)
+    def _route_to(self, session: WireSession, hello: Hello, replica: RemoteReplica) -> None:
+        number = self._router.join(replica)
+        log.info("%s is generating as replica %d", hello.name, number)
         with self._changed:
             if self._is_held(hello.name, session):
                 self._drawing.add(hello.name)
