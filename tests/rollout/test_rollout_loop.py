@@ -291,6 +291,7 @@ def test_a_scorer_that_forgets_an_episode_fails_the_group():
         asyncio.run(make_loop(ScriptedGate(1), scorer=Short(), max_failures=1).run())
 
 
+@pytest.mark.full
 def test_rollouts_need_no_jax():
     code = (
         "import sys, jaxrl_async.rollout.rollout_loop, jaxrl_async.rollout.evaluate; "
@@ -652,11 +653,15 @@ class EchoMember(EchoGenerate):
         order = self.order or sorted(by_member)
         answered = [by_member[m] for m in order if m not in self.never and m in by_member]
 
-        def answer():
+        def answer(rounds):
+            """After rounds of the event loop, not a time: each member waits for its answer then."""
+            if rounds:
+                loop.call_soon(answer, rounds - 1)
+                return
             for future, request in answered:
                 self._answer(future, request)
 
-        loop.call_later(0.001, answer)
+        loop.call_soon(answer, 20)
         self.futures += futures
         self.calls.append([r.request_id for r in requests])
         return futures
