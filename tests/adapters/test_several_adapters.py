@@ -258,6 +258,7 @@ def test_turns_are_taken_in_the_order_of_asking() -> None:
         assert not turns._waiting
 
 
+@pytest.mark.full
 def test_a_run_does_not_wait_for_ever_for_one_that_keeps_the_turn() -> None:
     clock = VirtualClock()
     turns = Turns(limit_s=100.0, clock=clock)

@@ -443,6 +443,7 @@ def test_a_loss_of_whole_ratios_refuses_a_proximal_anchor_by_name(loss, correcti
         default_correction(loss, "proximal")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loss", sorted(set(token_loss) - WHOLE_RATIOS))
 def test_against_the_proximal_policy_what_lies_before_is_truncated_at_the_losss_own_level(loss):
     """The loss's own ratio is 1 there; gpg does without any."""

@@ -90,6 +90,7 @@ def step_of(drawn) -> list[EpisodeGroup]:
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(shaping))
 @settings(deadline=None, max_examples=40)
 @given(drawn=steps)

@@ -45,6 +45,7 @@ def test_arguments_of_the_chat_template_reach_texts_and_conversations() -> None:
             assert asked_tokens(asker, prompt) == wanted != asked_tokens(plain, prompt)
 
 
+@pytest.mark.full
 def test_texts_and_completions_have_the_log_probs_of_the_trainer() -> None:
     """Of a text and its ids all tokens, of a pair those of the completion alone."""
     text, prompt, answer = "wörld, and more", "wörld,", " and more"

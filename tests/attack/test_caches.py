@@ -140,6 +140,7 @@ def test_a_kernel_is_built_once_with_its_sum_and_is_this_users_alone(
     assert file.stat().st_ino == before and not caplog.records
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [0, 4, 4096, -1])
 def test_a_cut_kernel_is_built_again(
     caches: Path, size: int, caplog: pytest.LogCaptureFixture

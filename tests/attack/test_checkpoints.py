@@ -99,6 +99,7 @@ def test_one_without_checksums_is_the_last_resort_where_the_others_are_damaged(t
     assert [r.levelno for r in caplog.records].count(logging.ERROR) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("text", ["", "[]", "null", '"x"', "[" * 100_000, "{}", "1", "{"])
 def test_odd_checksums_are_no_checksums_that_agree(tmp_path, text):
     folder = made(tmp_path / "c", 1, 2)
@@ -306,6 +307,7 @@ def test_a_file_of_the_checkpoint_that_cannot_be_synced_fails_the_save(tmp_path,
     assert read(tmp_path / "c") == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EROFS])
 def test_a_file_system_without_fsync_saves_and_says_so_once(run, monkeypatch, caplog, code):
     seal._tell_of_no_sync.cache_clear()
@@ -331,6 +333,7 @@ def answer(run, monkeypatch) -> dict[str, int]:
     return answers
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EACCES])
 def test_a_disk_that_does_not_answer_is_a_failed_save_and_the_next_is_made(run, answer, code):
     with Checkpoints(run.checkpoints, run=run) as checkpoints:
@@ -383,6 +386,7 @@ def halved(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "damage", [emptied, garbled, halved, Path.unlink], ids=lambda f: f.__name__
 )
@@ -416,6 +420,7 @@ def test_one_of_other_settings_is_still_refused_by_name(tmp_path, verify):
     assert seal.saved_steps(folder) == [1, 2]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "error",
     [

@@ -201,6 +201,7 @@ def test_a_reader_that_leaves_ends_no_run(tmp_path):
     assert "INFO:root:made 1000" in errors
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
 @pytest.mark.parametrize("both", [False, True])
 def test_a_full_disk_for_the_log_ends_no_run(tmp_path, both):
@@ -228,6 +229,7 @@ def test_a_terminal_that_closes_stops_a_run_as_sigterm_does(tmp_path):
     assert (tmp_path / "made").read_text().endswith(" SIGHUP")
 
 
+@pytest.mark.full
 def test_under_nohup_the_end_of_the_terminal_is_not_heard(tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which the process inherits
     try:

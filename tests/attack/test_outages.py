@@ -304,6 +304,7 @@ def test_calls_of_several_prompts_wait_for_longer_than_one_alone():
     assert outages.clock.now_s >= CALL_S
 
 
+@pytest.mark.full
 def test_an_outage_puts_off_the_time_limits_round_it_on_other_loops_too():
     async def sleep(seconds):
         await asyncio.sleep(0.3)  # longer than the limit
@@ -649,6 +650,7 @@ def test_an_outage_that_begins_anew_while_a_call_waits_is_counted_from_there():
     assert outages.counted["outages"] == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("longest_s", [3.0, 600.0, 3600.0])
 def test_the_end_that_is_set_holds_for_the_first_contact_too(longest_s):
     """As of a judge's server that loads its model while the run begins."""

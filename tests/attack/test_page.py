@@ -122,6 +122,7 @@ def test_damaged_lines_take_nothing_from_the_lines_around_them(tmp_path):
     assert "? half" in report
 
 
+@pytest.mark.full
 @settings(
     max_examples=60,
     deadline=None,
@@ -228,6 +229,7 @@ def threads_of(server):
     return sum("process_request_thread" in thread.name for thread in threading.enumerate())
 
 
+@pytest.mark.full
 def test_silent_connections_are_bounded_and_end(tmp_path, monkeypatch):
     with page(write_run(tmp_path, "r", GOOD)) as ask:
         lines = []

@@ -67,6 +67,7 @@ CHILDREN = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("child", CHILDREN)
 async def test_a_command_that_exits_has_ended_whatever_it_left(tmp_path: Path, child: str) -> None:
     pids = tmp_path / "pids"
@@ -80,6 +81,7 @@ async def test_a_command_that_exits_has_ended_whatever_it_left(tmp_path: Path, c
     assert not left_of(pids) and not COMMANDS.running
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("child", ["in the background", "twice forked", "one that begins others"])
 def test_a_command_that_takes_too_long_ends_with_all_it_has_started(
     tmp_path: Path, child: str
@@ -143,6 +145,7 @@ def leaves(completion, pids):
 """
 
 
+@pytest.mark.full
 def test_what_a_reward_in_a_process_has_started_ends_with_it(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD, encoding="utf-8")
     source = FunctionSource(module="user_reward", file=str(tmp_path / "reward.py"), name="leaves")
@@ -187,6 +190,7 @@ def makes_one_that_swallows(agent: AgentSession):
 ENDLESS = (swallows, waits_in_a_thread, cleans_up_for_ever, makes_one_that_swallows)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("program", [*ENDLESS, blocks_its_loop])
 def test_a_program_that_does_not_end_fails_its_member_and_holds_up_nothing(
     program, monkeypatch, caplog
@@ -202,6 +206,7 @@ def test_a_program_that_does_not_end_fails_its_member_and_holds_up_nothing(
         assert "the program of g5/m0 does not end 0.05 s after it was cancelled" in caplog.text
 
 
+@pytest.mark.full
 def test_a_call_that_is_cancelled_before_it_has_begun_has_ended() -> None:
     """The loop for user code is busy meanwhile."""
 
@@ -244,6 +249,7 @@ except RolloutTimeout:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("program", [p.__name__ for p in ENDLESS])
 def test_the_process_exits_though_a_program_has_not_ended(program: str) -> None:
     paths = [str(Path(__file__).parent), str(ROOT / "tests/helpers"), str(ROOT)]
@@ -354,6 +360,7 @@ print(*sorted(hidden))
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_no_secret_of_the_run_is_in_proc_for_what_it_starts() -> None:
     secrets = {

@@ -308,6 +308,7 @@ def test_a_prepared_draft_is_not_written_to(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "join.json").read_text())["secret"] == SECRET.decode()
 
 
+@pytest.mark.full
 def test_a_sampler_waits_for_the_secret_of_a_trainer_that_starts_again(tmp_path: Path) -> None:
     """The new trainer listens at the old port a moment before it writes its new secret."""
     with a_hub(SECRET) as hub:
@@ -377,6 +378,7 @@ class Numbers:
         return 0
 
 
+@pytest.mark.full
 def test_a_flood_of_silent_connections_starves_no_member_of_weights() -> None:
     server = PieceServer(Numbers(), guard=Guard(secret=SECRET))
     host, port = server.address.rsplit(":", 1)
@@ -411,6 +413,7 @@ def test_a_flood_of_silent_connections_starves_no_member_of_weights() -> None:
     assert served == [True] * 50
 
 
+@pytest.mark.full
 def test_a_connection_that_does_not_greet_is_closed() -> None:
     server = PieceServer(Numbers(), guard=Guard(secret=SECRET))
     host, port = server.address.rsplit(":", 1)

@@ -309,6 +309,7 @@ def test_a_turn_follows_the_answer_that_was_said(server):
     assert [m["content"] for m in server.bodies[1][0]["messages"]] == ["one", "A", "two"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("events", "says"),
     [

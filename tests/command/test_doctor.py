@@ -106,6 +106,7 @@ def test_devices_are_what_jax_sees(monkeypatch):
     assert [f.level for f in findings] == ["ok"]
 
 
+@pytest.mark.full
 def test_a_driver_that_never_answers_is_given_up_and_leaves_no_process(monkeypatch, tmp_path):
     """As where another process holds the TPU: the child even ignores SIGTERM."""
     mark = tmp_path / "pid"

@@ -192,6 +192,7 @@ def test_completions_without_tokens_are_no_trouble(name):
     assert per_group(name) == ()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_given_is_changed(name):
     data = step_of(group_of([1.0, 0.0]), value=0.5)

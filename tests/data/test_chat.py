@@ -180,6 +180,7 @@ def test_a_next_turn_is_what_the_whole_conversation_would_be(name, setting, othe
     assert more.dtype == np.int32 and whole.tolist()[-len(more) :] == more.tolist()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "setting"), FORMATS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())

@@ -133,6 +133,7 @@ def test_a_pool_of_one_is_the_stream_in_its_order():
     assert [p.position for p in islice(curriculum(pool=1), 30)] == list(range(30))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "ahead", "behind"),
     [("hard_first", [0], [3]), ("frontier_first", [1, 2], [0, 3])],  # right answers of three

@@ -95,6 +95,7 @@ def test_the_schedule_is_that_of_the_earliest_deadline():
     assert counts == {"a": 9, "b": 6, "c": 6}
 
 
+@pytest.mark.full
 @settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 10), min_size=2, max_size=8),
@@ -207,6 +208,7 @@ def test_a_task_of_weight_0_starts_nothing():
 EVENT = st.sampled_from(["draw", "draw", "draw", "score", "drop"])
 
 
+@pytest.mark.full
 @settings(max_examples=60)
 @given(
     WEIGHTS.filter(lambda w: len(w) > 1),
@@ -272,6 +274,7 @@ def played(source, events, running, drawn):
     return drawn
 
 
+@pytest.mark.full
 @settings(max_examples=100)
 @given(
     WEIGHTS.filter(lambda w: len(w) > 1),

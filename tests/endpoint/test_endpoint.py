@@ -100,6 +100,7 @@ def test_each_of_several_answers_has_its_own_random_numbers(rig: Rig):
     assert len({tuple(c.token_ids) for c in reply.choices}) == 4
 
 
+@pytest.mark.full
 def test_a_stream_is_the_whole_answer_in_parts(rig: Rig):
     whole = rig.chat(seed=11, n=2, max_tokens=40)
     chunks = list(
@@ -134,6 +135,7 @@ def test_completions_take_text_and_token_ids(rig: Rig):
 MIXED = "Hi 😀🎉 naïve 日本語 คำตอบ الجواب done"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("named_by_id", [False, True])
 def test_offsets_and_bytes_of_log_probs_are_those_of_the_text(talking: Rig, stream, named_by_id):
@@ -367,6 +369,7 @@ def talking() -> Iterator[Rig]:
     closed(rig)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_are_called_and_answered_in_openai_form(talking: Rig, stream):
     talking.sampler.texts = [f"<think>\nlet me see\n</think>\n\nI add. {CALL}", "It is 3."]
@@ -396,6 +399,7 @@ def test_tools_are_called_and_answered_in_openai_form(talking: Rig, stream):
     assert "add" in first
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_are_called_and_answered_in_anthropic_form(talking: Rig, stream):
     talking.sampler.texts = [f"<think>\nlet me see\n</think>\n\nI add. {CALL}", "It is 3."]
@@ -628,6 +632,7 @@ def test_bodies_are_bounded_in_size_and_time():
     closed(rig)
 
 
+@pytest.mark.full
 def test_a_connection_that_asks_for_nothing_is_closed(monkeypatch):
     monkeypatch.setattr("jaxrl_async.endpoint.connection.HEAD_S", 0.2)
     rig = serve(Speaker(byte_tokenizer(CHATML), []), byte_tokenizer(CHATML))

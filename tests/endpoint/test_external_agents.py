@@ -131,6 +131,7 @@ async def test_a_cancelled_group_takes_its_tasks_back():
     assert await members.lobby.take(0.0) is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(4))
 def test_however_many_ask_at_once_each_task_is_given_away_once(seed: int):
     """Agents on threads of their own that come, wait for some time and go; tasks that come and are

@@ -104,6 +104,7 @@ def test_a_tool_is_called_and_answered(talking: Rig, stream: bool, by: str):
     assert (episode.starts, episode.num_turns) == ((0,), 2)
 
 
+@pytest.mark.full
 def test_events_of_a_stream_are_numbered_and_are_the_whole(talking: Rig):
     talking.sampler.texts = [WANTS_TOOL]
     events = list(
@@ -144,6 +145,7 @@ def test_a_guest_continues_by_id_alone(talking: Rig):
             ask(model="m", input="More", previous_response_id=unknown)
 
 
+@pytest.mark.full
 def test_unnamed_responses_do_not_crowd_out_a_named_conversation():
     tokenizer = byte_tokenizer(QWEN3)
     terms = CallerLimits(
@@ -178,6 +180,7 @@ def test_an_answer_that_is_cut_off_is_incomplete(talking: Rig):
         assert cut.usage.output_tokens == 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("body", "field"),
     [

@@ -549,6 +549,7 @@ child.wait()
 """
 
 
+@pytest.mark.full
 def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_path):
     pids = tmp_path / "pids"
     with pytest.raises(RolloutTimeout, match=r"more than 1\.5 s"):

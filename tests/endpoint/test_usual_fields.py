@@ -334,6 +334,7 @@ def test_allowed_tools_are_counted_where_nothing_keeps_the_policy_from_others(ri
         assert is_counted or "add" not in shaping.constraint.text
 
 
+@pytest.mark.full
 def test_ids_of_calls_do_not_repeat_and_are_the_same_in_a_replay(rig: Rig):
     def ids(key, count=3):
         found, messages = [], list(HI)

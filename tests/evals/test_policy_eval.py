@@ -135,6 +135,7 @@ def chatty(body):
     return f"It is #{int(first) + int(second) + (not right)}"
 
 
+@pytest.mark.full
 def test_a_policy_behind_an_endpoint_is_asked_in_chats(tmp_path, monkeypatch):
     monkeypatch.setenv("OWN_KEY", "secret")
     with FakeJudge() as fake:

@@ -86,6 +86,7 @@ def test_a_server_that_is_not_there_is_told_with_its_address(server):
         check_engines(config(url), SPEC)
 
 
+@pytest.mark.full
 def test_several_servers_share_one_copy_which_donation_leaves_whole():
     sharded = shardings(weight_table(SPEC), mesh_of(fsdp=2), TRAINER_RULES)
     params = jax.device_put(tiny_params(SPEC), sharded)

@@ -124,6 +124,7 @@ def test_requests_go_side_by_side_and_come_back_as_completions(server, make):
     assert (stats.requests_done, stats.generated_tokens, stats.truncated) == (21, 82, 20)
 
 
+@pytest.mark.full
 def test_what_is_asked_for_reaches_the_server(server, make):
     sampling = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1)
     results(make(), [request(sampling=sampling, stop_token_ids=(23,), forced_length=3)])
@@ -189,6 +190,7 @@ def channel():
     made.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["continue", "recompute", "drain", "restart"])
 def test_weights_that_come_in_mid_request(server, make, params, channel, folder, mode):
     """Each token has the version of the weights that drew it, whatever becomes of the request."""
@@ -221,6 +223,7 @@ def test_without_labels_all_tokens_count_as_old_as_the_request(server, make, par
     assert running.result(20).versions.tolist() == [0] * 20
 
 
+@pytest.mark.full
 def test_several_servers_share_what_is_written(server, make, params, folder):
     other = FakeVllm()
     channel = WeightChannel([FunctionLink(lambda p: p)] * 2)
@@ -279,6 +282,7 @@ BAD_ANSWERS = [
 OFTEN = ("short", "garbage")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
@@ -301,6 +305,7 @@ def test_an_answer_that_is_none_takes_the_server_out_and_the_request_is_drawn_ag
     assert server.loaded == ["0", "0"], "the successor brings the weights again"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("faults", [["dies"], ["503"], ["429", "dies", "503"]], ids=str)
 def test_what_breaks_on_the_way_is_asked_once_more(server, make, faults):
     server.faults, counts = [*faults], FaultCounts()
@@ -310,6 +315,7 @@ def test_what_breaks_on_the_way_is_asked_once_more(server, make, faults):
     assert sampler.error is None and counts.read()["engine_retries"] == len(faults)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("status", ["400", "422", "500"])
 def test_a_request_that_a_healthy_server_refuses_fails_alone(server, make, status):
     server.faults = [status]
@@ -349,6 +355,7 @@ def test_a_server_that_is_silent_is_given_up_in_time(server, make):
         results(sampler, [request()])
 
 
+@pytest.mark.full
 def test_a_server_that_died_comes_back_with_the_newest_weights(server, make, params, channel):
     """Requests wait for it, the trainer does not, and nothing is drawn by the weights it began
     with."""
@@ -379,6 +386,7 @@ def test_a_server_that_began_anew_in_secret_draws_nothing_that_counts(server, ma
     assert "Give each run its own servers" in caplog.text and server.loaded == ["0", "0"]
 
 
+@pytest.mark.full
 def test_a_server_that_aborts_for_ever_is_at_fault(server, make):
     sampler = make()
     server.token_s = 0.02

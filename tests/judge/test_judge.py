@@ -139,6 +139,7 @@ def test_other_rewards_are_added_side_by_side(server):
     assert scores[0].parts == {"judge": 1.0, "judge.judge": 0.5}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "counted"),
     [
@@ -185,6 +186,7 @@ def test_what_cannot_be_judged_fails_or_is_neutral(server):
     assert faults["judge_failures"] == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("on_failure", ["fail", "neutral"])
 def test_a_judge_that_is_away_is_waited_for_and_no_answer_is_neutral(server, on_failure):
     server.faults, outages = ["503", "500", "429"] * 6, QuickOutages()
@@ -203,6 +205,7 @@ def test_a_judge_that_never_answered_ends_the_run(server):
     assert f"the judge at {server.url} has been away" in str(error)
 
 
+@pytest.mark.full
 def test_patience_ends_before_the_guard_does(server):
     server.faults = ["", "hang"]
     settings = {"patience_s": 1.0, "timeout_s": 1.0, "concurrency": 1, "on_failure": "neutral"}

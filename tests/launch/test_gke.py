@@ -153,6 +153,7 @@ def check(document):
         kubernetes_validate.validate(job, KUBERNETES, strict=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tree", ALL, ids=lambda t: t["name"])
 def test_manifests_are_what_the_published_schemas_allow(tree):
     documents = made(tree)
@@ -479,6 +480,7 @@ def test_samplers_that_fetch_weights_from_a_folder_mount_it():
     assert mounts == {"/dev/shm", "/runs"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("role", "capacity", "label", "tolerated"),
     [

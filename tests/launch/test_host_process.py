@@ -52,6 +52,7 @@ def test_of_a_long_file_the_end_is_read(host, tmp_path):
     assert len(host.tail("long")) == TAIL_BYTES and host.tail("long").endswith(b"x\nlast\n")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("code", "told"), [(POLITE, 75), (STUBBORN, 137)])
 def test_an_end_is_asked_for_before_it_is_forced(host, tmp_path, code, told):
     host.start(task(code))

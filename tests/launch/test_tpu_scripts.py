@@ -312,6 +312,7 @@ def test_the_output_of_a_sampler_can_be_followed(fake):
     assert "mine-sampler-2" in call and "journalctl" in call
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "command", ["create", "install", "delete", "start a.yaml", "supervise a.yaml"]
 )

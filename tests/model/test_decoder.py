@@ -70,6 +70,7 @@ def test_segments_in_one_row_equal_each_alone(family):
     np.testing.assert_allclose(together[:, 3:8], of_one_segment(spec, params, second), atol=1e-5)
 
 
+@pytest.mark.full
 def test_padding_changes_nothing_whatever_it_holds():
     spec = spec_of()
     params, ids = random_params(spec), token_rows(length=6)

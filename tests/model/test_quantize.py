@@ -43,6 +43,7 @@ def test_each_weight_is_its_value_times_the_scale_of_its_output(kind, spec):
         np.testing.assert_array_equal(found[name], params[name])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("spec", [DENSE, ROUTED], ids=["dense", "experts"])
 def test_the_table_says_the_tree_and_the_shapes(spec):
     table = weight_table(spec)

@@ -101,6 +101,7 @@ def test_a_policy_saved_over_shards_is_what_is_read(tmp_path):
     assert float(same(tmp_path).params["embed"][3, 3]) == pytest.approx(0.01)
 
 
+@pytest.mark.full
 def test_shards_saved_over_a_single_file_or_other_shards_are_what_is_read(tmp_path, monkeypatch):
     made(tmp_path, shards=True)
     monkeypatch.setattr("jaxrl_async.model.hf.MAX_FILE_BYTES", 4000)

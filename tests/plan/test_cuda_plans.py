@@ -257,6 +257,7 @@ def test_a_plugin_of_another_version_is_refused(monkeypatch):
         cuda.check_compiler()
 
 
+@pytest.mark.full
 def test_tpus_and_cards_are_not_planned_together(tmp_path):
     done = plan(tmp_path, TINY, "--topology", "v5e-4", "--sampler-topology", "h100-4")
     assert done.returncode == 2

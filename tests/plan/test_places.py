@@ -95,6 +95,7 @@ def test_slices_of_their_own_may_have_several_hosts_and_another_generation(place
     assert found["hosts"] == [4, 1] and found["chips"] == [16, 8, 2]
 
 
+@pytest.mark.full
 @compiler
 def test_processes_and_threads_divide_one_host(places):
     host = places["host"]

@@ -72,6 +72,7 @@ def test_an_empty_folder_and_a_command_without_an_index_are_told(tmp_path, capsy
         assert "usage" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_the_commands_exit_code_is_returned_and_index_is_an_address(tmp_path, capfd):
     tiny_wheel(tmp_path)
     assert local_index.main([str(tmp_path), "echo", "at", "INDEX"]) == 0

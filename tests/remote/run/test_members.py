@@ -138,6 +138,7 @@ def test_one_whose_connection_broke_joins_again_at_once(tmp_path: Path) -> None:
         new.end("done")
 
 
+@pytest.mark.full
 def test_samplers_that_take_nothing_are_sent_away_within_one_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,7 @@ def test_processes_that_have_parted_end_with_the_reason(monkeypatch):
     assert len(two.lost) == 1 and "process 1 has failed" in two.lost[0]
 
 
+@pytest.mark.full
 def test_the_end_of_the_leader_ends_the_follower():
     two = Two()
     two.begun()

@@ -76,6 +76,7 @@ def expected():
         return {c.request_id: c.token_ids.tolist() for c in sampler.generate(wishes(12))}
 
 
+@pytest.mark.full
 def test_answers_are_those_of_the_sampler_and_beats_say_how_it_is(served, expected):
     served.ask(Start(requests=wishes(12)))
     until(lambda: len(served.completions) == 12)
