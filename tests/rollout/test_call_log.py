@@ -28,6 +28,7 @@ def contexts_of(episode):
     return [slice(a, b) for a, b in itertools.pairwise(bounds)]
 
 
+@pytest.mark.full
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_every_drawn_token_is_drawn_once_after_exactly_what_the_policy_saw(seed):
@@ -177,6 +178,7 @@ def test_a_cut_completion_is_as_if_no_more_had_been_drawn(count):
 # ---- calls that a checkpoint keeps
 
 
+@pytest.mark.full
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_repeated_calls_get_the_same_answers_after_a_resume(seed):

@@ -41,6 +41,7 @@ def gone(pids: list[int], seconds: float = 10.0) -> bool:
     return not any(map(is_alive, pids))
 
 
+@pytest.mark.full
 def test_no_command_outlives_a_killed_process_and_its_children_neither():
     with subprocess.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
@@ -50,6 +51,7 @@ def test_no_command_outlives_a_killed_process_and_its_children_neither():
     assert gone(pids), "the keepers leave, too"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "code", "output"),
     [

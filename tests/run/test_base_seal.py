@@ -35,6 +35,7 @@ def save(folder: Path, seed: int = 0) -> Policy:
     return policy
 
 
+@pytest.mark.full
 def test_a_resumed_run_refuses_another_base(tmp_path: Path) -> None:
     own, path = tmp_path / "run" / "base", tmp_path / "model"
     own.parent.mkdir()
@@ -101,6 +102,7 @@ def test_a_note_of_another_form_is_told(tmp_path: Path, caplog, noted: str) -> N
     assert "could not be compared" in caplog.text
 
 
+@pytest.mark.full
 def test_a_base_that_an_earlier_start_left_is_not_taken_for_the_users(tmp_path: Path) -> None:
     own = tmp_path / "base"
     save(own, seed=1)

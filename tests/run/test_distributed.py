@@ -165,12 +165,14 @@ def command(*words, **env):
     )
 
 
+@pytest.mark.full
 def test_the_number_of_processes_can_be_asked_for():
     assert command("jaxrl_async.run.distributed", **SLICES).stdout == "8\n"
     wrong = command("jaxrl_async.run.distributed", TPU_WORKER_HOSTNAMES="a,b")
     assert wrong.returncode == 2 and "TPU_WORKER_ID" in wrong.stderr
 
 
+@pytest.mark.full
 def test_a_coordinator_that_nobody_is_at_is_told_with_its_address(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -155,6 +155,7 @@ def held_by_another_process(tmp_path):
     return process
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", [{"overwrite": True}, {"resume": True}])
 def test_no_way_to_start_touches_a_run_that_another_process_trains(tmp_path, way):
     """The other process has itself moved an older run aside."""
@@ -169,6 +170,7 @@ def test_no_way_to_start_touches_a_run_that_another_process_trains(tmp_path, way
     prepare(run(tmp_path, **way))
 
 
+@pytest.mark.full
 def test_a_second_process_is_refused_while_this_one_holds_the_run_that_it_would_move(tmp_path):
     with claimed(run(tmp_path).run) as paths:
         paths.metrics.write_text("ours")

@@ -229,6 +229,7 @@ def run_together(folder, plan, was, version, how):
 NOTHING = ((), ())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "plans",
     [[[NOTHING]], [[], [NOTHING]], [[((), (0, 1))], [((3,), ())], []]],

@@ -89,6 +89,7 @@ def assert_same(one, other):
         assert isinstance(other, type(one)) or isinstance(one, np.generic)
 
 
+@pytest.mark.full
 @given(st.lists(st.integers(0, 50), max_size=4), st.integers(0, 5))
 def test_a_draw_arrives_as_it_was_sent(numbers, seed):
     draw = Draw(
@@ -524,6 +525,7 @@ def test_the_processes_with_fewest_devices_must_do():
         make_slices(section, uneven)
 
 
+@pytest.mark.full
 def test_arrays_come_to_the_devices_and_back_whole():
     slices = make_slices(mesh(trainer={"fsdp": 4}), jax.devices())
     rows = jax.sharding.NamedSharding(slices.trainer, jax.sharding.PartitionSpec("fsdp"))

@@ -168,6 +168,7 @@ def test_a_sampler_that_is_called_as_the_trainer_leaves_its_trace_alone(
     assert sampler_process("sampler-0") == "sampler-0"
 
 
+@pytest.mark.full
 def test_the_page_serves_traces_and_nothing_else(tmp_path: Path) -> None:
     root = tmp_path / "run"
     write_trace(root, 3, "../evil name", {SUFFIXES[0]: b"x", SUFFIXES[1]: b"whole"})

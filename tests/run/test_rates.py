@@ -54,6 +54,7 @@ def test_tokens_of_evaluations_and_guests_are_a_rate_of_their_own() -> None:
     assert combined_rates([found, found])["throughput/aside_tokens_per_s"] == 400.0
 
 
+@pytest.mark.full
 def test_a_sampler_counts_the_tokens_that_nobody_trains_on() -> None:
     shape = schema.ArchitectureSection(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=16)
     spec = ModelSpec.from_architecture(shape, 32)
@@ -65,6 +66,7 @@ def test_a_sampler_counts_the_tokens_that_nobody_trains_on() -> None:
     assert (stats.generated_tokens, stats.aside_tokens) == (8, 3)
 
 
+@pytest.mark.full
 def test_a_step_with_an_evaluation_and_two_epochs_counts_each_token_once(tmp_path: Path) -> None:
     more = ("run.steps=2", "eval.every=1", "algorithm.epochs=2", "algorithm.minibatches=2")
     lines = run_job("addition", tmp_path, *TINY, many_digits(tmp_path), *more)[1:]
@@ -89,6 +91,7 @@ def test_no_share_of_the_peak_is_above_1(measured: bool, caplog: pytest.LogCaptu
     assert ("metrics.peak_flops is too low" in caplog.text) is not measured
 
 
+@pytest.mark.full
 def test_an_observer_divides_by_the_wall_time_of_the_step() -> None:
     readings = iter([EMPTY, EMPTY._replace(at_s=4.0)])
     observer = Observer(lambda: next(readings), utilisation=Utilisation(10.0, measured=True))

@@ -199,6 +199,7 @@ def test_a_task_of_the_users_file_runs_with_stale_weights_and_resumes(tmp_path: 
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

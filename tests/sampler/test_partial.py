@@ -100,6 +100,7 @@ def test_the_queue_keeps_the_order_among_those_that_have_drawn_and_among_the_oth
     assert list(admission.queue) == [*begun, fresh[0], fresh[1], unbegun, *fresh[2:]]
 
 
+@pytest.mark.full
 def test_kv_of_other_weights_is_not_used(whole) -> None:
     first = make_sampler(block=2)
     partial = caught_in_flight(first, WISH)

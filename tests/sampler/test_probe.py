@@ -113,6 +113,7 @@ def test_a_probe_is_of_the_prompts_and_any_tokens_where_there_is_no_text():
     assert len(set(probe_tokens([], 50).tolist())) > 20
 
 
+@pytest.mark.full
 def test_one_token_of_huge_hidden_states_is_rounding_in_float32():
     """SmolLM2's second token, in each of its first updates: 0.00143 nats, the median 0.0000134."""
     others = TRAINER.copy()

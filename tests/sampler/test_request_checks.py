@@ -80,6 +80,7 @@ anything = st.one_of(
 )  # fmt: skip
 
 
+@pytest.mark.full
 @settings(max_examples=200, deadline=None)
 @given(
     st.dictionaries(
@@ -97,6 +98,7 @@ def test_anything_at_all_is_served_or_refused(wish, sampling) -> None:
     assert len(passed.token_ids) + (passed.forced_length or passed.max_new_tokens) <= 64
 
 
+@pytest.mark.full
 def test_a_malformed_request_hurts_no_neighbour_in_a_sampler_or_behind_a_router() -> None:
     neighbours = [request(i) for i in range(3)]
     with make_sampler() as sampler, Router([make_sampler()]) as router:
@@ -111,6 +113,7 @@ def test_a_malformed_request_hurts_no_neighbour_in_a_sampler_or_behind_a_router(
         assert sampler.error is None and router.living == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["_admit", "_start_running", "output"])
 def test_what_raises_for_one_request_on_the_samplers_thread_is_that_requests_alone(where) -> None:
     neighbours = [request(i, key=(i, 0)) for i in range(4)]

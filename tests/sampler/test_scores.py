@@ -289,6 +289,7 @@ def test_all_log_probs_of_a_prompt_are_by_one_version(mode: str) -> None:
         sampler.between_blocks(sampler.loop.batch.check_integrity)
 
 
+@pytest.mark.full
 def test_a_request_is_scored_with_its_adapter() -> None:
     given = [adapter(SPEC, lora(SPEC), seed) for seed in (1, 2)]
     prompt, names = scoring(0).token_ids, ("", "a", "b")
@@ -334,6 +335,7 @@ def test_a_router_scores_through_any_of_its_samplers() -> None:
                 check_prompt(one, done)
 
 
+@pytest.mark.full
 def test_a_vocabulary_divided_over_a_mesh_gives_the_same() -> None:
     with make_sampler(mesh=mesh_of(tensor=2)) as sampler:
         asked = [scoring(1), request(2, logprobs=WISH, sampling=SamplingParams())]
@@ -463,6 +465,7 @@ def test_a_continued_answer_and_a_prompt_of_the_same_tokens_are_scored_apart() -
             check_prompt(fresh, answers[id(fresh)])
 
 
+@pytest.mark.full
 def test_cancelled_scores_leave_nothing_behind() -> None:
     with make_sampler(prefill_chunk=2) as sampler:
         futures = sampler.start_many([scoring(i) for i in range(12)])

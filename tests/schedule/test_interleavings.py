@@ -6,6 +6,7 @@ driven from one thread, so that hypothesis can shrink what fails.
 
 from collections import Counter
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -164,6 +165,7 @@ def finish_a_step(machine):
     return machine.train(0)
 
 
+@pytest.mark.full
 def test_the_schedules_reach_what_they_are_to_test():
     seen = Counter()
 
@@ -183,6 +185,7 @@ def test_the_schedules_reach_what_they_are_to_test():
     assert min(seen.values()) >= 5, seen
 
 
+@pytest.mark.full
 @SETTINGS
 @given(shapes(), schedules(EVENTS))
 def test_no_group_is_trained_on_later_than_the_bound(shape, schedule):
@@ -191,6 +194,7 @@ def test_no_group_is_trained_on_later_than_the_bound(shape, schedule):
     assert "from_the_future" not in machine.fates.values()
 
 
+@pytest.mark.full
 @SETTINGS
 @given(shapes(), schedules(EVENTS))
 def test_each_admitted_group_is_trained_on_or_dropped_or_active_and_only_one(shape, schedule):
@@ -202,6 +206,7 @@ def test_each_admitted_group_is_trained_on_or_dropped_or_active_and_only_one(sha
     assert machine.version == len(machine.order) // machine.per_step
 
 
+@pytest.mark.full
 @SETTINGS
 @given(shapes(), schedules(EVENTS))
 def test_without_lookahead_order_is_that_of_admission(shape, schedule):
@@ -209,6 +214,7 @@ def test_without_lookahead_order_is_that_of_admission(shape, schedule):
     assert machine.order == sorted(machine.order)
 
 
+@pytest.mark.full
 @SETTINGS
 @given(shapes(), schedules(EVENTS))
 def test_with_lookahead_nobody_is_overtaken_by_more_than_that(shape, schedule):
@@ -217,6 +223,7 @@ def test_with_lookahead_nobody_is_overtaken_by_more_than_that(shape, schedule):
         assert sum(other > number for other in machine.order[:i]) <= machine.lookahead
 
 
+@pytest.mark.full
 @SETTINGS
 @given(shapes(), schedules(EVENTS))
 def test_from_wherever_it_is_the_run_goes_on(shape, schedule):
@@ -225,6 +232,7 @@ def test_from_wherever_it_is_the_run_goes_on(shape, schedule):
         assert finish_a_step(machine)
 
 
+@pytest.mark.full
 @SETTINGS
 @given(shapes(0), schedules(WORK))
 def test_at_staleness_zero_every_token_is_on_policy_and_failures_never_stall_it(shape, schedule):
@@ -246,6 +254,7 @@ def test_at_staleness_zero_a_step_starts_in_one_burst(per_step, steps):
         machine.swap(0)
 
 
+@pytest.mark.full
 @SETTINGS
 @given(shapes(), schedules([*WORK, *["spoil"] * 4]))
 def test_groups_that_must_be_dropped_are_replaced_and_the_run_goes_on(shape, schedule):
@@ -302,6 +311,7 @@ class Resampled(Machine):
             del self._ends
 
 
+@pytest.mark.full
 @SETTINGS
 @given(shapes(), schedules([*WORK, *["flat"] * 12]), st.sampled_from(sorted(RANKS)))
 def test_groups_without_a_signal_are_replaced_within_the_bound(shape, schedule, rank):
@@ -311,6 +321,7 @@ def test_groups_without_a_signal_are_replaced_within_the_bound(shape, schedule, 
         assert finish_a_step(machine)
 
 
+@pytest.mark.full
 @SETTINGS
 @given(shapes(), schedules(EVENTS), st.sampled_from(sorted(RANKS)))
 def test_whatever_is_drawn_first_the_bound_and_the_window_hold(shape, schedule, rank):
@@ -366,6 +377,7 @@ def reusing(draw):
     return (per_step, staleness, draw(st.integers(0, most))), reuse
 
 
+@pytest.mark.full
 @SETTINGS
 @given(reusing(), schedules(EVENTS), st.sampled_from(sorted(RANKS)))
 def test_with_reuse_no_use_is_later_than_the_bound_and_the_run_goes_on(how, schedule, rank):
@@ -410,6 +422,7 @@ class Limited(Machine):
             assert stats.active == self._active()
 
 
+@pytest.mark.full
 @FEWER
 @given(shapes(), schedules([*EVENTS, *["aim"] * 6]), st.sampled_from(sorted(RANKS)))
 def test_whenever_the_limit_changes_no_group_is_later_than_the_one_it_was_admitted_under(
@@ -430,6 +443,7 @@ class ReusedAndLimited(Reused, Limited):
         Limited.check(self)
 
 
+@pytest.mark.full
 @FEWER
 @given(reusing(), schedules([*EVENTS, *["aim"] * 6]))
 @example(((1, 3, 0), 2), [*[("admit", 0)] * 26, ("aim", 0)])
@@ -504,6 +518,7 @@ def dropping(draw):
     return (per_step, staleness, draw(st.integers(0, 9))), overcommit
 
 
+@pytest.mark.full
 def test_the_schedules_with_drops_reach_what_they_are_to_test():
     seen = Counter()
 
@@ -521,6 +536,7 @@ def test_the_schedules_with_drops_reach_what_they_are_to_test():
     assert min(seen.values()) >= 10, seen
 
 
+@pytest.mark.full
 @FEWER
 @given(dropping(), schedules([*EVENTS, *["aim"] * 3]), st.sampled_from(sorted(RANKS)))
 def test_where_the_too_old_are_dropped_none_is_trained_on_and_the_run_goes_on(how, schedule, rank):
@@ -532,6 +548,7 @@ def test_where_the_too_old_are_dropped_none_is_trained_on_and_the_run_goes_on(ho
     assert steps >= 3, "at most one round is lost to each draw that only drops"
 
 
+@pytest.mark.full
 @FEWER
 @given(dropping(), schedules(EVENTS))
 def test_where_the_too_old_are_dropped_each_group_still_has_one_fate(how, schedule):

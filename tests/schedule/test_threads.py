@@ -34,6 +34,7 @@ def guarded(work, errors):
     return thread
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("max_staleness", "lookahead", "samplers"), [(0, 0, 1), (1, 0, 1), (2, 2, 2), (4, 0, 3)]
 )

@@ -648,6 +648,7 @@ def no_process_stays():
     mathprocess._PROCESSES.close()
 
 
+@pytest.mark.full
 def test_graders_read_the_answer_that_is_meant():
     each = [
         (grader, *asked)
@@ -761,6 +762,7 @@ def test_a_grader_says_which_references_it_cannot_read():
     assert [unreadable(exact, r) for r in ("blue", "")] == [False, True]
 
 
+@pytest.mark.full
 def test_thinking_that_the_prompt_opened_counts_as_opened():
     def spell(ids):
         return "".join(map(chr, ids))

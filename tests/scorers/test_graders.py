@@ -202,6 +202,7 @@ def test_exact_and_gsm8k_pay_for_what_is_right_alone(
         assert gsm8k(completion, reference) == {"correct": same_number}
 
 
+@pytest.mark.full
 def test_math_pays_for_what_is_right_alone():
     asked = [(c, r, same) for c, r, _, _, same in VERDICTS if same is not NOT_ASKED]
     found = [(c, r, math(c, r)["correct"]) for c, r, _ in asked]
@@ -220,6 +221,7 @@ def test_exact_knows_each_reference_alone_and_after_a_mark(reference, before):
     assert exact(f"{before}# {reference} ", reference) == {"correct": 1}
 
 
+@pytest.mark.full
 @given(number=st.integers(-(10**9), 10**9))
 def test_gsm8k_takes_every_way_to_write_a_whole_number(number):
     for written in (f"{number}", f"{number:,}", f"{number}.0", f"${number}", f"is {number}."):
@@ -278,6 +280,7 @@ def test_a_long_answer_is_looked_through_once():
         assert time.process_time() - started < 2, piece
 
 
+@pytest.mark.full
 def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_judged(caplog):
     started = time.monotonic()
     assert math("\\boxed{9^{9^{9^{9}}}}", "2") == {"correct": 0}
@@ -286,6 +289,7 @@ def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_judged(caplog):
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.full
 def test_mathematics_is_compared_from_any_thread_in_a_few_processes():
     verdicts = {}
     threads = [
@@ -301,6 +305,7 @@ def test_mathematics_is_compared_from_any_thread_in_a_few_processes():
     assert verdicts == {n: {"correct": 1} for n in range(8)}
 
 
+@pytest.mark.full
 def test_a_process_that_is_killed_is_an_error_and_not_a_verdict():
     assert math("\\boxed{4/2}", "2") == {"correct": 1}
     process = mathprocess._PROCESSES.free[-1]._process
@@ -311,6 +316,7 @@ def test_a_process_that_is_killed_is_an_error_and_not_a_verdict():
     assert math("\\boxed{4/2}", "2") == {"correct": 1}
 
 
+@pytest.mark.full
 def test_the_process_ends_with_the_run():
     code = (
         "from jaxrl_async.scorers import mathprocess as m; "
@@ -328,6 +334,7 @@ def test_the_process_ends_with_the_run():
     assert time.monotonic() < deadline
 
 
+@pytest.mark.full
 def test_the_first_number_behind_the_mark_is_the_answer():
     assert gsm8k("#### 18 of 20", "18") == {"correct": 1}
     assert gsm8k("#### 18 of 20", "20") == {"correct": 0}

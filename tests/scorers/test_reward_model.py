@@ -89,6 +89,7 @@ def score(scorer: RewardModelScorer, *sequences: np.ndarray) -> tuple[Score, ...
     return asyncio.run(scorer(tuple(map(episode, sequences)), PROMPT))
 
 
+@pytest.mark.full
 def test_a_score_is_that_of_the_sequence_alone_in_any_company(model, params):
     sequences = [sequence(9, 1), sequence(30, 2), sequence(17, 3)]
     together = model(sequences)
@@ -189,6 +190,7 @@ def test_another_vocabulary_is_refused_at_the_start(tmp_path, params):
         load(tmp_path)
 
 
+@pytest.mark.full
 def test_a_folder_without_a_reward_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"is not a reward model.*run.job=reward_model makes one"):
         load(tmp_path / "none")

@@ -41,6 +41,7 @@ def test_any_mesh_reads_what_it_needs(section, trainer, mesh):
     fetching.close()
 
 
+@pytest.mark.full
 def test_a_process_that_joins_late_reads_the_newest_version(section, trainer, monkeypatch):
     monkeypatch.setattr(file_transport, "KEEP_S", 0.0)
     for version in range(3):

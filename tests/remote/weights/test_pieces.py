@@ -44,6 +44,7 @@ def layouts(draw):
     return tuple(axes), fits[0], fits[1]
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(layouts(), min_size=1, max_size=3),
@@ -211,6 +212,7 @@ def reference_sum(x):
     return sum(int(w) * (2 * n + 1) for n, w in enumerate(words)) % 2**64
 
 
+@pytest.mark.full
 @settings(max_examples=50, deadline=None)
 @given(layouts(), st.sampled_from(["u1", "u2", "u4"]), st.sampled_from([1, 64, 300]), st.integers())
 def test_checksums_of_parts_add_up_to_the_whole_however_it_is_cut(layout, dtype, wider, seed):

@@ -47,6 +47,7 @@ def meshes(trainer, sampler):
     return make_slices(section)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("transfer", ["tcp", "shared_memory"])
 @pytest.mark.parametrize(
     ("trainer", "sampler", "dtype", "kind"),

@@ -137,6 +137,7 @@ def test_local_and_remote_samplers_share_a_channel():
         eventually(lambda: side.live == [1, 2])
 
 
+@pytest.mark.full
 def test_a_torn_transfer_is_never_used_and_comes_again():
     with TrainerSide() as side:
         sampler = side.join().begin()

@@ -32,6 +32,7 @@ def own_files(run):
     return sorted(FOLDER.glob(f"{PREFIX}{run}-{os.getpid()}-*"))
 
 
+@pytest.mark.full
 def test_another_process_reads_version_after_version_from_the_same_files():
     offering = make_offering(SHARED, run="shm-process")
     assert offering.address == ""
@@ -123,6 +124,7 @@ def test_too_little_room_goes_over_tcp_if_it_may_and_says_what_to_do_if_not(monk
         one.close()
 
 
+@pytest.mark.full
 def test_files_of_a_killed_process_are_deleted_and_those_of_the_living_are_not():
     program = (
         "import os, sys, signal; from jaxrl_async.remote.weights.shared_memory import SharedFiles\n"

@@ -267,6 +267,7 @@ def test_weights_have_the_port_that_was_chosen_and_samplers_the_next_free_ones(s
     offering.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("slow", ["greeting", "TLS", "proof"])
 def test_a_stranger_that_sends_a_byte_at_a_time_is_hung_up_on(certificates, monkeypatch, slow):
     monkeypatch.setattr(piece_server_module, "GREETING_S", 0.5)
@@ -394,6 +395,7 @@ def test_earlier_weights_keep_their_values_while_later_ones_come_and_go(trainer,
     assert np.asarray(kept[5][0]["head"]).shape == TREE["head"].shape
 
 
+@pytest.mark.full
 def test_a_sampler_process_that_is_killed_in_mid_transfer_is_left_for_the_next(trainer, sampler):
     """Real processes: trainer -> first (slow, killed) -> second."""
     where = trainer.offer(0, on_trainer(TREE))

@@ -138,6 +138,7 @@ def ends_itself(child: "subprocess.Popen[str]") -> str:
 # ---- another process
 
 
+@pytest.mark.full
 def test_a_process_answers_and_leaves(trainer: Trainer) -> None:
     with a_process(trainer.where, "echo") as child:
         session = trainer.session()
@@ -157,6 +158,7 @@ def test_a_process_answers_and_leaves(trainer: Trainer) -> None:
         assert ends_itself(child) == "ended it was told to"
 
 
+@pytest.mark.full
 def test_a_killed_process_is_noticed_at_once_in_mid_message(trainer: Trainer) -> None:
     with a_process(trainer.where, "torrent") as child:
         trainer.session()
@@ -168,6 +170,7 @@ def test_a_killed_process_is_noticed_at_once_in_mid_message(trainer: Trainer) ->
         others.end("done")
 
 
+@pytest.mark.full
 def test_a_stopped_process_counts_as_lost_and_learns_it_when_it_wakes(trainer: Trainer) -> None:
     with a_process(trainer.where, "echo") as child:
         trainer.session()
@@ -177,6 +180,7 @@ def test_a_stopped_process_counts_as_lost_and_learns_it_when_it_wakes(trainer: T
         assert ends_itself(child).startswith("ended ")
 
 
+@pytest.mark.full
 def test_a_process_that_reads_too_slowly_counts_as_lost(trainer: Trainer) -> None:
     with a_process(trainer.where, "slow"):
         session = trainer.session()
@@ -185,6 +189,7 @@ def test_a_process_that_reads_too_slowly_counts_as_lost(trainer: Trainer) -> Non
                 session.send(Start(requests=(request(0, 100_000),)))
 
 
+@pytest.mark.full
 def test_a_trainer_that_dies_is_noticed(trainer: Trainer) -> None:
     with a_process(trainer.where, "echo") as child:
         trainer.session()
@@ -194,6 +199,7 @@ def test_a_trainer_that_dies_is_noticed(trainer: Trainer) -> None:
         join(trainer.where, timeout_s=0.5)
 
 
+@pytest.mark.full
 def test_the_error_of_a_failed_join_keeps_no_call_of_grpc(trainer: Trainer) -> None:
     """Deleted as the process ends, a call could wait for ever for a lock of a frozen thread."""
     with socket.create_server(("127.0.0.1", 0)) as deaf:
@@ -208,6 +214,7 @@ def test_the_error_of_a_failed_join_keeps_no_call_of_grpc(trainer: Trainer) -> N
             assert all(any(call is known for known in before) for call in there)
 
 
+@pytest.mark.full
 def test_a_hub_that_closes_waits_once_for_all_who_do_not_take_it() -> None:
     patient = replace(LIMITS, silence_s=600.0)
     with (
@@ -238,6 +245,7 @@ raise SystemExit(3)
 """
 
 
+@pytest.mark.full
 def test_a_trainer_that_fails_exits_with_its_sessions_open() -> None:
     """No thread of gRPC keeps it alive."""
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -413,6 +421,7 @@ def garbage_socket(host: str, port: int, number: int) -> "socket.socket":
     return sock
 
 
+@pytest.mark.full
 def test_those_who_say_nothing_lose_their_place(trainer: Trainer) -> None:
     """Four places; eight who connect and never speak; a sampler gets in after join_s."""
     hold = threading.Event()
@@ -439,6 +448,7 @@ def test_those_who_say_nothing_lose_their_place(trainer: Trainer) -> None:
 # ---- finding the trainer
 
 
+@pytest.mark.full
 def test_an_address_that_says_nothing_is_told_apart_from_one_where_nobody_is() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         where = f"127.0.0.1:{other.getsockname()[1]}"
@@ -446,6 +456,7 @@ def test_an_address_that_says_nothing_is_told_apart_from_one_where_nobody_is() -
             join(where, timeout_s=1.5)
 
 
+@pytest.mark.full
 def test_a_trainer_is_found_by_a_file_that_appears_and_changes(tmp_path: Path) -> None:
     joined: queue.SimpleQueue[WireSession] = queue.SimpleQueue()
     thread = threading.Thread(target=lambda: joined.put(join(f"file:{tmp_path}")))

@@ -73,6 +73,7 @@ def test_both_ends_may_end_at_once(pair: SessionPair) -> None:
     assert len(told) == 2
 
 
+@pytest.mark.full
 def test_a_line_that_loses_everything_ends_both(pair: SessionPair) -> None:
     ended = queue.SimpleQueue[str]()
     pair.trainer.on_end(ended.put)
@@ -82,6 +83,7 @@ def test_a_line_that_loses_everything_ends_both(pair: SessionPair) -> None:
     assert reasons == {"nothing heard of sampler-0 for 1 s", "nothing heard of trainer for 1 s"}
 
 
+@pytest.mark.full
 def test_an_idle_session_lives_on(pair: SessionPair) -> None:
     ended = queue.SimpleQueue[str]()
     pair.trainer.on_end(ended.put)
@@ -107,6 +109,7 @@ def test_a_handler_that_raises_ends_it_and_gets_no_more(pair: SessionPair) -> No
     assert calls == [0]
 
 
+@pytest.mark.full
 def test_a_reader_that_takes_nothing_is_given_up() -> None:
     pair = session_pair(limits=WireLimits(silence_s=1.0, queue_bytes=1 << 20))
     hold = threading.Event()
@@ -176,6 +179,7 @@ def test_without_room_nothing_waits_unless_it_is_asked_to() -> None:
         pair.sampler.send_now(Live(version=9))
 
 
+@pytest.mark.full
 def test_one_thread_watches_all_sessions_and_ends_with_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

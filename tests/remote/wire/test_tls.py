@@ -93,6 +93,7 @@ def test_both_sides_with_certificates_of_one_authority_talk(folder: Path) -> Non
     hub.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("trainer", "sampler"),
     [

@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from jaxrl_async.config.schema import Config
 from jaxrl_async.run.checkpoint.inputs_digest import (
@@ -126,6 +127,7 @@ def test_code_differs_where_the_reward_does():
     assert all(text(a) != text(b) for a, b in other)
 
 
+@pytest.mark.full
 def test_a_set_says_the_same_in_each_process():
     code = (
         "from jaxrl_async.run.checkpoint.inputs_digest import code_of\n"

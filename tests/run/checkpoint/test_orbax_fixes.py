@@ -6,11 +6,13 @@ import sys
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxrl_async.run.checkpoint.orbax_fixes import ORBAX_WRITES, mend_orbax
 from jaxrl_async.run.checkpoint.store import Checkpoints
 
 
+@pytest.mark.full
 def test_checkpoints_leave_no_python_objects_behind(tmp_path) -> None:
     state = {f"w{i}": jnp.ones((4, 4)) for i in range(16)}
     with Checkpoints(tmp_path / "c") as checkpoints:

@@ -73,6 +73,7 @@ def same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.full
 def test_what_was_saved_comes_back_with_its_types(tmp_path):
     with Checkpoints(tmp_path / "c") as checkpoints:
         save(checkpoints, 3)
@@ -85,6 +86,7 @@ def test_what_was_saved_comes_back_with_its_types(tmp_path):
     same(saved.state, make_state(3))
 
 
+@pytest.mark.full
 def test_it_restores_onto_another_mesh(tmp_path):
     where = sharding((8,), ("fsdp",), "fsdp")
     with Checkpoints(tmp_path / "c") as checkpoints:
@@ -94,6 +96,7 @@ def test_it_restores_onto_another_mesh(tmp_path):
     same(saved.state, make_state(3))
 
 
+@pytest.mark.full
 def test_the_state_may_be_donated_right_after_the_call(tmp_path):
     spoil = jax.jit(lambda s: jax.tree.map(lambda x: x * 0 - 1, s), donate_argnums=0)
     with Checkpoints(tmp_path / "c") as checkpoints:
@@ -103,6 +106,7 @@ def test_the_state_may_be_donated_right_after_the_call(tmp_path):
         same(checkpoints.restore(5, make_state(0)).state, make_state(5))
 
 
+@pytest.mark.full
 def test_only_the_newest_are_kept(tmp_path):
     with Checkpoints(tmp_path / "c", keep=2) as checkpoints:
         for step in (1, 2, 3):
@@ -111,6 +115,7 @@ def test_only_the_newest_are_kept(tmp_path):
         assert checkpoints.steps() == (2, 3) and checkpoints.latest() == 3
 
 
+@pytest.mark.full
 def test_a_new_process_finds_what_the_last_one_saved(tmp_path):
     with Checkpoints(tmp_path / "c") as checkpoints:
         assert checkpoints.latest() is None
@@ -119,6 +124,7 @@ def test_a_new_process_finds_what_the_last_one_saved(tmp_path):
         assert checkpoints.latest() == 7
 
 
+@pytest.mark.full
 def test_a_torn_checkpoint_gives_way_to_the_one_before_with_a_warning(tmp_path, caplog):
     with Checkpoints(tmp_path / "c") as checkpoints:
         save(checkpoints, 1)
@@ -132,6 +138,7 @@ def test_a_torn_checkpoint_gives_way_to_the_one_before_with_a_warning(tmp_path, 
         assert checkpoints.restore(None, make_state(0)).step == 2
 
 
+@pytest.mark.full
 def test_bytes_of_any_size_come_back(tmp_path):
     data = np.random.default_rng(0).integers(0, 256, 70_001).astype(np.uint8)
     with Checkpoints(tmp_path / "c") as checkpoints:
@@ -140,6 +147,7 @@ def test_bytes_of_any_size_come_back(tmp_path):
         np.testing.assert_array_equal(checkpoints.restore(None, make_state(0)).rollouts, data)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("item", ["state", "loop"])
 def test_one_flipped_bit_gives_way_to_the_checkpoint_before(tmp_path, caplog, item):
     with Checkpoints(tmp_path / "c") as checkpoints:
@@ -155,6 +163,7 @@ def test_one_flipped_bit_gives_way_to_the_checkpoint_before(tmp_path, caplog, it
     assert "checksum differs" in caplog.text and largest.name in caplog.text
 
 
+@pytest.mark.full
 def test_a_link_out_of_a_checkpoint_is_not_followed(tmp_path):
     with Checkpoints(tmp_path / "c") as checkpoints:
         save(checkpoints, 1)
@@ -180,6 +189,7 @@ def test_what_a_resumed_run_changes_is_told(tmp_path, caplog):
             check_resumed(Saved(step=1, state=None, loop={**loop, **wrong}), now, tmp_path)
 
 
+@pytest.mark.full
 def test_objects_of_a_python_program_are_no_setting_that_has_changed(tmp_path, caplog):
     before, now = (Config(task=f"python:task-{n}") for n in (1, 2))
     loop = {"job": "rl", "schema": SCHEMA, "config": dump(before)}
@@ -187,6 +197,7 @@ def test_objects_of_a_python_program_are_no_setting_that_has_changed(tmp_path, c
     assert not caplog.messages
 
 
+@pytest.mark.full
 def test_a_part_that_the_saved_run_did_not_have_names_its_setting(tmp_path):
     with Checkpoints(tmp_path / "c") as checkpoints:
         save(checkpoints, 1, {"train": make_state(1)})
@@ -203,6 +214,7 @@ def test_a_part_that_the_saved_run_did_not_have_names_its_setting(tmp_path):
             checkpoints.restore(None, wanted)
 
 
+@pytest.mark.full
 def test_a_folder_that_lost_its_arrays_gives_way_too(tmp_path):
     with Checkpoints(tmp_path / "c") as checkpoints:
         save(checkpoints, 1)
@@ -212,6 +224,7 @@ def test_a_folder_that_lost_its_arrays_gives_way_too(tmp_path):
         assert checkpoints.restore(None, make_state(0)).step == 1
 
 
+@pytest.mark.full
 def test_where_none_can_be_read_the_error_says_path_and_advice(tmp_path):
     with Checkpoints(tmp_path / "c") as checkpoints:
         save(checkpoints, 1)
@@ -221,6 +234,7 @@ def test_where_none_can_be_read_the_error_says_path_and_advice(tmp_path):
     assert str(tmp_path / "c") in str(error.value) and "run.overwrite=true" in str(error.value)
 
 
+@pytest.mark.full
 def test_another_models_checkpoint_is_refused_by_name_and_shape(tmp_path):
     with Checkpoints(tmp_path / "c") as checkpoints:
         save(checkpoints, 1)
@@ -229,6 +243,7 @@ def test_another_models_checkpoint_is_refused_by_name_and_shape(tmp_path):
             checkpoints.restore(None, make_state(0, width=16))
 
 
+@pytest.mark.full
 def test_nothing_to_restore_is_an_error_that_names_what_is_there(tmp_path):
     with Checkpoints(tmp_path / "c") as checkpoints:
         with pytest.raises(CheckpointError, match="there is no checkpoint"):
@@ -240,6 +255,7 @@ def test_nothing_to_restore_is_an_error_that_names_what_is_there(tmp_path):
             checkpoints.restore(3, make_state(0))
 
 
+@pytest.mark.full
 def test_a_save_that_was_cut_off_is_invisible_and_swept_away(tmp_path):
     with Checkpoints(tmp_path / "c") as checkpoints:
         save(checkpoints, 1)
@@ -272,6 +288,7 @@ checkpoints.close()
 """In a process of its own: what a limit breaks, such as a compiler's cache, stays here."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("keep", "left"), [(9, ["0", "1", "4", "5"]), (1, ["5"])])
 def test_a_save_that_the_disk_cannot_hold_is_told_by_the_next_and_leaves_nothing(
     tmp_path, keep, left
@@ -288,6 +305,7 @@ def test_a_save_that_the_disk_cannot_hold_is_told_by_the_next_and_leaves_nothing
     assert sorted(f.name for f in (tmp_path / "c").iterdir()) == left
 
 
+@pytest.mark.full
 def test_a_checkpoint_without_something_this_run_needs_names_it(tmp_path):
     with Checkpoints(tmp_path / "c") as checkpoints:
         save(checkpoints, 1)
@@ -303,6 +321,7 @@ def test_a_folder_that_was_never_used_is_never_made(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_closing_twice_is_harmless(tmp_path, capsys):
     checkpoints = Checkpoints(tmp_path / "c")
     save(checkpoints, 1)
@@ -317,6 +336,7 @@ def test_mismatch_names_what_is_missing_on_either_side():
     assert "does not know" in shape_mismatch({"b": (2,)}, {})
 
 
+@pytest.mark.full
 def test_what_lies_in_the_hosts_memory_comes_back_there(tmp_path):
     state = make_state(3)
     state = state._replace(opt_state=in_memory(HOST, state.opt_state))
@@ -329,6 +349,7 @@ def test_what_lies_in_the_hosts_memory_comes_back_there(tmp_path):
     same(saved.state, make_state(3))
 
 
+@pytest.mark.full
 def test_an_error_of_orbax_is_told_once(tmp_path, monkeypatch):
     checkpoints, full = Checkpoints(tmp_path / "c"), OSError("no space left")
 

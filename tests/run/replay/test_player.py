@@ -129,6 +129,7 @@ def record(path, schedule):
     return told
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 9)), min_size=30, max_size=60)

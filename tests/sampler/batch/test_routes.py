@@ -100,6 +100,7 @@ def assert_chosen(request: Request, done: Completion, params: Params = PARAMS) -
     assert not np.asarray(changed(SPEC, params, row, whole))[0, : len(ids)].any()
 
 
+@pytest.mark.full
 def test_a_group_that_shares_its_prefill_tells_the_experts_of_prompt_and_answer(sampler):
     prompt = np.arange(5, 26)  # two full pages and a copied one
     requests = [wish(i, prompt, max_new_tokens=3 + 5 * i) for i in range(4)]
@@ -151,6 +152,7 @@ MODES = ("continue", "recompute", "restart", "drain")
 SWAPS = [(mode, memory) for mode in MODES for memory in (TIGHT, None)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mode", "memory"),
     [SWAPS[0], *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in SWAPS[1:])],
@@ -176,6 +178,7 @@ def test_a_tokens_experts_are_of_the_version_that_drew_the_next_one(mode, memory
         assert any(len(set(d.versions.tolist())) > 1 for d in finished)
 
 
+@pytest.mark.full
 def test_without_keep_routing_nothing_is_told_and_a_dense_model_has_nothing_to_tell():
     plain = Sampler((SPEC, PARAMS), section=SECTION)
     telling = sampler_of()

@@ -56,6 +56,7 @@ def turn(talk: int, length: int) -> RouterJob:
     return job_for_thread(request)
 
 
+@pytest.mark.full
 def test_conversations_are_remembered_by_the_places_that_there_are() -> None:
     """4,096 at least, else 16 for each place: one-turn requests do not fill memory for good."""
 

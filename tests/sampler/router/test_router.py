@@ -37,6 +37,7 @@ def groups(count: int, members: int = 3) -> list:
     ]
 
 
+@pytest.mark.full
 def test_tokens_do_not_depend_on_the_sampler_that_drew_them(router) -> None:
     one = make_sampler()
     for a, b in zip(router.generate(groups(8)), one.generate(groups(8)), strict=True):
@@ -47,6 +48,7 @@ def test_tokens_do_not_depend_on_the_sampler_that_drew_them(router) -> None:
     assert router.stats().requests_done == 24
 
 
+@pytest.mark.full
 def test_a_prefix_comes_back_to_where_it_was(router) -> None:
     given = request(40, token_ids=np.arange(40, dtype=np.int32))
     for _ in range(4):
@@ -55,6 +57,7 @@ def test_a_prefix_comes_back_to_where_it_was(router) -> None:
     assert sorted(s.stats().requests_done for s in router.samplers) == [0, 4]
 
 
+@pytest.mark.full
 def test_a_router_is_a_generate_with_cancellation(router) -> None:
     async def some() -> list:
         futures = router.submit_many(groups(4))
@@ -67,6 +70,7 @@ def test_a_router_is_a_generate_with_cancellation(router) -> None:
     assert router.num_waiting == 0
 
 
+@pytest.mark.full
 def test_each_sampler_swaps_on_its_own_and_live_means_all() -> None:
     live: list[int] = []
     channel = WeightChannel(

@@ -275,6 +275,7 @@ class Instant(ScriptedReplica):
         return futures
 
 
+@pytest.mark.full
 def test_answers_that_are_there_at_once_do_not_pile_up_calls():
     router, _, _ = elastic()
     router.join(Instant("instant", replaceable=False))
@@ -453,6 +454,7 @@ EVENTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=150)
 @given(
     st.integers(0, 3),
