@@ -57,6 +57,7 @@ def lives(pid: int) -> bool:
         return False
 
 
+@pytest.mark.full
 def test_a_stage_that_fails_or_hangs_is_told_and_the_others_run(proof, tmp_path, capsys):
     run_fakes(proof, tmp_path, "works", "fails", "hangs", "works too", most_s=4)
     findings = proof.findings_in(tmp_path)

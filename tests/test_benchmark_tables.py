@@ -123,6 +123,7 @@ def test_a_result_without_marks_is_only_in_the_summary_and_marks_need_a_result(t
         tables.page(whole, {})
 
 
+@pytest.mark.full
 def test_what_a_benchmark_writes_as_json_is_a_result(tmp_path):
     rows = [{"model": "1M", "median_s": 0.123456, "count": 123456}]
     machine = {"cpu": "EPYC", "cores": 2}

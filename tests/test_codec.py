@@ -55,6 +55,7 @@ def same(a, b) -> bool:
     return type(a) is type(b) and (a == b or a != a)
 
 
+@pytest.mark.full
 @given(TREES)
 def test_what_goes_in_comes_out(tree):
     assert same(tree, loads(dumps(tree)))
@@ -128,6 +129,7 @@ def test_bytes_that_are_nested_without_end_are_refused(opens):
         loads(written(text))
 
 
+@pytest.mark.full
 @given(st.dictionaries(st.text() | st.just("!"), TREES, max_size=4))
 def test_what_is_encoded_once_is_loaded_as_a_plain_mapping(mapping):
     tree = {"before": np.arange(3), "where": Encoded(mapping), "after": np.ones(2)}
@@ -160,6 +162,7 @@ def test_encoded_within_encoded_takes_no_room_of_its_own():
     assert peak < 4 * data.size, "a stranger's levels would multiply it"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "of",
     [

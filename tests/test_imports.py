@@ -68,6 +68,7 @@ def in_fresh_process(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.full
 def test_host_modules_are_imported_without_jax():
     """One process imports all of them, and names each with what it was the first to load."""
     loaded = in_fresh_process(
@@ -96,6 +97,7 @@ def test_light_public_names_come_without_jax():
     assert in_fresh_process(code + "print('jax' in sys.modules)") == "False"
 
 
+@pytest.mark.full
 def test_every_public_name_is_there():
     code = "from jaxrl_async import *; import jaxrl_async as p; "
     assert in_fresh_process(code + "print([n for n in p.__all__ if n not in globals()])") == "[]"
@@ -123,6 +125,7 @@ def test_a_module_of_ours_is_not_hidden_by_one_of_pythons():
     assert in_fresh_process(code) == "jaxrl_async.types"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["train", "plan"])
 def test_a_module_that_shares_its_name_with_a_function_calls_it(name):
     """Also if the module was imported first, and with the function's own complaint."""
@@ -136,6 +139,7 @@ def test_a_module_that_shares_its_name_with_a_function_calls_it(name):
     assert "nothing.yaml: cannot be read" in in_fresh_process(code)
 
 
+@pytest.mark.full
 def test_a_policy_is_loaded_without_a_word_of_libtpu(tmp_path):
     """Where libtpu is installed and no TPU is there, JAX starts it unless it is told not to."""
     code = f"""

@@ -16,6 +16,7 @@ from jaxrl_async.host import give_back_memory, limit_arenas
 from jaxrl_async.run import loop
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="malloc is not glibc's")
 def test_memory_that_malloc_keeps_is_given_back(resident_mib) -> None:
     libc, size = ctypes.CDLL(None), 64 * 1024  # too small to be mapped alone
@@ -58,6 +59,7 @@ print(open(sys.argv[1]).read().count("<heap "))
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="malloc is not glibc's")
 @pytest.mark.parametrize(
     ("cores", "asked", "arenas"), [(1, None, 1), (7, None, 1), (12, None, 3), (2, "7", 7)]

@@ -160,6 +160,7 @@ def test_an_axis_of_one_device_is_not_named():
     assert spec_for((8, 4), ("batch", "heads"), mesh, TRAINER_RULES) == PartitionSpec("fsdp", None)
 
 
+@pytest.mark.full
 @given(
     st.lists(st.sampled_from([*TRAINER_RULES, None]), min_size=1, max_size=4),
     st.data(),

@@ -156,6 +156,7 @@ def marks_in(tree: ast.Module) -> set[str]:
     }
 
 
+@pytest.mark.full
 def test_marks_say_only_when_a_test_runs():
     """The marks of CONTRIBUTING, and pytest's and its plugins' own."""
     of_pytest = {"parametrize", "skipif", "xfail", "filterwarnings", "timeout", "asyncio"}
@@ -235,6 +236,7 @@ def test_settings_carry_their_unit():
                 assert not re.search(f", {unit}", one.about), f"{one.path} ends in {ending}"
 
 
+@pytest.mark.full
 def test_docstrings_of_functions_begin_with_a_verb():
     """In the imperative. Properties are named by nouns, and so are their docstrings."""
     found = []

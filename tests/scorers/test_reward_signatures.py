@@ -555,6 +555,7 @@ def test_what_a_result_raises_is_the_functions_fault():
         rewards(lambda completion: Weird(1), record(), "a")
 
 
+@pytest.mark.full
 def test_the_arguments_need_no_jax():
     code = "import sys, jaxrl_async.scorers.reward_process; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

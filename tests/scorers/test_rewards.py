@@ -379,6 +379,7 @@ def test_rewards_of_tokens_lie_where_the_tokens_lie():
     assert got.token_rewards.tolist() == [1.5 * value for value in spread]
 
 
+@pytest.mark.full
 @given(name=st.text() | st.sampled_from(["format ok", "a/b", "x > 1", "é", "!", "", "\ud800"]))
 def test_a_part_of_any_name_is_a_metric_or_refused_at_once(name):
     scores = score(lambda p, c, r: {name: 1.0}, episode("a"))
@@ -536,6 +537,7 @@ def test_an_async_reward_that_hangs_is_cancelled_at_its_limit():
     assert over.wait(10)
 
 
+@pytest.mark.full
 def test_plain_functions_run_on_a_few_threads_each_with_its_own_time():
     running, most, lock = 0, 0, threading.Lock()
 
@@ -558,6 +560,7 @@ def test_plain_functions_run_on_a_few_threads_each_with_its_own_time():
     assert most == 3
 
 
+@pytest.mark.full
 def test_a_reward_that_hangs_costs_its_time_limit_and_no_more():
     code = """
 import asyncio, time, numpy as np
@@ -615,6 +618,7 @@ def test_calls_that_never_come_back_do_not_pile_up_without_end(monkeypatch):
     assert score(scorer, episode("a"))[0].reward == 1.0
 
 
+@pytest.mark.full
 @given(
     delays=st.lists(st.sampled_from([0.0, 0.0, 0.002, 0.05]), min_size=1, max_size=12),
     threads=st.integers(1, 3),
@@ -644,6 +648,7 @@ def test_calls_that_are_done_late_or_given_up_never_mix_or_lose_a_thread(delays,
     assert (len(pool.stuck), pool._serving, len(pool._waiting)) == (0, 0, 0)
 
 
+@pytest.mark.full
 def test_scorers_need_no_jax():
     code = "import sys, jaxrl_async.scorers.rewards; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -668,6 +673,7 @@ def test_a_tasks_teacher_without_teachers_is_warned_about(caplog):
     assert "Task.teacher has no effect without teachers (teacher.source=teachers)" in caplog.text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("opening, closing", [("[THINK]", "[/THINK]"), ("<think>", "</think>")])
 @pytest.mark.parametrize("special", [True, False])
 def test_thinking_is_seen_where_its_marks_are_special_tokens(opening, closing, special):

@@ -54,6 +54,7 @@ def test_a_file_gives_a_task_a_function_or_an_environment_class(mine):
     assert isinstance(load_task(f"{mine}:Mine").environment(), Environment)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
@@ -195,6 +196,7 @@ def test_an_answer_that_a_datasets_scorer_raises_on_scores_nothing():
     assert score(record["answer"], record["index"]) == {"correct": 1.0}
 
 
+@pytest.mark.full
 def test_examples_precede_each_question_and_are_in_neither_split():
     pytest.importorskip("reasoning_gym")
     choice = {"max_value": 20, "size": 8, "eval_size": 4}

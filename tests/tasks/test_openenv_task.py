@@ -71,6 +71,7 @@ def test_what_a_server_sends_is_checked(text: str, error: str):
         read_observed(text, "here")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("url", ["x", "ftp://h", "http://", "http://h?a=1"])
 def test_an_address_that_is_none_is_refused(url: str):
     with pytest.raises(ConfigError, match="not a server's address"):

@@ -162,6 +162,7 @@ def test_wrong_arguments_are_refused(traces, arguments, told):
         load_task({f"pivots:{traces}": arguments})
 
 
+@pytest.mark.full
 def test_malformed_conversations_are_skipped_and_too_many_refused(tmp_path, caplog):
     good = [{"messages": conversation(n), "tools": [TOOL]} for n in range(300)]
     bad = [
@@ -175,6 +176,7 @@ def test_malformed_conversations_are_skipped_and_too_many_refused(tmp_path, capl
             read_conversations(write(tmp_path / "bad.jsonl", wrong))
 
 
+@pytest.mark.full
 def test_one_conversation_alone_cannot_be_held_out(tmp_path):
     file = write(tmp_path / "one.jsonl", [{"messages": conversation(1), "tools": [TOOL]}])
     with pytest.raises(DataError, match="one conversation alone"):

@@ -179,6 +179,7 @@ def test_that_of_trl_is_what_its_trainer_takes():
     assert found["prompt"][0]["content"] == "What do milk and bread cost together, today 4?"
 
 
+@pytest.mark.full
 def test_the_table_of_the_history_has_the_lines_that_are_counted():
     counted = subprocess.run(
         [sys.executable, PEERS / "lines_of_environments.py"],

@@ -112,6 +112,7 @@ def test_the_similarity_of_texts_is_the_f1_of_their_words():
     assert similar("", " ") and not similar("", "a", 0.1)
 
 
+@pytest.mark.full
 def test_the_reward_is_of_the_last_message_and_says_why_it_is_0():
     reward, logged = TurnReward(MatchRules()), dict[str, float]()
     messages = [{"role": "user", "content": "weather?"}, calls(FIND)]

@@ -203,12 +203,14 @@ def words_of_failure(task, error):
         played(task, task.records[:1], members=1)
 
 
+@pytest.mark.full
 def test_a_seat_that_is_not_trained_must_not_be_played_by_the_policy():
     quiet = {"harness": {"id": "verifiers_reverse"}}
     seats = {"assistant": quiet, "user": quiet}
     words_of_failure(load_task({NAME: {"id": "user-sim", **seats}}), "'user' is not trained")
 
 
+@pytest.mark.full
 def test_what_an_environment_raises_fails_its_group(monkeypatch):
     task = load_task(NAME)
 
@@ -341,6 +343,7 @@ def test_the_taskset_of_the_page_for_switchers_is_read_unchanged(tmp_path, monke
     assert "What is 3 + 3?" in str(task.records[3])
 
 
+@pytest.mark.full
 def test_without_the_library_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "verifiers.v1", None)
     with pytest.raises(MissingExtraError, match=r"jaxrl_async\[verifiers\]"):

@@ -114,6 +114,7 @@ def test_every_span_covers_the_same_bytes_of_both(kind: str, text: str) -> None:
     assert end[1].tolist() == [len(written.token_ids) - 1, len(written.token_ids)]
 
 
+@pytest.mark.full
 @settings(max_examples=150, deadline=None)
 @given(st.text(max_size=24), st.data())
 def test_any_text_is_aligned_up_to_its_end_however_it_was_split(text: str, data: Any) -> None:

@@ -53,6 +53,7 @@ def both(draw: Any) -> tuple[list[bytes], list[bytes]]:
     return draw(split(text)), draw(split(other))
 
 
+@pytest.mark.full
 @settings(max_examples=200, deadline=None)
 @given(both())
 def test_spans_are_the_shortest_tokens_that_spell_the_same(pair: Any) -> None:

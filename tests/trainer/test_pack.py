@@ -77,6 +77,7 @@ def unpacked(batches: list[PackedBatch], index: int) -> dict[str, np.ndarray]:
     return {name: getattr(batch, name)[rows, columns] for name in FIELDS}
 
 
+@pytest.mark.full
 @settings(max_examples=80, deadline=None)
 @given(masks=groups, rows=st.integers(1, 4))
 def test_what_is_packed_equals_what_was_drawn_token_for_token(masks, rows):
@@ -103,6 +104,7 @@ def test_what_is_packed_equals_what_was_drawn_token_for_token(masks, rows):
         assert set(unpacked(parts, index)["group_ids"].tolist()) == {place}
 
 
+@pytest.mark.full
 @settings(max_examples=80, deadline=None)
 @given(masks=groups)
 def test_padding_is_empty_and_segments_of_a_row_are_numbered_from_one(masks):

@@ -26,6 +26,7 @@ sizes = st.tuples(st.integers(1, 6), st.integers(0, 6), st.integers(0, 6)).filte
 )
 
 
+@pytest.mark.full
 @given(st.lists(sizes, max_size=12), st.integers(2, 4))
 def test_each_micro_batch_holds_whole_pairs_and_every_token_is_there_once(all_sizes, rows):
     pairs = [pair_of(*s, start=100 * i) for i, s in enumerate(all_sizes)]

@@ -127,6 +127,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("loss", "how"), CASES)
 def test_a_step_is_that_of_the_preference_job_on_the_same_pairs(loss, how) -> None:
     wanted, of_job = offline(loss, how, settings_of())

@@ -128,6 +128,7 @@ def test_a_section_has_its_address_in_a_repository_and_on_a_site(index, address)
     assert page_address(index, "docs/a.md#b-c") == address
 
 
+@pytest.mark.full
 def test_the_packages_own_documentation_leads_to_a_page_that_exists():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     urls = project["urls"]

@@ -168,6 +168,7 @@ def test_a_metric_that_was_never_finite_is_listed_and_has_no_curve(tmp_path):
     assert rows == {"reward/mean": [], "reward/std": [1.0] * 4}
 
 
+@pytest.mark.full
 def test_the_report_of_a_long_run_is_bounded_and_says_what_it_leaves_out(
     tmp_path,
 ):

@@ -147,6 +147,7 @@ def test_one_of_several_adapters_has_the_spans_of_all_and_steps_of_its_own(tmp_p
         assert spans.window_of(1, 1) == pytest.approx(window)
 
 
+@pytest.mark.full
 def test_the_spans_of_many_samplers_take_a_bounded_part_of_a_report(tmp_path):
     blocks = [("block", n, n + 0.9, "") for n in range(600)]
     blocks += [("prefill", n, n + 0.4, "") for n in range(600)]

@@ -15,6 +15,7 @@ def bytes_in_use(pool):
     return sum(size * count for size, count in pool._in_use.items())
 
 
+@pytest.mark.full
 def test_a_block_that_a_jax_array_has_taken_over_is_free_when_the_array_dies():
     pool = BufferPool()
     block = pool.take(SHAPE, np.float32)

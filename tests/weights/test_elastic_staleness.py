@@ -56,6 +56,7 @@ class Fleet:
         raise Closed("over")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_the_bound_holds_whatever_joins_and_leaves(max_staleness):
     buffer = ReplayBuffer(BufferSettings(groups_per_step=PER_STEP, max_staleness=max_staleness))

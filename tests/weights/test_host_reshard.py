@@ -95,6 +95,7 @@ def test_random_shards_become_many_random_others(seed):
     check_random(seed)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "seed",
     [1, 2, 4, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in range(10, 20))],
@@ -104,6 +105,7 @@ def test_a_cast_and_a_conversion_arrive_in_the_samplers_shards(seed, how):
     check_random(seed, **how)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("trainer", "sampler"),
     [
@@ -128,6 +130,7 @@ def test_experts_and_copies_arrive_both_ways(trainer, sampler, on_host):
     assert_same(moved, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), target)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("there", "here"), [((2, 2), (4,)), ((2,), (2, 2)), ((2, 2), (2,))])
 def test_versions_on_their_way_and_those_that_are_held_stay_as_they_were(there, here):
     """The source is donated at once, `finish` comes later, and memory is used again meanwhile."""

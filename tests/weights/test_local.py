@@ -122,6 +122,7 @@ def test_large_weights_arrive_as_they_were_though_the_source_is_donated_at_once(
         assert (np.asarray(sent["w"]) == turn).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("trainers", "samplers"), [(1, 1), (2, 4), (4, 2)])
 def test_what_was_sent_stays_as_it_was_through_later_updates(trainers: int, samplers: int) -> None:
     """Arrays of all sizes, of updates short and long, each donated right after its push."""
