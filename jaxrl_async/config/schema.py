@@ -150,8 +150,8 @@ class Config(Section):
     tasks: dict[TaskName, NamedTaskSection] | None = None
     """Several tasks by name, in place of `task` and `data` (docs/mixing.md)."""
     mixing: str | None = Field(None, pattern=r"^.+\.py:\w+$")
-    """Your own choice of the next group's task, FILE.py:NAME: a function of a MixView that returns
-    a name, or weights by name; null: by the weights of `tasks`."""
+    """Your own choice of the next group's task, FILE.py:NAME (docs/mixing.md): a function that
+    returns a name, or weights by name; null: by the weights of `tasks`."""
     env: EnvSection = EnvSection()
     seats: dict[str, SeatSection] | None = None
     """Players of the task's game, by seat: policy, {model: DIR or initial}, {endpoint: URL, model:

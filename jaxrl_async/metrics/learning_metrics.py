@@ -338,7 +338,7 @@ STALENESS_METRICS: tuple[Metric, ...] = (
         (
             "offpolicy/weight_mean",
             "ratio",
-            "w = proximal / behaviour probability of a trained token.",
+            "w = proximal (before the update) / behaviour probability of a trained token.",
         ),
         ("offpolicy/weight_square_mean", "ratio", "Mean of w^2."),
         ("offpolicy/ess_share", "share", "Effective sample size of the tokens by w; 1 on-policy."),

@@ -178,7 +178,7 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
         (
             "seats/games_<who>",
             "episodes",
-            "The policy's episodes against SEAT.FILLING (setting `seats`), those without signal "
+            "The policy's episodes against SEAT.PLAYER of the setting `seats`, those without signal "
             "included.",
         ),
     ),
