@@ -1,5 +1,6 @@
 # The main job in a container, for TPU hosts; --build-arg EXTRA=cuda13 for NVIDIA, EXTRA= for a CPU (release/containers.sh makes all).
-#   docker build -t jaxrl_async . && docker run --rm -v "$PWD/runs:/runs" jaxrl_async configs/addition.yaml run.dir=/runs
+#   docker build -t jaxrl_async . && mkdir -p runs
+#   docker run --rm --user "$(id -u)" -v "$PWD/runs:/runs" jaxrl_async configs/addition.yaml run.dir=/runs
 ARG PYTHON=3.12-slim-bookworm
 
 FROM python:${PYTHON} AS build

@@ -5,7 +5,7 @@
 #   cuda13    for NVIDIA cards with a driver of 580 or newer
 #   tpu       for TPU VMs and GKE
 #
-# Without a TARGET all are built. Each is tried: the command says its version, and cpu trains two steps.
+# Without a TARGET all are built. Each is tried: the command says its version, and trains two steps on the CPU.
 # --dry-run prints the commands. --push sends the images, which needs a login to the registry.
 #   ENGINE    docker or podman; default: the one that is there
 #   IMAGE     name without a tag, such as ghcr.io/OWNER/jaxrl_async; default: jaxrl_async
@@ -61,9 +61,7 @@ for target in "${targets[@]}"; do
     for label in "${labels[@]}"; do words+=(--label "org.opencontainers.image.$label"); done
     run "${words[@]}" .
     run "$engine" run --rm --entrypoint jaxrl-async "$tag" --version
-    if [ "$target" = cpu ]; then
-        run "$engine" run --rm "$tag" configs/addition.yaml run.dir=/runs run.steps=2 trainer.warmup_steps=1 warm_start.steps=2 \
-            data.addition.eval_size=8 algorithm.groups_per_step=2 sampler.slots=16
-    fi
+    run "$engine" run --rm --env JAX_PLATFORMS=cpu "$tag" configs/addition.yaml run.dir=/runs run.steps=2 trainer.warmup_steps=1 \
+        warm_start.steps=2 data.addition.eval_size=8 algorithm.groups_per_step=2 sampler.slots=16
     [ -z "$push" ] || run "$engine" push "$tag"
 done

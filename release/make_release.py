@@ -8,6 +8,7 @@ docs/releasing.md has the steps before and after. Needs the extra [release], and
 """
 
 import argparse
+import importlib.util
 import os
 import re
 import shutil
@@ -160,6 +161,24 @@ def sign(told: Path, key: str) -> Path:
     return signature
 
 
+def sign_as_account(told: Path) -> Path:
+    """Sign a file as an account that sigstore knows, without a key; return the signature.
+
+    sigstore reads SIGSTORE_IDENTITY_TOKEN, or asks to log in with a browser. Raises SystemExit.
+    """
+    if importlib.util.find_spec("sigstore") is None:
+        raise SystemExit("make_release.py: --sigstore needs its package: pip install sigstore")
+    bundle = told.with_name(f"{told.name}.sigstore.json")
+    words = [sys.executable, "-m", "sigstore", "sign", "--bundle", str(bundle), str(told)]
+    print("+", *words, flush=True)
+    if subprocess.run(words).returncode:  # its output is shown: it asks to open an address
+        raise SystemExit(
+            f"make_release.py: {told} is not signed: sigstore failed (see above). It needs the "
+            "internet, and a login or SIGSTORE_IDENTITY_TOKEN. Without --sigstore it is not asked."
+        )
+    return bundle
+
+
 def trial(root: Path, out: Path, version: str) -> None:
     """Install the package by name from an index of `out` in a new environment, run README's
     command, and tests of the source archive. Raises CalledProcessError."""
@@ -230,6 +249,9 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "--gpg-key", help="sign the checksums with this key (default: git's user.signingkey)"
     )
+    parser.add_argument(
+        "--sigstore", action="store_true", help="sign the checksums with a login, by sigstore"
+    )
     parser.add_argument("--tag", action="store_true", help="tag the commit vVERSION at the end")
     args = parser.parse_args(words)
     if args.tag and (args.rehearse or args.build_only):
@@ -248,10 +270,12 @@ def main(words: Sequence[str]) -> int:
             ["git", "config", "user.signingkey"], capture_output=True, text=True
         )
         key = args.gpg_key or signing.stdout.strip()
+        if args.sigstore:
+            sign_as_account(told)
         if key:
             sign(told, key)
-        else:
-            print("not signed: there is no key (--gpg-key, or git's user.signingkey)")
+        elif not args.sigstore:
+            print("not signed: there is no key (--gpg-key, --sigstore, or git's user.signingkey)")
         if not args.build_only:
             trial(ROOT, args.out, state.version)
         if args.tag:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl_async.launch.gke_values import Values
+
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 STEPS = [line.split(maxsplit=1) for line in TEXT.splitlines() if re.match(r"[A-Z]+ ", line)]
@@ -55,6 +57,16 @@ def test_the_image_runs_the_main_job_and_not_as_root():
     assert json.loads(steps("ENTRYPOINT")[0]) == ["python", "-m", "jaxrl_async.train"]
     config = json.loads(steps("CMD")[0])[0]
     assert (ROOT / config).is_file() and config.split("/")[0] in copied()
+
+
+def test_its_user_is_the_one_that_gke_starts_it_as():
+    assert str(Values.model_fields["run_as_user"].default) in steps("USER")
+
+
+def test_the_command_in_its_head_can_write_to_the_folder_that_it_mounts():
+    head = TEXT.partition("ARG ")[0]
+    assert "mkdir -p runs" in head, "docker makes a missing folder as root"
+    assert '--user "$(id -u)" -v "$PWD/runs:/runs"' in head, "1000 may be nobody on the host"
 
 
 def test_hadolint_finds_nothing():

@@ -53,7 +53,12 @@ def test_each_image_has_an_extra_that_exists_and_is_tried():
         known = set(re.findall(r"^ARG (\w+)=", DOCKERFILE, re.MULTILINE))
         assert arguments.keys() <= known and command[-1] == "."
         assert arguments["EXTRA"] in ("", *PROJECT["optional-dependencies"])
-        assert [c for c in printed if c[1] == "run" and tag in c and c[-1] == "--version"]
+        version_told, trained = (c for c in printed if c[1] == "run" and tag in c)
+        assert version_told[-1] == "--version"
+        assert trained[trained.index(tag) - 1] == "JAX_PLATFORMS=cpu", (
+            "a builder has no such device"
+        )
+        assert (ROOT / trained[trained.index(tag) + 1]).is_file() and "run.steps=2" in trained
     assert options(builds[0], "--build-arg")["EXTRA"] == ""
 
 

@@ -105,3 +105,30 @@ def test_the_checksums_are_signed_and_a_change_is_found(tmp_path, monkeypatch, k
     assert subprocess.run(verify, capture_output=True).returncode != 0
     with pytest.raises(subprocess.CalledProcessError):
         make_release.sign(told, "nobody@example.org")
+
+
+def fake_sigstore(folder: Path, code: str) -> None:
+    """Write a package that is run in place of sigstore's."""
+    (folder / "sigstore").mkdir()
+    (folder / "sigstore/__init__.py").write_text("")
+    (folder / "sigstore/__main__.py").write_text(f"import sys\n{code}\n")
+
+
+@pytest.mark.parametrize("code", ["open(sys.argv[3], 'w').write(sys.argv[4])", "sys.exit(1)"])
+def test_the_checksums_are_signed_as_an_account(tmp_path, monkeypatch, code):
+    fake_sigstore(tmp_path, "assert sys.argv[1:3] == ['sign', '--bundle']\n" + code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    told = tmp_path / archives.CHECKSUMS
+    if "exit" in code:
+        with pytest.raises(SystemExit, match=r"SHA256SUMS is not signed.*SIGSTORE_IDENTITY_TOKEN"):
+            make_release.sign_as_account(told)
+    else:
+        bundle = make_release.sign_as_account(told)
+        assert bundle.name == "SHA256SUMS.sigstore.json" and bundle.read_text() == str(told)
+
+
+def test_without_sigstore_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="pip install sigstore"):
+        make_release.sign_as_account(tmp_path / archives.CHECKSUMS)
