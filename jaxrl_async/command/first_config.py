@@ -229,7 +229,7 @@ def _of_model(choices: FirstChoices) -> dict[str, Any]:
 
 
 def _records(path: str, columns: RecordColumns | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"path": path, "eval_size": 64}
+    found: dict[str, Any] = {"path": path}
     if columns is None:
         return found
     if columns.prompt is not None:

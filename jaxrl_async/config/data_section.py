@@ -28,9 +28,9 @@ class JsonlSection(Section):
     a folder of such files or a saved split, or OWNER/NAME:CONFIG:SPLIT on the hub. null: the
     section only says how warm_start.path is read."""
     eval_path: str | None = None
-    """Held-out records, named as in path; null: the last eval_size records of path."""
-    eval_size: Positive = 64
-    """Maximum number of held-out records."""
+    """Held-out records, named as in path; null: the last records of path."""
+    eval_size: Positive | None = None
+    """Maximum number of held-out records; null: 64, and at most a tenth of path."""
     prompt_field: str = "question"
     """Field with the question or chat messages; preference jobs always read `prompt`."""
     messages_field: str | None = "messages"

@@ -493,6 +493,17 @@ def final_answer(answer: str, mark: str | None) -> str:
     return (answer.rpartition(mark)[2] if mark else answer).strip()
 
 
+HELD_OUT_MOST = 64
+"""Maximum number of records that are held out if no number is set."""
+HELD_OUT_SHARE = 10
+"""One in this many training records is held out if no number is set."""
+
+
+def held_out_of(records: int) -> int:
+    """Return how many of the training records are held out if no number is set."""
+    return min(HELD_OUT_MOST, max(records // HELD_OUT_SHARE, 1))
+
+
 def jsonl_split(section: JsonlSection, split: Split, read: Callable[[str], list[T]]) -> list[T]:
     """Return the training records, or the held-out ones: from eval_path, else the last of the file.
 
@@ -504,22 +515,24 @@ def jsonl_split(section: JsonlSection, split: Split, read: Callable[[str], list[
         if split == "train":
             return read(path)
         held_out = read(section.eval_path)
-        if len(held_out) > section.eval_size:
+        most = section.eval_size or HELD_OUT_MOST
+        if len(held_out) > most:
             log.info(
                 "%s: using the first %d of %d records (data.jsonl.eval_size)",
                 section.eval_path,
-                section.eval_size,
+                most,
                 len(held_out),
             )
-        return held_out[: section.eval_size]
+        return held_out[:most]
     records = read(path)
-    if len(records) <= section.eval_size:
+    size = section.eval_size or held_out_of(len(records))
+    if len(records) <= size:
         raise DataError(
-            f"{path}: {len(records)} usable records, but data.jsonl.eval_size = "
-            f"{section.eval_size} are held out: none is left to train on. Lower eval_size or set "
-            "data.jsonl.eval_path."
+            f"{path}: {len(records)} usable {'record' if len(records) == 1 else 'records'}, but "
+            f"{size} (data.jsonl.eval_size) are held out: none is left to train on. Lower "
+            "eval_size or set data.jsonl.eval_path."
         )
-    return records[: -section.eval_size] if split == "train" else records[-section.eval_size :]
+    return records[:-size] if split == "train" else records[-size:]
 
 
 def lacking(fields: Mapping[str, object], names: Iterable[str | None]) -> str:

@@ -26,9 +26,9 @@ from jaxrl_async.data.chat_formats.chat_messages import (
     without_filled,
 )
 from jaxrl_async.data.record_files import Bad, BadRecord, parse_rows
+from jaxrl_async.data.records import held_out_of
 from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.tasks.task import Task, TaskRecord
-from jaxrl_async.tasks.task_source import HELD_OUT_MOST, HELD_OUT_SHARE
 from jaxrl_async.tasks.turn_match import MatchRules, TurnReward
 from jaxrl_async.types import Message
 
@@ -203,7 +203,7 @@ def _split(pivots: Pivots, source: str) -> tuple[Pivots, Pivots]:
             f"{source}: pivots of one conversation alone, so none is left to evaluate on. Give "
             "eval_path."
         )
-    first = numbers[-min(HELD_OUT_MOST, max(len(numbers) // HELD_OUT_SHARE, 1))]
+    first = numbers[-held_out_of(len(numbers))]
     train = [place for place in pivots.places if place[0] < first]
     return pivots.only(train), pivots.only([p for p in pivots.places if p[0] >= first])
 

@@ -17,16 +17,19 @@ from jaxrl_async.data.chat_formats.chat_messages import (
     with_system_prompt,
 )
 from jaxrl_async.data.chat_formats.plain_format import PlainFormat
-from jaxrl_async.data.records import Record, RecordSource, Split, field_text, reference_of
+from jaxrl_async.data.records import (
+    Record,
+    RecordSource,
+    Split,
+    field_text,
+    held_out_of,
+    reference_of,
+)
 from jaxrl_async.errors import ConfigError, DataError, TextTooLong
 from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.tasks.task import QUESTIONS, Records, Task, TaskRecord, conversation_of
 from jaxrl_async.types import BoolArray, IntArray, Message
 
-HELD_OUT_MOST = 64
-"""Maximum number of records that are held out from a task's own."""
-HELD_OUT_SHARE = 10
-"""One in this many records is held out if a task names no held-out records."""
 NO_TOKENS: IntArray = np.zeros(0, np.int32)
 
 
@@ -92,7 +95,7 @@ def task_records(task: Task, split: Split) -> Sequence[TaskRecord]:
     records = _listed(task.records, split)
     if task.held_out is not None:
         return records
-    held_out = min(HELD_OUT_MOST, max(len(records) // HELD_OUT_SHARE, 1))
+    held_out = held_out_of(len(records))
     if len(records) < 2:
         raise DataError("the task has one record, so none is left to evaluate on. Give held_out.")
     first = len(records) - held_out

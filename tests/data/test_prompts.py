@@ -153,6 +153,23 @@ def test_the_last_records_are_held_out_and_the_others_are_trained_on(tmp_path):
     assert sorted((p.text, p.reference) for p in train) == [(f"q{i}", f"{i}") for i in range(7)]
 
 
+@pytest.mark.parametrize(("records", "held"), [(2, 1), (19, 1), (39, 3), (640, 64), (700, 64)])
+def test_a_tenth_of_the_records_is_held_out_unless_a_number_is_set(tmp_path, records, held):
+    data = jsonl(tmp_path, [question(i) for i in range(records)])
+    assert [p.text for p in eval_prompts(data, TOKENIZER)] == [
+        f"q{i}" for i in range(records - held, records)
+    ]
+    train = {p.text for p in islice(make_prompts(data, TOKENIZER, 0), records - held)}
+    assert train == {f"q{i}" for i in range(records - held)}
+
+
+def test_at_most_64_records_of_a_file_for_the_evaluation_are_used(tmp_path):
+    held = tmp_path / "e.jsonl"
+    held.write_text("\n".join(json.dumps(question(i)) for i in range(70)))
+    data = jsonl(tmp_path, [question(100)], eval_path=str(held))
+    assert [p.text for p in eval_prompts(data, TOKENIZER)] == [f"q{i}" for i in range(64)]
+
+
 def test_a_file_of_its_own_for_the_evaluation_leaves_all_records_to_training(tmp_path):
     held = tmp_path / "e.jsonl"
     held.write_text("\n".join(json.dumps(question(i)) for i in range(50, 59)))
@@ -214,6 +231,8 @@ def test_empty_missing_and_too_small_files_are_refused(tmp_path):
         make_prompts(DataSection(jsonl=JsonlSection(path=str(tmp_path / "no"))), TOKENIZER, 0)
     with pytest.raises(DataError, match="none is left to train on"):
         make_prompts(jsonl(tmp_path, [question(0)], eval_size=1), TOKENIZER, 0)
+    with pytest.raises(DataError, match=r"1 usable record, but 1 \(data.jsonl.eval_size\)"):
+        make_prompts(jsonl(tmp_path, [question(0)]), TOKENIZER, 0)
 
 
 @pytest.mark.parametrize(
