@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxrl_async.config.former import Replaced, now_of, renew_names
 from jaxrl_async.config.load import load, load_with_aside
-from jaxrl_async.config.peers.peer_hints import peer_hint
+from jaxrl_async.config.peers.peer_hints import peer_hint, usual_hint
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.several import section_of
 from jaxrl_async.data.chat_formats.chat_messages import without_filled
@@ -267,6 +267,8 @@ def _hint(name: str, value: object, settings: Mapping[str, object]) -> str:
                 f"{section}={{{name!r}: ...}}."
             )
         return f"{name} is not a setting; {hint}."
+    if hint := usual_hint(name, value, _as_argument):
+        return f"{name} is not a setting; {hint}."
     of_section = [
         f"{section}={{{name[len(section) + 1 :]!r}: ...}}"
         for section in Config.model_fields
@@ -285,6 +287,8 @@ def _as_argument(path: str, value: object) -> str:
         return f"{name}={value!r}"
     if _section_of(name) == ".".join(sections):
         return f"{name}={value!r}"
+    if len(sections) > 1 and _section_of(sections[-1]) == ".".join(sections[:-1]):
+        return f"{sections[-1]}={ {name: value}!r}"
     for section in (name, *reversed(sections[1:])):
         value = {section: value}
     return f"{sections[0]}={value!r}"

@@ -91,7 +91,7 @@ def test_records_and_functions_become_a_task_that_no_configuration_can_name(tmp_
     config, task = settled(tmp_path, data=RECORDS, reward=right)
     assert task is not None and task.rewards == (right,) and list(task.records or ()) == RECORDS
     assert config.run.overwrite and config.task is not None
-    with pytest.raises(ConfigError, match="was an object of the Python program"):
+    with pytest.raises(ConfigError, match="were objects of the Python program"):
         load_task(config.task)
 
 
@@ -372,6 +372,15 @@ def test_trls_names_are_refused_together_with_what_to_write(tmp_path) -> None:
     assert "jaxrl_async.from_trl(args, ...) converts a whole GRPOConfig" in told
     with pytest.raises(ConfigError, match=r"did you mean eval=\{'every'"):
         settled(tmp_path, data=RECORDS, settings={"eval_every": 3})
+
+
+def test_usual_names_lead_to_arguments(tmp_path) -> None:
+    with pytest.raises(ConfigError) as error:
+        settled(tmp_path, data=RECORDS, settings={"lr": 1e-4, "rank": 8, "batch_size": 4})
+    told = str(error.value)
+    assert "lr is not a setting; it is learning_rate=0.0001 here" in told
+    assert "it is lora={'rank': 8} here" in told
+    assert "it is groups_per_step (prompts of an update) and group_size (answers to a" in told
 
 
 def test_a_name_with_two_meanings_is_refused(tmp_path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from jaxrl_async.command.convert import main
-from jaxrl_async.config.load import load
+from jaxrl_async.config.load import load, unknown_setting
 from jaxrl_async.config.peers.counterpart import KEEP, NoCounterpart, converted
 from jaxrl_async.config.peers.peer_files import nested
 from jaxrl_async.config.peers.peer_hints import PEERS, peer_hint
@@ -310,6 +310,26 @@ def test_no_name_of_ours_is_taken_for_another_librarys():
     for path in ("run.seed", "sampler.temperature", "trainer.epsilon", "data.tokenizer"):
         load({path.split(".")[0]: {}})
         assert peer_hint(path, whole_name=True) is None or path == "data.tokenizer"
+
+
+def test_an_adapters_field_is_an_adapter_unless_the_library_is_told_to_train_all_weights():
+    """TRL reads lora_r only with use_peft; who asks about lora_r alone means an adapter."""
+    hint = peer_hint("lora_r", 8, {"lora_r": 8})
+    assert "model.lora={rank: 8" in hint and "leave it out" not in hint
+    assert "leave it out" in peer_hint("lora_r", 8, {"lora_r": 8, "use_peft": False})
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        (("algorithm", "lr"), "algorithm.lr is not a setting; it is algorithm.learning_rate=3 h"),
+        (("n_samples",), "it is algorithm.group_size (answers to a prompt) here"),
+        (("sampler", "num_epochs"), "it is run.steps (updates) here"),
+        (("algorithm", "epoch"), "did you mean algorithm."),
+    ],
+)
+def test_a_usual_name_leads_to_what_it_is_called_here(path, told):
+    assert told in unknown_setting(path, 3)
 
 
 # ---- the command

@@ -33,6 +33,7 @@ class Setting:
     path: str  # "algorithm.group_size", or "data=" for an argument of jaxrl_async.train
     value: Callable[[Fields], Any] | None = None  # None: the field's own value
     joint: bool = False  # several fields determine it
+    switches: tuple[str, ...] = ()  # fields that a hint about one of the others takes as true
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

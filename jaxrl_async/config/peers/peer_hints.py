@@ -63,6 +63,46 @@ def peer_hint(
     return "; ".join(f"{_joined(of)} {name} {text}" for (name, text), of in told.items()) or None
 
 
+USUAL: Mapping[str, tuple[str, ...]] = {
+    "lr": ("algorithm.learning_rate",),
+    "batch_size": ("algorithm.groups_per_step", "algorithm.group_size"),
+    "n_samples": ("algorithm.group_size",),
+    "num_samples": ("algorithm.group_size",),
+    "num_epochs": ("run.steps",),
+    "n_epochs": ("run.steps",),
+    "rank": ("model.lora.rank",),
+    "max_tokens": ("sampler.max_new_tokens",),
+}
+"""Names that many programs use, and the settings that mean it here."""
+UNITS: Mapping[str, str] = {
+    "algorithm.groups_per_step": "prompts of an update",
+    "algorithm.group_size": "answers to a prompt",
+    "run.steps": "updates",
+}
+"""What these settings count."""
+
+
+def usual_hint(
+    dotted: str,
+    value: object = NOT_GIVEN,
+    written: Callable[[str, Any], str] = setting_text,
+) -> str | None:
+    """Return what a usual name is called here; None: it is not one of USUAL. See peer_hint."""
+    paths = USUAL.get(dotted.rpartition(".")[2])
+    if paths is None:
+        return None
+    same = len(paths) == 1 and paths[0] not in UNITS and value is not NOT_GIVEN
+    told = [
+        written(path, value)
+        if same
+        else f"{written(path, 0).partition('=')[0]} ({UNITS[path]})"
+        if path in UNITS
+        else path
+        for path in paths
+    ]
+    return f"it is {_joined(told)} here"
+
+
 def _name_in(peer: Peer, dotted: str, whole_name: bool) -> str | None:
     """Return a library's field by the name that was written, or by the last part of it."""
     if peer.find(dotted) is not None or any(n.startswith(f"{dotted}.") for n in peer.fields):
@@ -90,6 +130,7 @@ def _told(
         return f"has no counterpart: {one.reason}"
     known = value is not NOT_GIVEN
     fields = {n: f.default for n, f in {**peer.fields, **peer.arguments}.items()}
+    fields |= {n: True for setting in one.settings for n in setting.switches}
     fields |= {n: v for n, v in given.items() if n in peer.fields}
     fields |= {DEVICES: 1, RECORDS: None} | ({name: value} if known else {})
     single = [setting for setting in one.settings if not setting.joint]

@@ -346,7 +346,7 @@ TRACKERS = (
 )
 EVAL = Setting("eval.every", _every("eval_strategy", "eval_steps"), joint=True)
 SAVE = Setting("checkpoint.every", _every("save_strategy", "save_steps"), joint=True)
-LORA = Setting("model.lora", _script_lora)
+LORA = Setting("model.lora", _script_lora, switches=("use_peft",))
 DATASET = (
     Setting("data.jsonl.path", lambda f: _dataset(f, "dataset_train_split")),
     Setting(
