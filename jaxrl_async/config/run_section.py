@@ -133,8 +133,7 @@ class FaultsSection(Section):
     """Consecutive failed groups that end the run; outages do not count."""
     outage_s: float | None = Field(None, gt=0)
     """Maximum outage of a service (environment, judge, reward), seconds, during which its calls are
-    retried; null: no limit, but 30 s for a service that has never answered, such as a judge's
-    server that still starts."""
+    retried; null: no limit, but 30 s for a service that has never answered."""
     watchdog_s: float = Field(1800.0, ge=0)
     """Time without progress, compilation included, after which the run stops and names the part
     that hangs, seconds; 0: no limit."""

@@ -422,7 +422,8 @@ def _asked_in_text(
 
 async def _played(generate: Generate, asked: AskedPrompts, config: Config) -> EvalResult:
     section, count, done = config.named_evals[GIVEN], len(asked.prompts), 0
-    log.info("evaluating %d prompts, %d answers each", count, section.samples)
+    each = "1 answer" if section.samples == 1 else f"{section.samples} answers"
+    log.info("evaluating %d prompts, %s each", count, each)
 
     async def scored(episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
         nonlocal done

@@ -114,7 +114,7 @@ SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("reward", "reward/mean", "{:.3f}".format),
     ("eval loss", "eval/loss", "{:.3f}".format),
     ("pairs right", "preference/accuracy", "{:.3f}".format),
-    ("eval", "eval/accuracy", "{:.3f}".format),
+    ("eval accuracy", "eval/accuracy", "{:.3f}".format),
     ("eval reward", "eval/reward", "{:.3f}".format),
     ("tokens/s", "throughput/generated_tokens_per_s", "{:,.0f}".format),
     ("staleness", "staleness/mean", "{:.2f}".format),
@@ -124,7 +124,7 @@ SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 """Label, key, format. The held-out reward is shown only if there is no accuracy."""
 
 
-CURVES = ("reward", "eval", "eval reward", "eval loss", "pairs right")
+CURVES = ("reward", "eval accuracy", "eval reward", "eval loss", "pairs right")
 """Labels of SHOWN that may get a curve; the first two that the run has get one."""
 CURVE_WIDTH = 48
 """Maximum width of a curve, columns."""
@@ -360,7 +360,7 @@ def labelled_values(progress: ConsoleProgress) -> list[tuple[str, str]]:
 
 
 def plain_line(progress: ConsoleProgress) -> str:
-    """Format one line for logs: step    12/150  reward 0.531  eval 0.812  ...  eta 1:23."""
+    """Format one line for logs: step  12/150  reward 0.531  eval accuracy 0.812  ...  eta 1:23."""
     width = len(str(progress.total_steps))
     parts = [f"step {progress.step:>{width}}/{progress.total_steps}"]
     parts += [f"{label} {value}" for label, value in labelled_values(progress)]

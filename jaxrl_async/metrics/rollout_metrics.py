@@ -178,8 +178,8 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
         (
             "seats/games_<who>",
             "episodes",
-            "The policy's episodes against SEAT.PLAYER of the setting `seats`, those without signal "
-            "included.",
+            "The policy's episodes against SEAT.PLAYER of the setting `seats`, those without "
+            "signal included.",
         ),
     ),
     *declared(

@@ -285,12 +285,19 @@ def save_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder) as new:
         (new / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
-        save_file(dict(_export(table, params)), new / ADAPTER, metadata={"format": "pt"})
+        _save_tensors(dict(_export(table, params)), new / ADAPTER)
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """Read PEFT's adapter_config.json. Raises CheckpointError."""
     return read_json(folder / ADAPTER_CONFIG)
+
+
+def _save_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
+    """Write a safetensors file that whoever reads its folder can read: safetensors 0.8 makes it for
+    the owner alone."""
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(file.parent.stat().st_mode & 0o666)
 
 
 def _write(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
@@ -301,7 +308,7 @@ def _write(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
     names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     names = names if count > 1 else [SINGLE]
     for name, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / name, metadata={"format": "pt"})
+        _save_tensors(shard, folder / name)
     if count > 1:
         where = {
             tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard

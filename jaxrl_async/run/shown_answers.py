@@ -78,7 +78,9 @@ def before_and_after(file: Path) -> list[str]:
 
 def _answer(line: Mapping[str, Any]) -> str:
     answer = _in_a_line(line["completion"].splitlines())
-    return f"  step {line['version']:<5} reward {line['reward']!s:<5} {answer}"
+    reward = line["reward"]
+    rounded = round(reward, 3) if isinstance(reward, float) else reward
+    return f"  step {line['version']:<5} reward {rounded!s:<5} {answer}"
 
 
 def _in_a_line(lines: Sequence[str]) -> str:

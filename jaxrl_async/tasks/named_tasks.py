@@ -91,9 +91,10 @@ def load_task(choice: Choice, of_run: Collection[str] = ()) -> Task:
     library, colon, of_library = name.partition(":")
     if library == HANDED_OVER:
         raise ConfigError(
-            "the task was an object of the Python program that started this run. Call "
-            "jaxrl_async.train(..., resume=True) there again, or write the task to a file and set "
-            "task=FILE.py:NAME."
+            "the task, reward or records were objects of the Python program that started this run. "
+            "Call jaxrl_async.train(..., resume=True) there again, or write them to files: "
+            "task=FILE.py:NAME, or task=null with reward.function=FILE.py:FUNCTION and "
+            "data.jsonl.path=FILE.jsonl."
         )
     if colon and library in LIBRARIES:
         return _made(functools.partial(maker(LIBRARIES[library]), of_library), arguments, where)

@@ -48,7 +48,9 @@ def test_a_cell_has_one_output_with_the_last_state_and_then_the_summary(tmp_path
         assert "<b>step 5/5</b>" in shown.data["text/html"]
         assert shown.data["text/plain"] == "step 5/5  reward 1.000"
     shown, printed = notebook.cells[2].outputs
-    assert shown.data["text/plain"] == "step 2/5  eval 0.250" and printed.text == "failed\n"
+    assert (
+        shown.data["text/plain"] == "step 2/5  eval accuracy 0.250" and printed.text == "failed\n"
+    )
 
 
 def test_outside_of_a_kernel_nothing_is_shown_in_cells():

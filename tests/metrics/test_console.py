@@ -75,7 +75,7 @@ def test_the_last_known_evaluation_stays_in_sight():
     console.step(0, {"eval/accuracy": 0.25})
     clock.now += 5
     console.step(1, {"reward/mean": 0.1})
-    assert "eval 0.250" in stream.getvalue().splitlines()[-1]
+    assert "eval accuracy 0.250" in stream.getvalue().splitlines()[-1]
 
 
 def test_a_reward_without_an_accuracy_is_shown_itself_and_gets_its_line():
@@ -85,7 +85,7 @@ def test_a_reward_without_an_accuracy_is_shown_itself_and_gets_its_line():
     assert [line.count("eval reward") for line in stream.getvalue().splitlines()] == [1, 1]
     console.step(2, {"eval/reward": 0.5, "eval/accuracy": 0.25})
     last = stream.getvalue().splitlines()[-1]
-    assert "eval 0.250" in last and "eval reward" not in last
+    assert "eval accuracy 0.250" in last and "eval reward" not in last
 
 
 def test_a_phase_is_announced_once_and_its_detail_now_and_then():
@@ -173,7 +173,7 @@ def test_the_live_display_has_curves_of_what_was_measured_twice():
     stream.flush()
     text = stream.buffer.getvalue().decode()
     assert "reward 0.000 to 1.000" in text and "▁▅█▅" in text
-    assert "staleness 0" not in text and "eval 0.250 to" not in text
+    assert "staleness 0" not in text and "eval accuracy 0.250 to" not in text
 
 
 def test_a_terminal_without_such_characters_gets_no_curves():

@@ -36,6 +36,12 @@ def saved(tmp_path):
     return tmp_path / "a"
 
 
+def test_whoever_reads_the_settings_reads_the_weights(saved):
+    modes = {file.name: file.stat().st_mode & 0o777 for file in saved.iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+    assert len(set(modes.values())) == 1
+
+
 def always_ends():
     """Weights with which the end token is certain after any text: every hidden state is 1 in each
     dimension, and only the end token's logit looks at it."""

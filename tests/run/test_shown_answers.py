@@ -41,6 +41,15 @@ def test_the_first_and_the_last_answers_are_shown_beside_each_other(tmp_path):
     ]
 
 
+def test_a_reward_is_shown_with_three_decimals_and_one_without_a_number_as_it_is(tmp_path):
+    file = tmp_path / "answers.jsonl"
+    write = answers_writer(file)
+    write([sample(0, 0, reward=0.3 - 0.2)])
+    write([sample(0, 1, reward=None)])
+    shown = [line.split() for line in before_and_after(file)[1:]]
+    assert [words[2:4] for words in shown] == [["reward", "0.1"], ["reward", "None"]]
+
+
 def test_a_long_answer_is_cut_and_a_prompt_that_is_gone_is_left_out(tmp_path):
     file = tmp_path / "answers.jsonl"
     write = answers_writer(file)

@@ -264,6 +264,7 @@ def check_reward_parts(
     if has_functions(reward, task):
         named = "exact" if reward.function is None else reward.function
         where = "the task's reward" if task.rewards else f"reward.function = {named!r}"
+        log.info("answers are rewarded by %s", where)
         tried = try_once(scorers.evaluation, example, tokenizer.encode, where)
         of_function, all_known = tried.parts, not tried.left_out
         beside_judge = reward.judged and reward.model is None
