@@ -324,7 +324,7 @@ def tiles(run: WatchedRun) -> list[dict[str, str]]:
     for key, label, percent in MEDIANS:
         if values := sorted(value for _, value in run.points(key)):
             middle = values[len(values) // 2]
-            text = f"{middle:.0%}" if percent else number(middle)
+            text = f"{100 * middle:.0f} %" if percent else number(middle)
             shown.append(_tile(label, text, "median of the steps"))
     if seconds := sum(value for _, value in run.points("time/step_s")):
         text = f"{seconds:,.0f} s" if seconds < 600 else f"{seconds / 60:,.1f} min"

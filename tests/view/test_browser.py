@@ -92,6 +92,10 @@ def lines_of(shown, chart: int = 0):
     return shown.evaluate(script, chart)
 
 
+ENDS = "document.querySelector('.chart').card.plot.spec.lines.map((l) => l.xs.at(-1))"
+"""The last x of each line of the first chart."""
+
+
 def wait_for_lines(shown, count: int, chart: int = 0) -> None:
     """Wait until a chart draws so many lines."""
     shown.wait_for_function(
@@ -210,6 +214,17 @@ def test_the_pointer_names_the_nearest_run_on_all_charts(page):
     assert tip.locator(".row").count() == 3
     shown.hover("#runs li >> nth=0")
     sees(tip).to_be_hidden()
+
+
+def test_the_pointer_names_no_run_that_ended_before_it(page):
+    shown, root = page
+    write_run(root / "dapo", 2, 40)
+    wait_for_lines(shown, 3)
+    shown.wait_for_function(f"() => ({ENDS}).sort().join() === '119,119,39'")
+    box = shown.locator(".stage .over").first.bounding_box()
+    shown.mouse.move(box["x"] + 0.8 * box["width"], box["y"] + 40)
+    sees(shown.locator(".tip.pointed .name")).to_have_count(2)
+    sees(shown.locator(".tip.pointed")).not_to_contain_text("dapo")
 
 
 def test_runs_are_filtered_sorted_grouped_and_the_address_keeps_it(page):
@@ -495,6 +510,122 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(page):
     shown.wait_for_selector(".bar meter")
 
 
+PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+SMALL = """() => [...document.querySelectorAll("button, input, select, summary, a")]
+  .filter((one) => {
+    const { width, height } =
+      (one.closest("label:has([type=checkbox])") ?? one).getBoundingClientRect();
+    return one.checkVisibility() && one.type !== "range" && width && Math.min(width, height) < 20;
+  }).map((one) => one.outerHTML.slice(0, 80))"""
+"""The controls that a finger misses."""
+TAB_SHOWN = """() => {
+  const box = document.querySelector("#tabs [aria-current]").getBoundingClientRect();
+  return box.left >= 0 && box.right <= innerWidth;
+}"""
+
+
+@pytest.mark.parametrize("page", [PHONE], indirect=True)
+def test_on_a_phone_many_runs_fit_and_every_control_can_be_hit(page):
+    shown, root = page
+    for number in range(53):
+        shutil.copytree(root / f"grpo-{number % 2}", root / f"sweep-of-rates-and-seeds-{number}")
+    shown.reload()
+    sees(shown.locator("#count")).to_contain_text("10 of 56 drawn")
+    sees(shown.locator("#runs")).not_to_be_visible()  # folded: the view comes first
+    for tab in TABS:
+        shown.click(f"[data-tab={tab}]")
+        shown.wait_for_selector(f"#{'lines' if tab == 'log' else tab} > *")
+        shown.wait_for_timeout(300)
+        assert shown.evaluate("document.documentElement.scrollWidth") <= 390, tab
+        assert shown.evaluate(SMALL) == [], tab
+        assert shown.evaluate(TAB_SHOWN), tab
+    shown.click("#which summary")
+    sees(shown.locator("#runs")).to_be_visible()
+    assert shown.evaluate(SMALL) == []
+
+
+FAINT = """() => {
+  const context = Object.assign(document.createElement("canvas"), { width: 1, height: 1 })
+    .getContext("2d", { willReadFrequently: true });
+  const paint = (color) => { context.fillStyle = color; context.fillRect(0, 0, 1, 1); };
+  const light = () => {
+    const [r, g, b] = [...context.getImageData(0, 0, 1, 1).data].map((part) => {
+      const share = part / 255;
+      return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
+    });
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const faint = [];
+  for (const one of document.querySelectorAll("body *")) {
+    const texts = [...one.childNodes].filter((node) => node.nodeType === 3 && node.data.trim());
+    const isField = one.matches("input[placeholder]");
+    if (!(texts.length || isField) || !one.checkVisibility()) continue;
+    const under = [];
+    for (let at = one; at; at = at.parentElement) {
+      under.unshift(getComputedStyle(at).backgroundColor);
+    }
+    under.forEach(paint);
+    const ground = light();
+    paint(getComputedStyle(one, isField ? "::placeholder" : null).color);
+    const [low, high] = [ground, light()].sort((a, b) => a - b);
+    const contrast = (high + 0.05) / (low + 0.05);
+    if (contrast < 4.5) faint.push(`${contrast.toFixed(2)} ${one.outerHTML.slice(0, 90)}`);
+  }
+  return faint;
+}"""
+"""The texts whose contrast with what is under them is less than 4.5 (WCAG 2.2, AA)."""
+
+
+@pytest.mark.parametrize(
+    "page", [{"color_scheme": "light"}, {"color_scheme": "dark"}], indirect=True
+)
+def test_every_text_is_readable_on_its_background(page):
+    shown, root = page
+    write_conversations(root / "grpo-0")
+    with (root / "dapo" / "metrics.jsonl").open("a") as file:
+        for step in range(120, 140):
+            file.write(json.dumps({"step": step, "train/grad_norm": 0.0}) + "\n")
+    sees(shown.locator(".alerts summary")).to_contain_text("no gradient")
+    shown.click(".alerts summary")
+    for tab in TABS:
+        shown.click(f"[data-tab={tab}]")
+        shown.wait_for_selector(f"#{'lines' if tab == 'log' else tab} > *")
+        shown.wait_for_timeout(300)
+        assert shown.evaluate(FAINT) == [], tab
+    shown.click("[data-tab=samples]")
+    shown.select_option("[name=run]", "grpo-0")
+    sees(shown.locator(".turn").first).to_be_visible()
+    for color in ("logprob", "version", "age", "advantage", "difference"):
+        shown.select_option("[name=color]", color)
+        sees(shown.locator(".legend")).not_to_have_text("")
+        shown.wait_for_timeout(200)
+        assert shown.evaluate(FAINT) == [], color
+    white = "(color) => import('/colors.js').then((colors) => colors.textOn(color))"
+    for color, text in (("#1a7f37", "#fff"), ("#56d364", "#000"), ("oklch(0.55 0.14 60)", "#fff")):
+        assert shown.evaluate(white, color) == text
+
+
+def test_a_kind_of_span_has_one_color_in_all_runs_and_only_waits_are_grey(page):
+    shown, root = page
+    names = [f"kind {letter}" for letter in "abcdefghi"]
+    for run, order in (("grpo-1", names), ("dapo", names[::-1])):
+        recorder = SpanRecorder()
+        for start, name in enumerate([*order, "wait for groups"]):
+            recorder.add(RecordedSpan(name, start, start + 1, "", {}))
+        TraceFile(root / run / "trace.json", "trainer 0").add(recorder.take())
+    shown.click("[data-tab=busy]")
+    colors = {}
+    for run in ("grpo-1", "dapo"):
+        keys = shown.locator("#busy > div", has_text=run).locator(".key")
+        sees(keys).to_have_count(10)
+        colors[run] = keys.evaluate_all(
+            "(all) => Object.fromEntries(all.map((key) => [key.textContent, "
+            "key.firstChild.style.getPropertyValue('--c')]))"
+        )
+    assert colors["grpo-1"] == colors["dapo"]
+    assert len(set(colors["dapo"].values())) == 10
+
+
 def test_lanes_show_who_was_busy_in_the_window_that_is_chosen(page):
     shown, _ = page
     shown.click("[data-tab=busy]")
@@ -557,7 +688,7 @@ def test_tokens_are_coloured_by_what_is_chosen(page):
     shown.select_option("[name=color]", "none")
     sees(tokens.first).not_to_have_attribute("style", re.compile("."))
     seen[""] = tokens.evaluate_all(colored)
-    inks = [("--c1" in c, "--c2" in c, c == "") for c in seen["advantage"]]
+    inks = [("--c1" in c, "--c0" in c, c == "") for c in seen["advantage"]]
     assert (
         inks == [(True, False, False)] * 5 + [(False, False, True)] * 3 + [(False, True, False)] * 3
     ), "negative, none, positive"
@@ -569,6 +700,8 @@ def test_tokens_are_coloured_by_what_is_chosen(page):
         "12 samples: of these the advantage was not recorded"
     )
     shown.fill("[name=least]", "")
+    keys = shown.locator(".legend .key")
+    sees(keys).to_have_text(["advantage: negative", "advantage: positive"])
     title = tokens.first.get_attribute("title")
     assert "advantage -1.5" in title and "sampler's 1.00e-6" in title
 
@@ -731,6 +864,9 @@ def test_evaluations_have_intervals_in_charts_and_in_a_table(page):
                 line |= {"eval/math/reward_change": 0.25, "eval/math/reward_change_stderr": 0.0625}
             lines.append(json.dumps(line) + "\n")
         (root / name / "metrics.jsonl").write_text("".join(lines))
+    with (root / "dapo" / "metrics.jsonl").open("a") as file:
+        line = {"step": 120, "eval/math/reward": 0.5, "eval/math/reward_stderr": 0.1}
+        file.write(json.dumps(line) + "\n")
     sees(shown.locator("#curves")).to_contain_text("Evaluations by name", timeout=60_000)
     drawn = []
     for name in ("grpo-0", "grpo-1"):
@@ -748,6 +884,12 @@ def test_evaluations_have_intervals_in_charts_and_in_a_table(page):
     assert row[1:6] == ["math", "pass@4", "110", "0.7333", "0.6353 to 0.8313"]
     row = last.filter(has_text="reward").locator("td").all_inner_texts()
     assert row[5:] == ["0.304 to 0.696", "0.25", "0.1275 to 0.3725"]
+    shown.set_checked("#runs li:has-text('dapo') input", True)
+    shown.set_checked("#runs li:has-text('grpo-0') input", False)
+    sees(shown.locator("#evals > .wide th")).to_have_count(6)  # without changes
+    shown.set_checked("#runs li:has-text('dapo') input", False)
+    shown.set_checked("#runs li:has-text('grpo-0') input", True)
+    sees(shown.locator("#evals > .wide th")).to_have_count(8)
     shown.click("#evals summary")
     history = shown.locator("#evals details tr")
     sees(history).to_have_count(13)

@@ -211,7 +211,7 @@ def test_tiles_say_where_accuracy_began_and_medians_of_steps(tmp_path):
     shown = {tile["label"]: (tile["value"], tile["note"]) for tile in tiles(run)}
     assert shown["held-out accuracy"] == ("0.600", "from 0.400 at step 10")
     assert shown["steps"] == ("30", "") and shown["time in steps"] == ("45 s", "")
-    assert shown["sampler idle"] == ("10%", "median of the steps")
+    assert shown["sampler idle"] == ("10 %", "median of the steps")
 
 
 def test_an_evaluation_of_which_all_answers_were_cut_off_has_an_accuracy_of_0(tmp_path):

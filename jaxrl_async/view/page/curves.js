@@ -251,7 +251,7 @@ export function curvesIn(place, { look, runs, change, onRun }) {
     tip.hidden = x == null;
     if (x == null) return;
     const { spec, frame } = card.plot, py = event.clientY - card.stage.getBoundingClientRect().top;
-    const at = spec.lines.filter((one) => one.xs.length).map((one) => {
+    const at = spec.lines.filter((one) => card.plot.reaches(one, x)).map((one) => {
       const i = nearestOf(one.xs, x);
       return { one, x: one.xs[i], y: one.ys[i], away: Math.abs(frame.toY(one.ys[i]) - py) };
     }).sort((a, b) => a.away - b.away);
@@ -327,13 +327,16 @@ export function curvesIn(place, { look, runs, change, onRun }) {
     const { tiles: values } = await ask("/api/summary", { run: shownRuns[0].name });
     tiles.replaceChildren(...values.map(({ label, value, note: more }) => {
       const tile = make("div", null, "tile");
-      tile.append(make("div", label, "label"), make("div", value, "value"), make("div", more, "label"));
+      const [middle, within] = value.split(" ± "), text = make("div", middle, "value");
+      if (within) text.append(make("span", ` ± ${within}`, "label"));
+      tile.append(make("div", label, "label"), text, make("div", more, "label"));
       return tile;
     }));
   }
 
   /** List the alerts of the runs that are shown. */
   function listAlerts() {
+    warnings.hidden = !runs().length;
     const all = runs().flatMap((run) => (model.rows[run.name]?.alerts ?? []).map((alert) => ({ run, alert })));
     const lasting = all.filter(({ alert }) => alert.lasts), known = runs().filter((run) => model.rows[run.name]).length;
     const kinds = [...new Set(lasting.map(({ alert }) => alert.title))];

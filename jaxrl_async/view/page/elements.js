@@ -18,13 +18,15 @@ export const buttonOf = (text, title, act) => {
 /** Return a link to a view of the page. */
 export const linkOf = (text, hash) => Object.assign(make("a", text), { href: hash });
 
-/** Return a table that scrolls sideways. cells: texts or elements. */
+const SHORT = 30;
+
+/** Return a table that scrolls sideways. cells: texts or elements; short ones are not broken into lines. */
 export function tableOf(names, rows) {
   const wide = make("div", null, "wide"), all = make("table");
   for (const [cells, tag] of [[names, "th"], ...rows.map((row) => [row, "td"])]) {
     const line = make("tr");
     line.append(...cells.map((cell) => {
-      if (!(cell instanceof Node)) return make(tag, cell);
+      if (!(cell instanceof Node)) return make(tag, cell, tag === "td" && String(cell ?? "").length <= SHORT ? "nowrap" : "");
       const place = make(tag);
       place.append(cell);
       return place;

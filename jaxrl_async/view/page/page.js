@@ -15,6 +15,7 @@ const EVERY_MS = 2000, EVERY_MS_OF_MANY = 5000, MANY = 50, ROWS_AT_ONCE = 25, MO
 const AXES = [["step", "step"], ["tokens", "trained tokens"], ["time", "time of training"]];
 const OF_ROWS = /[/]|\b(time|tokens|best|alerts)\b/;  // columns that need more than the list of runs
 const at = (id) => document.getElementById(id);
+const phone = matchMedia("(max-width: 760px)");
 let listed = [], shownRuns = [], rowsSeen = Object.create(null), settingsSeen = "", isFetching = false, isBehind = false;
 let samples = null, log = null;
 
@@ -169,13 +170,27 @@ const VIEWS = {
 const PLACES = { log: "lines" };
 const tabNow = () => (Object.hasOwn(VIEWS, tabOf()) ? tabOf() : "curves");
 
+/** Show the place and the tools of a tab. */
+function frame(tab) {
+  for (const button of document.querySelectorAll("#tabs button")) {
+    if (button.dataset.tab === tab) button.setAttribute("aria-current", "page");
+    else button.removeAttribute("aria-current");
+    if (button.dataset.tab === tab) at("tabs").scrollTo({ left: button.offsetLeft - (at("tabs").clientWidth - button.offsetWidth) / 2 });
+  }
+  for (const name of Object.keys(VIEWS)) at(PLACES[name] ?? name).hidden = name !== tab;
+  at("tools").hidden = tab !== "curves";
+}
+
+/** Unfold the lists beside the view; on a phone, where they would be above it, fold them. */
+function fold() {
+  for (const id of ["which", "tools"]) at(id).open = !phone.matches;
+}
+
 /** Show the view of the address. */
 async function show() {
   readAddress();
   const tab = tabNow();
-  for (const button of document.querySelectorAll("#tabs button")) button.toggleAttribute("aria-current", button.dataset.tab === tab);
-  for (const name of Object.keys(VIEWS)) at(PLACES[name] ?? name).hidden = name !== tab;
-  at("tools").hidden = tab !== "curves";
+  frame(tab);
   syncTools();
   update();
   try {
@@ -228,7 +243,7 @@ addEventListener("resize", () => {
 readAddress();
 listGroups();
 syncTools();
-for (const name of Object.keys(VIEWS)) at(PLACES[name] ?? name).hidden = name !== tabNow();
-for (const button of document.querySelectorAll("#tabs button")) button.toggleAttribute("aria-current", button.dataset.tab === tabNow());
-at("tools").hidden = tabNow() !== "curves";
+frame(tabNow());
+fold();
+phone.addEventListener("change", fold);
 tick();

@@ -3,7 +3,7 @@
 import { inkOf } from "./colors.js";
 import { countTicksOf, labelsOf, logTicksOf, stepTicksOf, ticksOf, timeTicksOf } from "./numbers.js";
 
-const FONT = "11px system-ui", TOP = 8, BELOW = 32, RIGHT = 10, TICK = 4, CAP = 3, NEAR_DRAG = 4;
+const FONT = "11px system-ui", TOP = 8, BELOW = 32, RIGHT = 10, TICK = 4, CAP = 3, NEAR_DRAG = 4, NEAR_END = 0.02;
 const SPREADS = 3;
 
 /** Return the place of the first value that is at least `value`, in ascending values. */
@@ -45,7 +45,7 @@ export function rangeOf(values, { log, zero, cut }) {
 
 const xTicksOf = { step: stepTicksOf, tokens: countTicksOf, time: timeTicksOf };
 
-/** Return a chart in an element: {draw(spec), point(x, run), base, frame}.
+/** Return a chart in an element: {draw(spec), point(x, run), reaches(line, x), base, frame}.
  * spec: {lines: [{label, run, xs, ys, color, dash, intervals}], bands: [{run, xs, low, high, color}], range, log, zero,
  * cut, axis, axisLabel}; on: {zoom(from, to), whole(), hover(x, run, event), leave()}. */
 export function plotIn(place, on) {
@@ -121,7 +121,7 @@ export function plotIn(place, on) {
       rule(left - TICK, y, right, y);
       paint.fillText(yLabels[i], left - TICK - 3, y);
     });
-    const [ticks, labels] = xTicksOf[spec.axis](low, high, Math.max(2, Math.floor((right - left) / 60)));
+    const [ticks, labels] = xTicksOf[spec.axis](low, high, Math.max(2, Math.floor((right - left) / 55)));
     let free = 0;
     paint.textAlign = "left";
     paint.textBaseline = "alphabetic";
@@ -220,7 +220,7 @@ export function plotIn(place, on) {
       above.lineTo(px, frame.bottom);
       above.stroke();
       for (const line of chosen.length ? chosen : spec.lines.length <= 12 ? spec.lines : []) {
-        if (!line.xs.length) continue;
+        if (!reaches(line, x)) continue;
         const i = nearestOf(line.xs, x);
         if (!spec.log || line.ys[i] > 0) dot(above, [frame.toX(line.xs[i]), frame.toY(line.ys[i])], line.color);
       }
@@ -238,12 +238,18 @@ export function plotIn(place, on) {
     return [event.clientX - box.left, event.clientY - box.top];
   };
 
+  /** Whether a line has a value at about an x, neither begins later nor ends earlier. */
+  function reaches({ xs }, x) {
+    const near = NEAR_END * (frame.high - frame.low);
+    return xs.length > 0 && x >= xs[0] - near && x <= xs.at(-1) + near;
+  }
+
   /** Return the line that is nearest to a place, and its distance in pixels. */
   function nearestLine(px, py) {
     const x = frame.fromX(px);
     let best = null;
     for (const line of spec.lines) {
-      if (!line.xs.length) continue;
+      if (!reaches(line, x)) continue;
       const i = nearestOf(line.xs, x), away = Math.abs(frame.toY(line.ys[i]) - py);
       if (!best || away < best.away) best = { line, away };
     }
@@ -275,5 +281,5 @@ export function plotIn(place, on) {
   over.addEventListener("pointerleave", () => { if (!drag) on.leave(); });
   over.addEventListener("dblclick", () => on.whole?.());
 
-  return { draw, point, base, get frame() { return frame; }, get spec() { return spec; } };
+  return { draw, point, reaches, base, get frame() { return frame; }, get spec() { return spec; } };
 }

@@ -29,7 +29,8 @@ export function columnOf(word) {
 }
 
 const CONDITION = /^([\w./@-]+?)(!=|>=|<=|=|>|<)(.*)$/;
-const isNumber = (text) => text !== "" && text != null && !Number.isNaN(Number(text));
+/** Whether a cell is a number, or a text of one. */
+export const isNumber = (text) => text !== "" && text != null && !Number.isNaN(Number(text));
 
 /** Return a setting as it is read best: a number with at most six digits. */
 export const neat = (value) => (typeof value === "string" && value.length > 9 && isNumber(value)

@@ -4,7 +4,7 @@ import { valueIn } from "./address.js";
 import { colorOf } from "./colors.js";
 import { buttonOf, csvOf, make, refilled, save } from "./elements.js";
 import { durationOf, shown, whenOf } from "./numbers.js";
-import { PLAIN_COLUMNS, cellOf, colorNumberOf, groupsOf, model, neat } from "./run_model.js";
+import { PLAIN_COLUMNS, cellOf, colorNumberOf, groupsOf, isNumber, model, neat } from "./run_model.js";
 
 const SETTINGS_AT_FIRST = 6, LONG = 40;
 const AT_FIRST = ["state", "tags", "started", "step", "time", "best", "alerts", "reward/mean"];
@@ -30,14 +30,14 @@ function textIn(run, column) {
 /** Fill the section with the table. listed: the runs that pass the filter, in their order; shownRuns: those of them
  * that are drawn; act: {choose(run, isShown), change(values)}. */
 export function drawRunTable(place, listed, shownRuns, act) {
-  const columns = columnsNow(), sort = valueIn("sort") || "-started", group = valueIn("group"), chosen = new Set(shownRuns);
+  const columns = columnsNow(), numbers = new Set(columns.filter((column) => listed.some((run) => isNumber(cellOf(run, column))))), sort = valueIn("sort") || "-started", group = valueIn("group"), chosen = new Set(shownRuns);
   const bar = make("div", null, "keys"), wide = make("div", null, "wide runs"), table = make("table"), head = make("tr");
   bar.append(columnMenu(columns, act), buttonOf("CSV", "save this table", () => saveTable(listed, columns)), noteOf(listed, shownRuns));
-  head.append(make("th"), headOf("name", sort, act), ...columns.map((column) => headOf(column, sort, act)));
+  head.append(make("th"), headOf("name", sort, act), ...columns.map((column) => headOf(column, sort, act, numbers.has(column))));
   table.append(head);
   for (const [name, members] of groupsOf(listed, group)) {
     if (group) table.append(groupRow(name, members, columns));
-    for (const run of members) table.append(rowOf(run, columns, chosen.has(run), act));
+    for (const run of members) table.append(rowOf(run, columns, numbers, chosen.has(run), act));
   }
   wide.append(table);
   const open = place.querySelector("details")?.open, left = place.querySelector(".wide")?.scrollLeft ?? 0;
@@ -53,14 +53,16 @@ function emptyText() {
 }
 
 function noteOf(listed, shownRuns) {
-  const words = [`${shownRuns.length} of ${listed.length} runs are drawn`];
+  const words = model.runs.length === 1 ? [] : [`${shownRuns.length} of ${listed.length} runs are drawn`];
+  const unread = listed.filter((run) => !model.rows[run.name]).length;
+  if (unread) words.push(`reading ${unread} …`);
   if (model.leftOut) words.push(`${model.leftOut} older runs have no place here`);
   if (model.settings?.leftOut) words.push(`${model.settings.leftOut} further settings differ`);
   return make("span", words.join("; "), "hint");
 }
 
-function headOf(column, sort, act) {
-  const cell = make("th"), down = sort === `-${column}`, up = sort === column;
+function headOf(column, sort, act, isNumeric = false) {
+  const cell = make("th", null, isNumeric ? "number" : ""), down = sort === `-${column}`, up = sort === column;
   const mark = down ? " ↓" : up ? " ↑" : "", name = TITLES[column] ?? (column.includes("/") ? column : column.split(".").at(-1));
   const button = buttonOf(`${name}${mark}`, `${column}: sort by it`, () => act.change({ sort: down ? column : `-${column}` }));
   cell.setAttribute("aria-sort", down ? "descending" : up ? "ascending" : "none");
@@ -75,13 +77,13 @@ function groupRow(name, members, columns) {
     const values = members.map((run) => cellOf(run, column)).filter((cell) => typeof cell === "number");
     const isMean = values.length && column !== "started" && column !== "alerts";
     const mean = values.reduce((a, b) => a + b, 0) / values.length;
-    row.append(make("td", !isMean ? "" : column === "time" ? `mean ${durationOf(mean)}` : `mean ${shown(mean)}`));
+    row.append(make("td", !isMean ? "" : column === "time" ? `mean ${durationOf(mean)}` : `mean ${shown(mean)}`, isMean ? "number" : ""));
   }
   return row;
 }
 
-function rowOf(run, columns, isShown, act) {
-  const row = make("tr"), tick = make("td"), name = make("td", null, "name"), box = Object.assign(make("input"), { type: "checkbox", checked: isShown });
+function rowOf(run, columns, numbers, isShown, act) {
+  const row = make("tr"), tick = make("td"), name = make("td", null, run.name.length > LONG ? "name long" : "name"), box = Object.assign(make("input"), { type: "checkbox", checked: isShown });
   box.setAttribute("aria-label", `draw ${run.name}`);
   box.addEventListener("change", () => act.choose(run, box.checked));
   tick.append(box);
@@ -94,7 +96,7 @@ function rowOf(run, columns, isShown, act) {
       cell.className = "warn";
       cell.title = model.rows[run.name].alerts.filter((alert) => alert.lasts).map((alert) => alert.title).join(", ");
     }
-    if (typeof cellOf(run, column) === "number") cell.classList.add("number");
+    if (numbers.has(column)) cell.classList.add("number");
     return cell;
   }));
   return row;

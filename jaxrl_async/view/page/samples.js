@@ -13,13 +13,13 @@ const FIELDS = ["run", "text", "first", "last", "least", "most", "stop", "order"
 const least = (value) => Math.max(-1, Math.min(1, value));
 const sizeOf = (value) => least((Math.log10(Math.abs(value) + 1e-12) + 5) / 5);  // 1e-5 and less: 0; 1 and more: 1
 
-/** Color scales of tokens: a value from -1 to 1 of a token's data, and the ink of each sign. */
+/** Color scales of tokens: a value from -1 to 1 of a token's data, the ink of each sign, and what the inks say. */
 const COLORS = {
-  logprob: { label: "log-prob", share: ({ logprob }) => least(logprob / 4), inks: ["--c1", "--c1"] },
-  version: { label: "version", share: ({ behind }) => behind, inks: ["--c3", "--c3"] },
-  age: { label: "age when trained", share: ({ age }) => least(age / 8), inks: ["--c3", "--c3"] },
-  advantage: { label: "advantage", recorded: true, share: ({ advantage }) => least(advantage / 2), inks: ["--c1", "--c2"] },
-  difference: { label: "trainer minus sampler", recorded: true, inks: ["--c1", "--c0"],
+  logprob: { label: "log-prob", share: ({ logprob }) => least(logprob / 4), inks: ["--c1", "--c1"], says: ["lower"] },
+  version: { label: "version", share: ({ behind }) => behind, inks: ["--c3", "--c3"], says: ["older"] },
+  age: { label: "age when trained", share: ({ age }) => least(age / 8), inks: ["--c3", "--c3"], says: ["older"] },
+  advantage: { label: "advantage", recorded: true, share: ({ advantage }) => least(advantage / 2), inks: ["--c1", "--c0"], says: ["negative", "positive"] },
+  difference: { label: "trainer minus sampler", recorded: true, inks: ["--c1", "--c0"], says: ["negative", "positive"],
     share: ({ difference }) => Math.sign(difference) * Math.max(0, sizeOf(difference)) },
 };
 
@@ -40,18 +40,18 @@ export function browse(place, ask, runs, usual) {
   };
   const options = (select, pairs) => select.replaceChildren(...pairs.map(([value, label]) => Object.assign(make("option", label), { value })));
   const run = field("Run", "run", "select");
-  field("Text", "text", "search", { placeholder: "in prompt or answer" });
+  field("Text", "text", "search", { placeholder: "prompt or answer" });
   field("From step", "first", "number", { min: 0 });
   field("To step", "last", "number", { min: 0 });
   field("Reward from", "least", "number", { step: "any" });
   field("Reward to", "most", "number", { step: "any" });
   options(field("Ended by", "stop", "select"), [["", "anything"], ["eos", "its own end"], ["length", "a limit"]]);
   options(field("Order", "order", "select"), Object.entries(SORTS));
-  const color = field("Colour tokens by", "color", "select");
+  const color = field("Color tokens by", "color", "select");
   options(color, [...Object.entries(COLORS).map(([key, { label }]) => [key, label]), ["none", "nothing"]]);
-  field("Number", "sample", "number", { min: 0, placeholder: "all" });
-  const count = make("p", "", "hint"), list = make("div"), pages = make("div", null, "keys");
-  place.append(form, count, list, pages);
+  field("Sample", "sample", "number", { min: 0, placeholder: "all" });
+  const count = make("p", "", "hint"), legend = make("p", null, "legend"), list = make("div"), pages = make("div", null, "keys");
+  place.append(form, count, legend, list, pages);
 
   let current = 0, listed = "";
   const pageNow = () => Math.max(0, Math.floor(Number(valueIn("page")) || 0));
@@ -67,6 +67,7 @@ export function browse(place, ask, runs, usual) {
     if (wanted?.recorded && found && !samples.some(({ tokens }) => tokens?.[color.value])) {
       count.textContent += `: of these the ${wanted.label} was not recorded`;
     }
+    legend.replaceChildren(...legendOf(wanted));
     listPages(page, Math.ceil(found / PAGE));
     const now = JSON.stringify([query, numbers, color.value]);
     if (now === listed) return;  // the same samples: what is unfolded stays
@@ -111,6 +112,16 @@ export function browse(place, ask, runs, usual) {
     return isOther || !pageNow() ? load() : undefined;
   }
   return { show: () => { read(); return load(); }, refresh };
+}
+
+/** Return the keys of a color scale. */
+function legendOf(scale) {
+  return (scale?.says ?? []).map((words, i) => {
+    const key = make("span", null, "key"), dot = make("span", null, "dot");
+    dot.style.setProperty("--c", `var(${scale.inks[i]})`);
+    key.append(dot, `${scale.label}: ${words}`);
+    return key;
+  });
 }
 
 function grouped(samples) {
@@ -195,7 +206,7 @@ function tokensOf(sample, color) {
     const amount = share(facts);
     if (Math.abs(amount) > 0.01) {  // neither of what was not recorded
       const ink = `var(${inks[Number(amount > 0)]})`;
-      token.style.background = `color-mix(in srgb, ${ink} ${Math.round(Math.abs(amount) * 60)}%, transparent)`;
+      token.style.background = `color-mix(in srgb, ${ink} calc(${Math.abs(amount).toFixed(2)} * var(--tint)), transparent)`;
     }
     place.append(token);
   });

@@ -1,9 +1,18 @@
 // The timeline: a lane for each thread and for overlapping spans, for any time window.
 
-import { colorOf, inkOf } from "./colors.js";
+import { colorOf, inkOf, textOn } from "./colors.js";
 import { make } from "./elements.js";
+import { timeTicksOf } from "./numbers.js";
 
-const BAR = 15, GAP = 3, LANE_GAP = 9, AXIS = 20;
+const BAR = 15, GAP = 3, LANE_GAP = 9, AXIS = 20, NARROW = 560, TITLE = 15, WAIT = 0.35;
+const GREY = 7;  // the number of a color that is taken for a wait's
+const numbers = new Map();  // of the kinds of spans by name, so that a kind has one color in all runs
+
+/** Return the number of a kind's color. */
+function numberOf(kind) {
+  if (!numbers.has(kind)) numbers.set(kind, numbers.size < GREY ? numbers.size : numbers.size + 1);
+  return numbers.get(kind);
+}
 
 /** Format seconds in a suitable unit. */
 export function timeOf(seconds) {
@@ -45,7 +54,8 @@ export function lanesOf(run, ask, whole) {
     button("closer", "+", () => zoom(0.5));
     button("wider", "−", () => zoom(2));
     if (!whole) bar.append(stepsForm());
-    const keys = make("span", "Drag over the lanes to zoom; arrows, + and − with the lanes in focus.", "hint");
+    const keys = make("span", "Drag over the lanes to zoom", "hint");
+    keys.append(make("span", "; arrows, + and − with the lanes in focus", "mouse"), ".");
     keys.id = `keys-${run.number}`;
     bar.append(keys);
     return bar;
@@ -99,13 +109,14 @@ export function lanesOf(run, ask, whole) {
     legend.replaceChildren(...kinds.sort((a, b) => a - b).map((kind) => {
       const key = make("span", null, "key"), dot = make("span", null, "dot"), name = state.shown.kinds[kind];
       dot.style.setProperty("--c", inkOfKind(kind));
+      if (waits(kind)) dot.style.opacity = WAIT;
       key.append(dot, name);
       return key;
     }));
   }
 
   const waits = (kind) => state.shown.kinds[kind].startsWith("wait");
-  const inkOfKind = (kind) => (waits(kind) ? inkOf("--soft") : colorOf(kind));
+  const inkOfKind = (kind) => (waits(kind) ? inkOf("--soft") : colorOf(numberOf(state.shown.kinds[kind])));
 
   function noteOf({ spans, files, dropped, unread }) {
     const many = (n) => n.toLocaleString("en");
@@ -141,8 +152,8 @@ export function lanesOf(run, ask, whole) {
 
   function paint() {
     const { shown } = state, [from, to] = shown.window;
-    const width = Math.max(canvas.clientWidth, 200), left = width < 560 ? 96 : 190;
-    const tall = shown.lanes.map((lane) => Math.max(lane.rows.length, 1) * (BAR + GAP) + LANE_GAP);
+    const width = Math.max(canvas.clientWidth, 200), narrow = width < NARROW, left = narrow ? 0 : 190, above = narrow ? TITLE : 0;
+    const tall = shown.lanes.map((lane) => above + Math.max(lane.rows.length, 1) * (BAR + GAP) + LANE_GAP);
     const height = AXIS + tall.reduce((a, b) => a + b, 0);
     const scale = devicePixelRatio || 1;
     Object.assign(canvas, { width: width * scale, height: height * scale });
@@ -151,33 +162,33 @@ export function lanesOf(run, ask, whole) {
     const x = (time) => left + ((time - from) / (to - from || 1)) * (width - left - 4);
     context.font = "11px system-ui";
     context.fillStyle = inkOf("--soft");
-    const ticks = width < 560 ? 2 : 5;
-    const digits = Math.min(Math.max(Math.ceil(-Math.log10((to - from) / ticks || 1)), 0), 6);
-    for (let i = 0; i <= ticks; i++) {
-      const time = from + ((to - from) * i) / ticks;
-      context.textAlign = i === ticks ? "right" : i ? "center" : "left";
-      context.fillText(`${time.toFixed(digits)} s`, x(time), 12);
-    }
-    context.textAlign = "left";
+    const [ticks, labels] = timeTicksOf(from, to, narrow ? 3 : 6);
+    let free = left;
+    ticks.forEach((tick, i) => {
+      const wide = context.measureText(labels[i]).width, start = Math.min(Math.max(x(tick) - wide / 2, left), width - wide);
+      if (start < free) return;
+      context.fillText(labels[i], start, 12);
+      free = start + wide + 8;
+    });
     boxes = [];
     let top = AXIS;
     shown.lanes.forEach((lane, number) => {
       context.fillStyle = inkOf("--soft");
-      context.fillText(fitted(titleOf(lane), left - 50), 0, top + BAR - 4);
+      context.fillText(fitted(titleOf(lane), (narrow ? width : left) - 50), 0, top + BAR - 4);
       context.textAlign = "right";
-      context.fillText(percentOf(lane.busy), left - 6, top + BAR - 4);
+      context.fillText(percentOf(lane.busy), narrow ? width - 4 : left - 6, top + BAR - 4);
       context.textAlign = "left";
       lane.rows.forEach((row, depth) => {
-        const y = top + depth * (BAR + GAP);
+        const y = top + above + depth * (BAR + GAP);
         for (const [start, end, kind, count] of row) {
           const [a, b] = [Math.max(x(start), left), Math.min(x(end), width - 4)];
           const name = shown.kinds[kind], wide = Math.max(b - a, 1);
-          context.globalAlpha = waits(kind) ? 0.35 : 0.9;
+          context.globalAlpha = waits(kind) ? WAIT : 1;
           context.fillStyle = inkOfKind(kind);
           context.fillRect(a, y, wide, BAR);
           context.globalAlpha = 1;
           if (wide > 46 && count === 1) {
-            context.fillStyle = waits(kind) ? inkOf("--ink") : inkOf("--card");
+            context.fillStyle = waits(kind) ? inkOf("--ink") : textOn(inkOfKind(kind));
             context.fillText(fitted(name, wide - 8), a + 4, y + BAR - 4);
           }
           boxes.push({ a, b: a + wide, y, lane: number, start, end, name, count });

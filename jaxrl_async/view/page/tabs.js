@@ -34,9 +34,10 @@ export async function evaluationParts(runs) {
   const rows = found.flatMap(({ run, rows: own }) => own.map((row) => ({ run, row })))
     .sort((a, b) => a.row.name.localeCompare(b.row.name) || a.row.measure.localeCompare(b.row.measure));
   if (!rows.length) return [make("p", "Nothing has been evaluated yet.", "none"), ...restOf(runs)];
-  const names = ["run", "evaluation", "measure", "step", "value", "95 % interval", "change", "95 % interval of the change"];
-  const cells = ({ run, row }) => [row.name, row.measure, row.step, shown(row.value), between(row.interval),
-    row.change == null ? "" : shown(row.change), between(row.changeInterval)];
+  const changes = rows.some(({ row }) => row.change != null);
+  const names = ["run", "evaluation", "measure", "step", "value", "95 % interval", ...(changes ? ["change", "95 % interval of the change"] : [])];
+  const cells = ({ row }) => [row.name, row.measure, row.step, shown(row.value), between(row.interval),
+    ...(changes ? [row.change == null ? "" : shown(row.change), between(row.changeInterval)] : [])];
   const csv = () => save("evaluations.csv", new Blob([csvOf([["run", "evaluation", "measure", "step", "value", "low", "high"],
     ...rows.flatMap(({ run, row }) => row.history.map(([step, value, ends]) => [run.name, row.name, row.measure, step, value, ...(ends ?? [])]))])], { type: "text/csv" }));
   const bar = make("div", null, "keys");
@@ -88,7 +89,8 @@ function barsOf(counts, none) {
   for (const [key, count] of rows) {
     const row = make("div", null, "bar");
     const meter = Object.assign(make("meter"), { max: total, value: count });
-    row.append(make("span", key), meter, make("span", `${shown(count)} (${Math.round((100 * count) / total)} %)`));
+    const percent = (100 * count) / total;
+    row.append(make("span", key), meter, make("span", `${shown(count)} (${percent < 0.5 ? "<1" : Math.round(percent)} %)`));
     box.append(row);
   }
   if (!rows.length) box.append(make("span", none, "hint"));
