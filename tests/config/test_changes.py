@@ -192,9 +192,9 @@ OLD_DATA = {
             {"jsonl": {"path": "x"}},
         ),
         ({"source": "addition", **OLD_DATA}, ["data.source=jsonl", "data.jsonl.path=x"],
-         {"jsonl": {"path": "x"}}),
+         {"jsonl": {"path": "x", "eval_size": 64}}),
         ({"source": "addition", **OLD_DATA}, ["data.jsonl.path=x", "data.source=jsonl"],
-         {"jsonl": {"path": "x"}}),
+         {"jsonl": {"path": "x", "eval_size": 64}}),
         ({"source": "addition", **OLD_DATA}, ["data={source: jsonl, jsonl: {path: x}}"],
          {"jsonl": {"path": "x"}}),
         ({"source": "jsonl", "jsonl": {"path": "x"}}, ["data.source=addition"], {}),
@@ -205,7 +205,7 @@ OLD_DATA = {
         ({"source": "jsonl", "jsonl": {"path": "x"}}, ["data.jsonl.path=y"],
          {"jsonl": {"path": "y"}}),
         ({"source": "addition", **OLD_DATA}, ["data.addition=null", "data.jsonl.path=x"],
-         {"jsonl": {"path": "x"}}),
+         {"jsonl": {"path": "x", "eval_size": 64}}),
     ],
 )  # fmt: skip
 def test_a_former_source_chooses_one_section(write, caplog, before, overrides, now):
