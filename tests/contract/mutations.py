@@ -171,6 +171,16 @@ GROUPS = (
         (("np.arange(len(reference)) >= point.place", "np.arange(len(reference)) > point.place"),),
     ),
     Group(
+        "data/records",
+        ("data/test_prompts.py::test_a_tenth_of_the_records_is_held_out_unless_a_number_is_set",),
+        (
+            ("max(records // HELD_OUT_SHARE, 1)", "records // HELD_OUT_SHARE"),
+            ("min(HELD_OUT_MOST, max(", "max(HELD_OUT_MOST, max("),
+            ("HELD_OUT_SHARE = 10", "HELD_OUT_SHARE = 11"),
+            ("HELD_OUT_MOST = 64", "HELD_OUT_MOST = 65"),
+        ),
+    ),
+    Group(
         "trainer/optimizer",
         ("trainer/test_optimizer.py",),
         (
