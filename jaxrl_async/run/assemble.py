@@ -242,13 +242,7 @@ def connect(
         config, policy, slices, tokenizer, inputs.keep_mask, inputs.play.own, inputs.unmatched
     )
     start = resumed(
-        config,
-        checkpoints,
-        learner,
-        inputs.prompts,
-        lockstep,
-        tokenizer.images,
-        inputs.digests,
+        config, checkpoints, learner, inputs.prompts, lockstep, tokenizer.images, inputs.digests
     )
     records = _open_records(begun, start, lockstep, closing, scheduled=shared is None)
     weights = VersionedParams(version=start.version, params=learner.params)
