@@ -1,5 +1,6 @@
 """Evaluate a policy from Python: on a task or records, with standard errors."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,8 @@ from jaxrl_async.tasks.task import Task
 
 KEY_VARIABLE = "JAXRL_ASYNC_KEY"
 """Environment variable with an endpoint's key."""
+ANSWERS = re.compile(r"it is (algorithm\.)?group_size \(answers to a prompt\) here")
+"""A hint about the number of answers to a prompt, as training is told."""
 
 
 def evaluate(
@@ -137,6 +140,7 @@ def _resolved(
             resolved = load(resolved.model_dump(), overrides, where="eval")
     except ConfigError as error:
         told = str(error).replace(f"evals.{GIVEN}.", "").replace("train: ", "evaluate: ", 1)
+        told = ANSWERS.sub("it is samples (--samples) here", told)
         raise ConfigError(told) from error
     return resolved, own_task
 

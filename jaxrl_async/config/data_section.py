@@ -30,7 +30,8 @@ class JsonlSection(Section):
     eval_path: str | None = None
     """Held-out records, named as in path; null: the last records of path."""
     eval_size: Positive | None = None
-    """Maximum number of held-out records; null: 64, and at most a tenth of path."""
+    """Maximum number of held-out records; null: 64, and without eval_path a tenth of path at
+    most."""
     prompt_field: str = "question"
     """Field with the question or chat messages; preference jobs always read `prompt`."""
     messages_field: str | None = "messages"

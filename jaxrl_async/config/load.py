@@ -576,8 +576,10 @@ def unknown_setting(
     near = _nearest(path) if _has_namesake(path) else []
     if not near and (hint := hints.peer_hint(dotted, value, given)):
         return f"{dotted} is not a setting; {hint}."
-    if not near and (hint := hints.usual_hint(dotted, value)):
-        return f"{dotted} is not a setting; {hint}."
+    if hint := hints.usual_hint(dotted, value):
+        others = [name for name in near if name not in hint]
+        hint += f", or did you mean {' or '.join(others)}?" if others else "."
+        return f"{dotted} is not a setting; {hint}"
     near = near or _nearest(path)
     hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all keys."
     return f"{'.'.join(path)} is not a setting; {hint}"

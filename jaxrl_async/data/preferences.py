@@ -192,8 +192,8 @@ def mismatched(pairs: Sequence[PreferencePair]) -> list[PreferencePair]:
         other = next((p for p in after if not np.array_equal(p.prompt_ids, pair.prompt_ids)), None)
         if other is None:
             raise DataError(
-                f"all {len(pairs)} preference pairs of the step, or held-out ones, have the same "
-                "prompt, but kto's baseline needs answers to another prompt. Raise "
+                f"the preference pairs of a step, or the held-out ones ({len(pairs)}), all have "
+                "the same prompt, but kto's baseline needs answers to another prompt. Raise "
                 "preference.batch_size or the eval_size of the data."
             )
         shifted.append(

@@ -527,10 +527,12 @@ def jsonl_split(section: JsonlSection, split: Split, read: Callable[[str], list[
     records = read(path)
     size = section.eval_size or held_out_of(len(records))
     if len(records) <= size:
+        usable = "1 usable record" if len(records) == 1 else f"{len(records)} usable records"
+        held = "1 is" if size == 1 else f"{size} are"
+        fewer = "" if size == 1 else "lower it, "
         raise DataError(
-            f"{path}: {len(records)} usable {'record' if len(records) == 1 else 'records'}, but "
-            f"{size} (data.jsonl.eval_size) are held out: none is left to train on. Lower "
-            "eval_size or set data.jsonl.eval_path."
+            f"{path}: {usable}, but {held} held out (data.jsonl.eval_size): none is left to train "
+            f"on. Give more records, {fewer}or set data.jsonl.eval_path."
         )
     return records[:-size] if split == "train" else records[-size:]
 

@@ -256,7 +256,7 @@ class Upkeep:
         sampler.phase, sampler.since_s, sampler.missed = phase, now_s, False
 
     def _free(self, sampler: SupervisedSampler, now_s: float) -> None:
-        """Release a sampler slot's hosts; it waits to restart."""
+        """Release a sampler's hosts; it waits to restart."""
         if sampler.group is not None:
             sampler.group.close()
         sampler.group = None

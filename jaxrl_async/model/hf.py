@@ -13,7 +13,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -297,7 +297,8 @@ def _save_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
     """Write a safetensors file that whoever reads its folder can read: safetensors 0.8 makes it for
     the owner alone."""
     save_file(tensors, file, metadata={"format": "pt"})
-    file.chmod(file.parent.stat().st_mode & 0o666)
+    with suppress(OSError):  # a mounted share or bucket may have no modes
+        file.chmod(file.parent.stat().st_mode & 0o666)
 
 
 def _write(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:

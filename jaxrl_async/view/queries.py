@@ -43,6 +43,8 @@ SHARES = ("accuracy", "avg_at_", "pass_at_", "maj_at_")
 """Beginnings of the names of an evaluation's means that are shares."""
 NOT_DRAWN = ("_stderr", "_change")
 """Endings of the names of an evaluation's metrics that belong to a mean."""
+ALWAYS_LISTED = ("accuracy", "reward")
+"""Means of an evaluation that are listed without a standard error too."""
 
 Query = Mapping[str, Sequence[str]]
 Answer = Callable[[RunsByName, Query], Any]
@@ -346,16 +348,20 @@ def _evaluations(run: WatchedRun) -> list[dict[str, float]]:
 
 
 def evaluations(run: WatchedRun) -> list[dict[str, Any]]:
-    """Return the last value of each mean of the evaluations that has a standard error, with its 95
-    % interval, and its change since the evaluation before where that was measured."""
+    """Return the last reward and accuracy of each evaluation, and its other means that have a
+    standard error, with the 95 % interval where there is an error, which a single prompt has not,
+    and the change since the evaluation before where that was measured."""
     rows = []
     for key in run.measured():
-        is_mean = key.startswith("eval/") and not key.endswith(NOT_DRAWN)
-        if not is_mean or not (errors := dict(run.points(f"{key}_stderr"))):
+        if not key.startswith("eval/") or key.endswith(NOT_DRAWN):
             continue
-        step, value = run.points(key)[-1]
+        errors = dict(run.points(f"{key}_stderr"))
+        if not errors and key.rpartition("/")[2] not in ALWAYS_LISTED:
+            continue
+        if not (history := run.points(key)[-HISTORY:]):
+            continue  # it was never finite
+        step, value = history[-1]
         change = dict(run.points(f"{key}_change")).get(step)
-        history = run.points(key)[-HISTORY:]
         _, name, measure = key.split("/") if key.count("/") == 2 else ("", "eval", key[5:])
         rows.append(
             {

@@ -326,6 +326,10 @@ def test_an_adapters_field_is_an_adapter_unless_the_library_is_told_to_train_all
         (("n_samples",), "it is algorithm.group_size (answers to a prompt) here"),
         (("sampler", "num_epochs"), "it is run.steps (updates) here"),
         (("algorithm", "epoch"), "did you mean algorithm."),
+        (("rank",), "rank is not a setting; it is model.lora.rank=3 here."),
+        (("batch_size",), "algorithm.group_size (answers to a prompt) here, or did you mean pref"),
+        (("max_tokens",), "it is sampler.max_new_tokens=3 here, or did you mean reward.judge.max"),
+        (("eval", "n_samples"), "eval.n_samples is not a setting; --help lists all keys."),
     ],
 )
 def test_a_usual_name_leads_to_what_it_is_called_here(path, told):

@@ -42,6 +42,15 @@ def test_whoever_reads_the_settings_reads_the_weights(saved):
     assert len(set(modes.values())) == 1
 
 
+def test_a_mounted_folder_without_modes_keeps_the_weights(tmp_path, monkeypatch):
+    def refuse(path, mode):
+        raise PermissionError(path, mode)
+
+    monkeypatch.setattr("pathlib.Path.chmod", refuse)
+    Policy(SPEC, PARAMS, addition_tokenizer()).save_pretrained(tmp_path / "a")
+    assert (tmp_path / "a/model.safetensors").is_file()
+
+
 def always_ends():
     """Weights with which the end token is certain after any text: every hidden state is 1 in each
     dimension, and only the end token's logit looks at it."""

@@ -699,8 +699,9 @@ def test_tokens_are_coloured_by_what_is_chosen(page):
     sees(shown.locator("#samples > .hint")).to_have_text(
         "12 samples: of these the advantage was not recorded"
     )
-    shown.fill("[name=least]", "")
     keys = shown.locator(".legend .key")
+    sees(keys).to_have_count(0)
+    shown.fill("[name=least]", "")
     sees(keys).to_have_text(["advantage: negative", "advantage: positive"])
     title = tokens.first.get_attribute("title")
     assert "advantage -1.5" in title and "sampler's 1.00e-6" in title
@@ -882,6 +883,10 @@ def test_evaluations_have_intervals_in_charts_and_in_a_table(page):
     last = shown.locator("#evals > .wide tr")
     row = last.filter(has_text="pass@4").locator("td").all_inner_texts()
     assert row[1:6] == ["math", "pass@4", "110", "0.7333", "0.6353 to 0.8313"]
+    row = last.filter(has_text="grpo-1").locator("td").all_inner_texts()
+    assert row[2:5] == ["reward", "110", "0.5"] and not any(row[5:]), "listed without an error too"
+    shown.set_checked("#runs li:has-text('grpo-1') input", False)
+    sees(last).to_have_count(3)
     row = last.filter(has_text="reward").locator("td").all_inner_texts()
     assert row[5:] == ["0.304 to 0.696", "0.25", "0.1275 to 0.3725"]
     shown.set_checked("#runs li:has-text('dapo') input", True)

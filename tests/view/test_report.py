@@ -272,6 +272,16 @@ def test_no_two_modules_of_the_page_declare_one_name():
     assert not [name for name, times in Counter(names).items() if times > 1]
 
 
+def test_an_evaluation_of_one_prompt_is_listed_without_an_interval(tmp_path):
+    lines = [
+        {"step": 0, "eval/reward": 0.5, "eval/length_mean": 4.0, "eval/m/accuracy": float("nan")},
+        {"step": 2, "eval/reward": 1.0, "eval/length_mean": 5.0},
+    ]
+    (row,) = evaluations(recorded(tmp_path / "a", lines))
+    assert (row["measure"], row["step"], row["value"], row["interval"]) == ("reward", 2, 1.0, None)
+    assert row["history"] == [[0, 0.5, None], [2, 1.0, None]]
+
+
 def test_evaluations_are_listed_with_intervals_and_drawn_by_name(tmp_path):
     lines = [
         {"step": 0, "eval/accuracy": 0.5, "eval/accuracy_stderr": 0.1, "eval/m/reward": 0.0},

@@ -87,9 +87,10 @@ def usual_hint(
     value: object = NOT_GIVEN,
     written: Callable[[str, Any], str] = setting_text,
 ) -> str | None:
-    """Return what a usual name is called here; None: it is not one of USUAL. See peer_hint."""
+    """Return what a usual name is called here; None: it is not one of USUAL, or of an evaluation,
+    which these settings are not about. See peer_hint."""
     paths = USUAL.get(dotted.rpartition(".")[2])
-    if paths is None:
+    if paths is None or dotted.partition(".")[0] in ("eval", "evals"):
         return None
     same = len(paths) == 1 and paths[0] not in UNITS and value is not NOT_GIVEN
     told = [

@@ -64,10 +64,9 @@ export function browse(place, ask, runs, usual) {
     if (mine !== current) return;  // a later question has been asked
     count.textContent = found === 1 ? "1 sample" : `${found.toLocaleString("en")} samples`;
     const wanted = COLORS[color.value];
-    if (wanted?.recorded && found && !samples.some(({ tokens }) => tokens?.[color.value])) {
-      count.textContent += `: of these the ${wanted.label} was not recorded`;
-    }
-    legend.replaceChildren(...legendOf(wanted));
+    const hasColors = samples.some(({ tokens }) => (wanted?.recorded ? tokens?.[color.value] : tokens));
+    if (wanted?.recorded && found && !hasColors) count.textContent += `: of these the ${wanted.label} was not recorded`;
+    legend.replaceChildren(...legendOf(hasColors ? wanted : null));
     listPages(page, Math.ceil(found / PAGE));
     const now = JSON.stringify([query, numbers, color.value]);
     if (now === listed) return;  // the same samples: what is unfolded stays

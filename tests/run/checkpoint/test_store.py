@@ -73,7 +73,6 @@ def same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.full
 def test_what_was_saved_comes_back_with_its_types(tmp_path):
     with Checkpoints(tmp_path / "c") as checkpoints:
         save(checkpoints, 3)
@@ -147,8 +146,7 @@ def test_bytes_of_any_size_come_back(tmp_path):
         np.testing.assert_array_equal(checkpoints.restore(None, make_state(0)).rollouts, data)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("item", ["state", "loop"])
+@pytest.mark.parametrize("item", ["state", pytest.param("loop", marks=pytest.mark.full)])
 def test_one_flipped_bit_gives_way_to_the_checkpoint_before(tmp_path, caplog, item):
     with Checkpoints(tmp_path / "c") as checkpoints:
         save(checkpoints, 1)
@@ -189,7 +187,6 @@ def test_what_a_resumed_run_changes_is_told(tmp_path, caplog):
             check_resumed(Saved(step=1, state=None, loop={**loop, **wrong}), now, tmp_path)
 
 
-@pytest.mark.full
 def test_objects_of_a_python_program_are_no_setting_that_has_changed(tmp_path, caplog):
     before, now = (Config(task=f"python:task-{n}") for n in (1, 2))
     loop = {"job": "rl", "schema": SCHEMA, "config": dump(before)}
