@@ -241,8 +241,9 @@ def _open_board(folder: Path, resume_step: int | None) -> Any:
 
 
 class RunLog(logging.Handler):
-    """The log of a run as a file. A context: inside, this package's messages are kept. Usable from
-    any thread. A file that can no longer be written does not end a run: that is logged once."""
+    """The log of a run as a file. A context: inside, this package's messages from level INFO on are
+    kept; what else is shown is as without it. Usable from any thread. A file that can no longer be
+    written does not end a run: that is logged once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,16 +251,27 @@ class RunLog(logging.Handler):
         self._dropped = 0
         self._file: TextIO | None = None
         self._is_broken = False
+        self._level_before = logging.NOTSET
+        self._shown_from: int | None = None  # level that other handlers get; None: all by itself
 
     def __enter__(self) -> "RunLog":
-        logging.getLogger(OWN).addHandler(self)
+        own = logging.getLogger(OWN)
+        own.addHandler(self)
+        if own.propagate and own.getEffectiveLevel() > logging.INFO:
+            self._level_before, self._shown_from = own.level, own.getEffectiveLevel()
+            own.setLevel(logging.INFO)
+            own.propagate = False  # `emit` passes on what was shown before
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             whole = "" if isinstance(error, JaxrlError) else f"\n{_traceback((kind, error, trace))}"
             self.line(f"ended by {type(error).__name__}: {error}{whole}", "ERROR")
-        logging.getLogger(OWN).removeHandler(self)
+        own = logging.getLogger(OWN)
+        own.removeHandler(self)
+        if self._shown_from is not None:
+            own.setLevel(self._level_before)
+            own.propagate = True
         self.close()
 
     def open(self, folder: Path) -> None:
@@ -287,6 +299,10 @@ class RunLog(logging.Handler):
         if record.exc_info:
             text += f"\n{record.exc_text or _traceback(record.exc_info)}"
         self._keep(record.created, record.levelname, text)
+        if self._shown_from is not None:
+            if record.levelno >= self._shown_from:
+                logging.getLogger().handle(record)
+            return
         last = logging.lastResort
         if last is not None and record.levelno >= last.level and self._is_alone(record.name):
             last.handle(record)

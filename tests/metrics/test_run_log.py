@@ -34,13 +34,55 @@ def test_lines_from_before_the_folder_are_kept_and_follow_in_order(tmp_path):
         kept.open(tmp_path)
         kept.line("step 1/3")
         logging.getLogger("elsewhere").warning("of another package")
-        logging.getLogger("jaxrl_async.data").info("not asked for")
+        logging.getLogger("jaxrl_async.data").info("a note")
     logging.getLogger("jaxrl_async.data").warning("after the run")
     assert lines_of(tmp_path) == [
         ("INFO", "[0:00] preparing"),
         ("WARNING", "3 records skipped"),
         ("INFO", "step 1/3"),
+        ("INFO", "a note"),
     ]
+
+
+class Listed(logging.Handler):
+    """Lists what a program's own handler gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+@pytest.mark.parametrize("level", [logging.WARNING, logging.INFO, logging.ERROR])
+def test_notes_are_kept_and_the_programs_handlers_get_what_they_got_before(
+    tmp_path, monkeypatch, level
+):
+    root, own = logging.getLogger(), logging.getLogger("jaxrl_async")
+    handler, part = Listed(), logging.getLogger("jaxrl_async.run.builders")
+    monkeypatch.setattr(root, "handlers", [handler])
+    monkeypatch.setattr(root, "level", level)
+    own.manager._clear_cache()
+    with RunLog() as kept:
+        kept.open(tmp_path)
+        part.debug("of the programmers")
+        part.info("answers are rewarded by exact")
+        part.warning("3 records skipped")
+        with RunLog():  # of another run in this process
+            part.error("no room")
+    part.warning("after the run")
+    part.info("after the run")
+    assert [text for _, text in lines_of(tmp_path)] == [
+        "answers are rewarded by exact",
+        "3 records skipped",
+        "no room",
+    ]
+    at = {logging.INFO: 0, logging.WARNING: 1, logging.ERROR: 2}[level]
+    after = ["after the run"] * (2 - at)
+    sent = ["answers are rewarded by exact", "3 records skipped", "no room"]
+    assert handler.texts == [*sent[at:], *after]
+    assert own.level == logging.NOTSET and own.propagate
 
 
 def test_a_resumed_run_appends(tmp_path):
@@ -79,12 +121,16 @@ def test_warnings_are_shown_as_without_the_file(tmp_path, capsys, monkeypatch):
     with RunLog() as kept:
         kept.open(tmp_path)
         own.warning("plain")
-        own.info("never")
+        own.info("shown nowhere")
         stream = io.StringIO()
         root.addHandler(logging.StreamHandler(stream))
         own.warning("handled")
     assert capsys.readouterr().err == "plain\n" and stream.getvalue() == "handled\n"
-    assert lines_of(tmp_path) == [("WARNING", "plain"), ("WARNING", "handled")]
+    assert lines_of(tmp_path) == [
+        ("WARNING", "plain"),
+        ("INFO", "shown nowhere"),
+        ("WARNING", "handled"),
+    ]
 
 
 def test_a_file_that_cannot_be_written_is_reported_once_and_ends_nothing(tmp_path, caplog):
