@@ -27,7 +27,7 @@ from jaxrl_async.tasks.task import Task
 KEY_VARIABLE = "JAXRL_ASYNC_KEY"
 """Environment variable with an endpoint's key."""
 ANSWERS = re.compile(r"it is (algorithm\.)?group_size \(answers to a prompt\) here")
-"""A hint about the number of answers to a prompt, as training is told."""
+"""A hint about the number of answers to a prompt, as `usual_hint` gives for training."""
 
 
 def evaluate(
