@@ -294,7 +294,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def _save_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
-    """Write a safetensors file with the read permissions of its folder: safetensors 0.8 makes it for
+    """Write a safetensors file with the permissions of its folder: safetensors 0.8 gives them to
     the owner alone."""
     save_file(tensors, file, metadata={"format": "pt"})
     with suppress(OSError):  # a mounted share or bucket may have no modes
