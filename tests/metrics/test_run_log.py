@@ -114,10 +114,13 @@ def test_a_text_of_a_policy_imitates_no_line(tmp_path):
     assert first.endswith("reply:") and second.startswith("    2026") and "\x1b" not in second
 
 
-def test_warnings_are_shown_as_without_the_file(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("level", [logging.NOTSET, logging.INFO])
+def test_warnings_are_shown_as_without_the_file(tmp_path, capsys, monkeypatch, level):
     """With no other handler they go to logging's last resort once, and else to that handler."""
     root, own = logging.getLogger(), logging.getLogger("jaxrl_async.x")
     monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(logging.getLogger("jaxrl_async"), "level", level)  # of the program
+    own.manager._clear_cache()
     with RunLog() as kept:
         kept.open(tmp_path)
         own.warning("plain")
