@@ -252,7 +252,7 @@ class RunLog(logging.Handler):
         self._file: TextIO | None = None
         self._is_broken = False
         self._level_before = logging.NOTSET
-        self._shown_from: int | None = None  # level that other handlers get; None: all by itself
+        self._shown_from: int | None = None  # level that `emit` passes on; None: logging does
 
     def __enter__(self) -> "RunLog":
         own = logging.getLogger(OWN)
@@ -299,9 +299,11 @@ class RunLog(logging.Handler):
         if record.exc_info:
             text += f"\n{record.exc_text or _traceback(record.exc_info)}"
         self._keep(record.created, record.levelname, text)
-        if self._shown_from is not None:
-            if record.levelno >= self._shown_from:
-                logging.getLogger().handle(record)
+        root = logging.getLogger()
+        if self._shown_from is not None and record.levelno < self._shown_from:
+            return
+        if self._shown_from is not None and root.handlers:
+            root.handle(record)
             return
         last = logging.lastResort
         if last is not None and record.levelno >= last.level and self._is_alone(record.name):

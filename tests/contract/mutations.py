@@ -1761,7 +1761,7 @@ GROUPS = (
         (
             ("del self._held[0]", "del self._held[-1]"),
             ("last.handle(record)", "pass"),
-            ("record.levelno >= self._shown_from", "record.levelno > self._shown_from"),
+            ("record.levelno < self._shown_from", "record.levelno <= self._shown_from"),
             ("own.propagate = True", "pass"),
             ("and self._is_alone(record.name)", ""),
         ),

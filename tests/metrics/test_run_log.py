@@ -136,6 +136,18 @@ def test_warnings_are_shown_as_without_the_file(tmp_path, capsys, monkeypatch, l
     ]
 
 
+def test_a_programs_handler_of_this_package_alone_is_enough(tmp_path, capsys, monkeypatch):
+    """Where the root has no handler, logging's last resort does not repeat what another showed."""
+    handler = Listed()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("jaxrl_async"), "handlers", [handler])
+    with RunLog() as kept:
+        kept.open(tmp_path)
+        logging.getLogger("jaxrl_async.x").warning("once")
+    assert handler.texts == ["once"] and capsys.readouterr().err == ""
+    assert lines_of(tmp_path) == [("WARNING", "once")]
+
+
 def test_a_file_that_cannot_be_written_is_reported_once_and_ends_nothing(tmp_path, caplog):
     with RunLog() as kept:
         kept.line("early")
