@@ -281,17 +281,12 @@ def _hint(name: str, value: object, settings: Mapping[str, object]) -> str:
 
 
 def _as_argument(path: str, value: object) -> str:
-    """Return a setting as an argument of train."""
-    *sections, name = path.split(".")
-    if not sections:
-        return f"{name}={value!r}"
-    if _section_of(name) == ".".join(sections):
-        return f"{name}={value!r}"
-    if len(sections) > 1 and _section_of(sections[-1]) == ".".join(sections[:-1]):
-        return f"{sections[-1]}={ {name: value}!r}"
-    for section in (name, *reversed(sections[1:])):
-        value = {section: value}
-    return f"{sections[0]}={value!r}"
+    """Return a setting as an argument of train: of the innermost name that may stand alone."""
+    parts = path.split(".")
+    first = max(i for i, p in enumerate(parts) if i == 0 or _section_of(p) == ".".join(parts[:i]))
+    for part in reversed(parts[first + 1 :]):
+        value = {part: value}
+    return f"{parts[first]}={value!r}"
 
 
 def _joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,16 +92,13 @@ def usual_hint(
     paths = USUAL.get(dotted.rpartition(".")[2])
     if paths is None or dotted.partition(".")[0] in ("eval", "evals"):
         return None
-    same = len(paths) == 1 and paths[0] not in UNITS and value is not NOT_GIVEN
-    told = [
-        written(path, value)
-        if same
-        else f"{written(path, 0).partition('=')[0]} ({UNITS[path]})"
-        if path in UNITS
-        else path
-        for path in paths
-    ]
-    return f"it is {_joined(told)} here"
+
+    def told(path: str) -> str:
+        if path in UNITS:
+            return f"{written(path, 0).partition('=')[0]} ({UNITS[path]})"
+        return path if value is NOT_GIVEN else written(path, value)
+
+    return f"it is {_joined([told(path) for path in paths])} here"
 
 
 def _name_in(peer: Peer, dotted: str, whole_name: bool) -> str | None:

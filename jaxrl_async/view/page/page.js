@@ -173,9 +173,10 @@ const tabNow = () => (Object.hasOwn(VIEWS, tabOf()) ? tabOf() : "curves");
 /** Show the place and the tools of a tab. */
 function frame(tab) {
   for (const button of document.querySelectorAll("#tabs button")) {
-    if (button.dataset.tab === tab) button.setAttribute("aria-current", "page");
-    else button.removeAttribute("aria-current");
-    if (button.dataset.tab === tab) at("tabs").scrollTo({ left: button.offsetLeft - (at("tabs").clientWidth - button.offsetWidth) / 2 });
+    if (button.dataset.tab === tab) {
+      button.setAttribute("aria-current", "page");
+      at("tabs").scrollTo({ left: button.offsetLeft - (at("tabs").clientWidth - button.offsetWidth) / 2 });
+    } else button.removeAttribute("aria-current");
   }
   for (const name of Object.keys(VIEWS)) at(PLACES[name] ?? name).hidden = name !== tab;
   at("tools").hidden = tab !== "curves";
