@@ -1814,6 +1814,11 @@ GROUPS = (
         (("start=len(self._asked.token_ids)", "start=0"),),
     ),
     Group(
+        "endpoint/http_server",
+        ("endpoint/test_endpoint.py::test_an_answer_is_sent_without_waiting_for_the_one_before",),
+        (("socket.SOCK_STREAM, socket.IPPROTO_TCP)", "socket.SOCK_STREAM)"),),
+    ),
+    Group(
         "metrics/json_logs",
         ("metrics/test_json_logs.py",),
         (

@@ -632,6 +632,15 @@ def test_bodies_are_bounded_in_size_and_time():
     closed(rig)
 
 
+def test_an_answer_is_sent_without_waiting_for_the_one_before(rig: Rig):
+    """Else a small answer on a kept connection waits 40 ms for the client's acknowledgement."""
+    assert rig.http.get("/health").status_code == 200
+    connections = rig.endpoint._server.server_state.connections
+    sockets = [one.transport.get_extra_info("socket") for one in connections]
+    assert sockets
+    assert all(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for s in sockets)
+
+
 @pytest.mark.full
 def test_a_connection_that_asks_for_nothing_is_closed(monkeypatch):
     monkeypatch.setattr("jaxrl_async.endpoint.connection.HEAD_S", 0.2)
