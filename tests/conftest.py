@@ -54,11 +54,20 @@ NEEDS_BENCHMARKS = re.compile(r"""["/]benchmarks["/]|\benvironments\(\)""")
 """What a test file contains that uses benchmarks/, which the source archive does not have."""
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out test files that use benchmarks/ where it is missing; see the report's header."""
-    if (ROOT / "benchmarks").is_dir() or not collection_path.match("test_*.py"):
+SLOW_FILE = re.compile(r"^pytestmark = (\[\n    )?pytest\.mark\.(full|exhaustive)\b", re.MULTILINE)
+"""What a test file contains whose tests all take long."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out test files that use benchmarks/ where it is missing; see the report's header. Where
+    tests that take long are left out, do not import a file of such tests alone."""
+    if not collection_path.match("test_*.py"):
         return None
-    return True if NEEDS_BENCHMARKS.search(collection_path.read_text("utf-8")) else None
+    text = collection_path.read_text("utf-8")
+    if not (ROOT / "benchmarks").is_dir() and NEEDS_BENCHMARKS.search(text):
+        return True
+    quick = config.getoption("markexpr") == "not full and not exhaustive"
+    return True if quick and SLOW_FILE.search(text) else None
 
 
 def pytest_report_header() -> str | None:
@@ -128,27 +137,25 @@ MOST_MAPPINGS = 15_000
 
 
 @pytest.fixture(autouse=True, scope="module")
-def compiled_programs_end_with_their_module() -> Iterator[None]:
+def many_programs_end_with_their_module() -> Iterator[None]:
     """Thousands of them in one process exhaust its memory mappings, and the compiler crashes."""
     yield
-    drop_programs()
+    drop_programs_if_many()
 
 
 @pytest.fixture(autouse=True)
-def compiled_programs_of_long_tests_end_when_they_are_many(
-    request: pytest.FixtureRequest,
-) -> Iterator[None]:
+def many_programs_end_with_a_long_test(request: pytest.FixtureRequest) -> Iterator[None]:
     """A module of sixty whole runs alone exhausts them."""
     yield
+    if request.node.get_closest_marker("full"):
+        drop_programs_if_many()
+
+
+def drop_programs_if_many() -> None:
     maps = Path("/proc/self/maps")
-    if not request.node.get_closest_marker("full") or not maps.exists():
+    if not (jax := sys.modules.get("jax")) or not maps.exists():
         return
-    if maps.read_text(encoding="utf-8", errors="replace").count("\n") > MOST_MAPPINGS:
-        drop_programs()
-
-
-def drop_programs() -> None:
-    if jax := sys.modules.get("jax"):
+    if maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
         jax.clear_caches()
         gc.collect()
 

@@ -9,6 +9,8 @@ from jaxrl_async.algorithms.losses import TokenInputs
 from jaxrl_async.algorithms.objective import TaskFactors, make_recipe, policy_loss
 from jaxrl_async.config import schema
 
+pytestmark = pytest.mark.full
+
 SHAPE = (3, 5)
 RECIPE = make_recipe(
     schema.AlgorithmSection(
@@ -33,7 +35,6 @@ def loss_of(x: TokenInputs, weights: np.ndarray, **factors: np.ndarray | None) -
     return float(policy_loss(RECIPE, x, jnp.asarray(weights), jnp.int32(5), factors=given)[0])
 
 
-@pytest.mark.full
 def test_each_term_is_multiplied_by_the_factors_of_its_own(x: TokenInputs) -> None:
     rng = np.random.default_rng(1)
     weights = rng.random(SHAPE).astype(np.float32)

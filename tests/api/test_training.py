@@ -11,6 +11,8 @@ import pytest
 import jaxrl_async as jr
 from jaxrl_async.errors import RolloutError
 
+pytestmark = pytest.mark.exhaustive
+
 RECORDS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(6)]
 TINY: dict[str, Any] = {
     "data": RECORDS,
@@ -31,7 +33,6 @@ def digits(completion: str, answer: str) -> float:
     return sum(c.isdigit() for c in completion) / 4 + len(answer) * 0.0
 
 
-@pytest.mark.exhaustive
 def test_ten_lines_train_a_policy_that_answers(tmp_path: Path, nothing_frozen: None) -> None:
     seen: list[int] = []
     frozen: list[int] = []
@@ -59,7 +60,6 @@ def test_ten_lines_train_a_policy_that_answers(tmp_path: Path, nothing_frozen: N
     assert (tmp_path / "run.1").is_dir() and on.curve("reward/mean")
 
 
-@pytest.mark.exhaustive
 def test_updates_come_one_by_one_and_an_early_end_saves(tmp_path: Path) -> None:
     async def inside_a_loop() -> jr.Run | None:  # as in a notebook
         updates = jr.steps(**TINY, reward=digits, dir=str(tmp_path), steps=50)
@@ -77,7 +77,6 @@ def test_updates_come_one_by_one_and_an_early_end_saves(tmp_path: Path) -> None:
     assert [line["step"] for line in resumed.metrics] == [0, 1, 2, 3]
 
 
-@pytest.mark.exhaustive
 def test_what_the_run_raises_reaches_the_caller(tmp_path: Path) -> None:
     def wrong(completion: str) -> float:
         raise ValueError("of the reward")

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from runs import CONFIGS
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import asyncio
@@ -37,7 +39,6 @@ TINY = (
 )
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_sigterm_saves_while_an_evaluation_is_held_up(tmp_path: Path) -> None:
     (tmp_path / "deaf.py").write_text(PROGRAM, encoding="utf-8")

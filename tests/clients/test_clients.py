@@ -24,6 +24,8 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.types import EpisodeLimits, SamplingParams, VersionedParams
 
+pytestmark = pytest.mark.exhaustive
+
 LENGTH = 16_384
 ANSWER = 2048
 SECTION = schema.SamplerSection(
@@ -230,7 +232,6 @@ def is_like(result: Any, wanted: Any) -> bool:
     return result == wanted
 
 
-@pytest.mark.exhaustive
 @of_each(CASES)
 def test_a_guest_finishes_its_task(driven: Driven, mode: str, scripted: Rig) -> None:
     wanted = MODES[driven.name][mode]
@@ -240,7 +241,6 @@ def test_a_guest_finishes_its_task(driven: Driven, mode: str, scripted: Rig) -> 
     assert len(scripted.sampler.requests) - before == wanted.calls
 
 
-@pytest.mark.exhaustive
 @of_each(CASES)
 def test_a_session_is_what_was_sampled(driven: Driven, mode: str, sampled: Rig) -> None:
     wanted, sampler = MODES[driven.name][mode], sampled.sampler
@@ -279,7 +279,6 @@ def test_a_session_is_what_was_sampled(driven: Driven, mode: str, sampled: Rig) 
         assert len(set(episode.versions[episode.drawn])) > 1, "weights were swapped"
 
 
-@pytest.mark.exhaustive
 @of_each(OWN_CONSTRAINT)
 def test_a_random_policy_keeps_to_what_a_client_demands(
     driven: Driven, mode: str, sampled: Rig

@@ -17,6 +17,8 @@ from scripted_policy import offered, scripted_text
 from jaxrl_async.audit import audit_run
 from jaxrl_async.run.loop import train
 
+pytestmark = pytest.mark.exhaustive
+
 PLAYERS = {
     ("openai", "clients"): "chat chat_stream responses responses_stream chat_required",
     ("anthropic", "clients"): "tools tools_stream tool_runner thinking_tools",
@@ -76,7 +78,6 @@ def playing(folder: Path, port: int) -> Iterator[dict[str, subprocess.Popen]]:
         yield players
 
 
-@pytest.mark.exhaustive
 def test_clients_play_a_run_while_weights_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_run
 ) -> None:

@@ -14,8 +14,9 @@ from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.sampler import Sampler
 
+pytestmark = pytest.mark.exhaustive
 
-@pytest.mark.exhaustive
+
 @pytest.mark.parametrize("mode", ["loglikelihood", "loglikelihood_in_batches"])
 def test_log_likelihoods_are_those_of_transformers(tmp_path: Path, mode: str) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

@@ -11,6 +11,8 @@ from runs import config_of, metrics_of
 
 from jaxrl_async.run.loop import train
 
+pytestmark = pytest.mark.exhaustive
+
 pytest.importorskip("verifiers", reason="needs the extra [verifiers]")
 TINY = (
     "warm_start.steps=0",
@@ -44,7 +46,6 @@ def uv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         pytest.skip(f"no package index for verifiers' harnesses: {done.stderr[-200:]}")
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", HARNESSES)
 def test_a_shipped_harness_is_trained_on(tmp_path: Path, name: str, held_run, uv) -> None:
     agent = f"agent: {{{HARNESSES[name]}}}"

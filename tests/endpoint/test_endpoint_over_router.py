@@ -18,6 +18,8 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.types import Request, SamplingParams
 
+pytestmark = pytest.mark.exhaustive
+
 
 def on_device(index: int) -> Sampler:
     mesh = Mesh(np.array(jax.devices()[index]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
@@ -33,7 +35,6 @@ def streamed(rig: Rig, seed: int) -> tuple[str, list[int]]:
     return text, tokens
 
 
-@pytest.mark.exhaustive
 def test_streams_over_two_samplers_are_what_one_of_them_draws():
     router = Router([on_device(0), on_device(1)])
     rig = serve(router, byte_tokenizer(CHATML))
@@ -61,7 +62,6 @@ def test_streams_over_two_samplers_are_what_one_of_them_draws():
         router.close()
 
 
-@pytest.mark.exhaustive
 def test_experts_come_with_the_tokens_that_they_drew():
     size = tiny_policy()[0].vocab
     shape = schema.ArchitectureSection(

@@ -18,8 +18,9 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.serve import served_policy
 
+pytestmark = pytest.mark.full
 
-@pytest.mark.full
+
 @pytest.mark.exhaustive
 def test_every_protocol_reads_the_same_image(tmp_path: Path) -> None:
     saved(tmp_path)

@@ -19,6 +19,8 @@ from runs import CONFIGS
 from jaxrl_async.audit import audit_run
 from jaxrl_async.metrics.recorder import read_lines
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 GROUP, STEPS = 2, 12
 TINY = (
@@ -255,7 +257,6 @@ class Caller:
                     return
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("held_run", ["as_function", "as_command"], indirect=True)

@@ -11,6 +11,8 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.metrics.metric import comparable
 from jaxrl_async.run.loop import train
 
+pytestmark = pytest.mark.full
+
 TINY = (
     "model.architecture={layers: 1, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
     "warm_start={steps: 20, batch_size: 16}",
@@ -123,7 +125,6 @@ def numbers(config: Config) -> list[dict[str, object]]:
     return [{k: v for k, v in line.items() if not k.startswith(ours)} for line in lines]
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["as_function", "as_command"])
 def test_what_is_learnt_through_the_endpoint_is_what_is_learnt_without(

@@ -29,6 +29,8 @@ from jaxrl_async.types import (
     VersionedParams,
 )
 
+pytestmark = pytest.mark.exhaustive
+
 ROW = 64
 LIMITS = EpisodeLimits(
     sampling=SamplingParams(), stop_token_ids=(0,), max_new_tokens=8, max_length=ROW
@@ -104,7 +106,6 @@ async def play(sampler, sessions, groups, members):
     )
 
 
-@pytest.mark.exhaustive
 def test_the_log_probs_of_a_thousand_sessions_are_those_of_the_trainers_forward():
     groups = 250
     section = SECTION.model_copy(update={"on_new_weights": "recompute"})

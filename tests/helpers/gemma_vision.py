@@ -3,10 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from transformers import Gemma3ImageProcessorPil, PreTrainedTokenizerFast
-
 SOFT, BOI, EOI = 3, 4, 5
 TOKENS = 4
 IMAGE = 16
@@ -24,6 +20,7 @@ SPECIAL = ["<pad>", "<eos>", "<bos>", "<soft>", "<boi>", "<eoi>", "<u>", "<m>", 
 def tokenizer() -> Any:
     """Return a tokenizer of characters, with the special tokens of a model with images."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
     words = [*SPECIAL, "<unk>", "\n", *"abcdefghijklmnopqrstuvwxyz ?"]
     made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
@@ -43,6 +40,9 @@ def saved(
     folder: Path, *, window: int = 3, width: int = 32, moved: float = 0.2, **more: Any
 ) -> Any:
     """Save a random model with its tower, image processor and tokenizer; return the model."""
+    import torch
+    import transformers
+
     text = transformers.Gemma3TextConfig(
         vocab_size=48, hidden_size=width, intermediate_size=48, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=window,
@@ -63,6 +63,7 @@ def saved(
         for parameter in model.parameters():
             parameter += moved * torch.randn_like(parameter)
     model.save_pretrained(folder)
-    Gemma3ImageProcessorPil(size={"height": IMAGE, "width": IMAGE}).save_pretrained(folder)
+    processor = transformers.Gemma3ImageProcessorPil(size={"height": IMAGE, "width": IMAGE})
+    processor.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return model

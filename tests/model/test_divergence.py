@@ -21,6 +21,8 @@ from jaxrl_async.model.divergence import (
 )
 from jaxrl_async.model.logprobs import over_chunks, token_logprobs
 
+pytestmark = pytest.mark.full
+
 VOCAB = 19
 SPEC, WIDE = (
     tiny_spec(VOCAB, width=w, heads=2, kv_heads=1, mlp=16, tied=t)
@@ -42,7 +44,6 @@ def all_logprobs(spec, params, temperature=1.0):
     return np.roll(logprobs, 1, axis=1)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 @pytest.mark.parametrize("kind", ["forward", "reverse", "js"])
 def test_chunks_give_the_divergence_of_whole_distributions(kind, chunk):
@@ -63,7 +64,6 @@ def test_chunks_give_the_divergence_of_whole_distributions(kind, chunk):
     np.testing.assert_allclose(got.entropy, entropy, atol=1e-5)
 
 
-@pytest.mark.full
 def test_the_gradient_does_not_depend_on_the_chunk_and_leaves_the_other_alone():
     def total(params, other, chunk):
         policy, settings = FrozenPolicy(WIDE, other), DecoderSettings(chunk=chunk)
@@ -87,7 +87,6 @@ def test_the_whole_vocabulary_exists_for_one_chunk_only():
     assert f"f32[6,3,{VOCAB}]" not in text
 
 
-@pytest.mark.full
 def test_a_policy_is_no_distance_from_itself():
     for kind in ("forward", "reverse", "js"):
         other = FrozenPolicy(SPEC, PARAMS)
@@ -95,7 +94,6 @@ def test_a_policy_is_no_distance_from_itself():
         np.testing.assert_allclose(got.divergence, 0, atol=1e-6)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("chunk", [4, 1000])
 def test_the_likeliest_tokens_come_sorted_with_their_logprobs(chunk):
     ids, logprobs = top_logprobs(SPEC, PARAMS, BATCH, DecoderSettings(chunk=chunk), k=5)
@@ -106,7 +104,6 @@ def test_the_likeliest_tokens_come_sorted_with_their_logprobs(chunk):
     np.testing.assert_allclose(found[FOLLOWS], np.asarray(logprobs)[FOLLOWS], atol=1e-5)
 
 
-@pytest.mark.full
 def test_chunks_do_not_change_what_a_function_says_of_a_token():
     x = jnp.arange(14.0).reshape(7, 2)
     for chunk in (1, 2, 7, 9):

@@ -24,6 +24,8 @@ from jaxrl_async.model.heads import (
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import Weight
 
+pytestmark = pytest.mark.full
+
 SPEC = tiny_spec(20, layers=2, tied=False)
 POLICY = tiny_params(SPEC)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 20, (2, 9)), jnp.int32)
@@ -46,7 +48,6 @@ def test_parameters_have_the_tables_tree_and_shapes(head):
     assert "lm_head" not in params and ("bias" in params[HEAD]) == (head == "value")
 
 
-@pytest.mark.full
 def test_a_critic_starts_at_zero_and_a_reward_model_does_not():
     value, reward = (with_head(SPEC, POLICY, h, jax.random.key(1)) for h in ("value", "reward"))
     assert not np.any(token_values(SPEC, value, TokenRows(*BATCH)))
@@ -60,7 +61,6 @@ def test_a_critic_starts_at_zero_and_a_reward_model_does_not():
     assert sequence_scores(SPEC, reward, TokenRows(*BATCH)).any()
 
 
-@pytest.mark.full
 def test_a_value_is_of_the_state_before_its_token():
     params = head_params("value")
     hidden = np.asarray(row_states(SPEC, params, *BATCH))
@@ -78,7 +78,6 @@ def test_a_value_is_of_the_state_before_its_token():
     np.testing.assert_allclose(moved[0, 4:], got[0, 4:], atol=1e-6)  # another segment
 
 
-@pytest.mark.full
 def test_a_score_lies_at_each_segments_last_token_and_does_not_depend_on_packing():
     params = head_params("reward")
     got = np.asarray(sequence_scores(SPEC, params, TokenRows(*BATCH)))
@@ -102,7 +101,6 @@ def test_what_is_saved_is_loaded_on_a_mesh_too(tmp_path, head):
     assert again[HEAD]["kernel"].sharding.spec == jax.sharding.PartitionSpec("fsdp")
 
 
-@pytest.mark.full
 def test_a_policys_directory_is_not_a_critics(tmp_path):
     Policy(SPEC, POLICY).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"score\.weight"):

@@ -2,6 +2,7 @@
 built-in layer has."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
@@ -38,7 +39,9 @@ def moved(spec: ModelSpec, seed: int = 0):
     return jax.tree.map(lambda w: w + 0.1 * jax.random.normal(next(keys), w.shape), params)
 
 
-PARAMS = moved(SPEC)
+@functools.cache
+def params_of_layer():
+    return moved(SPEC)
 
 
 def normed(x, scale, shift):
@@ -109,15 +112,19 @@ def drawn(policy, mesh=None, prompt=IDS[:5]):
 
 @pytest.mark.full
 def test_the_trainer_computes_what_an_independent_pass_does():
-    ours = trainer_logprobs(SPEC, PARAMS, IDS)
-    np.testing.assert_allclose(ours, reference_logprobs(PARAMS, IDS), atol=1e-5, rtol=0)
+    ours = trainer_logprobs(SPEC, params_of_layer(), IDS)
+    np.testing.assert_allclose(ours, reference_logprobs(params_of_layer(), IDS), atol=1e-5, rtol=0)
 
 
 @pytest.mark.exhaustive
 def test_the_sampler_draws_with_the_trainers_log_probs():
-    ids, said = drawn((SPEC, PARAMS))
-    np.testing.assert_allclose(said, trainer_logprobs(SPEC, PARAMS, ids)[4:], atol=1e-5, rtol=0)
-    np.testing.assert_allclose(said, reference_logprobs(PARAMS, ids)[4:], atol=1e-5, rtol=0)
+    ids, said = drawn((SPEC, params_of_layer()))
+    np.testing.assert_allclose(
+        said, trainer_logprobs(SPEC, params_of_layer(), ids)[4:], atol=1e-5, rtol=0
+    )
+    np.testing.assert_allclose(
+        said, reference_logprobs(params_of_layer(), ids)[4:], atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.exhaustive
@@ -125,26 +132,28 @@ def test_the_sampler_draws_with_the_trainers_log_probs():
 def test_meshes_of_eight_devices_compute_the_same(axes):
     mesh = make_mesh(schema.AxesSection(**axes), jax.devices()[:8])
     settings = settings_on(mesh, SPEC, dtype=jnp.float32, attention="reference", remat="layer")
-    params = jax.device_put(PARAMS, shardings(weight_table(SPEC), mesh, TRAINER_RULES))
+    params = jax.device_put(params_of_layer(), shardings(weight_table(SPEC), mesh, TRAINER_RULES))
     assert "tensor" in str(params["layers"]["gate"].sharding.spec)
     ours = trainer_logprobs(SPEC, params, IDS, settings)
-    np.testing.assert_allclose(ours, reference_logprobs(PARAMS, IDS), atol=1e-5, rtol=0)
+    np.testing.assert_allclose(ours, reference_logprobs(params_of_layer(), IDS), atol=1e-5, rtol=0)
     of_sampler = make_mesh(schema.AxesSection(tensor=2), jax.devices()[:2])
-    ids, said = drawn((SPEC, PARAMS), of_sampler)
-    np.testing.assert_allclose(said, reference_logprobs(PARAMS, ids)[4:], atol=1e-5, rtol=0)
+    ids, said = drawn((SPEC, params_of_layer()), of_sampler)
+    np.testing.assert_allclose(
+        said, reference_logprobs(params_of_layer(), ids)[4:], atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.exhaustive
 def test_an_adapter_and_a_saved_directory_compute_what_the_merged_weights_do(tmp_path, monkeypatch):
     lora = lora_of(SPEC, LoraSection(rank=2, alpha=4))
     assert lora is not None and set(lora.names) == {"q", "k", "v", "gate", "o", "up", "down"}
-    policy = Policy(SPEC, PARAMS).adapted(lora, jax.random.key(5))
+    policy = Policy(SPEC, params_of_layer()).adapted(lora, jax.random.key(5))
     grown = jax.tree.map(lambda w: w + 0.05, policy.adapter)
     policy = policy.with_trained(grown)
     merged = policy.merged()
     ids, said = drawn(policy)
     np.testing.assert_allclose(said, reference_logprobs(merged.params, ids)[4:], atol=1e-5, rtol=0)
-    Policy(SPEC, PARAMS).save_pretrained(tmp_path / "base")
+    Policy(SPEC, params_of_layer()).save_pretrained(tmp_path / "base")
     policy.save_adapter(tmp_path / "adapter")
     policy.save_pretrained(tmp_path / "whole")
     assert (tmp_path / "whole" / "parallel.py").read_bytes() == FILE.read_bytes()

@@ -11,6 +11,8 @@ from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.quantize import is_quantized, quantize, quantized_table
 from jaxrl_async.model.spec import Weight, contracted, weight_table
 
+pytestmark = pytest.mark.full
+
 DENSE = tiny_spec(40, layers=2, mlp=24, tied=False)
 ROUTED = tiny_spec(40, layers=2, mlp=24, tied=False, family="qwen3_moe", experts=4)
 KINDS = {"int8": 1 / 254, "float8_e4m3fn": 1 / 16}
@@ -21,7 +23,6 @@ def leaves(table: dict) -> dict[str, Weight]:
     return dict(table["layers"])
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("spec", [DENSE, ROUTED], ids=["dense", "experts"])
 def test_each_weight_is_its_value_times_the_scale_of_its_output(kind, spec):
@@ -43,7 +44,6 @@ def test_each_weight_is_its_value_times_the_scale_of_its_output(kind, spec):
         np.testing.assert_array_equal(found[name], params[name])
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("spec", [DENSE, ROUTED], ids=["dense", "experts"])
 def test_the_table_says_the_tree_and_the_shapes(spec):
     table = weight_table(spec)
@@ -59,7 +59,6 @@ def test_the_table_says_the_tree_and_the_shapes(spec):
     )
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("spec", [DENSE, ROUTED], ids=["dense", "experts"])
 def test_the_decoder_multiplies_with_what_the_weights_stand_for(spec):
     table, params = weight_table(spec), init_params(spec, jax.random.key(0))

@@ -18,6 +18,8 @@ from jaxrl_async.model.logprobs import (
     wanted_logprobs,
 )
 
+pytestmark = pytest.mark.full
+
 TOKENS, WIDTH, VOCAB = 13, 8, 24
 SPEC = tiny_spec(VOCAB, width=16, heads=2, kv_heads=1, mlp=24)
 
@@ -56,7 +58,6 @@ WAYS = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 def test_logprobs_entropies_and_gradients_are_at_each_tokens_temperature(
     inputs: tuple[Any, ...], way: str
@@ -76,7 +77,6 @@ def test_logprobs_entropies_and_gradients_are_at_each_tokens_temperature(
     assert np.isfinite(of_head).all(), "tokens of padding have no temperature"
 
 
-@pytest.mark.full
 def test_a_packed_rows_tokens_have_the_temperature_of_the_task_that_they_belong_to() -> None:
     params = tiny_params(SPEC)
     rng = np.random.default_rng(1)

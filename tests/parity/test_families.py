@@ -35,6 +35,8 @@ from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import LogprobRequest, Request, SamplingParams
 
+pytestmark = pytest.mark.full
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),  # of PEFT
 ]
@@ -394,7 +396,6 @@ def test_a_configuration_may_name_every_family() -> None:
     assert set(ROUTED_FAMILIES) == {name for name, family in FAMILIES.items() if family.routed}
 
 
-@pytest.mark.full
 @OFTEN
 def test_logits_agree_with_transformers(checkpoint) -> None:
     model, folder = checkpoint

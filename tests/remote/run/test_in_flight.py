@@ -14,6 +14,8 @@ from runs import run_job
 from jaxrl_async.train_command import RESUME
 from jaxrl_async.types import Partial
 
+pytestmark = pytest.mark.full
+
 RECORDED = """
 import json
 from pathlib import Path
@@ -112,7 +114,6 @@ def continues(answer: Answer, prompt: str, partial: Partial) -> bool:
     )
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_what_a_killed_trainer_saved_half_drawn_is_kept_by_another_number_of_samplers(
     tmp_path: Path,
@@ -147,7 +148,6 @@ def test_what_a_killed_trainer_saved_half_drawn_is_kept_by_another_number_of_sam
         assert run.step == 9 and not run.problems()
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_samplers_that_leave_or_are_cut_off_in_mid_answer_change_no_token(tmp_path: Path) -> None:
     steps = 4

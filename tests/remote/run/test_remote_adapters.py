@@ -14,6 +14,8 @@ from jaxrl_async.audit import audit_run
 from jaxrl_async.metrics.metric import comparable
 from jaxrl_async.train_command import RESUME
 
+pytestmark = pytest.mark.full
+
 LORA = ("model.lora={rank: 2, alpha: 4}",)
 SHORT = (*LORA, "staleness.max_staleness=0", "checkpoint.every=0", "run.steps=2")
 LONG = (*LORA, "staleness.max_staleness=2", "checkpoint={every: 1, keep: 2}")
@@ -35,7 +37,6 @@ def sums(lines: list[dict[str, Any]], key: str) -> float:
     return sum(line.get(key, 0.0) for line in lines)
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_two_processes_learn_the_adapter_of_two_threads_bit_by_bit(tmp_path: Path) -> None:
     settings = (*TINY, *SHORT, "mesh.samplers=2", many_digits(tmp_path))
@@ -62,7 +63,6 @@ def test_two_processes_learn_the_adapter_of_two_threads_bit_by_bit(tmp_path: Pat
     assert "the frozen base was read from model.path" in log.read_text()
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_samplers_join_die_and_pass_on_a_base_and_its_adapters(tmp_path: Path) -> None:
     ways = ("remote={transfer: tcp, fanout: 1, wait_s: 60}", "run.steps=90")
@@ -91,7 +91,6 @@ def test_samplers_join_die_and_pass_on_a_base_and_its_adapters(tmp_path: Path) -
         assert run.step == steps and not run.problems()
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_trainer_over_two_processes_learns_the_same_adapter(tmp_path: Path) -> None:
     settings = (*TINY, *SHORT, many_digits(tmp_path))

@@ -19,6 +19,8 @@ from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.model.heads import save_head, with_head
 from jaxrl_async.train_command import RESUME
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[3]
 TINY = (
     "model.architecture={layers: 2, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
@@ -153,7 +155,6 @@ def reward_model(folder: Path) -> str:
     return f"reward.model={folder}"
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_reward_model_and_a_curriculum_go_on_in_a_trainer_over_two_processes(
     tmp_path: Path,
