@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from compile_flags import QUICK_COMPILE
 
+pytestmark = pytest.mark.full
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",

@@ -7,6 +7,8 @@ import pytest
 
 from jaxrl_async.host import only_new_garbage
 
+pytestmark = pytest.mark.full
+
 
 class Cycle:
     """Refers to itself."""
@@ -19,7 +21,6 @@ def is_looked_at(one: object) -> bool:
     return any(found is one for found in gc.get_objects())
 
 
-@pytest.mark.full
 def test_what_was_there_is_left_alone_until_the_end_and_new_cycles_are_freed(nothing_frozen):
     early = Cycle()
     gone_before = weakref.ref(Cycle())
@@ -35,14 +36,12 @@ def test_what_was_there_is_left_alone_until_the_end_and_new_cycles_are_freed(not
     assert of_early() is None and gc.get_freeze_count() == 0
 
 
-@pytest.mark.full
 def test_an_error_ends_it_too(nothing_frozen):
     with pytest.raises(ValueError, match="mine"), only_new_garbage():
         raise ValueError("mine")
     assert gc.get_freeze_count() == 0
 
 
-@pytest.mark.full
 def test_what_somebody_else_froze_stays_frozen(nothing_frozen):
     gc.freeze()
     with only_new_garbage():

@@ -1,6 +1,7 @@
 """What CONTRIBUTING says of names, of the core and its wings, and of words."""
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -17,7 +18,6 @@ from jaxrl_async.config.field_help import help_of_fields, setting_names
 PACKAGE = Path(jaxrl_async.__file__).parent
 ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 WINGS = {
     "adapters",
     "cpu",
@@ -41,6 +41,12 @@ MOST_IMPORTED = 300
 """Files that the main job imports at most."""
 
 
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """Return the syntax trees of all files of the package."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
 def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0]
 
@@ -53,9 +59,10 @@ def test_no_file_name_stands_twice():
     assert {name: paths for name, paths in where.items() if len(paths) > 1} == {}
 
 
+@pytest.mark.full
 def test_no_public_class_name_stands_twice():
     where = defaultdict(list)
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 where[node.name].append(path.relative_to(PACKAGE).as_posix())
@@ -81,7 +88,7 @@ def test_one_file_of_the_core_names_the_wings():
     """And one the built-in tasks, of which some are games. Imports are .importlinter's."""
     naming = {
         path.relative_to(PACKAGE).as_posix()
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         if part_of(path) not in {*WINGS, *ENTRIES}
         and any(name.partition(".")[0] in WINGS for name in named_modules(tree))
     }
@@ -111,7 +118,7 @@ def test_builders_alone_make_the_parts_of_a_run(name):
     """And what serves or asks a policy without a run."""
     makes = {
         path.relative_to(PACKAGE).as_posix()
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         if constructed(tree, name) and part_of(path) not in (*WINGS, "testing")
     }
     allowed = {"api/asking.py", "serve.py"} if name == "Sampler" else set()
@@ -204,13 +211,14 @@ def public_names() -> list[tuple[str, str]]:
     """Return the names of files, settings, public classes and the API, each with its part."""
     found = [(setting, "config") for setting in setting_names()]
     found += [(name, "api") for name in jaxrl_async.__all__]
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
         names = [path.stem, *(name for name in classes if not name.startswith("_"))]
         found += [(name, part_of(path)) for name in names]
     return found
 
 
+@pytest.mark.full
 def test_names_are_of_the_fields_words_with_one_meaning_each():
     found = {
         f"{part}: {name}: {', '.join(sorted(refused))}"
@@ -240,7 +248,7 @@ def test_settings_carry_their_unit():
 def test_docstrings_of_functions_begin_with_a_verb():
     """In the imperative. Properties are named by nouns, and so are their docstrings."""
     found = []
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue

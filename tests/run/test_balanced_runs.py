@@ -10,6 +10,8 @@ from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.run.loop import train
 
+pytestmark = pytest.mark.full
+
 MODEL = (
     "model.architecture={family: glm4_moe, layers: 3, width: 32, heads: 4, kv_heads: 2, "
     "head_dim: 8, mlp: 16, experts: 4, experts_per_token: 2}"
@@ -40,7 +42,6 @@ def config_for(job: str, folder: Path, *overrides: str) -> Config:
     return load(empty, [*COMMON, *SFT, f"run.dir={folder}", *overrides])
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("job", ["rl", "sft"])
 def test_a_run_that_moves_corrections_resumes_as_if_it_had_not_stopped(

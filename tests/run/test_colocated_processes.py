@@ -10,6 +10,8 @@ from two_processes import alone, assert_same_run, ended, judge, results, start, 
 from jaxrl_async.audit import audit_run
 from jaxrl_async.metrics.recorder import read_lines
 
+pytestmark = pytest.mark.full
+
 COLOCATED = "mesh={trainer: {fsdp: 4}, sampler: {tensor: 2}, samplers: 1, colocated: true}"
 APART = "mesh={trainer: {fsdp: 4}, sampler: {tensor: 2}, samplers: 2}"
 
@@ -26,7 +28,6 @@ def judged(runs: Path) -> str:
     return judge(runs / "judge")
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_colocated_in_two_processes_stopped_and_resumed_equals_slices_of_their_own(runs, judged):
     alone(runs, "run.name=one", "run.steps=4", APART, judged)
@@ -50,7 +51,6 @@ def test_colocated_in_two_processes_stopped_and_resumed_equals_slices_of_their_o
     assert len({line["reward/model"] for line in two[0][1:]}) > 1, "the model judged"
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_colocated_with_a_curriculum_two_processes_stay_within_the_bound(runs, judged):
     words = (

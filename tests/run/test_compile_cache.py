@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -27,7 +29,6 @@ def programs_kept_in(folder: Path) -> set[str]:
     return {file.name for file in folder.glob("*-cache")}
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_what_was_compiled_for_one_folder_is_found_in_a_copy_of_it(tmp_path: Path) -> None:
     first = programs_kept_in(tmp_path / "first")

@@ -21,6 +21,8 @@ from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.run.loop import train
 from jaxrl_async.run.start_checks import check_names
 
+pytestmark = pytest.mark.full
+
 SUMS = {"data": {"addition": {"digits": 1, "eval_size": 4}}}
 LONG = {"data": {"addition": {"digits": 3, "eval_size": 4}}}
 GAME = {"task": {"guess_number": {"highest": 4, "guesses": 2}}}
@@ -76,7 +78,6 @@ def trained_of(config: Config) -> list[tuple[int, str]]:
 # ---- one task by name is the same run
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("curriculum", ["none", "hard_first"])
 def test_one_task_by_name_trains_as_the_same_run_without_it(
     tmp_path: Path, curriculum: str
@@ -153,7 +154,6 @@ def test_four_tasks_have_their_shares_of_1000_groups_and_a_resume_changes_no_bit
         np.testing.assert_array_equal(values, weights[name], err_msg=name)
 
 
-@pytest.mark.full
 def test_tasks_may_be_added_and_stopped_at_a_resume_and_not_removed(tmp_path: Path) -> None:
     two = {"sums": dict(SUMS), "long": dict(LONG)}
     on_policy = ("staleness.max_staleness=1", "checkpoint.every=1")
@@ -184,7 +184,6 @@ def test_tasks_may_be_added_and_stopped_at_a_resume_and_not_removed(tmp_path: Pa
 # ---- a task's own settings
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_each_task_is_sampled_and_trained_at_its_own_temperature(
     tmp_path: Path, minibatches: int
@@ -210,7 +209,6 @@ def test_each_task_is_sampled_and_trained_at_its_own_temperature(
     assert all(0 < line["rollout/kept_mean"] <= 6 for line in steps), "masks of one task"
 
 
-@pytest.mark.full
 def test_a_loss_weight_of_0_trains_nothing_of_a_task(tmp_path: Path) -> None:
     """Its tokens are in the step, and the weights are those of a run whose rewards are 0 there."""
     flat = tmp_path / "flat.py"
@@ -227,7 +225,6 @@ def test_a_loss_weight_of_0_trains_nothing_of_a_task(tmp_path: Path) -> None:
         np.testing.assert_allclose(values, weights[name], atol=1e-6, err_msg=name)
 
 
-@pytest.mark.full
 def test_loss_components_cover_the_answers_of_their_tasks(tmp_path: Path) -> None:
     losses = {
         "of_sums": {"loss": "nll", "tasks": ["sums"], "coefficient": 0.1, "gradient_every": 2},
@@ -245,7 +242,6 @@ def test_loss_components_cover_the_answers_of_their_tasks(tmp_path: Path) -> Non
     assert not any("loss_grad_norm/of_others" in line for line in lines)
 
 
-@pytest.mark.full
 def test_evaluations_ask_each_task_and_one_of_them_by_name(tmp_path: Path) -> None:
     exact = {"reward": {"function": "exact"}}
     tasks = {"sums": dict(SUMS), "tools": dict(TOOLS), "long": {**LONG, **exact}}
@@ -277,7 +273,6 @@ def tools_last(group, version):
 """
 
 
-@pytest.mark.full
 def test_functions_of_the_users_choose_tasks_and_order_groups(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(OWN_MIX)
@@ -291,7 +286,6 @@ def test_functions_of_the_users_choose_tasks_and_order_groups(tmp_path: Path) ->
     assert later["sums"] >= 2 * later["long"]
 
 
-@pytest.mark.full
 def test_tasks_share_filters_drops_and_records(tmp_path: Path) -> None:
     """Chat records, an environment and embedded problems, with groups that run ahead."""
     records = tmp_path / "chat.jsonl"
@@ -383,7 +377,6 @@ hangs, fails, good = of(Hangs), of(Fails), of(Good)
 """
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("bad", ["hangs", "fails"])
 def test_a_task_that_hangs_or_fails_slows_no_other(tmp_path: Path, bad: str) -> None:
     file = tmp_path / "tasks.py"
@@ -412,7 +405,6 @@ def test_a_task_that_hangs_or_fails_slows_no_other(tmp_path: Path, bad: str) -> 
         assert all("task/bad/resting" in line for line in lines if "train/loss" in line)
 
 
-@pytest.mark.full
 def test_groups_of_a_task_that_hangs_time_out_and_are_counted(tmp_path: Path) -> None:
     file = tmp_path / "tasks.py"
     file.write_text(BAD)
@@ -495,7 +487,6 @@ def test_a_mix_with_code_in_a_sandbox_runs(tmp_path: Path) -> None:
     assert lines[-1]["task/code/groups"] >= 1.0
 
 
-@pytest.mark.full
 def test_a_configuration_of_tasks_is_printed_checked_and_examined(tmp_path: Path) -> None:
     config = job(tmp_path, json.loads(json.dumps(FOUR)))
     again = load(yaml.safe_load(dump(config)))
@@ -510,7 +501,6 @@ def test_a_configuration_of_tasks_is_printed_checked_and_examined(tmp_path: Path
     assert any(text.startswith("tasks.a.task=") and "no such file" in text for text in told)
 
 
-@pytest.mark.full
 def test_the_doctor_looks_at_the_problems_of_code(tmp_path: Path) -> None:
     problems, broken = tmp_path / "problems.jsonl", tmp_path / "broken.jsonl"
     problem = {"question": "Print 1.", "tests": [{"input": "", "output": "1"}]}
@@ -535,7 +525,6 @@ def test_the_doctor_looks_at_the_problems_of_code(tmp_path: Path) -> None:
     assert error.startswith("task: evals.x: ") and f"{broken}, line 1: has no tests." in error
 
 
-@pytest.mark.full
 def test_an_error_in_a_tasks_records_or_settings_names_the_task(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
@@ -553,7 +542,6 @@ def test_an_error_in_a_tasks_records_or_settings_names_the_task(tmp_path: Path) 
         check_names(job(tmp_path, two, evals={"y": {"task": "sumz"}}))
 
 
-@pytest.mark.full
 def test_a_saved_policy_is_evaluated_on_one_of_its_runs_tasks(tmp_path: Path) -> None:
     config = job(tmp_path, {"sums": dict(SUMS), "tools": dict(TOOLS)}, "eval.every=1")
     lines = run_of(config)

@@ -13,6 +13,8 @@ from jaxrl_async.data.tokenizer import chat_tokenizer
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.metrics.recorder import read_lines
 
+pytestmark = pytest.mark.full
+
 OWN = """
 import jax.numpy as jnp
 
@@ -43,7 +45,6 @@ def run(folder: Path, name: str, settings: dict, *overrides: str) -> list[dict]:
     return lines
 
 
-@pytest.mark.full
 def test_components_of_all_kinds_are_learnt_and_resumed(tmp_path):
     (own := tmp_path / "own.py").write_text(OWN)
     settings = {
@@ -117,7 +118,6 @@ def traces(folder: Path, count: int = 24) -> Path:
     return file
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_turns_of_conversations_are_learnt_profiled_and_resumed(tmp_path):
     """Imitation makes some calls right; the profile keeps the pivots where some miss; RL mends."""

@@ -10,6 +10,8 @@ from runs import config_of, many_digits, metrics_of, weights_of
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.run.loop import train
 
+pytestmark = pytest.mark.full
+
 FILE = Path(__file__).parents[2] / "configs" / "own_decoder" / "parallel.py"
 TINY = (
     "model.architecture={layers: 2, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
@@ -32,7 +34,6 @@ def rl(folder: Path, *overrides: str) -> Any:
     return config_of("addition", folder, *TINY, own, many_digits(folder), *overrides)
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_resumed_run_goes_on_alike_and_refuses_another_text(tmp_path: Path) -> None:
     exact = ("staleness.max_staleness=0", "checkpoint={every: 2}")
@@ -52,7 +53,6 @@ def test_a_resumed_run_goes_on_alike_and_refuses_another_text(tmp_path: Path) ->
         train(rl(tmp_path, *exact, *again, "run.steps=6"))
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "overrides",

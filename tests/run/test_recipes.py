@@ -8,6 +8,8 @@ from runs import many_digits, run_job
 
 from jaxrl_async.metrics.metric import metric_of
 
+pytestmark = pytest.mark.full
+
 RECIPES = (
     "grpo",
     "dr_grpo",
@@ -58,7 +60,6 @@ def teacher(folder: Path) -> Path:
     return folder / "teacher" / "policy"
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [n if n in OFTEN else pytest.param(n, marks=pytest.mark.exhaustive) for n in RECIPES],
@@ -88,7 +89,6 @@ def test_the_recipe_runs(name: str, folder: Path, teacher: Path) -> None:
         assert steps[-1]["policy/teacher_gap"] != 0
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_with_all_companions_resumes_where_it_stopped(folder: Path) -> None:
     settings = [

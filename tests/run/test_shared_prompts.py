@@ -8,6 +8,8 @@ from runs import config_of, many_digits, metrics_of, weights_of
 
 from jaxrl_async.run.loop import train
 
+pytestmark = pytest.mark.full
+
 STILL = (
     "model.architecture={layers: 1, width: 16, heads: 2, kv_heads: 1, head_dim: 8, mlp: 32}",
     "data.addition.eval_size=4",
@@ -28,7 +30,6 @@ def run(folder: Path, *overrides: str) -> tuple[list[dict], dict[str, np.ndarray
     return metrics_of(config)[1:], weights_of(config)
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_run_shares_its_prompts_by_default_and_learns_the_same(
     tmp_path: Path,

@@ -12,6 +12,8 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError, Stopped
 from jaxrl_async.run.loop import train
 
+pytestmark = pytest.mark.full
+
 TINY = (
     "model.architecture={layers: 1, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
     "warm_start.steps=20",
@@ -34,7 +36,6 @@ def game(folder: Path, *overrides: str) -> Config:
     return config_of("guess_number", folder, *TINY, *overrides)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("age", [0, 2])
 def test_an_evaluation_beside_the_updates_measures_the_version_that_it_is_told_for(
     tmp_path: Path, age: int
@@ -70,7 +71,6 @@ def assert_same(first: Config, second: Config) -> None:
         np.testing.assert_allclose(values, weights[name], atol=1e-4, err_msg=name)
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_game_is_the_same_twice_and_resumed_in_the_middle(tmp_path: Path) -> None:
     # One sequence at a time: what is computed together, and with it the last bits of log-probs,
@@ -176,7 +176,6 @@ task = Task(
 """
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_task_of_the_users_file_runs_with_stale_weights_and_resumes(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
@@ -199,7 +198,6 @@ def test_a_task_of_the_users_file_runs_with_stale_weights_and_resumes(tmp_path: 
     )
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -228,7 +226,6 @@ LEARNT = {  # steps that are enough, and by how much the held-out reward rises a
 }
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", LEARNT)
 def test_a_task_is_learnt_and_its_control_is_not(name: str, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from runs import config_of, metrics_of
 
 from jaxrl_async.run.loop import train
 
+pytestmark = pytest.mark.exhaustive
+
 TINY = (
     "model.architecture={layers: 1, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
     "warm_start.steps=0",
@@ -20,7 +22,6 @@ TINY = (
 )
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [

@@ -24,6 +24,8 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings, set_up
 from jaxrl_async.types import Completion, Partial, Request, StopReason, VersionedParams
 
+pytestmark = pytest.mark.full
+
 MODES = ("continue", "recompute", "drain", "restart")
 EVENTS = (
     ["ask"] * 4 + ["publish"] * 3 + ["round"] * 10 + ["save", "save bare", "stop", "cancel"]
@@ -248,7 +250,6 @@ def driven_by_numpy(mode: str, pages: int, window: int = 0) -> Driven:
     return Driven(mode, pages=pages, device=device)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 def test_no_cell_is_older_than_its_mode_allows_and_every_token_is_its_own(mode) -> None:
     for seed in range(12):
@@ -257,7 +258,6 @@ def test_no_cell_is_older_than_its_mode_allows_and_every_token_is_its_own(mode) 
         own_tokens(driven.asked)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 def test_the_same_where_a_layer_has_a_window_and_keeps_its_pages_alone(mode) -> None:
     """Windows that end within pages, at their ends, and beyond every sequence."""
@@ -324,7 +324,6 @@ MODELS = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mode", MODES)
@@ -344,7 +343,6 @@ def test_log_probs_are_those_of_a_pass_by_the_weights_that_each_token_names(
     assert compared > (100 if mode == "continue" else 300)
 
 
-@pytest.mark.full
 def test_the_traffic_met_what_it_is_there_for() -> None:
     for what in ("preempted", "swaps", "hits", "restarted", "old cells", "saved KV", "drawn"):
         assert MET[what] > 10, what

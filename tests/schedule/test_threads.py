@@ -14,6 +14,8 @@ from jaxrl_async.types import Drop
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.delivery import FunctionLink
 
+pytestmark = pytest.mark.full
+
 STEPS = 60
 LIMIT_S = 20.0
 
@@ -34,7 +36,6 @@ def guarded(work, errors):
     return thread
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("max_staleness", "lookahead", "samplers"), [(0, 0, 1), (1, 0, 1), (2, 2, 2), (4, 0, 3)]
 )

@@ -24,6 +24,8 @@ from jaxrl_async.scorers.rewards import Judge, RewardScorer, make_scorer
 from jaxrl_async.tasks.function_source import source_of
 from jaxrl_async.types import Score
 
+pytestmark = pytest.mark.full
+
 
 def backtracks(completion):
     if completion == "slow":
@@ -96,7 +98,6 @@ def scores_of(scorer, of, *texts):
         scorer.close()
 
 
-@pytest.mark.full
 def test_a_regular_expression_that_backtracks_is_ended_and_other_threads_go_on():
     scorer = scorer_of(backtracks, timeout_s=1.0)
     scores_of(scorer, record(), "warm")
@@ -119,7 +120,6 @@ def test_a_regular_expression_that_backtracks_is_ended_and_other_threads_go_on()
     assert [s.reward for s in scores_of(scorer, record(), "ab")] == [2.0], "another one started"
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_service_that_is_away_is_known_from_a_process_as_from_a_thread(processes):
     with pytest.raises(RolloutError, match=r"reward away on prompt .*the grader is away") as caught:
@@ -128,7 +128,6 @@ def test_a_service_that_is_away_is_known_from_a_process_as_from_a_thread(process
     assert found is not None and asked_wait_s(found) == 7
 
 
-@pytest.mark.full
 def test_calls_of_a_group_that_failed_are_not_made(tmp_path):
     """Not more than the one that began before the group was given up; none stays stuck."""
     scorer, file = scorer_of(noted_and_slow, timeout_s=0.5, processes=1), tmp_path / "calls"
@@ -141,7 +140,6 @@ def test_calls_of_a_group_that_failed_are_not_made(tmp_path):
     assert not scorer._askers.stuck and not scorer._threads.stuck
 
 
-@pytest.mark.full
 def test_the_arguments_and_results_are_those_of_threads():
     columns = {"tests": [1, 2], "spec": {"deep": [1]}, "numbers": np.ones(3)}
     found = []
@@ -159,7 +157,6 @@ def test_the_arguments_and_results_are_those_of_threads():
     assert score.token_rewards.tolist() == [0, 0.5, 0.5, 0.5]
 
 
-@pytest.mark.full
 def test_where_they_run():
     (score,) = scores_of(scorer_of(in_pid), record(), "a")
     assert score.reward != os.getpid()
@@ -167,7 +164,6 @@ def test_where_they_run():
         assert scores_of(scorer, record(), "a")[0].reward == os.getpid()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("function", "text", "words"),
     [
@@ -186,7 +182,6 @@ def test_what_goes_wrong_is_said_and_the_next_call_works(function, text, words):
     scorer.close()
 
 
-@pytest.mark.full
 def test_functions_of_a_file_a_module_and_none_at_all(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("import os\nclass F:\n    def __call__(self, completion):\n"
@@ -222,7 +217,6 @@ print(score.reward != os.getpid())
 """
 
 
-@pytest.mark.full
 def test_a_function_of_the_script_that_trains(tmp_path):
     """The script has no `if __name__ == "__main__"`: a process runs it up to where it trains."""
     script = tmp_path / "script.py"
@@ -239,7 +233,6 @@ def test_a_function_of_the_script_that_trains(tmp_path):
     assert run.stdout.count("goes on") == 1 and run.stderr.count("begins") == 2
 
 
-@pytest.mark.full
 def test_a_process_whose_run_was_killed_ends():
     processes = RewardProcesses(1)
     source = source_of(in_pid, "in_pid", "reward")
@@ -254,7 +247,6 @@ def test_a_process_whose_run_was_killed_ends():
         os.kill(pid, 0)
 
 
-@pytest.mark.full
 def test_the_stacks_are_written_where_pythons_lock_is_kept(tmp_path, caplog):
     """The watchdog's own thread cannot run then; before, there was no stack at all."""
     stacks = tmp_path / "stacks.txt"

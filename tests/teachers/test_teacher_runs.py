@@ -24,6 +24,8 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.run.loop import train
 
+pytestmark = pytest.mark.full
+
 TINY = (
     "model.architecture={layers: 1, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
     "warm_start.steps=0",
@@ -73,7 +75,6 @@ def stopped_and_resumed(
     return again, steps
 
 
-@pytest.mark.full
 def test_the_tasks_of_a_run_share_its_teacher(tmp_path: Path) -> None:
     """Its calls are limited and counted over all of them."""
     sums = "{data: {addition: {digits: 1, eval_size: 4}}}"
@@ -159,7 +160,6 @@ def test_a_resumed_run_learns_the_same_from_a_teacher_with_other_tokens(
     assert audit_run(tmp_path / "parts" / again.run.name).problems == ()
 
 
-@pytest.mark.full
 def test_a_record_that_names_no_teacher_is_refused_before_the_run(tmp_path: Path) -> None:
     with FakeTeacher(VOCAB, 0) as server:
         one = f"{{url: '{server.url}', model: m}}"

@@ -29,6 +29,8 @@ from jaxrl_async.trainer.pair_credit import as_learnt
 from jaxrl_async.trainer.update_programs import Frozen
 from jaxrl_async.types import Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 
+pytestmark = pytest.mark.full
+
 VOCAB, ROW, PROMPT = 24, 16, 2
 SPEC = ModelSpec.from_architecture(
     schema.ArchitectureSection(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=24), VOCAB
@@ -127,7 +129,6 @@ CASES = [
 ]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("loss", "how"), CASES)
 def test_a_step_is_that_of_the_preference_job_on_the_same_pairs(loss, how) -> None:
     wanted, of_job = offline(loss, how, settings_of())

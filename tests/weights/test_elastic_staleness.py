@@ -11,6 +11,8 @@ from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.errors import Closed, Disconnected
 from jaxrl_async.testing.fakes import make_group
 
+pytestmark = pytest.mark.full
+
 STEPS, PER_STEP = 25, 3
 LIMIT_S = 60.0
 
@@ -56,7 +58,6 @@ class Fleet:
         raise Closed("over")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_the_bound_holds_whatever_joins_and_leaves(max_staleness):
     buffer = ReplayBuffer(BufferSettings(groups_per_step=PER_STEP, max_staleness=max_staleness))

@@ -8,6 +8,8 @@ from joined_run import TINY, JoinedRun, joined_run
 
 from jaxrl_async.train_command import RESUME
 
+pytestmark = pytest.mark.full
+
 SETTINGS = (*TINY, "staleness.max_staleness=2", "eval.every=1", "run.steps=1000")
 EVALUATED = ("data.addition={digits: 2, eval_size: 200}", "checkpoint={every: 100, grace_s: 60}")
 
@@ -16,7 +18,6 @@ def saved_versions(run: JoinedRun) -> list[int]:
     return sorted(int(f.name) for f in (run.run / "checkpoints").glob("[0-9]*"))
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_ctrl_c_before_any_sampler_has_come_ends_the_run_saved(tmp_path: Path) -> None:
     with joined_run(tmp_path, *SETTINGS) as run:
@@ -29,7 +30,6 @@ def test_ctrl_c_before_any_sampler_has_come_ends_the_run_saved(tmp_path: Path) -
         assert saved_versions(run) == [0] and not run.problems()
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 0)])
 def test_a_stop_is_heard_while_an_evaluation_has_lost_its_only_sampler(

@@ -33,6 +33,8 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.testing.session_pair import session_pair
 
+pytestmark = pytest.mark.full
+
 CASE = Case(plain=True)
 
 
@@ -96,7 +98,6 @@ def test_a_follower_plays_what_the_leader_takes_in_until_it_is_dismissed():
     assert [c.token_ids.tolist() for c in resumed] == [c.token_ids.tolist() for c in expected]
 
 
-@pytest.mark.full
 def test_a_follower_that_was_made_otherwise_is_refused():
     two = Two(replace(CASE, section={"block": 8}))
     with pytest.raises(JoinRefused, match=r"process 1.*different settings"):
@@ -105,7 +106,6 @@ def test_a_follower_that_was_made_otherwise_is_refused():
     two.follower.result(WAIT_S)
 
 
-@pytest.mark.full
 def test_processes_that_have_parted_end_with_the_reason(monkeypatch):
     monkeypatch.setattr(following, "state_hash", lambda batch: 1)
     two = Two()
@@ -121,7 +121,6 @@ def test_processes_that_have_parted_end_with_the_reason(monkeypatch):
     assert len(two.lost) == 1 and "process 1 has failed" in two.lost[0]
 
 
-@pytest.mark.full
 def test_the_end_of_the_leader_ends_the_follower():
     two = Two()
     two.begun()
@@ -131,7 +130,6 @@ def test_the_end_of_the_leader_ends_the_follower():
     assert two.ended.wait(WAIT_S) and all("the line was cut" in reason for reason in two.lost)
 
 
-@pytest.mark.full
 def test_a_follower_that_must_go_asks_the_leader_to_leave():
     told = threading.Event()
     two = Two(told_to_go=told)

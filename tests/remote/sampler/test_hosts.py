@@ -22,6 +22,8 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.types import VersionedParams
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[3]
 ENV = {
     **os.environ,
@@ -150,7 +152,6 @@ def play(folder: Path, *cases: dict[str, Any]) -> list[dict[str, Any]]:
     return [check(folder, number, fields) for number, fields in enumerate(cases)]
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_requests_cancellations_and_swaps_give_what_one_process_draws(tmp_path):
     """A device of each process."""
@@ -159,7 +160,6 @@ def test_requests_cancellations_and_swaps_give_what_one_process_draws(tmp_path):
     assert any(len(set(v)) > 1 for v in versions), "swapped in mid-flight"
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_all_that_a_sampler_does_is_the_same_over_two_processes(tmp_path):
     tight = {"slots": 6, "kv_memory_mib": 0.03125}
@@ -172,7 +172,6 @@ def test_all_that_a_sampler_does_is_the_same_over_two_processes(tmp_path):
     assert found[2]["preempted"] > 0, "memory was short"
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("killed", [0, 1])
 def test_when_a_process_is_killed_the_others_end_and_say_why(tmp_path, killed):

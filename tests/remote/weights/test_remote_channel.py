@@ -23,6 +23,8 @@ from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.local import Conversion, PrivateCopy
 from jaxrl_async.weights.manifest import manifest_of
 
+pytestmark = pytest.mark.full
+
 TABLE = {
     "embed": Weight(shape=(16, 8), axes=("vocab", "embed"), init="ones", hf="e"),
     "layers": {
@@ -47,7 +49,6 @@ def meshes(trainer, sampler):
     return make_slices(section)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("transfer", ["tcp", "shared_memory"])
 @pytest.mark.parametrize(
     ("trainer", "sampler", "dtype", "kind"),
