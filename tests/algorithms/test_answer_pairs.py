@@ -115,6 +115,7 @@ def ipo_slopes(pairs, logs, reference, beta) -> tuple[float, np.ndarray]:
     return loss, slopes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "by_hand"), [("dpo", dpo_slopes), ("ipo", ipo_slopes)])
 @pytest.mark.parametrize("num_pairs", [1, 3, 5])
 def test_loss_and_weights_are_those_of_the_formula(name, by_hand, num_pairs) -> None:

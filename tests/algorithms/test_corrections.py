@@ -152,6 +152,7 @@ def test_every_correction_has_a_reference():
     assert {name(choice) for choice, _ in REFERENCES} == set(correction)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("choice", "reference"),
     REFERENCES,
@@ -175,6 +176,7 @@ LOG = {bound: float(np.float32(math.log(bound))) for bound in (0.5, 2.0)}
 """Bounds as the nearest float32, so that a token can lie exactly on one."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("kind", ["mask", "band", "reject"])
 def test_bounds_belong_to_what_is_kept(kind, level):

@@ -139,6 +139,7 @@ def test_what_the_trunk_earned_before_the_pivot_does_not_count_in_the_fork() -> 
     assert found[0].tolist() == [0, 0, 3.75, 3.75, 0.5, 0.5], "8.5 beside 1, then the fork's"
 
 
+@pytest.mark.full
 @given(tree=trees)
 def test_shapings_compare_among_peers_and_leave_the_order_as_it_was(tree) -> None:
     whole, forks = planted(tree)

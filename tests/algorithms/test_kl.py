@@ -22,6 +22,7 @@ def test_every_estimator_has_a_reference():
     assert set(REFERENCES) == set(kl)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(REFERENCES))
 def test_an_estimate_and_its_slope_are_the_formulas(name):
     rng, shape = np.random.default_rng(3), (2, 5)

@@ -107,6 +107,7 @@ def test_a_term_and_its_gradient_are_the_formulas(x, name, settings, reference):
         np.testing.assert_allclose(slope, numeric, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full
 def test_what_a_component_does_not_cover_may_be_anything(x):
     covered = np.asarray(x.mask)
     spoilt = jax.tree.map(

@@ -303,6 +303,7 @@ def test_a_ratio_of_ten_nats_is_what_it_is():
     assert reinforce(x).loss.item() == pytest.approx(0.5 * np.exp(10), rel=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(token_loss))
 def test_a_loss_is_against_its_anchor(packed, name):
     """Anchored elsewhere, it is what it would be had that drawn the tokens."""

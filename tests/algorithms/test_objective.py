@@ -71,6 +71,7 @@ def test_the_report_is_the_masked_means_and_extremes(x, weights):
     assert 0 < stats["policy/clip_share"] < 1
 
 
+@pytest.mark.full
 def test_the_loss_is_policy_loss_plus_kl_less_entropy(x, weights):
     plain = report(x, weights)
     stats = report(x, weights, kl_coefficient=0.5, entropy_coefficient=0.25, kl="k3")

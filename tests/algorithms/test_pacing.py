@@ -34,6 +34,7 @@ def test_the_limit_halves_below_the_target_and_grows_by_one_well_above(limit, es
     assert next_limit(limit, ess, Bounds(target=0.8, lowest=0, highest=9)) == expected
 
 
+@pytest.mark.full
 @given(bounds(), st.lists(st.floats(0, 1), max_size=30))
 def test_the_limit_stays_within_its_bounds_and_rests_after_each_change(bound, measured):
     pace = Pace(limit=bound.highest)

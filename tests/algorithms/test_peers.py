@@ -84,6 +84,7 @@ def valued(groups: list[EpisodeGroup]) -> StepData:
 orders = st.lists(st.sampled_from(SEATS), min_size=1, max_size=7).map(tuple)
 
 
+@pytest.mark.full
 @settings(max_examples=6, deadline=None)
 @given(st.lists(orders, min_size=1, max_size=3), st.integers(0, 99))
 @pytest.mark.parametrize("name", sorted(advantage))

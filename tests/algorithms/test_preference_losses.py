@@ -94,6 +94,7 @@ def test_a_loss_is_the_papers_equation(choice, expected):
     assert got.loss.dtype == jnp.float32 and got.loss.shape == (PAIRS,)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("choice", "expected"), CASES, ids=[str(c) for c, _ in CASES])
 def test_the_gradient_is_that_of_finite_differences(choice, expected):
     """Of the NumPy equation, in float64; relative to the largest."""

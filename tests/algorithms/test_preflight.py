@@ -80,6 +80,7 @@ def test_a_bare_array_is_enough_and_what_lies_outside_the_mask_is_thrown_away(ow
     assert not np.asarray(found.loss)[~np.asarray(x.mask)].any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "why"),
     [
@@ -152,12 +153,14 @@ def with_arguments(function, name):
     return {name: {key: ARGUMENTS[key] for key in needed}} if needed else name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
 def test_the_shipped_configurations_pass(path):
     config = load(path, ["data.jsonl.path=x"] if path.stem == "gsm8k" else [])
     check_algorithm(config.algorithm, config.teacher)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("field", "registry"),
     [("loss", token_loss), ("correction", correction), ("shaping", shaping)],

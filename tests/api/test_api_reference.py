@@ -6,6 +6,7 @@ import jaxrl_async
 from jaxrl_async.api.api_reference import INNER, _parts, markdown
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", INNER)
 def test_methods_that_are_left_out_exist_and_others_are_there(name):
     kind = getattr(jaxrl_async, name)

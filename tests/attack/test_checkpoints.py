@@ -157,6 +157,7 @@ def test_a_damaged_newer_one_never_pushes_out_a_good_one(tmp_path):
     assert read(folder) == 13
 
 
+@pytest.mark.full
 @given(
     sealed=st.dictionaries(st.integers(0, 30), st.booleans(), min_size=1),
     keep=st.integers(1, 4),

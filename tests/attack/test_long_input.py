@@ -82,6 +82,7 @@ PROVED = {
 """Tokenizers, and the most characters that one of their tokens stands for."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", PROVED)
 @settings(max_examples=150, deadline=None)
 @given(
@@ -125,6 +126,7 @@ def byte_level_removing():
     return backend
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", unproved())
 def test_where_a_token_may_stand_for_any_text_nothing_is_proved(name):
     backend = unproved()[name]

@@ -101,6 +101,7 @@ def test_a_reward_beyond_the_bound_is_refused(rig, held, given, is_taken):
         assert "endpoint.max_reward" in reply.json()["error"]["message"]
 
 
+@pytest.mark.full
 def test_the_commands_of_the_soak_reward_their_sessions(rig):
     """They exit with 0 where nothing misbehaves, and the session's reward is what they said."""
     program = Path(__file__).parents[2] / "benchmarks" / "misbehaving.py"

@@ -1,5 +1,6 @@
 """What may be trained on, asked again and again while groups come in, against asking anew."""
 
+import pytest
 from builders import episode_of, group_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ def group(number: int, versions: list[int]):
     return group_of(number, [episode_of([v]) for v in versions], version=min(versions))
 
 
+@pytest.mark.full
 @given(
     st.lists(st.tuples(VERSIONS, st.integers(0, 4), st.integers(0, 3)), max_size=8),
     st.sets(st.integers(0, 7)),

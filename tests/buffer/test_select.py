@@ -41,6 +41,7 @@ def test_a_younger_group_overtakes_only_from_within_the_window():
     assert select([0, 1, 2, 3, 4], ready, 3, 3) == (2, 3)
 
 
+@pytest.mark.full
 @settings(deadline=None)
 @given(
     st.lists(st.integers(0, 30), unique=True, max_size=12).map(sorted),
@@ -90,6 +91,7 @@ def test_recent_draws_by_weight_and_the_same_for_the_same_version():
     assert recent(ready[1], version) != recent(ready[1], version + 1)
 
 
+@pytest.mark.full
 @settings(deadline=None)
 @given(st.sets(st.integers(0, 20), max_size=9), st.integers(-1, 5), st.sampled_from(sorted(RANKS)))
 def test_groups_to_use_again_are_taken_once_each_and_never_too_many(numbers, count, rank):

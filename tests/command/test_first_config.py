@@ -77,6 +77,7 @@ def test_every_combination_loads_and_means_what_was_chosen(algorithm):
             assert (config.model.lora is None) == (choices.lora_rank == 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_is_that_of_its_recipe(name):
     recipe = load(f"recipe:{name}")

@@ -78,6 +78,7 @@ def test_the_current_name_counts_where_both_are_given_and_values_are_checked(
     assert "line 4: eval.asynchronous = 3 is not allowed" in told
 
 
+@pytest.mark.full
 def test_the_later_place_counts_however_it_names_a_setting(write, tmp_path):
     def file(shared, own):
         runs = f"runs: {{a: {{eval: {{{own}: false}}}}, b: {{}}}}\n"
@@ -108,6 +109,7 @@ def test_a_run_turns_on_what_is_turned_off_beside_runs(write, caplog):
     assert load(write(dump(several))) == several
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "switch",
     [f"{section}.{key}" for section, (key, off) in OFF.items() if off is None],
@@ -181,6 +183,7 @@ OLD_DATA = {
 """Both sections of data, as a version with data.source wrote them."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("before", "overrides", "now"),
     [
@@ -386,6 +389,7 @@ def test_a_null_section_differs_by_its_defaults_from_one_that_sets_more():
 OF_REWARDS = {"run": {"job": "reward_model"}}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("before", "overrides", "now"),
     [

@@ -25,6 +25,7 @@ def test_an_empty_file_gives_the_defaults(write):
     assert load(write("")) == Config()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(p.name for p in CONFIGS.glob("*.yaml")))
 def test_the_shipped_configurations_load_and_survive_a_dump(name, write):
     given = ["data.jsonl.path=x.jsonl"] if name == "gsm8k.yaml" else []

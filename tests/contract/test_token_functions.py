@@ -77,6 +77,7 @@ def test_masked_tokens_give_no_loss_and_no_gradient_even_when_they_are_nan(funct
     assert (grads[~np.asarray(x.mask)] == 0).all()
 
 
+@pytest.mark.full
 @each_loss
 def test_a_loss_is_float32_and_its_flags_are_bool(function):
     result = function(inputs())
@@ -84,6 +85,7 @@ def test_a_loss_is_float32_and_its_flags_are_bool(function):
     assert result.clipped.dtype == jnp.bool_ and result.clipped.shape == SHAPE
 
 
+@pytest.mark.full
 @each_policy_loss
 def test_on_policy_gradient_is_the_policy_gradient(function):
     x = inputs(on_policy=True)
@@ -136,6 +138,7 @@ def one_sequence_a_row(x: TokenInputs) -> list[TokenInputs]:
     ]
 
 
+@pytest.mark.full
 @each_loss
 def test_neighbours_in_a_row_and_micro_batches_do_not_matter(function):
     x = inputs()
@@ -211,6 +214,7 @@ def huge() -> list[tuple[TokenInputs, list[np.ndarray], list[np.ndarray]]]:
     return found
 
 
+@pytest.mark.full
 @each_policy_loss
 def test_any_loss_with_any_correction_survives_huge_ratios(function, huge):
     for x, held, decoupled in huge:

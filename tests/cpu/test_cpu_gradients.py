@@ -200,6 +200,7 @@ def test_a_window_in_a_tree_is_refused_without_positions() -> None:
         tree_flash(q, q, q, until, Scoring(window=3)).block_until_ready()
 
 
+@pytest.mark.full
 def test_a_segment_is_the_same_bits_whatever_lies_beside_it_and_whoever_computes() -> None:
     """In a row with others, by itself (on one thread), and again while the threads are busy."""
     rng = np.random.default_rng(0)

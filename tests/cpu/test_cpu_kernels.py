@@ -111,6 +111,7 @@ def test_products_of_fewer_bits_are_those_of_float64_with_the_rounded_numbers(
     assert np.isnan(spoilt[3]).all() and (np.delete(spoilt - all_rows, 3, 0) == 0).all()
 
 
+@pytest.mark.full
 @needs_kernels
 @pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.int8, jnp.float32])

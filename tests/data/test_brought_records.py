@@ -114,6 +114,7 @@ def test_a_record_without_tools_shows_none(tmp_path, given):
     assert "<tools>" not in TOKENIZER.decode_all(record.token_ids)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("given", ["a hammer", ["hammer"], [{"x": 1}], {"zq": 1}, 3])
 def test_what_is_no_tool_is_refused_by_the_name_of_its_column(tmp_path, given):
     record = {"messages": ASKED, "answer": "3", "tools": given}
@@ -220,6 +221,7 @@ def test_a_pair_may_have_a_label_of_its_own(tmp_path, label):
 # ---- numbers and answers
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("value", "text"),
     [

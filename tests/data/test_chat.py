@@ -104,6 +104,7 @@ LOST = {"chatml": {"tool_calls", "reasoning_content"}, "llama3": {"reasoning_con
 # --- openings ------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "setting"), FORMATS)
 def test_an_opening_has_the_tokens_that_transformers_writes(name, setting):
     tokenizer, chat = made(name, setting)
@@ -158,6 +159,7 @@ WRITTEN = {
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "setting"), FORMATS)
 @pytest.mark.parametrize("others", ["tool", "user"])
 def test_a_next_turn_is_what_the_whole_conversation_would_be(name, setting, others):
@@ -596,6 +598,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("messages", "error"), WRONG)
 def test_messages_that_are_none_are_named(messages, error):
     with pytest.raises(DataError, match=error):

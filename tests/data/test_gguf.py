@@ -178,6 +178,7 @@ def ended(writer: Any) -> None:
         getattr(writer, step)()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", SUPPORTED_TYPES)
 def test_every_type_is_read_as_gguf_reads_it(kind, tmp_path):
     """With the rows of keys in Hugging Face's order, and of the rest in the file's."""

@@ -65,6 +65,7 @@ def numbers(source):
 # ---- the schedule
 
 
+@pytest.mark.full
 @given(WEIGHTS, st.integers(1, 200))
 def test_each_task_has_its_share_of_any_number_of_draws_within_one_group(weights, draws):
     weights = named(weights)
@@ -191,6 +192,7 @@ def test_no_group_begins_while_every_task_is_at_its_limit():
     assert source.may_begin() and next(source).task == drawn[0].task
 
 
+@pytest.mark.full
 def test_a_resting_task_leaves_its_share_to_the_others():
     resting = {"a"}
     source = mix({"a": 1.0, "b": 1.0, "c": 2.0}, rests=resting.__contains__)

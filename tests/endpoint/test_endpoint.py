@@ -116,6 +116,7 @@ def test_a_stream_is_the_whole_answer_in_parts(rig: Rig):
         assert [c.finish_reason for c in own if c.finish_reason] == [choice.finish_reason]
 
 
+@pytest.mark.full
 def test_completions_take_text_and_token_ids(rig: Rig):
     ids = rig.tokenizer.encode("the user asked").tolist()
     done = drawn_directly(rig, ids, key=(3, 0))

@@ -200,6 +200,7 @@ def test_what_is_no_json_is_refused(body):
         parsed_json(body)
 
 
+@pytest.mark.full
 @settings(max_examples=100, deadline=None)
 @given(
     st.recursive(

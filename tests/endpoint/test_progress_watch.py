@@ -3,6 +3,8 @@
 import asyncio
 import time
 
+import pytest
+
 from jaxrl_async.endpoint import progress_watch
 from jaxrl_async.endpoint.progress_watch import LONGEST_REST_S, ProgressWatch
 
@@ -19,6 +21,7 @@ class Sampler:
         return ()
 
 
+@pytest.mark.full
 def test_a_reading_that_waited_does_not_delay_the_next_by_more_than_the_limit(monkeypatch) -> None:
     rests: list[float] = []
     sleep = asyncio.sleep

@@ -127,6 +127,7 @@ def test_events_of_a_stream_are_numbered_and_are_the_whole(talking: Rig):
     assert done == final.response.output
 
 
+@pytest.mark.full
 def test_a_guest_continues_by_id_alone(talking: Rig):
     talking.sampler.texts = ["One.", "Two.", "Other.", "Anew."]
     ask = talking.openai.responses.create

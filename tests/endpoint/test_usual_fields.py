@@ -89,6 +89,7 @@ def prompt_of(rig: Rig, place: int = -1) -> str:
 # ---- what a guest asks for reaches the sampler; a session's distribution stays the run's
 
 
+@pytest.mark.full
 def test_the_logits_of_a_guest_are_shaped(rig: Rig):
     asked = {
         "frequency_penalty": 0.5, "presence_penalty": -0.25, "repetition_penalty": 1.5,

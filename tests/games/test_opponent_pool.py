@@ -52,6 +52,7 @@ def test_many_keys_in_few_places_draw_what_a_sampler_of_each_draws() -> None:
         asyncio.run(all_drawn())
 
 
+@pytest.mark.full
 def test_weights_that_cannot_be_loaded_fail_their_lease_and_are_tried_again() -> None:
     spec, params = tiny_policy()
     tries: list[int] = []

@@ -172,6 +172,7 @@ def test_three_phases_bring_new_weights_and_versions_say_which(drive) -> None:
         assert found.text == TOKENIZER.decode(found.token_ids)
 
 
+@pytest.mark.full
 def test_a_transfer_that_is_aborted_changes_nothing(drive) -> None:
     async def story(sampler: RLSampler):
         sync = SyncRequest(policy_version=3, weights=policy(1).params, req_id="x")

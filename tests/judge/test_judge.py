@@ -361,6 +361,7 @@ def test_a_task_of_several_messages_is_shown_whole():
         assert shown.task(episode("b"), asked, reference=False).text == text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["score", "rank"])
 def test_each_answer_is_judged_by_the_opening_that_it_was_given_to(server, mode):
     """Environments may open differently within a group: before, all were shown the first one's."""

@@ -140,6 +140,7 @@ def test_a_group_goes_on_without_what_is_late():
     assert score == Score(reward=1.0) and faults == {"late_process_rewards": 1}
 
 
+@pytest.mark.full
 def test_a_group_goes_on_when_the_weights_are_too_new():
     faults, versions = Counter(), iter([3, 4, 5, 5, 5])
     (score,) = scored(
@@ -200,6 +201,7 @@ def test_a_function_that_cannot_be_called_is_refused():
             FunctionSteps(function, "f", decode=decode, timeout_s=1.0, threads=1)
 
 
+@pytest.mark.full
 def test_the_judge_rates_steps_and_their_number_earns_nothing():
     with FakeJudge() as server:
         judge = JudgeSection(model="m", base_url=server.url, weight=0.0, backoff_s=0.01)
