@@ -91,6 +91,7 @@ GENERATED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", GENERATED)
 def test_a_generated_page_is_what_is_generated(page):
     text = importlib.import_module(GENERATED[page]).markdown()
@@ -280,6 +281,7 @@ PROSE = ("metrics.md", "settings.md", "api.md", "coming_from.md")
 """Pages with sentences that end behind a setting's value, or with other libraries' settings."""
 
 
+@pytest.mark.full
 def test_overrides_in_readme_and_docs_are_valid():
     sections = "|".join(Config.model_fields)
     override = rf"(?<![\w.])((?:{sections})\.[\w.]+=(?:\{{.*\}}|[^\s`\"]+))"

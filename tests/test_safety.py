@@ -45,6 +45,7 @@ def allowed(found):
     return found in ([], ["np.load", "allow_pickle=False"], ["allow_pickle=False", "np.load"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
 def test_no_pickle_is_loaded_and_no_text_is_run(file):
     assert allowed(list(unsafe(file.read_text("utf-8"))))

@@ -171,6 +171,7 @@ def test_manifests_are_what_the_published_schemas_allow(tree):
         check(document)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -209,6 +210,7 @@ def test_the_example_beside_the_scripts_is_valid(capsys):
     assert err == ""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("tree", "role", "jobs", "pods", "chips"),
     [

@@ -17,6 +17,7 @@ def scraped(port: int) -> dict[str, tuple[float, dict]]:
         return {s.name: (s.value, s.labels) for family in families for s in family.samples}
 
 
+@pytest.mark.full
 def test_the_newest_value_of_each_metric_is_read_and_all_are_kept(tmp_path):
     kept = Recorder(tmp_path, tensorboard=False)
     writer = PrometheusWriter(kept, "127.0.0.1:0", run="mine")

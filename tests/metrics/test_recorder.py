@@ -162,6 +162,7 @@ def test_a_missing_tensorboard_package_is_named_with_the_way_out(tmp_path, monke
         Recorder(tmp_path, tensorboard=True)
 
 
+@pytest.mark.full
 def test_tensorboard_gets_the_same_numbers(tmp_path):
     from tensorboardX.event_file_writer import EventsWriter  # noqa: F401  (the extra is installed)
     from tensorboardX.proto.event_pb2 import Event

@@ -37,6 +37,7 @@ def warned(updates: list[dict[str, float]]) -> list[str]:
     return [w for values in updates for w in symptoms.warnings(values)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SYMPTOMS)
 @given(shown=st.lists(st.booleans(), max_size=60))
 def test_one_warning_at_the_end_of_each_tenth_in_a_row(name, shown):
@@ -47,6 +48,7 @@ def test_one_warning_at_the_end_of_each_tenth_in_a_row(name, shown):
     assert said(updates) == wanted
 
 
+@pytest.mark.full
 @given(
     st.lists(
         st.fixed_dictionaries(
@@ -65,6 +67,7 @@ def test_a_healthy_run_hears_nothing(updates):
     assert said(updates) == []
 
 
+@pytest.mark.full
 @given(st.lists(st.dictionaries(st.sampled_from([*HEALTHY, "eval/reward"]), st.floats())))
 def test_no_metrics_break_it(updates):
     said(updates)

@@ -102,6 +102,7 @@ def test_padding_gives_no_gradient():
     assert not np.asarray(embed[VOCAB - 1]).any() and np.asarray(embed[ids[0, 0]]).any()
 
 
+@pytest.mark.full
 def test_rows_do_not_see_each_other():
     spec = spec_of()
     params, ids = random_params(spec), token_rows(rows=3)

@@ -27,6 +27,7 @@ def test_each_device_has_a_part_from_the_front_and_its_mirror_from_the_back():
     assert ONE_DEVICE.order(5).tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("axes", [{}, {"context": 2}, {"context": 4, "fsdp": 2}], ids=str)
 @pytest.mark.parametrize("length", [16, 20, 7])
 def test_tokens_come_back_to_their_places(axes, length):

@@ -72,6 +72,7 @@ def test_the_reference_is_a_softmax_with_one_more_logit() -> None:
             np.testing.assert_allclose(out[0, t, h], expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_sink_far_above_the_scores_takes_everything_and_one_far_below_nothing() -> None:
     inputs = rows()
     assert not np.any(reference(*inputs, PLAIN, jnp.full(H, 1e4)))

@@ -260,6 +260,7 @@ def test_the_probe_of_a_sampler_is_what_the_trainer_gives(family, kind):
     np.testing.assert_allclose(probed, wanted[1:], atol=1e-5, rtol=0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page_tokens", [1, 3, 4])
 @pytest.mark.parametrize("window", [0, 1, 2, 5, 8, 40])
 def test_the_pages_of_a_window_hold_each_of_its_tokens(window, page_tokens):

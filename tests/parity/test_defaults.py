@@ -72,6 +72,7 @@ def test_an_entry_is_what_transformers_takes(family):
             assert there == value, key
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_each_key_may_be_left_out(family):
     whole = filled({"model_type": family, **WHOLE.get(family, {})})

@@ -156,6 +156,7 @@ def ours(policy: Policy) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(logits_of(hidden, head, policy.spec.scales)))
 
 
+@pytest.mark.full
 def test_every_architecture_that_is_read_is_tested_here() -> None:
     from gguf_models import ARCHITECTURES as WRITTEN
 

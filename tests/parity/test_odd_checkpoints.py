@@ -121,6 +121,7 @@ def test_shards_saved_over_a_single_file_or_other_shards_are_what_is_read(tmp_pa
     assert float(same(tmp_path).params["embed"][3, 3]) == pytest.approx(0.03)
 
 
+@pytest.mark.full
 def test_a_save_that_fails_leaves_the_old_weights(tmp_path, monkeypatch):
     made(tmp_path, shards=True)
     policy, before = Policy.from_pretrained(tmp_path), sorted(f.name for f in tmp_path.iterdir())
@@ -368,6 +369,7 @@ def test_an_index_of_files_that_are_gone_is_named_once(tmp_path, caplog):
     assert caplog.text.count(f"the files in {INDEX} do not exist") == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("said", "ends"),
     [

@@ -130,6 +130,7 @@ def test_what_we_save_transformers_loads(checkpoint, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.full
 def test_loading_onto_a_mesh_gives_the_same_weights_where_the_rules_say(checkpoint) -> None:
     _, folder = checkpoint
     mesh = make_slices(schema.MeshSection(trainer=schema.AxesSection(fsdp=2, tensor=2))).trainer

@@ -105,6 +105,7 @@ def test_processes_and_threads_divide_one_host(places):
     assert threads["ids"] == [[0, 1, 2, 3], [4]] and threads["chips"] == [4, 1, 3]
 
 
+@pytest.mark.full
 @compiler
 def test_threads_on_several_hosts_take_a_part_of_each_where_the_compiler_can(places):
     hosts = places["hosts"]

@@ -171,6 +171,7 @@ def test_threads_are_simulated_as_before_samplers_came_and_went(
     assert (told.drawn_tokens, told.slot_occupancy) == pytest.approx((drawn, occupancy), rel=1e-12)
 
 
+@pytest.mark.full
 @given(fleets())
 @settings(max_examples=30, deadline=None)
 def test_in_turns_nobody_who_comes_or_goes_is_the_same_as_threads(pipeline):

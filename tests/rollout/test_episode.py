@@ -180,6 +180,7 @@ def test_one_failing_member_cancels_the_others():
     assert asyncio.run(go())
 
 
+@pytest.mark.full
 @given(st.lists(st.tuples(st.lists(st.integers(0, 9)), st.lists(st.integers(0, 9)))))
 def test_the_drawn_tokens_of_an_episode_are_those_of_its_turns(turns):
     made = [

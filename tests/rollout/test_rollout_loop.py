@@ -438,6 +438,7 @@ class Forgetful(Counting):
     state = restore = None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("env", [Counting, Forgetful])
 def test_an_environment_goes_on_where_it_was_or_its_episode_starts_over(env):
     gate = ScriptedGate(1)

@@ -319,6 +319,7 @@ def test_the_kernel_reads_no_rows_behind_the_last_that_runs(monkeypatch) -> None
     assert set(seen) == {1, 2} and len(seen) > SPEC.layers
 
 
+@pytest.mark.full
 def test_rows_are_taken_over_in_mid_block() -> None:
     lengths = [2, 3, 16, 16, 5, 5, 4, 4]
     wishes = [

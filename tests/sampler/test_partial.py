@@ -127,6 +127,7 @@ def held(batch, name: str, when=lambda: True) -> tuple[threading.Event, threadin
     return entered, go_on
 
 
+@pytest.mark.full
 def test_progress_is_that_of_the_last_block_while_the_next_one_runs(whole) -> None:
     sampler = make_sampler(slots=1, block=4)
     sampler.generate([request(0)])
@@ -233,6 +234,7 @@ def test_save_kill_the_process_resume_in_a_new_one(whole, tmp_path) -> None:
     assert done.token_ids.tolist() == whole.token_ids.tolist()
 
 
+@pytest.mark.full
 def test_a_fork_goes_on_in_different_ways_from_one_prefix(whole) -> None:
     sampler = make_sampler(block=2)
     partial = caught_in_flight(sampler, WISH)

@@ -147,6 +147,7 @@ def test_every_way_of_a_prefill_gives_the_log_probs_of_the_definition(settings) 
         sampler.between_blocks(sampler.loop.batch.check_integrity)
 
 
+@pytest.mark.full
 def test_generated_tokens_have_log_probs_of_their_own_distribution() -> None:
     """Tempered, greedy (of the untempered one) and truncated, in one batch with plain requests."""
     hot = SamplingParams(temperature=1.7)
@@ -215,6 +216,7 @@ def test_random_traffic_gives_what_each_request_gets_alone(seed: int) -> None:
         sampler.between_blocks(sampler.loop.batch.check_integrity)
 
 
+@pytest.mark.full
 def test_requests_without_a_wish_run_the_programs_that_they_had() -> None:
     plain = [request(i) for i in range(4)]
     with make_sampler(prefix_cache=False) as sampler:
@@ -231,6 +233,7 @@ def test_requests_without_a_wish_run_the_programs_that_they_had() -> None:
         assert one.logprobs.tobytes() == other.logprobs.tobytes()
 
 
+@pytest.mark.full
 def test_a_score_needs_no_slot_and_waits_for_no_answer() -> None:
     """All slots are taken by answers that have begun; more of them wait."""
     with make_sampler(reserve=0.0) as sampler:
@@ -274,6 +277,7 @@ def test_stored_kv_is_used_before_the_first_scored_position_alone() -> None:
             assert after.scored_tokens - before.scored_tokens == 43 - max(start, 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["continue", "recompute", "restart", "drain"])
 def test_all_log_probs_of_a_prompt_are_by_one_version(mode: str) -> None:
     """New weights arrive while a long prompt is computed, 3 tokens a round."""
@@ -327,6 +331,7 @@ def test_a_saved_request_keeps_its_log_probs(tmp_path) -> None:
         check_answer(one, found)
 
 
+@pytest.mark.full
 def test_a_router_scores_through_any_of_its_samplers() -> None:
     asked = random_requests(9, 12)
     with Router([make_sampler(), make_sampler()]) as router:
@@ -373,6 +378,7 @@ def test_a_prompt_that_is_only_scored_may_fill_the_sampler() -> None:
             sampler.generate([replace(whole, token_ids=np.zeros(65, np.int32))])
 
 
+@pytest.mark.full
 def test_the_likeliest_are_those_of_a_whole_sort_also_where_many_are_equal() -> None:
     rng = np.random.default_rng(0)
     for vocab, k in ((48, 5), (3000, 8), (3001, 8), (5000, 8), (40_000, 128)):

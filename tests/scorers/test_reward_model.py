@@ -98,6 +98,7 @@ def test_a_score_is_that_of_the_sequence_alone_in_any_company(model, params):
         assert value == pytest.approx(alone(params, one), abs=1e-5)
 
 
+@pytest.mark.full
 def test_a_sharded_model_gives_the_same_scores_and_takes_turns(model, params):
     mesh = mesh_of(fsdp=2, tensor=2)
     placed = jax.device_put(params, shardings(head_table(SPEC, "reward"), mesh, TRAINER_RULES))

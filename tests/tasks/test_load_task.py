@@ -187,6 +187,7 @@ def test_the_calculator_computes_nothing_else(expression):
         calculate(expression)
 
 
+@pytest.mark.full
 def test_an_answer_that_a_datasets_scorer_raises_on_scores_nothing():
     """prime_factorization converts each factor by int()."""
     task = load_task({"reasoning_gym:prime_factorization": {"size": 4, "eval_size": 1}})

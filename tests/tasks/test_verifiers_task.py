@@ -266,6 +266,7 @@ def test_services_that_cannot_be_opened_say_why():
         asyncio.run(asyncio.wait_for(episode(), 10))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("choice", "words"),
     [

@@ -310,6 +310,7 @@ async def rewards(episodes: Any, prompt: Any) -> tuple[Score, ...]:
     return (Score(reward=0.0),) * len(episodes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("made_of", ["messages", "text", "opened", "context"])
 def test_the_teacher_reads_the_prompt_in_its_own_format(made_of: str, tmp_path: Any) -> None:
     own, other = chatml(), llama3_tokenizer()

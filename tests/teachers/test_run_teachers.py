@@ -45,6 +45,7 @@ def run_of(url: str, **changes: Any) -> tuple[Config, RunTeachers]:
     return config, RunTeachers(config, TOKENIZER, size, FaultCounts(), outages, lambda: None)
 
 
+@pytest.mark.full
 def test_concurrency_limits_the_calls_of_all_tasks_together() -> None:
     with FakeTeacher(TOKENIZER.vocab_size, 0) as server:
         server.pause_s = 0.02

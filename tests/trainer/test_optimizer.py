@@ -83,6 +83,7 @@ def adamw_reference(params, grads, steps, *, lr, b1, b2, eps, decay, max_norm):
     return params
 
 
+@pytest.mark.full
 def test_the_optimizer_is_clipped_adamw_with_decay_on_the_chosen_weights_only():
     rng = np.random.default_rng(0)
     start = {"matrix": rng.normal(size=(3, 2)), "norm": rng.normal(size=3)}

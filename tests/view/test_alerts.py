@@ -61,6 +61,7 @@ def test_each_rule_is_tried():
     assert set(ILL) == {rule.title for rule in ALERT_RULES} and set(SYMPTOMS) <= set(ILL)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("title", ILL)
 def test_a_rule_is_shown_by_its_updates_alone(tmp_path, title):
     assert titles(tmp_path, [HEALTHY] * 40) == []

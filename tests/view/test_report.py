@@ -139,6 +139,7 @@ def test_the_report_loads_nothing_and_runs_its_own_scripts_alone(tmp_path):
     assert len(parser.scripts) == 2 and not re.search(r"^(import|export) ", parser.scripts[1], re.M)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("evil", EVIL)
 def test_no_text_of_a_run_becomes_markup(tmp_path, evil):
     sample = {"prompt": evil, "completion": evil, "reward": 1.0, evil: evil}

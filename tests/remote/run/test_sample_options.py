@@ -95,6 +95,7 @@ def test_a_wait_must_be_a_time(wait: str) -> None:
     assert ended.value.code == 2
 
 
+@pytest.mark.full
 def test_a_sampler_that_no_trainer_answers_says_so_by_its_code_and_keeps_its_programs(
     monkeypatch, tmp_path, capsys
 ):

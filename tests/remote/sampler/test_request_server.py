@@ -85,6 +85,7 @@ def test_answers_are_those_of_the_sampler_and_beats_say_how_it_is(served, expect
     assert served.beats[-1].places == served.sampler.places
 
 
+@pytest.mark.full
 def test_one_that_cannot_be_served_fails_alone_and_a_cancelled_one_is_acknowledged(served):
     good, bad, late = wishes(3)
     served.ask(Start(requests=(good, replace(bad, max_new_tokens=10**6), late)))
@@ -93,6 +94,7 @@ def test_one_that_cannot_be_served_fails_alone_and_a_cancelled_one_is_acknowledg
     assert "sampler.max_new_tokens" in served.failures["w1"] and "w0" in served.completions
 
 
+@pytest.mark.full
 def test_questions_are_answered_after_what_was_done_before(served):
     served.ask(Start(requests=wishes(8)))
     until(lambda: len(served.completions) >= 1)
@@ -126,6 +128,7 @@ def test_one_that_is_stopped_is_saved_and_answered(served):
     assert saved.token_ids.tolist() == served.completions["w0"].token_ids.tolist()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("done", [0, 1, 5])
 def test_when_it_leaves_each_request_is_answered_or_handed_back_once(served, expected, done):
     served.ask(Start(requests=wishes(12)))

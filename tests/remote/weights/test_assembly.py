@@ -40,6 +40,7 @@ def read(assembly, box):
     return assembly.read(0, box, 0.0, lambda: None)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cell_bytes", [1, 40, 4 << 20])
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
@@ -88,6 +89,7 @@ def test_a_scalar_can_be_read_once_it_is_there():
     assert read(assembly, ()) == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("offset", [0, 1])
 def test_passing_a_piece_on_looks_at_few_others(monkeypatch, offset):
     """Of 5,000 pieces (an array of 20 GB), exactly those pieces or others that lie across them."""

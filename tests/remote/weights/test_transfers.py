@@ -99,6 +99,7 @@ class World:
         assert next_s is None or all(next_s <= x.due_s for x in t.takers if x.fetching is not None)
 
 
+@pytest.mark.full
 @given(st.integers(0, 2**32))
 def test_at_most_two_versions_are_kept_and_everybody_ends_with_the_newest(seed):
     world, draw = World(enters=lambda version: version % 3 != 0), random.Random(seed)
@@ -239,6 +240,7 @@ class Plain:
         return any(t.fetching == version for t in self.t.takers)
 
 
+@pytest.mark.full
 @given(st.integers(0, 2**32))
 def test_the_answers_are_those_of_a_look_at_every_sampler(seed):
     draw = random.Random(seed)

@@ -4,6 +4,7 @@ import queue
 import tracemalloc
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_peer import completion
@@ -68,6 +69,7 @@ def test_frames_carry_any_messages(small: list[bytes], larges: int) -> None:
     assert got == messages
 
 
+@pytest.mark.full
 @given(EDITS)
 def test_an_edited_message_is_refused_or_fits(edits: list[tuple[str, int, int]]) -> None:
     try:

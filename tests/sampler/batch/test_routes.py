@@ -109,6 +109,7 @@ def test_a_group_that_shares_its_prefill_tells_the_experts_of_prompt_and_answer(
     assert len({done.expert_ids.tobytes() for done in sampler.generate(requests)}) == 4
 
 
+@pytest.mark.full
 def test_pages_found_in_the_prefix_store_bring_their_experts(sampler):
     first = wish(0)
     (done,) = sampler.generate([first])

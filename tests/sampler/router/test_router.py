@@ -48,6 +48,7 @@ def test_tokens_do_not_depend_on_the_sampler_that_drew_them(router) -> None:
     assert router.stats().requests_done == 24
 
 
+@pytest.mark.full
 def test_a_prefix_comes_back_to_where_it_was(router) -> None:
     given = request(40, token_ids=np.arange(40, dtype=np.int32))
     for _ in range(4):
