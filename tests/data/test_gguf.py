@@ -33,6 +33,8 @@ from jaxrl_async.model.hf import weight_files  # noqa: E402
 from jaxrl_async.model.policy import Policy  # noqa: E402
 from jaxrl_async.run.start_checks import check_paths, with_hub_folders  # noqa: E402
 
+pytestmark = pytest.mark.full
+
 TALK = [
     {"role": "user", "content": "hello  there 12"},
     {"role": "assistant", "content": "hello\n\nyou"},
@@ -178,7 +180,6 @@ def ended(writer: Any) -> None:
         getattr(writer, step)()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", SUPPORTED_TYPES)
 def test_every_type_is_read_as_gguf_reads_it(kind, tmp_path):
     """With the rows of keys in Hugging Face's order, and of the rest in the file's."""
@@ -282,7 +283,6 @@ def test_messages_are_written_as_transformers_does_and_turns_are_appended(num, f
 # ---- what is made of it
 
 
-@pytest.mark.full
 def test_an_export_is_a_folder_that_transformers_loads(file, tmp_path, capsys, monkeypatch):
     inside = in_package(tmp_path, file, monkeypatch)
     assert export([inside, str(tmp_path / "out")]) == 0, capsys.readouterr().err
@@ -300,13 +300,11 @@ def test_an_export_is_a_folder_that_transformers_loads(file, tmp_path, capsys, m
     assert "there is no such file here" in capsys.readouterr().err
 
 
-@pytest.mark.full
 def test_a_file_is_asked_as_its_policy(file):
     asked = {"prompts": "hello", "max_new_tokens": 4, "temperature": 0}
     assert jr.generate(str(file), **asked) == jr.generate(Policy.from_pretrained(file), **asked)
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("base", ["full", "q4_1"])
 def test_a_run_from_a_file_learns_saves_and_is_exported(base, tmp_path):

@@ -11,6 +11,8 @@ from transformers.image_utils import load_image
 from jaxrl_async.data.images import file_of, opened, taken_images
 from jaxrl_async.errors import DataError
 
+pytestmark = pytest.mark.full
+
 SIDEWAYS = 6
 """EXIF's orientation of a camera that was held upright."""
 

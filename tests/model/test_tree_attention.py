@@ -22,6 +22,8 @@ from jaxrl_async.model.kernels import per_shard
 from jaxrl_async.model.layout import Layout
 from jaxrl_async.testing.interpreted import interpreted_kernels
 
+pytestmark = pytest.mark.full
+
 
 def outputs_and_gradients(function: Any, q: Any, k: Any, v: Any, until: Any, real: Any) -> Any:
     """The output at real tokens, and the gradients of a random projection of it."""
@@ -31,7 +33,6 @@ def outputs_and_gradients(function: Any, q: Any, k: Any, v: Any, until: Any, rea
     return [np.asarray(x) for x in (out * real, *pull(jnp.asarray(upstream, out.dtype)))]
 
 
-@pytest.mark.full
 def test_a_branch_sees_what_it_sees_alone():
     """The same attention of whole contexts, each in a row of its own, is the reference."""
     q, k, v, segments, positions, branches = trees(40)
@@ -53,7 +54,6 @@ def test_rows_without_branches_see_what_segments_see():
     np.testing.assert_array_equal(np.asarray(out)[real], np.asarray(wanted)[real])
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("T", [24, pytest.param(300, marks=pytest.mark.exhaustive), 640])
 def test_splash_of_trees_and_its_gradient_equal_the_reference(T):
     q, k, v, segments, positions, _ = trees(T, H=2, N=1, K=8)
@@ -65,7 +65,6 @@ def test_splash_of_trees_and_its_gradient_equal_the_reference(T):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["reference", pytest.param("splash", marks=pytest.mark.exhaustive)]
 )
@@ -87,7 +86,6 @@ def test_trees_on_a_mesh_that_divides_the_rows_equal_the_reference(name):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-@pytest.mark.full
 def test_every_attention_has_a_form_for_trees():
     assert TREE_PARTS.keys() == PART_ATTENTION.keys()
     assert sequence_attention("auto", shares_prefixes=True) is tree_reference

@@ -25,6 +25,8 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.types import Request
 
+pytestmark = pytest.mark.full
+
 torch = pytest.importorskip("torch", reason="parity needs torch (extra [dev])")
 transformers = pytest.importorskip("transformers", reason="parity needs transformers")
 
@@ -80,7 +82,6 @@ def test_clamped_activations_are_those_of_gpt_oss() -> None:
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.full
 def test_a_correction_chooses_and_does_not_weigh() -> None:
     router = spec_of("glm4_moe").router
     logits = jnp.asarray([[2.0, 1.0, 0.0, -1.0]])

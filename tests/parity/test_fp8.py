@@ -14,6 +14,8 @@ from jaxrl_async.model.fp8 import block_of, fp8_numbers
 from jaxrl_async.model.hf import load_params, save_params
 from jaxrl_async.model.spec import ModelSpec
 
+pytestmark = pytest.mark.full
+
 torch = pytest.importorskip("torch", reason="parity needs torch (extra [dev])")
 transformers = pytest.importorskip("transformers", reason="parity needs transformers")
 BLOCK = 8

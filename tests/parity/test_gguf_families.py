@@ -16,6 +16,8 @@ from jaxrl_async.model.decoder import output_head  # noqa: E402
 from jaxrl_async.model.logprobs import logits_of  # noqa: E402
 from jaxrl_async.model.policy import Policy  # noqa: E402
 
+pytestmark = pytest.mark.full
+
 torch = pytest.importorskip("torch", reason="parity needs torch (extra [dev])")
 transformers = pytest.importorskip("transformers", reason="parity needs transformers")
 
@@ -156,7 +158,6 @@ def ours(policy: Policy) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(logits_of(hidden, head, policy.spec.scales)))
 
 
-@pytest.mark.full
 def test_every_architecture_that_is_read_is_tested_here() -> None:
     from gguf_models import ARCHITECTURES as WRITTEN
 
@@ -167,7 +168,6 @@ def test_every_architecture_that_is_read_is_tested_here() -> None:
     assert {WRITTEN.get(kind, kind) for kind in kinds} == set(ARCHITECTURES)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [n if n in EACH_TIME else pytest.param(n, marks=pytest.mark.exhaustive) for n in MODELS],
@@ -189,7 +189,6 @@ def test_logprobs_agree_with_the_model_that_was_written(name: str, tmp_path: Pat
     np.testing.assert_allclose(theirs(again.eval()), theirs(model), atol=2e-5, rtol=0)
 
 
-@pytest.mark.full
 def test_an_architecture_that_is_not_read_is_named_with_what_to_do(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
     writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))

@@ -19,6 +19,8 @@ from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.hf_config import spec_from_hf
 from jaxrl_async.model.policy import Policy
 
+pytestmark = pytest.mark.full
+
 torch = pytest.importorskip("torch", reason="parity needs torch (extra [dev])")
 transformers = pytest.importorskip("transformers", reason="parity needs transformers")
 st = pytest.importorskip("safetensors.torch")
@@ -87,7 +89,6 @@ def same(folder):
     return policy
 
 
-@pytest.mark.full
 def test_a_policy_saved_over_shards_is_what_is_read(tmp_path):
     made(tmp_path, shards=True)
     old = {file.name for file in tmp_path.glob("*.safetensors")}
@@ -101,7 +102,6 @@ def test_a_policy_saved_over_shards_is_what_is_read(tmp_path):
     assert float(same(tmp_path).params["embed"][3, 3]) == pytest.approx(0.01)
 
 
-@pytest.mark.full
 def test_shards_saved_over_a_single_file_or_other_shards_are_what_is_read(tmp_path, monkeypatch):
     made(tmp_path, shards=True)
     monkeypatch.setattr("jaxrl_async.model.hf.MAX_FILE_BYTES", 4000)
@@ -121,7 +121,6 @@ def test_shards_saved_over_a_single_file_or_other_shards_are_what_is_read(tmp_pa
     assert float(same(tmp_path).params["embed"][3, 3]) == pytest.approx(0.03)
 
 
-@pytest.mark.full
 def test_a_save_that_fails_leaves_the_old_weights(tmp_path, monkeypatch):
     made(tmp_path, shards=True)
     policy, before = Policy.from_pretrained(tmp_path), sorted(f.name for f in tmp_path.iterdir())
@@ -369,7 +368,6 @@ def test_an_index_of_files_that_are_gone_is_named_once(tmp_path, caplog):
     assert caplog.text.count(f"the files in {INDEX} do not exist") == 1
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("said", "ends"),
     [

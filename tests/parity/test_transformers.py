@@ -15,6 +15,8 @@ from jaxrl_async.model.spec import weight_table
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Request, SamplingParams
 
+pytestmark = pytest.mark.full
+
 torch = pytest.importorskip("torch", reason="parity needs torch (extra [dev])")
 transformers = pytest.importorskip("transformers", reason="parity needs transformers")
 
@@ -83,7 +85,6 @@ def logits_of(model, ids: np.ndarray) -> np.ndarray:
         return model(torch.tensor(ids, dtype=torch.long)).logits.numpy()
 
 
-@pytest.mark.full
 def test_logits_agree_with_transformers(checkpoint) -> None:
     model, folder = checkpoint
     policy = Policy.from_pretrained(folder)
@@ -94,7 +95,6 @@ def test_logits_agree_with_transformers(checkpoint) -> None:
     np.testing.assert_allclose(ours, logits_of(model, ids), atol=1e-4, rtol=0)
 
 
-@pytest.mark.full
 @DECODED
 def test_prefill_and_decode_agree_with_transformers(checkpoint) -> None:
     """Prompts prefilled in chunks of five tokens over small pages, then decoded."""
@@ -117,7 +117,6 @@ def test_prefill_and_decode_agree_with_transformers(checkpoint) -> None:
     sampler.close()
 
 
-@pytest.mark.full
 def test_what_we_save_transformers_loads(checkpoint, tmp_path: Path) -> None:
     model, folder = checkpoint
     Policy.from_pretrained(folder).save_pretrained(tmp_path)
@@ -130,7 +129,6 @@ def test_what_we_save_transformers_loads(checkpoint, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.full
 def test_loading_onto_a_mesh_gives_the_same_weights_where_the_rules_say(checkpoint) -> None:
     _, folder = checkpoint
     mesh = make_slices(schema.MeshSection(trainer=schema.AxesSection(fsdp=2, tensor=2))).trainer
@@ -142,7 +140,6 @@ def test_loading_onto_a_mesh_gives_the_same_weights_where_the_rules_say(checkpoi
     assert any(not a.sharding.is_fully_replicated for a in jax.tree.leaves(split.params))
 
 
-@pytest.mark.full
 @DECODED
 def test_greedy_decoding_agrees_token_for_token(checkpoint) -> None:
     model, folder = checkpoint

@@ -29,6 +29,8 @@ from jaxrl_async.trainer.pack import TrainSequence, pack
 from jaxrl_async.trainer.token_columns import SamplerColumns
 from jaxrl_async.types import Request, SamplingParams
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory):
@@ -46,7 +48,6 @@ def features(model, images: np.ndarray) -> np.ndarray:
     return found.pooler_output.numpy()
 
 
-@pytest.mark.full
 def test_a_tower_embeds_images_as_transformers_does(gemma) -> None:
     model, folder = gemma
     tower, images = read_tower(folder), pixels(9)  # more than one call takes
@@ -55,7 +56,6 @@ def test_a_tower_embeds_images_as_transformers_does(gemma) -> None:
     np.testing.assert_allclose(ours, features(model, images), atol=1e-4, rtol=0)
 
 
-@pytest.mark.full
 def test_a_saved_model_keeps_its_tower(gemma, tmp_path: Path) -> None:
     model, folder = gemma
     policy = Policy.from_pretrained(folder)
@@ -124,7 +124,6 @@ def ours_of(folder: Path, messages: list[dict], store: ImageStore) -> np.ndarray
     return store.named(TemplateFormat(tokenizer).opening(texts, ()), numbers)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_conversation_with_images_is_read_as_transformers_does(gemma, count: int) -> None:
     model, folder = gemma
@@ -196,7 +195,6 @@ def prompts_of(folder: Path, store: ImageStore) -> list[np.ndarray]:
     return [ours_of(folder, [{"role": "user", "content": parts}], store) for parts in asks]
 
 
-@pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_sampler_draws_from_what_the_trainer_computes(gemma) -> None:
     model, folder = gemma
@@ -246,7 +244,6 @@ def theirs_of(model, ids: np.ndarray, store: ImageStore) -> np.ndarray:
         ).logits[0].numpy()  # fmt: skip
 
 
-@pytest.mark.full
 def test_a_prompt_of_an_image_that_is_not_there_is_refused(gemma) -> None:
     _, folder = gemma
     store, policy = store_of(folder), Policy.from_pretrained(folder)
