@@ -11,9 +11,6 @@ evaluation share its connections, its concurrency limit and its cache.
 import asyncio
 import hashlib
 import logging
-import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,13 +20,7 @@ from typing import Any, Literal, NamedTuple
 from jaxrl_async.config.judge_section import JudgeSection
 from jaxrl_async.errors import Away, GivenUp, RolloutError
 from jaxrl_async.judge.judge_cache import JudgeCache, Scores, question_key
-from jaxrl_async.judge.judge_client import (
-    JudgeBusy,
-    JudgeClient,
-    JudgeMisset,
-    JudgeReply,
-    key_in,
-)
+from jaxrl_async.judge.judge_client import JudgeBusy, JudgeClient, JudgeMisset, key_in
 from jaxrl_async.judge.judge_prompt import (
     JudgedTask,
     JudgeQuestion,
@@ -42,7 +33,7 @@ from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.scorers.results import FUNCTIONS, added, distinct_parts
-from jaxrl_async.tasks.usercode import TooLate, run_async, side_by_side, start_async
+from jaxrl_async.tasks.usercode import TooLate, run_async, side_by_side
 from jaxrl_async.types import Episode, IntArray, Prompt, Score
 
 log = logging.getLogger(__name__)
@@ -61,26 +52,6 @@ class Unjudged:
     """A question without scores, and the reason."""
 
     reason: RolloutError
-
-
-class JudgeMeter:
-    """Total cost of the judge since the start. Thread safe."""
-
-    NAMES = ("calls", "cached", "prompt_tokens", "completion_tokens", "call_s")
-
-    def __init__(self) -> None:
-        self._totals, self._lock = Counter[str](), threading.Lock()
-
-    def add(self, **amounts: float) -> None:
-        """Add to totals by their NAMES."""
-        with self._lock:
-            for name, amount in amounts.items():
-                self._totals[name] += amount  # type: ignore[assignment]
-
-    def read(self) -> dict[str, float]:
-        """Return the total of every name."""
-        with self._lock:
-            return {name: float(self._totals[name]) for name in self.NAMES}
 
 
 class JudgeService:
@@ -104,11 +75,11 @@ class JudgeService:
         """
         self.outages = outages or Outages(count=count)
         self.name = f"the judge at {section.base_url}"
-        self._section, self._key, self._count = section, key, count
-        self.cache, self.meter = JudgeCache(), JudgeMeter()
-        self._client: JudgeClient | None = None  # made on the loop that uses it
-        self._places = asyncio.Semaphore(section.concurrency)
-        self._quiet_until_s = 0.0  # time.monotonic(): the endpoint asked for a pause
+        self._section, self._count = section, count
+        self._client = JudgeClient(
+            section.base_url, key=key, places=section.concurrency, timeout_s=section.timeout_s
+        )
+        self.cache, self.meter = JudgeCache(), self._client.meter
 
     async def answers(self, questions: Sequence[JudgeQuestion]) -> list[Scores | Unjudged]:
         """Return the scores of each question, or why it has none. Takes patience_s at most.
@@ -143,11 +114,8 @@ class JudgeService:
 
     def close(self) -> None:
         """Close the connections and the cache. Idempotent."""
-        client, self._client = self._client, None
         self.cache.close()
-        if client is not None:
-            with suppress(Exception):  # closing a connection may raise anything
-                start_async(client.close).result(MARGIN_S)
+        self._client.close_from_outside()
 
     # ---- on the loop for user code
 
@@ -187,7 +155,7 @@ class JudgeService:
         for number in range(section.retries + 1):
             wait_s = backoff_s(section.backoff_s, number)
             try:
-                reply = await self._asked(messages)
+                reply = await self._client.ask(self.body(messages))
                 if reply.cut:
                     raise UnreadableReply("it was cut off at the token limit")
                 return question.read(reply.text)
@@ -204,33 +172,11 @@ class JudgeService:
             except JudgeBusy as error:
                 self._count("judge_busy")
                 trouble.append(error)
-                if error.wait_s is not None:
-                    wait_s = min(error.wait_s, section.patience_s)
-                    self._quiet_until_s = max(self._quiet_until_s, time.monotonic() + wait_s)
+                wait_s = self._client.pause_s(error, wait_s, section.patience_s)
             if number < section.retries:
                 log.info("asking the judge again: %s", trouble[-1])
                 await asyncio.sleep(wait_s)
         raise trouble[-1]
-
-    async def _asked(self, messages: Sequence[Mapping[str, str]]) -> JudgeReply:
-        """Make one call, once a slot is free and the endpoint asks for no pause."""
-        async with self._places:
-            while (pause_s := self._quiet_until_s - time.monotonic()) > 0:
-                await asyncio.sleep(pause_s)
-            if self._client is None:
-                self._client = JudgeClient(
-                    self._section.base_url,
-                    key=self._key,
-                    places=self._section.concurrency,
-                    timeout_s=self._section.timeout_s,
-                )
-            began = time.monotonic()
-            try:
-                reply = await self._client.ask(self.body(messages))
-            finally:
-                self.meter.add(calls=1, call_s=time.monotonic() - began)
-        self.meter.add(prompt_tokens=reply.prompt_tokens, completion_tokens=reply.completion_tokens)
-        return reply
 
 
 def _fits(scores: Scores, question: JudgeQuestion) -> bool:

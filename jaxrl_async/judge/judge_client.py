@@ -6,20 +6,32 @@ Used on one event loop. Honours the environment's proxies (HTTPS_PROXY).
 
 import asyncio
 import json
+import logging
 import os
-from collections.abc import Mapping
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx2
 
 from jaxrl_async.away import retry_after_s
 from jaxrl_async.errors import Away, ConfigError, EndpointMisset, RolloutError
+from jaxrl_async.metrics.fault_counts import backoff_s
+from jaxrl_async.tasks.usercode import start_async
+
+log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 2**20
 """Maximum size of one reply of the endpoint, bytes."""
 CONNECT_S = 10.0
 """Connection timeout, seconds."""
+CLOSE_S = 10.0
+"""Maximum wait for the end of the connections, seconds."""
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 """Statuses after which the same call may succeed."""
 WRONG_FOR_ALL = (401, 403, 404, 405)
@@ -50,6 +62,26 @@ class JudgeReply:
     completion_tokens: int
 
 
+class JudgeMeter:
+    """Total cost of an endpoint since the start. Thread safe."""
+
+    NAMES = ("calls", "cached", "prompt_tokens", "completion_tokens", "call_s")
+
+    def __init__(self) -> None:
+        self._totals, self._lock = Counter[str](), threading.Lock()
+
+    def add(self, **amounts: float) -> None:
+        """Add to totals by their NAMES."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._totals[name] += amount  # type: ignore[assignment]
+
+    def read(self) -> dict[str, float]:
+        """Return the total of every name."""
+        with self._lock:
+            return {name: float(self._totals[name]) for name in self.NAMES}
+
+
 class JsonClient:
     """Sends JSON to the routes of one server, and sorts its errors."""
 
@@ -72,15 +104,25 @@ class JsonClient:
             max_bytes: maximum size of one reply.
         """
         self._setting, self._timeout_s, self._max_bytes = setting, timeout_s, max_bytes
-        self._client = httpx2.AsyncClient(
+        self._client: httpx2.AsyncClient | None = None  # made on the loop that uses it
+        self._make = partial(
+            httpx2.AsyncClient,
             headers={"Authorization": f"Bearer {key}"} if key else None,
             timeout=httpx2.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s)),
             limits=httpx2.Limits(max_connections=places, max_keepalive_connections=places),
         )
 
     async def close(self) -> None:
-        """Close all connections."""
-        await self._client.aclose()
+        """Close all connections. Idempotent; they are made again when they are needed."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    def close_from_outside(self) -> None:
+        """Close the connections of the loop for user code; for other threads."""
+        if self._client is not None:
+            with suppress(Exception):  # closing a connection may raise anything
+                start_async(self.close).result(CLOSE_S)
 
     async def post(self, url: str, body: Mapping[str, object], advice: str) -> bytes:
         """Send a body; return the reply. Raises JudgeBusy, JudgeRefusal and JudgeMisset.
@@ -105,10 +147,11 @@ class JsonClient:
     ) -> tuple[int, Mapping[str, str], bytes]:
         """Return the status, headers and full body of the response. Raises JudgeBusy."""
         content = bytearray()
+        self._client = client = self._client or self._make()
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
-                self._client.stream("POST", url, json=body) as reply,
+                client.stream("POST", url, json=body) as reply,
             ):
                 async for chunk in reply.aiter_bytes():
                     content += chunk
@@ -128,7 +171,7 @@ class JsonClient:
 
 
 class JudgeClient(JsonClient):
-    """A client of one endpoint's chat completions."""
+    """A client of one endpoint's chat completions; `places` calls are made at a time."""
 
     def __init__(
         self,
@@ -142,17 +185,69 @@ class JudgeClient(JsonClient):
         """base_url: up to /v1; the others as JsonClient's."""
         super().__init__(key=key, places=places, timeout_s=timeout_s, setting=setting)
         self._url = base_url.rstrip("/") + "/chat/completions"
+        self._places = asyncio.Semaphore(places)
+        self._quiet_until_s = 0.0  # time.monotonic(): the endpoint asked for a pause
+        self.meter = JudgeMeter()
 
     async def ask(self, body: Mapping[str, object]) -> JudgeReply:
-        """Send a chat completion call. Raises JudgeBusy, JudgeRefusal and JudgeMisset."""
-        content = await self.post(
-            self._url,
-            body,
-            f"If it refuses a field of the call, set {self._setting}.temperature or max_tokens to "
-            "null, or correct extra there; if the question is too long for it, lower "
-            "sampler.max_new_tokens.",
-        )
-        return reply_of(content, self._url)
+        """Send a chat completion call, once a slot is free and the endpoint asks for no pause.
+        Raises JudgeBusy, JudgeRefusal and JudgeMisset."""
+        async with self._places:
+            while (pause_s := self._quiet_until_s - time.monotonic()) > 0:
+                await asyncio.sleep(pause_s)
+            began_s = time.monotonic()
+            try:
+                content = await self.post(
+                    self._url,
+                    body,
+                    f"If it refuses a field of the call, set {self._setting}.temperature or "
+                    "max_tokens to null, or correct extra there; if the question is too long for "
+                    "it, lower sampler.max_new_tokens.",
+                )
+            finally:
+                self.meter.add(calls=1, call_s=time.monotonic() - began_s)
+        reply = reply_of(content, self._url)
+        self.meter.add(prompt_tokens=reply.prompt_tokens, completion_tokens=reply.completion_tokens)
+        return reply
+
+    async def ask_again(
+        self,
+        body: Mapping[str, object],
+        *,
+        retries: int,
+        first_s: float,
+        longest_s: float,
+        count: Callable[[], object] = lambda: None,
+    ) -> JudgeReply:
+        """As `ask`, again after JudgeBusy.
+
+        Args:
+            body: of the call.
+            retries: maximum number of further calls.
+            first_s: wait before the first one, seconds; each is twice the last.
+            longest_s: maximum wait that the endpoint may ask for, seconds.
+            count: called for each JudgeBusy.
+        """
+        for number in range(retries + 1):
+            try:
+                return await self.ask(body)
+            except JudgeBusy as error:
+                count()
+                if number == retries:
+                    raise
+                wait_s = self.pause_s(error, backoff_s(first_s, number), longest_s)
+                log.info("asking again in %.1f s: %s", wait_s, error)
+            await asyncio.sleep(wait_s)
+        raise AssertionError("the last call returns or raises")
+
+    def pause_s(self, error: JudgeBusy, usual_s: float, longest_s: float) -> float:
+        """Return the wait before the next call, seconds: as the endpoint asks for, which then holds
+        for every call, or the usual one."""
+        if error.wait_s is None:
+            return usual_s
+        wait_s = min(error.wait_s, longest_s)
+        self._quiet_until_s = max(self._quiet_until_s, time.monotonic() + wait_s)
+        return wait_s
 
 
 def key_in(
