@@ -10,7 +10,7 @@ from functools import partial
 from jaxrl_async.config.seats_section import FillingSection
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.games.seating import chance, name_of_filling
-from jaxrl_async.judge.judge_client import JudgeClient, JudgeReply, key_in
+from jaxrl_async.judge.judge_client import JudgeClient, JudgeReply, chat_call, key_in
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.outages import Outages
 from jaxrl_async.tasks.usercode import TooLate, run_async
@@ -58,14 +58,7 @@ class PlayerEndpoint:
     async def reply(self, messages: Sequence[Message], seed: int) -> JudgeReply:
         """Return the endpoint's next message; an outage is waited out. Raises RolloutError."""
         filling = self._filling
-        limits = {"temperature": filling.temperature, "max_tokens": filling.max_tokens}
-        body = {
-            "model": filling.model,
-            "messages": [dict(message) for message in messages],
-            **{name: value for name, value in limits.items() if value is not None},
-            **({"seed": seed} if filling.send_seed else {}),
-            **filling.extra,
-        }
+        body = chat_call(filling, messages, **({"seed": seed} if filling.send_seed else {}))
         tries = filling.retries + 1
         waits_s = sum(backoff_s(filling.backoff_s, number) for number in range(tries))
         limit_s = tries * filling.timeout_s + waits_s + MARGIN_S

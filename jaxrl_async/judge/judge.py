@@ -11,16 +11,16 @@ evaluation share its connections, its concurrency limit and its cache.
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxrl_async.config.judge_section import JudgeSection
 from jaxrl_async.errors import Away, GivenUp, RolloutError
 from jaxrl_async.judge.judge_cache import JudgeCache, Scores, question_key
-from jaxrl_async.judge.judge_client import JudgeBusy, JudgeClient, JudgeMisset, key_in
+from jaxrl_async.judge.judge_client import JudgeBusy, JudgeClient, JudgeMisset, chat_call, key_in
 from jaxrl_async.judge.judge_prompt import (
     JudgedTask,
     JudgeQuestion,
@@ -60,16 +60,13 @@ class JudgeService:
     def __init__(
         self,
         section: JudgeSection,
-        *,
-        key: str | None = None,
         count: Callable[[str], None] = lambda name: None,
         outages: Outages | None = None,
     ) -> None:
-        """Connect to nothing yet.
+        """Connect to nothing yet. Raises ConfigError if the API key is not in the environment.
 
         Args:
             section: endpoint, limits and retries.
-            key: API key of the endpoint; None: not needed.
             count: called with the name of each fault (metrics/fault_counts.py).
             outages: Outages of the run; None: a new object.
         """
@@ -77,7 +74,10 @@ class JudgeService:
         self.name = f"the judge at {section.base_url}"
         self._section, self._count = section, count
         self._client = JudgeClient(
-            section.base_url, key=key, places=section.concurrency, timeout_s=section.timeout_s
+            section.base_url,
+            key=key_in("reward.judge.key_variable", section.key_variable),
+            places=section.concurrency,
+            timeout_s=section.timeout_s,
         )
         self.cache, self.meter = JudgeCache(), self._client.meter
 
@@ -101,17 +101,6 @@ class JudgeService:
         result: list[Scores | Unjudged] = outcome.get()
         return result
 
-    def body(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-        """Return the JSON body of a call."""
-        section = self._section
-        limits = {"temperature": section.temperature, "max_tokens": section.max_tokens}
-        return {
-            "model": section.model,
-            "messages": list(messages),
-            **{name: value for name, value in limits.items() if value is not None},
-            **section.extra,
-        }
-
     def close(self) -> None:
         """Close the connections and the cache. Idempotent."""
         self.cache.close()
@@ -120,7 +109,7 @@ class JudgeService:
     # ---- on the loop for user code
 
     async def _in_time(self, question: JudgeQuestion, deadline: float) -> Scores | Unjudged:
-        key = question_key(self.body(question.messages))
+        key = question_key(chat_call(self._section, question.messages))
         known = self.cache.get(key) if self._section.cache else None
         if known is not None and _fits(known, question):
             self.meter.add(cached=1)
@@ -155,7 +144,7 @@ class JudgeService:
         for number in range(section.retries + 1):
             wait_s = backoff_s(section.backoff_s, number)
             try:
-                reply = await self._client.ask(self.body(messages))
+                reply = await self._client.ask(chat_call(section, messages))
                 if reply.cut:
                     raise UnreadableReply("it was cut off at the token limit")
                 return question.read(reply.text)
@@ -183,15 +172,6 @@ def _fits(scores: Scores, question: JudgeQuestion) -> bool:
     """Return whether cached scores have the shape that the question asks for."""
     rows, columns = max(1, len(question.ids)), max(1, len(question.names))
     return len(scores) == rows and all(len(row) == columns for row in scores)
-
-
-def make_judge_service(
-    section: JudgeSection, count: Callable[[str], None], outages: Outages | None = None
-) -> JudgeService:
-    """Make the configured JudgeService; arguments as for JudgeService. Raises ConfigError if the
-    API key is not in the environment."""
-    key = key_in("reward.judge.key_variable", section.key_variable)
-    return JudgeService(section, key=key, count=count, outages=outages)
 
 
 class JudgeScorer:
@@ -230,7 +210,7 @@ class JudgeScorer:
             own = await self._own(episodes, prompt)
             return tuple(added([(self._section.weight, score)]) for score in own)
         own, others = await side_by_side(
-            (self._own(episodes, prompt), _as_coroutine(self._others, episodes, prompt))
+            (self._own(episodes, prompt), self._others(episodes, prompt))
         )
         both = distinct_parts({FUNCTIONS: list(others), JUDGE: list(own)})
         weights = (1.0, self._section.weight)
@@ -319,22 +299,14 @@ class _Shown(NamedTuple):
 def _asked_together(shown: Sequence[_Shown], *, ranked: bool) -> list[list[_Shown]]:
     """Return the answers of each question, without duplicates: one answer, or all answers to one
     task if they are ranked."""
-    different = sorted(dict.fromkeys(shown), key=lambda one: _shuffled(one.answer))
+    different = sorted(  # in an order that is arbitrary but reproducible
+        dict.fromkeys(shown),
+        key=lambda one: hashlib.sha256(one.answer.encode("utf-8", "replace")).digest(),
+    )
     if not ranked:
         return [[one] for one in different]
     tasks = dict.fromkeys(one.task for one in shown)
     return [[one for one in different if one.task == task] for task in tasks]
-
-
-async def _as_coroutine(
-    scorer: Scorer, episodes: tuple[Episode, ...], prompt: Prompt
-) -> tuple[Score, ...]:
-    return await scorer(episodes, prompt)
-
-
-def _shuffled(text: str) -> str:
-    """Return a key that orders answers arbitrarily but reproducibly."""
-    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

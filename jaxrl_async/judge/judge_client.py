@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,8 @@ from typing import Any
 import httpx2
 
 from jaxrl_async.away import retry_after_s
+from jaxrl_async.config.judge_section import JudgeSection
+from jaxrl_async.config.seats_section import FillingSection
 from jaxrl_async.errors import Away, ConfigError, EndpointMisset, RolloutError
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.tasks.usercode import start_async
@@ -32,12 +34,10 @@ CONNECT_S = 10.0
 """Connection timeout, seconds."""
 CLOSE_S = 10.0
 """Maximum wait for the end of the connections, seconds."""
-BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
-"""Statuses after which the same call may succeed."""
+BUSY = (408, 409, 425, 429)
+"""Statuses after which the same call may succeed, as after all from 500 on."""
 WRONG_FOR_ALL = (401, 403, 404, 405)
 """Statuses that apply to every call."""
-OF_THE_QUESTION = (400, 413, 422)
-"""Statuses that may be caused by one question, such as one that is too long."""
 
 
 class JudgeBusy(Away):
@@ -129,10 +129,19 @@ class JsonClient:
 
         advice: what to do if the server refuses this body.
         """
-        status, headers, content = await self._sent(url, body)
-        said = content[:300].decode(errors="replace")
-        if status in BUSY or (status >= 500 and status not in WRONG_FOR_ALL):
-            raise JudgeBusy(f"{url} answers {status}: {said}", retry_after_s(headers))
+        self._client = client = self._client or self._make()
+        try:
+            reply, content = await whole_answer(
+                client, "POST", url, body, timeout_s=self._timeout_s, max_bytes=self._max_bytes
+            )
+        except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
+            raise JudgeBusy(
+                f"no answer from {url} ({type(error).__name__}: {error}); check that it can be "
+                f"reached from this machine, and {self._setting}.timeout_s"
+            ) from error
+        status, said = reply.status_code, content[:300].decode(errors="replace")
+        if status in BUSY or status >= 500:
+            raise JudgeBusy(f"{url} answers {status}: {said}", retry_after_s(reply.headers))
         if status in WRONG_FOR_ALL:
             raise JudgeMisset(
                 f"{url} answers {status}: {said}. Correct {self._setting}: its address, "
@@ -142,32 +151,28 @@ class JsonClient:
             raise JudgeRefusal(f"{url} answers {status}: {said}. {advice}")
         return content
 
-    async def _sent(
-        self, url: str, body: Mapping[str, object]
-    ) -> tuple[int, Mapping[str, str], bytes]:
-        """Return the status, headers and full body of the response. Raises JudgeBusy."""
-        content = bytearray()
-        self._client = client = self._client or self._make()
-        try:
-            async with (
-                asyncio.timeout(self._timeout_s),
-                client.stream("POST", url, json=body) as reply,
-            ):
-                async for chunk in reply.aiter_bytes():
-                    content += chunk
-                    if len(content) > self._max_bytes:
-                        raise JudgeBusy(f"{url} sent more than {self._max_bytes:,} bytes")
-        except TimeoutError:
-            raise JudgeBusy(
-                f"no complete answer from {url} in {self._timeout_s:g} s "
-                f"({self._setting}.timeout_s)"
-            ) from None
-        except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
-            raise JudgeBusy(
-                f"no answer from {url} ({type(error).__name__}: {error}); check that it can "
-                "be reached from this machine"
-            ) from error
-        return reply.status_code, reply.headers, bytes(content)
+
+async def whole_answer(
+    client: httpx2.AsyncClient,
+    method: str,
+    url: str,
+    body: object,
+    *,
+    timeout_s: float,
+    max_bytes: int,
+) -> tuple[httpx2.Response, bytes]:
+    """Send JSON and read the whole answer. Raises httpx2.HTTPError, also if that takes too long or
+    the answer has more bytes."""
+    content = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s), client.stream(method, url, json=body) as reply:
+            async for chunk in reply.aiter_bytes():
+                content += chunk
+                if len(content) > max_bytes:
+                    raise httpx2.DecodingError(f"an answer of more than {max_bytes:,} bytes")
+    except TimeoutError:
+        raise httpx2.ReadTimeout(f"no complete answer in {timeout_s:g} s") from None
+    return reply, bytes(content)
 
 
 class JudgeClient(JsonClient):
@@ -248,6 +253,20 @@ class JudgeClient(JsonClient):
         wait_s = min(error.wait_s, longest_s)
         self._quiet_until_s = max(self._quiet_until_s, time.monotonic() + wait_s)
         return wait_s
+
+
+def chat_call(
+    section: JudgeSection | FillingSection, messages: Sequence[Mapping[str, Any]], **more: object
+) -> dict[str, Any]:
+    """Return the JSON body of a call. more: fields in addition to the section's."""
+    limits = {"temperature": section.temperature, "max_tokens": section.max_tokens}
+    return {
+        "model": section.model,
+        "messages": [dict(message) for message in messages],
+        **{name: value for name, value in limits.items() if value is not None},
+        **more,
+        **section.extra,
+    }
 
 
 def key_in(

@@ -13,6 +13,7 @@ import asyncio
 import functools
 import inspect
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -138,11 +139,8 @@ class _Lengths:
 
     def token_at(self, place: int) -> int:
         """Return the index of the token that completes this number of characters."""
-        low, high = 1, len(self._token_ids)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._of(middle) >= place else (middle + 1, high)
-        return self._whole(low, place) - 1
+        below = bisect_left(range(1, len(self._token_ids)), place, key=self._of)
+        return self._whole(below + 1, place) - 1
 
     def _whole(self, count: int, place: int) -> int:
         """Return the number of tokens that complete the character before `place`. The first
@@ -311,7 +309,8 @@ class ProcessScorer:
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
         """Score each episode. Errors of the other scorer are passed on. Failed process rewards
         raise RolloutError if on_failure=fail."""
-        process = asyncio.ensure_future(self._of_group(episodes, prompt))
+        work = side_by_side(self._of_one(episode, prompt) for episode in episodes)
+        process = asyncio.ensure_future(work)
         try:
             scores = await self._outcome(episodes, prompt)
             earned = await self._in_time(process, episodes, prompt)
@@ -328,11 +327,6 @@ class ProcessScorer:
             for score, of_tokens in zip(scores, earned, strict=True)
         )
 
-    async def _of_group(
-        self, episodes: tuple[Episode, ...], prompt: Prompt
-    ) -> tuple[FloatArray, ...]:
-        return tuple(await side_by_side(self._of_one(episode, prompt) for episode in episodes))
-
     async def _of_one(self, episode: Episode, prompt: Prompt) -> FloatArray:
         """Return an episode's token rewards before weighting, [length]."""
         earned: FloatArray = np.zeros(len(episode.token_ids), np.float32)
@@ -348,10 +342,10 @@ class ProcessScorer:
 
     async def _in_time(
         self,
-        process: "asyncio.Future[tuple[FloatArray, ...]]",
+        process: "asyncio.Future[list[FloatArray]]",
         episodes: Sequence[Episode],
         prompt: Prompt,
-    ) -> tuple[FloatArray, ...] | None:
+    ) -> list[FloatArray] | None:
         """Return the process rewards; None: the group continues without them."""
         loop, section = asyncio.get_running_loop(), self._section
         until = None if section.max_age_s is None else loop.time() + section.max_age_s
