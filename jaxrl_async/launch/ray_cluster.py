@@ -116,7 +116,7 @@ class RayGroup:
                 return False
             self._actors = [self._actor(n) for n in range(self._hardware.hosts)]
         try:
-            found = self._ask_all("where", timeout_s=CALL_S)
+            found = ray.get([actor.where.remote() for actor in self._actors], timeout=CALL_S)
         except ray.exceptions.RayError as error:
             log.warning("%s: a host was lost while it was set up: %s", self._name, error)
             self._release()
@@ -144,12 +144,6 @@ class RayGroup:
             max_restarts=0,  # the supervisor decides
         )  # fmt: skip
         return wanted.remote(self._folder)
-
-    def _ask_all(self, method: str, *arguments: object, timeout_s: float) -> list[Any]:
-        """Call a method of all actors. Raises RayError if one is lost or silent."""
-        calls = [getattr(actor, method).remote(*arguments) for actor in self._actors]
-        answers: list[Any] = ray_api().get(calls, timeout=timeout_s)
-        return answers
 
     def address(self) -> str:
         """Return HOST:PORT for the trainer: the first host, and a port that was free on it."""
