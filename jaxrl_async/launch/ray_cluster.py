@@ -8,10 +8,9 @@ Ray finds the hosts and reports which have died; each actor runs its command as 
 import importlib
 import logging
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
-from jaxrl_async.errors import MissingExtraError
+from jaxrl_async.errors import extra_module
 from jaxrl_async.launch.hardware import Hardware
 from jaxrl_async.launch.host_process import HostProcess
 from jaxrl_async.launch.supervisor import LOST, HostTask
@@ -26,15 +25,9 @@ HEAD_S = 2.0
 log = logging.getLogger(__name__)
 
 
-@lru_cache(maxsize=1)
 def ray_api() -> Any:
     """Import ray. Raises MissingExtraError."""
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise MissingExtraError(
-            f"ray cannot be imported ({error}). Install the extra: pip install 'jaxrl_async[ray]'."
-        ) from None
+    return extra_module("ray", "ray", "jaxrl_async.launch.ray needs ray")
 
 
 class RayCluster:
