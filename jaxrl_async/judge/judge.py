@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from jaxrl_async.config.judge_section import JudgeSection
@@ -335,8 +334,3 @@ class Transcripts:
         begins = (min(begun, ends[0]), *episode.starts[1:])
         parts = [episode.token_ids[a:b] for a, b in zip(begins, ends, strict=True)]
         return "\n\n".join(map(self.decode_all, parts))
-
-
-def judge_cache_file(folder: Path, process: int) -> Path:
-    """Return a process's cache file in the run's folder."""
-    return folder / ("judge_cache.jsonl" if process == 0 else f"judge_cache.{process}.jsonl")

@@ -11,7 +11,6 @@ from jaxrl_async.judge.judge import (
     JudgeScorer,
     JudgeService,
     Transcripts,
-    judge_cache_file,
 )
 from jaxrl_async.judge.judge_prompt import Rubric, rubric_of
 from jaxrl_async.judge.process_rewards import FunctionSteps, JudgedSteps, ProcessScorer, StepRewards
@@ -122,7 +121,8 @@ class RunJudges:
     def begin(self, folder: Path, process: int, version: Callable[[], int]) -> None:
         """See run.optional_parts.JudgeScorers."""
         if self._service is not None:
-            self._service.cache.open(judge_cache_file(folder, process))
+            own = f".{process}" if process else ""
+            self._service.cache.open(folder / f"judge_cache{own}.jsonl")
         if self._process is not None:
             self._process.version = version
 
