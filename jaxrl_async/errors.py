@@ -4,6 +4,7 @@ A message says what was wrong, where, and what to do.
 """
 
 import asyncio
+import importlib
 import sys
 import threading
 from collections.abc import Iterator
@@ -212,6 +213,23 @@ class ProcessEndRefused(JaxrlError, RuntimeError):
 
 class MissingExtraError(JaxrlError, ImportError):
     """An optional dependency is missing; the message names the extra to install."""
+
+
+def extra_module(name: str, extra: str, needs: str, instead: str = "") -> Any:
+    """Return a module of an extra. Raises MissingExtraError.
+
+    Args:
+        name: of the module.
+        extra: that installs it.
+        needs: what needs which package, for the message.
+        instead: what else may be done.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{needs} ({error}): pip install 'jaxrl_async[{extra}]'{instead}."
+        ) from None
 
 
 class StopTraining(Exception):

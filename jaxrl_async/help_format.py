@@ -1,6 +1,7 @@
-"""The --help of the commands: their text as it is written, and the default of each option."""
+"""Parsers of the commands' options: --help as the text is written, with defaults, and numbers."""
 
 import argparse
+from collections.abc import Callable
 
 NOTHING: tuple[object, ...] = (None, "", [], ())
 """Defaults that are shown as `none`."""
@@ -16,3 +17,22 @@ class DefaultsHelp(argparse.RawDescriptionHelpFormatter):
         if not takes_value or action.required or "default" in text:
             return text
         return f"{text} (default: {'none' if action.default in NOTHING else '%(default)s'})"
+
+
+def command_parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a command, as yet without options."""
+    return argparse.ArgumentParser(
+        prog=f"jaxrl-async {command}", description=description, formatter_class=DefaultsHelp
+    )
+
+
+def whole_number(what: str, least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
+    """Return a parser of whole numbers for an option, which raises ArgumentTypeError. what: such as
+    "a port from 0 to 65535"."""
+
+    def parsed(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return int(text)
+
+    return parsed

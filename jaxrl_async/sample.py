@@ -21,7 +21,7 @@ from pathlib import Path
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.config.schema import AxesSection, DistributedSection
 from jaxrl_async.errors import ConfigError, Disconnected, JaxrlError, is_out_of_memory, shown
-from jaxrl_async.help_format import DefaultsHelp
+from jaxrl_async.help_format import command_parser, whole_number
 from jaxrl_async.host import has_nvidia, limit_arenas, more_of_a_gpu
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.left_threads import at_exit_end_with
@@ -183,19 +183,8 @@ def seconds_of(text: str) -> float:
     return seconds
 
 
-def port_of(text: str) -> int:
-    """Parse a port from 0 to 65535. Raises ArgumentTypeError."""
-    if not (text.isascii() and text.isdigit() and int(text) <= 65535):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="jaxrl-async sample",
-        description=__doc__,
-        formatter_class=DefaultsHelp,
-    )
+    parser = command_parser("sample", __doc__)
     add = parser.add_argument
     add(
         "--join",
@@ -225,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--data-port",
-        type=port_of,
+        type=whole_number("a port from 0 to 65535", 0, 65535),
         metavar="PORT",
         help="port at which it passes weights on, or the next free one (default: remote.data_port "
         "of the run); 0: any",

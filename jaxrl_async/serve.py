@@ -28,7 +28,7 @@ from jaxrl_async.endpoint.image_chat import seeing
 from jaxrl_async.endpoint.sampling_request import CallerLimits, stop_ids
 from jaxrl_async.endpoint.service import EndpointLimits, EndpointService, Served
 from jaxrl_async.errors import ConfigError, JaxrlError, exit_code_after
-from jaxrl_async.help_format import DefaultsHelp
+from jaxrl_async.help_format import command_parser, whole_number
 from jaxrl_async.host import limit_arenas, only_new_garbage
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.left_threads import at_exit_end_with
@@ -217,12 +217,8 @@ def served_policy(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="jaxrl-async serve",
-        description=__doc__,
-        formatter_class=DefaultsHelp,
-    )
-    add = parser.add_argument
+    parser = command_parser("serve", __doc__)
+    add, count = parser.add_argument, whole_number("a positive integer", 1)
     add("folder", metavar="DIR", help="Hugging Face directory of the policy, or its address")
     add("--host", default=LOOPBACK, help="address to listen on; 0.0.0.0 is every IPv4 address")
     add("--port", type=int, default=8000, help="port to listen on; 0: any free port")
@@ -234,49 +230,42 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--slots",
-        type=_count,
+        type=count,
         help="sequences generated at the same time (default: as many as fit)",
     )
     add(
         "--max-length",
-        type=_count,
+        type=count,
         help="maximum tokens of prompt and answer (default: the model's, at most 2048)",
     )
     add(
         "--max-new-tokens",
-        type=_count,
+        type=count,
         help="maximum tokens of an answer (default: what the prompt leaves)",
     )
     add(
         "--kv-memory-mib",
-        type=_count,
+        type=count,
         help="memory of KV cache and adapters, MiB (default: what the slots need)",
     )
-    add("--max-open-calls", type=_count, default=1024, help="concurrent calls; more get 429")
+    add("--max-open-calls", type=count, default=1024, help="concurrent calls; more get 429")
     add("--cors", action="append", default=[], metavar="ORIGIN", help="web page that may call")
     add("--chat-format", default="auto", help="auto, template, FILE.jinja or a renderer's name")
     add("--adapter", action="append", default=[], metavar="NAME=DIR", help="PEFT adapter to serve")
     add("--adapters-from", type=Path, metavar="DIR", help="calls may load adapters from below here")
     add(
         "--max-loras",
-        type=_count,
+        type=count,
         help="maximum number of loaded adapters (default: those given, or 8)",
     )
     add(
         "--max-lora-rank",
-        type=_count,
+        type=count,
         help="maximum rank of an adapter (default: of those given, or 32)",
     )
     add("--decoder", metavar="FILE.py:CLASS", help="custom decoder, see docs/own_decoder.md")
     add("--seed", type=int, default=0, help="seed for calls that give none")
     return parser
-
-
-def _count(text: str) -> int:
-    """Parse a positive integer. Raises ArgumentTypeError."""
-    if not text.isdecimal() or not 1 <= int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from jaxrl_async.command.chat_options import (
+    OPTION_NAMES,
     ChatOptions,
     changed_options,
     for_terminal,
@@ -40,7 +41,7 @@ from jaxrl_async.command.chat_options import (
     with_checked,
 )
 from jaxrl_async.errors import ConfigError, JaxrlError, exit_code_after
-from jaxrl_async.help_format import DefaultsHelp
+from jaxrl_async.help_format import command_parser, whole_number
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.left_threads import at_exit_end_with
 from jaxrl_async.metrics.json_logs import lines_for_people
@@ -65,15 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     hide_secrets((args.key_variable,))
     try:
-        options = with_checked(
-            ChatOptions(
-                temperature=args.temperature,
-                top_p=args.top_p,
-                top_k=args.top_k,
-                max_new_tokens=args.max_new_tokens,
-                logprobs=args.logprobs,
-            )
-        )
+        given = {name: getattr(args, name) for name in OPTION_NAMES}
+        options = with_checked(ChatOptions(**given))
         with lines_for_people(), _backend(asked := asked_as_in_run(args)) as backend:
             system = asked.system or None
             backend.begin(system)
@@ -355,9 +349,7 @@ def _chat_arguments(text: str | None) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="jaxrl-async chat", description=__doc__, formatter_class=DefaultsHelp
-    )
+    parser = command_parser("chat", __doc__)
     usual, add = ChatOptions(), parser.add_argument
     add("policy", metavar="POLICY", help="run, directory, hub name, adapter, or endpoint's address")
     add("--step", type=int, metavar="N", help="the checkpoint after N updates (default: the end)")
@@ -382,7 +374,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="seed of the random numbers")
     add(
         "--max-length",
-        type=_length,
+        type=whole_number("a number of tokens from 2 on", 2),
         metavar="N",
         help="longest conversation, tokens (default: the model's, at most 2048)",
     )
@@ -396,13 +388,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--key-variable", default=KEY_VARIABLE, metavar="NAME", help="variable with its key")
     add("--timeout", type=float, default=600.0, metavar="S", help="its timeout, seconds")
     return parser
-
-
-def _length(text: str) -> int:
-    """Parse a length of at least 2 tokens. Raises ArgumentTypeError."""
-    if not text.isdecimal() or not 2 <= int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens from 2 on")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -147,11 +147,7 @@ class ShownToken:
 def token_lines(tokens: Sequence[ShownToken]) -> list[str]:
     """Return a line for each token: its log-prob, its probability, its text, and the others."""
     return [
-        f"{one.logprob:8.3f} {math.exp(one.logprob):7.1%}  {_quoted(one.text):<16}"
-        + "  ".join(f"{_quoted(text)} {math.exp(logprob):.1%}" for text, logprob in one.others)
+        f"{one.logprob:8.3f} {math.exp(one.logprob):7.1%}  {one.text!r:<16}"
+        + "  ".join(f"{text!r} {math.exp(logprob):.1%}" for text, logprob in one.others)
         for one in tokens
     ]
-
-
-def _quoted(text: str) -> str:
-    return repr(text)

@@ -58,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
 def script(shell: str) -> str:
     """Return the script for bash, zsh or fish."""
     recipes = recipe_names()
+    abouts = {name: one.about.replace("'", r"\'") for name, one in COMMANDS.items()}
     words = {
         "@COMMANDS@": " ".join(COMMANDS),
         "@CONFIGURED@": "|".join(CONFIGURED),
@@ -70,8 +71,8 @@ def script(shell: str) -> str:
             f'    {name}) options="{" ".join(text.split())}" ;;' for name, text in OPTIONS.items()
         ),
         "@FISH_COMMANDS@": "\n".join(
-            f"complete -c {PROGRAM} -n __fish_use_subcommand -a {name} -d '{_quoted(c.about)}'"
-            for name, c in COMMANDS.items()
+            f"complete -c {PROGRAM} -n __fish_use_subcommand -a {name} -d '{about}'"
+            for name, about in abouts.items()
         ),
         "@FISH_OPTIONS@": "\n".join(
             f"complete -c {PROGRAM} -n '__fish_seen_subcommand_from {name}' -a '{text}'"
@@ -82,10 +83,6 @@ def script(shell: str) -> str:
     for mark, value in words.items():
         text = text.replace(mark, value)
     return text
-
-
-def _quoted(text: str) -> str:
-    return text.replace("'", r"\'")
 
 
 _BASH = r"""# bash completion of jaxrl-async; made by `jaxrl-async completion bash`

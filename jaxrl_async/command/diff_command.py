@@ -20,8 +20,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from jaxrl_async.command.run_differences import (
     Divergence,
     LastValue,
@@ -35,10 +33,11 @@ from jaxrl_async.command.run_differences import (
 )
 from jaxrl_async.config.draft import read_draft
 from jaxrl_async.config.load import load
+from jaxrl_async.config.setting_fields import value_text
 from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.errors import ConfigError, shown
 from jaxrl_async.evals.estimates import Estimate
-from jaxrl_async.help_format import DefaultsHelp
+from jaxrl_async.help_format import command_parser
 from jaxrl_async.metrics.json_logs import lines_for_people
 from jaxrl_async.metrics.recorder import METRICS_FILE, STARTS_FILE, read_lines
 from jaxrl_async.metrics.series import number
@@ -129,7 +128,7 @@ def text_of(a: RunRecords, b: RunRecords, *, columns: int, whole: bool) -> Itera
         note = "" if run.is_complete else f"; its {CONFIG_FILE} is of another version"
         yield f"{name}: {run.name}, {run.steps} updates{note}"
     settings = setting_differences(a, b)
-    rows = [(name, *map(setting_text, values)) for name, values in settings.items()]
+    rows = [(name, *map(value_text, values)) for name, values in settings.items()]
     yield ""
     if rows:
         yield from _table(("settings that differ", "a", "b", "default"), rows, columns)
@@ -203,24 +202,17 @@ def _value_text(value: object) -> str:
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
-def setting_text(value: object) -> str:
-    """Return a setting's value as YAML on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
-    return text.removesuffix("...\n").strip()
-
-
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], columns: int) -> Iterator[str]:
     """Yield the lines of a table whose values are cut at the width."""
     first = max(len(row[0]) for row in (head, *rows)) + 2
     most = max((columns - first) // (len(head) - 1) - 2, LEAST_CELL)
-    cut = [[row[0], *(_cut(cell, most) for cell in row[1:])] for row in (head, *rows)]
+    cut = [
+        [row[0], *(cell if len(cell) <= most else cell[: most - 3] + "..." for cell in row[1:])]
+        for row in (head, *rows)
+    ]
     widths = [max(len(row[i]) for row in cut) + 2 for i in range(len(head))]
     for row in cut:
         yield "".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 # ---- JSON
@@ -285,9 +277,7 @@ def _finite(value: object) -> Any:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="jaxrl-async diff", description=__doc__, formatter_class=DefaultsHelp
-    )
+    parser = command_parser("diff", __doc__)
     parser.add_argument("a", metavar="RUN", help="folder of a run, or its address")
     parser.add_argument("b", metavar="RUN", help="folder of the other run, or its address")
     parser.add_argument("--all", action="store_true", help="show all metrics")

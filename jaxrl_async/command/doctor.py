@@ -19,19 +19,14 @@ from jaxrl_async.command.machine import host_findings, look_at_devices, package_
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.help_format import DefaultsHelp
+from jaxrl_async.help_format import command_parser
 from jaxrl_async.metrics.json_logs import lines_for_people
 
 
+@lines_for_people()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
     args = _parser().parse_intermixed_args(argv)
-    with lines_for_people():
-        return _checked(args)
-
-
-def _checked(args: argparse.Namespace) -> int:
-    """Check what the command line says; return the exit code."""
     found = _told("packages", package_findings())
     devices, of_devices = look_at_devices(args.timeout)
     found += _told("devices", of_devices)
@@ -70,11 +65,7 @@ def _told(title: str, findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="jaxrl-async doctor",
-        description=__doc__,
-        formatter_class=DefaultsHelp,
-    )
+    parser = command_parser("doctor", __doc__)
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="a YAML file, or recipe:NAME")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_async.errors import ConfigError, JaxrlError, exit_code_after
-from jaxrl_async.help_format import DefaultsHelp
+from jaxrl_async.help_format import command_parser
 from jaxrl_async.huge_pages import start_with_huge_pages
 from jaxrl_async.left_threads import at_exit_end_with
 from jaxrl_async.metrics.json_logs import lines_for_people
@@ -30,38 +30,17 @@ from jaxrl_async.shown_environment import hide_secrets
 KEY_VARIABLE = "JAXRL_ASYNC_KEY"
 
 
+@lines_for_people("jaxrl_async.evals")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
     args = _parser().parse_intermixed_args(argv)
     hide_secrets((args.key_variable,))
-    with lines_for_people("jaxrl_async.evals"):
-        return _evaluated(args)
-
-
-def _evaluated(args: argparse.Namespace) -> int:
-    """Evaluate as the command line says; return the exit code."""
     try:
         folder = _folder_of(args)
-        found: Any = importlib.import_module("jaxrl_async.api.evaluating").evaluate(
-            args.policy,
-            data=args.data,
-            task=_choice(args.task),
-            reward=_choice(args.reward),
-            samples=args.samples,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            max_new_tokens=args.max_new_tokens,
-            prompts=args.prompts,
-            pass_reward=args.pass_reward,
-            seed=args.seed,
-            compare=args.compare,
-            base=args.base,
-            model=args.model,
-            key_variable=args.key_variable,
-            concurrency=args.concurrency,
-            overrides=args.settings,
-        )
+        given = vars(args) | {"task": _choice(args.task), "reward": _choice(args.reward)}
+        given["overrides"] = given.pop("settings")
+        del given["out"]
+        found: Any = importlib.import_module("jaxrl_async.api.evaluating").evaluate(**given)
         print(found.table())
         print(f"\nevaluation and all answers: {found.save(folder)}")
         return 0
@@ -94,11 +73,7 @@ def _folder_of(args: argparse.Namespace) -> Path:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="jaxrl-async eval",
-        description=__doc__,
-        formatter_class=DefaultsHelp,
-    )
+    parser = command_parser("eval", __doc__)
     add = parser.add_argument
     add("policy", metavar="POLICY", help="directory, hub name, run, adapter, or endpoint's address")
     add("settings", nargs="*", metavar="section.key=value", help="settings of a configuration")

@@ -23,7 +23,7 @@ from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.data.gguf_file import POINTER
 from jaxrl_async.data.hub import Upload
 from jaxrl_async.errors import ConfigError, JaxrlError, exit_code_after
-from jaxrl_async.help_format import DefaultsHelp
+from jaxrl_async.help_format import command_parser
 from jaxrl_async.metrics.json_logs import lines_for_people
 
 GGUF_BASE = (
@@ -32,15 +32,10 @@ GGUF_BASE = (
 )
 
 
+@lines_for_people()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
     args = _parser().parse_args(argv)
-    with lines_for_people():
-        return _exported(args)
-
-
-def _exported(args: argparse.Namespace) -> int:
-    """Export as the command line says; return the exit code."""
     try:
         args.source = argument_here(args.source)
         _check(args)
@@ -120,11 +115,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="jaxrl-async export",
-        description=__doc__,
-        formatter_class=DefaultsHelp,
-    )
+    parser = command_parser("export", __doc__)
     add = parser.add_argument
     add("source", metavar="RUN|POLICY", help="folder of a run or a policy, or its address")
     add("out", type=Path, metavar="OUT", help="new folder")

@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from jaxrl_async.config.draft import read_draft
 from jaxrl_async.config.field_help import help_of_fields
 from jaxrl_async.config.recipes import recipe_file
 from jaxrl_async.config.schema import Config, name_of
 from jaxrl_async.config.section import Section
+from jaxrl_async.config.setting_fields import value_text
 from jaxrl_async.config.several import section_of
 from jaxrl_async.errors import ConfigError
 
@@ -229,17 +228,16 @@ def _of_model(choices: FirstChoices) -> dict[str, Any]:
 
 
 def _records(path: str, columns: RecordColumns | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"path": path}
     if columns is None:
-        return found
-    if columns.prompt is not None:
-        found["prompt_field"] = columns.prompt
-    if columns.messages is not None:
-        found["messages_field"] = columns.messages
-    found["answer_field"] = columns.answer
-    if columns.mark is not None:
-        found["answer_mark"] = columns.mark
-    return found
+        return {"path": path}
+    found = {
+        "path": path,
+        "prompt_field": columns.prompt,
+        "messages_field": columns.messages,
+        "answer_field": columns.answer,
+        "answer_mark": columns.mark,
+    }
+    return {key: name for key, name in found.items() if name is not None or key == "answer_field"}
 
 
 def mesh_settings(choices: FirstChoices) -> dict[str, Any]:
@@ -287,7 +285,7 @@ def _setting_lines(
         for name, one in value.items():
             yield from _setting_lines(name, one, inner, here, about)
     else:
-        yield from _with_comment(f"{indent}{key}: {one_line(value)}", comment, indent)
+        yield from _with_comment(f"{indent}{key}: {value_text(value)}", comment, indent)
 
 
 def _with_comment(line: str, comment: str, indent: str) -> Iterator[str]:
@@ -300,14 +298,6 @@ def _with_comment(line: str, comment: str, indent: str) -> Iterator[str]:
         for part in textwrap.wrap(comment, WIDTH - len(indent) - 2):
             yield f"{indent}# {part}"
         yield line
-
-
-def one_line(value: object) -> str:
-    """Return a value as YAML on one line."""
-    text = yaml.safe_dump(
-        value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False
-    )
-    return text.removesuffix("...\n").strip()
 
 
 def _first_sentence(text: str) -> str:

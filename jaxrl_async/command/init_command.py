@@ -43,7 +43,7 @@ from jaxrl_async.data.gguf_file import is_gguf
 from jaxrl_async.data.hub import hub_records
 from jaxrl_async.data.record_files import BadRecord, rows_of_file
 from jaxrl_async.errors import ConfigError, JaxrlError
-from jaxrl_async.help_format import DefaultsHelp
+from jaxrl_async.help_format import command_parser, whole_number
 from jaxrl_async.metrics.json_logs import lines_for_people
 from jaxrl_async.tasks.named_tasks import check_task_name
 
@@ -130,9 +130,10 @@ def written(args: argparse.Namespace) -> list[str]:
     told = [str(one) for one in findings if one.level != "ok"]
     if skeleton is not None:
         has_answers = choices.columns is None or choices.columns.answer is not None
-        _write(skeleton, reward_skeleton(out.name, with_answer=has_answers))
+        text_of_reward = reward_skeleton(out.name, with_answer=has_answers)
+        skeleton.write_text(text_of_reward, encoding="utf-8")
         told.append(f"{skeleton}: a reward function, to be changed")
-    _write(out, text)
+    out.write_text(text, encoding="utf-8")
     return [
         *told,
         f"{out}: {_summary(choices)}",
@@ -265,14 +266,8 @@ def _head(choices: FirstChoices, out: Path, kind: str | None) -> str:
     )
 
 
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="jaxrl-async init", description=__doc__, formatter_class=DefaultsHelp
-    )
+    parser = command_parser("init", __doc__)
     add = parser.add_argument
     add(
         "--model",
@@ -296,18 +291,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt-field", metavar="NAME", help="column with the question (default: by its name)")
     add("--answer-field", metavar="NAME", help="column with the answer (default: by its name)")
     add("--name", metavar="NAME", help="name of the run (default: the name of the file)")
-    add("--steps", type=_steps, metavar="N", help="number of updates (default: 100, or the task's)")
+    steps = whole_number("a number of updates from 1 on", 1)
+    add("--steps", type=steps, metavar="N", help="number of updates (default: 100, or the task's)")
     add("--out", type=Path, default=Path("config.yaml"), metavar="FILE", help="file to write")
     add("--force", action="store_true", help="replace files that exist")
     add("--yes", action="store_true", help="ask nothing: use the defaults")
     return parser
-
-
-def _steps(text: str) -> int:
-    """Parse a number of updates. Raises ArgumentTypeError."""
-    if not text.isdecimal() or not 1 <= int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of updates from 1 on")
-    return int(text)
 
 
 if __name__ == "__main__":

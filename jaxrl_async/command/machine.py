@@ -151,26 +151,12 @@ def look_at_devices(timeout_s: float) -> tuple[Devices | None, list[Finding]]:
     ]
     if devices.platform == "gpu":
         findings.append(_share_finding())
-    if devices.platform != "cpu":
+    if devices.platform != "cpu" or "cpu" in os.environ.get("JAX_PLATFORMS", ""):
         return devices, findings
-    if "cpu" in os.environ.get("JAX_PLATFORMS", ""):
-        return devices, findings
-    if has_tpu():
-        findings.append(
-            Finding(
-                "warning",
-                "this host has TPU chips, and JAX uses the CPU",
-                "pip install 'jaxrl_async[tpu]'",
-            )
-        )
-    elif has_nvidia():
-        findings.append(
-            Finding(
-                "warning",
-                "this host has an NVIDIA GPU, and JAX uses the CPU",
-                "pip install 'jaxrl_async[cuda]'",
-            )
-        )
+    if has_tpu() or has_nvidia():
+        what, extra = ("TPU chips", "tpu") if has_tpu() else ("an NVIDIA GPU", "cuda")
+        text = f"this host has {what}, and JAX uses the CPU"
+        findings.append(Finding("warning", text, f"pip install 'jaxrl_async[{extra}]'"))
     elif problem := card_out_of_reach(jax_plugins()):
         findings.append(Finding("warning", *problem))
     return devices, findings
@@ -286,10 +272,7 @@ def compiler_finding() -> Finding:
     try:
         return Finding("ok", f"compiler of CPU kernels: {compiler_here()}")
     except NotBuiltError as error:
-        return Finding(
-            "ok",
-            f"samplers and updates on this CPU use only XLA's programs: {error}",
-        )
+        return Finding("ok", f"samplers and updates on this CPU use only XLA's programs: {error}")
 
 
 def disk_finding(folder: Path, needed: float, what: str) -> Finding:

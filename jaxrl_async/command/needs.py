@@ -105,7 +105,11 @@ def needs_findings(config: Config, devices: Devices | None) -> Iterator[Finding]
     else:
         config = config.on_devices(devices.platform, devices.capability)
     yield from _extras(config)
-    yield from _tried("names of functions and tasks", lambda: check_names(config))
+    try:
+        check_names(config)
+        yield Finding("ok", "names of functions and tasks")
+    except (JaxrlError, OSError) as error:
+        yield Finding("error", f"names of functions and tasks: {error}")
     yield from _own_files(config)
     if absent := [found for found in map(_not_cached, hub_names(config)) if found is not None]:
         yield from absent
@@ -135,15 +139,6 @@ def needs_findings(config: Config, devices: Devices | None) -> Iterator[Finding]
     yield from _devices(config, devices)
     yield from _memory(config, spec, devices)
     yield _checkpoints(config, spec)
-
-
-def _tried(what: str, check: Callable[[], object]) -> Iterator[Finding]:
-    try:
-        check()
-    except (JaxrlError, OSError) as error:
-        yield Finding("error", f"{what}: {error}")
-    else:
-        yield Finding("ok", what)
 
 
 def _extras(config: Config) -> Iterator[Finding]:

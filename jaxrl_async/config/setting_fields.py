@@ -142,7 +142,18 @@ def _range(limits: Sequence[Any]) -> list[str]:
 def default_text(target: FieldInfo) -> str:
     if target.is_required():
         return "required"
-    value = target.get_default(call_default_factory=True)
-    style = '"' if isinstance(value, str) and "\n" in value else None  # on one line
-    text = yaml.safe_dump(value, default_flow_style=True, default_style=style)
+    return value_text(target.get_default(call_default_factory=True))
+
+
+def value_text(value: object) -> str:
+    """Return a value as YAML on one line."""
+    style = '"' if isinstance(value, str) and "\n" in value else None
+    text = yaml.safe_dump(
+        value,
+        default_flow_style=True,
+        default_style=style,
+        width=10**6,
+        allow_unicode=True,
+        sort_keys=False,
+    )
     return text.removesuffix("...\n").strip()

@@ -6,7 +6,6 @@
 Only headers are read here: a tensor's data is memory-mapped, and dequantized on request.
 """
 
-import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.errors import CheckpointError, ConfigError, MissingExtraError, in_a_line
+from jaxrl_async.errors import CheckpointError, ConfigError, extra_module, in_a_line
 
 ENDING, PACKAGE = ".gguf", "package:"
 SHOWN_FILES = 5
@@ -183,13 +182,7 @@ def _names(architecture: str, layers: int) -> Any:
 
 
 def _library() -> Any:
-    try:
-        return importlib.import_module("gguf")
-    except ImportError as error:
-        raise MissingExtraError(
-            f"GGUF files need the package gguf ({error}). Install the extra [gguf]: pip install "
-            "'jaxrl_async[gguf]'."
-        ) from None
+    return extra_module("gguf", "gguf", "GGUF files need the package gguf")
 
 
 # ---- the directory that is made of a file, see gguf_folder.py

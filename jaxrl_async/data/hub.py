@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_async.data.gguf_file import is_gguf
-from jaxrl_async.errors import ConfigError, DataError, MissingExtraError, in_a_line
+from jaxrl_async.errors import ConfigError, DataError, extra_module, in_a_line
 
 log = logging.getLogger(__name__)
 
@@ -103,13 +103,8 @@ def records_folder(records: HubRecords, setting: str) -> Path:
 def hub_rows(records: HubRecords) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a dataset from the hub, columns by name. Raises ConfigError, DataError, and
     MissingExtraError if `datasets` is not installed."""
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{records.name}: datasets by name need the package datasets ({error}). Install the "
-            "extra [datasets]: pip install 'jaxrl_async[datasets]'."
-        ) from None
+    needs = f"{records.name}: datasets by name need the package datasets"
+    datasets = extra_module("datasets", "datasets", needs)
     folder = records_folder(records, "data.jsonl.path")
     datasets.disable_progress_bars()
     try:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrl_async.errors import DataError, MissingExtraError, in_a_line
+from jaxrl_async.errors import DataError, extra_module, in_a_line
 from jaxrl_async.types import FloatArray, IntArray
 
 log = logging.getLogger(__name__)
@@ -244,11 +244,7 @@ def upright(image: Any) -> Any:
 
 
 def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise MissingExtraError("images need Pillow: pip install 'jaxrl_async[images]'.") from None
-    return Image
+    return extra_module("PIL.Image", "images", "images need Pillow")
 
 
 def _bytes_of(image: object, where: str) -> bytes:

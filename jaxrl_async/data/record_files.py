@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxrl_async.data.chat_formats.chat_messages import without_filled
 from jaxrl_async.data.hub import hub_records, hub_rows
-from jaxrl_async.errors import DataError, MissingExtraError
+from jaxrl_async.errors import DataError, MissingExtraError, extra_module
 
 log = logging.getLogger(__name__)
 
@@ -428,13 +428,8 @@ def _arrow_batches(file: Path) -> Iterator[Any]:
 
 
 def _pyarrow(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingExtraError(
-            f"parquet files and datasets' folders need pyarrow ({error}). Install the extra "
-            "[datasets]: pip install 'jaxrl_async[datasets]', or give JSON lines."
-        ) from None
+    needs = "parquet files and datasets' folders need pyarrow"
+    return extra_module(module, "datasets", needs, ", or give JSON lines")
 
 
 # --- plain values --------------------------------------------------------------------------------

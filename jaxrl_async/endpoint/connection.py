@@ -2,12 +2,11 @@
 time for a client to read its answer."""
 
 import asyncio
-import importlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl_async.errors import MissingExtraError
+from jaxrl_async.errors import extra_module
 from jaxrl_async.remote.wire.strangers import site_of
 
 HEAD_S = 20.0
@@ -19,12 +18,7 @@ TOGETHER = 16
 
 def serving_module(name: str) -> Any:
     """Return a module of the extra [serve]. Raises MissingExtraError."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingExtraError(
-            f"the endpoint needs {name.partition('.')[0]}: pip install 'jaxrl_async[serve]'"
-        ) from error
+    return extra_module(name, "serve", f"the endpoint needs {name.partition('.')[0]}")
 
 
 class ConnectionBounds:

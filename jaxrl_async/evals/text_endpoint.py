@@ -2,7 +2,7 @@
 tokens, one code point each. Needs no JAX."""
 
 import asyncio
-import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,6 @@ import numpy as np
 from jaxrl_async.data.tokenizer import Tokenizer, chat_tokenizer, fill_template
 from jaxrl_async.errors import ConfigError, RolloutError
 from jaxrl_async.judge.judge_client import JudgeBusy, JudgeClient, JudgeRefusal, JudgeReply
-from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.types import (
     Completion,
     IntArray,
@@ -24,8 +23,6 @@ from jaxrl_async.types import (
     Request,
     StopReason,
 )
-
-log = logging.getLogger(__name__)
 
 SEEDS = 2**31
 """Upper bound of the seeds sent to an endpoint."""
@@ -129,7 +126,6 @@ class TextEndpoint:
         self._model = model_at(endpoint)
         self._prompts = {prompt.position: prompt for prompt in prompts}
         self._system, self._template, self._seed = system_prompt, template, seed
-        self._places = asyncio.Semaphore(endpoint.concurrency)
         self._client = JudgeClient(
             endpoint.url,
             key=endpoint.key,
@@ -197,17 +193,12 @@ class TextEndpoint:
 
     async def _tried(self, body: Mapping[str, object]) -> JudgeReply:
         """Make a call, again while the endpoint is busy. Raises RolloutError."""
-        for failures in range(TRIES):
-            try:
-                async with self._places:
-                    return await self._client.ask(body)
-            except JudgeRefusal as error:
-                said, _, _ = str(error).partition(" If it refuses a field")
-                raise RolloutError(f"the endpoint refuses a question: {said}") from error
-            except JudgeBusy as error:
-                if failures + 1 == TRIES:
-                    raise RolloutError(f"after {TRIES} calls: {error}") from error
-                wait_s = backoff_s(FIRST_WAIT_S, failures) if error.wait_s is None else error.wait_s
-                log.info("asking again in %.1f s: %s", wait_s, error)
-            await asyncio.sleep(wait_s)
-        raise AssertionError("the last call returns or raises")
+        try:
+            return await self._client.ask_again(
+                body, retries=TRIES - 1, first_s=FIRST_WAIT_S, longest_s=math.inf
+            )
+        except JudgeRefusal as error:
+            said, _, _ = str(error).partition(" If it refuses a field")
+            raise RolloutError(f"the endpoint refuses a question: {said}") from error
+        except JudgeBusy as error:
+            raise RolloutError(f"after {TRIES} calls: {error}") from error

@@ -31,7 +31,7 @@ from jaxrl_async.games.opponents import (
 from jaxrl_async.games.seating import SeatedPlayer, chance
 from jaxrl_async.games.snapshots import Snapshots
 from jaxrl_async.games.weights_player import AnswerLimits, WeightsPlayer
-from jaxrl_async.judge.judge import JudgeMeter
+from jaxrl_async.judge.judge_client import JudgeMeter
 from jaxrl_async.mesh import SAMPLER_RULES, DeviceGuard, Slices, shardings
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.hf import check_params, load_params, load_spec

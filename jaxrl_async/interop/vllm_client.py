@@ -27,6 +27,7 @@ from jaxrl_async.interop.vllm_messages import (
     reply_limit,
     vocabulary_body,
 )
+from jaxrl_async.judge.judge_client import whole_answer
 from jaxrl_async.types import FloatArray, IntArray
 
 log = logging.getLogger(__name__)
@@ -237,18 +238,9 @@ class VllmServer:
         """Send one call and read the whole answer. Raises httpx2.HTTPError, also if the answer
         takes too long or has more than `limit` bytes."""
         seconds = self._timeout_s if timeout_s is None else timeout_s
-        url, content = self.url + path, bytearray()
-        try:
-            async with (
-                asyncio.timeout(seconds),
-                self._client.stream(method, url, json=body) as reply,
-            ):
-                async for chunk in reply.aiter_bytes():
-                    content += chunk
-                    if len(content) > limit:
-                        raise httpx2.DecodingError(f"an answer of more than {limit:,} bytes")
-        except TimeoutError:
-            raise httpx2.ReadTimeout(f"no complete answer in {seconds:g} s") from None
+        reply, content = await whole_answer(
+            self._client, method, self.url + path, body, timeout_s=seconds, max_bytes=limit
+        )
         try:
             return _Reply(reply.status_code, json.loads(content))
         except (ValueError, RecursionError):

@@ -11,25 +11,15 @@ evaluation share its connections, its concurrency limit and its cache.
 import asyncio
 import hashlib
 import logging
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxrl_async.config.judge_section import JudgeSection
 from jaxrl_async.errors import Away, GivenUp, RolloutError
 from jaxrl_async.judge.judge_cache import JudgeCache, Scores, question_key
-from jaxrl_async.judge.judge_client import (
-    JudgeBusy,
-    JudgeClient,
-    JudgeMisset,
-    JudgeReply,
-    key_in,
-)
+from jaxrl_async.judge.judge_client import JudgeBusy, JudgeClient, JudgeMisset, chat_call, key_in
 from jaxrl_async.judge.judge_prompt import (
     JudgedTask,
     JudgeQuestion,
@@ -42,7 +32,7 @@ from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.scorers.results import FUNCTIONS, added, distinct_parts
-from jaxrl_async.tasks.usercode import TooLate, run_async, side_by_side, start_async
+from jaxrl_async.tasks.usercode import TooLate, run_async, side_by_side
 from jaxrl_async.types import Episode, IntArray, Prompt, Score
 
 log = logging.getLogger(__name__)
@@ -63,52 +53,32 @@ class Unjudged:
     reason: RolloutError
 
 
-class JudgeMeter:
-    """Total cost of the judge since the start. Thread safe."""
-
-    NAMES = ("calls", "cached", "prompt_tokens", "completion_tokens", "call_s")
-
-    def __init__(self) -> None:
-        self._totals, self._lock = Counter[str](), threading.Lock()
-
-    def add(self, **amounts: float) -> None:
-        """Add to totals by their NAMES."""
-        with self._lock:
-            for name, amount in amounts.items():
-                self._totals[name] += amount  # type: ignore[assignment]
-
-    def read(self) -> dict[str, float]:
-        """Return the total of every name."""
-        with self._lock:
-            return {name: float(self._totals[name]) for name in self.NAMES}
-
-
 class JudgeService:
     """Sends all questions of a run to one endpoint. `answers` may be called from any thread."""
 
     def __init__(
         self,
         section: JudgeSection,
-        *,
-        key: str | None = None,
         count: Callable[[str], None] = lambda name: None,
         outages: Outages | None = None,
     ) -> None:
-        """Connect to nothing yet.
+        """Connect to nothing yet. Raises ConfigError if the API key is not in the environment.
 
         Args:
             section: endpoint, limits and retries.
-            key: API key of the endpoint; None: not needed.
             count: called with the name of each fault (metrics/fault_counts.py).
             outages: Outages of the run; None: a new object.
         """
         self.outages = outages or Outages(count=count)
         self.name = f"the judge at {section.base_url}"
-        self._section, self._key, self._count = section, key, count
-        self.cache, self.meter = JudgeCache(), JudgeMeter()
-        self._client: JudgeClient | None = None  # made on the loop that uses it
-        self._places = asyncio.Semaphore(section.concurrency)
-        self._quiet_until_s = 0.0  # time.monotonic(): the endpoint asked for a pause
+        self._section, self._count = section, count
+        self._client = JudgeClient(
+            section.base_url,
+            key=key_in("reward.judge.key_variable", section.key_variable),
+            places=section.concurrency,
+            timeout_s=section.timeout_s,
+        )
+        self.cache, self.meter = JudgeCache(), self._client.meter
 
     async def answers(self, questions: Sequence[JudgeQuestion]) -> list[Scores | Unjudged]:
         """Return the scores of each question, or why it has none. Takes patience_s at most.
@@ -130,29 +100,15 @@ class JudgeService:
         result: list[Scores | Unjudged] = outcome.get()
         return result
 
-    def body(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-        """Return the JSON body of a call."""
-        section = self._section
-        limits = {"temperature": section.temperature, "max_tokens": section.max_tokens}
-        return {
-            "model": section.model,
-            "messages": list(messages),
-            **{name: value for name, value in limits.items() if value is not None},
-            **section.extra,
-        }
-
     def close(self) -> None:
         """Close the connections and the cache. Idempotent."""
-        client, self._client = self._client, None
         self.cache.close()
-        if client is not None:
-            with suppress(Exception):  # closing a connection may raise anything
-                start_async(client.close).result(MARGIN_S)
+        self._client.close_from_outside()
 
     # ---- on the loop for user code
 
     async def _in_time(self, question: JudgeQuestion, deadline: float) -> Scores | Unjudged:
-        key = question_key(self.body(question.messages))
+        key = question_key(chat_call(self._section, question.messages))
         known = self.cache.get(key) if self._section.cache else None
         if known is not None and _fits(known, question):
             self.meter.add(cached=1)
@@ -187,7 +143,7 @@ class JudgeService:
         for number in range(section.retries + 1):
             wait_s = backoff_s(section.backoff_s, number)
             try:
-                reply = await self._asked(messages)
+                reply = await self._client.ask(chat_call(section, messages))
                 if reply.cut:
                     raise UnreadableReply("it was cut off at the token limit")
                 return question.read(reply.text)
@@ -204,48 +160,17 @@ class JudgeService:
             except JudgeBusy as error:
                 self._count("judge_busy")
                 trouble.append(error)
-                if error.wait_s is not None:
-                    wait_s = min(error.wait_s, section.patience_s)
-                    self._quiet_until_s = max(self._quiet_until_s, time.monotonic() + wait_s)
+                wait_s = self._client.pause_s(error, wait_s, section.patience_s)
             if number < section.retries:
                 log.info("asking the judge again: %s", trouble[-1])
                 await asyncio.sleep(wait_s)
         raise trouble[-1]
-
-    async def _asked(self, messages: Sequence[Mapping[str, str]]) -> JudgeReply:
-        """Make one call, once a slot is free and the endpoint asks for no pause."""
-        async with self._places:
-            while (pause_s := self._quiet_until_s - time.monotonic()) > 0:
-                await asyncio.sleep(pause_s)
-            if self._client is None:
-                self._client = JudgeClient(
-                    self._section.base_url,
-                    key=self._key,
-                    places=self._section.concurrency,
-                    timeout_s=self._section.timeout_s,
-                )
-            began = time.monotonic()
-            try:
-                reply = await self._client.ask(self.body(messages))
-            finally:
-                self.meter.add(calls=1, call_s=time.monotonic() - began)
-        self.meter.add(prompt_tokens=reply.prompt_tokens, completion_tokens=reply.completion_tokens)
-        return reply
 
 
 def _fits(scores: Scores, question: JudgeQuestion) -> bool:
     """Return whether cached scores have the shape that the question asks for."""
     rows, columns = max(1, len(question.ids)), max(1, len(question.names))
     return len(scores) == rows and all(len(row) == columns for row in scores)
-
-
-def make_judge_service(
-    section: JudgeSection, count: Callable[[str], None], outages: Outages | None = None
-) -> JudgeService:
-    """Make the configured JudgeService; arguments as for JudgeService. Raises ConfigError if the
-    API key is not in the environment."""
-    key = key_in("reward.judge.key_variable", section.key_variable)
-    return JudgeService(section, key=key, count=count, outages=outages)
 
 
 class JudgeScorer:
@@ -284,7 +209,7 @@ class JudgeScorer:
             own = await self._own(episodes, prompt)
             return tuple(added([(self._section.weight, score)]) for score in own)
         own, others = await side_by_side(
-            (self._own(episodes, prompt), _as_coroutine(self._others, episodes, prompt))
+            (self._own(episodes, prompt), self._others(episodes, prompt))
         )
         both = distinct_parts({FUNCTIONS: list(others), JUDGE: list(own)})
         weights = (1.0, self._section.weight)
@@ -373,22 +298,14 @@ class _Shown(NamedTuple):
 def _asked_together(shown: Sequence[_Shown], *, ranked: bool) -> list[list[_Shown]]:
     """Return the answers of each question, without duplicates: one answer, or all answers to one
     task if they are ranked."""
-    different = sorted(dict.fromkeys(shown), key=lambda one: _shuffled(one.answer))
+    different = sorted(  # in an order that is arbitrary but reproducible
+        dict.fromkeys(shown),
+        key=lambda one: hashlib.sha256(one.answer.encode("utf-8", "replace")).digest(),
+    )
     if not ranked:
         return [[one] for one in different]
     tasks = dict.fromkeys(one.task for one in shown)
     return [[one for one in different if one.task == task] for task in tasks]
-
-
-async def _as_coroutine(
-    scorer: Scorer, episodes: tuple[Episode, ...], prompt: Prompt
-) -> tuple[Score, ...]:
-    return await scorer(episodes, prompt)
-
-
-def _shuffled(text: str) -> str:
-    """Return a key that orders answers arbitrarily but reproducibly."""
-    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -417,8 +334,3 @@ class Transcripts:
         begins = (min(begun, ends[0]), *episode.starts[1:])
         parts = [episode.token_ids[a:b] for a, b in zip(begins, ends, strict=True)]
         return "\n\n".join(map(self.decode_all, parts))
-
-
-def judge_cache_file(folder: Path, process: int) -> Path:
-    """Return a process's cache file in the run's folder."""
-    return folder / ("judge_cache.jsonl" if process == 0 else f"judge_cache.{process}.jsonl")

@@ -13,6 +13,7 @@ import asyncio
 import functools
 import inspect
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -137,21 +138,14 @@ class _Lengths:
         self._of = functools.cache(lambda count: len(decode(token_ids[:count])))
 
     def token_at(self, place: int) -> int:
-        """Return the index of the token that completes this number of characters."""
-        low, high = 1, len(self._token_ids)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._of(middle) >= place else (middle + 1, high)
-        return self._whole(low, place) - 1
-
-    def _whole(self, count: int, place: int) -> int:
-        """Return the number of tokens that complete the character before `place`. The first
-        `count` may hold only some of its bytes, which are decoded as another character."""
-        wanted, last = self._text[place - 1 : place], min(count + MORE_BYTES, len(self._token_ids))
-        for more in range(count, last + 1):
+        """Return the index of the token that completes this number of characters. The first tokens
+        with so many may hold only some bytes of the last one, which are decoded as another."""
+        most, wanted = len(self._token_ids), self._text[place - 1 : place]
+        count = 1 + bisect_left(range(1, most), place, key=self._of)
+        for more in range(count, min(count + MORE_BYTES, most) + 1):
             if self._decode(self._token_ids[:more])[place - 1 : place] == wanted:
-                return more
-        return count
+                return more - 1
+        return count - 1
 
 
 # ---- sources of step rewards
@@ -311,7 +305,8 @@ class ProcessScorer:
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
         """Score each episode. Errors of the other scorer are passed on. Failed process rewards
         raise RolloutError if on_failure=fail."""
-        process = asyncio.ensure_future(self._of_group(episodes, prompt))
+        work = side_by_side(self._of_one(episode, prompt) for episode in episodes)
+        process = asyncio.ensure_future(work)
         try:
             scores = await self._outcome(episodes, prompt)
             earned = await self._in_time(process, episodes, prompt)
@@ -328,11 +323,6 @@ class ProcessScorer:
             for score, of_tokens in zip(scores, earned, strict=True)
         )
 
-    async def _of_group(
-        self, episodes: tuple[Episode, ...], prompt: Prompt
-    ) -> tuple[FloatArray, ...]:
-        return tuple(await side_by_side(self._of_one(episode, prompt) for episode in episodes))
-
     async def _of_one(self, episode: Episode, prompt: Prompt) -> FloatArray:
         """Return an episode's token rewards before weighting, [length]."""
         earned: FloatArray = np.zeros(len(episode.token_ids), np.float32)
@@ -348,14 +338,15 @@ class ProcessScorer:
 
     async def _in_time(
         self,
-        process: "asyncio.Future[tuple[FloatArray, ...]]",
+        process: "asyncio.Future[list[FloatArray]]",
         episodes: Sequence[Episode],
         prompt: Prompt,
-    ) -> tuple[FloatArray, ...] | None:
+    ) -> list[FloatArray] | None:
         """Return the process rewards; None: the group continues without them."""
         loop, section = asyncio.get_running_loop(), self._section
         until = None if section.max_age_s is None else loop.time() + section.max_age_s
-        oldest = oldest_version(episodes)
+        versions = [int(e.versions[e.drawn].min()) for e in episodes if e.num_drawn]
+        oldest = min(versions, default=2**31 - 1)  # the version of its oldest token
         while not process.done():
             left_s = None if until is None else until - loop.time()
             aged = section.max_age is not None and self.version() - oldest >= section.max_age
@@ -374,9 +365,3 @@ class ProcessScorer:
             self._count("failed_process_rewards")
             log.warning("prompt %d continues without process rewards: %s", prompt.prompt_id, error)
             return None
-
-
-def oldest_version(episodes: Sequence[Episode]) -> int:
-    """Return the version that generated a group's oldest token; a large number if it has none."""
-    versions = [int(e.versions[e.drawn].min()) for e in episodes if e.num_drawn]
-    return min(versions, default=2**31 - 1)

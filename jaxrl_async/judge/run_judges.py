@@ -11,8 +11,6 @@ from jaxrl_async.judge.judge import (
     JudgeScorer,
     JudgeService,
     Transcripts,
-    judge_cache_file,
-    make_judge_service,
 )
 from jaxrl_async.judge.judge_prompt import Rubric, rubric_of
 from jaxrl_async.judge.process_rewards import FunctionSteps, JudgedSteps, ProcessScorer, StepRewards
@@ -22,12 +20,9 @@ from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.types import Episode, Prompt, Score
 
 
-class NoOutcome:
-    """A ports.Scorer that gives no reward."""
-
-    async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-        """Return scores of 0."""
-        return (Score(reward=0.0),) * len(episodes)
+async def no_outcome(episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
+    """Return scores of 0: a ports.Scorer."""
+    return (Score(reward=0.0),) * len(episodes)
 
 
 class RunJudges:
@@ -53,7 +48,7 @@ class RunJudges:
         self._service: JudgeService | None = None
         self._rubric: Rubric | None = None
         if judge is not None:
-            self._service = make_judge_service(judge, faults.add, outages)
+            self._service = JudgeService(judge, faults.add, outages)
             self._rubric = rubric_of(judge) if judge.judges_answers else None
         self._transcripts = Transcripts(decode=tokenizer.decode, decode_all=tokenizer.decode_all)
         self._process: ProcessScorer | None = None  # of training
@@ -85,7 +80,7 @@ class RunJudges:
     def process_trial(self) -> Scorer | None:
         """Return a scorer that tests process rewards before a run, without a time limit for the
         group; None: none are configured."""
-        return self._process_scorer(NoOutcome(), waits=True)
+        return self._process_scorer(no_outcome, waits=True)
 
     def _process_scorer(self, outcome: Scorer, *, waits: bool) -> ProcessScorer | None:
         section, reward = self._reward.process, self._reward
@@ -126,7 +121,8 @@ class RunJudges:
     def begin(self, folder: Path, process: int, version: Callable[[], int]) -> None:
         """See run.optional_parts.JudgeScorers."""
         if self._service is not None:
-            self._service.cache.open(judge_cache_file(folder, process))
+            own = f".{process}" if process else ""
+            self._service.cache.open(folder / f"judge_cache{own}.jsonl")
         if self._process is not None:
             self._process.version = version
 

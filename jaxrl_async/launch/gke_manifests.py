@@ -66,12 +66,6 @@ def host_name(values: Values, job: str, index: int | str) -> str:
     return f"{values.name}-{job}-{index}-0.{values.name}"
 
 
-def _sampler_host(values: Values, index: int) -> str:
-    """Return the DNS name of the first pod of a sampler."""
-    own = sampler_name(values, index)
-    return f"{own}-{SAMPLER}-0-0.{own}"
-
-
 def manifests(values: Values, config: Config) -> list[dict[str, Any]]:
     """Return the manifests in the order to apply; `config` is from gke.run_config."""
     documents = [_config_map(values, config)]
@@ -187,13 +181,11 @@ def _job_set(
 
 def _trainer_set(values: Values, config: Config) -> dict[str, Any]:
     trainer = values.trainer
-    pod = _pod(values, trainer, _trainer_container(values), runs=True)
-    pod["terminationGracePeriodSeconds"] = grace_s(config) + SPARE_S
-    template = _job(trainer, _notes(values, trainer), pod)
+    template = _job(values, trainer, _trainer_container(values), grace_s(config) + SPARE_S)
     if _is_alone(trainer):
         template["spec"] |= _restarted_by_its_job(values.max_restarts)
-    else:
-        template["spec"] |= _restarted_as_a_whole()
+    else:  # its Job fails with its first pod, for the JobSet's rules
+        template["spec"] |= {"backoffLimit": 0, "podFailurePolicy": _preemption("FailJob")}
     spec = {
         "coordinator": {"replicatedJob": TRAINER, "jobIndex": 0, "podIndex": 0},
         "failurePolicy": {
@@ -210,23 +202,16 @@ def sampler_set(values: Values, config: Config, index: int) -> dict[str, Any]:
     """Return the JobSet of one sampler."""
     role = values.samplers
     assert role is not None, "there are samplers"
-    pod = _pod(values, role, _sampler_container(values, role, index), runs=True)
-    pod["terminationGracePeriodSeconds"] = LEAVE_S
-    template = _job(role, _notes(values, role), pod)
+    template = _job(values, role, _sampler_container(values, role, index), LEAVE_S)
     template["spec"] |= _restarted_by_its_job(MAX_WHOLE)
-    template["spec"]["podFailurePolicy"]["rules"].insert(0, _without_trainer())
+    codes = {"containerName": CONTAINER, "operator": "In", "values": [NO_TRAINER_CODE]}
+    released = {"action": "FailJob", "onExitCodes": codes}  # no trainer has answered
+    template["spec"]["podFailurePolicy"]["rules"].insert(0, released)
     spec = {
         "ttlSecondsAfterFinished": KEPT_S,
         "replicatedJobs": [{"name": SAMPLER, "replicas": 1, "template": template}],
     }
     return _job_set(values, role, sampler_name(values, index), {ROLE: SAMPLER}, spec)
-
-
-def _without_trainer() -> dict[str, Any]:
-    """Return the rule for a sampler's Job when no trainer has answered: it fails, and releases its
-    nodes."""
-    codes = {"containerName": CONTAINER, "operator": "In", "values": [NO_TRAINER_CODE]}
-    return {"action": "FailJob", "onExitCodes": codes}
 
 
 def _rules(values: Values) -> Iterator[dict[str, Any]]:
@@ -246,12 +231,15 @@ def _is_alone(role: Role) -> bool:
     return role.tpu.hosts * role.tpu.slices == 1
 
 
-def _job(role: Role, notes: dict[str, str], pod: Mapping[str, object]) -> dict[str, Any]:
-    """Return the Job of one slice: an indexed pod for each host."""
+def _job(
+    values: Values, role: Role, container: Mapping[str, object], ends_in_s: int
+) -> dict[str, Any]:
+    """Return the Job of one slice: an indexed pod for each host, with this time to end, seconds."""
+    pod = {**_pod(values, role, container), "terminationGracePeriodSeconds": ends_in_s}
     # One slice, one node pool: a Job's pods share its links, and other pods are excluded.
     exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     about: dict[str, Any] = {key: value for key, value in (
-        ("labels", dict(role.labels)), ("annotations", notes)
+        ("labels", dict(role.labels)), ("annotations", _notes(values, role))
     ) if value}  # fmt: skip
     return {
         **({"metadata": {"annotations": exclusive}} if role.tpu.hosts > 1 else {}),
@@ -281,11 +269,6 @@ def _restarted_by_its_job(most: int) -> dict[str, Any]:
     return {"backoffLimit": most, "podFailurePolicy": _preemption("Ignore")}
 
 
-def _restarted_as_a_whole() -> dict[str, Any]:
-    """Return the fields of a Job that fails with its first pod, for the JobSet's rules."""
-    return {"backoffLimit": 0, "podFailurePolicy": _preemption("FailJob")}
-
-
 # ---- the pods
 
 
@@ -300,10 +283,8 @@ def _notes(values: Values, role: Role) -> dict[str, str]:
     return {**(mounted if runs.bucket is not None else {}), **role.annotations}
 
 
-def _pod(
-    values: Values, role: Role, container: Mapping[str, object], *, runs: bool
-) -> dict[str, Any]:
-    """Return a pod of a role. runs: whether it mounts the storage of the run folders."""
+def _pod(values: Values, role: Role, container: Mapping[str, object]) -> dict[str, Any]:
+    """Return a pod of a role."""
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "nodeSelector": _selector(role),
@@ -313,8 +294,7 @@ def _pod(
     volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})  # 64 MB without it
     if role is values.trainer:
         volumes.append({"name": "config", "configMap": {"name": f"{values.name}-config"}})
-    if runs:
-        volumes.append({"name": "runs", **_storage(values.runs, values.run_as_user)})
+    volumes.append({"name": "runs", **_storage(values.runs, values.run_as_user)})
     spec["volumes"] = volumes
     if tolerations := list(_tolerations(role)):
         spec["tolerations"] = tolerations
@@ -357,7 +337,7 @@ def _storage(runs: Runs, user: int | None) -> dict[str, Any]:
     return {"csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes}}
 
 
-def _container(role: Role, env: Iterator[Mapping[str, object]], *, runs: bool) -> dict[str, Any]:
+def _container(role: Role, env: Iterator[Mapping[str, object]]) -> dict[str, Any]:
     """Return the part that the containers of both roles share."""
     chips: Mapping[str, Any] = {"google.com/tpu": role.tpu.host_chips, **role.resources}
     health = {"httpGet": {"path": PATH, "port": HEALTH_PORT}, "timeoutSeconds": 10}
@@ -366,8 +346,7 @@ def _container(role: Role, env: Iterator[Mapping[str, object]], *, runs: bool) -
         for v in role.volumes
     ]
     mounts.append({"name": "shm", "mountPath": "/dev/shm"})
-    if runs:
-        mounts.append({"name": "runs", "mountPath": RUNS_FOLDER})
+    mounts.append({"name": "runs", "mountPath": RUNS_FOLDER})
     return {
         "name": CONTAINER,
         "env": [
@@ -384,7 +363,7 @@ def _container(role: Role, env: Iterator[Mapping[str, object]], *, runs: bool) -
 
 
 def _trainer_container(values: Values) -> dict[str, Any]:
-    container = _container(values.trainer, _trainer_environment(values), runs=True)
+    container = _container(values.trainer, _trainer_environment(values))
     config = {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True}
     ports = [TPU_PORT, PORT, METRICS_PORT, HEALTH_PORT]
     ports += [JOIN_PORT, DATA_PORT] if values.samplers else []
@@ -401,7 +380,7 @@ def _sampler_container(values: Values, role: Role, index: int) -> dict[str, Any]
     assert values.samplers is not None, "there are samplers"
     trainer = f"{host_name(values, TRAINER, 0)}:{JOIN_PORT}"
     return {
-        **_container(role, _sampler_environment(values, role, index), runs=True),
+        **_container(role, _sampler_environment(values, role, index)),
         "image": values.image,
         "command": ["python", "-m", "jaxrl_async.sample"],
         "args": ["--join", trainer, "--wait", str(values.samplers.wait_s)],
@@ -431,7 +410,8 @@ def _sampler_environment(values: Values, role: Role, index: int) -> Iterator[dic
 
     GKE may treat Jobs on TPUs as slices of one world (MEGASCALE_*); these are not.
     """
-    first = _sampler_host(values, index)
+    name = sampler_name(values, index)
+    first = f"{name}-{SAMPLER}-0-0.{name}"  # DNS name of its first pod
     own = {
         "JOBSET_COORDINATOR": first,
         "JOBSET_JOB_INDEX": "0",

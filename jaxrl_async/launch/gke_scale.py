@@ -31,7 +31,7 @@ from jaxrl_async.launch.gke_manifests import (
     sampler_name,
     sampler_set,
 )
-from jaxrl_async.launch.gke_values import SamplerRole, Values, load_values
+from jaxrl_async.launch.gke_values import Values, load_values
 from jaxrl_async.metrics.prometheus import gauge_name
 
 LOOK_S = 15.0
@@ -108,7 +108,8 @@ class Scaler:
         counted = [step for n, step in sorted(self.steps.items()) if n > self.changed_at]
         if not (seen := measured_steps(counted, living)):
             return f"{living} samplers: too few steps have been measured"
-        role, demand = self._role, demand_of(seen)
+        role, demand = self.values.samplers, demand_of(seen)
+        assert role is not None, "main has checked it"
         wanted = wanted_samplers(demand, living, role.least, role.most or role.replicas)
         told = (
             f"samplers: {living} -> {wanted} (the trainer waits {demand.trainer_waits:.0%} of the "
@@ -119,23 +120,15 @@ class Scaler:
             self.changed_at = number
         return told
 
-    @property
-    def _role(self) -> SamplerRole:
-        assert self.values.samplers is not None, "main has checked it"
-        return self.values.samplers
-
     def _change(self, there: set[str], wanted: int) -> None:
         """Add samplers with the lowest free numbers, or remove the ones with the highest."""
-        by_number = {
-            name: int(name.rpartition("-")[2])
-            for name in there
-            if name.rpartition("-")[2].isdigit()
-        }
+        numbers = {name: name.rpartition("-")[2] for name in there}
         free = (i for i in range(len(there) + wanted) if sampler_name(self.values, i) not in there)
         for _ in range(wanted - len(there)):
             document = sampler_set(self.values, self.config, next(free))
             self.kubectl(["apply", "-f", "-"], yaml.safe_dump(document, sort_keys=False))
-        last = sorted(by_number, key=by_number.__getitem__, reverse=True)
+        numbered = [name for name in there if numbers[name].isdigit()]
+        last = sorted(numbered, key=lambda name: int(numbers[name]), reverse=True)
         for name in last[: max(len(there) - wanted, 0)]:
             space = ["--namespace", self.values.namespace]
             self.kubectl(["delete", "jobset", name, *space, "--wait=false"], "")

@@ -1,14 +1,15 @@
 """The values file of a run on GKE: its two roles, each on separate slices, and its storage."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from jaxrl_async.config.section import Count, Positive, Section
+from jaxrl_async.config.setting_fields import all_paths
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.launch.gke_slices import Tpu
 from jaxrl_async.metrics.health import HEALTH_VARIABLE
@@ -267,7 +268,8 @@ def _problem(error: Mapping[str, Any]) -> str:
     *sections, name = [str(part) for part in error["loc"]] or [""]
     dotted = ".".join([*sections, name])
     if error["type"] == "extra_forbidden":
-        near = get_close_matches(name, _keys_at(sections), n=1, cutoff=0.6)
+        keys = [path[-1] for path, _ in all_paths(Values, ()) if path[:-1] == tuple(sections)]
+        near = get_close_matches(name, keys, n=1)
         hint = f"did you mean {'.'.join([*sections, *near])}?" if near else "remove it."
         if dotted == "tpu":
             hint = "slices belong to a role: trainer.tpu and samplers.tpu."
@@ -276,13 +278,3 @@ def _problem(error: Mapping[str, Any]) -> str:
     if error["type"] == "value_error" and cause is not None:
         return f"{sections[0]}: {cause}" if sections else str(cause)
     return f"{dotted or 'the values'}: {error['msg']}."
-
-
-def _keys_at(sections: Sequence[str]) -> list[str]:
-    kind: Any = Values
-    for name in sections:
-        field = getattr(kind, "model_fields", {}).get(name)
-        kind = field.annotation if field is not None else None
-        kind = next((k for k in get_args(kind) if isinstance(k, type)), kind)
-    known = isinstance(kind, type) and issubclass(kind, BaseModel)
-    return list(kind.model_fields) if known else []

@@ -79,19 +79,17 @@ class HostProcess:
 
     def end(self, within_s: float) -> None:
         """End the process with SIGTERM, then SIGKILL after within_s seconds."""
-        if self._child is not None and self._child.poll() is None:
-            self._end_child(self._child, within_s)
+        child = self._child
+        if child is not None and child.poll() is None:
+            if within_s > 0:
+                child.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(within_s)
+            child.kill()
+            child.wait()
         if self._config is not None:
             self._config.unlink(missing_ok=True)
             self._config = None
-
-    def _end_child(self, child: subprocess.Popen[bytes], within_s: float) -> None:
-        if within_s > 0:
-            child.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(within_s)
-        child.kill()
-        child.wait()
 
     def tail(self, path: str) -> bytes:
         """Return the end of a file, at most 1 MiB; b"" if it does not exist."""

@@ -8,10 +8,9 @@ Ray finds the hosts and reports which have died; each actor runs its command as 
 import importlib
 import logging
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
-from jaxrl_async.errors import MissingExtraError
+from jaxrl_async.errors import extra_module
 from jaxrl_async.launch.hardware import Hardware
 from jaxrl_async.launch.host_process import HostProcess
 from jaxrl_async.launch.supervisor import LOST, HostTask
@@ -26,15 +25,9 @@ HEAD_S = 2.0
 log = logging.getLogger(__name__)
 
 
-@lru_cache(maxsize=1)
 def ray_api() -> Any:
     """Import ray. Raises MissingExtraError."""
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise MissingExtraError(
-            f"ray cannot be imported ({error}). Install the extra: pip install 'jaxrl_async[ray]'."
-        ) from None
+    return extra_module("ray", "ray", "jaxrl_async.launch.ray needs ray")
 
 
 class RayCluster:
@@ -116,7 +109,7 @@ class RayGroup:
                 return False
             self._actors = [self._actor(n) for n in range(self._hardware.hosts)]
         try:
-            found = self._ask_all("where", timeout_s=CALL_S)
+            found = ray.get([actor.where.remote() for actor in self._actors], timeout=CALL_S)
         except ray.exceptions.RayError as error:
             log.warning("%s: a host was lost while it was set up: %s", self._name, error)
             self._release()
@@ -144,12 +137,6 @@ class RayGroup:
             max_restarts=0,  # the supervisor decides
         )  # fmt: skip
         return wanted.remote(self._folder)
-
-    def _ask_all(self, method: str, *arguments: object, timeout_s: float) -> list[Any]:
-        """Call a method of all actors. Raises RayError if one is lost or silent."""
-        calls = [getattr(actor, method).remote(*arguments) for actor in self._actors]
-        answers: list[Any] = ray_api().get(calls, timeout=timeout_s)
-        return answers
 
     def address(self) -> str:
         """Return HOST:PORT for the trainer: the first host, and a port that was free on it."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError, JaxrlError, MeshError, MissingExtraError
-from jaxrl_async.help_format import DefaultsHelp
+from jaxrl_async.help_format import command_parser
 from jaxrl_async.plan import cuda
 from jaxrl_async.plan.chips import Chip, Slice, parse_chips, parse_slice
 from jaxrl_async.plan.lengths import assumed, read_lengths
@@ -92,11 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="jaxrl-async plan",
-        description=(__doc__ or "").split("\n\n")[1],
-        formatter_class=DefaultsHelp,
-    )
+    parser = command_parser("plan", (__doc__ or "").split("\n\n")[1])
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument(

@@ -9,7 +9,6 @@ Each connection has a separate environment in the server, and both end together.
 
 import asyncio
 import contextlib
-import importlib
 import json
 import math
 import urllib.error
@@ -20,7 +19,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from jaxrl_async.errors import Away, ConfigError, MissingExtraError, RolloutError
+from jaxrl_async.errors import Away, ConfigError, RolloutError, extra_module
 
 MAX_BYTES = 16 * 2**20
 """Maximum size of a server's message."""
@@ -80,12 +79,10 @@ def checked_url(url: str) -> str:
 
 def websocket_module() -> ModuleType:
     """Return the WebSocket client. Raises MissingExtraError."""
-    try:
-        return importlib.import_module("websockets.asyncio.client")
-    except ImportError as error:
-        raise MissingExtraError(
-            f"task openenv:URL needs websockets ({error}): pip install 'jaxrl_async[openenv]'."
-        ) from None
+    client: ModuleType = extra_module(
+        "websockets.asyncio.client", "openenv", "task openenv:URL needs websockets"
+    )
+    return client
 
 
 def action_schema(place: ServerPlace) -> Mapping[str, Any]:

@@ -5,12 +5,11 @@ task: {reasoning_gym:spell_backward: {max_word_len: 4, examples: 1}}
 The arguments are the dataset's own, except for `eval_size` and `examples`.
 """
 
-import importlib
 import logging
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_async.errors import ConfigError, MissingExtraError
+from jaxrl_async.errors import ConfigError, extra_module
 from jaxrl_async.tasks.task import Task, TaskRecord
 from jaxrl_async.types import CORRECT, Message
 
@@ -136,10 +135,5 @@ def _common_beginning(first: str, last: str) -> str:
 
 
 def _module(part: str) -> Any:
-    try:
-        return importlib.import_module(f"{LIBRARY}{part}")
-    except ImportError as error:
-        raise MissingExtraError(
-            f"task reasoning_gym:NAME needs reasoning-gym ({error}): "
-            "pip install 'jaxrl_async[reasoning_gym]'."
-        ) from None
+    needs = "task reasoning_gym:NAME needs reasoning-gym"
+    return extra_module(f"{LIBRARY}{part}", "reasoning_gym", needs)

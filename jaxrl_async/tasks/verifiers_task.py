@@ -30,7 +30,7 @@ from pydantic import ValidationError
 
 from jaxrl_async.away import says_away
 from jaxrl_async.data.tokenizer import PRINTABLE
-from jaxrl_async.errors import Away, ConfigError, MissingExtraError, RolloutError
+from jaxrl_async.errors import Away, ConfigError, RolloutError, extra_module
 from jaxrl_async.metrics.metric import part_name
 from jaxrl_async.tasks.game import SeatScore
 from jaxrl_async.tasks.task import Task, TaskRecord
@@ -411,10 +411,5 @@ def _characters(tasks: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _module(part: str) -> Any:
-    try:
-        importlib.import_module("verifiers.v1")
-    except ImportError as error:
-        raise MissingExtraError(
-            f"task verifiers:NAME needs verifiers ({error}): pip install 'jaxrl_async[verifiers]'."
-        ) from None
+    extra_module("verifiers.v1", "verifiers", "task verifiers:NAME needs verifiers")
     return importlib.import_module(f"verifiers.v1{part}")

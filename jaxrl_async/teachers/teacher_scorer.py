@@ -8,8 +8,9 @@ group ──┤                                                   ├──> Sco
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.tasks.usercode import side_by_side
@@ -54,27 +55,11 @@ class TeacherScorer:
         of_prompt = self._choices.of(prompt)
         if self._reference is not None:
             of_prompt[self._reference] = 0.0  # nothing is learned from it
-
-        async def outcome() -> tuple[Score, ...]:
-            return tuple(await self._outcome(episodes, prompt))
-
-        async def advice() -> list[list[TeacherLogprobs]]:
-            return await side_by_side(
-                self._of_teacher(name, weight, episodes, prompt)
-                for name, weight in of_prompt.items()
-            )
-
-        scoring, asking = asyncio.ensure_future(outcome()), asyncio.ensure_future(advice())
-        try:
-            await asyncio.wait((scoring, asking), return_when=asyncio.FIRST_EXCEPTION)
-            for done in (scoring, asking):
-                if done.done():
-                    done.result()  # the first failure ends both
-            scores, by_teacher = await scoring, await asking
-        finally:
-            for task in (scoring, asking):
-                task.cancel()
-            await asyncio.gather(scoring, asking, return_exceptions=True)
+        asked = side_by_side(
+            self._of_teacher(name, weight, episodes, prompt) for name, weight in of_prompt.items()
+        )
+        work: tuple[Coroutine[None, None, Any], ...] = (self._outcome(episodes, prompt), asked)
+        scores, by_teacher = await side_by_side(work)
         return tuple(
             replace(score, teachers=tuple(of_one[number] for of_one in by_teacher))
             for number, score in enumerate(scores)

@@ -6,7 +6,6 @@ Calls run on the loop for user code, never on the trainer's thread; at most `con
 import asyncio
 import json
 import time
-from contextlib import suppress
 from typing import Any
 
 from jaxrl_async.config.schema import NamedTeacher
@@ -19,7 +18,7 @@ from jaxrl_async.errors import (
 )
 from jaxrl_async.judge.judge_client import JsonClient, JudgeRefusal, key_in
 from jaxrl_async.outages import Outages
-from jaxrl_async.tasks.usercode import run_async, start_async
+from jaxrl_async.tasks.usercode import run_async
 from jaxrl_async.teachers.episode_teacher import EpisodeTeacher
 from jaxrl_async.teachers.other_tokens import OtherTokens
 from jaxrl_async.teachers.prompt_logprobs import (
@@ -33,8 +32,6 @@ from jaxrl_async.types import IntArray
 
 MAX_ANSWER_BYTES = 2**29
 """Maximum size of one answer, bytes: 32 likely tokens of 100,000 positions take about 250 MB."""
-CLOSE_S = 5.0
-"""Maximum wait for the end of the connections, seconds."""
 PROBES = ("Hello, World!", "12 + 34 = 46.\n", "\tif x != y:", "naïve 数学 🙂")
 """Short texts that the teacher's server must convert to the policy's tokens."""
 ANY_TOKEN = 2**31 - 1
@@ -83,9 +80,14 @@ class TeacherService(EpisodeTeacher):
         self._section, self._outages = section, outages
         self._vocab = vocab if others is None else ANY_TOKEN
         self._route = address_of(section.url, section.protocol)
-        self._client: JsonClient | None = None  # made on the loop that uses it
+        self._client = JsonClient(
+            key=key_in(f"{self.setting}.key_variable", section.key_variable),
+            places=section.concurrency,
+            timeout_s=section.timeout_s,
+            setting=self.setting,
+            max_bytes=MAX_ANSWER_BYTES,
+        )
         self._places = asyncio.Semaphore(section.concurrency)
-        self._key = key_in(f"{self.setting}.key_variable", section.key_variable)
 
     async def of_tokens(self, token_ids: IntArray, about: object) -> ContextLogprobs:
         """Return the log-probs of a context's tokens, [n] int32; as `of_episode`."""
@@ -142,10 +144,7 @@ class TeacherService(EpisodeTeacher):
 
     def close(self) -> None:
         """Close the connections. Idempotent; they are made again when they are needed."""
-        client, self._client = self._client, None
-        if client is not None:
-            with suppress(Exception):  # closing a connection may raise anything
-                start_async(client.close).result(CLOSE_S)
+        self._client.close_from_outside()
 
     # ---- on the loop for user code
 
@@ -155,7 +154,7 @@ class TeacherService(EpisodeTeacher):
         async with self._places:
             began_s = time.monotonic()
             try:
-                content = await self._connected().post(self._route, body, ADVICE)
+                content = await self._client.post(self._route, body, ADVICE)
             finally:
                 self._counts["calls"] += 1
                 self._counts["call_s"] += time.monotonic() - began_s
@@ -174,19 +173,8 @@ class TeacherService(EpisodeTeacher):
         assert self._section.url is not None
         url = self._section.url.rstrip("/").removesuffix("/v1") + "/tokenize"
         body = {"model": self._section.model, "prompt": text, "add_special_tokens": False}
-        content = await self._connected().post(url, body, "")
+        content = await self._client.post(url, body, "")
         return _tokens_in(content, url)
-
-    def _connected(self) -> JsonClient:
-        if self._client is None:
-            self._client = JsonClient(
-                key=self._key,
-                places=self._section.concurrency,
-                timeout_s=self._section.timeout_s,
-                setting=self.setting,
-                max_bytes=MAX_ANSWER_BYTES,
-            )
-        return self._client
 
 
 def _tokens_in(content: bytes, url: str) -> list[int]:

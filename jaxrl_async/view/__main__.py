@@ -5,25 +5,20 @@ Runs that begin later in these folders appear on the page. It is served to this 
 --host is set, and needs no network.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl_async.data.addresses import argument_here
 from jaxrl_async.errors import ConfigError, JaxrlError, exit_code_after
-from jaxrl_async.help_format import DefaultsHelp
+from jaxrl_async.help_format import command_parser
 from jaxrl_async.view.page_server import ViewServer
 from jaxrl_async.view.run_list import RunList
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve the page until Ctrl-C; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="jaxrl-async view",
-        description=__doc__,
-        formatter_class=DefaultsHelp,
-    )
+    parser = command_parser("view", __doc__)
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="folder of a run, or of runs, or its address"
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from runs import config_of, many_digits
 
-from jaxrl_async.command.diff_command import estimate_text, main, read_run, setting_text
+from jaxrl_async.command.diff_command import estimate_text, main, read_run
 from jaxrl_async.command.run_differences import (
     LastValue,
     RunRecords,
@@ -19,6 +19,7 @@ from jaxrl_async.command.run_differences import (
     version_differences,
 )
 from jaxrl_async.config.load import dump, load
+from jaxrl_async.config.setting_fields import value_text
 from jaxrl_async.evals.estimates import Estimate
 from jaxrl_async.run.loop import train
 
@@ -197,7 +198,7 @@ def test_a_damaged_record_of_starts_is_no_error(tmp_path):
     [(None, "null"), (1e-6, "1.0e-06"), ("a b", "a b"), ([1, {"x": 2}], "[1, {x: 2}]")],
 )
 def test_settings_are_shown_as_yaml(value, text):
-    assert setting_text(value) == text
+    assert value_text(value) == text
 
 
 def test_estimates_are_shown_with_their_interval():

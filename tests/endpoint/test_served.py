@@ -75,7 +75,7 @@ def test_a_swap_in_mid_answer_is_seen_in_its_versions_alone():
     assert (spans[0]["start"], spans[-1]["end"]) == (0, len(bodies[1].token_ids))
 
 
-def test_a_judge_may_be_our_own_endpoint():
+def test_a_judge_may_be_our_own_endpoint(monkeypatch):
     tokenizer = byte_tokenizer(CHATML)
     terms = CallerLimits(
         sampling=SamplingParams(),
@@ -86,8 +86,9 @@ def test_a_judge_may_be_our_own_endpoint():
     )
     rig = serve(Speaker(tokenizer, ["Eight of ten", "I think\n8"]), tokenizer, terms=terms)
     faults: list[str] = []
-    judge = JudgeSection(model="m", base_url=f"{rig.endpoint.address}/v1", max_tokens=32)
-    desk = JudgeService(judge, key=KEY, count=faults.append)
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    given = {"model": "m", "base_url": f"{rig.endpoint.address}/v1", "key_variable": "JUDGE_KEY"}
+    desk = JudgeService(JudgeSection(**given, max_tokens=32), faults.append)
     asked = about_answers(
         rubric_of(JudgeSection(model="m", rubric="Good?")),
         JudgedTask(text="2+2"),

@@ -15,7 +15,7 @@ from outage_clock import QuickOutages
 from jaxrl_async.config.judge_section import Criterion, JudgeSection
 from jaxrl_async.errors import ConfigError, EndpointMisset, OutageTooLong, RolloutError
 from jaxrl_async.judge import judge_cache
-from jaxrl_async.judge.judge import JudgeScorer, Transcripts, make_judge_service
+from jaxrl_async.judge.judge import JudgeScorer, JudgeService, Transcripts
 from jaxrl_async.judge.judge_cache import JudgeCache, question_key
 from jaxrl_async.judge.judge_client import retry_after_s
 from jaxrl_async.judge.judge_prompt import (
@@ -73,7 +73,7 @@ def judged(server, answers, *, others=None, cache: Path | None = None, outages=N
     """The scores or the error of a group, the faults, the meter's totals."""
     faults = Counter()
     chosen = section(server, **settings)
-    desk = make_judge_service(chosen, lambda name: faults.update([name]), outages)
+    desk = JudgeService(chosen, lambda name: faults.update([name]), outages)
     if cache is not None:
         desk.cache.open(cache)
     shown = Transcripts(decode=decode, decode_all=decode)
@@ -233,7 +233,7 @@ def test_the_key_comes_from_the_environment_and_shows_nowhere(server, monkeypatc
     assert set(server.keys) == {"Bearer s3cret"} and "s3cret" not in caplog.text
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(ConfigError, match="environment has no such variable"):
-        make_judge_service(section(server, key_variable="JUDGE_KEY"), lambda name: None)
+        JudgeService(section(server, key_variable="JUDGE_KEY"), lambda name: None)
 
 
 def test_scores_on_disk_are_not_paid_for_twice(server, tmp_path):
@@ -366,7 +366,7 @@ def test_a_task_of_several_messages_is_shown_whole():
 def test_each_answer_is_judged_by_the_opening_that_it_was_given_to(server, mode):
     """Environments may open differently within a group: before, all were shown the first one's."""
     chosen = section(server, mode=mode)
-    desk = make_judge_service(chosen, lambda name: None)
+    desk = JudgeService(chosen, lambda name: None)
     shown = Transcripts(decode=decode, decode_all=decode)
     scorer = JudgeScorer(desk, chosen, rubric_of(chosen), shown)
     asked = Prompt(**{**_fields(PROMPT), "text": ""})
@@ -387,7 +387,7 @@ def test_each_answer_is_judged_by_the_opening_that_it_was_given_to(server, mode)
 def test_a_misset_judge_is_asked_once_and_no_retry_of_the_guard_follows(server, neutral):
     server.faults = ["401"] * 9
     chosen = section(server, on_failure="neutral" if neutral else "fail")
-    desk = make_judge_service(chosen, lambda name: None)
+    desk = JudgeService(chosen, lambda name: None)
     shown = Transcripts(decode=decode, decode_all=decode)
     scorer = JudgeScorer(desk, chosen, rubric_of(chosen), shown)
     guard = GuardedScorer(scorer, timeout_s=20.0, retries=5, backoff_s=0.0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxrl_async.config.judge_section import JudgeSection, ProcessSection
 from jaxrl_async.errors import ConfigError, RolloutError
-from jaxrl_async.judge.judge import Transcripts, make_judge_service
+from jaxrl_async.judge.judge import JudgeService, Transcripts
 from jaxrl_async.judge.process_rewards import (
     FunctionSteps,
     JudgedSteps,
@@ -205,7 +205,7 @@ def test_a_function_that_cannot_be_called_is_refused():
 def test_the_judge_rates_steps_and_their_number_earns_nothing():
     with FakeJudge() as server:
         judge = JudgeSection(model="m", base_url=server.url, weight=0.0, backoff_s=0.01)
-        desk = make_judge_service(judge, lambda name: None)
+        desk = JudgeService(judge, lambda name: None)
         shown = Transcripts(decode=decode, decode_all=decode)
         section = ProcessSection(function="judge", separator=".")
         rewards = JudgedSteps(desk, judge, "Good?", shown)

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import yaml
-
 from jaxrl_async.config.peers.counterpart import (
     DEVICES,
     KEEP,
@@ -18,6 +16,7 @@ from jaxrl_async.config.peers.trl_fields import TRL
 from jaxrl_async.config.peers.tunix_fields import TUNIX
 from jaxrl_async.config.peers.verl_fields import VERL
 from jaxrl_async.config.schema import Config
+from jaxrl_async.config.setting_fields import value_text
 
 PEERS = (TRL, TUNIX, VERL)
 NOT_GIVEN = object()
@@ -30,8 +29,7 @@ def setting_text(path: str, value: object) -> str:
     """Return a setting as an override; without its value if YAML cannot write it shortly."""
     if not is_plain(value):
         return path
-    text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False)
-    text = text.removesuffix("\n").removesuffix("\n...").strip()
+    text = value_text(value)
     return f"{path}={text}" if len(text) <= SHOWN_CHARS else path
 
 

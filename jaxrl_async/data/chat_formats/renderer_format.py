@@ -34,7 +34,7 @@ from jaxrl_async.data.chat_formats.written_turn import (
     with_thinking_in_content,
 )
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.errors import ConfigError, DataError, MissingExtraError, in_a_line
+from jaxrl_async.errors import ConfigError, DataError, extra_module, in_a_line
 from jaxrl_async.ports.rollout import TurnMarks
 from jaxrl_async.types import IntArray, Message
 
@@ -124,14 +124,9 @@ def renderer_names() -> tuple[str, ...]:
 
 
 def _package(module: str) -> Any:
-    try:
-        return importlib.import_module(f"{PACKAGE}.{module}")
-    except ImportError as error:
-        raise MissingExtraError(
-            f"the package {PACKAGE} cannot be imported ({error}). Install the extra [chat]: "
-            "pip install 'jaxrl_async[chat]', or set data.chat_format=template for the "
-            "tokenizer's own chat template."
-        ) from None
+    instead = ", or set data.chat_format=template for the tokenizer's own chat template"
+    needs = f"data.chat_format needs the package {PACKAGE}"
+    return extra_module(f"{PACKAGE}.{module}", "chat", needs, instead)
 
 
 def _make(
