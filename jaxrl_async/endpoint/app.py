@@ -8,11 +8,10 @@ POST /v1/session/reward_key   POST /tokenize  POST /detokenize  GET /version  GE
 """
 
 import asyncio
-import functools
-import itertools
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,7 +32,7 @@ from jaxrl_async.endpoint.http_exchange import (
     anthropic_event,
     openai_event,
 )
-from jaxrl_async.endpoint.openai_chat import chat_call
+from jaxrl_async.endpoint.openai_chat import ChatCall, chat_call
 from jaxrl_async.endpoint.openai_text import TextWriter, text_call
 from jaxrl_async.endpoint.prometheus_text import CONTENT_TYPE, prometheus_text
 from jaxrl_async.endpoint.responses_call import (
@@ -46,6 +45,8 @@ from jaxrl_async.endpoint.responses_call import (
 )
 from jaxrl_async.endpoint.service import LONG_BODY, EndpointService, refusal_of
 from jaxrl_async.endpoint.streams import (
+    ChatSteps,
+    Streamed,
     StreamedChat,
     StreamedMessage,
     StreamedResponse,
@@ -78,13 +79,13 @@ class EndpointApp:
 
     def __init__(self, service: EndpointService) -> None:
         """service: serves the calls."""
-        self._service, self._numbers = service, itertools.count()
+        self._service = service
         self._chats = ChatTurns(service)
         self._posts: dict[str, Handler] = {
-            "/v1/chat/completions": self._chat,
+            "/v1/chat/completions": partial(self._chat, chat_call, "chatcmpl", StreamedChat),
             "/v1/completions": self._text,
             "/v1/responses": self._responses,
-            "/v1/messages": self._messages,
+            "/v1/messages": partial(self._chat, messages_call, "msg", StreamedMessage),
             "/v1/messages/count_tokens": self._count_tokens,
             "/inference/v1/generate": self._generate,
             "/tokenize": self._tokenize,
@@ -221,50 +222,42 @@ class EndpointApp:
         voice = exchange.header(CONVERSATION)
         return self._service.caller(exchange.key, conversation, body.get("model"), voice=voice)
 
-    async def _chat(self, exchange: HttpExchange, body: object) -> None:
-        service, call = self._service, await self._aside(exchange, chat_call, body)
-        caller = self._caller(exchange, body, exchange.header(CONVERSATION))
+    async def _steps(self, exchange: HttpExchange, caller: Caller, call: ChatCall) -> ChatSteps:
+        """Return the steps of a chat call of any protocol. Raises CallRefused."""
         prompt = await self._chats.prompt(caller, call, is_long=exchange.is_long)
-        heading = service.heading(caller, "chatcmpl", next(self._numbers))
-        streamed = StreamedChat(self._chats, caller, call, prompt, heading)
-        if call.stream:
-            await self._stream(exchange, streamed.events(), b": waiting\n\n", b"data: [DONE]\n\n")
-        else:
-            await exchange.reply(200, await streamed.whole())
+        return ChatSteps(self._chats, caller, call, prompt)
 
-    async def _messages(self, exchange: HttpExchange, body: object) -> None:
-        service, call = self._service, await self._aside(exchange, messages_call, body)
+    async def _chat(
+        self,
+        read: Callable[[object], ChatCall],
+        prefix: str,
+        kind: type[StreamedChat | StreamedMessage],
+        exchange: HttpExchange,
+        body: object,
+    ) -> None:
+        call = await self._aside(exchange, read, body)
         caller = self._caller(exchange, body, exchange.header(CONVERSATION))
-        prompt = await self._chats.prompt(caller, call, is_long=exchange.is_long)
-        heading = service.heading(caller, "msg", next(self._numbers))
-        streamed = StreamedMessage(self._chats, caller, call, prompt, heading)
-        if call.stream:
-            ping = anthropic_event({"type": "ping"})
-            await self._stream(exchange, streamed.events(), ping, b"")
-        else:
-            await exchange.reply(200, await streamed.whole())
+        steps = await self._steps(exchange, caller, call)
+        heading = self._service.heading(caller, prefix)
+        await self._answer(exchange, kind(steps, heading), call.stream)
 
     async def _responses(self, exchange: HttpExchange, body: object) -> None:
-        service, call = self._service, await self._aside(exchange, responses_call, body)
+        call = await self._aside(exchange, responses_call, body)
         root = new_root() if call.previous is None else root_of(call.previous)
         conversation = exchange.header(CONVERSATION)
         if conversation is None and (call.stores or call.previous is not None):
             conversation = f"{PREFIX}{root}"  # otherwise nothing is stored for a later call
         caller = self._caller(exchange, body, conversation)
         before = _said_before(caller, call)
-        said = (*before, *call.chat.messages)
         chat = replace(call.chat, messages=call.messages(before))
-        prompt = await self._chats.prompt(caller, chat, is_long=exchange.is_long)
-        heading = service.heading(caller, f"{PREFIX}{root}", next(self._numbers), mark="_")
-        streamed = StreamedResponse(self._chats, caller, call, said, prompt, heading)
-        if call.chat.stream:
-            await self._stream(exchange, streamed.events(), b": waiting\n\n", b"")
-        else:
-            await exchange.reply(200, await streamed.whole())
+        steps = await self._steps(exchange, caller, chat)
+        heading = self._service.heading(caller, f"{PREFIX}{root}", mark="_")
+        said = (*before, *call.chat.messages)
+        streamed = StreamedResponse(steps, call, said, heading)
+        await self._answer(exchange, streamed, call.chat.stream)
 
     async def _count_tokens(self, exchange: HttpExchange, body: object) -> None:
-        counted = functools.partial(messages_call, counting=True)
-        call = await self._aside(exchange, counted, body)
+        call = await self._aside(exchange, partial(messages_call, counting=True), body)
         caller = self._service.caller(exchange.key, exchange.header(CONVERSATION))
         prompt = await self._chats.prompt(caller, call, is_long=exchange.is_long)
         await exchange.reply(200, {"input_tokens": len(prompt.token_ids)})
@@ -283,13 +276,9 @@ class EndpointApp:
                 for given in call.prompts
             ]
         )
-        heading = service.heading(caller, "cmpl", next(self._numbers))
+        heading = service.heading(caller, "cmpl")
         writer = TextWriter(call=call, heading=heading, prompts=prompts, words=service.words)
-        streamed = StreamedText(service, caller, writer)
-        if call.stream:
-            await self._stream(exchange, streamed.events(), b": waiting\n\n", b"data: [DONE]\n\n")
-        else:
-            await exchange.reply(200, await streamed.whole())
+        await self._answer(exchange, StreamedText(service, caller, writer), call.stream)
 
     async def _generate(self, exchange: HttpExchange, body: object) -> None:
         service, call = self._service, await self._aside(exchange, token_call, body)
@@ -298,7 +287,7 @@ class EndpointApp:
         prompt = np.array(call.token_ids, np.int32)
         async with service.drawing(caller, [prompt], call.options, parts=False) as drawing:
             answers = await drawing.answers()
-        heading = service.heading(caller, "generate", next(self._numbers))
+        heading = service.heading(caller, "generate")
         await exchange.reply(200, token_body(call, heading, answers, service.words))
 
     async def _tokenize(self, exchange: HttpExchange, body: object) -> None:
@@ -353,24 +342,25 @@ class EndpointApp:
         task = await service.door().begin(body, address=exchange.address, model=service.served.name)
         await exchange.reply(200, task)
 
-    async def _stream(
-        self, exchange: HttpExchange, events: AsyncIterator[bytes], ping: bytes, last: bytes
-    ) -> None:
-        """Send events as they arrive, and a ping after a pause. The head is sent with the first
-        event, so an early error still has its own status."""
+    async def _answer(self, exchange: HttpExchange, answer: Streamed, streams: bool) -> None:
+        """Send an answer whole, or its events as they arrive, with a ping after a pause. The head
+        is sent with the first event, so an early error still has its own status."""
+        if not streams:
+            await exchange.reply(200, await answer.whole())
+            return
         parts: asyncio.Queue[bytes | Exception | None] = asyncio.Queue(1)
-        pumping = asyncio.ensure_future(_pump(events, parts))
+        pumping = asyncio.ensure_future(_pump(answer.events(), parts))
         try:
             while True:
                 try:
                     part = await asyncio.wait_for(parts.get(), self._service.limits.ping_s)
                 except TimeoutError:
-                    part = ping
+                    part = answer.ping
                 if isinstance(part, Exception):
                     raise part
                 if not exchange.begun:
                     await exchange.open_stream()
-                await exchange.write(last if part is None else part)
+                await exchange.write(answer.last if part is None else part)
                 if part is None:
                     break
             await exchange.close_stream()
