@@ -24,9 +24,8 @@ from jaxrl_async.endpoint.http_answers import (
     AnswerHeader,
     ChatAnswer,
     TokenRow,
-    Usage,
+    openai_usage,
     prompt_row,
-    rows_of_answers,
 )
 from jaxrl_async.endpoint.request_fields import CHAT
 from jaxrl_async.endpoint.sampling_request import (
@@ -164,17 +163,16 @@ class ChatWriter:
 
     def body(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
         """Return the complete answer."""
-        usage = Usage(prompt=len(self.prompt), drawn=rows_of_answers([a.answer for a in answers]))
+        choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
         return {
-            "id": self.heading.id,
-            "object": "chat.completion",
-            "created": self.heading.created,
-            "model": self.heading.model,
-            "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
-            "usage": usage.openai(),
+            **self.heading.openai("chat.completion", choices),
+            "usage": self._usage(answers),
             **self._prompt_ids(),
             **self._prompt_logprobs(answers[0]),
         }
+
+    def _usage(self, answers: Sequence[ChatAnswer]) -> dict[str, int]:
+        return openai_usage(len(self.prompt), [answer.answer for answer in answers])
 
     def _prompt_logprobs(self, answer: ChatAnswer) -> dict[str, Any]:
         if self.call.shown.prompt is None:
@@ -249,20 +247,13 @@ class ChatWriter:
         """Return the chunks after the last choice."""
         if not self.call.stream_usage:
             return []
-        usage = Usage(prompt=len(self.prompt), drawn=rows_of_answers([a.answer for a in answers]))
-        return [{**self._chunk(0, {}), "choices": [], "usage": usage.openai()}]
+        return [{**self._chunk(0, {}), "choices": [], "usage": self._usage(answers)}]
 
     def _chunk(
         self, index: int, delta: Mapping[str, object], row: TokenRow | None = None
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "finish_reason": None, **self._tokens(row)}
-        return {
-            "id": self.heading.id,
-            "object": "chat.completion.chunk",
-            "created": self.heading.created,
-            "model": self.heading.model,
-            "choices": [choice],
-        }
+        return self.heading.openai("chat.completion.chunk", [choice])
 
 
 def _delta(delta: ChatDelta) -> dict[str, Any]:

@@ -553,11 +553,6 @@ class Sessions:
         with self._lock:
             return tuple(self._open.values())
 
-    def expire(self) -> int:
-        """End the sessions whose time is over; return how many. For owners that do not watch
-        theirs."""
-        return sum(session.expire() for session in self.all())
-
     def close(self) -> None:
         """End all sessions because the run is stopping. No more can be opened. Idempotent."""
         with self._lock:
