@@ -55,7 +55,7 @@ def token_call(body: object) -> TokenCall:
     token_ids = tuple(fields.token_ids("token_ids", MAX_PROMPT))
     if not token_ids:
         fields.refuse("token_ids", "a list of token ids")
-    inner = BodyFields(fields.value("sampling_params") or {}, "sampling_params")
+    inner = fields.inner("sampling_params", {})
     logprobs = inner.whole("logprobs", 0, MAX_TOP)
     shown = logprobs_of(inner, logprobs or 0)
     count = inner.whole("n", 1, MAX_COUNT) or 1
