@@ -5,7 +5,6 @@ import itertools
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from jaxrl_async.endpoint.conversations import Conversations
 from jaxrl_async.endpoint.http_errors import CallRefused
@@ -42,37 +41,6 @@ class CallerAsk:
     began: Callable[[str], None]  # called with the request's id before it is queued
 
 
-class Caller(Protocol):
-    """The caller that a key belongs to."""
-
-    @property
-    def terms(self) -> CallerLimits:
-        """The terms of its answers."""
-        ...
-
-    @property
-    def conversations(self) -> Conversations:
-        """Its earlier conversations."""
-        ...
-
-    @property
-    def adapter(self) -> str:
-        """The sampler's adapter for its answers; empty: none."""
-        ...
-
-    async def draw(self, ask: CallerAsk) -> Completion:
-        """Sample one answer. Cancelling frees its slot. Raises RolloutError and Closed."""
-        ...
-
-    def exhaust(self, limit: str, token_ids: IntArray) -> None:
-        """Record that a call with these tokens, [prompt] int32, was rejected for this limit."""
-        ...
-
-    def talked(self, asked: Sequence[Message], answer: Message) -> None:
-        """Record a call's messages and its answer."""
-        ...
-
-
 class Guest:
     """A caller whose answers do not become an episode."""
 
@@ -99,8 +67,11 @@ class Guest:
         self.adapter = adapter
 
     async def draw(self, ask: CallerAsk) -> Completion:
-        """See Caller. With a seed, the same tokens are sampled each time. Each answer of a call has
-        separate random numbers: the request's key is (seed, index)."""
+        """Sample one answer. Cancelling frees its slot. Raises RolloutError and Closed.
+
+        With a seed, the same tokens are sampled each time. Each answer of a call has separate
+        random numbers: the request's key is (seed, index).
+        """
         request = Request(
             request_id=f"guest-{self._server}-{next(self._numbers)}/a{ask.index}",
             token_ids=ask.token_ids,
@@ -143,7 +114,7 @@ class Member:
 
     @property
     def terms(self) -> CallerLimits:
-        """See Caller."""
+        """The terms of its answers."""
         limits = self.session.limits
         return CallerLimits(
             sampling=limits.sampling,
@@ -156,7 +127,7 @@ class Member:
         )
 
     async def draw(self, ask: CallerAsk) -> Completion:
-        """See Caller. The random numbers are the session's."""
+        """Sample one answer, as for a guest. The random numbers are the session's."""
         limits, draft = self.session.limits, ask.draft
         if not set(limits.stop_token_ids) <= set(draft.stop_token_ids):
             raise CallRefused(
@@ -177,9 +148,14 @@ class Member:
         )
 
     def exhaust(self, limit: str, token_ids: IntArray) -> None:
-        """See Caller: the episode ends as cut off."""
+        """Record that a call with these tokens, [prompt] int32, was rejected for this limit: the
+        episode ends as cut off."""
         self.session.exhaust(limit, token_ids)
 
     def talked(self, asked: Sequence[Message], answer: Message) -> None:
-        """See Caller: the session's reward functions may read it."""
+        """Record a call's messages and its answer: the session's reward functions may read them."""
         self.session.talked(asked, answer, self._voice)
+
+
+Caller = Guest | Member
+"""The caller that a key belongs to."""

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramMember, messages_for
-from jaxrl_async.endpoint.sessions import FINISHED, STOPPING, PolicySession, SessionPlace
+from jaxrl_async.endpoint.sessions import FINISHED, STOPPING, PolicySession, SessionPlace, call_in
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.types import Episode, EpisodeLimits, Prompt
@@ -141,8 +141,7 @@ class TaskQueue:
     def _wake(self, count: int) -> None:
         for _ in range(min(count, len(self._waiting))):
             loop, news = self._waiting.popleft()
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(news.set)
+            call_in(loop, news.set)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,11 +230,7 @@ class ExternalAgentMember(ProgramMember):
         loop = asyncio.get_running_loop()
         over = asyncio.Event()
 
-        def tell(reason: str) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(over.set)
-
-        session.on_end(tell)
+        session.on_end(lambda _: call_in(loop, over.set))
         while session.ended is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(session.remaining_s(), 0.0)):

@@ -301,12 +301,8 @@ class EndpointService:
     def _of_member(self, session: PolicySession) -> Conversations:
         if session.key not in self._members:
             self._members[session.key] = Conversations()
-            session.on_end(lambda _: self._forget(session.key))
+            session.on_end(lambda _: self._members.pop(session.key, None))
         return self._members.get(session.key) or Conversations()
-
-    def _forget(self, key: str) -> None:
-        """Drop the conversations of a session that has ended."""
-        self._members.pop(key, None)
 
     def _of_guest(self, key: str, name: str) -> Conversations:
         """Return a guest's conversation. Conversations started by a response are limited
