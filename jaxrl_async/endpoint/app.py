@@ -9,7 +9,7 @@ POST /v1/session/reward_key   POST /tokenize  POST /detokenize  GET /version  GE
 
 import asyncio
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -34,7 +34,6 @@ from jaxrl_async.endpoint.http_exchange import (
 )
 from jaxrl_async.endpoint.openai_chat import ChatCall, chat_call
 from jaxrl_async.endpoint.openai_text import TextWriter, text_call
-from jaxrl_async.endpoint.prometheus_text import CONTENT_TYPE, prometheus_text
 from jaxrl_async.endpoint.responses_call import (
     PREFIX,
     ResponsesCall,
@@ -67,6 +66,8 @@ REWARD, END = "/v1/session/reward", "/v1/session/end"
 """Paths to reward and end a session; they need a separate key."""
 BEGIN = "/v1/session/begin"
 """Path where external agents request a task; it needs a separate key."""
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+METRICS_PREFIX = "jaxrl_async_endpoint_"
 SHOWN_REASON = 200
 """Maximum length of an agent's reason to give up, characters; the rest is cut."""
 T = TypeVar("T")
@@ -154,8 +155,8 @@ class EndpointApp:
         elif path == "/tokenizer_info":
             await exchange.reply(200, tokenizer_info(service.served.tokenizer))
         else:
-            text = prometheus_text(service.counts.by_name(), {"open_calls": service.num_open})
-            await exchange.reply_bytes(200, text.encode(), CONTENT_TYPE)
+            text = _metrics_text(service.counts.by_name(), {"open_calls": service.num_open})
+            await exchange.reply_bytes(200, text.encode(), METRICS_TYPE)
         return True
 
     async def _handled(self, handler: Handler, exchange: HttpExchange, body: bytes) -> None:
@@ -390,6 +391,17 @@ def _models(service: EndpointService, path: str) -> dict[str, Any]:
             return one
     names = ", ".join(str(one["id"]) for one in models)
     raise CallRefused(f"the available models are {names}", status=404)
+
+
+def _metrics_text(counts: Mapping[str, int], gauges: Mapping[str, int]) -> str:
+    """Return counters since the start and current values in Prometheus' text format, version
+    0.0.4."""
+    lines = []
+    for kind, end, values in (("counter", "_total", counts), ("gauge", "", gauges)):
+        for name, value in values.items():
+            full = f"{METRICS_PREFIX}{name}{end}"
+            lines += [f"# TYPE {full} {kind}\n", f"{full} {value}\n"]
+    return "".join(lines)
 
 
 def _forget(error: BaseException | None) -> None:

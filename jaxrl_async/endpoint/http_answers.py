@@ -12,7 +12,7 @@ from jaxrl_async.data.chat_formats.written_turn import THOUGHT, split_thinking
 from jaxrl_async.endpoint.answer_constraint import ToolChoice
 from jaxrl_async.endpoint.generation import GeneratedAnswer, GrowingAnswer
 from jaxrl_async.endpoint.sampling_request import ShownLogprobs
-from jaxrl_async.endpoint.text_flow import Decode, TextBytes, TextFlow, before_stop
+from jaxrl_async.endpoint.text_flow import Decode, TextBytes, TextFlow
 from jaxrl_async.ports.rollout import TurnMarks
 from jaxrl_async.types import (
     Completion,
@@ -134,8 +134,8 @@ def chat_answer(answer: GeneratedAnswer, message: Message, choice: ToolChoice) -
     calls = tuple(message.get("tool_calls") or ())[: None if choice.parallel else 1]
     content, reasoning = message.get("content") or "", message.get("reasoning_content")
     if answer.stop is not None:
-        content = before_stop(content, answer.stop)
-        reasoning = None if reasoning is None else before_stop(reasoning, answer.stop)
+        content = content.partition(answer.stop)[0]
+        reasoning = None if reasoning is None else reasoning.partition(answer.stop)[0]
     return ChatAnswer(answer=answer, content=content, reasoning=reasoning, tool_calls=calls)
 
 
