@@ -137,7 +137,7 @@ class AgentPrograms:
 
     def __call__(self, prompt: Prompt) -> "ProgramMember":
         """Make the member that plays this prompt."""
-        return ProgramMember(self, self._run)
+        return ProgramMember(self)
 
     def oldest_s(self) -> float:
         """Return the running time of the oldest program, seconds; 0 if none runs."""
@@ -147,8 +147,8 @@ class AgentPrograms:
 class ProgramMember:
     """One member of a group, played by a program (ports.Plays)."""
 
-    def __init__(self, programs: AgentPrograms, run: Program) -> None:
-        self._programs, self._run = programs, run
+    def __init__(self, programs: AgentPrograms) -> None:
+        self._programs, self._run = programs, programs._run
         self._session: PolicySession | None = None  # set while it plays
         self._kept: Sequence[SavedCalls] = ()  # calls before a resume, until it plays
 

@@ -94,8 +94,8 @@ class EndpointApp:
             "/v1/session/reward_key": self._reward_key,
             **{REWARD: self._reward, END: self._end},
             BEGIN: self._begin,
-            LOAD: self._load,
-            UNLOAD: self._unload,
+            LOAD: partial(self._adapt, AdapterAdmin.load),
+            UNLOAD: partial(self._adapt, AdapterAdmin.unload),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -204,18 +204,17 @@ class EndpointApp:
 
     # ---- handlers
 
-    async def _load(self, exchange: HttpExchange, body: object) -> None:
-        await exchange.reply(200, {"message": await self._adapters(exchange).load(body)})
-
-    async def _unload(self, exchange: HttpExchange, body: object) -> None:
-        await exchange.reply(200, {"message": await self._adapters(exchange).unload(body)})
-
-    def _adapters(self, exchange: HttpExchange) -> AdapterAdmin:
-        """Return the AdapterAdmin for a guest. Raises CallRefused."""
+    async def _adapt(
+        self,
+        change: Callable[[AdapterAdmin, object], Awaitable[str]],
+        exchange: HttpExchange,
+        body: object,
+    ) -> None:
         self._service.check_guest(exchange.key)
         if self._service.adapters is None:
             raise CallRefused("no adapters are served here", status=404)
-        return self._service.adapters
+        message = await change(self._service.adapters, body)
+        await exchange.reply(200, {"message": message})
 
     def _caller(self, exchange: HttpExchange, body: Any, conversation: str | None = None) -> Caller:
         """Return the caller of a sampling call; conversation: see EndpointService.caller. Raises

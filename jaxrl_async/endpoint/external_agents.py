@@ -161,7 +161,7 @@ class ExternalAgentMember(ProgramMember):
     """One member of a group, played by the agent that takes it (ports.Plays)."""
 
     def __init__(self, members: ExternalAgentMembers) -> None:
-        super().__init__(members.programs, _nobody)
+        super().__init__(members.programs)
         self._members = members
 
     async def play(
@@ -242,7 +242,3 @@ class ExternalAgentMember(ProgramMember):
         if played and (session.ended == FINISHED or session.exhausted is not None):
             return ""
         return session.ended if session.ended != FINISHED else "it was finished without a token"
-
-
-async def _nobody(agent: object) -> None:
-    """Do nothing: external agents play."""

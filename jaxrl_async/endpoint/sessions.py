@@ -209,7 +209,8 @@ class PolicySession:
             if stopped and self.ended is not None:
                 raise self._end_error() from None
             raise
-        completion = _cut_to(kept, completion, len(request.token_ids))
+        if kept is not None and kept < len(completion.token_ids):
+            completion = cut_completion(completion, max(kept, 0), len(request.token_ids))
         self._record(number, completion, is_cut=kept is not None)
         return completion
 
@@ -573,13 +574,6 @@ class Sessions:
             self._past[session.key] = self._past[session.reward_key] = reason
             while len(self._past) > 2 * self._max_open:
                 self._past.popitem(last=False)
-
-
-def _cut_to(kept: int | None, completion: Completion, prompt: int) -> Completion:
-    """Return a completion with only so many tokens, after a prompt of so many; None: with all."""
-    if kept is None or kept >= len(completion.token_ids):
-        return completion
-    return cut_completion(completion, max(kept, 0), prompt)
 
 
 async def _first_of(
