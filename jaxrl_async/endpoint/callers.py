@@ -8,17 +8,19 @@ from dataclasses import dataclass
 
 from jaxrl_async.endpoint.conversations import Conversations
 from jaxrl_async.endpoint.http_errors import CallRefused
-from jaxrl_async.endpoint.sampling_request import CallerLimits, RequestDraft
+from jaxrl_async.endpoint.sampling_request import (
+    CallerLimits,
+    RequestDraft,
+    SamplingOptions,
+    sampling_of,
+)
 from jaxrl_async.endpoint.sessions import PolicySession
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.types import (
     Completion,
     IntArray,
-    LogitShaping,
-    LogprobRequest,
     Message,
     Request,
-    SamplingParams,
 )
 
 Cut = Callable[[IntArray], int | None]
@@ -31,10 +33,7 @@ class CallerAsk:
 
     token_ids: IntArray  # [prompt] int32
     draft: RequestDraft
-    wanted: SamplingParams | None  # the sampling parameters that the caller set; None: not set
-    shaping: LogitShaping | None  # that the caller set
-    logprobs: LogprobRequest | None
-    seed: int | None
+    options: SamplingOptions  # of its call
     index: int  # of the answer in its call
     cut: Cut
     early: "asyncio.Future[Completion]"  # set when a stop string ends the answer before its end
@@ -78,13 +77,13 @@ class Guest:
             max_new_tokens=ask.draft.max_new_tokens,
             sampling=ask.draft.sampling,
             stop_token_ids=ask.draft.stop_token_ids,
-            key=None if ask.seed is None else (ask.seed, ask.index),
+            key=None if ask.options.seed is None else (ask.options.seed, ask.index),
             priority=self.terms.priority,
             extras=ask.draft.extras,
             adapter=self.adapter,
             for_training=False,
             shaping=ask.draft.shaping,
-            logprobs=ask.logprobs,
+            logprobs=ask.options.logprobs,
         )
         ask.began(request.request_id)
         future = self._generate.submit_many([request])[0]
@@ -133,14 +132,15 @@ class Member:
             raise CallRefused(
                 "a session's answers end at the model's stop tokens", field="ignore_eos"
             )
+        named = sampling_of(ask.options, limits.sampling)
         return await self.session.draw(
             ask.token_ids,
             max_new_tokens=draft.max_new_tokens,
             stop_token_ids=draft.stop_token_ids,
-            sampling=ask.wanted,
-            seed=ask.seed,
-            shaping=ask.shaping,
-            logprobs=ask.logprobs,
+            sampling=None if named == limits.sampling else named,
+            seed=ask.options.seed,
+            shaping=ask.options.shaping,
+            logprobs=ask.options.logprobs,
             cut=ask.cut,
             early=ask.early,
             began=ask.began,

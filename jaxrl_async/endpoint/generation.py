@@ -17,7 +17,7 @@ import numpy as np
 from jaxrl_async.endpoint.callers import Caller, CallerAsk
 from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.progress_watch import ProgressWatch
-from jaxrl_async.endpoint.sampling_request import RequestDraft, SamplingOptions, sampling_of
+from jaxrl_async.endpoint.sampling_request import RequestDraft, SamplingOptions
 from jaxrl_async.endpoint.text_flow import Decode, TextFlow
 from jaxrl_async.rollout.call_log import cut_completion
 from jaxrl_async.types import (
@@ -132,16 +132,11 @@ class CallGeneration:
             for _ in range(options.count * len(prompts))
         ]
         self._news, self._watch = asyncio.Event(), watch
-        named, usual = sampling_of(options, caller.terms.sampling), caller.terms.sampling
-        wanted = None if named == usual else named
         asks = [
             CallerAsk(
                 token_ids=prompts[index // options.count],
                 draft=drafts[index // options.count],
-                wanted=wanted,
-                shaping=options.shaping,
-                logprobs=options.logprobs,
-                seed=options.seed,
+                options=options,
                 index=index % options.count,
                 cut=choice.cut,
                 early=choice.early,
