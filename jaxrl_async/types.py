@@ -131,13 +131,13 @@ class PositionLogprobs:
     # of the weights that computed a prompt's; None: of generated tokens, see TokenRecord.versions
     version: int | None = None
 
-    def first(self, count: int) -> "PositionLogprobs":
-        """Return the log-probs of the first `count` positions."""
+    def part(self, places: slice) -> "PositionLogprobs":
+        """Return the log-probs of some positions."""
         return PositionLogprobs(
-            logprobs=self.logprobs[:count],
-            top_ids=self.top_ids[:count],
-            top_logprobs=self.top_logprobs[:count],
-            id_logprobs=self.id_logprobs[:count],
+            logprobs=self.logprobs[places],
+            top_ids=self.top_ids[places],
+            top_logprobs=self.top_logprobs[places],
+            id_logprobs=self.id_logprobs[places],
             version=self.version,
         )
 
@@ -363,7 +363,7 @@ class TokenRecord:
             full_logprobs=None if full is None else full[:count],
             kept=None if kept is None else kept.first(count),
             expert_ids=None if experts is None else experts[: max(prompt + count - 1, 0)],
-            top_logprobs=None if top is None else top.first(count),
+            top_logprobs=None if top is None else top.part(slice(count)),
         )
 
 

@@ -31,7 +31,7 @@ INNER = {
     "LogitShaping": ("penalizes",),
     "LogprobRequest": ("names_tokens",),
     "Policy": ("adapted", "trained", "whole", "with_trained"),
-    "PositionLogprobs": ("first",),
+    "PositionLogprobs": ("part",),
     "Request": ("constraint", "needs_extras", "scores_prompt"),
     "Router": (
         "__init__", "check_waits", "look", "look_after", "num_waiting", "prepare", "samplers",

@@ -13,7 +13,6 @@ leaves no room for an answer, the episode is that call, without sampled tokens.
 """
 
 import asyncio
-import contextlib
 import copy
 import inspect
 import json
@@ -24,6 +23,7 @@ import shutil
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ from jaxrl_async.endpoint.sessions import (
     SessionLimits,
     SessionPlace,
     Sessions,
+    call_in,
 )
 from jaxrl_async.errors import Away, Closed, RolloutError, RolloutTimeout, is_the_runs_own_end
 from jaxrl_async.metrics.fault_counts import UnderWay
@@ -136,7 +137,7 @@ class AgentPrograms:
 
     def __call__(self, prompt: Prompt) -> "ProgramMember":
         """Make the member that plays this prompt."""
-        return ProgramMember(self, self._run)
+        return ProgramMember(self)
 
     def oldest_s(self) -> float:
         """Return the running time of the oldest program, seconds; 0 if none runs."""
@@ -146,8 +147,8 @@ class AgentPrograms:
 class ProgramMember:
     """One member of a group, played by a program (ports.Plays)."""
 
-    def __init__(self, programs: AgentPrograms, run: Program) -> None:
-        self._programs, self._run = programs, run
+    def __init__(self, programs: AgentPrograms) -> None:
+        self._programs, self._run = programs, programs._run
         self._session: PolicySession | None = None  # set while it plays
         self._kept: Sequence[SavedCalls] = ()  # calls before a resume, until it plays
 
@@ -338,8 +339,7 @@ async def _watched(work: "asyncio.Future[Any]", session: PolicySession) -> None:
 
     def tell(reason: str) -> None:
         if reason != FINISHED:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(end)
+            call_in(loop, end)
 
     session.on_end(tell)
     while not (work.done() or over.done()):
@@ -351,31 +351,20 @@ async def _watched(work: "asyncio.Future[Any]", session: PolicySession) -> None:
             break
 
 
-def _in_thread(function: Program, agent: AgentSession, name: str) -> "asyncio.Future[Any]":
+async def _in_thread(function: Program, agent: AgentSession, name: str) -> Any:
     """Call a function in a separate thread, which is not joined at the end."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: object, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
+    done: Future[Any] = Future()
+    done.set_running_or_notify_cancel()  # a caller that stops waiting does not end it
 
     def call() -> None:
-        result: Any = None
-        failure: BaseException | None = None
         try:
-            result = function(agent)
+            done.set_result(function(agent))
         except BaseException as error:
-            failure = error if isinstance(error, Exception) else RolloutError(repr(error))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits any more
-            loop.call_soon_threadsafe(settle, result, failure)
+            is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            done.set_exception(error if is_plain else RolloutError(repr(error)))
 
     threading.Thread(target=call, name=name, daemon=True).start()
-    return future
+    return await asyncio.wrap_future(done)
 
 
 async def _on_own_loop(work: Callable[[], Awaitable[object]], label: str) -> Any:

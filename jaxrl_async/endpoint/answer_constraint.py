@@ -50,31 +50,26 @@ ANY_TOOL = ToolChoice()
 # ---- the text
 
 
-def constraint_of(fields: BodyFields) -> Constraint | None:
-    """Return what the text of an answer must match, from OpenAI's and vLLM's fields. Raises
-    CallRefused."""
-    found = [format_constraint(fields, "response_format", "json_schema")]
-    if (given := fields.value("structured_outputs")) is not None:
-        inner = BodyFields(given, fields.name("structured_outputs"))
-        found += [_structured(inner, name, name) for name in GUIDED.values()]
-        inner.close(
-            frozenset({"disable_any_whitespace", "whitespace_pattern", "_backend"}),
-            {"disable_additional_properties": (False,), "disable_fallback": (False,)},
-        )
-    found += [_structured(fields, field, name) for field, name in GUIDED.items()]
-    constraints = [constraint for constraint in found if constraint is not None]
-    if len(constraints) > 1:
+def constraint_of(fields: BodyFields) -> tuple[str | None, Constraint | None]:
+    """Return what the text of an answer must match, from OpenAI's and vLLM's fields, after the name
+    of its field. Raises CallRefused."""
+    inner = fields.inner("structured_outputs", {})
+    found = [
+        ("response_format", format_constraint(fields, "response_format", "json_schema")),
+        *(("structured_outputs", _structured(inner, name, name)) for name in GUIDED.values()),
+        *((field, _structured(fields, field, name)) for field, name in GUIDED.items()),
+    ]
+    inner.close(
+        frozenset({"disable_any_whitespace", "whitespace_pattern", "_backend"}),
+        {"disable_additional_properties": (False,), "disable_fallback": (False,)},
+    )
+    given = [(field, constraint) for field, constraint in found if constraint is not None]
+    if len(given) > 1:
         raise CallRefused(
             "only one of response_format, structured_outputs and guided_* may be given",
             field="response_format",
         )
-    return next(iter(constraints), None)
-
-
-def constrained_by(fields: BodyFields) -> str:
-    """Return the name of the field from which `constraint_of` found a constraint."""
-    names = ("response_format", "structured_outputs", *GUIDED)
-    return next(name for name in names if fields.value(name) not in (None, False))
+    return given[0] if given else (None, None)
 
 
 def format_constraint(
@@ -87,17 +82,15 @@ def format_constraint(
         field: name of the format.
         within: name of the object that has the schema; None: the format itself.
     """
-    value = fields.value(field)
-    if value is None:
+    if fields.value(field) is None:
         return None
-    form = BodyFields(value, fields.name(field))
+    form = fields.inner(field)
     kind = form.choice("type", ("text", "json_object", "json_schema"))
     if kind is None:
         form.refuse("type", "'text', 'json_object' or 'json_schema'")
     if kind != "json_schema":
         return JSON_OBJECT if kind == "json_object" else None
-    inner = form if within is None else BodyFields(form.value(within), form.name(within))
-    return _json_schema(inner, "schema")
+    return _json_schema(form if within is None else form.inner(within), "schema")
 
 
 def _structured(fields: BodyFields, field: str, name: str) -> Constraint | None:
@@ -145,7 +138,7 @@ def openai_tool_choice(fields: BodyFields, tools: Sequence[Mapping[str, object]]
         return _checked_choice(fields, tools, value or "auto", (), parallel)
     if not isinstance(value, dict):
         fields.refuse("tool_choice", "'auto', 'none', 'required' or an object that names a tool")
-    choice = BodyFields(value, fields.name("tool_choice"))
+    choice = fields.inner("tool_choice")
     if choice.choice("type", ("function", "allowed_tools")) == "allowed_tools":
         inner = value.get("allowed_tools") or value
         allowed = BodyFields(inner, choice.name("allowed_tools"))
@@ -157,10 +150,9 @@ def openai_tool_choice(fields: BodyFields, tools: Sequence[Mapping[str, object]]
 
 def anthropic_tool_choice(fields: BodyFields, tools: Sequence[Mapping[str, object]]) -> ToolChoice:
     """Return the choice of tools in Anthropic's form; arguments and errors as for OpenAI's."""
-    value = fields.value("tool_choice")
-    choice = BodyFields({} if value is None else value, fields.name("tool_choice"))
+    choice = fields.inner("tool_choice", {})
     kind = choice.choice("type", ("auto", "any", "tool", "none")) or "auto"
-    if value is not None and not choice.text("type"):
+    if fields.value("tool_choice") is not None and not choice.text("type"):
         choice.refuse("type", "'auto', 'any', 'tool' or 'none'")
     parallel = not choice.flag("disable_parallel_tool_use")
     named = [choice.needed_text("name")] if kind == "tool" else []

@@ -2,7 +2,7 @@
 or to stream events. Pure."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,8 @@ from jaxrl_async.endpoint.sampling_request import (
 )
 from jaxrl_async.types import Constraint, IntArray, LogitShaping
 
+BLOCK_LABELS = frozenset({"cache_control", "citations", "caller"})
+"""Fields of a block of content that change no answer."""
 TOOL_LABELS = frozenset(
     {
         "cache_control",
@@ -58,13 +60,12 @@ def messages_call(body: object, *, counting: bool = False) -> ChatCall:
     """
     fields = BodyFields(body)
     messages = list(_system(fields.value("system")))
-    for i, message in enumerate(fields.rows("messages", MAX_MESSAGES)):
-        messages += _turn(message, f"messages[{i}]")
+    for message in fields.objects("messages", MAX_MESSAGES):
+        messages += _turn(message)
     asked = fields.whole("max_tokens", 1, MAX_ASKED)
     if asked is None and not counting:
         fields.refuse("max_tokens", "a whole number of at least 1")
-    given = fields.rows("tools", MAX_TOOLS)
-    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(given))
+    tools = tuple(map(_tool, fields.objects("tools", MAX_TOOLS)))
     effort, constraint = _output(fields)
     thinking, counted = _thinking(fields)
     conversation, prefix = read_messages(messages), ""
@@ -87,15 +88,14 @@ def messages_call(body: object, *, counting: bool = False) -> ChatCall:
         ),
         stream=fields.flag("stream"),
     )
-    return replace(call, ignored=(*fields.settle(MESSAGES), *counted, *promised_tools(given)))
+    return replace(call, ignored=(*fields.settle(MESSAGES), *counted, *promised_tools(fields)))
 
 
 def _output(fields: BodyFields) -> tuple[Mapping[str, Any] | None, Constraint | None]:
     """Return the template's variables for an effort, and what the text must match; None: not given.
     Raises CallRefused."""
     older = format_constraint(fields, "output_format")
-    value = fields.value("output_config")
-    inner = BodyFields({} if value is None else value, fields.name("output_config"))
+    inner = fields.inner("output_config", {})
     effort, newer = effort_of(inner, "effort"), format_constraint(inner, "format")
     inner.close()
     return effort, newer or older
@@ -104,9 +104,9 @@ def _output(fields: BodyFields) -> tuple[Mapping[str, Any] | None, Constraint | 
 def _thinking(fields: BodyFields) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
     """Return the template's variables for `thinking`; None: not given; and the fields of it that
     have no effect. Raises CallRefused."""
-    if (value := fields.value("thinking")) is None:
+    if fields.value("thinking") is None:
         return None, ()
-    inner = BodyFields(value, fields.name("thinking"))
+    inner = fields.inner("thinking")
     kind = inner.choice("type", ("enabled", "adaptive", "between_tools", "disabled"))
     if kind is None:
         inner.refuse("type", "'enabled', 'adaptive' or 'disabled'")
@@ -121,10 +121,9 @@ def _system(value: object) -> Iterator[dict[str, Any]]:
         yield {"role": "system", "content": joined_text(value, "system")}
 
 
-def _turn(value: object, where: str) -> list[dict[str, Any]]:
+def _turn(fields: BodyFields) -> list[dict[str, Any]]:
     """Convert a message of the body to messages in OpenAI's form. Tool results become separate
     messages."""
-    fields = BodyFields(value, where)
     role = fields.choice("role", ("user", "assistant", "system", "developer"))
     if role is None:
         fields.refuse("role", "'user', 'assistant' or 'system'")
@@ -134,40 +133,24 @@ def _turn(value: object, where: str) -> list[dict[str, Any]]:
         return [{"role": role, "content": joined_text(content, fields.name("content"))}]
     if not isinstance(content, list):
         fields.refuse("content", "a text or a list of blocks")
-    place = fields.name("content")
-    blocks = [_Block(block, f"{place}[{i}]") for i, block in enumerate(content)]
+    blocks = fields.objects("content")
     return _assistant(blocks) if role == "assistant" else _user(blocks)
 
 
-class _Block:
-    """A block of content."""
-
-    def __init__(self, value: object, where: str) -> None:
-        self.fields = BodyFields(value, where)
-        self.kind = self.fields.needed_text("type")
-
-    def refuse(self, wanted: str) -> None:
-        """Raise CallRefused: this kind of block is not supported."""
-        self.fields.refuse("type", wanted)
-
-    def close(self) -> None:
-        """Raise CallRefused if a field was not read."""
-        self.fields.close(frozenset({"cache_control", "citations", "caller"}))
-
-
-def _user(blocks: Sequence[_Block]) -> list[dict[str, Any]]:
+def _user(blocks: Iterable[BodyFields]) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
     for block in blocks:
-        if block.kind == "text":
-            parts.append(text_part(block.fields.needed_text("text")))
-        elif block.kind == "image":
-            parts.append(_image(block.fields))
-        elif block.kind == "tool_result":
-            results.append(_tool_result(block.fields))
-        else:
-            block.refuse("'text', 'image' or 'tool_result'")
-        block.close()
+        match block.needed_text("type"):
+            case "text":
+                parts.append(text_part(block.needed_text("text")))
+            case "image":
+                parts.append(_image(block))
+            case "tool_result":
+                results.append(_tool_result(block))
+            case _:
+                block.refuse("type", "'text', 'image' or 'tool_result'")
+        block.close(BLOCK_LABELS)
     said = [{"role": "user", "content": joined_parts(parts)}] if parts or not results else []
     return results + said
 
@@ -176,10 +159,9 @@ def _tool_result(fields: BodyFields) -> dict[str, Any]:
     given, name = fields.value("content"), fields.name("content")
     blocks = given if isinstance(given, list) else []
     if any(isinstance(block, dict) and block.get("type") == "image" for block in blocks):
-        inner = [_Block(block, f"{name}[{i}]") for i, block in enumerate(blocks)]
         content: Any = [
-            _image(b.fields) if b.kind == "image" else text_part(b.fields.needed_text("text"))
-            for b in inner
+            _image(b) if b.needed_text("type") == "image" else text_part(b.needed_text("text"))
+            for b in fields.objects("content")
         ]
     else:
         content = "" if given is None else content_of(given, name)
@@ -191,52 +173,42 @@ def _tool_result(fields: BodyFields) -> dict[str, Any]:
 
 def _image(fields: BodyFields) -> dict[str, Any]:
     """Return an image block as a part in OpenAI's form. Raises CallRefused."""
-    source = BodyFields(fields.value("source"), fields.name("source"))
+    source = fields.inner("source")
     if source.text("type") != "base64":
         image_part(None, source.name("type"))
     kind, data = source.needed_text("media_type"), source.needed_text("data")
     return image_part(f"data:{kind};base64,{data}", source.name("data"))
 
 
-def _assistant(blocks: Sequence[_Block]) -> list[dict[str, Any]]:
+def _assistant(blocks: Iterable[BodyFields]) -> list[dict[str, Any]]:
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     calls: list[dict[str, Any]] = []
     for block in blocks:
-        if block.kind == "text":
-            message["content"] += block.fields.needed_text("text")
-        elif block.kind == "thinking":
-            thought = block.fields.text("thinking") or ""
-            message["reasoning_content"] = message.get("reasoning_content", "") + thought
-            block.fields.value("signature")
-        elif block.kind == "redacted_thinking":
-            block.fields.value("data")  # another model's, which nothing here can read
-        elif block.kind == "tool_use":
-            arguments = BodyFields({"input": block.fields.value("input") or {}}).value("input")
-            calls.append(
-                {
-                    "id": block.fields.text("id", ""),
-                    "type": "function",
-                    "function": {
-                        "name": block.fields.needed_text("name"),
-                        "arguments": json.dumps(arguments, ensure_ascii=False),
-                    },
-                }
-            )
-        else:
-            block.refuse("'text', 'thinking' or 'tool_use'")
-        block.close()
+        match block.needed_text("type"):
+            case "text":
+                message["content"] += block.needed_text("text")
+            case "thinking":
+                thought = block.text("thinking") or ""
+                message["reasoning_content"] = message.get("reasoning_content", "") + thought
+                block.value("signature")
+            case "redacted_thinking":
+                block.value("data")  # another model's, which nothing here can read
+            case "tool_use":
+                arguments = json.dumps(block.value("input") or {}, ensure_ascii=False)
+                function = {"name": block.needed_text("name"), "arguments": arguments}
+                calls.append({"id": block.text("id", ""), "type": "function", "function": function})
+            case _:
+                block.refuse("type", "'text', 'thinking' or 'tool_use'")
+        block.close(BLOCK_LABELS)
     if calls:
         message["tool_calls"] = calls
     return [message]
 
 
-def _tool(value: object, where: str) -> Mapping[str, Any]:
-    fields = BodyFields(value, where)
+def _tool(fields: BodyFields) -> Mapping[str, Any]:
     if fields.text("type", "custom") != "custom":
         fields.refuse("type", "'custom': Anthropic's own tools are not supported")
-    tool = function_tool(
-        fields.needed_text("name"), fields.text("description"), fields.value("input_schema")
-    )
+    tool = function_tool(fields, "input_schema")
     fields.close(TOOL_LABELS)
     return tool
 

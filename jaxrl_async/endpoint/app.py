@@ -8,11 +8,10 @@ POST /v1/session/reward_key   POST /tokenize  POST /detokenize  GET /version  GE
 """
 
 import asyncio
-import functools
-import itertools
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,9 +32,8 @@ from jaxrl_async.endpoint.http_exchange import (
     anthropic_event,
     openai_event,
 )
-from jaxrl_async.endpoint.openai_chat import chat_call
+from jaxrl_async.endpoint.openai_chat import ChatCall, chat_call
 from jaxrl_async.endpoint.openai_text import TextWriter, text_call
-from jaxrl_async.endpoint.prometheus_text import CONTENT_TYPE, prometheus_text
 from jaxrl_async.endpoint.responses_call import (
     PREFIX,
     ResponsesCall,
@@ -46,6 +44,8 @@ from jaxrl_async.endpoint.responses_call import (
 )
 from jaxrl_async.endpoint.service import LONG_BODY, EndpointService, refusal_of
 from jaxrl_async.endpoint.streams import (
+    ChatSteps,
+    Streamed,
     StreamedChat,
     StreamedMessage,
     StreamedResponse,
@@ -66,6 +66,8 @@ REWARD, END = "/v1/session/reward", "/v1/session/end"
 """Paths to reward and end a session; they need a separate key."""
 BEGIN = "/v1/session/begin"
 """Path where external agents request a task; it needs a separate key."""
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+METRICS_PREFIX = "jaxrl_async_endpoint_"
 SHOWN_REASON = 200
 """Maximum length of an agent's reason to give up, characters; the rest is cut."""
 T = TypeVar("T")
@@ -78,13 +80,13 @@ class EndpointApp:
 
     def __init__(self, service: EndpointService) -> None:
         """service: serves the calls."""
-        self._service, self._numbers = service, itertools.count()
+        self._service = service
         self._chats = ChatTurns(service)
         self._posts: dict[str, Handler] = {
-            "/v1/chat/completions": self._chat,
+            "/v1/chat/completions": partial(self._chat, chat_call, "chatcmpl", StreamedChat),
             "/v1/completions": self._text,
             "/v1/responses": self._responses,
-            "/v1/messages": self._messages,
+            "/v1/messages": partial(self._chat, messages_call, "msg", StreamedMessage),
             "/v1/messages/count_tokens": self._count_tokens,
             "/inference/v1/generate": self._generate,
             "/tokenize": self._tokenize,
@@ -92,8 +94,8 @@ class EndpointApp:
             "/v1/session/reward_key": self._reward_key,
             **{REWARD: self._reward, END: self._end},
             BEGIN: self._begin,
-            LOAD: self._load,
-            UNLOAD: self._unload,
+            LOAD: partial(self._adapt, AdapterAdmin.load),
+            UNLOAD: partial(self._adapt, AdapterAdmin.unload),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -153,8 +155,8 @@ class EndpointApp:
         elif path == "/tokenizer_info":
             await exchange.reply(200, tokenizer_info(service.served.tokenizer))
         else:
-            text = prometheus_text(service.counts.by_name(), {"open_calls": service.num_open})
-            await exchange.reply_bytes(200, text.encode(), CONTENT_TYPE)
+            text = _metrics_text(service.counts.by_name(), {"open_calls": service.num_open})
+            await exchange.reply_bytes(200, text.encode(), METRICS_TYPE)
         return True
 
     async def _handled(self, handler: Handler, exchange: HttpExchange, body: bytes) -> None:
@@ -202,18 +204,17 @@ class EndpointApp:
 
     # ---- handlers
 
-    async def _load(self, exchange: HttpExchange, body: object) -> None:
-        await exchange.reply(200, {"message": await self._adapters(exchange).load(body)})
-
-    async def _unload(self, exchange: HttpExchange, body: object) -> None:
-        await exchange.reply(200, {"message": await self._adapters(exchange).unload(body)})
-
-    def _adapters(self, exchange: HttpExchange) -> AdapterAdmin:
-        """Return the AdapterAdmin for a guest. Raises CallRefused."""
+    async def _adapt(
+        self,
+        change: Callable[[AdapterAdmin, object], Awaitable[str]],
+        exchange: HttpExchange,
+        body: object,
+    ) -> None:
         self._service.check_guest(exchange.key)
         if self._service.adapters is None:
             raise CallRefused("no adapters are served here", status=404)
-        return self._service.adapters
+        message = await change(self._service.adapters, body)
+        await exchange.reply(200, {"message": message})
 
     def _caller(self, exchange: HttpExchange, body: Any, conversation: str | None = None) -> Caller:
         """Return the caller of a sampling call; conversation: see EndpointService.caller. Raises
@@ -221,50 +222,42 @@ class EndpointApp:
         voice = exchange.header(CONVERSATION)
         return self._service.caller(exchange.key, conversation, body.get("model"), voice=voice)
 
-    async def _chat(self, exchange: HttpExchange, body: object) -> None:
-        service, call = self._service, await self._aside(exchange, chat_call, body)
-        caller = self._caller(exchange, body, exchange.header(CONVERSATION))
+    async def _steps(self, exchange: HttpExchange, caller: Caller, call: ChatCall) -> ChatSteps:
+        """Return the steps of a chat call of any protocol. Raises CallRefused."""
         prompt = await self._chats.prompt(caller, call, is_long=exchange.is_long)
-        heading = service.heading(caller, "chatcmpl", next(self._numbers))
-        streamed = StreamedChat(self._chats, caller, call, prompt, heading)
-        if call.stream:
-            await self._stream(exchange, streamed.events(), b": waiting\n\n", b"data: [DONE]\n\n")
-        else:
-            await exchange.reply(200, await streamed.whole())
+        return ChatSteps(self._chats, caller, call, prompt)
 
-    async def _messages(self, exchange: HttpExchange, body: object) -> None:
-        service, call = self._service, await self._aside(exchange, messages_call, body)
+    async def _chat(
+        self,
+        read: Callable[[object], ChatCall],
+        prefix: str,
+        kind: type[StreamedChat | StreamedMessage],
+        exchange: HttpExchange,
+        body: object,
+    ) -> None:
+        call = await self._aside(exchange, read, body)
         caller = self._caller(exchange, body, exchange.header(CONVERSATION))
-        prompt = await self._chats.prompt(caller, call, is_long=exchange.is_long)
-        heading = service.heading(caller, "msg", next(self._numbers))
-        streamed = StreamedMessage(self._chats, caller, call, prompt, heading)
-        if call.stream:
-            ping = anthropic_event({"type": "ping"})
-            await self._stream(exchange, streamed.events(), ping, b"")
-        else:
-            await exchange.reply(200, await streamed.whole())
+        steps = await self._steps(exchange, caller, call)
+        heading = self._service.heading(caller, prefix)
+        await self._answer(exchange, kind(steps, heading), call.stream)
 
     async def _responses(self, exchange: HttpExchange, body: object) -> None:
-        service, call = self._service, await self._aside(exchange, responses_call, body)
+        call = await self._aside(exchange, responses_call, body)
         root = new_root() if call.previous is None else root_of(call.previous)
         conversation = exchange.header(CONVERSATION)
         if conversation is None and (call.stores or call.previous is not None):
             conversation = f"{PREFIX}{root}"  # otherwise nothing is stored for a later call
         caller = self._caller(exchange, body, conversation)
         before = _said_before(caller, call)
-        said = (*before, *call.chat.messages)
         chat = replace(call.chat, messages=call.messages(before))
-        prompt = await self._chats.prompt(caller, chat, is_long=exchange.is_long)
-        heading = service.heading(caller, f"{PREFIX}{root}", next(self._numbers), mark="_")
-        streamed = StreamedResponse(self._chats, caller, call, said, prompt, heading)
-        if call.chat.stream:
-            await self._stream(exchange, streamed.events(), b": waiting\n\n", b"")
-        else:
-            await exchange.reply(200, await streamed.whole())
+        steps = await self._steps(exchange, caller, chat)
+        heading = self._service.heading(caller, f"{PREFIX}{root}", mark="_")
+        said = (*before, *call.chat.messages)
+        streamed = StreamedResponse(steps, call, said, heading)
+        await self._answer(exchange, streamed, call.chat.stream)
 
     async def _count_tokens(self, exchange: HttpExchange, body: object) -> None:
-        counted = functools.partial(messages_call, counting=True)
-        call = await self._aside(exchange, counted, body)
+        call = await self._aside(exchange, partial(messages_call, counting=True), body)
         caller = self._service.caller(exchange.key, exchange.header(CONVERSATION))
         prompt = await self._chats.prompt(caller, call, is_long=exchange.is_long)
         await exchange.reply(200, {"input_tokens": len(prompt.token_ids)})
@@ -283,13 +276,9 @@ class EndpointApp:
                 for given in call.prompts
             ]
         )
-        heading = service.heading(caller, "cmpl", next(self._numbers))
+        heading = service.heading(caller, "cmpl")
         writer = TextWriter(call=call, heading=heading, prompts=prompts, words=service.words)
-        streamed = StreamedText(service, caller, writer)
-        if call.stream:
-            await self._stream(exchange, streamed.events(), b": waiting\n\n", b"data: [DONE]\n\n")
-        else:
-            await exchange.reply(200, await streamed.whole())
+        await self._answer(exchange, StreamedText(service, caller, writer), call.stream)
 
     async def _generate(self, exchange: HttpExchange, body: object) -> None:
         service, call = self._service, await self._aside(exchange, token_call, body)
@@ -298,7 +287,7 @@ class EndpointApp:
         prompt = np.array(call.token_ids, np.int32)
         async with service.drawing(caller, [prompt], call.options, parts=False) as drawing:
             answers = await drawing.answers()
-        heading = service.heading(caller, "generate", next(self._numbers))
+        heading = service.heading(caller, "generate")
         await exchange.reply(200, token_body(call, heading, answers, service.words))
 
     async def _tokenize(self, exchange: HttpExchange, body: object) -> None:
@@ -353,24 +342,25 @@ class EndpointApp:
         task = await service.door().begin(body, address=exchange.address, model=service.served.name)
         await exchange.reply(200, task)
 
-    async def _stream(
-        self, exchange: HttpExchange, events: AsyncIterator[bytes], ping: bytes, last: bytes
-    ) -> None:
-        """Send events as they arrive, and a ping after a pause. The head is sent with the first
-        event, so an early error still has its own status."""
+    async def _answer(self, exchange: HttpExchange, answer: Streamed, streams: bool) -> None:
+        """Send an answer whole, or its events as they arrive, with a ping after a pause. The head
+        is sent with the first event, so an early error still has its own status."""
+        if not streams:
+            await exchange.reply(200, await answer.whole())
+            return
         parts: asyncio.Queue[bytes | Exception | None] = asyncio.Queue(1)
-        pumping = asyncio.ensure_future(_pump(events, parts))
+        pumping = asyncio.ensure_future(_pump(answer.events(), parts))
         try:
             while True:
                 try:
                     part = await asyncio.wait_for(parts.get(), self._service.limits.ping_s)
                 except TimeoutError:
-                    part = ping
+                    part = answer.ping
                 if isinstance(part, Exception):
                     raise part
                 if not exchange.begun:
                     await exchange.open_stream()
-                await exchange.write(last if part is None else part)
+                await exchange.write(answer.last if part is None else part)
                 if part is None:
                     break
             await exchange.close_stream()
@@ -400,6 +390,17 @@ def _models(service: EndpointService, path: str) -> dict[str, Any]:
             return one
     names = ", ".join(str(one["id"]) for one in models)
     raise CallRefused(f"the available models are {names}", status=404)
+
+
+def _metrics_text(counts: Mapping[str, int], gauges: Mapping[str, int]) -> str:
+    """Return counters since the start and current values in Prometheus' text format, version
+    0.0.4."""
+    lines = []
+    for kind, end, values in (("counter", "_total", counts), ("gauge", "", gauges)):
+        for name, value in values.items():
+            full = f"{METRICS_PREFIX}{name}{end}"
+            lines += [f"# TYPE {full} {kind}\n", f"{full} {value}\n"]
+    return "".join(lines)
 
 
 def _forget(error: BaseException | None) -> None:

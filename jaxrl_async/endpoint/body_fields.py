@@ -5,11 +5,11 @@ A field that was not read is rejected by name: no field is silently ignored.
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NoReturn
 
 from jaxrl_async.endpoint.http_errors import UNSUPPORTED, CallRefused
-from jaxrl_async.endpoint.json_shape import check_shape
+from jaxrl_async.endpoint.json_shape import MAX_PARTS, check_shape
 from jaxrl_async.endpoint.request_fields import FieldRule, FieldUse
 from jaxrl_async.errors import in_a_line
 
@@ -110,6 +110,16 @@ class BodyFields:
             )
         return value
 
+    def inner(self, field: str, default: object = None) -> "BodyFields":
+        """Return the object of a field; default: absent. Without one it is required."""
+        value = self.value(field)
+        return BodyFields(default if value is None else value, self.name(field))
+
+    def objects(self, field: str, most: int = MAX_PARTS) -> "Iterator[BodyFields]":
+        """Yield the objects of a list of at most `most`; none: absent."""
+        for i, value in enumerate(self.rows(field, most)):
+            yield BodyFields(value, f"{self.name(field)}[{i}]")
+
     def token_ids(self, field: str, most: int) -> list[int]:
         """Return a list of token ids; []: absent. The vocabulary is checked later."""
         value = self.rows(field, most)
@@ -135,11 +145,12 @@ class BodyFields:
                 continue
             if neutral is not None and field in neutral and value in neutral[field]:
                 continue
-            raise CallRefused(
-                f"is not supported (its value is {quoted(value)}); remove it",
-                field=self.name(field),
-                code=UNSUPPORTED,
-            )
+            raise self._unsupported(field)
+
+    def _unsupported(self, field: str, why: str = "") -> CallRefused:
+        value = quoted(self._record[field])
+        message = f"is not supported{why} (its value is {value}); remove it"
+        return CallRefused(message, field=self.name(field), code=UNSUPPORTED)
 
     def settle(self, rules: Mapping[str, FieldRule]) -> tuple[str, ...]:
         """Return the fields that are accepted without effect. Raises CallRefused for a field
@@ -154,12 +165,7 @@ class BodyFields:
             if value is None or known:
                 continue
             if rule is None or rule.use is FieldUse.REFUSED:
-                why = f": {rule.note}" if rule is not None else ""
-                raise CallRefused(
-                    f"is not supported{why} (its value is {quoted(value)}); remove it",
-                    field=self.name(field),
-                    code=UNSUPPORTED,
-                )
+                raise self._unsupported(field, "" if rule is None else f": {rule.note}")
             if rule.use is FieldUse.COUNTED:
                 counted.append(self.name(field))
             assert rule.use in (FieldUse.COUNTED, FieldUse.LABEL) or field in self._read, field

@@ -84,10 +84,8 @@ def _add_answer(fields: BodyFields, message: dict[str, object]) -> None:
     fields.value("reasoning")
     if reasoning:
         message["reasoning_content"] = reasoning
-    calls = fields.rows("tool_calls", MAX_TOOLS)
-    if calls:
-        name = fields.name("tool_calls")
-        message["tool_calls"] = [_tool_call(c, f"{name}[{i}]") for i, c in enumerate(calls)]
+    if calls := list(map(_tool_call, fields.objects("tool_calls", MAX_TOOLS))):
+        message["tool_calls"] = calls
 
 
 def joined_text(content: object, where: str) -> str:
@@ -147,10 +145,9 @@ def _part(part: object, where: str) -> dict[str, Any]:
     return found
 
 
-def _tool_call(value: object, where: str) -> dict[str, Any]:
-    fields = BodyFields(value, where)
+def _tool_call(fields: BodyFields) -> dict[str, Any]:
     fields.choice("type", ("function",))
-    function = BodyFields(fields.value("function"), fields.name("function"))
+    function = fields.inner("function")
     call = {
         "id": fields.text("id", ""),
         "type": "function",
@@ -164,41 +161,33 @@ def _tool_call(value: object, where: str) -> dict[str, Any]:
     return call
 
 
-def read_tools(values: Sequence[object], where: str = "tools") -> tuple[Mapping[str, Any], ...]:
-    """Return the function tools of a call. Raises CallRefused for other kinds."""
-    return tuple(_tool(value, f"{where}[{i}]") for i, value in enumerate(values))
-
-
-def _tool(value: object, where: str) -> Mapping[str, Any]:
-    fields = BodyFields(value, where)
+def read_tool(fields: BodyFields) -> Mapping[str, Any]:
+    """Return a function tool. Raises CallRefused for other kinds."""
     if fields.text("type", "function") != "function":
         fields.refuse("type", "'function'")
-    function = BodyFields(fields.value("function"), fields.name("function"))
-    tool = function_tool(
-        function.needed_text("name"), function.text("description"), function.value("parameters")
-    )
+    function = fields.inner("function")
+    tool = function_tool(function)
     function.close(frozenset({"strict", "defer_loading"}))
     fields.close(frozenset({"cache_control", "defer_loading"}))
     return tool
 
 
-def promised_tools(values: Sequence[object], name: str = "tools.strict") -> tuple[str, ...]:
+def promised_tools(fields: BodyFields) -> tuple[str, ...]:
     """Return the name of the field if any tool asks for calls that always match its schema. It is
     counted: the policy is trained on what it calls, and only a required call is constrained."""
-    functions = [v.get("function", v) if isinstance(v, dict) else v for v in values]
-    return (name,) if any(isinstance(f, dict) and f.get("strict") for f in functions) else ()
+    functions = [tool.get("function") or tool for tool in fields.value("tools") or ()]
+    return ("tools.strict",) if any(function.get("strict") for function in functions) else ()
 
 
-def function_tool(name: str, description: str | None, parameters: object) -> Mapping[str, Any]:
-    """Return a function tool in OpenAI's form."""
+def function_tool(fields: BodyFields, schema: str = "parameters") -> Mapping[str, Any]:
+    """Return a function tool in OpenAI's form. schema: name of the field of its parameters."""
+    name, description = fields.needed_text("name"), fields.text("description")
+    parameters = fields.value(schema)
     if parameters is not None and not isinstance(parameters, dict):
         raise CallRefused(f"the parameters of {name!r} must be a JSON schema", field="tools")
-    function: dict[str, Any] = {"name": name}
-    if description is not None:
-        function["description"] = description
-    if parameters is not None:
-        function["parameters"] = parameters
-    return {"type": "function", "function": function}
+    function = {"name": name, "description": description, "parameters": parameters}
+    given = {field: value for field, value in function.items() if value is not None}
+    return {"type": "function", "function": given}
 
 
 # ---- equality of conversations

@@ -5,21 +5,22 @@ import itertools
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from jaxrl_async.endpoint.conversations import Conversations
 from jaxrl_async.endpoint.http_errors import CallRefused
-from jaxrl_async.endpoint.sampling_request import CallerLimits, RequestDraft
+from jaxrl_async.endpoint.sampling_request import (
+    CallerLimits,
+    RequestDraft,
+    SamplingOptions,
+    sampling_of,
+)
 from jaxrl_async.endpoint.sessions import PolicySession
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.types import (
     Completion,
     IntArray,
-    LogitShaping,
-    LogprobRequest,
     Message,
     Request,
-    SamplingParams,
 )
 
 Cut = Callable[[IntArray], int | None]
@@ -32,45 +33,11 @@ class CallerAsk:
 
     token_ids: IntArray  # [prompt] int32
     draft: RequestDraft
-    wanted: SamplingParams | None  # the sampling parameters that the caller set; None: not set
-    shaping: LogitShaping | None  # that the caller set
-    logprobs: LogprobRequest | None
-    seed: int | None
+    options: SamplingOptions  # of its call
     index: int  # of the answer in its call
     cut: Cut
     early: "asyncio.Future[Completion]"  # set when a stop string ends the answer before its end
     began: Callable[[str], None]  # called with the request's id before it is queued
-
-
-class Caller(Protocol):
-    """The caller that a key belongs to."""
-
-    @property
-    def terms(self) -> CallerLimits:
-        """The terms of its answers."""
-        ...
-
-    @property
-    def conversations(self) -> Conversations:
-        """Its earlier conversations."""
-        ...
-
-    @property
-    def adapter(self) -> str:
-        """The sampler's adapter for its answers; empty: none."""
-        ...
-
-    async def draw(self, ask: CallerAsk) -> Completion:
-        """Sample one answer. Cancelling frees its slot. Raises RolloutError and Closed."""
-        ...
-
-    def exhaust(self, limit: str, token_ids: IntArray) -> None:
-        """Record that a call with these tokens, [prompt] int32, was rejected for this limit."""
-        ...
-
-    def talked(self, asked: Sequence[Message], answer: Message) -> None:
-        """Record a call's messages and its answer."""
-        ...
 
 
 class Guest:
@@ -99,21 +66,24 @@ class Guest:
         self.adapter = adapter
 
     async def draw(self, ask: CallerAsk) -> Completion:
-        """See Caller. With a seed, the same tokens are sampled each time. Each answer of a call has
-        separate random numbers: the request's key is (seed, index)."""
+        """Sample one answer. Cancelling frees its slot. Raises RolloutError and Closed.
+
+        With a seed, the same tokens are sampled each time. Each answer of a call has separate
+        random numbers: the request's key is (seed, index).
+        """
         request = Request(
             request_id=f"guest-{self._server}-{next(self._numbers)}/a{ask.index}",
             token_ids=ask.token_ids,
             max_new_tokens=ask.draft.max_new_tokens,
             sampling=ask.draft.sampling,
             stop_token_ids=ask.draft.stop_token_ids,
-            key=None if ask.seed is None else (ask.seed, ask.index),
+            key=None if ask.options.seed is None else (ask.options.seed, ask.index),
             priority=self.terms.priority,
             extras=ask.draft.extras,
             adapter=self.adapter,
             for_training=False,
             shaping=ask.draft.shaping,
-            logprobs=ask.logprobs,
+            logprobs=ask.options.logprobs,
         )
         ask.began(request.request_id)
         future = self._generate.submit_many([request])[0]
@@ -143,7 +113,7 @@ class Member:
 
     @property
     def terms(self) -> CallerLimits:
-        """See Caller."""
+        """The terms of its answers."""
         limits = self.session.limits
         return CallerLimits(
             sampling=limits.sampling,
@@ -156,20 +126,21 @@ class Member:
         )
 
     async def draw(self, ask: CallerAsk) -> Completion:
-        """See Caller. The random numbers are the session's."""
+        """Sample one answer, as for a guest. The random numbers are the session's."""
         limits, draft = self.session.limits, ask.draft
         if not set(limits.stop_token_ids) <= set(draft.stop_token_ids):
             raise CallRefused(
                 "a session's answers end at the model's stop tokens", field="ignore_eos"
             )
+        named = sampling_of(ask.options, limits.sampling)
         return await self.session.draw(
             ask.token_ids,
             max_new_tokens=draft.max_new_tokens,
             stop_token_ids=draft.stop_token_ids,
-            sampling=ask.wanted,
-            seed=ask.seed,
-            shaping=ask.shaping,
-            logprobs=ask.logprobs,
+            sampling=None if named == limits.sampling else named,
+            seed=ask.options.seed,
+            shaping=ask.options.shaping,
+            logprobs=ask.options.logprobs,
             cut=ask.cut,
             early=ask.early,
             began=ask.began,
@@ -177,9 +148,14 @@ class Member:
         )
 
     def exhaust(self, limit: str, token_ids: IntArray) -> None:
-        """See Caller: the episode ends as cut off."""
+        """Record that a call with these tokens, [prompt] int32, was rejected for this limit: the
+        episode ends as cut off."""
         self.session.exhaust(limit, token_ids)
 
     def talked(self, asked: Sequence[Message], answer: Message) -> None:
-        """See Caller: the session's reward functions may read it."""
+        """Record a call's messages and its answer: the session's reward functions may read them."""
         self.session.talked(asked, answer, self._voice)
+
+
+Caller = Guest | Member
+"""The caller that a key belongs to."""

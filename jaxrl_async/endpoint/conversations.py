@@ -73,8 +73,7 @@ class TurnLog:
     def find(self, response_id: str) -> tuple[Message, ...] | None:
         """Return the messages up to and including a response; None: unknown or dropped."""
         with self._lock:
-            messages, _ = self._turns.get(response_id, (None, 0))
-            return messages
+            return self._turns.get(response_id, (None, 0))[0]
 
     def keep(self, response_id: str, messages: Sequence[Message]) -> None:
         """Store a response; the oldest are dropped first."""

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramMember, messages_for
-from jaxrl_async.endpoint.sessions import FINISHED, STOPPING, PolicySession, SessionPlace
+from jaxrl_async.endpoint.sessions import FINISHED, STOPPING, PolicySession, SessionPlace, call_in
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.types import Episode, EpisodeLimits, Prompt
@@ -141,8 +141,7 @@ class TaskQueue:
     def _wake(self, count: int) -> None:
         for _ in range(min(count, len(self._waiting))):
             loop, news = self._waiting.popleft()
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(news.set)
+            call_in(loop, news.set)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +161,7 @@ class ExternalAgentMember(ProgramMember):
     """One member of a group, played by the agent that takes it (ports.Plays)."""
 
     def __init__(self, members: ExternalAgentMembers) -> None:
-        super().__init__(members.programs, _nobody)
+        super().__init__(members.programs)
         self._members = members
 
     async def play(
@@ -231,11 +230,7 @@ class ExternalAgentMember(ProgramMember):
         loop = asyncio.get_running_loop()
         over = asyncio.Event()
 
-        def tell(reason: str) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(over.set)
-
-        session.on_end(tell)
+        session.on_end(lambda _: call_in(loop, over.set))
         while session.ended is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(session.remaining_s(), 0.0)):
@@ -247,7 +242,3 @@ class ExternalAgentMember(ProgramMember):
         if played and (session.ended == FINISHED or session.exhausted is not None):
             return ""
         return session.ended if session.ended != FINISHED else "it was finished without a token"
-
-
-async def _nobody(agent: object) -> None:
-    """Do nothing: external agents play."""

@@ -10,13 +10,14 @@ Used on one event loop.
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from jaxrl_async.endpoint.callers import Caller, CallerAsk
 from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.progress_watch import ProgressWatch
-from jaxrl_async.endpoint.sampling_request import RequestDraft, SamplingOptions, sampling_of
+from jaxrl_async.endpoint.sampling_request import RequestDraft, SamplingOptions
 from jaxrl_async.endpoint.text_flow import Decode, TextFlow
 from jaxrl_async.rollout.call_log import cut_completion
 from jaxrl_async.types import (
@@ -65,10 +66,6 @@ class GrowingAnswer:
         self.answer: GeneratedAnswer | None = None
         self.early: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
-    def begin(self, request_id: str) -> None:
-        """Set the request's id."""
-        self.request_id = request_id
-
     def cut(self, drawn: IntArray) -> int | None:
         """Return the number of sampled tokens that count, up to a stop string; None: all. Raises
         CallRefused if earlier tokens have changed."""
@@ -80,13 +77,14 @@ class GrowingAnswer:
             self._seen = drawn
         return self.flow.count
 
-    def grow(self, partial: Partial) -> None:
+    def grow(self, grown: Partial) -> None:
         """Process the tokens so far. Raises as `cut`."""
-        count = self.cut(partial.token_ids)
-        self._take(partial, count)
+        count = self.cut(grown.token_ids)
+        self._take(grown, count)
         if count is not None and not self.early.done():
-            so_far = _as_completion(partial)
-            self.early.set_result(cut_completion(so_far, count, len(partial.request.token_ids)))
+            name = grown.request.request_id
+            so_far = Completion(request_id=name, stop=StopReason.EOS, **grown.columns)
+            self.early.set_result(cut_completion(so_far, count, len(grown.request.token_ids)))
 
     def end(self, completion: Completion) -> None:
         """Process the complete answer. Raises as `cut`."""
@@ -103,14 +101,6 @@ class GrowingAnswer:
     def _take(self, record: TokenRecord, count: int | None) -> None:
         self.token_ids, self.logprobs = record.token_ids[:count], record.logprobs[:count]
         self.top_logprobs, self.prompt_logprobs = record.top_logprobs, record.prompt_logprobs
-
-
-def _as_completion(partial: Partial) -> Completion:
-    return Completion(
-        request_id=partial.request.request_id,
-        stop=StopReason.EOS,
-        **partial.columns,
-    )
 
 
 class CallGeneration:
@@ -142,20 +132,15 @@ class CallGeneration:
             for _ in range(options.count * len(prompts))
         ]
         self._news, self._watch = asyncio.Event(), watch
-        named, usual = sampling_of(options, caller.terms.sampling), caller.terms.sampling
-        wanted = None if named == usual else named
         asks = [
             CallerAsk(
                 token_ids=prompts[index // options.count],
                 draft=drafts[index // options.count],
-                wanted=wanted,
-                shaping=options.shaping,
-                logprobs=options.logprobs,
-                seed=options.seed,
+                options=options,
                 index=index % options.count,
                 cut=choice.cut,
                 early=choice.early,
-                began=_Began(choice, watch, self._news),
+                began=partial(self._began, choice),
             )
             for index, choice in enumerate(self.choices)
         ]
@@ -163,6 +148,12 @@ class CallGeneration:
         self._tasks = [loop.create_task(caller.draw(ask)) for ask in asks]
         for task in self._tasks:
             task.add_done_callback(lambda _: self._news.set())
+
+    def _began(self, choice: GrowingAnswer, request_id: str) -> None:
+        """Watch a request from when it is queued."""
+        choice.request_id = request_id
+        if self._watch is not None:
+            self._watch.add([request_id], self._news)
 
     async def steps(self) -> AsyncIterator[None]:
         """Yield whenever more tokens arrive, until every choice has its answer. Errors of the
@@ -204,17 +195,3 @@ class CallGeneration:
         if self._watch is not None:
             self._watch.remove([s.request_id for s in self.choices if s.request_id is not None])
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-class _Began:
-    """Watches a request from when it is queued."""
-
-    def __init__(
-        self, choice: GrowingAnswer, watch: ProgressWatch | None, news: asyncio.Event
-    ) -> None:
-        self._choice, self._watch, self._news = choice, watch, news
-
-    def __call__(self, request_id: str) -> None:
-        self._choice.begin(request_id)
-        if self._watch is not None:
-            self._watch.add([request_id], self._news)

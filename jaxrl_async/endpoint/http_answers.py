@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from jaxrl_async.data.chat_formats.written_turn import THOUGHT, split_thinking
 from jaxrl_async.endpoint.answer_constraint import ToolChoice
 from jaxrl_async.endpoint.generation import GeneratedAnswer, GrowingAnswer
 from jaxrl_async.endpoint.sampling_request import ShownLogprobs
-from jaxrl_async.endpoint.text_flow import Decode, TextBytes, TextFlow, before_stop
+from jaxrl_async.endpoint.text_flow import Decode, TextBytes, TextFlow
 from jaxrl_async.ports.rollout import TurnMarks
 from jaxrl_async.types import (
     Completion,
@@ -37,21 +37,16 @@ class AnswerHeader:
     created: int  # seconds since 1970
     model: str
 
+    def openai(self, kind: str, choices: Sequence[Mapping[str, object]]) -> dict[str, Any]:
+        """Return an object of OpenAI's API with this heading."""
+        heading = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**heading, "choices": choices}
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """The token counts of a call."""
 
-    prompt: int
-    drawn: int
-
-    def openai(self) -> dict[str, int]:
-        """Return it in OpenAI's format."""
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.drawn,
-            "total_tokens": self.prompt + self.drawn,
-        }
+def openai_usage(prompt: int, answers: Sequence[GeneratedAnswer]) -> dict[str, int]:
+    """Return the token counts of a call in OpenAI's format. prompt: length of its prompts."""
+    drawn = sum(len(answer.completion.token_ids) for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +134,8 @@ def chat_answer(answer: GeneratedAnswer, message: Message, choice: ToolChoice) -
     calls = tuple(message.get("tool_calls") or ())[: None if choice.parallel else 1]
     content, reasoning = message.get("content") or "", message.get("reasoning_content")
     if answer.stop is not None:
-        content = before_stop(content, answer.stop)
-        reasoning = None if reasoning is None else before_stop(reasoning, answer.stop)
+        content = content.partition(answer.stop)[0]
+        reasoning = None if reasoning is None else reasoning.partition(answer.stop)[0]
     return ChatAnswer(answer=answer, content=content, reasoning=reasoning, tool_calls=calls)
 
 
@@ -159,7 +154,7 @@ class TokenRow:
         return cls(
             token_ids=drawn.token_ids[start:],
             logprobs=drawn.logprobs[start:],
-            others=None if top is None else _positions(top, slice(start, None)),
+            others=None if top is None else top.part(slice(start, None)),
         )
 
     def likely(self, place: int, top: int, named: Sequence[int]) -> list[tuple[int, float]]:
@@ -172,16 +167,6 @@ class TokenRow:
         logprobs = [*self.others.top_logprobs[place, :top], *self.others.id_logprobs[place]]
         found = dict(zip(ids, (json_number(float(x)) for x in logprobs), strict=True))
         return [(i, own[1] if i == own[0] else x) for i, x in found.items() if i >= 0]
-
-
-def _positions(found: PositionLogprobs, part: slice) -> PositionLogprobs:
-    return replace(
-        found,
-        logprobs=found.logprobs[part],
-        top_ids=found.top_ids[part],
-        top_logprobs=found.top_logprobs[part],
-        id_logprobs=found.id_logprobs[part],
-    )
 
 
 def json_number(logprob: float) -> float:
@@ -246,7 +231,8 @@ class AnswerFormat:
 
         def position(place: int) -> dict[str, Any]:
             own = (int(row.token_ids[place]), json_number(float(row.logprobs[place])))
-            ranks = {} if row.others is None else _ranks(row.others.top_ids[place])
+            likeliest = [] if row.others is None else row.others.top_ids[place].tolist()
+            ranks = {token: rank for rank, token in enumerate(likeliest, 1)}
             beyond = len(ranks) + 1 if ranks else None
             pairs = dict([own, *row.likely(place, shown.prompt or 0, shown.ids)])
             return {
@@ -278,19 +264,9 @@ class AnswerFormat:
         ]
 
 
-def _ranks(ids: IntArray) -> dict[int, int]:
-    """Return the ranks of the likeliest tokens, from 1."""
-    return {int(token): rank for rank, token in enumerate(ids.tolist(), 1)}
-
-
 def prompt_row(prompt: IntArray, found: PositionLogprobs | None) -> TokenRow:
     """Return the tokens of a prompt, [prompt], with their log-probs; unknown ones are NaN."""
     unknown = np.full(len(prompt), np.nan, np.float32)
     return TokenRow(
         token_ids=prompt, logprobs=unknown if found is None else found.logprobs, others=found
     )
-
-
-def rows_of_answers(answers: Sequence[GeneratedAnswer]) -> int:
-    """Return the total number of tokens of some answers."""
-    return sum(len(a.completion.token_ids) for a in answers)

@@ -16,17 +16,7 @@ OPENAI_KINDS = {
     429: "rate_limit_error",
 }
 """The `type` of an error in OpenAI's shape, by status."""
-ANTHROPIC_KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+ANTHROPIC_KINDS = {**OPENAI_KINDS, 413: "request_too_large", 503: "overloaded_error"}
 """The same in Anthropic's shape."""
 UNSUPPORTED = "unsupported_parameter"
 """Error code of a field that is refused."""
@@ -48,11 +38,10 @@ class CallRefused(JaxrlError):
 
 def openai_error(refused: CallRefused) -> dict[str, Any]:
     """Return the error as the body of an OpenAI error."""
-    kind = OPENAI_KINDS.get(refused.status, "server_error")
     return {
         "error": {
             "message": str(refused),
-            "type": kind,
+            "type": OPENAI_KINDS.get(refused.status, "server_error"),
             "param": refused.field,
             "code": refused.code,
         }

@@ -4,6 +4,7 @@ events. Pure.
 vLLM's additional fields are supported; request_fields.CHAT lists all fields.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,7 @@ from jaxrl_async.endpoint.call_messages import (
     MAX_TOOLS,
     promised_tools,
     read_messages,
-    read_tools,
+    read_tool,
     without_prefix,
 )
 from jaxrl_async.endpoint.chat_deltas import ChatDelta
@@ -24,9 +25,8 @@ from jaxrl_async.endpoint.http_answers import (
     AnswerHeader,
     ChatAnswer,
     TokenRow,
-    Usage,
+    openai_usage,
     prompt_row,
-    rows_of_answers,
 )
 from jaxrl_async.endpoint.request_fields import CHAT
 from jaxrl_async.endpoint.sampling_request import (
@@ -73,8 +73,7 @@ def chat_call(body: object) -> ChatCall:
     """Convert a body to a call. Raises CallRefused that names the field."""
     fields = BodyFields(body)
     messages, prefix = read_conversation(fields)
-    given = fields.rows("tools", MAX_TOOLS)
-    tools = read_tools(given)
+    tools = tuple(map(read_tool, fields.objects("tools", MAX_TOOLS)))
     logprobs = fields.flag("logprobs")
     top = fields.whole("top_logprobs", 0, MAX_TOP) or 0
     if top and not logprobs:
@@ -96,7 +95,7 @@ def chat_call(body: object) -> ChatCall:
         token_ids=fields.flag("return_token_ids"),
         ids_as_tokens=fields.flag("return_tokens_as_token_ids"),
     )
-    return replace(call, ignored=(*fields.settle(CHAT), *counted, *promised_tools(given)))
+    return replace(call, ignored=(*fields.settle(CHAT), *counted, *promised_tools(fields)))
 
 
 def read_conversation(fields: BodyFields) -> tuple[tuple[Message, ...], str]:
@@ -107,15 +106,10 @@ def read_conversation(fields: BodyFields) -> tuple[tuple[Message, ...], str]:
     if opens == continues:
         fields.refuse(
             "add_generation_prompt",
-            f"{_json_word(not continues)}: with continue_final_message the last message begins the "
+            f"{json.dumps(not continues)}: with continue_final_message the last message begins the "
             "answer, and otherwise the policy's turn must be opened",
         )
     return without_prefix(messages) if continues else (messages, "")
-
-
-def _json_word(value: bool) -> str:
-    """Return a boolean as in JSON."""
-    return "true" if value else "false"
 
 
 def effort_of(fields: BodyFields, name: str) -> Mapping[str, Any] | None:
@@ -144,10 +138,7 @@ def template_of(
 def stream_usage_of(fields: BodyFields) -> tuple[bool, tuple[str, ...]]:
     """Return whether a stream ends with the token counts, and the options without effect: the
     counts are not repeated with each part."""
-    options = fields.value("stream_options")
-    if options is None:
-        return False, ()
-    inner = BodyFields(options, "stream_options")
+    inner = fields.inner("stream_options", {})
     wanted, repeats = inner.flag("include_usage"), inner.flag("continuous_usage_stats")
     inner.close(frozenset({"include_obfuscation"}))
     return wanted, (inner.name("continuous_usage_stats"),) if repeats else ()
@@ -164,17 +155,16 @@ class ChatWriter:
 
     def body(self, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
         """Return the complete answer."""
-        usage = Usage(prompt=len(self.prompt), drawn=rows_of_answers([a.answer for a in answers]))
+        choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
         return {
-            "id": self.heading.id,
-            "object": "chat.completion",
-            "created": self.heading.created,
-            "model": self.heading.model,
-            "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
-            "usage": usage.openai(),
+            **self.heading.openai("chat.completion", choices),
+            "usage": self._usage(answers),
             **self._prompt_ids(),
             **self._prompt_logprobs(answers[0]),
         }
+
+    def _usage(self, answers: Sequence[ChatAnswer]) -> dict[str, int]:
+        return openai_usage(len(self.prompt), [answer.answer for answer in answers])
 
     def _prompt_logprobs(self, answer: ChatAnswer) -> dict[str, Any]:
         if self.call.shown.prompt is None:
@@ -249,20 +239,13 @@ class ChatWriter:
         """Return the chunks after the last choice."""
         if not self.call.stream_usage:
             return []
-        usage = Usage(prompt=len(self.prompt), drawn=rows_of_answers([a.answer for a in answers]))
-        return [{**self._chunk(0, {}), "choices": [], "usage": usage.openai()}]
+        return [{**self._chunk(0, {}), "choices": [], "usage": self._usage(answers)}]
 
     def _chunk(
         self, index: int, delta: Mapping[str, object], row: TokenRow | None = None
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "finish_reason": None, **self._tokens(row)}
-        return {
-            "id": self.heading.id,
-            "object": "chat.completion.chunk",
-            "created": self.heading.created,
-            "model": self.heading.model,
-            "choices": [choice],
-        }
+        return self.heading.openai("chat.completion.chunk", [choice])
 
 
 def _delta(delta: ChatDelta) -> dict[str, Any]:

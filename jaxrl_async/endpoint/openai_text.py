@@ -13,10 +13,9 @@ from jaxrl_async.endpoint.http_answers import (
     AnswerFormat,
     AnswerHeader,
     TokenRow,
-    Usage,
     json_number,
+    openai_usage,
     prompt_row,
-    rows_of_answers,
 )
 from jaxrl_async.endpoint.openai_chat import stream_usage_of
 from jaxrl_async.endpoint.request_fields import TEXT
@@ -37,7 +36,7 @@ MAX_PROMPT = 2**24
 MAX_CHOICES = 1024
 """Maximum number of prompts of a call, and of its answers."""
 USUAL_TOKENS = 16
-"""Default for the maximum tokens of an answer, as in OpenAI's API."""
+"""Default for the maximum tokens of an answer, as in OpenAI's API and vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,17 +165,10 @@ class TextWriter:
         return self.prompts[index // self.call.options.count]
 
     def _usage(self, answers: Sequence[GeneratedAnswer]) -> dict[str, int]:
-        prompt = sum(len(prompt) for prompt in self.prompts)
-        return Usage(prompt=prompt, drawn=rows_of_answers(answers)).openai()
+        return openai_usage(sum(map(len, self.prompts)), answers)
 
     def _frame(self, choices: Sequence[Mapping[str, object]]) -> dict[str, Any]:
-        return {
-            "id": self.heading.id,
-            "object": "text_completion",
-            "created": self.heading.created,
-            "model": self.heading.model,
-            "choices": choices,
-        }
+        return self.heading.openai("text_completion", choices)
 
     def _lead(self, index: int, drawn: Any, flow: TextFlow) -> dict[str, Any] | None:
         """Return the echoed prompt as a choice; None: it is not echoed."""

@@ -34,17 +34,16 @@ class FieldRule:
     neutral: tuple[Any, ...] = ()  # values that ask for what is done in any case
 
 
-def _rules(use: FieldUse, names: str) -> dict[str, FieldRule]:
-    return {name: FieldRule(use=use) for name in names.split()}
+def _rules(use: FieldUse, names: str, note: str = "", *neutral: object) -> dict[str, FieldRule]:
+    return dict.fromkeys(names.split(), FieldRule(use=use, note=note, neutral=neutral))
 
 
 def _refused(note: str, names: str, *neutral: object) -> dict[str, FieldRule]:
-    rule = FieldRule(use=REFUSED, note=note, neutral=neutral)
-    return dict.fromkeys(names.split(), rule)
+    return _rules(REFUSED, names, note, *neutral)
 
 
 def _counted(note: str, names: str, *neutral: object) -> dict[str, FieldRule]:
-    return dict.fromkeys(names.split(), FieldRule(use=COUNTED, note=note, neutral=neutral))
+    return _rules(COUNTED, names, note, *neutral)
 
 
 _LABELS = _rules(
@@ -195,9 +194,8 @@ GENERATE: Mapping[str, FieldRule] = {
 SAMPLING_PARAMS: Mapping[str, FieldRule] = {
     **_SAMPLING,
     **_rules(HONOURED, "max_tokens max_completion_tokens logprobs"),
-    **{"routed_experts_prompt_start": FieldRule(use=HONOURED)},
-    **{"skip_special_tokens": FieldRule(use=LABEL)},
-    **_rules(LABEL, "output_kind output_text_buffer_length skip_clone"),
+    **_rules(HONOURED, "routed_experts_prompt_start"),
+    **_rules(LABEL, "skip_special_tokens output_kind output_text_buffer_length skip_clone"),
     **_rules(LABEL, "skip_reading_prefix_cache trace_decode_token_ids"),
     **_refused("log-probs are a list for each position", "flat_logprobs", False),
     **_refused("use logprob_token_ids", "prompt_logprob_token_ids"),

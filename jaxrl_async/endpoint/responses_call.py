@@ -67,8 +67,7 @@ class ResponsesCall:
 def responses_call(body: object) -> ResponsesCall:
     """Convert a body to a call. Raises CallRefused that names the field."""
     fields = BodyFields(body)
-    given = fields.rows("tools", MAX_TOOLS)
-    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(given))
+    tools = tuple(map(_tool, fields.objects("tools", MAX_TOOLS)))
     options = sampling_options(fields)
     most = fields.whole("max_output_tokens", 1, MAX_ASKED)
     options = replace(options, max_new_tokens=most or options.max_new_tokens)
@@ -77,8 +76,7 @@ def responses_call(body: object) -> ResponsesCall:
     for i, wanted in enumerate(fields.rows("include", 16)):
         if wanted not in INCLUDED:
             raise CallRefused(f"must be {INCLUDED[0]!r}", field=f"include[{i}]")
-    if (streaming := fields.value("stream_options")) is not None:
-        BodyFields(streaming, "stream_options").close(frozenset({"include_obfuscation"}))
+    fields.inner("stream_options", {}).close(frozenset({"include_obfuscation"}))
     chat = ChatCall(
         messages=tuple(input_messages(fields.value("input"))),
         tools=tools,
@@ -93,7 +91,7 @@ def responses_call(body: object) -> ResponsesCall:
         previous=fields.text("previous_response_id"),
         stores=fields.flag("store", True),
         asked={
-            "tools": given,
+            "tools": fields.value("tools") or [],
             "tool_choice": fields.value("tool_choice") or "auto",
             "parallel_tool_calls": chat.choice.parallel,
             "text": fields.value("text") or {"format": {"type": "text"}},
@@ -104,8 +102,7 @@ def responses_call(body: object) -> ResponsesCall:
             "metadata": fields.value("metadata") or {},
         },
     )
-    promised = promised_tools(given)
-    everything = (*fields.settle(RESPONSES), *ignored, *counted, *promised)
+    everything = (*fields.settle(RESPONSES), *ignored, *counted, *promised_tools(fields))
     return replace(call, chat=replace(chat, ignored=everything))
 
 
@@ -114,8 +111,7 @@ def _with_format(
 ) -> tuple[SamplingOptions, tuple[str, ...]]:
     """Return options with the format of `text`, and the fields of `text` without effect. Raises
     CallRefused."""
-    value = fields.value("text")
-    text = BodyFields({} if value is None else value, "text")
+    text = fields.inner("text", {})
     constraint = format_constraint(text, "format")
     ignored = ("text.verbosity",) if text.value("verbosity") is not None else ()
     text.close()
@@ -131,8 +127,7 @@ def _with_format(
 def _reasoning(fields: BodyFields) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
     """Return the template's variables for an effort, and the fields of `reasoning` without effect.
     Raises CallRefused."""
-    value = fields.value("reasoning")
-    inner = BodyFields({} if value is None else value, "reasoning")
+    inner = fields.inner("reasoning", {})
     effort = effort_of(inner, "effort")
     unread = ("summary", "generate_summary", "context", "mode")
     inner.close(frozenset(unread))
@@ -236,11 +231,10 @@ def _content(item: BodyFields, field: str) -> str | list[dict[str, Any]]:
         return value or ""
     if not isinstance(value, list):
         item.refuse(field, "a text or a list of parts")
-    return joined_parts([_part(part, f"{item.name(field)}[{i}]") for i, part in enumerate(value)])
+    return joined_parts([_part(part) for part in item.objects(field)])
 
 
-def _part(value: object, where: str) -> dict[str, Any]:
-    fields = BodyFields(value, where)
+def _part(fields: BodyFields) -> dict[str, Any]:
     kind = fields.text("type", "input_text")
     if kind == "input_image":
         found = image_part(fields.value("image_url"), fields.name("image_url"))
@@ -252,13 +246,10 @@ def _part(value: object, where: str) -> dict[str, Any]:
     return found
 
 
-def _tool(value: object, where: str) -> Mapping[str, Any]:
-    fields = BodyFields(value, where)
+def _tool(fields: BodyFields) -> Mapping[str, Any]:
     if fields.text("type", "function") != "function":
         fields.refuse("type", "'function': tools that run on the server are not supported")
-    tool = function_tool(
-        fields.needed_text("name"), fields.text("description"), fields.value("parameters")
-    )
+    tool = function_tool(fields)
     fields.close(frozenset({"strict", "defer_loading", "output_schema", "allowed_callers"}))
     return tool
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.endpoint.answer_constraint import constrained_by, constraint_of
+from jaxrl_async.endpoint.answer_constraint import constraint_of
 from jaxrl_async.endpoint.body_fields import BodyFields
 from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.ports.rollout import ChatFormat
@@ -278,8 +278,7 @@ def sampling_options(
     asked = fields.whole("max_completion_tokens", least, MAX_ASKED)
     older = fields.whole("max_tokens", least, MAX_ASKED)
     most = next((number for number in (asked, older) if number is not None), usual)
-    shaping, constraint = shaping_of(fields), constraint_of(fields)
-    by = None if constraint is None else constrained_by(fields)
+    shaping, (by, constraint) = shaping_of(fields), constraint_of(fields)
     if constraint is not None:
         shaping = replace(shaping or LogitShaping(), constraint=constraint)
     return SamplingOptions(

@@ -10,6 +10,7 @@ Used on the server's event loop; `counts` may be read from any thread.
 import asyncio
 import gc
 import hmac
+import itertools
 import logging
 import re
 import secrets
@@ -184,7 +185,7 @@ class EndpointService:
         )
         self._sessions, self._guest_keys, self._clock = sessions, guest_keys, clock
         self._door, self.adapters, self.cors_origins = door, adapters, cors_origins
-        self._server = secrets.token_hex(SERVER_BYTES)
+        self._server, self._numbers = secrets.token_hex(SERVER_BYTES), itertools.count()
         self._ignored: set[str] = set()  # fields whose first time was logged
         self._watch = ProgressWatch(served.generate)
         self._open = self._held = 0
@@ -300,12 +301,8 @@ class EndpointService:
     def _of_member(self, session: PolicySession) -> Conversations:
         if session.key not in self._members:
             self._members[session.key] = Conversations()
-            session.on_end(lambda _: self._forget(session.key))
+            session.on_end(lambda _: self._members.pop(session.key, None))
         return self._members.get(session.key) or Conversations()
-
-    def _forget(self, key: str) -> None:
-        """Drop the conversations of a session that has ended."""
-        self._members.pop(key, None)
 
     def _of_guest(self, key: str, name: str) -> Conversations:
         """Return a guest's conversation. Conversations started by a response are limited
@@ -349,11 +346,11 @@ class EndpointService:
             retry_after_s=BUSY_S,
         )
 
-    def heading(self, caller: Caller, prefix: str, number: int, *, mark: str = "-") -> AnswerHeader:
-        """Return the heading of an answer. mark: separates the two parts of its id."""
+    def heading(self, caller: Caller, prefix: str, *, mark: str = "-") -> AnswerHeader:
+        """Return the heading of a new answer. mark: separates the two parts of its id."""
         model = caller.adapter or self.served.name
         server = self._server if mark == "-" else ""  # a response's prefix is unguessable
-        name = f"{prefix}{mark}{server}{number}"
+        name = f"{prefix}{mark}{server}{next(self._numbers)}"
         return AnswerHeader(id=name, created=int(time.time()), model=model)
 
     @property

@@ -233,20 +233,3 @@ def call_number(label: str, call: str, trace: Trace) -> int:
             "one of this session's completions."
         )
     return int(number)
-
-
-def nothing_sampled(label: str, prompt_id: int, ended: str | None) -> RolloutError:
-    """Return the error of a session without sampled tokens. ended: the reason for its end."""
-    return RolloutError(
-        f"session {label}, prompt {prompt_id}: it ended ({ended or 'while open'}) and no call "
-        "sampled any token. Let the program use the address and key that it receives."
-    )
-
-
-def key_refused(label: str, *, returned: bool) -> RolloutError:
-    """Return the error of a late request for the reward key. returned: it was returned before."""
-    why = "it was returned before" if returned else "calls were made"
-    return RolloutError(
-        f"session {label}: {why}, and the reward key is returned only once, before the first call. "
-        "Request it first."
-    )

@@ -31,11 +31,9 @@ from jaxrl_async.endpoint.session_parts import (
     bounded,
     call_number,
     check_call,
-    key_refused,
     limit_reached,
     named_parts,
     no_room,
-    nothing_sampled,
     with_options,
 )
 from jaxrl_async.endpoint.session_parts import (
@@ -130,7 +128,7 @@ class PolicySession:
         self.exhausted: str | None = None  # the limit of calls or tokens that rejected a call
         self._refused: IntArray | None = None  # [prompt] of a call that left no room
         self._talks = Talks()
-        self._on_end: list[Callable[[str], None]] = []
+        self._on_end: list[Callable[[str], object]] = []
         self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Completion]]] = {}
         self._counts, self._times = SessionCounts(), SessionTimes(clock)
 
@@ -211,7 +209,8 @@ class PolicySession:
             if stopped and self.ended is not None:
                 raise self._end_error() from None
             raise
-        completion = _cut_to(kept, completion, len(request.token_ids))
+        if kept is not None and kept < len(completion.token_ids):
+            completion = cut_completion(completion, max(kept, 0), len(request.token_ids))
         self._record(number, completion, is_cut=kept is not None)
         return completion
 
@@ -221,7 +220,11 @@ class PolicySession:
         with self._lock:
             self._check_open()
             if self._told_reward_key or self._trace.num_calls:
-                raise key_refused(self.label, returned=self._told_reward_key)
+                why = "it was returned before" if self._told_reward_key else "calls were made"
+                raise RolloutError(
+                    f"session {self.label}: {why}, and the reward key is returned only once, "
+                    "before the first call. Request it first."
+                )
             self._told_reward_key = True
             return self.reward_key
 
@@ -285,11 +288,11 @@ class PolicySession:
             waiting, self._waiting = list(self._waiting.values()), {}
             callbacks, self._on_end = self._on_end, []
         for loop, future in waiting:
-            _call_in(loop, future.cancel)
+            call_in(loop, future.cancel)
         for callback in callbacks:
             callback(reason)
 
-    def on_end(self, callback: Callable[[str], None]) -> None:
+    def on_end(self, callback: Callable[[str], object]) -> None:
         """Call a function once with the end reason when it has ended, or now if it has; on the
         thread that ends it."""
         with self._lock:
@@ -350,7 +353,11 @@ class PolicySession:
             if not self._trace.num_turns and self._refused is not None:
                 return unplayed_episode(self._refused, self.limits, self._given.score(None))
             if not self._trace.num_turns:
-                raise nothing_sampled(self.label, self.prompt.prompt_id, self.ended)
+                raise RolloutError(
+                    f"session {self.label}, prompt {self.prompt.prompt_id}: it ended "
+                    f"({self.ended or 'while open'}) and no call sampled any token. Let the "
+                    "program use the address and key that it receives."
+                )
             if stop is None:
                 stop = StopReason.LENGTH if self.exhausted is not None else self._trace.stop
             score = self._given.score(self._trace.token_rewards(self._given.of_calls))
@@ -553,11 +560,6 @@ class Sessions:
         with self._lock:
             return tuple(self._open.values())
 
-    def expire(self) -> int:
-        """End the sessions whose time is over; return how many. For owners that do not watch
-        theirs."""
-        return sum(session.expire() for session in self.all())
-
     def close(self) -> None:
         """End all sessions because the run is stopping. No more can be opened. Idempotent."""
         with self._lock:
@@ -572,13 +574,6 @@ class Sessions:
             self._past[session.key] = self._past[session.reward_key] = reason
             while len(self._past) > 2 * self._max_open:
                 self._past.popitem(last=False)
-
-
-def _cut_to(kept: int | None, completion: Completion, prompt: int) -> Completion:
-    """Return a completion with only so many tokens, after a prompt of so many; None: with all."""
-    if kept is None or kept >= len(completion.token_ids):
-        return completion
-    return cut_completion(completion, max(kept, 0), prompt)
 
 
 async def _first_of(
@@ -599,7 +594,7 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+def call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
     """Call a function on a loop's own thread, unless the loop is closed."""
     try:
         loop.call_soon_threadsafe(function)

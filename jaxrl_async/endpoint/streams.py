@@ -22,6 +22,8 @@ from jaxrl_async.endpoint.responses_writer import ItemStream, ResponsesWriter
 from jaxrl_async.endpoint.service import EndpointService
 from jaxrl_async.types import Message
 
+COMMENT, DONE = b": waiting\n\n", b"data: [DONE]\n\n"
+"""A line that a stream's reader skips, and the end of OpenAI's older streams."""
 READ_EVERY = 64
 """An unfinished answer is parsed again when it has grown by 1/READ_EVERY, so parsing a long one
 costs no more than a few times its length."""
@@ -50,13 +52,15 @@ class _ChatChoice:
         return TokenRow.of(self.choice, start)
 
 
-class _ChatSteps:
-    """The answers of a chat call in parts, for any protocol."""
+class ChatSteps:
+    """The answers of a chat call, whole or in parts, for any protocol."""
 
     def __init__(
         self, chats: ChatTurns, caller: Caller, call: ChatCall, prompt: PromptTokens
     ) -> None:
+        """Sample nothing yet."""
         self._chats, self.caller, self.call, self.prompt = chats, caller, call, prompt
+        self.words = chats.service.words
         self._options = chats.options(caller, call, prompt)
         chats.service.count(continued=prompt.continued, opened=not prompt.continued)
 
@@ -99,18 +103,13 @@ class _ChatSteps:
 class StreamedChat:
     """A chat completion of OpenAI's API."""
 
-    def __init__(
-        self,
-        chats: ChatTurns,
-        caller: Caller,
-        call: ChatCall,
-        prompt: PromptTokens,
-        heading: AnswerHeader,
-    ) -> None:
+    ping, last = COMMENT, DONE
+
+    def __init__(self, steps: ChatSteps, heading: AnswerHeader) -> None:
         """Sample nothing yet."""
-        self._steps = _ChatSteps(chats, caller, call, prompt)
+        self._steps = steps
         self._writer = ChatWriter(
-            call=call, heading=heading, prompt=prompt.token_ids, words=chats.service.words
+            call=steps.call, heading=heading, prompt=steps.prompt.token_ids, words=steps.words
         )
 
     async def whole(self) -> dict[str, Any]:
@@ -137,17 +136,12 @@ class StreamedChat:
 class StreamedMessage:
     """A message of Anthropic's API."""
 
-    def __init__(
-        self,
-        chats: ChatTurns,
-        caller: Caller,
-        call: ChatCall,
-        prompt: PromptTokens,
-        heading: AnswerHeader,
-    ) -> None:
+    ping, last = anthropic_event({"type": "ping"}), b""
+
+    def __init__(self, steps: ChatSteps, heading: AnswerHeader) -> None:
         """Sample nothing yet."""
-        self._steps = _ChatSteps(chats, caller, call, prompt)
-        self._writer = MessageWriter(heading=heading, prompt=prompt.token_ids)
+        self._steps = steps
+        self._writer = MessageWriter(heading=heading, prompt=steps.prompt.token_ids)
 
     async def whole(self) -> dict[str, Any]:
         """Return the body of the answer."""
@@ -172,29 +166,19 @@ class StreamedMessage:
 class StreamedResponse:
     """A response of OpenAI's API."""
 
+    ping, last = COMMENT, b""
+
     def __init__(
         self,
-        chats: ChatTurns,
-        caller: Caller,
+        steps: ChatSteps,
         call: ResponsesCall,
         messages: Sequence[Message],
-        prompt: PromptTokens,
         heading: AnswerHeader,
     ) -> None:
-        """Sample nothing yet.
-
-        Args:
-            chats: serves the call.
-            caller: the caller.
-            call: the call.
-            messages: the whole conversation, without instructions.
-            prompt: its tokens.
-            heading: the response's id and creation time.
-        """
-        self._steps = _ChatSteps(chats, caller, call.chat, prompt)
-        self._writer = ResponsesWriter(call=call, heading=heading, prompt=prompt.token_ids)
-        self._log = caller.conversations.responses if call.stores else None
-        self._messages = messages
+        """Sample nothing yet. messages: the whole conversation, without instructions."""
+        self._steps, self._messages = steps, messages
+        self._writer = ResponsesWriter(call=call, heading=heading, prompt=steps.prompt.token_ids)
+        self._log = steps.caller.conversations.responses if call.stores else None
 
     async def whole(self) -> dict[str, Any]:
         """Return the body of the answer."""
@@ -233,6 +217,8 @@ class StreamedResponse:
 
 class StreamedText:
     """A completion of OpenAI's API."""
+
+    ping, last = COMMENT, DONE
 
     def __init__(self, service: EndpointService, caller: Caller, writer: TextWriter) -> None:
         """Sample nothing yet."""
@@ -277,3 +263,7 @@ class StreamedText:
     def _drawing(self, *, parts: bool) -> Any:
         writer = self._writer
         return self._service.drawing(self._caller, writer.prompts, writer.call.options, parts=parts)
+
+
+Streamed = StreamedChat | StreamedMessage | StreamedResponse | StreamedText
+"""An answer of any protocol. `ping` is sent after a pause of its stream, and `last` at its end."""

@@ -8,7 +8,6 @@ from typing import Any
 from jaxrl_async.endpoint.body_fields import BodyFields
 from jaxrl_async.endpoint.external_agents import TaskQueue
 from jaxrl_async.endpoint.http_errors import CallRefused
-from jaxrl_async.endpoint.sessions import PolicySession
 
 MAX_WAIT_S = 60.0
 """Maximum time for which an agent may wait for a task in one call, seconds."""
@@ -59,34 +58,23 @@ class TaskLeases:
             raise CallRefused(
                 "no task is waiting; ask again", status=503, code="no_task", retry_after_s=1.0
             )
-        return task_of(session, address=address, model=model)
-
-
-def task_of(session: PolicySession, *, address: str, model: str) -> dict[str, Any]:
-    """Return the task description for an agent.
-
-    Args:
-        session: just opened.
-        address: address of the endpoint, without /v1.
-        model: the policy's name.
-    """
-    prompt, bounds = session.prompt, session.bounds
-    told = {
-        "session": session.label,
-        "held_out": session.place.label.startswith(EVALUATED),
-        "base_url": f"{address}/v1",
-        "api_key": session.key,
-        "reward_key": session.reward_key,
-        "model": model,
-        "record": dict(prompt.columns),
-        "prompt": prompt.text,
-        "messages": list(prompt.messages),
-        "limits": {
-            "calls": bounds.max_calls,
-            "tokens": bounds.max_tokens,
-            "idle_s": bounds.idle_s,
-            "total_s": bounds.total_s,
-        },
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(told, default=str))
-    return plain
+        prompt, bounds = session.prompt, session.bounds
+        told = {
+            "session": session.label,
+            "held_out": session.place.label.startswith(EVALUATED),
+            "base_url": f"{address}/v1",
+            "api_key": session.key,
+            "reward_key": session.reward_key,
+            "model": model,
+            "record": dict(prompt.columns),
+            "prompt": prompt.text,
+            "messages": list(prompt.messages),
+            "limits": {
+                "calls": bounds.max_calls,
+                "tokens": bounds.max_tokens,
+                "idle_s": bounds.idle_s,
+                "total_s": bounds.total_s,
+            },
+        }
+        plain: dict[str, Any] = json.loads(json.dumps(told, default=str))
+        return plain

@@ -106,9 +106,9 @@ class TextFlow:
         stop string, and without text after invalid bytes."""
         text = self.text
         if self.stop is not None:
-            return before_stop(text, self.stop)
+            return text.partition(self.stop)[0]
         if HALF in text:
-            return text[: text.find(HALF)]
+            return text.partition(HALF)[0]
         return text[: len(text) - self.held]
 
     @property
@@ -119,13 +119,7 @@ class TextFlow:
     def whole(self) -> str:
         """Return the text of all tokens so far, without the stop string and the text after it."""
         text = self._decode(self._ids)
-        return text if self.stop is None else before_stop(text, self.stop)
-
-
-def before_stop(text: str, stop: str) -> str:
-    """Return the text before a stop string; the whole text if it is not found."""
-    place = text.find(stop)
-    return text if place < 0 else text[:place]
+        return text if self.stop is None else text.partition(self.stop)[0]
 
 
 def overlap(text: str, stop: str) -> int:

@@ -18,10 +18,10 @@ from jaxrl_async.endpoint.http_answers import (
     AnswerFormat,
     AnswerHeader,
     TokenRow,
-    Usage,
+    openai_usage,
     prompt_row,
-    rows_of_answers,
 )
+from jaxrl_async.endpoint.openai_text import MAX_PROMPT, USUAL_TOKENS
 from jaxrl_async.endpoint.request_fields import GENERATE, SAMPLING_PARAMS
 from jaxrl_async.endpoint.sampling_request import (
     MAX_COUNT,
@@ -33,11 +33,6 @@ from jaxrl_async.endpoint.sampling_request import (
     sampling_options,
 )
 from jaxrl_async.types import Completion, ExpertIds
-
-MAX_PROMPT = 2**24
-"""Maximum number of prompt token ids in a call; the sampler checks a lower limit itself."""
-USUAL_TOKENS = 16
-"""Default for the maximum tokens of an answer, as in vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +55,7 @@ def token_call(body: object) -> TokenCall:
     token_ids = tuple(fields.token_ids("token_ids", MAX_PROMPT))
     if not token_ids:
         fields.refuse("token_ids", "a list of token ids")
-    inner = BodyFields(fields.value("sampling_params") or {}, "sampling_params")
+    inner = fields.inner("sampling_params", {})
     logprobs = inner.whole("logprobs", 0, MAX_TOP)
     shown = logprobs_of(inner, logprobs or 0)
     count = inner.whole("n", 1, MAX_COUNT) or 1
@@ -86,7 +81,6 @@ def token_body(
     """Return the body of an answer. Serialise without spaces: clients search it for the experts."""
     prompt = np.array(call.token_ids, np.int32)
     row = prompt_row(prompt, answers[0].completion.prompt_logprobs)
-    usage = Usage(prompt=len(call.token_ids), drawn=rows_of_answers(answers))
     return {
         "request_id": call.request_id or heading.id,
         "choices": [_choice(call, i, answer, words) for i, answer in enumerate(answers)],
@@ -94,7 +88,7 @@ def token_body(
         if call.shown.prompt is None
         else words.prompt_logprobs(row, call.shown),
         "prompt_token_ids": list(call.token_ids) if call.return_prompt else None,
-        "usage": usage.openai(),
+        "usage": openai_usage(len(prompt), answers),
     }
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.endpoint.body_fields import BodyFields
-from jaxrl_async.endpoint.call_messages import MAX_TOOLS, read_tools
+from jaxrl_async.endpoint.call_messages import MAX_TOOLS, read_tool
 from jaxrl_async.endpoint.http_answers import AnswerFormat
 from jaxrl_async.endpoint.openai_chat import ChatCall, read_conversation, template_of
 from jaxrl_async.endpoint.openai_text import MAX_PROMPT
@@ -38,7 +38,7 @@ def tokenize_call(body: object) -> TokenizeCall:
         prompt = ChatCall(
             messages=messages,
             prefix=prefix,
-            tools=read_tools(fields.rows("tools", MAX_TOOLS)),
+            tools=tuple(map(read_tool, fields.objects("tools", MAX_TOOLS))),
             template=template_of(fields, {}),
             options=SamplingOptions(),
         )

@@ -391,6 +391,17 @@ def test_how_programs_fail(program, error, said, counted):
     assert counts == counted and sessions.all() == ()
 
 
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), StopIteration(), SystemExit(0), asyncio.CancelledError()], ids=repr
+)
+def test_a_function_that_raises_in_its_thread_fails_at_once(error):
+    def program(agent):
+        raise error
+
+    with pytest.raises(RolloutError, match=f"failed: .*{type(error).__name__}"):
+        played(programs(program, total_s=20.0))
+
+
 @pytest.mark.parametrize("swallows", [False, True])
 def test_a_record_that_is_too_long_for_a_program_is_an_episode_without_an_answer(swallows):
     sessions, counts = Sessions(), {}
