@@ -413,7 +413,7 @@ def test_the_head_is_applied_to_a_few_tokens_at_a_time(monkeypatch) -> None:
         id_logprobs=np.asarray(found.named.id_logprobs),
     )
     order = np.argsort(-wanted, axis=-1)[:, :8]
-    assert ours.first(count).top_ids.tolist() == order.tolist()
+    assert ours.part(slice(count)).top_ids.tolist() == order.tolist()
     for values, said in (
         (ours.logprobs, wanted[np.arange(count), targets[:count]]),
         (ours.top_logprobs, np.take_along_axis(wanted, order, -1)),
