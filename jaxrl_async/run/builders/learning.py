@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from jaxrl_async.algorithms.advantages import needs_critic
 from jaxrl_async.algorithms.corrections import correction_of, weighs
 from jaxrl_async.algorithms.objective import SAME_FACTORS, TaskFactors
-from jaxrl_async.config.learning_rules import compares_whole_distributions
 from jaxrl_async.config.model_section import BalanceSection
 from jaxrl_async.config.schema import (
     AlgorithmSection,
@@ -448,7 +447,7 @@ def keeps_masks(config: Config, task: Task = NO_TASK) -> bool:
 def check_masks_fit(config: Config) -> None:
     """Raise ConfigError if a loss compares whole distributions, since a constraint hides a part of
     them."""
-    if compares_whole_distributions(config):
+    if config.compares_whole_distributions:
         raise ConfigError(
             "the task has a constraint, whose answers are sampled from a part of the vocabulary, "
             "and algorithm.kl=full or teacher.form=loss compare all of it. Set algorithm.kl=k3 and "
