@@ -88,25 +88,22 @@ def a_loss_of_whole_ratios_has_the_behavior_as_anchor(config: Config) -> Iterato
 
 @rule(job="rl")
 def a_group_has_answers_to_compare(config: Config) -> Iterator[str]:
-    """Require several answers per group for advantages that compare them."""
+    """Require several answers per group, some of which may fail, for what compares them."""
     a, name = config.algorithm, name_of(config.algorithm.advantage)
-    compares = name in facts.COMPARED_IN_GROUP and config.weighs_rewards
-    if a.group_size == 1 and compares and config.pairs is None:
+    compares = name in facts.COMPARED_IN_GROUP and config.weighs_rewards and config.pairs is None
+    if a.group_size == 1 and compares:
         yield (
             f"algorithm.advantage={name} compares the answers to one prompt, and "
             "algorithm.group_size=1 has one: all advantages would be 0. Raise group_size, or set "
             "algorithm.advantage=reinforce_pp; for distillation alone teacher.rewards=0."
         )
-
-
-@rule(job="rl")
-def a_partial_group_has_answers_to_compare(config: Config) -> Iterator[str]:
-    """Require the minimum size of a group to be enough to compare."""
-    a, name = config.algorithm, name_of(config.algorithm.advantage)
-    compares = name in facts.COMPARED_IN_GROUP and config.weighs_rewards
-    compares = compares and config.pairs is None
-    if a.min_members == 1 < a.group_size and (compares or a.dynamic_sampling):
-        what = f"algorithm.advantage={name}" if compares else "algorithm.dynamic_sampling"
+    comparing = {
+        f"algorithm.advantage={name}": compares,
+        "pairs.loss": config.pairs is not None,
+        "algorithm.dynamic_sampling": a.dynamic_sampling,
+    }
+    what = next((what for what, is_so in comparing.items() if is_so), None)
+    if a.min_members == 1 < a.group_size and what is not None:
         yield (
             f"{what} compares the answers to one prompt, and algorithm.min_members=1 accepts a "
             "group with one answer, which has no training signal. Set min_members to at least "
@@ -346,8 +343,6 @@ def pairs_fit_the_algorithm(config: Config) -> Iterator[str]:
     problems = {
         "pairs.loss compares answers to one prompt, and algorithm.group_size=1 samples one. Raise "
         "it to at least 2.": a.group_size < 2,
-        "pairs.loss compares answers to one prompt, and algorithm.min_members=1 accepts a group "
-        "with one answer. Set min_members to at least 2.": a.min_members == 1 < a.group_size,
         f"pairs.loss trains on a step's pairs in one update, and algorithm.epochs ({a.epochs}) "
         f"times minibatches ({a.minibatches}) is {a.epochs * a.minibatches}: later updates would "
         "use the answers' log-probs from before the first. Set both to 1; for more updates lower "

@@ -277,7 +277,6 @@ BROKEN: dict[str, dict | tuple[dict, ...]] = {
         "mesh": {"samplers_in": "external"},
         "remote": {"tls_key": "key.pem"},
     },
-    "a_partial_group_has_answers_to_compare": {"algorithm": {"min_members": 1}},
     "a_sampler_has_no_context_axis": {"mesh": {"sampler": {"context": 2}}},
     "colocated_slices_have_one_size": {
         "mesh": {"colocated": True, "trainer": {"data": 2}},
@@ -344,7 +343,18 @@ BROKEN: dict[str, dict | tuple[dict, ...]] = {
     "a_loss_of_whole_ratios_has_the_behavior_as_anchor": {
         "algorithm": {"loss": "topr", "anchor": "proximal"}
     },
-    "a_group_has_answers_to_compare": {"algorithm": {"group_size": 1}},
+    "a_group_has_answers_to_compare": (
+        {"algorithm": {"group_size": 1}},
+        {"algorithm": {"min_members": 1}},
+        {"pairs": {"loss": "dpo"}, "algorithm": {"min_members": 1}},
+        {
+            "algorithm": {
+                "min_members": 1,
+                "dynamic_sampling": True,
+                "advantage": "reinforce_pp",
+            }
+        },
+    ),
     "tokens_have_different_advantages": {"algorithm": {"group_size": 1, "advantage": "discounted"}},
     "dynamic_sampling_keeps_some_groups": {
         "algorithm": {"group_size": 1, "dynamic_sampling": True, "advantage": "reinforce_pp"}
@@ -592,7 +602,6 @@ BROKEN: dict[str, dict | tuple[dict, ...]] = {
         {"sampler": VLLM, "mesh": {"samplers_in": "external"}, "remote": {"transfer": "tcp"}},
     ),
     "pairs_fit_the_algorithm": (
-        {"pairs": {"loss": "dpo"}, "algorithm": {"min_members": 1}},
         {"pairs": {"loss": "dpo"}, "algorithm": {"epochs": 2}},
         {
             "pairs": {"loss": "simpo"},
