@@ -93,12 +93,14 @@ def something_gives_rewards(config: Config) -> Iterator[str]:
 def prompts_have_one_source(config: Config) -> Iterator[str]:
     """Require the embedded task or a file of records, not both, unless a task has its own data."""
     data = config.data
+    # data.jsonl without a path may say how warm_start.path is read
+    reads_pairs = config.warm_start.path is not None and data.record_fields.eval_path is None
     if data.records_path and data.addition is not None:
         yield (
             f"data.jsonl.path ({data.records_path}) and data.addition are two sources of prompts. "
             "Set data.addition=null, or data.jsonl=null."
         )
-    elif data.jsonl is not None and not data.jsonl.path and not _describes_records(config):
+    elif data.jsonl is not None and not data.jsonl.path and not reads_pairs:
         yield (
             "data.jsonl is given without path. Set data.jsonl.path to the file of records, or "
             "data.jsonl=null."
@@ -108,11 +110,6 @@ def prompts_have_one_source(config: Config) -> Iterator[str]:
             "data.addition and data.jsonl are null: there are no prompts. Set data.jsonl.path to a "
             "file of records, data.addition={} for the embedded task, or a task."
         )
-
-
-def _describes_records(config: Config) -> bool:
-    """Return whether data.jsonl without a path only says how warm_start.path is read."""
-    return config.warm_start.path is not None and config.data.record_fields.eval_path is None
 
 
 # --- staleness and buffer ------------------------------------------------------------------------
