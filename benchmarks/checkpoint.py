@@ -88,7 +88,7 @@ def restored_s(config: Config, root: Path) -> float:
     """Time the restore of the newest checkpoint onto the devices, checksums included, seconds."""
     tokenizer, slices = make_tokenizer(config.data, config.model), make_slices(config.mesh)
     spec = check_model(config, tokenizer, slices)
-    policy = make_policy(config, spec, tokenizer, slices, root / "base")
+    policy = make_policy(config.model, config.run, spec, tokenizer, slices, root / "base")
     learner = make_learner(config, policy, slices, tokenizer)
     with Checkpoints(root / "checkpoints") as checkpoints:
         start = time.perf_counter()

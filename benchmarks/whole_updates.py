@@ -32,9 +32,9 @@ from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
 from jaxrl_async.run.builders.learning import make_step
 from jaxrl_async.run.builders.samplers import (
-    make_push,
     make_router,
     sampler_settings,
+    sent_weights,
     uses_one_thread,
 )
 from jaxrl_async.sampler.router.router import Router
@@ -160,10 +160,7 @@ def run(work: Work) -> None:
     buffer = ReplayBuffer(
         BufferSettings(groups_per_step=work.prompts, max_staleness=work.max_staleness)
     )
-    pushes = [
-        make_push(config.weights, config.model, spec, slices.trainer, mesh)
-        for mesh in slices.samplers
-    ]
+    pushes = sent_weights(config.weights, config.model, spec).pushes(slices)
     channel = WeightChannel(pushes, on_live=buffer.set_live, checksum=config.weights.checksum)
     samplers = make_router(
         config.faults,

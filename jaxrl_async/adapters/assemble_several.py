@@ -84,7 +84,7 @@ def assemble_several(
             paths=one.paths,
             checkpoints=one.checkpoints,
             continued=one.continued,
-            policy=with_new_adapter(one.config, base, slices),
+            policy=with_new_adapter(one.config.model, one.config.run.seed, base, slices),
             warm_metrics={} if one.config.run.resume else warm_metrics,
             base_path=config.model.path or str(paths.base),
             label=name,
@@ -176,10 +176,13 @@ def _base(
     config = config.model_copy(update={"run": run})
     inputs = next(iter(opened.values())).inputs
     slices = inputs.slices
-    policy = make_policy(config, inputs.spec, inputs.tokenizer, slices, paths.base)
+    policy = make_policy(
+        config.model, config.run, inputs.spec, inputs.tokenizer, slices, paths.base
+    )
     warm_metrics: dict[str, float] = {}
     if pairs is not None and not resumes:
         policy, warm_metrics = warm_started(
             config, policy, slices, pairs, paths, continued, console, stop, lockstep
         )
-    return with_base_of(config, policy, slices, paths.base), warm_metrics
+    policy = with_base_of(config.model, policy, slices, paths.base, resumed=resumes)
+    return policy, warm_metrics

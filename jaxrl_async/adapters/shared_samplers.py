@@ -18,16 +18,17 @@ from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.builders.rollouts import SharedSampling
 from jaxrl_async.run.builders.samplers import (
     Sampling,
-    make_channel,
     make_router,
-    push_base,
     sampler_settings,
+    sent_weights,
+    sent_whole,
     uses_one_thread,
 )
 from jaxrl_async.run.replay.player import ReplayedBuffer
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import IntArray, VersionedParams
+from jaxrl_async.weights.channel import WeightChannel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +51,13 @@ class SharedSamplers:
             weights: VersionedParams,
             gate: ReplayBuffer | ReplayedBuffer,
         ) -> Sampling:
-            pushes, channel = make_channel(
-                own, self.spec, self.slices, weights.version, gate, inputs.faults.add
+            pushes = sent_weights(own.weights, own.model, self.spec).pushes(self.slices)
+            channel = WeightChannel(
+                pushes,
+                on_live=gate.set_live,
+                version=weights.version,
+                checksum=own.weights.checksum,
+                count=inputs.faults.add,
             )
             for sampler, push in zip(self.samplers, pushes, strict=True):
                 first = push(weights.params)
@@ -94,9 +100,10 @@ def make_shared_samplers(
         adapters=AdapterRoom(places=len(config.runs), rank=lora.rank, targets=lora.targets),
     )
     several = len(slices.samplers) > 1
+    whole = sent_whole(config.weights, config.model, spec)
     samplers = [
         Sampler(
-            (spec, push_base(config, spec, slices.trainer, mesh)(base.params)),
+            (spec, whole.push(slices.trainer, mesh)(base.params)),
             section=config.sampler,
             mesh=mesh,
             seed=config.run.seed,

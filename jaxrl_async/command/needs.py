@@ -131,7 +131,7 @@ def needs_findings(config: Config, devices: Devices | None) -> Iterator[Finding]
         data, task = tokenizer_source(config, tasks)
         tokenizer = make_tokenizer(data, config.model, task)
         yield Finding("ok", f"tokenizer: {tokenizer.vocab_size:,} tokens")
-        spec = spec_of_run(config, tokenizer)
+        spec = spec_of_run(config.model, tokenizer, config.longest_example)
         yield Finding("ok", f"model: {spec.family}, {num_weights(spec):,} weights")
     except (JaxrlError, OSError) as error:
         yield Finding("error", f"tokenizer or model: {error}")

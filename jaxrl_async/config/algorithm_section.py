@@ -60,12 +60,12 @@ class LossSection(Section):
     """Weight of the term at the start of the run; may be negative."""
     coefficient_end: float | None = None
     """Weight after ramp_steps updates, to which it goes linearly; null: it is constant."""
-    ramp_steps: Positive = 100
+    ramp_steps: Annotated[Positive, ReadWith("coefficient_end", switches=())] = 100
     """Updates until the weight is coefficient_end."""
     tokens: Literal["answers", "right", "demonstrations"] = "answers"
     """Tokens that it covers: of all answers, of answers with a reward above right_reward (right),
     or of each step's demonstrations (algorithm.supervised_batch)."""
-    right_reward: float = 0.5
+    right_reward: Annotated[float, ReadWith("tokens", ("right",), switches=())] = 0.5
     """Reward, before shaping, above which an answer counts as right."""
     tasks: tuple[str, ...] | None = Field(None, min_length=1)
     """Names of the tasks whose answers it covers; null: all."""
@@ -81,16 +81,12 @@ class LossSection(Section):
         return self.coefficient + share * (self.coefficient_end - self.coefficient)
 
     def troubles(self, where: str) -> Iterator[str]:
-        """Yield a sentence for each setting without an effect; where: name of this section."""
+        """Yield a sentence for each contradiction; where: name of this section."""
         if not self.coefficient and not self.coefficient_end:
             yield (
                 f"{where}.coefficient=0 leaves the component without an effect. Give it another "
                 "coefficient, or remove the component."
             )
-        if self.coefficient_end is None and self.is_set("ramp_steps"):
-            yield f"{where}.ramp_steps has no effect without coefficient_end. Set that, too."
-        if self.tokens != "right" and self.is_set("right_reward"):
-            yield f"{where}.right_reward has no effect without tokens=right. Set that, too."
         if self.tokens == "demonstrations" and self.tasks is not None:
             yield (
                 f"{where}.tasks is about answers, and demonstrations are of no task. Leave it out, "
@@ -285,27 +281,6 @@ class AlgorithmSection(Section):
             )
 
     @check
-    def enough_answers_can_be_compared(self) -> Iterator[str]:
-        """Require a group to have at least the number of answers that must be compared."""
-        if self.baseline == "unmasked" and self.least_compared > self.group_size:
-            yield (
-                f"algorithm.least_compared ({self.least_compared}) is more than "
-                f"algorithm.group_size ({self.group_size}): all advantages would be 0. Lower it, "
-                "or raise group_size."
-            )
-
-    @check
-    def each_minibatch_has_answers(self) -> Iterator[str]:
-        """Require at least as many answers in a step as minibatches."""
-        answers = self.groups_per_step * self.group_size
-        if self.minibatches > answers:
-            yield (
-                f"algorithm.minibatches ({self.minibatches}) is more than the answers of a step "
-                f"({answers}: groups_per_step * group_size): some minibatches would be empty. Set "
-                f"it to at most {answers}."
-            )
-
-    @check
     def dynamic_sampling_keeps_some_groups(self) -> Iterator[str]:
         """Require several answers per group for dynamic sampling, which compares their rewards."""
         if self.dynamic_sampling and self.group_size < 2:
@@ -405,7 +380,7 @@ class TeacherSection(Section):
     unmatched_weight: Annotated[float, ReadWith("form", ("loss",))] = Field(0.0, ge=0)
     """Weight of a further term of form=loss for a teacher with another tokenizer: the distance
     between the sorted probabilities of tokens that only one side has (ULD); 0: none."""
-    coefficient: float = Field(1.0, ge=0)
+    coefficient: float = Field(1.0, gt=0)
     """Weight of the distillation term."""
     rewards: float = Field(1.0, ge=0)
     """Weight of the advantages from rewards; 0: only the distillation."""
@@ -438,14 +413,10 @@ class TeacherSection(Section):
                 "path exactly with teacher.source=path."
             )
 
-    @check
-    def a_teacher_has_weight(self) -> Iterator[str]:
-        """Require a positive coefficient for a teacher that is loaded."""
-        if self.coefficient == 0:
-            yield (
-                f"teacher.coefficient=0 ignores teacher.source={self.source}. Raise it, "
-                "or set teacher=null."
-            )
+
+OF_URL = ReadWith("url", switches=())
+"""Marks settings of a teacher that only one at an address has."""
+OF_PATH = ReadWith("path", switches=())
 
 
 class FollowingTeacher(Section):
@@ -464,37 +435,37 @@ class NamedTeacher(Section):
     url: str | None = Field(None, pattern=r"^https?://\S+$")
     """Address, up to /v1, of a server that gives the log-probs of a prompt's tokens: jaxrl-async
     serve, vLLM, or another one with OpenAI's completions."""
-    model: str | None = None
+    model: Annotated[str | None, OF_URL] = None
     """Name of the model, or of the adapter, at url."""
     path: str | None = None
     """Hugging Face directory of the teacher; without `tokenizer` it must have the policy's
     tokens."""
     policy: FollowingTeacher | None = None
     """The policy itself, as a moving average of its weights or an older version."""
-    chips: Literal["trainer", "sampler"] = "trainer"
+    chips: Annotated[Literal["trainer", "sampler"], OF_PATH] = "trainer"
     """Where the teacher in path computes: on the trainer's chips at the start of a step, or on the
     first sampler's, while a group waits for its rewards."""
-    adapter: str | None = None
+    adapter: Annotated[str | None, OF_PATH] = None
     """Directory of a LoRA adapter of the model in path, as PEFT writes it; it is merged."""
-    key_variable: str | None = Field(None, pattern=r"^\w+$")
+    key_variable: Annotated[str | None, OF_URL] = Field(None, pattern=r"^\w+$")
     """Environment variable with the API key of url."""
-    protocol: Literal["completions", "generate", "echo"] = "completions"
+    protocol: Annotated[Literal["completions", "generate", "echo"], OF_URL] = "completions"
     """How url is asked: completions (/v1/completions with prompt_logprobs), generate
     (/inference/v1/generate), or echo (/v1/completions with echo, which gives no likeliest
     tokens)."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, ReadWith("is_asked", (), "url or chips=sampler", ())] = None
     """Hugging Face directory of the teacher's tokenizer, if it is not the policy's: the two are
     aligned by text."""
     context: str | None = Field(None, min_length=1)
     """Column of a record with a text or messages that the teacher reads in place of the prompt."""
     weight: float = Field(1.0, gt=0)
     """Weight of this teacher, unless a record names its own weights."""
-    concurrency: Count = 16
+    concurrency: Annotated[Count, OF_URL] = 16
     """Maximum concurrent calls of url."""
-    timeout_s: float = Field(60.0, gt=0)
+    timeout_s: Annotated[float, OF_URL] = Field(60.0, gt=0)
     """Timeout of one call of url, seconds; calls that broke or met an overload are repeated
     (faults.outage_s)."""
-    max_wait_s: float | None = Field(None, gt=0)
+    max_wait_s: Annotated[float | None, OF_URL] = Field(None, gt=0)
     """Time that a group waits for this teacher before it is dropped, seconds; null:
     faults.scorer_timeout_s, and the end of an outage."""
 

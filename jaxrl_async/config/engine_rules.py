@@ -1,5 +1,4 @@
-"""Rules about samplers of other engines (sampler.engine), and in separate processes
-(mesh.samplers_in, remote). Needs no JAX."""
+"""Rules about samplers of other engines (sampler.engine). Needs no JAX."""
 
 from collections.abc import Iterator
 
@@ -28,43 +27,55 @@ def an_engine_has_devices_of_its_own(config: Config) -> Iterator[str]:
 
 
 @rule(job="rl")
-def an_engine_has_layers_of_the_policy(config: Config) -> Iterator[str]:
-    """Refuse the user's own layers: other engines have only their own model families."""
-    engine, decoder = config.sampler.engine, config.model.decoder
-    if engine != "native" and decoder is not None:
-        yield (
-            f"model.decoder={decoder} is a class for this package, and sampler.engine={engine} "
-            "cannot run its layers. Set sampler.engine=native, or model.decoder=null with a family."
-        )
-
-
-@rule(job="rl")
-def an_engine_can_give_what_is_kept(config: Config) -> Iterator[str]:
-    """Refuse to keep data that an engine's answers lack, and weights that it cannot read."""
-    engine, algorithm = config.sampler.engine, config.algorithm
+def an_engine_does_what_is_asked(config: Config) -> Iterator[str]:
+    """Refuse what only our own sampler does or gives, and weights that an engine cannot read."""
+    engine, model, algorithm = config.sampler.engine, config.model, config.algorithm
     transfer = config.remote_settings.transfer
     if engine == "native":
         return
-    if config.keeps_masks or algorithm.keep_sampling_mask:
-        yield (
+    keeps = config.keeps_masks or algorithm.keep_sampling_mask
+    asked = (
+        (
+            model.decoder is not None,
+            f"model.decoder={model.decoder} needs a sampler that runs your own layers",
+            "Set model.decoder=null with a family",
+        ),
+        (
+            model.lora is not None,
+            "model.lora needs a sampler that loads adapters: nothing else is sent to it",
+            "Set model.lora=null",
+        ),
+        (
+            algorithm.pivots is not None,
+            "algorithm.pivots needs our sampler's branches",
+            "Set algorithm.pivots=null",
+        ),
+        (
+            keeps,
             "algorithm.keep_sampling_mask (null: true with sampler.top_k, top_p or min_p) needs "
-            f"the sampling mask of each token, which sampler.engine={engine} does not provide. Set "
-            "top_k=0, top_p=1 and min_p=0, or accept a biased ratio with keep_sampling_mask=false."
-        )
-    if algorithm.keep_routing:
+            "the sampling mask of each token",
+            "Set top_k=0, top_p=1 and min_p=0, accept a biased ratio with keep_sampling_mask=false",
+        ),
+        (
+            algorithm.keep_routing,
+            "algorithm.keep_routing needs the experts of each token",
+            "Set it to false",
+        ),
+        (
+            config.weights.eight_bits,
+            f"weights.dtype={config.weights.dtype} is a format of our sampler",
+            "Leave it null, set bfloat16",
+        ),
+        (
+            config.sampler.slots is None,
+            "sampler.slots=null needs a sampler whose memory the run knows",
+            "Set the number of concurrent requests of a server",
+        ),
+    )
+    for _, needs, remedy in (one for one in asked if one[0]):
         yield (
-            "algorithm.keep_routing needs the experts of each token, which "
-            f"sampler.engine={engine} does not provide. Set it to false."
-        )
-    if config.weights.eight_bits:
-        yield (
-            f"weights.dtype={config.weights.dtype} is a format of our sampler, which "
-            f"sampler.engine={engine} does not read. Leave it null, or set bfloat16."
-        )
-    if config.sampler.slots is None:
-        yield (
-            f"sampler.slots=null has no meaning for sampler.engine={engine}, whose memory the run "
-            "does not know. Set the number of concurrent requests of a server."
+            f"{needs}, which sampler.engine={engine} does not have. {remedy}, or set "
+            "sampler.engine=native."
         )
     if engine == "vllm" and transfer not in ("auto", "folder"):
         yield (
@@ -124,34 +135,4 @@ def jetstream_draws_in_one_way(config: Config) -> Iterator[str]:
             "(sampler.temperature, top_k, top_p, min_p), and an engine of JetStream's "
             "interface samples all requests in the same way. Set eval.temperature to "
             "sampler.temperature without top_k, top_p and min_p, or eval.every=0."
-        )
-    if config.run.replay_schedule is not None:
-        yield (
-            "run.replay_schedule prescribes the order of each sampler's events, which "
-            "sampler.engine=jetstream does not record. Leave it out."
-        )
-
-
-# --- separate processes ---------------------------------------------------------------------------
-
-
-@rule(job="rl")
-def a_replay_has_its_samplers_in_threads(config: Config) -> Iterator[str]:
-    """Require the samplers of a replay in this process: other processes are not recorded."""
-    if config.run.replay_schedule is not None and config.mesh.remote:
-        yield (
-            f"run.replay_schedule prescribes the order of each sampler's events, which samplers of "
-            f"mesh.samplers_in={config.mesh.samplers_in} cannot follow. Set it to threads; at "
-            "staleness.max_staleness=0 the numbers are the same, bit for bit."
-        )
-
-
-@rule(job="rl")
-def the_least_number_of_samplers_is_started(config: Config) -> Iterator[str]:
-    """Require the run to start as many processes as it waits for."""
-    mesh, least = config.mesh, config.remote_settings.min_samplers
-    if mesh.samplers_in == "processes" and least > mesh.samplers:
-        yield (
-            f"remote.min_samplers ({least}) is more than the {mesh.samplers} processes that "
-            "mesh.samplers starts: the run would never begin. Lower it, or raise mesh.samplers."
         )

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from jaxrl_async.config import function_facts as facts
 from jaxrl_async.config.rule import RuleBook
 from jaxrl_async.config.schema import Config, arguments_of, name_of
-from jaxrl_async.config.section import as_text
 from jaxrl_async.config.userfile import is_own
 
 rule = RuleBook()
@@ -36,7 +35,7 @@ def an_offloaded_reference_is_looked_up_by_token(config: Config) -> Iterator[str
 @rule()
 def one_whole_distribution_is_compared(config: Config) -> Iterator[str]:
     """Require at most one comparison of whole distributions in a step."""
-    if config.algorithm.has_whole_kl and _distils_by_loss(config):
+    if config.algorithm.has_whole_kl and config.distils_by_loss:
         yield (
             "algorithm.kl=full and teacher.form=loss each compare whole distributions, and a "
             "step allows one such comparison. Set algorithm.kl=k3 or teacher.form=advantage."
@@ -47,7 +46,7 @@ def one_whole_distribution_is_compared(config: Config) -> Iterator[str]:
 def masked_sampling_compares_no_whole_distribution(config: Config) -> Iterator[str]:
     """Refuse a comparison of whole distributions if sampling masks hide part of them."""
     kept = config.keeps_masks or config.algorithm.keep_sampling_mask
-    if kept and compares_whole_distributions(config):
+    if kept and config.compares_whole_distributions:
         s = config.sampler
         yield (
             f"sampler.top_k={s.top_k}, top_p={s.top_p:g} and min_p={s.min_p:g} with "
@@ -58,37 +57,7 @@ def masked_sampling_compares_no_whole_distribution(config: Config) -> Iterator[s
         )
 
 
-def compares_whole_distributions(config: Config) -> bool:
-    """Return whether a loss compares the probabilities of all tokens of the vocabulary."""
-    return config.algorithm.has_whole_kl or _distils_by_loss(config)
-
-
-def _distils_by_loss(config: Config) -> bool:
-    return config.teacher is not None and config.teacher.form == "loss"
-
-
-def _ignores_rewards(config: Config) -> bool:
-    """Return whether the policy is trained by distillation alone."""
-    return config.teacher is not None and config.teacher.rewards == 0
-
-
 # --- there is something to train on --------------------------------------------------------------
-
-
-@rule()
-def the_learning_rate_reaches_its_peak(config: Config) -> Iterator[str]:
-    """Require a warm-up that is not longer than the run."""
-    a, rl = config.algorithm, config.run.job == "rl"
-    has_critic = rl and name_of(a.advantage) in facts.NEEDS_VALUES
-    waits = config.critic_settings.warmup_steps if has_critic else 0
-    updates = (config.run.steps - waits) * (a.epochs * a.minibatches if rl else 1)
-    if config.trainer.warmup_steps > updates > 0:
-        less = " less critic.warmup_steps" if waits else ""
-        yield (
-            f"trainer.warmup_steps ({config.trainer.warmup_steps}) is more than all updates of the "
-            f"run ({updates}: run.steps{less}, times algorithm.epochs and minibatches): the "
-            "learning rate would never reach its peak. Lower it, or raise run.steps."
-        )
 
 
 @rule(job="rl")
@@ -119,32 +88,22 @@ def a_loss_of_whole_ratios_has_the_behavior_as_anchor(config: Config) -> Iterato
 
 @rule(job="rl")
 def a_group_has_answers_to_compare(config: Config) -> Iterator[str]:
-    """Require several answers per group for advantages that compare them."""
+    """Require several answers per group, some of which may fail, for what compares them."""
     a, name = config.algorithm, name_of(config.algorithm.advantage)
-    compares = name in facts.COMPARED_IN_GROUP and not _ignores_rewards(config)
-    if a.group_size == 1 and compares and config.pairs is None:
+    compares = name in facts.COMPARED_IN_GROUP and config.weighs_rewards and config.pairs is None
+    if a.group_size == 1 and compares:
         yield (
             f"algorithm.advantage={name} compares the answers to one prompt, and "
             "algorithm.group_size=1 has one: all advantages would be 0. Raise group_size, or set "
             "algorithm.advantage=reinforce_pp; for distillation alone teacher.rewards=0."
         )
-
-
-@rule(job="rl")
-def a_partial_group_has_answers_to_compare(config: Config) -> Iterator[str]:
-    """Require the minimum size of a group to be at most its size, and enough to compare."""
-    a, name = config.algorithm, name_of(config.algorithm.advantage)
-    if a.min_members is None:
-        return
-    if a.min_members > a.group_size:
-        yield (
-            f"algorithm.min_members ({a.min_members}) must be at most algorithm.group_size "
-            f"({a.group_size}). Lower it, or raise group_size."
-        )
-    compares = name in facts.COMPARED_IN_GROUP and not _ignores_rewards(config)
-    compares = compares and config.pairs is None
-    if a.min_members == 1 < a.group_size and (compares or a.dynamic_sampling):
-        what = f"algorithm.advantage={name}" if compares else "algorithm.dynamic_sampling"
+    comparing = {
+        f"algorithm.advantage={name}": compares,
+        "pairs.loss": config.pairs is not None,
+        "algorithm.dynamic_sampling": a.dynamic_sampling,
+    }
+    what = next((what for what, is_so in comparing.items() if is_so), None)
+    if a.min_members == 1 < a.group_size and what is not None:
         yield (
             f"{what} compares the answers to one prompt, and algorithm.min_members=1 accepts a "
             "group with one answer, which has no training signal. Set min_members to at least "
@@ -161,7 +120,12 @@ def tokens_have_different_advantages(config: Config) -> Iterator[str]:
     a, name = config.algorithm, name_of(config.algorithm.advantage)
     kl_per_token = a.kl_coefficient and a.kl_in == "reward"
     own_rewards = any(is_own(function) for function in config.reward.weights)
-    if own_rewards or config.reward.process is not None or kl_per_token or _ignores_rewards(config):
+    if (
+        own_rewards
+        or config.reward.process is not None
+        or kl_per_token
+        or not config.weighs_rewards
+    ):
         return  # single tokens may be rewarded, or rewards are not used
     alone = a.group_size == 1 and (name == "discounted" or a.groups_per_step == 1)
     undiscounted = arguments_of(a.advantage).get("gamma", 1) == 1
@@ -179,21 +143,10 @@ def tokens_have_different_advantages(config: Config) -> Iterator[str]:
 def dynamic_sampling_selects_by_what_is_learnt(config: Config) -> Iterator[str]:
     """Require rewards in the loss if dynamic sampling selects groups by them."""
     dynamic = config.algorithm.dynamic_sampling
-    if dynamic and _ignores_rewards(config):
+    if dynamic and not config.weighs_rewards:
         yield (
             "algorithm.dynamic_sampling drops groups by their rewards, which teacher.rewards=0 "
             "ignores. Set dynamic_sampling=false, or teacher.rewards above 0."
-        )
-
-
-@rule(job="rl")
-def the_critics_warmup_ends(config: Config) -> Iterator[str]:
-    """Require steps for the policy after the critic's warm-up."""
-    waits = config.critic_settings.warmup_steps
-    if name_of(config.algorithm.advantage) in facts.NEEDS_VALUES and waits >= config.run.steps:
-        yield (
-            f"critic.warmup_steps ({waits}) leaves none of run.steps ({config.run.steps}) to train "
-            "the policy. Lower it, or raise run.steps."
         )
 
 
@@ -209,35 +162,16 @@ def worked_answers_are_learnt_at_temperature_1(config: Config) -> Iterator[str]:
         )
 
 
-# --- pivots ---------------------------------------------------------------------------------------
+# --- teachers by name
 
 
 @rule(job="rl")
-def a_fork_draws_on_a_branch(config: Config) -> Iterator[str]:
-    """Require our sampler, whose requests have branches: otherwise continuations could be equal."""
-    if config.algorithm.pivots is not None and config.sampler.engine != "native":
-        yield (
-            f"algorithm.pivots needs our sampler's branches, which sampler.engine="
-            f"{config.sampler.engine} does not have. Set algorithm.pivots=null."
-        )
-
-
-# --- teachers by name
-
-OF_A_SERVER = (*("model", "key_variable", "protocol", "concurrency", "timeout_s", "max_wait_s"),)
-"""Settings of a teacher that only one at an address has."""
-
-
-@rule()
 def teachers_are_those_of_the_source(config: Config) -> Iterator[str]:
-    """Require teachers exactly if teacher.source=teachers, in run.job=rl; the reference's is no
-    teacher of records."""
+    """Require teachers exactly if teacher.source=teachers; the reference's is no teacher of
+    records."""
     teacher, names = config.teacher, ", ".join(config.distilling)
     uses = teacher is not None and teacher.source == "teachers"
-    if config.named_teachers and config.run.job != "rl":
-        names = ", ".join(config.named_teachers)
-        yield f"teachers ({names}) have no effect with run.job={config.run.job}. Leave them out."
-    elif config.distilling and not uses:
+    if config.distilling and not uses:
         yield (
             f"teachers ({names}) have no effect without teacher.source=teachers. Set "
             "teacher={source: teachers}, or leave teachers out."
@@ -251,7 +185,7 @@ def teachers_are_those_of_the_source(config: Config) -> Iterator[str]:
 
 @rule()
 def a_named_teacher_has_one_place(config: Config) -> Iterator[str]:
-    """Require exactly one of url, path and policy, and only settings that it uses."""
+    """Require exactly one of url, path and policy, on chips that this process has."""
     for name, one in config.named_teachers.items():
         if sum(place is not None for place in (one.url, one.path, one.policy)) != 1:
             yield f"teachers.{name}: set exactly one of url, path and policy."
@@ -259,17 +193,6 @@ def a_named_teacher_has_one_place(config: Config) -> Iterator[str]:
             yield f"teachers.{name}.policy: set exactly one of average and every."
         elif one.url is not None and one.model is None:
             yield f"teachers.{name}.url needs the name of the model there: set model next to it."
-        unused = dict.fromkeys(OF_A_SERVER, "url") if one.url is None else {}
-        if one.path is None:
-            unused |= {"adapter": "path", "chips": "path"}
-        if not one.is_asked:
-            unused |= {"tokenizer": "url or chips=sampler"}
-        for setting, needed in unused.items():
-            if one.is_set(setting):
-                yield (
-                    f"teachers.{name}.{setting} ({as_text(getattr(one, setting))}) has no effect "
-                    f"without {needed}. Leave it out."
-                )
         if one.chips == "sampler" and (config.mesh.remote or config.sampler.engine != "native"):
             yield (
                 f"teachers.{name}.chips=sampler computes in this process, and the sampler's chips "
@@ -365,26 +288,9 @@ def servers_give_what_the_loss_compares(config: Config) -> Iterator[str]:
                 f"teachers.{name}.protocol=echo gives no token ids of likely tokens, which "
                 "teacher.form=loss compares. Set protocol=completions, or teacher.form=advantage."
             )
-        if one.max_wait_s is not None and one.max_wait_s >= config.faults.scorer_timeout_s:
-            yield (
-                f"teachers.{name}.max_wait_s ({one.max_wait_s:g}) must be below "
-                f"faults.scorer_timeout_s ({config.faults.scorer_timeout_s:g}), which ends a "
-                "group's scoring as a whole. Raise that, or lower max_wait_s."
-            )
 
 
 # --- adapters, and the balance of experts --------------------------------------------------------
-
-
-@rule(job="rl")
-def an_adapter_reaches_our_samplers(config: Config) -> Iterator[str]:
-    """Require samplers that can load an adapter: only the adapter is sent to them."""
-    if config.model.lora is not None and config.sampler.engine != "native":
-        yield (
-            f"model.lora (rank {config.model.lora.rank}) sends only an adapter, which "
-            f"sampler.engine={config.sampler.engine} cannot load. Set model.lora=null, or "
-            "sampler.engine=native."
-        )
 
 
 @rule()
@@ -429,79 +335,34 @@ def a_correction_is_not_rounded_away(config: Config) -> Iterator[str]:
 
 
 @rule(job="rl")
-def pairs_have_two_answers(config: Config) -> Iterator[str]:
-    """Require at least two answers in each group for pairs."""
-    a = config.algorithm
+def pairs_fit_the_algorithm(config: Config) -> Iterator[str]:
+    """Require groups, updates, a KL and a teacher that pairs of whole answers can be used with."""
+    a, teacher = config.algorithm, config.teacher
     if config.pairs is None:
         return
-    if a.group_size < 2:
-        yield (
-            "pairs.loss compares answers to one prompt, and algorithm.group_size=1 samples one. "
-            "Raise it to at least 2."
-        )
-    elif a.min_members == 1:
-        yield (
-            "pairs.loss compares answers to one prompt, and algorithm.min_members=1 accepts a "
-            "group with one answer. Set min_members to at least 2."
-        )
-
-
-@rule(job="rl")
-def pairs_are_learnt_in_one_update(config: Config) -> Iterator[str]:
-    """Require one update per step: each update needs the log-probs of its weights beforehand."""
-    a = config.algorithm
-    if config.pairs is not None and a.epochs * a.minibatches > 1:
-        yield (
-            f"pairs.loss trains on a step's pairs in one update, and algorithm.epochs ({a.epochs}) "
-            f"times minibatches ({a.minibatches}) is {a.epochs * a.minibatches}: later updates "
-            "would use the answers' log-probs from before the first. Set both to 1; for more "
-            "updates lower algorithm.groups_per_step and raise run.steps, or use buffer.reuse."
-        )
-
-
-@rule(job="rl")
-def pairs_hold_the_reference_in_their_loss(config: Config) -> Iterator[str]:
-    """Refuse a KL that would change which answer is better, or that needs whole distributions of a
-    reference whose log-probs are computed per token."""
-    a = config.algorithm
-    if config.pairs is None or not a.kl_coefficient:
-        return
-    if a.kl_in == "reward":
-        yield (
-            "algorithm.kl_in=reward subtracts a KL from the rewards of tokens, and pairs.loss "
-            "uses only which answer is better. Set kl_in=loss, or leave algorithm.kl_coefficient "
-            "out: the beta of pairs.loss limits the distance from the reference."
-        )
-    if name_of(a.kl) in facts.WHOLE_VOCABULARY:
-        yield (
-            f"algorithm.kl={name_of(a.kl)} compares whole distributions, and with pairs.loss only "
-            "the reference's log-probs of tokens are computed. Set algorithm.kl=k3, or leave "
-            "algorithm.kl_coefficient out."
-        )
-
-
-@rule(job="rl")
-def pairs_have_no_teacher_in_their_advantages(config: Config) -> Iterator[str]:
-    """Refuse a teacher in the advantages, and one that leaves pairs without weight."""
-    teacher = config.teacher
-    if config.pairs is None or teacher is None:
-        return
-    if teacher.form == "advantage":
-        yield (
-            "teacher.form=advantage adds to advantages, and pairs.loss has none. Set "
-            "teacher.form=loss, or teacher=null."
-        )
-    elif not teacher.rewards:
-        yield "teacher.rewards=0 gives pairs.loss no weight. Raise it, or set pairs=null."
-
-
-@rule(job="rl")
-def pairs_are_of_whole_answers(config: Config) -> Iterator[str]:
-    """Refuse continuations from pivots: they would be paired with answers from the prompt."""
-    pivots = config.algorithm.pivots
-    if config.pairs is not None and pivots is not None:
-        yield (
-            "pairs.loss compares whole answers, and algorithm.pivots.continuations "
-            f"({pivots.continuations}) adds ends of answers to their group. Set "
-            "algorithm.pivots=null, or pairs=null."
-        )
+    problems = {
+        "pairs.loss compares answers to one prompt, and algorithm.group_size=1 samples one. Raise "
+        "it to at least 2.": a.group_size < 2,
+        f"pairs.loss trains on a step's pairs in one update, and algorithm.epochs ({a.epochs}) "
+        f"times minibatches ({a.minibatches}) is {a.epochs * a.minibatches}: later updates would "
+        "use the answers' log-probs from before the first. Set both to 1; for more updates lower "
+        "algorithm.groups_per_step and raise run.steps, or use buffer.reuse.": (
+            a.epochs * a.minibatches > 1
+        ),
+        "algorithm.kl_in=reward subtracts a KL from the rewards of tokens, and pairs.loss uses "
+        "only which answer is better. Set kl_in=loss, or leave algorithm.kl_coefficient out: the "
+        "beta of pairs.loss limits the distance from the reference.": (
+            a.kl_coefficient > 0 and a.kl_in == "reward"
+        ),
+        f"algorithm.kl={name_of(a.kl)} compares whole distributions, and with pairs.loss only the "
+        "reference's log-probs of tokens are computed. Set algorithm.kl=k3, or leave "
+        "algorithm.kl_coefficient out.": a.has_whole_kl,
+        "teacher.form=advantage adds to advantages, and pairs.loss has none. Set "
+        "teacher.form=loss, or teacher=null.": teacher is not None and not config.distils_by_loss,
+        "teacher.rewards=0 gives pairs.loss no weight. Raise it, or set pairs=null.": (
+            config.distils_by_loss and not config.weighs_rewards
+        ),
+        "pairs.loss compares whole answers, and algorithm.pivots adds ends of answers to their "
+        "group. Set algorithm.pivots=null, or pairs=null.": a.pivots is not None,
+    }
+    yield from (told for told, is_so in problems.items() if is_so)

@@ -165,7 +165,7 @@ def _checked(draft: Draft) -> Config:
             config = config.model_copy(update={name: None})
         _tell(draft, replaced)
         for violation in RULES.violations(config):
-            draft.complain(violation.section, violation.sentence)
+            draft.complain(violation.place, violation.sentence)
         if not draft.problems:
             return config
     raise ConfigError(_listed(list(dict.fromkeys(draft.problems))))
@@ -264,7 +264,7 @@ def _checked_several(shared: Draft, config: Config, runs: Tree) -> Config:
     if not shared.problems:
         several = Config.model_validate({**config.model_dump(), "runs": runs})
         for violation in RULES.violations(several):
-            shared.complain(violation.section, violation.sentence)
+            shared.complain(violation.place, violation.sentence)
         if not shared.problems:
             return several
     raise ConfigError(_listed(shared.problems))
@@ -573,7 +573,8 @@ def unknown_setting(
     if hint := hints.peer_hint(dotted, value, given, whole_name=True):
         return f"{dotted} is not a setting; {hint}."
     path = path[: len(known_prefix(path)) + 1]
-    near = _nearest(path) if _has_namesake(path) else []
+    has_namesake = any(known[-1] == path[-1] for known, _ in all_paths(Config, ()))
+    near = _nearest(path) if has_namesake else []
     if not near and (hint := hints.peer_hint(dotted, value, given)):
         return f"{dotted} is not a setting; {hint}."
     if hint := hints.usual_hint(dotted, value):
@@ -590,11 +591,6 @@ def _value_of_unknown(raw: str) -> Any:
         return parse_yaml(raw.strip(), COMMAND_LINE)
     except ConfigError:
         return raw.strip()
-
-
-def _has_namesake(path: KeyPath) -> bool:
-    """Return whether another section has a setting of this name."""
-    return any(known[-1] == path[-1] for known, _ in all_paths(Config, ()))
 
 
 def _nearest(path: KeyPath) -> list[str]:

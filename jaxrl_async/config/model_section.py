@@ -86,8 +86,8 @@ class ArchitectureSection(Section):
     """Query heads."""
     kv_heads: Count = 2
     """Key and value heads."""
-    head_dim: Positive = 32
-    """Width of a head."""
+    head_dim: Annotated[Positive, Field(multiple_of=2)] = 32
+    """Width of a head, even."""
     mlp: Positive = 384
     """Hidden width of the MLP, or of each expert."""
     experts: NonNegative = 0
@@ -114,31 +114,12 @@ class ArchitectureSection(Section):
             )
 
     @check
-    def a_token_visits_experts_that_exist(self) -> Iterator[str]:
-        """Require each token to be routed to no more experts than a layer has."""
-        if self.experts and self.experts_per_token > self.experts:
-            yield (
-                f"model.architecture.experts_per_token ({self.experts_per_token}) must be at most "
-                f"model.architecture.experts ({self.experts}). Lower it, or raise experts."
-            )
-
-    @check
     def query_heads_share_kv_heads_evenly(self) -> Iterator[str]:
         """Require each key-value head to serve the same number of query heads."""
         if self.heads % self.kv_heads:
             yield (
                 f"model.architecture.heads ({self.heads}) must be a multiple of "
                 f"model.architecture.kv_heads ({self.kv_heads}). Change one of them."
-            )
-
-    @check
-    def a_head_has_an_even_width(self) -> Iterator[str]:
-        """Require an even head width: rotary embeddings rotate pairs of components."""
-        width = self.head_dim
-        if width % 2:
-            yield (
-                f"model.architecture.head_dim ({width}) must be even: rotary embeddings rotate "
-                f"pairs. Set it to {width + 1}."
             )
 
 

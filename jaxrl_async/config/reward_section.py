@@ -134,16 +134,21 @@ EVAL_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$"
 EvalName = Annotated[str, Field(pattern=EVAL_NAME)]
 
 
+OF_OWN_DATA = ReadWith("data", switches=())
+WHERE_DRAWN = ReadWith("temperature", switches=())
+"""Marks bounds that nothing reads at temperature 0, which always takes the likeliest token."""
+
+
 class NamedEvalSection(Section):
     """An evaluation in addition to `eval`."""
 
     data: str | None = None
     """Held-out records, named as in data.jsonl.path; null: its task's, or the run's."""
-    prompt_field: str | None = None
+    prompt_field: Annotated[str | None, OF_OWN_DATA] = None
     """Field of `data` with the question; null: data.jsonl.prompt_field."""
-    answer_field: str | None = None
+    answer_field: Annotated[str | None, OF_OWN_DATA] = None
     """Field of `data` with the answer; null: data.jsonl.answer_field."""
-    answer_mark: str | None = None
+    answer_mark: Annotated[str | None, OF_OWN_DATA] = None
     """Text before the final answer of `data`; null: data.jsonl.answer_mark."""
     task: Choice | None = None
     """Task to evaluate: one of the run's `tasks`, or as the setting `task`, but without a program
@@ -158,9 +163,9 @@ class NamedEvalSection(Section):
     """Updates between two evaluations; 0: only at the start and at the end."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature; 0: greedy, only for samples=1."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: Annotated[float, WHERE_DRAWN] = Field(1.0, gt=0, le=1)
     """As sampler.top_p."""
-    top_k: NonNegative = 0
+    top_k: Annotated[NonNegative, WHERE_DRAWN] = 0
     """As sampler.top_k."""
     max_new_tokens: Positive | None = None
     """Maximum tokens of an answer; null: sampler.max_new_tokens, the limit."""

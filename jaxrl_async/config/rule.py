@@ -1,5 +1,6 @@
 """Rules for several sections of a configuration, and a collection of rules by name."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,6 +28,11 @@ class Violation(NamedTuple):
     name: str  # of the rule or the check
     section: tuple[str, ...]  # path of the section that it is about; (): several sections
     sentence: str
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """Path of the section, or of the setting that the sentence begins with."""
+        return self.section or tuple(re.split(r"[^\w.]", self.sentence)[0].split("."))
 
 
 class RuleBook(dict[str, ConfigRule]):
@@ -69,8 +75,10 @@ class RuleBook(dict[str, ConfigRule]):
 
 
 def _broken_checks(config: Config) -> Iterator[Violation]:
-    """Yield the violations of the sections' own checks."""
+    """Yield the violations of the sections' own checks; a task's are found in of_task."""
     for path, section in config.inner():
+        if path.startswith("tasks."):
+            continue
         for name, broken in section.checks().items():
             for told in broken(section):
                 yield Violation(name, tuple(path.split(".")), told)

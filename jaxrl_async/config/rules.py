@@ -1,11 +1,11 @@
 """Rules about combinations of settings of several sections: one function per rule, by name.
 
 `load` reports all broken rules together, with the checks that a section itself makes. Rules about
-training are in learning_rules.py, rules about engines and sampler processes in engine_rules.py.
-Needs no JAX.
+training are in learning_rules.py, rules about other engines in engine_rules.py. Needs no JAX.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from jaxrl_async.config import engine_rules, learning_rules, seats_rules, several_rules, tasks_rules
 from jaxrl_async.config import function_facts as facts
@@ -28,15 +28,35 @@ rule = RuleBook()
 # --- replays, devices, teacher and sources --------------------------------------------------------
 
 
-@rule()
-def who_ends_first_is_not_replayed(config: Config) -> Iterator[str]:
-    """Refuse a replay if timing decides which members make a group."""
-    if config.run.replay_schedule is not None and config.algorithm.oversample:
-        yield (
-            f"algorithm.oversample ({config.algorithm.oversample}) keeps the members that end "
-            "first, which depends on time and is not recorded: run.replay_schedule cannot follow "
-            "it. Leave one of them out."
+@rule(job="rl")
+def a_replay_can_be_followed(config: Config) -> Iterator[str]:
+    """Refuse a replay of what depends on time, is not recorded, or began elsewhere."""
+    if config.run.replay_schedule is None:
+        return
+    engine, oversample = config.sampler.engine, config.algorithm.oversample
+    timed = {
+        f"tasks.{name}.max_in_flight": (
+            one.max_in_flight is not None,
+            "which group starts when depends on time and is not recorded",
         )
+        for name, one in config.named_tasks.items()
+    }
+    obstacles = timed | {
+        f"algorithm.oversample ({oversample})": (
+            oversample > 0,
+            "it keeps the members that end first, which depends on time and is not recorded",
+        ),
+        f"mesh.samplers_in={config.mesh.samplers_in}": (
+            config.mesh.remote,
+            "only samplers in threads follow the order of events. Set it to threads; at "
+            "staleness.max_staleness=0 the numbers are the same, bit for bit",
+        ),
+        f"sampler.engine={engine}": (engine == "jetstream", "its events are not recorded"),
+        "run.resume": (config.run.resume, "a recording starts where its run did"),
+    }
+    for setting, (is_so, why) in obstacles.items():
+        if is_so:
+            yield f"run.replay_schedule cannot follow {setting}: {why}. Leave one of them out."
 
 
 @rule("mesh")
@@ -73,12 +93,14 @@ def something_gives_rewards(config: Config) -> Iterator[str]:
 def prompts_have_one_source(config: Config) -> Iterator[str]:
     """Require the embedded task or a file of records, not both, unless a task has its own data."""
     data = config.data
+    # data.jsonl without a path may say how warm_start.path is read
+    reads_pairs = config.warm_start.path is not None and data.record_fields.eval_path is None
     if data.records_path and data.addition is not None:
         yield (
             f"data.jsonl.path ({data.records_path}) and data.addition are two sources of prompts. "
             "Set data.addition=null, or data.jsonl=null."
         )
-    elif data.jsonl is not None and not data.jsonl.path and not _describes_records(config):
+    elif data.jsonl is not None and not data.jsonl.path and not reads_pairs:
         yield (
             "data.jsonl is given without path. Set data.jsonl.path to the file of records, or "
             "data.jsonl=null."
@@ -88,11 +110,6 @@ def prompts_have_one_source(config: Config) -> Iterator[str]:
             "data.addition and data.jsonl are null: there are no prompts. Set data.jsonl.path to a "
             "file of records, data.addition={} for the embedded task, or a task."
         )
-
-
-def _describes_records(config: Config) -> bool:
-    """Return whether data.jsonl without a path only says how warm_start.path is read."""
-    return config.warm_start.path is not None and config.data.record_fields.eval_path is None
 
 
 # --- staleness and buffer ------------------------------------------------------------------------
@@ -137,47 +154,122 @@ def a_selection_has_a_choice(config: Config) -> Iterator[str]:
         )
 
 
+# --- upper limits --------------------------------------------------------------------------------
+
+
+class UpperLimit(NamedTuple):
+    """A setting with an upper limit."""
+
+    setting: str
+    value: float | None  # None: it is not set, or not read
+    of: str  # what gives the limit: a setting, or several in words
+    limit: float
+    why: str = ""  # the reason, or what would happen beyond it; "": that is clear
+    below: bool = False  # whether the limit itself is too much
+
+
+@rule()
+def settings_are_within_their_limits(config: Config) -> Iterator[str]:
+    """Require each setting to be at most what others leave room for."""
+    of_rl = _limits_of_rl(config) if config.run.job == "rl" else ()
+    for setting, value, of, limit, why, below in (*_limits(config), *of_rl):
+        if value is None or value < limit or (value == limit and not below):
+            continue
+        yield (
+            f"{setting} ({_number(value)}) must be {'below' if below else 'at most'} {of} "
+            f"({_number(limit)}){': ' * bool(why)}{why}. Lower it, or raise "
+            f"{of.split()[0].strip(',')}."
+        )
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _has_critic(c: Config) -> bool:
+    return c.run.job == "rl" and name_of(c.algorithm.advantage) in facts.NEEDS_VALUES
+
+
+def _limits(c: Config) -> Iterator[UpperLimit]:
+    """Yield the limits of every job."""
+    longest, row, shape = c.sampler.max_length, c.trainer.row_length, c.model.architecture
+    prompt = None if c.task is not None else c.data.max_prompt_tokens
+    why, context = "the rest is room for an answer", ("sampler.max_length", longest)
+    yield UpperLimit("data.max_prompt_tokens", prompt, *context, why, below=True)
+    why = "long episodes could not be trained on"
+    yield UpperLimit(*context, "trainer.row_length", c.row_length, why)
+    yield UpperLimit(
+        "sampler.max_length" if row is None else "trainer.row_length",
+        c.row_length,
+        "trainer.micro_batch_tokens",
+        c.trainer.micro_batch_tokens,
+        "a micro-batch holds at least one row",
+    )
+    if shape.experts:
+        chosen = "model.architecture.experts_per_token", shape.experts_per_token
+        yield UpperLimit(*chosen, "model.architecture.experts", shape.experts)
+    a, waits = c.algorithm, c.critic_settings.warmup_steps if _has_critic(c) else 0
+    often = a.epochs * a.minibatches if c.run.job == "rl" else 1
+    updates = (c.run.steps - waits) * often
+    yield UpperLimit(
+        "trainer.warmup_steps",
+        c.trainer.warmup_steps if updates > 0 else None,
+        "run.steps"
+        + " less critic.warmup_steps" * bool(waits)
+        + ", times algorithm.epochs and minibatches" * (often > 1),
+        updates,
+        "the learning rate would never reach its peak",
+    )
+    judge, process = c.reward.judge, c.reward.process
+    scores = "faults.scorer_timeout_s", c.faults.scorer_timeout_s
+    if judge is not None:
+        setting, why = "reward.judge.patience_s", "the first is of one call, that of all"
+        yield UpperLimit("reward.judge.timeout_s", judge.timeout_s, setting, judge.patience_s, why)
+        waits_s, why = judge.patience_s + MARGIN_S, "or on_failure would never act"
+        yield UpperLimit(f"{setting} + {MARGIN_S:g} s", waits_s, *scores, why)
+    why = "that ends the scoring of a group as a whole"
+    if process is not None:
+        yield UpperLimit("reward.process.max_age_s", process.max_age_s, *scores, why, below=True)
+    for name, one in c.named_teachers.items():
+        yield UpperLimit(f"teachers.{name}.max_wait_s", one.max_wait_s, *scores, why, below=True)
+
+
+def _limits_of_rl(c: Config) -> Iterator[UpperLimit]:
+    """Yield the limits of run.job=rl."""
+    a, answer = c.algorithm, c.sampler.max_new_tokens
+    group = "algorithm.group_size", a.group_size
+    yield UpperLimit("algorithm.min_members", a.min_members, *group)
+    compared = a.least_compared if a.baseline == "unmasked" else None
+    yield UpperLimit("algorithm.least_compared", compared, *group, "all advantages would be 0")
+    yield UpperLimit(
+        "algorithm.minibatches",
+        a.minibatches,
+        "algorithm.groups_per_step * group_size",
+        a.groups_per_step * a.group_size,
+        "some minibatches would be empty",
+    )
+    if _has_critic(c):
+        waits, why = c.critic_settings.warmup_steps, "no steps would be left to train the policy"
+        yield UpperLimit("critic.warmup_steps", waits, "run.steps", c.run.steps, why, below=True)
+    if "max_new_tokens" in c.sampler.model_fields_set:
+        context = "sampler.max_length", c.sampler.max_length
+        yield UpperLimit(
+            "sampler.max_new_tokens", answer, *context, "it has the prompt, too", below=True
+        )
+    if c.mesh.samplers_in == "processes":
+        least, why = c.remote_settings.min_samplers, "the run would never begin"
+        yield UpperLimit("remote.min_samplers", least, "mesh.samplers", c.mesh.samplers, why)
+    answers = "sampler.max_new_tokens", answer
+    ages = "staleness.max_staleness", c.staleness.max_staleness
+    for name, task in c.named_tasks.items():
+        setting = f"tasks.{name}.sampling.max_new_tokens"
+        yield UpperLimit(setting, task.sampling.max_new_tokens, *answers)
+        yield UpperLimit(f"tasks.{name}.max_staleness", task.max_staleness, *ages)
+    for name, section in c.named_evals.items():
+        yield UpperLimit(f"evals.{name}.max_new_tokens", section.max_new_tokens, *answers)
+
+
 # --- lengths -------------------------------------------------------------------------------------
-
-
-@rule()
-def a_prompt_leaves_room_for_an_answer(config: Config) -> Iterator[str]:
-    """Require the longest prompt to be shorter than the longest sequence; a task's environments
-    write their own prompts."""
-    limit = config.data.max_prompt_tokens
-    if limit is not None and limit >= config.sampler.max_length and config.task is None:
-        yield (
-            f"data.max_prompt_tokens ({limit}) leaves no room for an "
-            f"answer in sampler.max_length ({config.sampler.max_length}). Lower the first or raise "
-            "the second."
-        )
-
-
-@rule()
-def an_answer_fits_into_a_sequence(config: Config) -> Iterator[str]:
-    """Require an explicit maximum of new tokens to be below the longest sequence, which would
-    silently cut it off."""
-    sampler = config.sampler
-    if (
-        "max_new_tokens" in sampler.model_fields_set
-        and config.run.job == "rl"
-        and sampler.max_new_tokens >= sampler.max_length
-    ):
-        yield (
-            f"sampler.max_new_tokens ({sampler.max_new_tokens}) does not fit into "
-            f"sampler.max_length ({sampler.max_length}), which includes the prompt. "
-            "Raise max_length, or lower max_new_tokens."
-        )
-
-
-@rule()
-def a_row_holds_the_longest_episode(config: Config) -> Iterator[str]:
-    """Require a packed row to be at least as long as a sequence."""
-    if config.row_length < config.sampler.max_length:
-        yield (
-            f"trainer.row_length ({config.row_length}) is shorter than sampler.max_length "
-            f"({config.sampler.max_length}): long episodes could not be trained on. Raise it."
-        )
 
 
 @rule()
@@ -189,16 +281,6 @@ def context_devices_share_a_row_evenly(config: Config) -> Iterator[str]:
             f"trainer.row_length ({config.row_length}; if null, from sampler.max_length) must be a "
             f"multiple of 2 * mesh.trainer.context ({parts}): each device takes two equal "
             "parts of a row. Change one of them."
-        )
-
-
-@rule()
-def a_micro_batch_holds_a_row(config: Config) -> Iterator[str]:
-    """Require a micro-batch of at least one row."""
-    if config.trainer.micro_batch_tokens < config.row_length:
-        yield (
-            f"trainer.micro_batch_tokens ({config.trainer.micro_batch_tokens}) is less than one "
-            f"row ({config.row_length} tokens). Raise it to at least {config.row_length}."
         )
 
 
@@ -228,17 +310,6 @@ def records_have_the_answers_asked_for(config: Config) -> Iterator[str]:
         )
 
 
-@rule(job="reward_model")
-def a_reward_model_has_no_policy_to_copy(config: Config) -> Iterator[str]:
-    """Refuse Hugging Face folders of the policy for a job that trains none."""
-    if config.checkpoint.hugging_face:
-        yield (
-            "checkpoint.hugging_face writes the policy of each checkpoint, and "
-            "run.job=reward_model trains none. Set it to false; the reward model is written at the "
-            "end of the run."
-        )
-
-
 @rule()
 def sft_needs_no_warm_start(config: Config) -> Iterator[str]:
     """Require no warm start with run.job=sft, which is supervised training itself."""
@@ -253,25 +324,6 @@ def sft_needs_no_warm_start(config: Config) -> Iterator[str]:
 
 
 @rule()
-def a_judge_gives_up_in_time(config: Config) -> Iterator[str]:
-    """Require each time limit of a judge to fit into the one around it."""
-    judge, faults = config.reward.judge, config.faults
-    if judge is None:
-        return
-    if judge.timeout_s > judge.patience_s:
-        yield (
-            f"reward.judge.timeout_s ({judge.timeout_s:g}) of one call must be at most patience_s "
-            f"({judge.patience_s:g}) of all calls for a prompt. Raise patience_s."
-        )
-    if judge.patience_s + MARGIN_S > faults.scorer_timeout_s:
-        yield (
-            f"reward.judge.patience_s ({judge.patience_s:g}) must be {MARGIN_S:g} s below "
-            f"faults.scorer_timeout_s ({faults.scorer_timeout_s:g}), or on_failure would never "
-            "act. Lower it, or raise faults.scorer_timeout_s."
-        )
-
-
-@rule()
 def a_ranking_judge_has_answers_to_compare(config: Config) -> Iterator[str]:
     """Require several answers to a prompt for a judge that compares them."""
     judge = config.reward.judge
@@ -280,18 +332,6 @@ def a_ranking_judge_has_answers_to_compare(config: Config) -> Iterator[str]:
         yield (
             "reward.judge.mode=rank compares the answers to a prompt, and algorithm.group_size=1 "
             "samples one. Raise it, or set mode=score."
-        )
-
-
-@rule()
-def late_process_rewards_are_noticed(config: Config) -> Iterator[str]:
-    """Require the wait for process rewards to end before the wait for all scores of a group."""
-    process, whole_s = config.reward.process, config.faults.scorer_timeout_s
-    limit_s = None if process is None else process.max_age_s
-    if limit_s is not None and limit_s >= whole_s:
-        yield (
-            f"reward.process.max_age_s ({limit_s:g}) must be below faults.scorer_timeout_s "
-            f"({whole_s:g}), which ends the scoring of a group. Lower it, or leave it null."
         )
 
 
@@ -424,45 +464,16 @@ def a_copy_and_checkpoints_lie_apart(config: Config) -> Iterator[str]:
 
 # --- evaluations by name --------------------------------------------------------------------------
 
-OF_DATA = ("prompt_field", "answer_field", "answer_mark")
-"""Settings that say how the records of `data` are read."""
-
-
-@rule("evals")
-def evaluations_by_name_are_of_rl(config: Config) -> Iterator[str]:
-    """Refuse evaluations by name for jobs without a sampler."""
-    if config.named_evals and config.run.job != "rl":
-        yield f"evals has no effect with run.job={config.run.job}. Leave it out."
-
 
 @rule("evals")
 def each_evaluation_by_name_can_be_made(config: Config) -> Iterator[str]:
-    """Require samples that differ, answers within the sampler's limit, and no unread setting."""
-    most = config.sampler.max_new_tokens
+    """Require samples that differ."""
     for name, section in config.named_evals.items():
-        where = f"evals.{name}"
         if section.samples > 1 and (section.temperature == 0 or section.top_k == 1):
             yield (
-                f"{where}.samples ({section.samples}) with temperature "
+                f"evals.{name}.samples ({section.samples}) with temperature "
                 f"{section.temperature:g} and top_k {section.top_k} would all be the same answer. "
                 "Set a temperature, such as 0.7, or samples=1."
-            )
-        if section.max_new_tokens is not None and section.max_new_tokens > most:
-            yield (
-                f"{where}.max_new_tokens ({section.max_new_tokens}) is more than "
-                f"sampler.max_new_tokens ({most}). Lower it, or raise that."
-            )
-        greedy = [one for one in ("top_p", "top_k") if section.is_set(one)]
-        if greedy and section.temperature == 0:
-            yield (
-                f"{where}: {' and '.join(greedy)} has no effect with temperature 0, which always "
-                "takes the likeliest token. Set a temperature, or leave it out."
-            )
-        unread = [one for one in OF_DATA if section.is_set(one)]
-        if unread and section.data is None:
-            yield (
-                f"{where}: {', '.join(unread)} has no effect without data. Set {where}.data, or "
-                "leave it out."
             )
 
 

@@ -4,12 +4,12 @@ Needs no JAX.
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from jaxrl_async.config.choice import Choice
-from jaxrl_async.config.section import NonNegative, Positive, Section, check
+from jaxrl_async.config.section import NonNegative, Positive, ReadWith, Section, check
 
 
 class RunSection(Section):
@@ -42,27 +42,9 @@ class RunSection(Section):
     callbacks: tuple[Choice, ...] = ()
     """Your own subclasses of jaxrl_async.Callback (FILE.py:CLASS), called at begin, step,
     evaluation, save and end."""
-    replay_schedule: str | None = None
+    replay_schedule: Annotated[str | None, ReadWith("job", ("rl",), switches=())] = None
     """Replay a recorded schedule bit for bit: the schedule.jsonl of another run of the same
     configuration."""
-
-    @check
-    def only_rl_is_replayed(self) -> Iterator[str]:
-        """Require run.job=rl for a replay: only its threads are recorded."""
-        if self.replay_schedule is not None and self.job != "rl":
-            yield (
-                f"run.replay_schedule replays run.job=rl; run.job={self.job} has one thread and is "
-                "deterministic. Leave it out."
-            )
-
-    @check
-    def a_replay_starts_at_the_beginning(self) -> Iterator[str]:
-        """Require a replay not to start at a checkpoint: a recording starts with its run."""
-        if self.replay_schedule is not None and self.resume:
-            yield (
-                "run.replay_schedule starts where the recording starts, and run.resume starts at a "
-                "checkpoint. Leave one of them out."
-            )
 
     @check
     def what_is_continued_is_not_replaced(self) -> Iterator[str]:

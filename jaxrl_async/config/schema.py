@@ -56,7 +56,7 @@ from jaxrl_async.config.sampler_section import (
     StalenessSection,
 )
 from jaxrl_async.config.seats_section import SeatSection
-from jaxrl_async.config.section import Section
+from jaxrl_async.config.section import ReadWith, Section
 from jaxrl_async.config.task_section import (
     SHARED_DATA,
     EnvSection,
@@ -149,7 +149,9 @@ class Config(Section):
     (FILE.py:NAME), or reasoning_gym:NAME."""
     tasks: dict[TaskName, NamedTaskSection] | None = None
     """Several tasks by name, in place of `task` and `data` (docs/mixing.md)."""
-    mixing: str | None = Field(None, pattern=r"^.+\.py:\w+$")
+    mixing: Annotated[str | None, ReadWith("tasks", switches=())] = Field(
+        None, pattern=r"^.+\.py:\w+$"
+    )
     """Your own choice of the next group's task, FILE.py:NAME (docs/mixing.md): a function that
     returns a name, or weights by name; null: by the weights of `tasks`."""
     env: EnvSection = EnvSection()
@@ -231,6 +233,18 @@ class Config(Section):
         return any(one.sampler.truncates for one in self.by_task.values())
 
     @property
+    def task_temperatures(self) -> tuple[float, ...]:
+        """The temperature of each task, in their order, 1 where it is greedy; (): they have one."""
+        each = tuple(one.sampler.temperature or 1.0 for one in self.by_task.values())
+        return each if len(set(each)) > 1 else ()
+
+    @property
+    def temperature(self) -> float:
+        """The temperature that all answers were sampled at; 1 if tasks have different ones."""
+        one = next(iter(self.by_task.values()))
+        return 1.0 if self.task_temperatures else one.sampler.temperature or 1.0
+
+    @property
     def teacher_folders(self) -> dict[str, str]:
         """The directories of teachers that compute in this process, by setting."""
         one = None if self.teacher is None else self.teacher.path
@@ -276,6 +290,21 @@ class Config(Section):
     def refers(self) -> bool:
         """Whether run.job=rl keeps a reference policy."""
         return self.algorithm.refers or (self.pairs is not None and self.pairs.refers)
+
+    @property
+    def distils_by_loss(self) -> bool:
+        """Whether a divergence from a teacher is a term of the loss."""
+        return self.teacher is not None and self.teacher.form == "loss"
+
+    @property
+    def weighs_rewards(self) -> bool:
+        """Whether the policy is trained by rewards; else by distillation alone."""
+        return self.teacher is None or self.teacher.rewards > 0
+
+    @property
+    def compares_whole_distributions(self) -> bool:
+        """Whether a loss compares the probabilities of all tokens of the vocabulary."""
+        return self.algorithm.has_whole_kl or self.distils_by_loss
 
     @property
     def holds_reference(self) -> bool:

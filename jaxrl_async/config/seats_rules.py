@@ -10,16 +10,6 @@ rule = RuleBook()
 
 OWN_CALL_FIELDS = ("model", "messages", "tools", "stream", "n", "temperature", "max_tokens", "seed")
 """Fields of a player's call that other settings decide, or that would make replies unreadable."""
-OF_ENDPOINTS = (
-    "key_env",
-    "extra",
-    "send_seed",
-    "concurrency",
-    "timeout_s",
-    "retries",
-    "backoff_s",
-)
-"""Settings that only an endpoint uses."""
 
 
 def has_own_weights(filling: FillingSection) -> bool:
@@ -59,7 +49,7 @@ def each_seat_is_filled_once(config: Config) -> Iterator[str]:
 
 @rule("seats")
 def an_endpoint_names_its_model(config: Config) -> Iterator[str]:
-    """Require a model name for an endpoint, and refuse an endpoint's settings without one."""
+    """Require a model name for an endpoint, and no field of its calls that is set elsewhere."""
     for path, filling in fillings(config.players):
         if filling.endpoint is not None and filling.model is None:
             yield f"{path}.endpoint needs {path}.model, the model's name there. Set it."
@@ -68,16 +58,11 @@ def an_endpoint_names_its_model(config: Config) -> Iterator[str]:
                 f"{path}.extra has {', '.join(taken)}, which other settings of this player decide. "
                 "Leave it out of extra."
             )
-        unread = [name for name in OF_ENDPOINTS if filling.is_set(name)]
-        if filling.endpoint is None and unread:
-            yield (f"{path}: {', '.join(unread)} has no effect without endpoint. Leave it out.")
 
 
-@rule("seats")
+@rule("seats", job="rl")
 def seats_are_of_a_run_that_plays(config: Config) -> Iterator[str]:
     """Refuse seats for a run without a game."""
-    if config.players and config.run.job != "rl":
-        yield f"seats has no effect with run.job={config.run.job}. Leave it out."
     if config.players and config.task is None:
         yield (
             f"seats ({', '.join(config.players)}) are the players of a game, and task is null. Set "

@@ -1,12 +1,14 @@
 """Settings of the players in a game's seats: the section `seats`. Needs no JAX."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from jaxrl_async.config.section import Count, NonNegative, Positive, Section
+from jaxrl_async.config.section import Count, NonNegative, Positive, ReadWith, Section
 
+OF_ENDPOINT = ReadWith("endpoint", switches=("mixture",))
+"""Marks settings that only an endpoint uses."""
 INITIAL = "initial"
 """Model of a seat: the weights before the run's first update."""
 
@@ -41,19 +43,19 @@ class FillingSection(Section):
     """Sampling temperature; null: sampler.temperature, or the endpoint's default."""
     max_tokens: Positive | None = None
     """Maximum tokens of a message; null: sampler.max_new_tokens, or the endpoint's default."""
-    key_env: str | None = Field(None, pattern=r"^\w+$")
+    key_env: Annotated[str | None, OF_ENDPOINT] = Field(None, pattern=r"^\w+$")
     """Environment variable with the endpoint's API key."""
-    extra: dict[str, Any] = Field({})
+    extra: Annotated[dict[str, Any], OF_ENDPOINT] = Field({})
     """Further fields of each call."""
-    send_seed: bool = True
+    send_seed: Annotated[bool, OF_ENDPOINT] = True
     """Send the endpoint a seed that depends only on run.seed, the game and the turn."""
-    concurrency: Count = 16
+    concurrency: Annotated[Count, OF_ENDPOINT] = 16
     """Maximum concurrent calls."""
-    timeout_s: float = Field(60.0, gt=0)
+    timeout_s: Annotated[float, OF_ENDPOINT] = Field(60.0, gt=0)
     """Timeout of one call, seconds."""
-    retries: NonNegative = 5
+    retries: Annotated[NonNegative, OF_ENDPOINT] = 5
     """Retries of a call that broke or met an overload."""
-    backoff_s: float = Field(1.0, ge=0)
+    backoff_s: Annotated[float, OF_ENDPOINT] = Field(1.0, ge=0)
     """Wait before the first retry, seconds; doubles, up to 60."""
 
     @model_validator(mode="before")

@@ -5,7 +5,7 @@ only with certain values of another one (`ReadWith`). What several sections must
 config/rules.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -39,9 +39,10 @@ class ReadWith:
 class Unread(NamedTuple):
     """A setting that differs from its default without an effect."""
 
-    name: str
+    key: str  # dotted
+    value: Any
     needs: str  # what would give it an effect, in words
-    switches: tuple[str, ...]  # settings of the section that turn its feature on and off
+    off: str | None  # the switch that explicitly turns its feature off, with its value
 
 
 def check(method: Method) -> Method:
@@ -75,23 +76,39 @@ class Section(BaseModel):
         return {name: m for name, m in methods.items() if getattr(m, "is_check", False)}
 
     def inner(self, path: str = "") -> Iterator[tuple[str, "Section"]]:
-        """Yield this section and those in it that are not null, with their dotted paths."""
+        """Yield this section and those in it that are not null, by name and in lists, too, with
+        their dotted paths."""
         yield path, self
         for name in type(self).model_fields:
-            section = getattr(self, name)
-            if isinstance(section, Section):
-                yield from section.inner(f"{path}.{name}".lstrip("."))
+            value, here = getattr(self, name), f"{path}.{name}".lstrip(".")
+            found = {here: value}
+            if isinstance(value, dict):
+                found = {f"{here}.{key}": one for key, one in value.items()}
+            elif isinstance(value, list):
+                found = {f"{here}[{i}]": one for i, one in enumerate(value)}
+            for place, section in found.items():
+                if isinstance(section, Section):
+                    yield from section.inner(place)
 
     def unread(self, path: str) -> Iterator[Unread]:
         """Yield the settings without an effect, as another one of this section is not set so.
 
-        path: of this section, for what is needed in words.
+        path: of this section.
         """
         for name, target in type(self).model_fields.items():
             for mark in target.metadata:
                 if isinstance(mark, ReadWith) and self.is_set(name) and not self._is_read(mark):
                     fields = (mark.setting,) if mark.switches is None else mark.switches
-                    yield Unread(name, mark.needs or self._needed(mark, path), fields)
+                    needs, key = mark.needs or self._needed(mark, path), f"{path}.{name}"
+                    off = self.given(fields, path)
+                    yield Unread(key.lstrip("."), getattr(self, name), needs, off)
+
+    def given(self, names: Iterable[str], path: str) -> str | None:
+        """Return the first of these settings that was written down, even with its default, with its
+        value: "algorithm.kl_coefficient is 0.0"; None: none was."""
+        for name in (name for name in names if name in self.model_fields_set):
+            return f"{path}.{name} is {as_text(getattr(self, name))}".lstrip(".")
+        return None
 
     def _is_read(self, mark: ReadWith) -> bool:
         value = getattr(self, mark.setting)
@@ -99,12 +116,12 @@ class Section(BaseModel):
 
     def _needed(self, mark: ReadWith, path: str) -> str:
         """Return what gives a setting an effect: `staleness.when_too_old=drop`."""
-        value = getattr(self, mark.setting)
+        value, setting = getattr(self, mark.setting), f"{path}.{mark.setting}".lstrip(".")
         if mark.values:
             *most, last = map(str, mark.values)
-            return f"{path}.{mark.setting}={', '.join(most) + ' or ' * bool(most) + last}"
+            return f"{setting}={', '.join(most) + ' or ' * bool(most) + last}"
         plain = {bool: "=true", int: " above 0", float: " above 0"}
-        return f"{path}.{mark.setting}{plain.get(type(value), '')}"
+        return f"{setting}{plain.get(type(value), '')}"
 
 
 def as_text(value: object) -> str:

@@ -128,7 +128,7 @@ def _kind(kind: Any, limits: Sequence[Any]) -> str:
 
 
 def _range(limits: Sequence[Any]) -> list[str]:
-    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "multiple_of": "a multiple of"}
     found = [
         f"{sign} {getattr(limit, name)}"
         for limit in limits

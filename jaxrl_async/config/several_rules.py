@@ -30,53 +30,38 @@ rule = RuleBook()
 
 
 @rule("runs")
-def several_runs_learn_adapters(config: Config) -> Iterator[str]:
-    """Require an adapter for each run, trained by rewards: they share a base."""
-    if not config.runs:
-        return
-    if config.model.lora is None:
-        yield (
-            "runs: each run trains an adapter of a shared base, and model.lora is null: it would "
-            "train all weights. Set model.lora.rank, or start each run separately."
-        )
-    if config.run.job != "rl":
-        yield (
-            f"runs: several runs in one need run.job=rl, and it is {config.run.job}. Set "
-            "run.job=rl, or start each run separately."
-        )
-
-
-@rule("runs")
-def several_runs_share_one_process(config: Config) -> Iterator[str]:
-    """Require samplers of our engine in threads of the run's only process."""
-    if not config.runs:
-        return
+def several_runs_can_be_one(config: Config) -> Iterator[str]:
+    """Require adapters of a shared base, trained by rewards, whose samplers are threads of the
+    run's only process, and nothing that belongs to a run with a folder of its own."""
     mesh, sampler, run = config.mesh, config.sampler, config.run
+    threads = (
+        "their samplers are threads of its only process, on separate devices, and their events are "
+        "not recorded. Leave it out"
+    )
+    num_processes = config.distributed.num_processes or 1
     wrong = {
-        f"mesh.samplers_in={mesh.samplers_in}": mesh.remote,
-        "mesh.colocated=true": mesh.colocated,
-        f"sampler.engine={sampler.engine}": sampler.engine != "native",
-        f"distributed.num_processes={config.distributed.num_processes}": (
-            (config.distributed.num_processes or 1) > 1
+        "model.lora=null": (
+            config.model.lora is None,
+            "each trains an adapter of a shared base, not all weights. Set model.lora.rank",
         ),
-        "run.replay_schedule": run.replay_schedule is not None,
+        f"run.job={run.job}": (run.job != "rl", "all train by rewards. Set run.job=rl"),
+        f"mesh.samplers_in={mesh.samplers_in}": (mesh.remote, threads),
+        "mesh.colocated=true": (mesh.colocated, threads),
+        f"sampler.engine={sampler.engine}": (sampler.engine != "native", threads),
+        f"distributed.num_processes={num_processes}": (num_processes > 1, threads),
+        "run.replay_schedule": (run.replay_schedule is not None, threads),
+        "run.callbacks": (
+            bool(run.callbacks),
+            "they are called with the steps and the folder of one. Leave it out",
+        ),
+        "seats": (bool(config.players), "a game has no players but the policy. Leave it out"),
     }
-    for setting in (setting for setting, is_so in wrong.items() if is_so):
-        yield (
-            f"runs: {setting} is not possible with several adapters in one run: their "
-            "samplers are threads of its only process, on separate devices, and their events are "
-            "not recorded. Leave it out, or start each run separately."
-        )
-
-
-@rule("runs")
-def several_runs_have_no_callbacks(config: Config) -> Iterator[str]:
-    """Refuse callbacks: they are called with one run's steps and folders."""
-    if config.runs and config.run.callbacks:
-        yield (
-            "run.callbacks: the steps of several adapters in one run (runs) call no callbacks. "
-            "Leave it out, or start each run separately."
-        )
+    for setting, (is_so, why) in wrong.items():
+        if config.runs and is_so:
+            yield (
+                f"runs: {setting} is not possible with several adapters in one run: {why}, or "
+                "start each run separately."
+            )
 
 
 @rule("runs")
@@ -102,11 +87,6 @@ def runs_share_model_and_samplers(config: Config) -> Iterator[str]:
                 f"runs.{name}.seats: other players of a game are not supported with several "
                 "adapters in one run. Leave it out, or start this run separately."
             )
-    if config.runs and config.players:
-        yield (
-            "seats: other players of a game are not supported with several adapters in one run "
-            "(runs). Leave it out, or start each run separately."
-        )
 
 
 @rule("runs")

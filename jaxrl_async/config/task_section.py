@@ -10,7 +10,7 @@ from jaxrl_async.config.choice import Choice
 from jaxrl_async.config.data_section import DataSection
 from jaxrl_async.config.reward_section import RewardSection
 from jaxrl_async.config.sampler_section import SamplerSection
-from jaxrl_async.config.section import Count, NonNegative, Positive, Section
+from jaxrl_async.config.section import Count, NonNegative, Positive, ReadWith, Section
 
 
 class EnvSection(Section):
@@ -81,7 +81,7 @@ class NamedTaskSection(Section):
     data: DataSection | None = None
     """Its records and curriculum, as the section `data`; null: the task's records, or the embedded
     addition. All tasks share the tokenizer and the chat format."""
-    env: EnvSection | None = None
+    env: Annotated[EnvSection | None, ReadWith("task", switches=())] = None
     """As the section `env`; null: that section."""
     reward: RewardSection | None = None
     """As the section `reward`; null: that section."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from jaxrl_async.config.learning_rules import compares_whole_distributions
 from jaxrl_async.config.rule import RuleBook
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.section import as_text
@@ -23,11 +22,6 @@ OF_ONE_TASK = (
 def tasks_take_the_place_of_one(config: Config) -> Iterator[str]:
     """Refuse settings of the only task next to several, and other jobs."""
     if config.tasks is None:
-        if config.mixing is not None:
-            yield (
-                f"mixing ({config.mixing}) chooses among several tasks, and there are none. Give "
-                "them as tasks.NAME, or leave mixing out."
-            )
         return
     if not config.tasks:
         yield (
@@ -90,21 +84,9 @@ def process_rewards_have_one_age(config: Config) -> Iterator[str]:
 
 
 @rule("tasks")
-def a_tasks_limits_are_within_the_runs(config: Config) -> Iterator[str]:
-    """Require limits that the run's own allow."""
-    most, oldest = config.sampler.max_new_tokens, config.staleness.max_staleness
+def a_tasks_settings_fit_the_runs(config: Config) -> Iterator[str]:
+    """Require settings of a task that the run's own give an effect."""
     for name, own in config.named_tasks.items():
-        asked = own.sampling.max_new_tokens
-        if asked is not None and asked > most:
-            yield (
-                f"tasks.{name}.sampling.max_new_tokens ({asked}) is more than "
-                f"sampler.max_new_tokens ({most}). Lower it, or raise that."
-            )
-        if own.max_staleness is not None and own.max_staleness > oldest:
-            yield (
-                f"tasks.{name}.max_staleness ({own.max_staleness}) is more than "
-                f"staleness.max_staleness ({oldest}). Lower it, or raise that."
-            )
         if own.kl_weight != 1 and not config.algorithm.kl_coefficient:
             yield (
                 f"tasks.{name}.kl_weight ({own.kl_weight:g}) has no effect without "
@@ -124,16 +106,8 @@ def a_tasks_limits_are_within_the_runs(config: Config) -> Iterator[str]:
 
 @rule("tasks")
 def each_setting_of_a_task_is_read(config: Config) -> Iterator[str]:
-    """Require every setting of a task to have an effect."""
-    for name, own in config.named_tasks.items():
-        for path, section in own.inner(f"tasks.{name}"):
-            for unread in section.unread(path):
-                yield (
-                    f"{path}.{unread.name} has no effect without {unread.needs}. Set that, or "
-                    f"leave {path}.{unread.name} out."
-                )
-        if own.env is not None and own.task is None:
-            yield f"tasks.{name}.env has no effect without tasks.{name}.task. Leave it out."
+    """Require each task to read its settings of records and reward; see unused.py."""
+    for name in config.named_tasks:
         yield from unread_of_task(config, name)
 
 
@@ -215,17 +189,6 @@ def a_step_is_filled_without_groups_that_no_one_waits_for(config: Config) -> Ite
 
 
 @rule("tasks")
-def a_replay_repeats_the_choice_of_tasks(config: Config) -> Iterator[str]:
-    """Refuse a replay if timing decides when a group may start."""
-    limited = [n for n, own in config.named_tasks.items() if own.max_in_flight is not None]
-    if config.run.replay_schedule is not None and limited:
-        yield (
-            f"tasks.{limited[0]}.max_in_flight: which group starts when depends on time and is not "
-            "recorded: run.replay_schedule cannot follow it. Leave one of them out."
-        )
-
-
-@rule("tasks")
 def several_tasks_have_no_opponents(config: Config) -> Iterator[str]:
     """Refuse features that belong to the only task of a run."""
     if not config.named_tasks:
@@ -245,8 +208,8 @@ def several_tasks_have_no_opponents(config: Config) -> Iterator[str]:
 @rule("tasks")
 def tasks_of_different_temperatures_compare_tokens(config: Config) -> Iterator[str]:
     """Refuse different temperatures where the loss compares whole distributions."""
-    warm = {own.sampler.temperature or 1.0 for own in config.by_task.values()}
-    if len(warm) > 1 and compares_whole_distributions(config):
+    warm = set(config.task_temperatures)
+    if warm and config.compares_whole_distributions:
         yield (
             "tasks: algorithm.kl=full and teacher.form=loss compare distributions at one "
             f"temperature, and the tasks sample at {', '.join(f'{t:g}' for t in sorted(warm))}. "
@@ -257,9 +220,9 @@ def tasks_of_different_temperatures_compare_tokens(config: Config) -> Iterator[s
 @rule("tasks")
 def teachers_on_samplers_compute_at_one_temperature(config: Config) -> Iterator[str]:
     """Refuse different temperatures with a teacher on the sampler's chips, which has one."""
-    warm = sorted({own.sampler.temperature or 1.0 for own in config.by_task.values()})
+    warm = sorted(set(config.task_temperatures))
     for name, one in config.named_teachers.items():
-        if one.chips == "sampler" and len(warm) > 1:
+        if one.chips == "sampler" and warm:
             yield (
                 f"teachers.{name}.chips=sampler computes at one temperature, and the tasks sample "
                 f"at {', '.join(f'{t:g}' for t in warm)}: the two distributions would differ even "

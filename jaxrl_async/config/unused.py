@@ -5,28 +5,22 @@ A setting that has no effect is most likely a mistake. But if the switch of a fe
 off, the feature's other settings may stay: an override can turn off what a file configures.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.config import function_facts as facts
-from jaxrl_async.config.remote_section import RemoteSection
-from jaxrl_async.config.schema import (
-    AdditionSection,
-    AlgorithmSection,
-    Config,
-    CriticSection,
-    JsonlSection,
-    ReferenceSection,
-    name_of,
-)
+from jaxrl_async.config.schema import Config, name_of
 from jaxrl_async.config.section import Section, Unread, as_text
-from jaxrl_async.config.task_section import EnvSection
+from jaxrl_async.config.several import section_of
 from jaxrl_async.config.userfile import is_own
 
 OF_RECORDS = ("sft", "preference", "reward_model")
 """Jobs that train on records, each with a section of its name."""
-OF_ROLLOUTS = ("pairs", "reference", "critic", "teacher", "env", "priorities")
+OF_ROLLOUTS = (
+    *("pairs", "reference", "critic", "teacher", "teachers"),
+    *("env", "seats", "evals", "priorities"),
+)
 """Sections of run.job=rl alone."""
 SECTIONS_OF_OTHER_JOBS: dict[str, tuple[str, ...]] = {
     "rl": OF_RECORDS,
@@ -42,6 +36,8 @@ SHARED_BY_JOBS = (
     "keep_routing",
 )
 """Settings of algorithm that are allowed for any job, too."""
+OF_SPLITS = ("path", "eval_path", "eval_size")
+"""Settings of data.jsonl that say where records are; the others say how they are read."""
 NOTHING = Section()
 """Takes the place of a section that is null: none of its settings is set."""
 
@@ -67,21 +63,27 @@ class Unused:
 
 def unused_settings(config: Config) -> Unused:
     """Find the settings without an effect."""
-    found: dict[str, tuple[str, str | None]] = {}
-    for key, needs, switches in (*_unread_with_others(config), *_unread_in_sections(config)):
-        off = next((switch for switch in switches if _is_given(config, switch)), None)
-        if key not in found or (off is None and found[key][1] is not None):
-            found[key] = needs, off
+    found: dict[str, Unread] = {}
+    in_sections = (one for path, section in config.inner() for one in section.unread(path))
+    for one in (*_unread_with_others(config), *in_sections):
+        if one.key not in found or (one.off is None and found[one.key].off is not None):
+            found[one.key] = one
     unused = Unused([], {})
-    for key, (needs, off) in found.items():
-        shown = f"{key} ({as_text(_value(config, key))})"
+    for key, value, needs, off in found.values():
+        told = key if isinstance(value, Section) else f"{key} ({_shown(value)})"
         if off is not None:
-            unused.turned_off.setdefault(off, []).append(shown)
+            unused.turned_off.setdefault(off, []).append(told)
         else:
             unused.refused.append(
-                f"{shown} has no effect without {needs}. Set that, or leave {key} out."
+                f"{told} has no effect without {needs}. Set that, or leave {key} out."
             )
     return unused
+
+
+def _shown(value: object) -> str:
+    """Return a value for a sentence; of sections by name the names."""
+    named = isinstance(value, dict) and any(isinstance(one, Section) for one in value.values())
+    return ", ".join(value) if isinstance(value, dict) and named else as_text(value)
 
 
 def _unread_with_others(config: Config) -> Iterator[Unread]:
@@ -89,14 +91,8 @@ def _unread_with_others(config: Config) -> Iterator[Unread]:
     for use in _uses(config):
         if not use.is_read(config):
             for key in (key for key in use.keys if _is_set(config, key)):
-                yield Unread(key, use.needs, () if key in use.checked else use.switches)
-
-
-def _unread_in_sections(config: Config) -> Iterator[Unread]:
-    """Yield the settings without an effect because of their own section, by dotted names."""
-    for path, section in config.inner():
-        for name, needs, switches in section.unread(path):
-            yield Unread(f"{path}.{name}", needs, tuple(f"{path}.{one}" for one in switches))
+                switches = () if key in use.checked else use.switches
+                yield Unread(key, _value(config, key), use.needs, _off(config, switches))
 
 
 def without_unread_sections(config: Config) -> Config:
@@ -121,37 +117,21 @@ def _is_unread(config: Config, name: str) -> bool:
 
 def warnings_of_unused(config: Config) -> Iterator[str]:
     """Yield a sentence for each feature that is turned off but has settings."""
-    for switch, settings in unused_settings(config).turned_off.items():
-        value = as_text(_value(config, switch))
-        yield f"without an effect, as {switch} is {value}: {', '.join(settings)}"
+    for off, settings in unused_settings(config).turned_off.items():
+        yield f"without an effect, as {off}: {', '.join(settings)}"
 
 
 def unread_with_records(config: Config, task: str) -> list[str]:
     """Return a sentence for each data setting that a task with records makes ineffective."""
-    keys = (
-        *_keys("data.addition", AdditionSection),
-        *_keys("data.jsonl", JsonlSection),
-        "data.max_prompt_tokens",
-    )
-    for_pairs = (
-        "prompt_field",
-        "messages_field",
-        "tools_field",
-        "answer_field",
-        "answer_mark",
-        "template",
-        "max_bad_share",
-    )
-    read = {f"data.jsonl.{name}" for name in for_pairs} | {"data.max_prompt_tokens"}
-    without = keys if config.warm_start.path is None else [k for k in keys if k not in read]
-    found = []
-    for key in without:
-        if _is_set(config, key):
-            found.append(
-                f"{key} ({as_text(_value(config, key))}) has no effect: the task {task} "
-                f"has its own records. Leave {key} out."
-            )
-    return found
+    keys = (*_keys("data.addition"), *_keys("data.jsonl"), "data.max_prompt_tokens")
+    if config.warm_start.path is not None:  # which is read in the same way
+        keys = (*_keys("data.addition"), *(f"data.jsonl.{name}" for name in OF_SPLITS))
+    return [
+        f"{key} ({as_text(_value(config, key))}) has no effect: the task {task} has its own "
+        f"records. Leave {key} out."
+        for key in keys
+        if _is_set(config, key)
+    ]
 
 
 def unread_of_task(config: Config, name: str) -> Iterator[str]:
@@ -180,15 +160,19 @@ def _owner(config: Section, key: str) -> tuple[Section, str]:
 
 
 def _is_set(config: Section, key: str) -> bool:
-    """Return whether a setting differs from its default; no setting of a null section does."""
+    """Return whether a setting differs from its default; no setting of a null section does, and an
+    empty table is as none."""
     section, name = _owner(config, key)
-    return section is not NOTHING and section.is_set(name)
+    return section is not NOTHING and section.is_set(name) and getattr(section, name) != {}
 
 
-def _is_given(config: Config, key: str) -> bool:
-    """Return whether a setting was written down, even with its default."""
-    section, name = _owner(config, key)
-    return name in section.model_fields_set
+def _off(config: Config, switches: Iterable[str]) -> str | None:
+    """Return the first of these dotted settings that was written down, with its value."""
+    for switch in switches:
+        section, name = _owner(config, switch)
+        if off := section.given((name,), switch.removesuffix(f".{name}")):
+            return off
+    return None
 
 
 def _value(config: Section, key: str) -> Any:
@@ -196,9 +180,15 @@ def _value(config: Section, key: str) -> Any:
     return getattr(section, name)
 
 
-def _keys(section: str, kind: type[Section], *without: str) -> tuple[str, ...]:
-    """Return the dotted keys of all fields of a section except some."""
-    return tuple(f"{section}.{name}" for name in kind.model_fields if name not in without)
+def _keys(path: str, *without: str) -> tuple[str, ...]:
+    """Return the dotted keys of all fields of a section except some; a table of sections by name is
+    one setting."""
+    kind: type[Section] | None = Config
+    for name in path.split("."):
+        kind = kind and section_of(kind.model_fields[name])
+    if kind is None:
+        return (path,)
+    return tuple(f"{path}.{name}" for name in kind.model_fields if name not in without)
 
 
 # --- the uses of settings ------------------------------------------------------------------------
@@ -207,36 +197,12 @@ def _keys(section: str, kind: type[Section], *without: str) -> tuple[str, ...]:
 def _uses(config: Config) -> Iterator[Use]:
     """Yield the settings that have an effect only under conditions, for run.job."""
     job = config.run.job
-    yield from _of_other_jobs(config)
-    yield Use(
-        ("task",),
-        lambda c: job in ("rl", "sft"),
-        "run.job=rl or sft (preferences among a task's own answers: run.job=rl with pairs.loss)",
-    )
+    for other in SECTIONS_OF_OTHER_JOBS[job]:
+        of_job = other if other in OF_RECORDS else "rl"
+        yield Use(_keys(other), lambda c: False, f"run.job={of_job}")
     yield from OF_EVERY_JOB
     if job == "rl":
         yield from (*OPTIONAL.values(), *OF_RL)
-        if _distils(config):
-            yield from OF_DISTILLATION
-        yield from OF_LOSS_AND_REWARD
-
-
-def _of_other_jobs(config: Config) -> Iterator[Use]:
-    job = config.run.job
-    for other in SECTIONS_OF_OTHER_JOBS[job]:
-        section = getattr(config, other)
-        keys = () if section is None else _keys(other, type(section))
-        of_job = other if other in OF_RECORDS else "rl"
-        yield Use(keys, lambda c: False, f"run.job={of_job}")
-    yield Use(
-        (*_keys("algorithm", AlgorithmSection, *SHARED_BY_JOBS), "trainer.share_prefixes"),
-        lambda c: c.run.job == "rl",
-        "run.job=rl",
-    )
-
-
-def _pairs(config: Config) -> bool:
-    return config.pairs is not None
 
 
 def _compares_some(config: Config) -> bool:
@@ -245,14 +211,7 @@ def _compares_some(config: Config) -> bool:
     shapings = [name_of(choice) for choice in a.shaping]
     masks = any(s in facts.MASKS_EPISODES or is_own(s) for s in shapings)
     compares = name in facts.COMPARED_IN_GROUP or name == "discounted" or is_own(name)
-    return masks and compares and not _pairs(config) and _weighs_rewards(config)
-
-
-def _averages(config: Config) -> bool:
-    """Return whether a term of the loss is a mean over tokens; the loss of pairs is not."""
-    a = config.algorithm
-    beside = a.kl_coefficient or a.entropy_coefficient or a.entropy_target or _distils(config)
-    return not _pairs(config) or bool(beside)
+    return masks and compares and config.pairs is None and config.weighs_rewards
 
 
 def _has_critic(config: Config) -> bool:
@@ -261,34 +220,22 @@ def _has_critic(config: Config) -> bool:
     return name in facts.NEEDS_VALUES or is_own(name)
 
 
-def _distils(config: Config) -> bool:
-    return config.teacher is not None
-
-
-def _distils_by_loss(config: Config) -> bool:
-    return config.teacher is not None and config.teacher.form == "loss"
-
-
-def _weighs_rewards(config: Config) -> bool:
-    return config.teacher is None or config.teacher.rewards > 0
-
-
 OPTIONAL = {
     "remote": Use(
-        _keys("remote", RemoteSection),
+        _keys("remote"),
         lambda c: c.run.job != "rl" or c.mesh.remote,
         "mesh.samplers_in=processes or external",
         ("mesh.samplers_in",),
     ),
     "reference": Use(
-        _keys("reference", ReferenceSection),
+        _keys("reference"),
         lambda c: c.run.job == "rl" and c.refers,
         "algorithm.kl_coefficient above 0 or a pairs.loss or a loss component that compares with "
         "it",
         ("algorithm.kl_coefficient",),
     ),
     "critic": Use(
-        _keys("critic", CriticSection),
+        _keys("critic"),
         lambda c: c.run.job == "rl" and _has_critic(c),
         "algorithm.advantage=gae, which has a critic",
         ("algorithm.advantage",),
@@ -297,6 +244,21 @@ OPTIONAL = {
 }
 """Sections that are null by default, and have their defaults where they are read nevertheless."""
 OF_EVERY_JOB = (
+    Use(
+        (*_keys("algorithm", *SHARED_BY_JOBS), "trainer.share_prefixes"),
+        lambda c: c.run.job == "rl",
+        "run.job=rl",
+    ),
+    Use(
+        ("task",),
+        lambda c: c.run.job in ("rl", "sft"),
+        "run.job=rl or sft (preferences among a task's own answers: run.job=rl with pairs.loss)",
+    ),
+    Use(
+        ("checkpoint.hugging_face",),
+        lambda c: c.run.job != "reward_model",
+        "run.job=rl, sft or preference, which train a policy",
+    ),
     Use(
         ("data.system_prompt", "data.chat_format", "data.chat_arguments", "data.keep_thinking"),
         lambda c: (
@@ -317,7 +279,7 @@ OF_EVERY_JOB = (
 
 OF_RL = (
     Use(
-        _keys("env", EnvSection),
+        _keys("env"),
         lambda c: c.has_task or c.serving.external_agents,
         "task, or endpoint.external_agents",
         ("task",),
@@ -325,7 +287,7 @@ OF_RL = (
     Use(
         (
             *("sampler.block", "mesh.sampler", "mesh.samplers", "weights.checksum"),
-            *_keys("remote", RemoteSection, "transfer", "folder"),
+            *_keys("remote", "transfer", "folder"),
         ),
         lambda c: c.sampler.engine != "vllm",
         "sampler.engine=native or jetstream",
@@ -345,7 +307,7 @@ OF_RL = (
     ),
     Use(
         ("algorithm.max_resampled",),
-        lambda c: c.algorithm.dynamic_sampling or _pairs(c),
+        lambda c: c.algorithm.dynamic_sampling or c.pairs is not None,
         "algorithm.dynamic_sampling=true or pairs",
         ("algorithm.dynamic_sampling",),
     ),
@@ -353,26 +315,27 @@ OF_RL = (
         tuple(
             f"algorithm.{name}" for name in ("advantage", "loss", "losses", "correction", "anchor")
         ),
-        lambda c: not _pairs(c),
+        lambda c: c.pairs is None,
         "pairs=null, as pairs have their own loss",
     ),
     Use(
         ("algorithm.aggregate",),
-        _averages,
+        lambda c: (
+            c.pairs is None
+            or c.algorithm.kl_coefficient > 0
+            or c.algorithm.has_entropy_bonus
+            or c.teacher is not None
+        ),
         "pairs=null, or a KL, an entropy bonus or a teacher in the loss",
     ),
-)
-OF_DISTILLATION = (
     Use(
         tuple(
             f"algorithm.{name}" for name in ("advantage", "loss", "shaping", "correction", "anchor")
         ),
-        lambda c: _weighs_rewards(c) or not _distils_by_loss(c),
+        lambda c: c.weighs_rewards or not c.distils_by_loss,
         "teacher.rewards above 0",
         ("teacher.rewards",),
     ),
-)
-OF_LOSS_AND_REWARD = (
     Use(
         ("reward.processes",),
         lambda c: c.has_task or any(map(is_own, c.reward.weights)),

@@ -62,7 +62,9 @@ class RunInputs:
         return replace(
             self,
             play=part.play,
-            envs=guarded_envs(part.config, part.play, self.tokenizer, self.faults),
+            envs=guarded_envs(
+                part.config.faults, part.config.sampler, part.play, self.tokenizer, self.faults
+            ),
             scorers=part.scorers,
             held_out=[p for p in self.held_out if p.task == name],
         )
@@ -125,7 +127,7 @@ def make_eval_inputs(
     play, envs = run.play, run.envs
     if section.task is not None:
         play = _play_of(where, section, config, run)
-        envs = guarded_envs(config, play, run.tokenizer, run.faults)
+        envs = guarded_envs(config.faults, config.sampler, play, run.tokenizer, run.faults)
     graders = built_in_graders(config.reward, play.task)
     prompts = _prompts_of(where, section, config, run, play)
     if len(prompts) < processes:
@@ -134,8 +136,9 @@ def make_eval_inputs(
             f"a share each. Raise {where}.prompts, or give more records."
         )
     if section.own_prompts:
-        check_references(config, graders, [prompt.reference for prompt in prompts])
-    check_constraint(config, play.task, prompts, run.tokenizer, run.vocab)
+        references = [prompt.reference for prompt in prompts]
+        check_references(graders, references, config.data.record_fields.max_bad_share)
+    check_constraint(config.algorithm, config.sampler, play.task, prompts, run.tokenizer, run.vocab)
     scorers, functions = run.scorers, has_functions(config.reward, play.task)
     if section.own_prompts or section.reward is not None:
         if functions or play.task.judges:

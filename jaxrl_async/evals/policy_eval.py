@@ -359,7 +359,7 @@ def _questions(config: Config, given: Task | None, tokenizer: Tokenizer, vocab: 
     vocab: of the policy; None: it answers in text, and cannot play environments.
     """
     faults = FaultCounts()
-    outages = make_outages(config, faults)
+    outages = make_outages(config.faults, faults, resumed=config.run.resume)
     task, section = find_task(config, given), config.named_evals[GIVEN]
     where = f"task = {name_of(config.task)!r}" if config.task else "the task"
     if task.program is not None or task.game is not None:
@@ -376,16 +376,18 @@ def _questions(config: Config, given: Task | None, tokenizer: Tokenizer, vocab: 
         prompts = _asked_in_text(config, task, tokenizer, graded=bool(graders))
     else:
         play = make_play(config, task, tokenizer, faults.add, NoServing(), NoOpponents(), outages)
-        task, make_env = play.task, guarded_envs(config, play, tokenizer, faults)
+        task = play.task
+        make_env = guarded_envs(config.faults, config.sampler, play, tokenizer, faults)
         stops = play.stop_token_ids
         data = config.limited_data
         prompts = eval_prompts(data, tokenizer, play.own, graded=bool(graders))[: section.prompts]
-        check_constraint(config, task, prompts, tokenizer, vocab)
+        check_constraint(config.algorithm, config.sampler, task, prompts, tokenizer, vocab)
     scorers = make_scorers(
         config, tokenizer, prompts, make_slices(MeshSection(colocated=True)), NO_DEVICE_LOCK,
         faults, task, outages,
     )  # fmt: skip
-    check_references(config, graders, [prompt.reference for prompt in prompts])
+    references = [prompt.reference for prompt in prompts]
+    check_references(graders, references, config.data.record_fields.max_bad_share)
     with tempfile.TemporaryDirectory() as folder:
         scorers.begin(Path(folder), 0, lambda: 0)
         try:

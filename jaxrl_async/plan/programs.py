@@ -37,7 +37,7 @@ from jaxrl_async.run.builders.learning import (
     make_step,
     routing_of,
 )
-from jaxrl_async.run.builders.samplers import arrived, asked_mixes, make_push
+from jaxrl_async.run.builders.samplers import arrived, asked_mixes, sent_weights
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.decoding import context_pages_of, empty_decode_args
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
@@ -129,10 +129,9 @@ def lowered(
 
 def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str, Any]:
     """Lower the programs that send the weights to one sampler. Raises MeshError."""
-    push = make_push(
-        config.weights, config.model, spec, places.slices.trainer, places.slices.sampler
-    )
-    return push.lower(trained(config, spec, places.slices.trainer))
+    slices, sent = places.slices, sent_weights(config.weights, config.model, spec)
+    push = sent.push(slices.trainer, slices.sampler)
+    return push.lower(trained(config, spec, slices.trainer))
 
 
 # ---- the trainer
@@ -264,7 +263,7 @@ def sampler_programs(
     dtype, keeps = jnp.dtype(config.model.computes_in), config.algorithm.keep_routing
     plan = kv_plan(spec, config.sampler, dtype, mesh=mesh, keep_routing=keeps)
     engine = build_engine(spec, plan, config.sampler, mesh, dtype=dtype, keep_routing=keeps)
-    sent, once = arrived(config, spec, mesh)
+    sent, once = arrived(config.weights, config.model, spec, mesh)
     params = sent if once is None else beside(once, sent)
     chunk = prefill_shapes(config, engine.spec)
     context_pages = context_pages_of(engine.spec, config.sampler.max_length)

@@ -195,7 +195,7 @@ def assemble(config: Config, context: RunContext, closing: ExitStack) -> Parts:
     continued, warm_metrics = config.run.resume, dict[str, float]()
     config = resuming_if_possible(config, checkpoints)
     slices, tokenizer = inputs.slices, inputs.tokenizer
-    policy = make_policy(config, inputs.spec, tokenizer, slices, paths.base)
+    policy = make_policy(config.model, config.run, inputs.spec, tokenizer, slices, paths.base)
     if not config.run.resume and pairs is not None:
         with Rehearsal(config, inputs) as rehearsal:
             policy, warm_metrics = warm_started(
@@ -210,7 +210,7 @@ def assemble(config: Config, context: RunContext, closing: ExitStack) -> Parts:
                 lockstep,
                 rehearsal.start,
             )
-    policy = with_adapter_of(config, policy, slices, paths.base)
+    policy = with_adapter_of(config.model, config.run, policy, slices, paths.base)
     begun = Begun(
         config=config,
         inputs=inputs,
@@ -322,5 +322,5 @@ def _open_serving(
     serving = inputs.serving
     closing.callback(serving.close)
     if serving.needed and lockstep.plays:
-        chat = run_chat_format(config, inputs.tokenizer)
+        chat = run_chat_format(config.data, config.model, inputs.tokenizer)
         serving.open(config, side.sampling.router, inputs.tokenizer, chat)

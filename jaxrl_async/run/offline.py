@@ -157,12 +157,12 @@ def run(config: Config, context: RunContext) -> Path:
         )
         resume_asked, warmed = config.run.resume, dict[str, float]()
         config = resuming_if_possible(config, checkpoints)
-        policy = make_policy(config, spec, tokenizer, slices, paths.base)
+        policy = make_policy(config.model, config.run, spec, tokenizer, slices, paths.base)
         if not config.run.resume and pairs is not None:
             policy, warmed = warm_started(
                 config, policy, slices, pairs, paths, resume_asked, console, stop, lockstep
             )
-        policy = with_adapter_of(config, policy, slices, paths.base)
+        policy = with_adapter_of(config.model, config.run, policy, slices, paths.base)
         stop.answer = "stopping after this step and saving"
         job = JOBS[config.run.job](config, paths, slices, policy, split)
         progress = begin(config, job, checkpoints)
@@ -176,7 +176,7 @@ def run(config: Config, context: RunContext) -> Path:
         work = OfflineRun(config, job, progress, checkpoints, outlet, asked)
         closing.callback(work.close)
         with only_new_garbage():
-            learn_job(config, work, asked, step_traces(config, paths.root, lockstep))
+            learn_job(config, work, asked, step_traces(config.run.profile, paths.root, lockstep))
     if lockstep.writes:
         forget_warm_start(paths)
     if stop.preempted:
@@ -236,7 +236,7 @@ def preference(
         total_steps=config.run.steps,
     )
     reference = functools.partial(
-        reference_params, config, "preference.reference", section.reference, policy, slices
+        reference_params, config.model, "preference.reference", section.reference, policy, slices
     )
     pack = functools.partial(pack_preference, row_length=config.row_length, rows=step.micro_rows)
 

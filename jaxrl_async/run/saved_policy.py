@@ -83,7 +83,8 @@ def policy_at_step(
             f"{', '.join(map(str, steps)) or 'none'}."
         )
     tokenizer = tokenizer or _tokenizer_of(config, paths)
-    spec, kind = spec_of_run(config, tokenizer), dtype or config.model.param_dtype
+    spec = spec_of_run(config.model, tokenizer, config.longest_example)
+    kind = dtype or config.model.param_dtype
     learnt = read_learnt(place, step, kind, on_host=within_run, verify=not within_run)
     # A refused start may have written another config.yaml.
     section = read_lora(place, step, config.model.lora)

@@ -162,8 +162,11 @@ def test_a_run_that_fails_ends_alone_and_a_resumed_one_goes_on(
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (("model.lora.rank=0",), "model.lora is null"),
-        (("run.job=sft", "warm_start.steps=0"), "several runs in one need run.job=rl"),
+        (
+            ("model.lora.rank=0",),
+            "model.lora=null is not possible with several adapters",
+        ),
+        (("run.job=sft", "warm_start.steps=0"), "run.job=sft is not possible"),
         (("mesh.samplers_in=processes",), "mesh.samplers_in=processes is not possible"),
         (("mesh.colocated=true",), "mesh.colocated=true is not possible"),
         (("run.replay_schedule=x",), "run.replay_schedule is not possible"),

@@ -158,7 +158,7 @@ class Asks(Environment):
         ({"data": RECORDS, "on_step": lambda: None}, "on_step is called with the update's number"),
         (
             {"data": RECORDS, "model": "m", "max_new_tokens": 500},
-            "does not fit into sampler.max_l",
+            r"max_new_tokens \(500\) must be below sampler.max_length",
         ),
     ],
 )

@@ -247,7 +247,8 @@ def test_the_caller_is_named_once_each_limit_and_never_blamed(tmp_path, caplog):
     ],
 )
 def test_a_call_is_left_to_its_own_time_limit(score_s, env_s, program_s, within):
-    assert within_limits(Config(), score_s, env_s, program_s) is within
+    limits = Config().faults, Config().env.program_timeout_s
+    assert within_limits(*limits, score_s, env_s, program_s) is within
 
 
 def test_the_console_says_whether_the_callers_function_is_under_way(capsys):

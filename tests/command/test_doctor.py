@@ -168,7 +168,7 @@ def test_a_folder_that_cannot_hold_the_checkpoints_is_told(tmp_path):
 def test_memory_is_that_of_the_arrays_that_a_run_holds():
     """Weights, gradients, AdamW's state and the weights in transfer, as arrays."""
     config = load("recipe:addition")
-    spec = spec_of_run(config, addition_tokenizer())
+    spec = spec_of_run(config.model, addition_tokenizer(), config.longest_example)
     params = jax.eval_shape(lambda key: init_params(spec, key), jax.random.key(0))
     state = jax.eval_shape(optax.adamw(1.0).init, params)
 
@@ -188,7 +188,9 @@ def test_memory_is_that_of_the_arrays_that_a_run_holds():
 
 def test_devices_that_are_too_small_or_too_few_are_errors():
     config = load("recipe:addition", ["sampler.slots=2"]).on_devices("gpu")
-    kept = needs.trainer_bytes(config, spec_of_run(config, addition_tokenizer()))
+    kept = needs.trainer_bytes(
+        config, spec_of_run(config.model, addition_tokenizer(), config.longest_example)
+    )
 
     def told(count: int, memory: float) -> dict[str, str]:
         found = needs.needs_findings(config, Devices("gpu", "H100", count, int(memory)))
@@ -205,7 +207,7 @@ def test_devices_that_are_too_small_or_too_few_are_errors():
 def test_weights_in_transfer_count_once_where_both_sides_share_the_devices():
     settings = ["sampler.slots=2", "mesh.colocated=true", "model.dtype=float32"]
     config = load("recipe:addition", settings).on_devices("gpu")
-    spec = spec_of_run(config, addition_tokenizer())
+    spec = spec_of_run(config.model, addition_tokenizer(), config.longest_example)
     both = needs.trainer_bytes(config, spec) + needs.sampler_bytes(config, spec)
     kept = both - 4 * num_weights(spec)
 

@@ -40,8 +40,10 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_ones():
 
 
 def test_a_problem_in_a_recipe_names_its_file(tmp_path):
-    with pytest.raises(ConfigError, match=r"grpo\.yaml.*run\.steps"):
-        load("recipe:grpo", ["trainer.warmup_steps=1000000"])
+    with pytest.raises(
+        ConfigError, match=r"grpo\.yaml, line 20: trainer\.warmup_steps \(5\).*run\.steps"
+    ):
+        load("recipe:grpo", ["run.steps=4"])
 
 
 @pytest.mark.parametrize(("columns", "longest"), [("200", 200), ("80", 80), ("20", 60)])

@@ -153,6 +153,7 @@ def test_where_what_is_too_old_is_dropped_the_window_may_be_any():
         ),
         (["trainer.offload=[reference]"], "trainer.offload=reference needs a reference"),
         (["model.architecture.experts=4"], "exactly with family=qwen3_moe"),
+        (["model.architecture.head_dim=3"], "a whole number >= 1 and a multiple of 2"),
         (
             ["model.architecture.family=qwen3_moe", "model.architecture.experts=1"],
             "experts_per_token (2) must be at most",
@@ -173,12 +174,15 @@ NOTHING_LEARNT = [
     (["sampler.temperature=0"], "leave one token to sample"),
     (["sampler.top_k=1"], "leave one token to sample"),
     (["algorithm.kl=k1", "algorithm.kl_coefficient=0.1"], "expected gradient of 0"),
-    (["trainer.warmup_steps=121"], "more than all updates of the run (120"),
+    (["trainer.warmup_steps=121"], "must be at most run.steps (120)"),
     (
         ["trainer.warmup_steps=116", "algorithm.advantage=gae", "critic.warmup_steps=5"],
-        "(115: run.steps less critic.warmup_steps",
+        "must be at most run.steps less critic.warmup_steps (115)",
     ),
-    (["algorithm.minibatches=129"], "more than the answers of a step (128"),
+    (
+        ["algorithm.minibatches=129"],
+        "must be at most algorithm.groups_per_step * group_size (128): some minibatches",
+    ),
     (["algorithm.group_size=1", "algorithm.advantage=discounted"], "tokens of a group"),
     (
         [
@@ -196,8 +200,14 @@ NOTHING_LEARNT = [
         ],
         "tokens of a step",
     ),
-    (["algorithm.advantage=gae", "critic.warmup_steps=120"], "leaves none of run.steps"),
-    (["teacher.source=self", "teacher.coefficient=0"], "ignores teacher.source=self"),
+    (
+        ["algorithm.advantage=gae", "critic.warmup_steps=120"],
+        "must be below run.steps (120): no steps would be left to train the policy",
+    ),
+    (
+        ["teacher.source=self", "teacher.coefficient=0"],
+        "teacher.coefficient = 0 is not allowed; it must be a number > 0",
+    ),
     (
         ["teacher.source=self", "teacher.rewards=0", "algorithm.dynamic_sampling=true"],
         "which teacher.rewards=0 ignores",
@@ -244,12 +254,8 @@ def test_all_broken_rules_are_told_at_once(write, refusal):
 
 
 VLLM = {"engine": "vllm", "engine_urls": ("http://a:8000",)}
-BROKEN = {
+BROKEN: dict[str, dict | tuple[dict, ...]] = {
     "colocated_samplers_are_threads": {"mesh": {"colocated": True, "samplers_in": "processes"}},
-    "a_replay_has_its_samplers_in_threads": {
-        "run": {"replay_schedule": "schedule.jsonl"},
-        "mesh": {"samplers_in": "external"},
-    },
     "the_folder_transfer_has_a_folder": {
         "mesh": {"samplers_in": "external"},
         "remote": {"transfer": "folder"},
@@ -271,17 +277,6 @@ BROKEN = {
         "mesh": {"samplers_in": "external"},
         "remote": {"tls_key": "key.pem"},
     },
-    "the_least_number_of_samplers_is_started": {
-        "mesh": {"samplers_in": "processes", "samplers": 2},
-        "remote": {"min_samplers": 3},
-    },
-    "only_rl_is_replayed": {"run": {"job": "sft", "replay_schedule": "x"}},
-    "a_replay_starts_at_the_beginning": {"run": {"resume": True, "replay_schedule": "x"}},
-    "who_ends_first_is_not_replayed": {
-        "run": {"replay_schedule": "x"},
-        "algorithm": {"oversample": 2},
-    },
-    "a_partial_group_has_answers_to_compare": {"algorithm": {"min_members": 1}},
     "a_sampler_has_no_context_axis": {"mesh": {"sampler": {"context": 2}}},
     "colocated_slices_have_one_size": {
         "mesh": {"colocated": True, "trainer": {"data": 2}},
@@ -289,11 +284,7 @@ BROKEN = {
     },
     "one_sampler_is_colocated": {"mesh": {"colocated": True, "samplers": 2}},
     "experts_belong_to_their_family": {"model": {"architecture": {"experts": 2}}},
-    "a_token_visits_experts_that_exist": {
-        "model": {"architecture": {"family": "qwen3_moe", "experts": 1}}
-    },
     "query_heads_share_kv_heads_evenly": {"model": {"architecture": {"heads": 3}}},
-    "a_head_has_an_even_width": {"model": {"architecture": {"head_dim": 3}}},
     "a_students_top_tokens_are_looked_at": {"teacher": {"source": "self", "top_k_of": "student"}},
     "a_teacher_at_a_path_has_one": {"teacher": {"source": "path"}},
     "teachers_are_those_of_the_source": {"teachers": {"a": {"path": "x"}}},
@@ -320,11 +311,7 @@ BROKEN = {
     },
     "an_adapting_staleness_has_room": {"staleness": {"adapt": "ess", "max_staleness": 0}},
     "a_selection_has_a_choice": {"buffer": {"select": "recent"}},
-    "a_prompt_leaves_room_for_an_answer": {"data": {"max_prompt_tokens": 128}},
-    "an_answer_fits_into_a_sequence": {"sampler": {"max_new_tokens": 128}},
-    "a_row_holds_the_longest_episode": {"trainer": {"row_length": 127}},
     "context_devices_share_a_row_evenly": {"mesh": {"trainer": {"context": 3}}},
-    "a_micro_batch_holds_a_row": {"trainer": {"micro_batch_tokens": 127}},
     "records_have_the_answers_asked_for": {"data": {"jsonl": {"path": "x", "answer_field": None}}},
     "sft_needs_no_warm_start": {"run": {"job": "sft"}, "warm_start": {"steps": 1}},
     "products_in_eight_bits_take_weights_in_eight_bits": {
@@ -352,21 +339,23 @@ BROKEN = {
     "one_kl_looks_at_tokens": {
         "algorithm": {"kl": "full", "kl_coefficient": 0.1, "losses": {"a": {"loss": "kl"}}}
     },
-    "a_reward_model_has_no_policy_to_copy": {
-        "run": {"job": "reward_model"},
-        "checkpoint": {"hugging_face": True},
-    },
-    "the_learning_rate_reaches_its_peak": {"trainer": {"warmup_steps": 101}},
     "answers_are_drawn_at_random": {"sampler": {"temperature": 0}},
     "a_loss_of_whole_ratios_has_the_behavior_as_anchor": {
         "algorithm": {"loss": "topr", "anchor": "proximal"}
     },
-    "a_group_has_answers_to_compare": {"algorithm": {"group_size": 1}},
-    "enough_answers_can_be_compared": {
-        "algorithm": {"baseline": "unmasked", "least_compared": 9, "shaping": ("mask_truncated",)}
-    },
+    "a_group_has_answers_to_compare": (
+        {"algorithm": {"group_size": 1}},
+        {"algorithm": {"min_members": 1}},
+        {"pairs": {"loss": "dpo"}, "algorithm": {"min_members": 1}},
+        {
+            "algorithm": {
+                "min_members": 1,
+                "dynamic_sampling": True,
+                "advantage": "reinforce_pp",
+            }
+        },
+    ),
     "tokens_have_different_advantages": {"algorithm": {"group_size": 1, "advantage": "discounted"}},
-    "each_minibatch_has_answers": {"algorithm": {"minibatches": 65}},
     "dynamic_sampling_keeps_some_groups": {
         "algorithm": {"group_size": 1, "dynamic_sampling": True, "advantage": "reinforce_pp"}
     },
@@ -374,25 +363,9 @@ BROKEN = {
         "algorithm": {"dynamic_sampling": True},
         "teacher": {"source": "self", "rewards": 0},
     },
-    "a_teacher_has_weight": {"teacher": {"source": "self", "coefficient": 0}},
-    "the_critics_warmup_ends": {
-        "algorithm": {"advantage": "gae"},
-        "critic": {"warmup_steps": 100},
-    },
     "worked_answers_are_learnt_at_temperature_1": {
         "algorithm": {"supervised_coefficient": 0.1},
         "sampler": {"temperature": 0.5},
-    },
-    "several_runs_learn_adapters": {"runs": {"a": {}}},
-    "several_runs_share_one_process": {
-        "model": {"lora": {"rank": 4}},
-        "mesh": {"colocated": True},
-        "runs": {"a": {}},
-    },
-    "several_runs_have_no_callbacks": {
-        "model": {"lora": {"rank": 4}},
-        "run": {"callbacks": ["own.py:Upload"]},
-        "runs": {"a": {}},
     },
     "each_run_serves_its_own_metrics": {
         "model": {"lora": {"rank": 4}},
@@ -402,11 +375,6 @@ BROKEN = {
     "runs_share_model_and_samplers": {
         "model": {"lora": {"rank": 4}},
         "runs": {"a": {"model": {"dtype": "bfloat16"}}},
-    },
-    "an_adapter_reaches_our_samplers": {
-        "model": {"lora": {"rank": 4}},
-        "sampler": VLLM,
-        "mesh": {"samplers_in": "external"},
     },
     "the_base_of_an_adapter_stays_as_it_was_loaded": {
         "model": {"path": "somewhere", "lora": {"rank": 4}},
@@ -426,42 +394,14 @@ BROKEN = {
     "continuations_are_compared": {
         "algorithm": {"pivots": {"continuations": 2}, "advantage": "reinforce"},
     },
-    "a_fork_draws_on_a_branch": {
-        "algorithm": {"pivots": {"continuations": 2}},
-        "sampler": VLLM,
-        "mesh": {"samplers_in": "external"},
-    },
-    "pairs_are_of_whole_answers": {
-        "pairs": {"loss": "dpo"},
-        "algorithm": {"pivots": {"continuations": 2}},
-    },
     "an_engine_has_addresses": {"sampler": {"engine_urls": ("http://a:8000",)}},
     "an_engine_has_devices_of_its_own": {"sampler": VLLM},
-    "an_engine_has_layers_of_the_policy": {
-        "sampler": VLLM,
-        "mesh": {"samplers_in": "external"},
-        "model": {"decoder": "mine.py:Mine"},
-    },
-    "an_engine_can_give_what_is_kept": {
-        "sampler": {**VLLM, "slots": None},
-        "mesh": {"samplers_in": "external"},
-    },
     "an_engines_tokens_are_corrected": {
         "sampler": VLLM,
         "mesh": {"samplers_in": "external"},
         "algorithm": {"loss": "gpg"},
     },
     "a_pairs_loss_learns_from_pairs": {"pairs": {"loss": "kto"}},
-    "pairs_have_two_answers": {"pairs": {"loss": "dpo"}, "algorithm": {"min_members": 1}},
-    "pairs_are_learnt_in_one_update": {"pairs": {"loss": "dpo"}, "algorithm": {"epochs": 2}},
-    "pairs_hold_the_reference_in_their_loss": {
-        "pairs": {"loss": "simpo"},
-        "algorithm": {"kl_coefficient": 0.1, "kl": "full"},
-    },
-    "pairs_have_no_teacher_in_their_advantages": {
-        "pairs": {"loss": "dpo"},
-        "teacher": {"source": "self"},
-    },
     "a_judge_has_one_rubric": {"reward": {"judge": {"model": "m"}}},
     "a_judges_scale_rises": {
         "reward": {"judge": {"model": "m", "rubric": "x", "scale": (1.0, 1.0)}}
@@ -469,16 +409,12 @@ BROKEN = {
     "a_judges_call_keeps_its_form": {
         "reward": {"judge": {"model": "m", "rubric": "x", "extra": {"n": 2}}}
     },
-    "a_judge_gives_up_in_time": {
-        "reward": {"judge": {"model": "m", "rubric": "x", "patience_s": 595.0}}
-    },
     "each_seat_is_filled_once": {"task": "nim", "seats": {"second": {}}},
     "an_endpoint_names_its_model": {
         "task": "nim",
         "seats": {"second": {"endpoint": "http://h/v1"}},
     },
     "seats_are_of_a_run_that_plays": {"seats": {"second": "policy"}},
-    "evaluations_by_name_are_of_rl": {"run": {"job": "sft"}, "evals": {"x": {}}},
     "each_evaluation_by_name_can_be_made": {"evals": {"x": {"samples": 2}}},
     "opponents_have_devices": {
         "task": "nim",
@@ -491,13 +427,9 @@ BROKEN = {
     },
     "a_judge_judges_something": {"reward": {"judge": {"model": "m", "weight": 0.0}}},
     "process_rewards_come_from_somewhere": {"reward": {"process": {"function": "judge"}}},
-    "late_process_rewards_are_noticed": {
-        "reward": {"process": {"function": "x.py:f", "max_age_s": 600.0}}
-    },
     "own_layers_have_no_family": {
         "model": {"decoder": "mine.py:Mine", "architecture": {"family": "llama"}}
     },
-    "every_setting_is_read": {"critic": {"warmup_steps": 1}},
     "gdpo_weighs_the_parts_itself": {
         "algorithm": {"advantage": "gdpo"},
         "reward": {"function": {"exact": {"weight": 2}}},
@@ -527,14 +459,8 @@ BROKEN = {
             "b": {"reward": {"process": {"function": "x.py:f"}}},
         }
     },
-    "a_tasks_limits_are_within_the_runs": {"tasks": {"a": {"max_staleness": 5}}},
-    "each_setting_of_a_task_is_read": {"tasks": {"a": {"env": {"max_turns": 3}}}},
     "a_step_is_filled_without_groups_that_no_one_waits_for": {
         "tasks": {"a": {"trainer_waits": False}}
-    },
-    "a_replay_repeats_the_choice_of_tasks": {
-        "run": {"replay_schedule": "schedule.jsonl"},
-        "tasks": {"a": {"max_in_flight": 3}},
     },
     "several_tasks_have_no_opponents": {
         "tasks": {"a": {}},
@@ -572,6 +498,150 @@ BROKEN = {
         "tasks": {"a": {}, "b": {}},
         "evals": {"x": {}},
     },
+    "settings_are_within_their_limits": (
+        {
+            "mesh": {"samplers_in": "processes", "samplers": 2},
+            "remote": {"min_samplers": 3},
+        },
+        {"model": {"architecture": {"family": "qwen3_moe", "experts": 1}}},
+        {"data": {"max_prompt_tokens": 128}},
+        {"sampler": {"max_new_tokens": 128}},
+        {"trainer": {"row_length": 127}},
+        {"trainer": {"micro_batch_tokens": 127}},
+        {"trainer": {"warmup_steps": 101}},
+        {
+            "algorithm": {
+                "baseline": "unmasked",
+                "least_compared": 9,
+                "shaping": ("mask_truncated",),
+            }
+        },
+        {"algorithm": {"minibatches": 65}},
+        {
+            "algorithm": {"advantage": "gae"},
+            "critic": {"warmup_steps": 100},
+        },
+        {"reward": {"judge": {"model": "m", "rubric": "x", "patience_s": 595.0}}},
+        {"reward": {"process": {"function": "x.py:f", "max_age_s": 600.0}}},
+        {"tasks": {"a": {"max_staleness": 5}}},
+        {"algorithm": {"group_size": 4, "min_members": 5}},
+        {"reward": {"judge": {"model": "m", "rubric": "x", "timeout_s": 301.0}}},
+        {
+            "teacher": {"source": "teachers"},
+            "teachers": {"a": {"url": "http://x/v1", "model": "m", "max_wait_s": 600.0}},
+        },
+        {"tasks": {"a": {"sampling": {"max_new_tokens": 65}}}},
+        {"evals": {"x": {"max_new_tokens": 65}}},
+    ),
+    "a_replay_can_be_followed": (
+        {
+            "run": {"replay_schedule": "schedule.jsonl"},
+            "mesh": {"samplers_in": "external"},
+        },
+        {"run": {"resume": True, "replay_schedule": "x"}},
+        {
+            "run": {"replay_schedule": "x"},
+            "algorithm": {"oversample": 2},
+        },
+        {
+            "run": {"replay_schedule": "schedule.jsonl"},
+            "tasks": {"a": {"max_in_flight": 3}},
+        },
+        {
+            "run": {"replay_schedule": "x"},
+            "sampler": {"engine": "jetstream"},
+            "eval": {"temperature": 1.0},
+        },
+    ),
+    "several_runs_can_be_one": (
+        {"runs": {"a": {}}},
+        {
+            "model": {"lora": {"rank": 4}},
+            "mesh": {"colocated": True},
+            "runs": {"a": {}},
+        },
+        {
+            "model": {"lora": {"rank": 4}},
+            "run": {"callbacks": ["own.py:Upload"]},
+            "runs": {"a": {}},
+        },
+        {"model": {"lora": {"rank": 4}}, "mesh": {"samplers_in": "processes"}, "runs": {"a": {}}},
+        {"model": {"lora": {"rank": 4}}, "distributed": {"num_processes": 2}, "runs": {"a": {}}},
+        {"model": {"lora": {"rank": 4}}, "run": {"replay_schedule": "x"}, "runs": {"a": {}}},
+        {"model": {"lora": {"rank": 4}}, "run": {"job": "sft"}, "runs": {"a": {}}},
+        {
+            "model": {"lora": {"rank": 4}},
+            "task": "nim",
+            "seats": {"second": "policy"},
+            "runs": {"a": {}},
+        },
+    ),
+    "an_engine_does_what_is_asked": (
+        {
+            "model": {"lora": {"rank": 4}},
+            "sampler": VLLM,
+            "mesh": {"samplers_in": "external"},
+        },
+        {
+            "algorithm": {"pivots": {"continuations": 2}},
+            "sampler": VLLM,
+            "mesh": {"samplers_in": "external"},
+        },
+        {
+            "sampler": VLLM,
+            "mesh": {"samplers_in": "external"},
+            "model": {"decoder": "mine.py:Mine"},
+        },
+        {
+            "sampler": {**VLLM, "slots": None},
+            "mesh": {"samplers_in": "external"},
+        },
+        {"sampler": VLLM | {"top_p": 0.9}, "mesh": {"samplers_in": "external"}},
+        {"sampler": VLLM, "mesh": {"samplers_in": "external"}, "algorithm": {"keep_routing": True}},
+        {"sampler": VLLM, "mesh": {"samplers_in": "external"}, "weights": {"dtype": "int8"}},
+        {"sampler": VLLM, "mesh": {"samplers_in": "external"}, "remote": {"transfer": "tcp"}},
+    ),
+    "pairs_fit_the_algorithm": (
+        {"pairs": {"loss": "dpo"}, "algorithm": {"epochs": 2}},
+        {
+            "pairs": {"loss": "simpo"},
+            "algorithm": {"kl_coefficient": 0.1, "kl": "full"},
+        },
+        {
+            "pairs": {"loss": "dpo"},
+            "teacher": {"source": "self"},
+        },
+        {
+            "pairs": {"loss": "dpo"},
+            "algorithm": {"pivots": {"continuations": 2}},
+        },
+        {"pairs": {"loss": "dpo"}, "algorithm": {"group_size": 1}},
+        {"pairs": {"loss": "dpo"}, "teacher": {"source": "self", "form": "loss", "rewards": 0.0}},
+    ),
+    "every_setting_is_read": (
+        {"critic": {"warmup_steps": 1}},
+        {
+            "run": {"job": "reward_model"},
+            "checkpoint": {"hugging_face": True},
+        },
+        {"run": {"job": "sft", "replay_schedule": "x"}},
+        {"run": {"job": "sft"}, "evals": {"x": {}}},
+        {"mixing": "x.py:f"},
+        {
+            "task": "nim",
+            "seats": {"second": {"mixture": [{"policy": True}, {"model": "d", "retries": 2}]}},
+        },
+        {"run": {"job": "sft"}, "teachers": {"a": {"path": "x"}}},
+        {"run": {"job": "sft"}, "seats": {"second": "policy"}},
+        {"task": "nim", "seats": {"second": {"model": "d", "timeout_s": 3.0}}},
+        {"evals": {"x": {"answer_mark": "#"}}},
+        {"evals": {"x": {"top_k": 5}}},
+        {"tasks": {"a": {"env": {"max_turns": 3}}}},
+        {"algorithm": {"losses": {"a": {"loss": "nll", "ramp_steps": 3}}}},
+        {"algorithm": {"losses": {"a": {"loss": "nll", "right_reward": 0.1}}}},
+    ),
+    "a_tasks_settings_fit_the_runs": {"tasks": {"a": {"kl_weight": 2.0}}},
+    "each_setting_of_a_task_is_read": {"tasks": {"a": {"data": {"system_prompt": "x"}}}},
 }
 
 
@@ -591,10 +661,17 @@ def test_every_rule_has_a_configuration_that_breaks_it():
     assert set(BROKEN) == {*RULES, *CHECKS} and not RULES.keys() & CHECKS.keys()
 
 
-@pytest.mark.parametrize("name", [*RULES, *CHECKS])
-def test_a_rule_is_broken_alone_and_kept_by_the_defaults(name):
+@pytest.mark.parametrize(
+    ("name", "sections"),
+    [
+        pytest.param(name, one, id=f"{name}-{number}")
+        for name, cases in BROKEN.items()
+        for number, one in enumerate(cases if isinstance(cases, tuple) else (cases,))
+    ],
+)
+def test_a_rule_is_broken_alone_and_kept_by_the_defaults(name, sections):
     """Each configuration breaks its rule and no other; what is said names a setting and a way."""
-    config = Config(**BROKEN[name])
+    config = Config(**sections)
     (violation,) = RULES.violations(config)
     assert violation.name == name and violation.sentence.endswith(".")
     assert not RULES.violations(Config())
@@ -611,7 +688,10 @@ SERVED = {"url": "http://x/v1", "model": "m"}
     [
         ({"teacher": {"source": "teachers"}}, "the section teachers is empty"),
         ({"teacher": {"source": "self"}, "teachers": {"a": SERVED}}, "have no effect without"),
-        ({"run": {"job": "sft"}, "teachers": {"a": SERVED}}, "no effect with run.job=sft"),
+        (
+            {"run": {"job": "sft"}, "teachers": {"a": SERVED}},
+            "teachers (a) has no effect without run.job=rl",
+        ),
         ({"teachers": {"a": {**SERVED, "path": "x"}}}, "set exactly one of url, path and policy"),
         ({"teachers": {"a": {"url": "http://x/v1"}}}, "needs the name of the model"),
         ({"teachers": {"a": {"path": "x", "policy": {"every": 2}}}}, "one of url, path and policy"),
@@ -620,7 +700,10 @@ SERVED = {"url": "http://x/v1", "model": "m"}
         ({"teachers": {"a": {"policy": {"every": 2}, "chips": "sampler"}}}, "has no effect"),
         ({"teachers": {"a": {"path": "x", "timeout_s": 3.0}}}, "timeout_s (3.0) has no effect"),
         ({"teachers": {"a": {"path": "x", "tokenizer": "y"}}}, "tokenizer (y) has no effect"),
-        ({"teachers": {"a": {**SERVED, "adapter": "x"}}}, "adapter (x) has no effect without path"),
+        (
+            {"teachers": {"a": {**SERVED, "adapter": "x"}}},
+            "adapter (x) has no effect without teachers.a.path",
+        ),
         ({"teacher": {"form": "loss", "top_k": 0}}, "teacher.top_k=0 asks for none"),
         ({"teacher": {"form": "loss", "top_k": 2, "top_k_of": "student"}}, "top_k_of=student"),
         ({"sampler": {"temperature": 0.7}}, "sampler.temperature is 0.7"),
@@ -666,8 +749,14 @@ REFERRED = {"algorithm": {"kl_coefficient": 0.1}, "reference": {"teacher": "r"}}
         ({"teachers": {"r": HERE, "b": HERE}}, "teachers (b) have no effect without"),
         ({"teachers": {"r": SERVED}, "sampler": {"temperature": 0.7}}, "temperature is 0.7"),
         ({"mesh": {"samplers_in": "processes"}}, "chips=sampler computes in this process"),
-        ({"teachers": {"r": {**HERE, "timeout_s": 3.0}}}, "has no effect without url"),
-        ({"teachers": {"r": {**SERVED, "chips": "sampler"}}}, "has no effect without path"),
+        (
+            {"teachers": {"r": {**HERE, "timeout_s": 3.0}}},
+            "timeout_s (3.0) has no effect without teachers.r.url",
+        ),
+        (
+            {"teachers": {"r": {**SERVED, "chips": "sampler"}}},
+            "chips (sampler) has no effect without teachers.r.path",
+        ),
     ],
     ids=str,
 )
@@ -768,5 +857,6 @@ def test_a_loss_without_a_ratio_is_corrected_with_an_engine(write, refusal):
 def test_a_greedy_evaluation_by_name_reads_no_bounds_of_sampling(write, refusal, setting):
     name = setting.partition("=")[0]
     told = refusal(write(""), f"evals.hard.{setting}")
-    assert f"evals.hard: {name} has no effect with temperature 0" in told
+    assert f"evals.hard.{name} ({setting.partition('=')[2]}) has no effect without" in told
+    assert "Set that" in told and "evals.hard.temperature above 0" in told
     assert load(write(""), [f"evals.hard.{setting}", "evals.hard.temperature=0.7"])

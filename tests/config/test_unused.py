@@ -217,6 +217,14 @@ def test_what_another_job_would_read_is_refused(write, job, setting, refusal):
     assert f"{setting.partition('=')[0]} (" in refusal(write(""), f"run.job={job}", setting)
 
 
+@pytest.mark.parametrize("table", ["teachers", "evals", "seats"])
+def test_a_table_without_an_entry_is_no_setting_of_another_job(write, table, refusal):
+    load(write(""), ["run.job=sft", f"{table}={{}}"])
+    one = {"teachers": "{path: x}", "evals": "{samples: 1}", "seats": "policy"}[table]
+    told = refusal(write(""), "run.job=sft", f"{table}={{own: {one}}}")
+    assert f"{table} (own) has no effect without run.job=rl" in told
+
+
 def test_a_reference_is_refused_beside_a_preference_loss_without_one(write, refusal):
     words = ["run.job=preference", "preference.reference=x"]
     load(write(""), words)

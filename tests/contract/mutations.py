@@ -1642,6 +1642,19 @@ GROUPS = (
         ),
     ),
     Group(
+        "config/rules",
+        ("config/test_rules.py::test_a_rule_is_broken_alone_and_kept_by_the_defaults",),
+        (("value == limit and not below", "value == limit"),),
+    ),
+    Group(
+        "config/section",
+        ("config/test_rules.py::test_a_rule_is_broken_alone_and_kept_by_the_defaults",),
+        (
+            ("if isinstance(value, dict):", "if value is None:"),
+            ("elif isinstance(value, list):", "elif value is None:"),
+        ),
+    ),
+    Group(
         "config/settings_reference",
         ("config/test_settings_reference.py",),
         (

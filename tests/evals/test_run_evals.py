@@ -250,8 +250,8 @@ def test_what_cannot_be_evaluated_is_said_before_a_run_begins(tmp_path: Path) ->
     [
         ({"samples": 2}, "all be the same answer"),
         ({"samples": 2, "temperature": 1.0, "top_k": 1}, "all be the same answer"),
-        ({"max_new_tokens": 65}, "more than sampler.max_new_tokens (64)"),
-        ({"answer_mark": "#"}, "no effect without data"),
+        ({"max_new_tokens": 65}, "(65) must be at most sampler.max_new_tokens (64)"),
+        ({"answer_mark": "#"}, "evals.x.answer_mark (#) has no effect without evals.x.data"),
         ({"smaples": 2}, "evals.x.smaples is not a setting; did you mean evals.x.samples?"),
         ({"every": -1}, "evals.x.every"),
     ],

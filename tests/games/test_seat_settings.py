@@ -23,7 +23,10 @@ def broken(seats: object, **sections: object) -> str:
         ({"second": {}}, "names no player"),
         ({"second": {"policy": True, "model": "d"}}, "policy and model"),
         ({"second": {"endpoint": "http://h/v1"}}, "needs seats.second.model"),
-        ({"second": {"model": "d", "timeout_s": 3}}, "timeout_s has no effect"),
+        (
+            {"second": {"model": "d", "timeout_s": 3}},
+            "seats.second.timeout_s (3.0) has no effect without",
+        ),
         ({"second": {"policy": True, "mixture": ["policy"]}}, "mixture and another player"),
         ({"second": {"mixture": ["policy", {"weight": 2}]}}, "seats.second.mixture[1]"),
         ({"second": {"model": "d", "eval": {}}}, "seats.second.eval"),

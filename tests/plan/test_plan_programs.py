@@ -20,6 +20,7 @@ from jaxrl_async.plan import programs as lowering
 from jaxrl_async.plan.chips import CHIPS, parse_slice
 from jaxrl_async.plan.places import Places, make_places
 from jaxrl_async.plan.programs import Lowered, check, lowered
+from jaxrl_async.run.builders.samplers import SentWeights
 from jaxrl_async.sampler.device.engine import Engine, weight_shardings
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 
@@ -79,8 +80,8 @@ def test_nothing_is_compiled_to_lower_the_programs_and_the_push_is_lowered_once(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("compiled")
 
-    calls, push = [], lowering.make_push
-    monkeypatch.setattr(lowering, "make_push", lambda *a: calls.append(a) or push(*a))
+    calls, push = [], SentWeights.push
+    monkeypatch.setattr(SentWeights, "push", lambda *a: calls.append(a) or push(*a))
     monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
     assert set(programs_of(config_of())) == {
         "gradient", "update", "cast", "prepare", "prefill", "decode"

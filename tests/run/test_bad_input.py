@@ -146,7 +146,7 @@ def test_what_is_no_file_is_refused(tmp_path, capsys, monkeypatch, path):
         (["run.name=.."], "run.name = '..' is not allowed"),
         (["run.name=" + "a" * 129], "is not allowed"),
         (["sampler.kv_memory_mib=0.0001"], "sampler.kv_memory_mib"),
-        (["model.architecture.head_dim=7"], "must be even"),
+        (["model.architecture.head_dim=7"], "a whole number >= 1 and a multiple of 2"),
         (["model.architecture={layers: 65536, width: 2000000000}"], "a smaller model"),
         (["sampler={max_length: 2000000000}", "trainer.micro_batch_tokens=2000000000"], "KV cache"),
         (["mesh={colocated: true, samplers: 2}"], "mesh.samplers"),

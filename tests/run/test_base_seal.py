@@ -41,34 +41,33 @@ def test_a_resumed_run_refuses_another_base(tmp_path: Path) -> None:
     own.parent.mkdir()
     save(path)
     begun = config(tmp_path, f"model.path={path}")
-    keep_seal(begun, own)
-    check_seal(begun, own)
-    check_seal(config(tmp_path, f"model.path={path}", resume=True), own)
+    keep_seal(begun.model, own)
+    check_seal(config(tmp_path, f"model.path={path}", resume=True).model, own)
     copied = path.rename(tmp_path / "moved")
     again = config(tmp_path, f"model.path={copied}", resume=True)
-    check_seal(again, own)
+    check_seal(again.model, own)
     form = config(tmp_path, f"model.path={copied}", "model.lora.base=int4", resume=True)
     with pytest.raises(ConfigError, match="in full, not int4, groups of 64"):
-        check_seal(form, own)
+        check_seal(form.model, own)
     save(copied, seed=1)
     with pytest.raises(ConfigError, match="moved: its weights are not the weights"):
-        check_seal(again, own)
+        check_seal(again.model, own)
 
 
 def test_a_resumed_run_misses_its_own_base(tmp_path: Path, caplog) -> None:
     own = tmp_path / "base"
     resumed = config(tmp_path, resume=True)
     with pytest.raises(ConfigError, match=r"base: the weights .* are missing"):
-        check_seal(resumed, own)
+        check_seal(resumed.model, own)
     save(own)
-    check_seal(resumed, own)
+    check_seal(resumed.model, own)
     assert "could not be compared" in caplog.text, "of a run that noted nothing"
 
 
 def test_a_base_that_differs_in_a_single_byte_is_another(tmp_path: Path) -> None:
     own, path = tmp_path / "base", tmp_path / "model"
     save(path)
-    keep_seal(config(tmp_path, f"model.path={path}"), own)
+    keep_seal(config(tmp_path, f"model.path={path}").model, own)
     file, again = path / "model.safetensors", config(tmp_path, f"model.path={path}", resume=True)
     content, before = bytearray(file.read_bytes()), file.stat()
     for place in (len(content) - 1, len(content) // 3):
@@ -76,19 +75,19 @@ def test_a_base_that_differs_in_a_single_byte_is_another(tmp_path: Path) -> None
         file.write_bytes(content)
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
         with pytest.raises(ConfigError, match="its weights are not the weights"):
-            check_seal(again, own)
+            check_seal(again.model, own)
         content[place] ^= 1
     file.write_bytes(content)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 2 * 10**9))
-    check_seal(again, own)
+    check_seal(again.model, own)
 
 
 def test_a_file_that_is_as_it_was_is_not_read_again(tmp_path: Path, monkeypatch) -> None:
     own, path = tmp_path / "base", tmp_path / "model"
     save(path)
-    keep_seal(config(tmp_path, f"model.path={path}"), own)
+    keep_seal(config(tmp_path, f"model.path={path}").model, own)
     monkeypatch.setattr(base_seal.hashlib, "file_digest", None)
-    check_seal(config(tmp_path, f"model.path={path}", resume=True), own)
+    check_seal(config(tmp_path, f"model.path={path}", resume=True).model, own)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def test_a_note_of_another_form_is_told(tmp_path: Path, caplog, noted: str) -> N
     own = tmp_path / "base"
     save(own)
     (tmp_path / "base.json").write_text(noted, encoding="utf-8")
-    check_seal(config(tmp_path, resume=True), own)
+    check_seal(config(tmp_path, resume=True).model, own)
     assert "could not be compared" in caplog.text
 
 
@@ -109,5 +108,5 @@ def test_a_base_that_an_earlier_start_left_is_not_taken_for_the_users(tmp_path: 
     policy = save(tmp_path / "model")
     begun = config(tmp_path, f"model.path={tmp_path}/model", resume=True)
     slices = Slices(trainer=mesh_of(), samplers=(mesh_of(),), colocated=True)
-    loaded = make_policy(begun, SPEC, None, slices, own)
+    loaded = make_policy(begun.model, begun.run, SPEC, None, slices, own)
     np.testing.assert_array_equal(loaded.params["embed"], policy.params["embed"])

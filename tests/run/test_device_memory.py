@@ -72,7 +72,7 @@ def test_trainer_and_sampler_of_one_card_are_added_up() -> None:
     weights, logits = num_weights(spec), 4 * 151936 * (256 + 320)
     assert 595e6 < weights < 597e6
     assert trainer_bytes(config, spec) == 18 * weights
-    assert in_transfer_bytes(config, spec) == 2 * weights
+    assert in_transfer_bytes(config.model, config.weights, spec) == 2 * weights
     slices = slices_of(59.0)
     kept = sampler_bytes(config, spec, slices.sampler)
     assert 0 <= 4 * weights + 24 * GIB + logits - kept < 2 * GIB / 256, "but for a part of a page"

@@ -160,7 +160,7 @@ def test_a_process_that_must_end_writes_none(tmp_path, caplog):
 
 
 def test_what_cannot_have_them_is_refused(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"run\.job=reward_model trains none"):
+    with pytest.raises(ConfigError, match=r"has no effect without run\.job=rl, sft or preference"):
         load(
             {"run": {"job": "reward_model"}, "data": {"jsonl": {"path": "p.jsonl"}}},
             ["checkpoint.hugging_face=true"],

@@ -137,9 +137,8 @@ def test_rehearsed_answers_have_all_lengths_that_fit(tmp_path: Path) -> None:
         str(tmp_path / "empty.yaml"),
         ["data.max_prompt_tokens=16", "sampler={max_length: 32, max_new_tokens: 20}"],
     )
-    requests = rehearsed(
-        [prompt(4), prompt(20), prompt(32), prompt(0)], 50, SamplingParams(), config, extras=True
-    )
+    prompts = [prompt(4), prompt(20), prompt(32), prompt(0)]
+    requests = rehearsed(prompts, 50, SamplingParams(), config.sampler, extras=True)
     lengths = {4: set(), 20: set(), 6: set()}  # 6: half the room beside an answer
     for request in requests:
         assert request.extras and request.forced_length is not None

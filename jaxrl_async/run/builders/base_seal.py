@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from jaxrl_async.config.schema import Config
+from jaxrl_async.config.lora_section import LoraSection
+from jaxrl_async.config.schema import ModelSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.model.frozen_base import form_of
 from jaxrl_async.model.hf import weight_files
@@ -28,27 +28,27 @@ READERS = 4
 """Number of files that are read at the same time."""
 
 
-def keep_seal(config: Config, base: Path) -> None:
+def keep_seal(model: ModelSection, base: Path) -> None:
     """Record which base a new run's adapter changes. All processes call it; the first one writes.
 
     base: the run's folder for the base of a run without model.path.
     """
-    if config.model.lora is None or config.run.resume or jax.process_index() != 0:
+    if jax.process_index() != 0:
         return
-    target = _file(base)
+    target, noted = _file(base), _noted(_folder(model, base), {})
+    weights = {name: asdict(note) for name, note in noted.items()}
     written = target.with_suffix(".tmp")
-    written.write_text(json.dumps(_seal(config, base), indent=2), encoding="utf-8")
+    seal = json.dumps({"base": _kept(model.lora), "weights": weights}, indent=2)
+    written.write_text(seal, encoding="utf-8")
     os.replace(written, target)
 
 
-def check_seal(config: Config, base: Path) -> None:
+def check_seal(model: ModelSection, base: Path) -> None:
     """Raise ConfigError if a resumed run's adapter would change another base than before.
 
     base: the run's folder for the base of a run without model.path.
     """
-    if config.model.lora is None or not config.run.resume:
-        return
-    if config.model.path is None and not base.is_dir():
+    if model.path is None and not base.is_dir():
         raise ConfigError(
             f"{base}: the weights that the run's adapter changes are missing. Put the folder back, "
             "or start a new run."
@@ -59,18 +59,18 @@ def check_seal(config: Config, base: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         log.warning("the adapter's base could not be compared with the one from before: %r", error)
         return
-    if before.get("base") != _kept(config):
+    if before.get("base") != (kept := _kept(model.lora)):
         raise ConfigError(
             f"model.lora.base or group_size: the run's adapter was trained on a base in "
-            f"{before.get('base')}, not {_kept(config)}. Set them as before, or start a new run."
+            f"{before.get('base')}, not {kept}. Set them as before, or start a new run."
         )
-    now = _noted(_folder(config, base), noted)
+    now = _noted(_folder(model, base), noted)
     if {name: note.sha256 for name, note in now.items()} == {
         name: note.sha256 for name, note in noted.items()
     }:
         return
     raise ConfigError(
-        f"{_folder(config, base)}: its weights are not the weights that the run's adapter was "
+        f"{_folder(model, base)}: its weights are not the weights that the run's adapter was "
         "trained on. Restore them, point model.path at a copy of them, or start a new run."
     )
 
@@ -85,15 +85,9 @@ class _Noted:
     sha256: str
 
 
-def _seal(config: Config, base: Path) -> dict[str, Any]:
-    """Return the base's format, and the identity of each of its files."""
-    noted = _noted(_folder(config, base), {})
-    return {"base": _kept(config), "weights": {name: asdict(note) for name, note in noted.items()}}
-
-
-def _kept(config: Config) -> str:
+def _kept(lora: LoraSection | None) -> str:
     """Return the format in which the base is kept."""
-    form = form_of(config.model.lora)
+    form = form_of(lora)
     if form is None:
         return "full"
     return form.kind + (f", groups of {form.group}" if form.kind != "int8" else "")
@@ -121,9 +115,9 @@ def _noted(folder: Path, before: Mapping[str, _Noted]) -> dict[str, _Noted]:
         return {file.name: made for file, made in zip(files, pool.map(note, files), strict=True)}
 
 
-def _folder(config: Config, base: Path) -> Path:
+def _folder(model: ModelSection, base: Path) -> Path:
     """Return the directory that the base is read from."""
-    return base if config.model.path is None else Path(config.model.path)
+    return base if model.path is None else Path(model.path)
 
 
 def _file(base: Path) -> Path:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from jaxrl_async.config.schema import Config
+from jaxrl_async.config.schema import AlgorithmSection, SamplerSection
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError, RolloutError
 from jaxrl_async.later import Later
@@ -32,7 +32,12 @@ def prompt_constraint(task: Task) -> OfPrompt | None:
 
 
 def check_constraint(
-    config: Config, task: Task, prompts: Sequence[Prompt], tokenizer: Tokenizer, vocab: int
+    algorithm: AlgorithmSection,
+    sampler: SamplerSection,
+    task: Task,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    vocab: int,
 ) -> None:
     """Raise ConfigError if the task's constraint cannot be followed on the first of these prompts,
     or by this run."""
@@ -44,14 +49,14 @@ def check_constraint(
             "Task.constraint is of answers to a task's records, and its program or game asks for "
             "answers itself. Leave it out; a program's calls ask with response_format."
         )
-    if config.algorithm.pivots is not None:
+    if algorithm.pivots is not None:
         raise ConfigError(
             "algorithm.pivots continue answers from their middle, where Task.constraint would "
             "begin again. Set algorithm.pivots=null, or leave the constraint out."
         )
-    if config.sampler.engine != "native":
+    if sampler.engine != "native":
         raise ConfigError(
-            f"Task.constraint needs our own sampler: sampler.engine={config.sampler.engine} does "
+            f"Task.constraint needs our own sampler: sampler.engine={sampler.engine} does "
             "not take one. Set sampler.engine=native, or leave it out."
         )
     try:

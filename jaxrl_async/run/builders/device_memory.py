@@ -3,12 +3,13 @@ measured. Activations and the programs' temporaries are not included; `jaxrl-asy
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_async.config.schema import Config
+from jaxrl_async.config.schema import Config, ModelSection, NamedTeacher, WeightsSection
 from jaxrl_async.config.seats_section import resident_snapshots
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.host import more_of_a_gpu
@@ -34,23 +35,23 @@ def trainer_bytes(config: Config, spec: ModelSpec) -> float:
     plan.hbm, without activations and programs."""
     dtype = jnp.dtype(config.model.param_dtype)
     lora, form = lora_of(spec, config.model.lora), form_of(config.model.lora)
-    trained = _num_trained(config, spec)
+    trained = _num_trained(config.model, spec)
     offloaded = "optimizer" in config.trainer.offload
     kept = dtype.itemsize + (0 if offloaded else optimizer_bytes(config.trainer, dtype))
     held = trained * (dtype.itemsize + kept)
     if lora is not None:
         held += base_bytes(spec, form, dtype)
-    sent = in_transfer_bytes(config, spec) if config.run.job == "rl" else 0
+    sent = in_transfer_bytes(config.model, config.weights, spec) if config.run.job == "rl" else 0
     refers = config.holds_reference and lora is None and "reference" not in config.trainer.offload
     reference = num_weights(spec) * dtype.itemsize if refers else 0
     follow = sum(one.policy is not None for one in config.named_teachers.values())
     return float(held + sent + reference + follow * trained * dtype.itemsize)
 
 
-def in_transfer_bytes(config: Config, spec: ModelSpec) -> float:
+def in_transfer_bytes(model: ModelSection, weights: WeightsSection, spec: ModelSpec) -> float:
     """Return the bytes of one version, or of an adapter, in transfer to a sampler: the trainer's
     copy of it. A colocated sampler gets that same copy."""
-    return float(_num_trained(config, spec) * _sent_itemsize(config))
+    return float(_num_trained(model, spec) * _sent_itemsize(model, weights))
 
 
 def both_bytes(config: Config, spec: ModelSpec, mesh: Mesh | None = None) -> float:
@@ -62,7 +63,8 @@ def both_bytes(config: Config, spec: ModelSpec, mesh: Mesh | None = None) -> flo
 def _trainer_alone_bytes(config: Config, spec: ModelSpec) -> float:
     """Return the bytes that a colocated trainer keeps per process in addition to the sampler."""
     processes = config.mesh.trainer.num_devices // config.mesh.sampler.num_devices
-    return (trainer_bytes(config, spec) - in_transfer_bytes(config, spec)) / processes
+    sent = in_transfer_bytes(config.model, config.weights, spec)
+    return (trainer_bytes(config, spec) - sent) / processes
 
 
 def sampler_bytes(config: Config, spec: ModelSpec, mesh: Mesh | None = None) -> float:
@@ -72,36 +74,32 @@ def sampler_bytes(config: Config, spec: ModelSpec, mesh: Mesh | None = None) -> 
     mesh: the sampler's; None: as on the first device of this process.
     """
     dtype = jnp.dtype(config.model.computes_in)
-    form, one = form_of(config.model.lora), _sent_itemsize(config)
+    form, one = form_of(config.model.lora), _sent_itemsize(config.model, config.weights)
     base = num_weights(spec) * one if form is None else base_bytes(spec, form, dtype)
-    arriving = in_transfer_bytes(config, spec)
-    return float(base + arriving + _decoding_bytes(_kv_of(config, spec, mesh), spec))
+    arriving = in_transfer_bytes(config.model, config.weights, spec)
+    plan = _kv_of(config, spec, mesh)
+    logits = 4 * spec.vocab * (2 * plan.slots + plan.reserve)  # of slots and rows
+    return float(base + arriving + plan.kv_bytes + plan.copy_bytes + logits)
 
 
-def teachers_bytes(config: Config) -> float:
+def teachers_bytes(model: ModelSection, teachers: Mapping[str, NamedTeacher]) -> float:
     """Return the bytes of the teachers on the first sampler's devices (teachers.NAME.chips)."""
-    itemsize = jnp.dtype(config.model.computes_in).itemsize
-    paths = [one.path for one in config.named_teachers.values() if one.chips == "sampler"]
+    itemsize = jnp.dtype(model.computes_in).itemsize
+    paths = [one.path for one in teachers.values() if one.chips == "sampler"]
     return float(sum(num_weights(load_spec(Path(p))) * itemsize for p in paths if p is not None))
 
 
-def _num_trained(config: Config, spec: ModelSpec) -> int:
-    return num_in(trained_table(spec, lora_of(spec, config.model.lora)))
+def _num_trained(model: ModelSection, spec: ModelSpec) -> int:
+    return num_in(trained_table(spec, lora_of(spec, model.lora)))
 
 
-def _sent_itemsize(config: Config) -> int:
-    return int(jnp.dtype(config.weights.dtype or config.model.computes_in).itemsize)
+def _sent_itemsize(model: ModelSection, weights: WeightsSection) -> int:
+    return int(jnp.dtype(weights.dtype or model.computes_in).itemsize)
 
 
 def _kv_of(config: Config, spec: ModelSpec, mesh: Mesh | None) -> MemoryPlan:
     keeps, dtype = config.algorithm.keep_routing, jnp.dtype(config.model.computes_in)
     return kv_plan(spec, config.sampler, dtype, mesh=mesh, keep_routing=keeps)
-
-
-def _decoding_bytes(plan: MemoryPlan, spec: ModelSpec) -> int:
-    """Return the bytes of pages, of copies of them, and of the logits of slots and rows."""
-    logits = 4 * spec.vocab * (2 * plan.slots + plan.reserve)
-    return plan.kv_bytes + plan.copy_bytes + logits
 
 
 # ---- checks
@@ -140,7 +138,7 @@ def check_sampler_fits(
     only the KV cache counts."""
     opponents = resident_snapshots(config.players)
     also = f", with {opponents} opponents (seats)" if opponents else ""
-    taught = teachers_bytes(config)
+    taught = teachers_bytes(config.model, config.named_teachers)
     also += f", with {taught / 2**30:,.1f} GiB of teachers" if taught else ""
     if mesh.devices.flat[0].platform == "cpu":
         kv = _kv_of(config, spec, mesh).kv_bytes * (1 + opponents)

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_async.config.schema import Config
+from jaxrl_async.config.schema import Config, ModelSection
 from jaxrl_async.data.tokenizer import Tokenizer, check_same_tokens
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, Slices, shardings
@@ -83,7 +83,7 @@ def check_shared_tokens(
 
 
 def reference_params(
-    config: Config, key: str, path: str | None, policy: Policy, slices: Slices
+    model: ModelSection, key: str, path: str | None, policy: Policy, slices: Slices
 ) -> Params:
     """Load frozen weights of the policy's kind from `path`; None: copy the policy's trained
     weights, which are only the adapter if it has one.
@@ -92,7 +92,7 @@ def reference_params(
     """
     if path is None:
         return copied(policy.trained)
-    other = load_policy(config.model, path, slices)
+    other = load_policy(model, path, slices)
     if not other.spec.is_like(policy.spec):
         raise ConfigError(
             f"{key}={path} is another kind of model than the policy: {other.spec} and "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxrl_async.config.schema import Config, DataSection, ModelSection
+from jaxrl_async.config.schema import Config, DataSection, ModelSection, RunSection
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.data.tokenizer import (
     Tokenizer,
@@ -81,7 +81,8 @@ def make_tokenizer(data: DataSection, model: ModelSection, task: Task = NO_TASK)
 def check_model(config: Config, tokenizer: Tokenizer, slices: Slices) -> ModelSpec:
     """Return the policy's spec, from its directory or the configuration, after checks against the
     devices and the tokenizer; no weight is read. Raises CheckpointError, ConfigError, DataError."""
-    dtype, spec = jnp.dtype(config.model.param_dtype), spec_of_run(config, tokenizer)
+    dtype = jnp.dtype(config.model.param_dtype)
+    spec = spec_of_run(config.model, tokenizer, config.longest_example)
     if config.model.path is not None:
         check_lengths(config, spec, config.model.path)
         check_params(config.model.path, spec)
@@ -109,21 +110,19 @@ def check_model(config: Config, tokenizer: Tokenizer, slices: Slices) -> ModelSp
     return spec
 
 
-def spec_of_run(config: Config, tokenizer: Tokenizer) -> ModelSpec:
+def spec_of_run(model: ModelSection, tokenizer: Tokenizer, longest: int) -> ModelSpec:
     """Return the policy's spec, from its directory or the configuration. Raises CheckpointError and
-    ConfigError, also for a policy that has to sample and cannot."""
-    shape, own = config.model.architecture, config.model.decoder
-    if config.model.path is not None:
-        spec = decoder_of(config.model.path, own)
-    else:
-        vocab = shape.vocab or _rounded(tokenizer.vocab_size)
-        spec = (
-            own_spec.own_spec(own, shape, vocab)
-            if own
-            else ModelSpec.from_architecture(shape, vocab)
-        )
-        spec = replace(spec, max_positions=max(spec.max_positions, config.longest_example))
-    return spec
+    ConfigError, also for a policy that has to sample and cannot.
+
+    longest: Config.longest_example, tokens.
+    """
+    shape, own = model.architecture, model.decoder
+    if model.path is not None:
+        return decoder_of(model.path, own)
+    vocab = shape.vocab or -(-tokenizer.vocab_size // 8) * 8  # tensor axes divide it
+    made = own_spec.own_spec(own, shape, vocab) if own else None
+    spec = made or ModelSpec.from_architecture(shape, vocab)
+    return replace(spec, max_positions=max(spec.max_positions, longest))
 
 
 def decoder_of(path: str, own: str | None) -> ModelSpec:
@@ -140,62 +139,68 @@ def decoder_of(path: str, own: str | None) -> ModelSpec:
     return spec
 
 
-def _rounded(vocab_size: int, multiple: int = 8) -> int:
-    """Round a vocabulary up to a size that tensor axes divide."""
-    return -(-vocab_size // multiple) * multiple
-
-
 def make_policy(
-    config: Config, spec: ModelSpec, tokenizer: Tokenizer, slices: Slices, base: Path
+    model: ModelSection,
+    run: RunSection,
+    spec: ModelSpec,
+    tokenizer: Tokenizer,
+    slices: Slices,
+    base: Path,
 ) -> Policy:
     """Load the policy from model.path, or make one with random weights, on the trainer's slice.
 
     base: folder in which a resumed run has kept the weights that its adapter changes.
     """
-    form = form_of(config.model.lora)
-    if config.model.lora is not None:
-        base_seal.check_seal(config, base)
-    check_unchanged(spec.own, base.parent / "decoder", resumed=config.run.resume)
-    if config.model.lora is not None and config.run.resume and config.model.path is None:
-        return load_policy(config.model, str(base), slices, tokenizer, form)
-    if config.model.path is not None:
-        return load_policy(config.model, config.model.path, slices, tokenizer, form)
+    form = form_of(model.lora)
+    resumes_adapter = model.lora is not None and run.resume
+    if resumes_adapter:
+        base_seal.check_seal(model, base)
+    check_unchanged(spec.own, base.parent / "decoder", resumed=run.resume)
+    if resumes_adapter and model.path is None:
+        return load_policy(model, str(base), slices, tokenizer, form)
+    if model.path is not None:
+        return load_policy(model, model.path, slices, tokenizer, form)
     make = jax.jit(
-        functools.partial(init_params, spec, dtype=jnp.dtype(config.model.param_dtype)),
+        functools.partial(init_params, spec, dtype=jnp.dtype(model.param_dtype)),
         out_shardings=shardings(weight_table(spec), slices.trainer, TRAINER_RULES),
     )
-    return Policy(spec, make(jax.random.key(config.run.seed)), tokenizer)
+    return Policy(spec, make(jax.random.key(run.seed)), tokenizer)
 
 
-def with_adapter_of(config: Config, policy: Policy, slices: Slices, base: Path) -> Policy:
+def with_adapter_of(
+    model: ModelSection, run: RunSection, policy: Policy, slices: Slices, base: Path
+) -> Policy:
     """Return the policy with a new adapter on a base in the format of model.lora; unchanged if
     model.lora is null.
 
     base: folder to which a base that is in no directory of the user's is written for a resume.
     """
-    return with_new_adapter(config, with_base_of(config, policy, slices, base), slices)
+    policy = with_base_of(model, policy, slices, base, resumed=run.resume)
+    return with_new_adapter(model, run.seed, policy, slices)
 
 
-def with_base_of(config: Config, policy: Policy, slices: Slices, base: Path) -> Policy:
+def with_base_of(
+    model: ModelSection, policy: Policy, slices: Slices, base: Path, *, resumed: bool
+) -> Policy:
     """Return the policy with its weights in the format of model.lora, as the base of adapters, if
     any; base: see with_adapter_of."""
-    lora, form = lora_of(policy.spec, config.model.lora), form_of(config.model.lora)
-    if lora is None:
+    form = form_of(model.lora)
+    if model.lora is None:
         return policy
-    whole = not is_quantized(policy.params)
-    if whole and not config.run.resume and config.model.path is None:
-        policy.save_pretrained(base)
-    base_seal.keep_seal(config, base)
+    if not resumed:
+        if model.path is None and not is_quantized(policy.params):
+            policy.save_pretrained(base)
+        base_seal.keep_seal(model, base)
     return policy if form is None else _on_quantized_base(policy, form, slices)
 
 
-def with_new_adapter(config: Config, policy: Policy, slices: Slices) -> Policy:
+def with_new_adapter(model: ModelSection, seed: int, policy: Policy, slices: Slices) -> Policy:
     """Return the policy with a new adapter of model.lora, if that is set. Its initial weights
     depend on the run's seed."""
-    lora = lora_of(policy.spec, config.model.lora)
+    lora = lora_of(policy.spec, model.lora)
     if lora is None:
         return policy
-    key = jax.random.fold_in(jax.random.key(config.run.seed), ADAPTER_KEY)
+    key = jax.random.fold_in(jax.random.key(seed), ADAPTER_KEY)
     where = shardings(adapter_table(policy.spec, lora), slices.trainer, TRAINER_RULES)
     return policy.adapted(lora, key, where)
 

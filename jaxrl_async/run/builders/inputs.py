@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrl_async.algorithms.preflight import check_algorithm
-from jaxrl_async.config.schema import Config
+from jaxrl_async.config.schema import Config, FaultsSection, SamplerSection
 from jaxrl_async.config.seats_section import has_opponents
 from jaxrl_async.config.task_section import section_of_task
 from jaxrl_async.data.curriculum import Curriculum, make_stream
@@ -15,7 +15,7 @@ from jaxrl_async.data.prompts import FittingPairs, PromptStream, eval_prompts
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError, naming
 from jaxrl_async.later import Later
-from jaxrl_async.mesh import DeviceGuard, Slices, make_slices
+from jaxrl_async.mesh import Slices, make_slices
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.outages import Outages
@@ -139,8 +139,11 @@ def check_inputs(
     """
     features.check_listening(config, lockstep)
     claim_devices(config)
-    recorded = recorded_schedule(config)
-    _check_functions(config)
+    file = config.run.replay_schedule
+    recorded = None if file is None else read_schedule(Path(file), config)
+    check_algorithm(config.algorithm, config.teacher)
+    if config.pairs is not None:
+        answer_pairs.pairs_loss(config.pairs.loss)
     tasks = tasks_of(config, task)
     shared = _shared(config, tasks, lockstep, locks)
     tokenizer, faults, outages = shared.tokenizer, shared.faults, shared.outages
@@ -153,6 +156,10 @@ def check_inputs(
     pairs = warm_pairs(config, tokenizer, joined.play.own) if config.warm_start.steps else None
     _check_references_of(parts)
     tokenizer.images = check_images(config, tokenizer.images)
+    teacher, asked = config.teacher, shared.asked
+    unmatched = None
+    if teacher is not None and teacher.unmatched_weight and asked is not None:
+        unmatched = asked.unmatched(shared.spec.vocab)
     inputs = Inputs(
         recorded=recorded,
         tokenizer=tokenizer,
@@ -166,12 +173,12 @@ def check_inputs(
         play=joined.play,
         serving=shared.serving,
         opponents=shared.opponents,
-        envs=guarded_envs(config, joined.play, tokenizer, faults),
+        envs=guarded_envs(config.faults, config.sampler, joined.play, tokenizer, faults),
         keep_mask=joined.keep_mask,
         prompts=joined.prompts,
         digests=_digests_of(parts),
         tasks=parts,
-        unmatched=_unmatched(config, shared.asked, shared.spec.vocab),
+        unmatched=unmatched,
     )
     evals = features.named_evaluations(config, inputs, lockstep)
     return replace(inputs, evals=evals), pairs
@@ -182,7 +189,7 @@ def _shared(
 ) -> _Shared:
     """Make and check what all tasks have in common. Raises JaxrlErrors."""
     faults = FaultCounts()
-    outages = make_outages(config, faults)
+    outages = make_outages(config.faults, faults, resumed=config.run.resume)
     first = next(iter(tasks.values()))
     data, with_words = tokenizer_source(config, tasks)
     tokenizer = make_tokenizer(data, config.model, with_words)
@@ -196,9 +203,16 @@ def _shared(
     with_program = (one for one in tasks.values() if one.program is not None)
     serving = features.serving(config, next(with_program, first), faults.add)
     opponents = features.opponents(
-        config, lockstep, lambda: run_chat_format(config, tokenizer), spec, faults, outages
+        config,
+        lockstep,
+        lambda: run_chat_format(config.data, config.model, tokenizer),
+        spec,
+        faults,
+        outages,
     )
-    models = _models_on_samplers(config, spec, slices, locks.sampler)
+    models: Mapping[str, SamplerModel] = {}
+    if any(one.chips == "sampler" for one in config.named_teachers.values()):
+        models = sampler_teachers.sampler_models(config, spec, slices, locks.sampler)
     _check_models(config, spec, tokenizer, slices)
     return _Shared(
         tokenizer=tokenizer,
@@ -211,7 +225,7 @@ def _shared(
             spec.vocab,
             faults,
             outages,
-            lambda: run_chat_format(config, tokenizer),
+            lambda: run_chat_format(config.data, config.model, tokenizer),
             models,
         ),
         lockstep=lockstep,
@@ -266,8 +280,8 @@ def _task_inputs(config: Config, play: Play, shared: _Shared) -> TaskInputs:
         shared.outages, asked=shared.asked,
     )  # fmt: skip
     keep_mask = keeps_masks(config, task)
-    check_constraint(config, task, held_out, tokenizer, shared.spec.vocab)
-    note_process_rewards(config)
+    check_constraint(config.algorithm, config.sampler, task, held_out, tokenizer, shared.spec.vocab)
+    note_process_rewards(config.algorithm, config.reward, pairs=config.pairs is not None)
     check_reward_parts(config.reward, config.algorithm, scorers, held_out[0], tokenizer, task)
     prompts = make_stream(
         data, tokenizer, config.run.seed, lockstep.player, lockstep.players, play.own, graded,
@@ -293,28 +307,6 @@ def _digests_of(parts: Mapping[str, TaskInputs]) -> dict[str, str]:
     return found
 
 
-def _models_on_samplers(
-    config: Config, spec: ModelSpec, slices: Slices, lock: DeviceGuard
-) -> Mapping[str, "SamplerModel"]:
-    """Return the teachers on the sampler's chips, not loaded yet; most runs have none."""
-    if all(one.chips != "sampler" for one in config.named_teachers.values()):
-        return {}
-    return sampler_teachers.sampler_models(config, spec, slices, lock)
-
-
-def _unmatched(config: Config, asked: AskedTeachers | None, vocab: int) -> BoolArray | None:
-    """Return the policy's tokens that a teacher's tokenizer has not, if these are compared."""
-    compares = config.teacher is not None and config.teacher.unmatched_weight > 0
-    return asked.unmatched(vocab) if compares and asked is not None else None
-
-
-def _check_functions(config: Config) -> None:
-    """Raise ConfigError for a function of the algorithm that is unknown, or for wrong arguments."""
-    check_algorithm(config.algorithm, config.teacher)
-    if config.pairs is not None:
-        answer_pairs.pairs_loss(config.pairs.loss)
-
-
 def _check_models(config: Config, spec: ModelSpec, tokenizer: Tokenizer, slices: Slices) -> None:
     """Raise ConfigError if policy, critic and teacher do not fit together or into memory."""
     check_routing(config.algorithm, config.model, spec)
@@ -328,46 +320,44 @@ def _check_references_of(parts: Mapping[str, TaskInputs]) -> None:
     for name, part in parts.items():
         with naming(section_of_task(name)):
             graders = built_in_graders(part.config.reward, part.play.task)
-            check_references(part.config, graders, part.references)
+            bad = part.config.data.record_fields.max_bad_share
+            check_references(graders, part.references, bad)
 
 
 def check_references(
-    config: Config, graders: Mapping[str, RewardFunction], references: Sequence[str]
+    graders: Mapping[str, RewardFunction], references: Sequence[str], max_bad_share: float
 ) -> None:
     """Raise an error if built-in rewards cannot read the records' answers."""
     if graders:
-        check_answers(references, config.data.record_fields.max_bad_share)
+        check_answers(references, max_bad_share)
         try_references(graders, references)
 
 
-def make_outages(config: Config, faults: FaultCounts) -> Outages:
+def make_outages(section: FaultsSection, faults: FaultCounts, *, resumed: bool) -> Outages:
     """Return the tracker of outages of the run's services."""
-    section = config.faults
     return Outages(
         longest_s=section.outage_s,
         backoff_first_s=section.backoff_s,
-        known=config.run.resume,
+        known=resumed,
         count=faults.add,
     )
 
 
 def guarded_envs(
-    config: Config, play: Play, tokenizer: Tokenizer, faults: FaultCounts
+    section: FaultsSection,
+    sampler: SamplerSection,
+    play: Play,
+    tokenizer: Tokenizer,
+    faults: FaultCounts,
 ) -> GuardedEnvs:
     """Return a task's environments with their limits."""
     return GuardedEnvs(
         play.make_env,
-        timeout_s=config.faults.env_timeout_s,
+        timeout_s=section.env_timeout_s,
         vocab_size=tokenizer.vocab_size,
-        max_length=config.sampler.max_length,
+        max_length=sampler.max_length,
         count=faults.add,
     )
-
-
-def recorded_schedule(config: Config) -> Recorded | None:
-    """Read the schedule that run.replay_schedule names, if any. Raises ReplayError."""
-    file = config.run.replay_schedule
-    return None if file is None else read_schedule(Path(file), config)
 
 
 def check_shares(held_out: Sequence[Prompt], lockstep: Lockstep) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from jaxrl_async.algorithms.advantages import needs_critic
 from jaxrl_async.algorithms.corrections import correction_of, weighs
 from jaxrl_async.algorithms.objective import SAME_FACTORS, TaskFactors
-from jaxrl_async.config.learning_rules import compares_whole_distributions
 from jaxrl_async.config.model_section import BalanceSection
 from jaxrl_async.config.schema import (
     AlgorithmSection,
@@ -22,6 +21,8 @@ from jaxrl_async.config.schema import (
     Config,
     CriticSection,
     ModelSection,
+    NamedTasks,
+    NamedTeacher,
     SamplerSection,
     name_of,
 )
@@ -88,36 +89,20 @@ def make_step(
         learning(config, slices, lora_of(spec, config.model.lora)),
         pair_credit.as_learnt(config.algorithm) if config.pairs else config.algorithm,
         total_steps=total_steps,
-        temperature=temperature_of(config),
+        temperature=config.temperature,
         teacher=config.teacher,
         teacher_spec=teacher_spec,
         num_lags=min(config.staleness.max_staleness + 1, MAX_LAGS),
-        factors=task_factors(config),
+        factors=task_factors(config.named_tasks),
         tasks=tuple(config.named_tasks),
         unmatched=unmatched,
     )
 
 
-def temperature_of(config: Config) -> float:
-    """Return the temperature that all answers were sampled at; 1 if tasks have different ones."""
-    return 1.0 if task_temperatures(config) else next(iter(_temperatures(config)))
-
-
-def task_temperatures(config: Config) -> tuple[float, ...]:
-    """Return the temperature of each task, in their order; (): they have one."""
-    each = _temperatures(config)
-    return tuple(each) if len(set(each)) > 1 else ()
-
-
-def _temperatures(config: Config) -> list[float]:
-    return [one.sampler.temperature or 1.0 for one in config.by_task.values()]
-
-
-def task_factors(config: Config) -> TaskFactors:
+def task_factors(tasks: NamedTasks) -> TaskFactors:
     """Return the factors of the loss's terms by task; None for those that are 1."""
-    tasks = config.named_tasks.values()
-    policy = tuple(task.loss_weight for task in tasks)
-    kl = tuple(task.kl_weight for task in tasks)
+    policy = tuple(task.loss_weight for task in tasks.values())
+    kl = tuple(task.kl_weight for task in tasks.values())
     return TaskFactors(*(f if any(x != 1 for x in f) else None for f in (policy, kl)))
 
 
@@ -160,7 +145,7 @@ def learning(config: Config, slices: Slices, lora: Lora | None = None) -> Learni
         attention=config.model.attention,
         lora=lora,
         balance=config.model.balance,
-        temperatures=task_temperatures(config),
+        temperatures=config.task_temperatures,
     )
 
 
@@ -191,14 +176,15 @@ def make_learner(
     asked = algorithm.epochs * algorithm.minibatches  # updates in a step
     warming = config.critic_settings.warmup_steps if needs_critic(algorithm.advantage) else 0
     learns = max(config.run.steps - warming, 1)
-    teacher_spec = _teacher_spec(config, policy)
+    teacher_spec = policy.spec
+    if teacher is not None and teacher.path is not None:
+        teacher_spec = _cut_spec(teacher.path, policy)
     step = make_step(config, policy.spec, slices, learns * asked, teacher_spec, unmatched)
     state = step.init(policy.trained)
     reference = None
     if config.holds_reference:
-        reference = reference_params(
-            config, "reference.path", config.reference_settings.path, policy, slices
-        )
+        path = config.reference_settings.path
+        reference = reference_params(config.model, "reference.path", path, policy, slices)
     _warn_of_anchor(algorithm)
     mixes = algorithm.mixes
     companions = Companions(
@@ -241,7 +227,8 @@ def trains_differently(config: Config) -> bool:
     """Return whether the loss depends on the task of a token."""
     components = config.algorithm.components.values()
     of_some = any(one.tasks is not None for one in components)
-    return of_some or bool(task_temperatures(config)) or task_factors(config) != SAME_FACTORS
+    weighed = task_factors(config.named_tasks) != SAME_FACTORS
+    return of_some or bool(config.task_temperatures) or weighed
 
 
 def _warn_of_anchor(algorithm: AlgorithmSection) -> None:
@@ -259,15 +246,9 @@ def base_of(policy: Policy) -> Params | None:
     return None if policy.lora is None else policy.params
 
 
-def _teacher_spec(config: Config, policy: Policy) -> ModelSpec:
-    """Return the teacher's spec, with no more tokens than the policy has (see cut_vocabulary)."""
-    if config.teacher is None or config.teacher.path is None:
-        return policy.spec
-    return _cut_spec(config.teacher.path, policy)
-
-
 def _cut_spec(path: str, policy: Policy) -> ModelSpec:
-    """Return the spec of a model's directory, with no more tokens than the policy has."""
+    """Return the spec of a teacher's directory, with no more tokens than the policy has (see
+    cut_vocabulary)."""
     spec = load_spec(Path(path))
     return replace(spec, vocab=min(spec.vocab, policy.spec.vocab))
 
@@ -282,7 +263,7 @@ def _pass(
     return LogprobPass(
         spec,
         learning(config, slices),
-        temperature=temperature_of(config),
+        temperature=config.temperature,
         top_k=top_k,
         top_vocab=top_vocab,
     )
@@ -321,7 +302,9 @@ def _teachers(config: Config, policy: Policy, slices: Slices, state: TrainState)
             },
             aligned=any(one.tokenizer is not None for one in config.named_teachers.values()),
             reference=config.reference_settings.teacher if config.refers else None,
-            following=_following(config, state, functools.partial(passing, policy.spec)),
+            following=_following(
+                config.named_teachers, state, functools.partial(passing, policy.spec)
+            ),
         )
     if section is not None and section.source == "self":
         found |= {"teacher": copied(state.params), "teacher_pass": passing(policy.spec)}
@@ -332,11 +315,10 @@ def _teachers(config: Config, policy: Policy, slices: Slices, state: TrainState)
 
 
 def _following(
-    config: Config, state: TrainState, make_pass: Callable[[], LogprobPass]
+    teachers: Mapping[str, NamedTeacher], state: TrainState, make_pass: Callable[[], LogprobPass]
 ) -> "named_teachers.FollowingTeachers | None":
     """Return the teachers by name that are the policy; None: no teacher is."""
-    named = config.named_teachers.items()
-    moves = {name: one.policy for name, one in named if one.policy is not None}
+    moves = {name: one.policy for name, one in teachers.items() if one.policy is not None}
     if not moves:
         return None
     params = {name: copied(state.params) for name in moves}
@@ -418,7 +400,13 @@ def keeps_masks(config: Config, task: Task = NO_TASK) -> bool:
     calls. Raises ConfigError if a constraint does not fit the loss."""
     s, wanted = config.sampler, config.algorithm.keep_sampling_mask
     if task.constraint is not None and wanted is not False and config.pairs is None:
-        check_masks_fit(config)
+        if config.compares_whole_distributions:
+            raise ConfigError(
+                "the task has a constraint, whose answers are sampled from a part of the "
+                "vocabulary, and algorithm.kl=full or teacher.form=loss compare all of it. Set "
+                "algorithm.kl=k3 and teacher.form=advantage, or accept a biased ratio with "
+                "algorithm.keep_sampling_mask=false."
+            )
         return True
     if wanted and task.program is not None:
         return True
@@ -443,18 +431,6 @@ def keeps_masks(config: Config, task: Task = NO_TASK) -> bool:
             s.min_p,
         )
     return config.keeps_masks
-
-
-def check_masks_fit(config: Config) -> None:
-    """Raise ConfigError if a loss compares whole distributions, since a constraint hides a part of
-    them."""
-    if compares_whole_distributions(config):
-        raise ConfigError(
-            "the task has a constraint, whose answers are sampled from a part of the vocabulary, "
-            "and algorithm.kl=full or teacher.form=loss compare all of it. Set algorithm.kl=k3 and "
-            "teacher.form=advantage, or accept a biased ratio with "
-            "algorithm.keep_sampling_mask=false."
-        )
 
 
 def check_critic(critic: CriticSection, advantage: Choice, steps: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jaxrl_async.config.schema import Config
+from jaxrl_async.config.schema import Config, FaultsSection, NamedTasks
 from jaxrl_async.config.userfile import load_function
 from jaxrl_async.data.curriculum import Curriculum
 from jaxrl_async.data.mixed_prompts import MixedPrompts, TaskMix, catch_up
@@ -44,9 +44,11 @@ def joined(
         named = [replace(p, position=EVAL_POSITION + i) for i, p in enumerate(named)]
     return TaskInputs(
         config=config,
-        play=_joined_play(config, parts, tokenizer),
+        play=_joined_play(config.named_tasks, parts, tokenizer),
         held_out=tuple(named),
-        scorers=_joined_scorers(config, {n: p.scorers for n, p in parts.items()}, faults, outages),
+        scorers=_joined_scorers(
+            config.faults, {n: p.scorers for n, p in parts.items()}, faults, outages
+        ),
         prompts=_mixed(config, parts, lockstep),
         keep_mask=any(part.keep_mask for part in parts.values()),
         references=(),
@@ -74,7 +76,7 @@ def _mixed(config: Config, parts: Mapping[str, TaskInputs], lockstep: Lockstep) 
 # ---- environments
 
 
-def _joined_play(config: Config, parts: Mapping[str, TaskInputs], tokenizer: Tokenizer) -> Play:
+def _joined_play(tasks: NamedTasks, parts: Mapping[str, TaskInputs], tokenizer: Tokenizer) -> Play:
     """Return the tasks as one, with the environments of each prompt's task."""
     plays = {name: part.play for name, part in parts.items()}
 
@@ -83,7 +85,7 @@ def _joined_play(config: Config, parts: Mapping[str, TaskInputs], tokenizer: Tok
 
     only = next(iter(plays.values()))
     stops = dict.fromkeys(token for play in plays.values() for token in play.stop_token_ids)
-    taught = {n: p for n, p in parts.items() if config.named_tasks[n].warm_start}
+    taught = {n: p for n, p in parts.items() if tasks[n].warm_start}
     return Play(
         task=only.task if len(plays) == 1 else NO_TASK,
         make_env=make_env,
@@ -147,10 +149,10 @@ class AlternatingRecords:
 
 
 def _joined_scorers(
-    config: Config, parts: Mapping[str, Scorers], faults: FaultCounts, outages: Outages
+    section: FaultsSection, parts: Mapping[str, Scorers], faults: FaultCounts, outages: Outages
 ) -> Scorers:
     """Return the scorers that choose by the prompt's task."""
-    guarded = functools.partial(guarded_scorer, config.faults, faults=faults, outages=outages)
+    guarded = functools.partial(guarded_scorer, section, faults=faults, outages=outages)
     training = {name: part.training.scorer for name, part in parts.items()}
     evaluation = {name: part.evaluation.scorer for name, part in parts.items()}
     return Scorers(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from jaxrl_async.config.schema import Config, MetricsSection
+from jaxrl_async.config.schema import Config, FaultsSection, MetricsSection
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.fault_counts import AwakeClock, backoff_s
 from jaxrl_async.run.builders.rollouts import RolloutSide
@@ -98,21 +98,24 @@ def compiled_programs() -> Counter[str]:
     return counts
 
 
-def within_limits(config: Config, score_s: float, env_s: float, program_s: float) -> bool:
+def within_limits(
+    faults: FaultsSection, program_timeout_s: float, score_s: float, env_s: float, program_s: float
+) -> bool:
     """Return whether a call is running that is within its own time limit.
 
     Args:
-        config: faults and env.
+        faults: limits of scorers and environments.
+        program_timeout_s: limit of programs, seconds; of several tasks the longest.
         score_s: age of the oldest call of a scorer, retries included, seconds; 0: no call.
         env_s: age of the oldest reply of an environment, seconds; 0: none.
         program_s: age of the oldest program, seconds; 0: none.
     """
-    faults, tries = config.faults, config.faults.scorer_retries + 1
+    tries = faults.scorer_retries + 1
     waits_s = sum(backoff_s(faults.backoff_s, number) for number in range(tries))
     return (
         0 < score_s <= tries * faults.scorer_timeout_s + waits_s
         or 0 < env_s <= faults.env_timeout_s
-        or 0 < program_s <= max(one.env.program_timeout_s for one in config.by_task.values())
+        or 0 < program_s <= program_timeout_s
     )
 
 
@@ -136,6 +139,7 @@ def reading(
     score_s, env_s = inputs.evals.oldest_s()
     score_s, env_s = max(score_s, inputs.scorers.oldest_s()), max(env_s, inputs.envs.oldest_s())
     program_s = inputs.play.oldest_s()
+    most_s = max(one.env.program_timeout_s for one in config.by_task.values())
     return Reading(
         version=trainer.version,
         trainer=trainer.clock.doing,
@@ -149,7 +153,7 @@ def reading(
         compiled=sum(compiled.values()),
         with_caller=console.with_caller,
         away=inputs.outages.away,
-        within_limits=within_limits(config, score_s, env_s, program_s),
+        within_limits=within_limits(config.faults, most_s, score_s, env_s, program_s),
         playing=of_rollouts.active,
         score_s=score_s,
         env_s=max(env_s, program_s),

@@ -9,7 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jaxrl_async.config.schema import Config, DataSection, name_of
+from jaxrl_async.config.schema import (
+    AlgorithmSection,
+    Config,
+    DataSection,
+    EndpointSection,
+    EnvSection,
+    FaultsSection,
+    ModelSection,
+    SamplerSection,
+    name_of,
+)
 from jaxrl_async.config.task_section import section_of_task
 from jaxrl_async.config.unused import unread_with_records
 from jaxrl_async.data.addition import ALPHABET
@@ -67,7 +77,7 @@ def find_task(config: Config, given: Task | None = None) -> Task:
     given: the object of a Python program; None: the task that config.task names.
     """
     if config.task is None:
-        return _for_outsiders(config, NO_TASK)
+        return _for_outsiders(config.serving, config.algorithm, NO_TASK)
     task, name = given or named_tasks.load_task(config.task), name_of(config.task)
     whole = task.program is not None or task.game is not None
     both = task.program is not None and task.game is not None
@@ -92,7 +102,7 @@ def find_task(config: Config, given: Task | None = None) -> Task:
         raise ConfigError(
             f"task = {name!r} is empty. Give it records, an environment, tools or a reward."
         )
-    return _for_outsiders(config, task)
+    return _for_outsiders(config.serving, config.algorithm, task)
 
 
 def tasks_of(config: Config, given: Task | None = None) -> dict[str, Task]:
@@ -121,12 +131,12 @@ def tokenizer_source(config: Config, tasks: Mapping[str, Task]) -> tuple[DataSec
     return data, replace(NO_TASK, words=tuple(dict.fromkeys(words)))
 
 
-def _for_outsiders(config: Config, task: Task) -> Task:
+def _for_outsiders(serving: EndpointSection, algorithm: AlgorithmSection, task: Task) -> Task:
     """Return the task as external agents play it, if endpoint.external_agents is set. Raises
     ConfigError."""
-    if not config.serving.external_agents:
+    if not serving.external_agents:
         return task
-    if (pivots := config.algorithm.pivots) is not None:
+    if (pivots := algorithm.pivots) is not None:
         raise ConfigError(
             f"algorithm.pivots.continuations ({pivots.continuations}) continue answers of one "
             "turn, and with endpoint.external_agents agents play the episodes. Set pivots=null or "
@@ -170,8 +180,7 @@ def make_play(
         )
     if not task.plays:
         return Play(task=task, make_env=SingleTurn, stop_token_ids=tokenizer.eos_ids, own=None)
-    task = _prompted(config, task)
-    chat = _format_of(config, tokenizer, task)
+    task, chat = _with_format(config.data, config.model, tokenizer, task)
     if task.program is not None:
         make_env, oldest_s = features.make_members(config, task, serving, count)
         return Play(
@@ -183,7 +192,7 @@ def make_play(
             if task.records is None
             else task_source.TaskData(task=task, chat=chat, tools=()),
         )
-    limits = chat_limits(config, tokenizer)
+    limits = chat_limits(config.env, config.faults, config.sampler, tokenizer)
     envs = chat_env.ChatEnvs(task, chat, limits, lambda name: count(name, 1), outages)
     own = None if task.records is None else task_source.TaskData(task=task, chat=chat, tools=())
     examples = eval_prompts(config.limited_data, tokenizer, own)
@@ -212,61 +221,63 @@ def imitated(config: Config, task: Task, tokenizer: Tokenizer) -> "TaskData":
             "conversations of a task's records. Give it some, or leave task out to train on the "
             "records of data."
         )
-    task = _prompted(config, task)
-    chat = _format_of(config, tokenizer, task)
+    task, chat = _with_format(config.data, config.model, tokenizer, task)
     own = task_source.TaskData(task=task, chat=chat, tools=())
     if task.program is not None:
         return own
-    envs = chat_env.ChatEnvs(task, chat, chat_limits(config, tokenizer), lambda name: None)
+    limits = chat_limits(config.env, config.faults, config.sampler, tokenizer)
+    envs = chat_env.ChatEnvs(task, chat, limits, lambda name: None)
     return replace(own, tools=_tried(envs, eval_prompts(config.limited_data, tokenizer, own)[:1]))
 
 
-def _format_of(config: Config, tokenizer: Tokenizer, task: Task) -> "TeachableFormat":
-    """Return the format of a task's messages: the bare text for questions to a base model."""
+def _with_format(
+    data: DataSection, model: ModelSection, tokenizer: Tokenizer, task: Task
+) -> tuple[Task, "TeachableFormat"]:
+    """Return the task with the configured system prompt, if there is one, and the format of its
+    messages: the bare text for questions to a base model."""
+    if data.system_prompt is not None:
+        task = replace(task, system_prompt=data.system_prompt)
     parts = (task.environment, task.game, task.program, task.system_prompt)
     asks_alone = not task.tools and all(part is None for part in parts)
-    if asks_alone and not chat.has_chat_format(tokenizer, config.data.chat_format):
+    if asks_alone and not chat.has_chat_format(tokenizer, data.chat_format):
         log.info("the tokenizer has no chat template: questions are sent as bare text")
-        return plain_format.PlainFormat(tokenizer)
-    return _chat_format(config, tokenizer)
+        return task, plain_format.PlainFormat(tokenizer)
+    return task, _chat_format(data, model, tokenizer)
 
 
-def run_chat_format(config: Config, tokenizer: Tokenizer) -> ChatFormat | None:
+def run_chat_format(
+    data: DataSection, model: ModelSection, tokenizer: Tokenizer
+) -> ChatFormat | None:
     """Return the chat format of a run; None: its tokenizer has none."""
-    if not chat.has_chat_format(tokenizer, config.data.chat_format):
+    if not chat.has_chat_format(tokenizer, data.chat_format):
         return None
-    return _chat_format(config, tokenizer)
+    return _chat_format(data, model, tokenizer)
 
 
-def _chat_format(config: Config, tokenizer: Tokenizer) -> "TeachableFormat":
+def _chat_format(data: DataSection, model: ModelSection, tokenizer: Tokenizer) -> "TeachableFormat":
     return chat.chat_format(
         tokenizer,
-        None if config.model.path is None else Path(config.model.path),
-        config.data.chat_format,
-        arguments=config.data.chat_arguments,
-        keeps_thinking=config.data.keep_thinking,
+        None if model.path is None else Path(model.path),
+        data.chat_format,
+        arguments=data.chat_arguments,
+        keeps_thinking=data.keep_thinking,
     )
 
 
-def _prompted(config: Config, task: Task) -> Task:
-    """Return the task with the configured system prompt, if there is one."""
-    prompt = config.data.system_prompt
-    return task if prompt is None else replace(task, system_prompt=prompt)
-
-
-def chat_limits(config: Config, tokenizer: Tokenizer) -> "ChatLimits":
+def chat_limits(
+    section: EnvSection, faults: FaultsSection, sampler: SamplerSection, tokenizer: Tokenizer
+) -> "ChatLimits":
     """Return the limits of an episode."""
-    section = config.env
     return chat_env.ChatLimits(
         max_turns=section.max_turns,
-        timeout_s=config.faults.env_timeout_s,
+        timeout_s=faults.env_timeout_s,
         retries=section.retries,
-        backoff_s=config.faults.backoff_s,
+        backoff_s=faults.backoff_s,
         threads=section.threads,
         tools=toolbox.ToolLimits(
             timeout_s=section.tool_timeout_s, result_chars=section.tool_result_chars
         ),
-        most_chars=tokenizer.most_chars(config.sampler.max_length),
+        most_chars=tokenizer.most_chars(sampler.max_length),
         cannot_fit=tokenizer.cannot_fit,
     )
 

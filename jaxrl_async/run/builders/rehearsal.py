@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_async.config.schema import Config
+from jaxrl_async.config.schema import Config, ModelSection, SamplerSection, WeightsSection
 from jaxrl_async.errors import Closed
 from jaxrl_async.model.lora import beside
 from jaxrl_async.model.spec import ModelSpec, Params
@@ -84,7 +84,7 @@ class Rehearsal:
         rehearsal is over."""
         config, spec = self._config, self._inputs.spec
         settings = replace(settings_here(config, self._inputs, mesh), name="rehearsal")
-        sent, whole = no_weights(config, spec, mesh)
+        sent, whole = no_weights(config.weights, config.model, spec, mesh)
         setup, params = set_up((spec, whole), config.sampler, mesh, config.run.seed, settings)
         prepared = setup.engine.prepare(params)
         sampler = Sampler.from_setup(setup, prepared, 0, FIXED_WEIGHTS)
@@ -106,18 +106,20 @@ class Rehearsal:
         config, inputs = self._config, self._inputs
         if config.eval.every:
             greedy = SamplingParams(temperature=config.eval.temperature)
-            yield rehearsed(inputs.held_out, 1, greedy, config)
+            yield rehearsed(inputs.held_out, 1, greedy, config.sampler)
         prompts = inputs.held_out[: config.algorithm.groups_per_step]
         members = config.algorithm.group_size
         for sampling in dict.fromkeys(sampling_params(c.sampler) for c in config.by_task.values()):
             extras = inputs.keep_mask and sampling.truncates
-            yield rehearsed(prompts, members, sampling, config, extras=extras)
+            yield rehearsed(prompts, members, sampling, config.sampler, extras=extras)
 
 
-def no_weights(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Params, Params]:
+def no_weights(
+    section: WeightsSection, model: ModelSection, spec: ModelSpec, mesh: Mesh
+) -> tuple[Params, Params]:
     """Return weights of 0, first as a version brings them to a sampler, then as a sampler begins
     with them: with the same shapes and shardings. Raises ConfigError."""
-    sent, once = arrived(config, spec, mesh)
+    sent, once = arrived(section, model, spec, mesh)
     shapes = (sent, {} if once is None else once)
     where = jax.tree.map(lambda x: x.sharding, shapes)
 
@@ -132,14 +134,13 @@ def rehearsed(
     prompts: Sequence[Prompt],
     members: int,
     sampling: SamplingParams,
-    config: Config,
+    section: SamplerSection,
     *,
     extras: bool = False,
 ) -> list[Request]:
     """Return requests for `members` answers to each prompt, with lengths from one token to the
     maximum: as in a run, they end one after another. If an environment would open the episode,
     random tokens take the place of its messages: half of the room."""
-    section = config.sampler
     said = max((section.max_length - section.max_new_tokens) // 2, 1)
     count = len(prompts) * members
     shares = np.linspace(0, 1, count)[np.random.default_rng(0).permutation(count)]

@@ -12,7 +12,7 @@ from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.buffer.select import RANKS, Rank, own_rank
 from jaxrl_async.config.algorithm_section import PivotSection
-from jaxrl_async.config.schema import Config
+from jaxrl_async.config.schema import AlgorithmSection, Config, PairsSection
 from jaxrl_async.config.userfile import is_own, load_function
 from jaxrl_async.data.curriculum import Curriculum
 from jaxrl_async.data.prompts import PromptStream
@@ -225,7 +225,7 @@ def buffer_settings(config: Config, processes: int) -> BufferSettings:
         rank=rank_of(buffer.select),
         max_resampled=algorithm.max_resampled,
         wants_pairs=config.pairs is not None,
-        has_signal=worth_learning(config),
+        has_signal=worth_learning(algorithm, config.pairs, config.run.seed),
         task_bounds={
             name: one.max_staleness
             for name, one in config.named_tasks.items()
@@ -244,16 +244,17 @@ def rank_of(select: str) -> Rank:
     return own_rank(load_function(select, "buffer.select"), select)
 
 
-def worth_learning(config: Config) -> Callable[[EpisodeGroup], bool]:
-    """Return a function that tells whether a group has a training signal."""
-    algorithm, pairs = config.algorithm, config.pairs
+def worth_learning(
+    algorithm: AlgorithmSection, pairs: PairsSection | None, seed: int
+) -> Callable[[EpisodeGroup], bool]:
+    """Return a function that tells whether a group has a training signal. seed: the run's."""
     tests: list[Callable[[EpisodeGroup], bool]] = []
     if algorithm.dynamic_sampling:
         part, least = algorithm.signal_part, algorithm.signal_std
         tests.append(functools.partial(has_signal, part=part, least_std=least))
     if pairs is not None:
         shapings = [shaping.resolve(choice) for choice in algorithm.shaping]
-        how, seed = pairs.choose, config.run.seed
+        how = pairs.choose
         tests.append(
             functools.partial(answer_pairs.has_pair, shapings=shapings, how=how, seed=seed)
         )

@@ -17,7 +17,6 @@ from jaxrl_async.model.hf import load_spec
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.run.builders.frozen_weights import cut_vocabulary
 from jaxrl_async.run.builders.initial_policy import load_policy
-from jaxrl_async.run.builders.learning import temperature_of
 from jaxrl_async.scorers.logprob_model import LogprobModel
 
 log = logging.getLogger(__name__)
@@ -46,7 +45,8 @@ def sampler_models(
         spec = load_spec(Path(one.path))
         if one.tokenizer is None:
             spec = replace(spec, vocab=min(spec.vocab, policy.vocab))
-        top_k = _top_k(config, name)
+        compares = config.distils_by_loss and name in config.distilling
+        top_k = config.teacher.top_k if config.teacher is not None and compares else 0
         if top_k >= spec.vocab:
             raise ConfigError(
                 f"teacher.top_k ({top_k}) must be below the vocabulary of teachers.{name} "
@@ -55,12 +55,6 @@ def sampler_models(
         load = functools.partial(_load, config, name, one, spec, top_k, slices, lock)
         found[name] = SamplerModel(load, spec.vocab)
     return found
-
-
-def _top_k(config: Config, name: str) -> int:
-    teacher = config.teacher
-    compares = teacher is not None and teacher.form == "loss" and name in config.distilling
-    return teacher.top_k if teacher is not None and compares else 0
 
 
 def _load(
@@ -86,7 +80,7 @@ def _load(
         params,
         mesh,
         top_k=top_k,
-        temperature=temperature_of(config),
+        temperature=config.temperature,
         dtype=dtype,
         attention=config.model.attention,
         chunk=config.trainer.logprob_chunk,

@@ -125,6 +125,19 @@ class SentWeights:
         """Return the arrays as ShapeDtypeStructs with the shardings of a role on a mesh."""
         return shapes_on(self.lowered, shardings(self.table, mesh, rules))
 
+    def push(self, trainer: Mesh, sampler: Mesh) -> Push:
+        """Compile their transfer from the trainer to one sampler."""
+        return Push(
+            shardings(self.table, trainer, TRAINER_RULES),
+            shardings(self.table, sampler, SAMPLER_RULES),
+            dtype=self.conversion.dtype,
+            convert=self.conversion.convert,
+        )
+
+    def pushes(self, slices: Slices) -> list[Push]:
+        """Compile their transfer to each sampler of these slices."""
+        return [self.push(slices.trainer, mesh) for mesh in slices.samplers]
+
 
 def sent_weights(section: WeightsSection, model: ModelSection, spec: ModelSpec) -> SentWeights:
     """Return the part of the policy that is sent to samplers, and its types."""
@@ -171,38 +184,18 @@ def sent_whole(section: WeightsSection, model: ModelSection, spec: ModelSpec) ->
     )
 
 
-def arrived(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Any, Any]:
+def arrived(
+    section: WeightsSection, model: ModelSection, spec: ModelSpec, mesh: Mesh
+) -> tuple[Any, Any]:
     """Return the shapes of a version at a sampler, and of the base that is sent once; None: every
     version has all weights. Raises ConfigError."""
-    check_groups(spec, form_of(config.model.lora), mesh, "mesh.sampler")
-    sent = sent_weights(config.weights, config.model, spec)
-    once = sent_once(config.weights, config.model, spec)
+    check_groups(spec, form_of(model.lora), mesh, "mesh.sampler")
+    sent, once = sent_weights(section, model, spec), sent_once(section, model, spec)
     return sent.on(mesh, SAMPLER_RULES), None if once is None else once.on(mesh, SAMPLER_RULES)
 
 
 def _is_weight(node: object) -> bool:
     return isinstance(node, Weight)
-
-
-def make_push(
-    section: WeightsSection, model: ModelSection, spec: ModelSpec, trainer: Mesh, sampler: Mesh
-) -> Push:
-    """Compile the transfer of the policy's trained weights to one sampler."""
-    return _push(sent_weights(section, model, spec), trainer, sampler)
-
-
-def push_base(config: Config, spec: ModelSpec, trainer: Mesh, sampler: Mesh) -> Push:
-    """Return the transfer of the base of adapters to a sampler, used once."""
-    return _push(sent_whole(config.weights, config.model, spec), trainer, sampler)
-
-
-def _push(sent: SentWeights, trainer: Mesh, sampler: Mesh) -> Push:
-    return Push(
-        shardings(sent.table, trainer, TRAINER_RULES),
-        shardings(sent.table, sampler, SAMPLER_RULES),
-        dtype=sent.conversion.dtype,
-        convert=sent.conversion.convert,
-    )
 
 
 def sampler_settings(
@@ -276,38 +269,6 @@ def uses_one_thread(mesh: Mesh, *, colocated: bool) -> bool:
     return bool(mesh.devices.flat[0].platform == "cpu") and mesh.size == 1 and not colocated
 
 
-def make_channel(
-    config: Config,
-    spec: ModelSpec,
-    slices: Slices,
-    version: int,
-    gate: "ReplayBuffer | ReplayedBuffer",
-    count: Callable[[str], None],
-) -> tuple[list[Push], WeightChannel]:
-    """Make the channel to samplers on the meshes of slices, and the push to each of them.
-
-    Args:
-        config: weights, model.
-        spec: the policy's.
-        slices: devices of the trainer and the samplers.
-        version: the samplers' initial version.
-        gate: notified when a version is live in every sampler.
-        count: called with the name of each fault.
-    """
-    pushes = [
-        make_push(config.weights, config.model, spec, slices.trainer, mesh)
-        for mesh in slices.samplers
-    ]
-    channel = WeightChannel(
-        pushes,
-        on_live=gate.set_live,
-        version=version,
-        checksum=config.weights.checksum,
-        count=count,
-    )
-    return pushes, channel
-
-
 def make_sampling(
     config: Config,
     inputs: Inputs,
@@ -328,12 +289,21 @@ def make_sampling(
             are all weights.
     """
     slices, spec = inputs.slices, inputs.spec
-    pushes, channel = make_channel(config, spec, slices, weights.version, gate, inputs.faults.add)
+    section, model = config.weights, config.model
+    pushes = sent_weights(section, model, spec).pushes(slices)
+    channel = WeightChannel(
+        pushes,
+        on_live=gate.set_live,
+        version=weights.version,
+        checksum=section.checksum,
+        count=inputs.faults.add,
+    )
 
     def first(push: Push, mesh: Mesh) -> Params:
         own = push(weights.params)
-        whole = None if base is None else push_base(config, spec, slices.trainer, mesh)(base)
-        return own if whole is None else beside(whole, own)
+        if base is None:
+            return own
+        return beside(sent_whole(section, model, spec).push(slices.trainer, mesh)(base), own)
 
     samplers = [
         Sampler(

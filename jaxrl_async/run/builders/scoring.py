@@ -12,6 +12,7 @@ from jaxrl_async.config.schema import (
     AlgorithmSection,
     Config,
     FaultsSection,
+    JsonlSection,
     RewardSection,
     name_of,
 )
@@ -174,17 +175,16 @@ def _functions(
         held_out,
         task.rewards,
         alone=not others_judge,
-        asks=_asks(config, task),
+        asks=_asks(config.data.record_fields, task),
         max_steps=config.run.steps,
         marks=thinking_marks(tokenizer.special_tokens),
     )
 
 
-def _asks(config: Config, task: Task) -> tuple[str, ...]:
+def _asks(section: JsonlSection, task: Task) -> tuple[str, ...]:
     """Return the columns that may hold a record's question, in order of preference."""
     if task.records is not None:
         return ("messages", *QUESTIONS)
-    section = config.data.record_fields
     names = (section.prompt_field, section.messages_field, "prompt")
     return tuple(name for name in names if name is not None)
 
@@ -280,17 +280,20 @@ def check_reward_parts(
     check_weights(algorithm.advantage, parts)
 
 
-def note_process_rewards(config: Config) -> None:
-    """Log how process rewards are used if all tokens of an answer get one advantage."""
-    facts = advantage.facts(config.algorithm.advantage)
-    if config.reward.process is None:
+def note_process_rewards(
+    algorithm: AlgorithmSection, reward: RewardSection, *, pairs: bool
+) -> None:
+    """Log how process rewards are used if all tokens of an answer get one advantage. pairs: whether
+    the run trains on pairs of answers."""
+    facts = advantage.facts(algorithm.advantage)
+    if reward.process is None:
         return
-    if config.pairs is not None:
+    if pairs:
         log.info("reward.process: the steps' rewards are added to the answer's, and pairs compared")
         return
     if facts.level == "token":
         return
-    name = name_of(config.algorithm.advantage)
+    name = name_of(algorithm.advantage)
     known = "gives all tokens of an answer one number: the steps' rewards are added to its reward"
     log.warning(
         "reward.process: algorithm.advantage=%s %s. discounted, reinforce_pp and gae credit each "

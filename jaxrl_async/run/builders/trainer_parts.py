@@ -1,12 +1,12 @@
 """The trainer with its learner, and the outlets of its results."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from jaxrl_async.algorithms.pacing import Bounds
-from jaxrl_async.config.schema import Config
+from jaxrl_async.config.schema import Config, EvalSection, StalenessSection
 from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceGuard
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.profiling import StepTraces, TracedSamplers
@@ -51,44 +51,42 @@ def make_trainer(
         settings=TrainerSettings(
             total_steps=config.run.steps,
             eval_every=(config.eval.every, *(one.every for one in config.named_evals.values())),
-            eval_async=_evaluates_beside(config, lockstep),
+            eval_async=_evaluates_beside(config.eval, lockstep),
             save_every=config.checkpoint.every,
             max_skipped_steps=config.trainer.max_skipped_steps,
-            pacing=make_pacing(config),
+            pacing=make_pacing(config.staleness, config.lowest_limit),
             probe=side.sampling.probe,
         ),
         device_lock=side.inputs.locks.trainer,
         turn=turn,
-        traces=step_traces(config, root, lockstep, side.sampling.members),
+        traces=step_traces(config.run.profile, root, lockstep, side.sampling.members),
     )
 
 
 def step_traces(
-    config: Config, root: Path, lockstep: Lockstep, samplers: TracedSamplers | None = None
+    steps: Sequence[int], root: Path, lockstep: Lockstep, samplers: TracedSamplers | None = None
 ) -> StepTraces:
-    """Return the profiler's traces of this process, written to the run's folder."""
+    """Return the profiler's traces of these steps in this process, written to the run's folder."""
     process = "trainer" if lockstep.count == 1 else f"trainer-{lockstep.index}"
-    return StepTraces(root, config.run.profile, process, samplers)
+    return StepTraces(root, steps, process, samplers)
 
 
-def _evaluates_beside(config: Config, lockstep: Lockstep) -> bool:
+def _evaluates_beside(section: EvalSection, lockstep: Lockstep) -> bool:
     """Return whether evaluations run during updates, which needs a single trainer process."""
-    if config.eval.asynchronous and lockstep.count > 1:
+    if section.asynchronous and lockstep.count > 1:
         log.warning(
             "eval.asynchronous=true: the updates of %d trainer processes wait for each evaluation.",
             lockstep.count,
         )
-    return config.eval.asynchronous and lockstep.count == 1
+    return section.asynchronous and lockstep.count == 1
 
 
-def make_pacing(config: Config) -> Bounds | None:
-    """Return the bounds of an adaptive staleness target; None: it is always max_staleness."""
-    section = config.staleness
+def make_pacing(section: StalenessSection, lowest: int) -> Bounds | None:
+    """Return the bounds of an adaptive staleness target; None: it is always max_staleness. lowest:
+    Config.lowest_limit."""
     if section.adapt == "none":
         return None
-    return Bounds(
-        target=section.ess_target, lowest=config.lowest_limit, highest=section.max_staleness
-    )
+    return Bounds(target=section.ess_target, lowest=lowest, highest=section.max_staleness)
 
 
 def make_evaluation(config: Config, side: RolloutSide, lockstep: Lockstep) -> Evaluation:
