@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import numpy as np
 
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.model.spec import Params
+from jaxrl_async.remote.weights.protocols import Fetched
 
 
 class MemoryOffering:
@@ -55,17 +55,6 @@ class MemoryOffering:
         self.offered.clear()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryFetched:
-    """A remote.weights.protocols.Fetched."""
-
-    params: Params
-    num_bytes: int
-    source: str
-    compared: bool = False
-    fallbacks: int = 0
-
-
 class MemoryFetching:
     """A remote.weights.protocols.Fetching from a MemoryOffering or other MemoryFetchings."""
 
@@ -89,7 +78,7 @@ class MemoryFetching:
 
     def fetch(
         self, version: int, where: Mapping[str, Any], sources: Sequence[str], abort: threading.Event
-    ) -> MemoryFetched:
+    ) -> Fetched:
         """See Fetching."""
         assert where["version"] == version
         self.sources.append(tuple(sources))
@@ -110,7 +99,7 @@ class MemoryFetching:
             self.offered = {version: params}
         self.fetched.append((version, source))
         num_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
-        return MemoryFetched(
+        return Fetched(
             params=jax.tree.map(jax.numpy.asarray, params), num_bytes=num_bytes, source=source
         )
 
