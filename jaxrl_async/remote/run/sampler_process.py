@@ -33,7 +33,6 @@ from jaxrl_async.remote.run.sampler_parts import (
 from jaxrl_async.remote.run.sampler_world import begin_nothing, follow_sampler, lead_sampler
 from jaxrl_async.remote.sampler.request_server import ReplicaServer
 from jaxrl_async.remote.weights.shared_memory import machine_boot_id
-from jaxrl_async.remote.weights.source import RemoteSource
 from jaxrl_async.remote.wire.address import locate_trainer
 from jaxrl_async.remote.wire.client import dial
 from jaxrl_async.remote.wire.messages import Hello, Prepared, Welcome
@@ -226,11 +225,11 @@ def _own_sampler(
     receiver, address = parts.receiver(session, joining.remote, host=host, secret=session.secret)
     closing.callback(receiver.close)
     session.send(Prepared(data_address=address))
-    first, weights = receiver.first(parts.config.remote_settings.wait_s), RemoteSource(receiver)
+    first = receiver.first(parts.config.remote_settings.wait_s)
     sampler = closing.enter_context(
-        Sampler.from_setup(setup, setup.engine.prepare(first.params), first.version, weights)
+        Sampler.from_setup(setup, setup.engine.prepare(first.params), first.version, receiver)
     )
-    weights.live(first.version)
+    receiver.live(first.version)
     receiver.begun()
     return sampler
 

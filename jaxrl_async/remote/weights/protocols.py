@@ -5,7 +5,7 @@ sampler.
                 ^                                             │
                 └── pieces, from the first source that has them
 
-Transports know arrays, shards and addresses; outbox.py and source.py know versions and samplers.
+Transports know arrays, shards and addresses; outbox.py and receiver.py know versions and samplers.
 """
 
 import threading

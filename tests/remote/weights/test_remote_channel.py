@@ -15,7 +15,6 @@ from jaxrl_async.model.spec import Weight
 from jaxrl_async.remote.weights.outbox import WeightOutbox
 from jaxrl_async.remote.weights.receiver import WeightReceiver
 from jaxrl_async.remote.weights.remote_link import RemoteEnd
-from jaxrl_async.remote.weights.source import RemoteSource
 from jaxrl_async.remote.weights.transport_choice import make_fetching, make_offering
 from jaxrl_async.remote.wire.messages import Hello
 from jaxrl_async.testing.session_pair import session_pair
@@ -91,12 +90,12 @@ def test_samplers_get_what_the_trainer_would_compute_for_them(
             hello = Hello(name=name, data_address=fetching.address)
             RemoteEnd(pair.trainer, hello, channel.exchange, outbox)
             found = [receiver.first(60)]
-            RemoteSource(receiver).live(0)
+            receiver.live(0)
         channel.publish(1, jax.device_put(values(1), source))
         for receiver in receivers:
             eventually(lambda r=receiver: r.staged is not None)
-            found.append(RemoteSource(receiver).poll())
-            RemoteSource(receiver).live(1)
+            found.append(receiver.poll())
+            receiver.live(1)
         channel.wait_live(1, 60)
         traffic = channel.stats().remote
         assert traffic.transfers == 4 and traffic.repeats == 0
