@@ -11,29 +11,11 @@ the last. If a source has died, the member immediately uses the next one, withou
 of a member's sources joined before it, so there are no cycles.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 MOST_SOURCES = 8
 """Maximum number of sources of one member: enough for several simultaneous failures."""
-
-
-def sources(members: Sequence[str], fanout: int, trainer: str) -> tuple[tuple[str, ...], ...]:
-    """Return the addresses that each member fetches from, best first, the trainer's last.
-
-    Args:
-        members: Their addresses in order of joining; "": a member that does not relay, and is no
-            source. Appending a member changes nothing for the others.
-        fanout: Number of members to which the trainer, and each member, sends the weights directly.
-        trainer: Its address; "": it has none, and is omitted.
-    """
-    passing: list[str] = []
-    found = []
-    for member in members:
-        found.append(sources_of_next(len(passing), passing.__getitem__, fanout, trainer))
-        if member:
-            passing.append(member)
-    return tuple(found)
 
 
 def sources_of_next(
@@ -44,7 +26,8 @@ def sources_of_next(
     Args:
         place: Number of relaying members that joined before it.
         address_at: Returns the address of each of them by its place, from 0.
-        fanout, trainer: See `sources`.
+        fanout: Number of members to which the trainer, and each member, sends the weights directly.
+        trainer: Its address; "": it has none, and is omitted.
     """
     last = (trainer,) if trainer else ()
     above = islice(_places_above(place, fanout), MOST_SOURCES - len(last))

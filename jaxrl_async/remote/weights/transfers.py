@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.metrics.fault_counts import backoff_s
-from jaxrl_async.remote.weights import fetch_tree
 from jaxrl_async.remote.weights.deadlines import Alarms
+from jaxrl_async.remote.weights.fetch_tree import sources_of_next
 
 KEPT = 2
 """Maximum number of versions kept at the same time."""
@@ -75,8 +75,7 @@ class Transfers:
     timeout_s: float
     takers: list[Taker] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)  # versions that can be fetched, ascending
-    holders: dict[int, list[Taker]] = field(default_factory=dict)  # in order of their offers
-    _passing: dict[int, list[Taker]] = field(default_factory=dict)  # holders that relay it
+    holders: dict[int, list[Taker]] = field(default_factory=dict)  # that relay it, as offered
     _fetched: Counter[int] = field(default_factory=Counter)  # transfers in progress, by version
     _addresses: Counter[str] = field(default_factory=Counter)  # of all takers
     _news: dict[Taker, None] = field(default_factory=dict)  # takers that `due` must check
@@ -124,7 +123,6 @@ class Transfers:
         for version in versions:
             self.kept.remove(version)
             self.holders.pop(version, None)
-            self._passing.pop(version, None)
 
     def outdated(self) -> list[int]:
         """Return the versions that no sampler fetches or will fetch."""
@@ -221,14 +219,13 @@ class Transfers:
         self._fetched[version] += 1
         self._set_due(taker, now_s + self.timeout_s)
         self._hold_until(taker, taker.due_s if taker.late else None)
-        passing = self._passing.setdefault(version, [])
-        sources = fetch_tree.sources_of_next(
-            len(passing), lambda place: passing[place].address, self.fanout, trainer
+        holders = self.holders.setdefault(version, [])
+        found = sources_of_next(
+            len(holders), lambda place: holders[place].address, self.fanout, trainer
         )
-        self.holders.setdefault(version, []).append(taker)
         if taker.address:
-            passing.append(taker)
-        return DueOffer(taker=taker, version=version, sources=sources)
+            holders.append(taker)
+        return DueOffer(taker=taker, version=version, sources=found)
 
     def _fail(self, taker: Taker, now_s: float) -> None:
         self._stop(taker)
@@ -246,9 +243,8 @@ class Transfers:
 
     def _forget(self, taker: Taker, version: int) -> None:
         """Stop using a sampler as a source of this version."""
-        for holders in (self.holders.get(version, []), self._passing.get(version, [])):
-            if taker in holders:
-                holders.remove(taker)
+        if taker in (holders := self.holders.get(version, [])):
+            holders.remove(taker)
 
     def _end(self, taker: Taker) -> None:
         """Record that no transfer to a sampler is in progress."""
