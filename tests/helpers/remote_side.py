@@ -82,8 +82,9 @@ class SamplerSide:
         self.receiver = WeightReceiver(self.pair.sampler, self.fetching, layout_hash=layout)
         self.entered = threading.Event()
         hello = Hello(name=name, data_address=address)
-        self.end = RemoteEnd(self.pair.trainer, hello, side.channel.exchange, side.outbox)
-        self.end.on_entered(self.entered.set)
+        self.end = RemoteEnd(
+            self.pair.trainer, hello, side.channel.exchange, side.outbox, self.entered.set
+        )
         self.drawn = []  # versions, as they were swapped to
 
     def begin(self):

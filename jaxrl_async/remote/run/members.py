@@ -288,9 +288,14 @@ class Members:
     ) -> None:
         """Offer the weights to a sampler that is ready for them."""
         hello = replace(hello, data_address=prepared.data_address)
-        end = RemoteEnd(session, hello, self._channel.exchange, self._outbox)
+        end = RemoteEnd(
+            session,
+            hello,
+            self._channel.exchange,
+            self._outbox,
+            on_entered=lambda: self._route_to(session, hello, replica),
+        )
         replica.draws_from(lambda: end.live_version)
-        end.on_entered(lambda: self._route_to(session, hello, replica))
 
     def _take_trace(self, name: str, profiled: Profiled) -> None:
         """Write a trace that was requested from a sampler. Raises RolloutError for any other

@@ -19,7 +19,7 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, shardings
 from jaxrl_async.metrics.json_logs import LOGS_VARIABLE
 from jaxrl_async.model.spec import ModelSpec, Params
-from jaxrl_async.remote.run.host_offers import HostOffers, PartPublisher, distributed_store
+from jaxrl_async.remote.run.host_offers import HostOffers, PartPublisher
 from jaxrl_async.remote.run.local_samplers import LocalSamplers
 from jaxrl_async.remote.run.members import Invitation, Members
 from jaxrl_async.remote.run.sent_tokenizer import sent_tokenizer
@@ -193,7 +193,6 @@ def make_outbox(
     if lockstep.count > 1:
         offering = HostOffers(
             offering,
-            distributed_store(),
             index=lockstep.index,
             count=lockstep.count,
             timeout_s=remote.transfer_timeout_s,

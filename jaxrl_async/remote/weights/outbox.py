@@ -27,7 +27,7 @@ from jaxrl_async.model.spec import Params
 from jaxrl_async.ports.run import Clock
 from jaxrl_async.remote.weights.protocols import BASE, Offering
 from jaxrl_async.remote.weights.transfers import RETRY_S, TRIES, DueOffer, Taker, Transfers
-from jaxrl_async.remote.wire.messages import Offer
+from jaxrl_async.remote.wire.messages import Offer, Staged
 from jaxrl_async.types import FloatArray, VersionedParams
 from jaxrl_async.weights.elsewhere import Traffic
 from jaxrl_async.weights.manifest import Manifest, Sums, manifest_of
@@ -170,33 +170,26 @@ class WeightOutbox:
             self._recipients.pop(taker, None)
             self._look()
 
-    def staged(
-        self,
-        taker: Taker,
-        version: int,
-        *,
-        num_bytes: int,
-        seconds: float,
-        source: str,
-        base_bytes: int = 0,
-        fallbacks: int = 0,
-    ) -> bool:
+    def staged(self, taker: Taker, report: Staged) -> bool:
         """Record that a sampler has a version; return True if this is new. Raises WeightsError if
         it is impossible."""
+        numbers = (report.version, report.num_bytes, report.seconds, report.base_bytes)
+        if not all(0 <= number < 2**63 for number in (*numbers, report.fallbacks)):
+            raise WeightsError(f"{taker.name} reports an impossible number: {report}")
         with self._changed:
-            news = self._transfers.staged(taker, version)
+            news = self._transfers.staged(taker, report.version)
             if news:
-                for _ in range(min(fallbacks, MOST_FALLBACKS)):
+                for _ in range(min(report.fallbacks, MOST_FALLBACKS)):
                     self._count("transfer_fallbacks")
-                passed = self._transfers.passes_on(source)
+                passed = self._transfers.passes_on(report.source)
                 traffic = self._traffic
                 self._traffic = replace(
                     traffic,
                     transfers=traffic.transfers + 1,
-                    transfer_s=traffic.transfer_s + seconds,
-                    sent_bytes=traffic.sent_bytes + (0 if passed else num_bytes),
-                    passed_bytes=traffic.passed_bytes + (num_bytes if passed else 0),
-                    base_bytes=traffic.base_bytes + base_bytes,
+                    transfer_s=traffic.transfer_s + report.seconds,
+                    sent_bytes=traffic.sent_bytes + (0 if passed else report.num_bytes),
+                    passed_bytes=traffic.passed_bytes + (report.num_bytes if passed else 0),
+                    base_bytes=traffic.base_bytes + report.base_bytes,
                 )
             self._look()
             return news
