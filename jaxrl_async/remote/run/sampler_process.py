@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import jaxrl_async
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.errors import Disconnected
 from jaxrl_async.host import only_new_garbage
@@ -122,7 +121,6 @@ def _join_once(joining: Joining, shown: Credentials, stop: Stop, instance: str) 
     with ExitStack() as closing:
         hello = Hello(
             name=joining.name or f"{socket.gethostname()}-{os.getpid()}",
-            package=jaxrl_async.__version__,
             host=machine_boot_id(),
             process=os.getpid(),
             mesh=joining.axes,

@@ -313,7 +313,7 @@ class ReplicaServer:
             if ask.request_id is None:
                 partials = self._sampler.progress()
             else:
-                saved = self._sampler.save(ask.request_id, stop=ask.stop, with_kv=ask.with_kv)
+                saved = self._sampler.save(ask.request_id, stop=ask.stop, with_kv=False)
                 partials = (saved,)
             reply = RemoteReply(number=ask.number, partials=partials)
         except Exception as error:

@@ -170,8 +170,8 @@ class Hub:
         session.on_end(lambda _: self._forget(session))
         session.start()
         gone = f"{session.peer} is gone: its connection broke"
-        if not context.add_callback(lambda: session.stream_ended(gone)):
-            session.stream_ended(gone)
+        if not context.add_callback(lambda: session.lost(gone)):
+            session.lost(gone)
         yield welcome
         threading.Thread(
             target=pump_frames, args=(incoming, session), name=f"read {hello.name}", daemon=True

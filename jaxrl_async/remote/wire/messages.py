@@ -19,7 +19,7 @@ from typing import Any
 from jaxrl_async.codec import Bytes
 from jaxrl_async.types import Completion, FloatArray, IntArray, Partial, Request
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version number of this set of messages; both sides must have the same."""
 
 
@@ -28,8 +28,6 @@ class Hello:
     """A sampler asks to join."""
 
     name: str  # unique among connected samplers; for users, logs and the ledger
-    protocol: int = PROTOCOL
-    package: str = ""  # version of jaxrl_async
     host: str = ""  # boot id of the machine: if equal, shared memory can be used
     process: int = 0  # process id there
     data_address: str = ""  # HOST:PORT at which it relays weights; "": it does not
@@ -97,7 +95,6 @@ class Ask:
     number: int
     request_id: str | None = None  # save this one; None: all, without KV (progress)
     stop: bool = False  # see ports.Replica.save
-    with_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,30 +237,9 @@ class Dismissed:
     """The sampler is closed; its followers end."""
 
 
-MESSAGES: tuple[type, ...] = (
-    Hello,
-    Welcome,
-    Prepared,
-    Start,
-    Cancel,
-    RemoteFailure,
-    Answers,
-    Ask,
-    RemoteReply,
-    Beat,
-    Died,
-    Leave,
-    Leaving,
-    Profile,
-    Profiled,
-    Offer,
-    Staged,
-    Torn,
-    Live,
-    Ready,
-    Begin,
-    JointRound,
-    GivenUpRequest,
-    Dismissed,
+MESSAGES: tuple[type, ...] = tuple(
+    kind
+    for kind in vars().copy().values()
+    if isinstance(kind, type) and kind.__module__ == __name__
 )
-"""The messages that a session accepts; any other ends it."""
+"""The messages that a session accepts, all classes of this file; any other ends it."""
