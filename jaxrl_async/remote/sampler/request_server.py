@@ -43,9 +43,10 @@ from jaxrl_async.remote.wire.messages import (
 )
 from jaxrl_async.remote.wire.session_port import Session
 from jaxrl_async.sampler.lifetime import Lifetime
+from jaxrl_async.sampler.requests import request_of
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.stats import SamplerStats
-from jaxrl_async.types import Completion, Partial, Request
+from jaxrl_async.types import Completion, Partial
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ class ReplicaServer:
                 return  # the trainer reassigns them
             good, ids = [], []
             for given in message.requests:
-                wire_id = _request_of(given).request_id
+                wire_id = request_of(given).request_id
                 if wire_id in self._held or wire_id in ids:
                     raise RolloutError(f"request {wire_id!r} is already running.")
                 try:
@@ -371,7 +372,3 @@ class ReplicaServer:
             self._held.clear()
             self._leaving = self._leaving or Leaving(reason=reason, partials=partials)
         self._sender.wake.set()
-
-
-def _request_of(given: Request | Partial) -> Request:
-    return given.request if isinstance(given, Partial) else given

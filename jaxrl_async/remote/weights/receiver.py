@@ -13,19 +13,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jaxrl_async.errors import Closed, Disconnected, WeightsError
-from jaxrl_async.model.spec import Params
 from jaxrl_async.ports.run import Clock
 from jaxrl_async.remote.weights.base_delivery import BaseBringer
 from jaxrl_async.remote.weights.protocols import Fetching
-from jaxrl_async.remote.weights.verification import SoundFetching, checksums_of
+from jaxrl_async.remote.weights.verification import SoundFetching
 from jaxrl_async.remote.wire.messages import Live, Offer, Staged, Torn
 from jaxrl_async.remote.wire.session_port import Session
 from jaxrl_async.types import VersionedParams
-from jaxrl_async.weights.manifest import Checksum
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +51,6 @@ class WeightReceiver:
         fetching: Fetching,
         *,
         layout_hash: str,
-        checksums: Callable[[Params], Checksum | None] = checksums_of,
         clock: Clock = time.monotonic,
         base: BaseBringer | None = None,
     ) -> None:
@@ -64,14 +60,11 @@ class WeightReceiver:
             session: with the trainer.
             fetching: the transport; close() also closes it.
             layout_hash: of the weights that the sampler was built for (Manifest.layout_hash).
-            checksums: of whole arrays; on several hosts, sums up the hosts' parts.
             clock: monotonic, seconds.
             base: loads the base of the offered adapters; None: full weights are offered.
         """
         self._session, self._base, self._clock = session, base, clock
-        self._fetching = SoundFetching(
-            fetching=fetching, layout_hash=layout_hash, checksums=checksums
-        )
+        self._fetching = SoundFetching(fetching=fetching, layout_hash=layout_hash)
         self._changed = threading.Condition()  # guards everything below
         self.staged: VersionedParams | None = None
         self._taken: int | None = None  # version given to the sampler, not live yet
@@ -172,8 +165,6 @@ class WeightReceiver:
     # ---- the session's thread
 
     def _on_offer(self, offer: Offer) -> None:
-        if isinstance(offer.version, bool) or not isinstance(offer.version, int):
-            raise WeightsError(f"{offer.version!r} is not a version")
         with self._changed:
             self._order = _Order(offer=offer, at_s=self._clock(), abort=threading.Event())
             self._abort()

@@ -1,7 +1,7 @@
 """Fetches offered weights and verifies them: their layout before, their checksums after."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,7 @@ from jaxrl_async.model.spec import Params
 from jaxrl_async.remote.weights.host_sums import host_sum
 from jaxrl_async.remote.weights.locations import read_whereabouts
 from jaxrl_async.remote.weights.protocols import Fetched, Fetching
-from jaxrl_async.weights.manifest import Checksum, Sums, compare, manifest_of
-
-
-def checksums_of(params: Params) -> Checksum | None:
-    """Return the checksum of each array; None if copies of one shard differ."""
-    return Sums(params).read()
+from jaxrl_async.weights.manifest import Sums, compare, manifest_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +22,6 @@ class SoundFetching:
 
     fetching: Fetching
     layout_hash: str  # of the weights that the sampler was built for (Manifest.layout_hash)
-    checksums: Callable[[Params], Checksum | None] = checksums_of  # of whole arrays
 
     def fetch(
         self, version: int, where: Mapping[str, Any], sources: Sequence[str], abort: threading.Event
@@ -54,7 +48,7 @@ class SoundFetching:
 
     def _compare_sums(self, params: Params, sent: Sequence[int]) -> None:
         """Raise WeightsError unless all arrays have the trainer's checksums."""
-        received = self.checksums(params)
+        received = Sums(params).read()
         if received is None:
             raise WeightsError("copies of one array differ between devices")
         names = [name for name, _, _ in manifest_of(params).entries]
@@ -74,7 +68,7 @@ def compare_with_offer(params: Params, where: Mapping[str, object]) -> None:
     found, own = read_whereabouts(where), manifest_of(params)
     compare(found.manifest, own)
     if found.on_devices:
-        received = checksums_of(params)
+        received = Sums(params).read()
         sums = [] if received is None else received.tolist()
     else:
         boxes = [tuple((0, size) for size in shape) for _, shape, _ in own.entries]
