@@ -69,11 +69,6 @@ def lead_sampler(
     return sampler
 
 
-def begin_nothing() -> None:
-    """Tell the other processes, from the first, that the sampler does not start."""
-    LeaderPlace.told(None, leads=True)
-
-
 def follow_sampler(own: RemoteSection, *, stop: Stop, wait_s: float) -> None:
     """Follow the first process of this JAX world until its sampler is closed; blocks.
 
