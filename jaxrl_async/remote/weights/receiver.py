@@ -33,7 +33,7 @@ ERROR_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Order:
+class _Transfer:
     """An offer, and the event that aborts its transfer."""
 
     offer: Offer
@@ -70,8 +70,8 @@ class WeightReceiver:
         self._taken: int | None = None  # version given to the sampler, not live yet
         self._live_version: int | None = None
         self._wake = threading.Event()  # a placeholder before `attach`
-        self._order: _Order | None = None  # newest, not started yet
-        self._running: _Order | None = None
+        self._next: _Transfer | None = None  # newest, not started yet
+        self._running: _Transfer | None = None
         self._unsent: deque[Staged | Torn | Live] = deque()
         self._closed = False
         self._lost: str | None = None  # reason of the session's end
@@ -166,7 +166,7 @@ class WeightReceiver:
 
     def _on_offer(self, offer: Offer) -> None:
         with self._changed:
-            self._order = _Order(offer=offer, at_s=self._clock(), abort=threading.Event())
+            self._next = _Transfer(offer=offer, at_s=self._clock(), abort=threading.Event())
             self._abort()
             self._changed.notify_all()
 
@@ -189,24 +189,24 @@ class WeightReceiver:
                 if self.over:
                     return
                 unsent, self._unsent = self._unsent, deque()
-                order = None
+                transfer = None
                 if not unsent:
-                    order = self._running = self._order
-                    self._order = None
+                    transfer = self._running = self._next
+                    self._next = None
             try:
                 for message in unsent:
                     self._session.send(message)
             except Disconnected as error:
                 log.info("%s", error)
-            if order is not None:
-                self._serve(order)
+            if transfer is not None:
+                self._serve(transfer)
 
     def _has_work(self) -> bool:
         if self.over or self._unsent:
             return True
-        if self._order is None:
+        if self._next is None:
             return False
-        return self._has(self._order.offer.version) or (self.staged is None and self._taken is None)
+        return self._has(self._next.offer.version) or (self.staged is None and self._taken is None)
 
     def _has(self, version: int) -> bool:
         """Return True if this version, or a newer one, is already here."""
@@ -214,36 +214,36 @@ class WeightReceiver:
         held = (v for v in (staged, self._taken, self._live_version) if v is not None)
         return version <= max(held, default=-1)
 
-    def _serve(self, order: _Order) -> None:
+    def _serve(self, transfer: _Transfer) -> None:
         """Fetch an offered version, and report the result."""
-        version = order.offer.version
+        version = transfer.offer.version
         answer: Staged | Torn
         if self._has(version):  # re-offered before the answer arrived
             answer = Staged(version=version, num_bytes=0, seconds=0.0, source="")
         else:
             try:
-                answer = self._fetch(order)
+                answer = self._fetch(transfer)
             except Exception as error:
-                if not order.abort.is_set():
+                if not transfer.abort.is_set():
                     log.warning("fetching version %d of the weights failed: %s", version, error)
                 answer = Torn(version=version, error=str(error)[:ERROR_CHARACTERS])
         with self._changed:
             self._running = None
-            if isinstance(answer, Staged) or not order.abort.is_set():
+            if isinstance(answer, Staged) or not transfer.abort.is_set():
                 self._unsent.append(answer)
         if isinstance(answer, Staged):
             self._wake.set()
 
-    def _fetch(self, order: _Order) -> Staged:
+    def _fetch(self, transfer: _Transfer) -> Staged:
         """Fetch a version, verify and stage it. Raises any error of the transfer."""
-        offer = order.offer
+        offer = transfer.offer
         base_bytes = 0
         if self._base is not None:
-            base_bytes = self._base.bring(offer.where, offer.sources, order.abort)
-        fetched = self._fetching.fetch(offer.version, offer.where, offer.sources, order.abort)
-        seconds = self._clock() - order.at_s
+            base_bytes = self._base.bring(offer.where, offer.sources, transfer.abort)
+        fetched = self._fetching.fetch(offer.version, offer.where, offer.sources, transfer.abort)
+        seconds = self._clock() - transfer.at_s
         with self._changed:
-            if order.abort.is_set():
+            if transfer.abort.is_set():
                 raise WeightsError("the transfer was aborted")
             self.staged = VersionedParams(
                 version=offer.version,

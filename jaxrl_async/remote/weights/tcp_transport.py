@@ -57,7 +57,6 @@ class PullSettings:
 
     guard: Guard = field(default_factory=Guard)
     silence_s: float = 20.0  # maximum time without data from a source, seconds
-    streams: int = STREAMS
 
 
 def pull(
@@ -75,14 +74,14 @@ def pull(
         assembly: Destination of the pieces.
         version: Of the weights.
         wanted: (HOST:PORT, its pieces).
-        settings: The guard, the limit on silence, the number of connections.
+        settings: The guard and the limit on silence.
         stopped: Returns the reason to stop; "": continue.
     """
     results, threads = [], []
     for address, pieces in wanted:
         left, result = deque(pieces), Pulled()
         results.append(result)
-        for _ in range(min(settings.streams, len(pieces))):
+        for _ in range(min(STREAMS, len(pieces))):
             job = (assembly, version, address, left, result, settings, stopped)
             threads.append(threading.Thread(target=_stream, args=job, name="piece-receiver"))
     for thread in threads:

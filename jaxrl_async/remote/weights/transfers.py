@@ -13,16 +13,17 @@ live version: it does not advance past that offer until the sampler has joined. 
 that fetches more slowly than the others could be too late every time.
 
 The cost of an event does not depend on the number of samplers: `due` checks only samplers with new
-events, and times are kept in heaps (deadlines.py).
+events, and times are kept in heaps (Alarms).
 """
 
+import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.metrics.fault_counts import backoff_s
-from jaxrl_async.remote.weights.deadlines import Alarms
 from jaxrl_async.remote.weights.fetch_tree import sources_of_next
 
 KEPT = 2
@@ -67,6 +68,37 @@ class DueOffer:
     sources: tuple[str, ...]  # addresses, best first
 
 
+@dataclass(slots=True)
+class Alarms:
+    """Heap of times that may change: an alarm is valid only while its sampler still has this
+    time."""
+
+    _heap: list[tuple[float, int, Taker]] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=count)
+
+    def add(self, at_s: float, taker: Taker) -> None:
+        """Set an alarm for a sampler, at its current time."""
+        heapq.heappush(self._heap, (at_s, next(self._numbers), taker))
+
+    def passed(self, now_s: float, time_of: Callable[[Taker], float | None]) -> list[Taker]:
+        """Remove the alarms up to now; return the samplers whose alarms are still valid, each once.
+
+        time_of: returns the time of a sampler, or None if it has no time.
+        """
+        passed = dict[Taker, None]()
+        while self._heap and self._heap[0][0] <= now_s:
+            at_s, _, taker = heapq.heappop(self._heap)
+            if time_of(taker) == at_s:
+                passed[taker] = None
+        return list(passed)
+
+    def first(self, time_of: Callable[[Taker], float | None]) -> float | None:
+        """Return the time of the first valid alarm; None: no alarm is valid."""
+        while self._heap and time_of(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+
 @dataclass(slots=True, kw_only=True)
 class Transfers:
     """The state of all transfers. Times are seconds of any monotonic clock."""
@@ -79,8 +111,8 @@ class Transfers:
     _fetched: Counter[int] = field(default_factory=Counter)  # transfers in progress, by version
     _addresses: Counter[str] = field(default_factory=Counter)  # of all takers
     _news: dict[Taker, None] = field(default_factory=dict)  # takers that `due` must check
-    _dues: Alarms[Taker] = field(default_factory=Alarms)  # each due_s
-    _holds: Alarms[Taker] = field(default_factory=Alarms)  # each held_until_s
+    _dues: Alarms = field(default_factory=Alarms)  # each due_s
+    _holds: Alarms = field(default_factory=Alarms)  # each held_until_s
 
     def join(self, taker: Taker) -> None:
         """Add a sampler without weights."""
