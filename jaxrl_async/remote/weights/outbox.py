@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -32,37 +32,15 @@ from jaxrl_async.types import FloatArray, VersionedParams
 from jaxrl_async.weights.elsewhere import Traffic
 from jaxrl_async.weights.manifest import Manifest, Sums, manifest_of
 
+if TYPE_CHECKING:  # which imports this file
+    from jaxrl_async.remote.weights.remote_link import RemoteEnd
+
 log = logging.getLogger(__name__)
 
 MOST_FALLBACKS = 1000
 """Maximum number of fallbacks counted from one report of a sampler."""
 CLOSE_S = 10.0
 """Maximum wait for the thread on close, seconds."""
-
-
-class Recipient(Protocol):
-    """The interface of a sampler for the outbox."""
-
-    def send(self, offer: Offer, sent: Callable[[], None]) -> None:
-        """Send an offer without blocking, and call `sent` once the session has accepted it or never
-        will. A sampler with a full queue does not delay the others."""
-        ...
-
-    def hold(self, version: int) -> None:
-        """Keep the live version from advancing past this one until the sampler has joined."""
-        ...
-
-    def release(self) -> None:
-        """Undo `hold`."""
-        ...
-
-    def settle(self) -> None:
-        """Report versions that have become live. Called without locks."""
-        ...
-
-    def give_up(self, reason: str) -> None:
-        """End the session with the sampler, without waiting."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +83,7 @@ class WeightOutbox:
         self._copy, self._offering, self._section = copy, offering, section
         self._checksum, self._count, self._clock = checksum, count, clock
         self._transfers = Transfers(fanout=section.fanout, timeout_s=section.transfer_timeout_s)
-        self._recipients: dict[Taker, Recipient] = {}
+        self._recipients: dict[Taker, RemoteEnd] = {}
         self._changed = threading.Condition()
         self._pending: VersionedParams | None = None  # on the trainer's devices
         self._base: Params | None = None  # until offered
@@ -154,7 +132,7 @@ class WeightOutbox:
 
     # ---- any thread
 
-    def join(self, name: str, address: str, recipient: Recipient) -> Taker:
+    def join(self, name: str, address: str, recipient: "RemoteEnd") -> Taker:
         """Add a sampler, and offer it the newest version. address: its data address."""
         taker = Taker(name=name, address=address)
         with self._changed:
@@ -357,7 +335,7 @@ class WeightOutbox:
             where["sums"] = numbers.tolist()
         return where
 
-    def _send(self, offer: DueOffer, recipient: Recipient) -> None:
+    def _send(self, offer: DueOffer, recipient: "RemoteEnd") -> None:
         kept = self._kept[offer.version]
         message = Offer(
             version=offer.version,

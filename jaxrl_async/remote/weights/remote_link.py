@@ -64,10 +64,11 @@ class RemoteEnd:
             self._exchange.remove(self._standing)
         self._exchange.tell()
 
-    # ---- for the outbox, see Recipient
+    # ---- for the outbox
 
     def send(self, offer: Offer, sent: Callable[[], None]) -> None:
-        """See outbox.Recipient."""
+        """Send an offer without blocking, and call `sent` once the session has accepted it or never
+        will. A sampler with a full queue does not delay the others."""
 
         def wait() -> None:
             self._sent(offer, self._session.send)
@@ -91,25 +92,26 @@ class RemoteEnd:
         return True
 
     def hold(self, version: int) -> None:
-        """See outbox.Recipient."""
+        """Keep the live version from advancing past this one until the sampler has joined."""
         with self._exchange.changed:
             if not (self._left or self._entered):
                 self._standing.live_version, self._standing.counts = version, True
                 self._exchange.raise_live()
 
     def release(self) -> None:
-        """See outbox.Recipient."""
+        """Undo `hold`."""
         with self._exchange.changed:
             if not self._entered:
                 self._standing.counts = False
                 self._exchange.raise_live()
 
     def settle(self) -> None:
-        """See outbox.Recipient."""
+        """Report versions that have become live. Called without locks."""
         self._exchange.tell()
 
     def give_up(self, reason: str) -> None:
-        """See outbox.Recipient. The sampler leaves when its session has ended."""
+        """End the session with the sampler, without waiting. The sampler leaves when it has
+        ended."""
         name = f"end of {self.name}"
         threading.Thread(target=self._session.end, args=(reason,), name=name, daemon=True).start()
 
