@@ -204,23 +204,24 @@ def sampler_mesh(axes: Mapping[str, int]) -> Mesh:
 
 def sent_spec(fields: Mapping[str, object]) -> ModelSpec:
     """Return the model that a Welcome describes. Raises ConfigError."""
-    try:
-        spec = ModelSpec.from_fields(fields)
-    except (KeyError, TypeError, ValueError) as error:
-        raise _other_version(error) from None
+    spec = _spec_of(fields)
     check_own(spec)
     return spec
 
 
 def sent_own(fields: Mapping[str, object]) -> OwnCode | None:
     """Return the user's layer class named in a Welcome, or None. Raises ConfigError."""
+    own = _spec_of(fields).own
+    if own is not None and not all(isinstance(t, str) for t in dataclasses.astuple(own)):
+        raise _other_version(TypeError("the class of its layers"))
+    return own
+
+
+def _spec_of(fields: Mapping[str, object]) -> ModelSpec:
     try:
-        own = ModelSpec.from_fields(fields).own
-        if own is not None and not all(isinstance(t, str) for t in dataclasses.astuple(own)):
-            raise TypeError("the class of its layers")
+        return ModelSpec.from_fields(fields)
     except (KeyError, TypeError, ValueError) as error:
         raise _other_version(error) from None
-    return own
 
 
 def _other_version(error: Exception) -> ConfigError:

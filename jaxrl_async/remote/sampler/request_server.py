@@ -98,8 +98,8 @@ class ReplicaServer:
         self._session.on_end(self._ended)
         self._session.on(Start, self._take_start)
         self._session.on(Cancel, self._take_cancel)
-        self._session.on(Ask, self._take_ask)
-        self._session.on(Profile, self._take_profile)
+        self._session.on(Ask, lambda ask: self._later(partial(self._answer, ask)))
+        self._session.on(Profile, lambda m: self._later(partial(self._profile, m)))
         self._session.on(Leave, self._take_leave)
         self._sender.start()
         self._asker.start()
@@ -123,8 +123,7 @@ class ReplicaServer:
             if self._leaves:
                 return
             self._leaves = True
-            self._tasks.append(lambda: self._hand_back(reason))
-        self._asker.wake.set()
+        self._later(lambda: self._hand_back(reason))
 
     def close(self) -> None:
         """End the session without handing anything back. Idempotent."""
@@ -172,14 +171,10 @@ class ReplicaServer:
             if future is not None:  # else it was just answered
                 future.cancel()
 
-    def _take_ask(self, message: Ask) -> None:
+    def _later(self, task: Callable[[], None]) -> None:
+        """Queue a task of the asking thread."""
         with self._lock:
-            self._tasks.append(lambda: self._answer(message))
-        self._asker.wake.set()
-
-    def _take_profile(self, message: Profile) -> None:
-        with self._lock:
-            self._tasks.append(lambda: self._profile(message))
+            self._tasks.append(task)
         self._asker.wake.set()
 
     def _take_leave(self, message: Leave) -> None:
