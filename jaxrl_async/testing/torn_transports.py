@@ -10,6 +10,7 @@ import numpy as np
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.model.spec import Params
 from jaxrl_async.remote.weights.protocols import Fetched
+from jaxrl_async.weights.manifest import manifest_of
 
 
 class MemoryOffering:
@@ -38,7 +39,7 @@ class MemoryOffering:
             assert version not in self.offered
             self.offered[version] = copy
             self.most_offered = max(self.most_offered, len(self.offered))
-        return {"version": version}
+        return {"version": version, "layout": manifest_of(params).layout_hash}
 
     def compares(self, params: Params) -> bool:
         """See Offering: never compares."""
@@ -58,9 +59,12 @@ class MemoryOffering:
 class MemoryFetching:
     """A remote.weights.protocols.Fetching from a MemoryOffering or other MemoryFetchings."""
 
-    def __init__(self, peers: dict[str, Any], address: str = "") -> None:
-        """Fetch from `peers` (address -> MemoryOffering or MemoryFetching), and join them."""
-        self._peers, self._address = peers, address
+    def __init__(self, peers: dict[str, Any], address: str = "", layout: str = "") -> None:
+        """Fetch from `peers` (address -> MemoryOffering or MemoryFetching), and join them.
+
+        layout: the only layout that is fetched; "": any.
+        """
+        self._peers, self._address, self._layout = peers, address, layout
         self.offered: dict[int, Params] = {}
         self.torn = 0  # number of next transfers that are corrupted
         self.broken = 0  # number of next transfers that raise
@@ -81,6 +85,8 @@ class MemoryFetching:
     ) -> Fetched:
         """See Fetching."""
         assert where["version"] == version
+        if self._layout and where["layout"] != self._layout:
+            raise WeightsError(f"weights of layout {where['layout']}")
         self.sources.append(tuple(sources))
         while not self.go.wait(0.001):
             if abort.is_set():

@@ -78,8 +78,8 @@ class SamplerSide:
 
     def __init__(self, side, name, address, layout):
         self.pair = session_pair(sampler=name)
-        self.fetching = MemoryFetching(side.peers, address)
-        self.receiver = WeightReceiver(self.pair.sampler, self.fetching, layout_hash=layout)
+        self.fetching = MemoryFetching(side.peers, address, layout)
+        self.receiver = WeightReceiver(self.pair.sampler, self.fetching)
         self.entered = threading.Event()
         hello = Hello(name=name, data_address=address)
         self.end = RemoteEnd(

@@ -65,7 +65,6 @@ class Invitation:
 
     config: Config
     spec: ModelSpec
-    layout_hash: str  # of the offered weights
     places: int  # requests that a sampler holds at the same time
     probe_ids: IntArray | None = None  # tokens to check new weights on; None: any
     tokenizer: Bytes | None = None  # as in Welcome
@@ -87,7 +86,6 @@ class Invitation:
             spec=dataclasses.asdict(self.spec),
             mesh=shape.model_dump(),
             seed=self.config.run.seed,
-            layout_hash=self.layout_hash,
             run=self.config.run.name,
             probe_ids=self.probe_ids,
             tokenizer=self.tokenizer,

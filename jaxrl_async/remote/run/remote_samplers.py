@@ -104,7 +104,7 @@ def make_remote_sampling(
             router=router, channel=channel, publisher=PartPublisher(channel), probe=probe
         )
     members = Members(
-        invitation(config, spec, sent, run_probe_ids(inputs), inputs.tokenizer),
+        invitation(config, spec, run_probe_ids(inputs), inputs.tokenizer),
         channel,
         outbox,
         router,
@@ -148,7 +148,6 @@ def _base_to_send(config: Config, inputs: Inputs, base: Params | None) -> Params
 def invitation(
     config: Config,
     spec: ModelSpec,
-    sent: SentWeights,
     probe_ids: IntArray,
     tokenizer: Tokenizer | None = None,
 ) -> Invitation:
@@ -158,7 +157,6 @@ def invitation(
     return Invitation(
         config=config,
         spec=spec,
-        layout_hash=manifest_of(sent.lowered).layout_hash,
         places=plan.slots + plan.reserve,
         probe_ids=probe_ids,
         tokenizer=None if tokenizer is None else sent_tokenizer(tokenizer),

@@ -322,12 +322,11 @@ class WeightOutbox:
         )
 
     def _where(self, version: int, params: Params) -> dict[str, Any]:
-        """Offer arrays; return their locations, layout and checksums."""
+        """Offer arrays; return their locations and checksums."""
         whole = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params))
         needed = self._checksum and whole and not self._offering.compares(params)
         sums = Sums(params) if needed else None
         where = dict(self._offering.offer(version, params))
-        where["layout"] = manifest_of(params).layout_hash
         if sums is not None:
             numbers = sums.read()
             if numbers is None:

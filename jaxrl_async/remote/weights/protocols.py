@@ -86,7 +86,8 @@ class Fetching(Protocol):
                 pieces that have arrived are kept.
             abort: set when a newer version is offered.
 
-        Raises WeightsError if no source has them, if a checksum differs or if it was aborted.
+        Raises WeightsError for arrays of another layout, before any is transferred; if no source
+        has them, if a checksum differs or if it was aborted.
         """
         ...
 

@@ -19,7 +19,7 @@ from jaxrl_async.errors import Closed, Disconnected, WeightsError
 from jaxrl_async.ports.run import Clock
 from jaxrl_async.remote.weights.base_delivery import BaseBringer
 from jaxrl_async.remote.weights.protocols import Fetching
-from jaxrl_async.remote.weights.verification import SoundFetching
+from jaxrl_async.remote.weights.verification import fetch_verified
 from jaxrl_async.remote.wire.messages import Live, Offer, Staged, Torn
 from jaxrl_async.remote.wire.session_port import Session
 from jaxrl_async.types import VersionedParams
@@ -50,7 +50,6 @@ class WeightReceiver:
         session: Session,
         fetching: Fetching,
         *,
-        layout_hash: str,
         clock: Clock = time.monotonic,
         base: BaseBringer | None = None,
     ) -> None:
@@ -59,12 +58,11 @@ class WeightReceiver:
         Args:
             session: with the trainer.
             fetching: the transport; close() also closes it.
-            layout_hash: of the weights that the sampler was built for (Manifest.layout_hash).
             clock: monotonic, seconds.
             base: loads the base of the offered adapters; None: full weights are offered.
         """
-        self._session, self._base, self._clock = session, base, clock
-        self._fetching = SoundFetching(fetching=fetching, layout_hash=layout_hash)
+        self._session, self._fetching = session, fetching
+        self._base, self._clock = base, clock
         self._changed = threading.Condition()  # guards everything below
         self.staged: VersionedParams | None = None
         self._taken: int | None = None  # version given to the sampler, not live yet
@@ -152,7 +150,7 @@ class WeightReceiver:
             self._abort()
             self._changed.notify_all()
         self._thread.join(CLOSE_S)
-        self._fetching.fetching.close()
+        self._fetching.close()
         if self._base is not None:
             self._base.close()
         self._wake.set()
@@ -240,7 +238,9 @@ class WeightReceiver:
         base_bytes = 0
         if self._base is not None:
             base_bytes = self._base.bring(offer.where, offer.sources, transfer.abort)
-        fetched = self._fetching.fetch(offer.version, offer.where, offer.sources, transfer.abort)
+        fetched = fetch_verified(
+            self._fetching, offer.version, offer.where, offer.sources, transfer.abort
+        )
         seconds = self._clock() - transfer.at_s
         with self._changed:
             if transfer.abort.is_set():
@@ -249,7 +249,7 @@ class WeightReceiver:
                 version=offer.version,
                 params=fetched.params,
                 probe_logprobs=offer.probe_logprobs,
-                compared=self._fetching.compares(fetched, offer.where),
+                compared=fetched.compared,
             )
             self._changed.notify_all()
         return Staged(

@@ -44,7 +44,6 @@ class Welcome:
     spec: Mapping[str, Any]  # fields of the policy's ModelSpec
     mesh: Mapping[str, int]  # axes of its slice
     seed: int
-    layout_hash: str  # of the offered weights (weights.manifest)
     run: str  # name of the run
     probe_ids: IntArray | None = None  # [probe] tokens to check new weights on; None: any
     tokenizer: Bytes | None = None  # remote.run.sent_tokenizer, for constraints; None: refused

@@ -20,7 +20,6 @@ from jaxrl_async.remote.wire.messages import Hello
 from jaxrl_async.testing.session_pair import session_pair
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.local import Conversion, PrivateCopy
-from jaxrl_async.weights.manifest import manifest_of
 
 TABLE = {
     "embed": Weight(shape=(16, 8), axes=("vocab", "embed"), init="ones", hf="e"),
@@ -82,9 +81,7 @@ def test_samplers_get_what_the_trainer_would_compute_for_them(
         for name in ("a", "b"):
             pair = session_pair(sampler=name)
             fetching = make_fetching(section, target)
-            receiver = WeightReceiver(
-                pair.sampler, fetching, layout_hash=manifest_of(target).layout_hash
-            )
+            receiver = WeightReceiver(pair.sampler, fetching)
             pairs.append(pair)
             receivers.append(receiver)
             hello = Hello(name=name, data_address=fetching.address)
