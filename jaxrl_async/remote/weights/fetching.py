@@ -34,7 +34,7 @@ from jaxrl_async.remote.weights.piece_server import PieceServer
 from jaxrl_async.remote.weights.pieces import WeightPiece, plan_pieces
 from jaxrl_async.remote.weights.protocols import BASE, Fetched
 from jaxrl_async.remote.weights.shared_memory import SharedReader, machine_boot_id
-from jaxrl_async.remote.weights.tcp_transport import PullSettings, SourceList, pull_all
+from jaxrl_async.remote.weights.tcp_transport import PullSettings, pull_all
 from jaxrl_async.remote.weights.transport_trial import DEVICE, TCP, FasterWay
 from jaxrl_async.weights.host_reshard import (
     Box,
@@ -294,8 +294,8 @@ class PieceFetching:
                 "remote.transfer allows no other transport. Set remote.transfer=auto"
             )
             raise WeightsError(f"version {found.version} was not fetched: {reason}")
-        order = SourceList(sources, [holder.address for holder in found.holders])
-        return pull_all(assembly, found.version, missing, order, self._ways.tcp, stopped)
+        holders = [holder.address for holder in found.holders]
+        return pull_all(assembly, found.version, missing, sources, holders, self._ways.tcp, stopped)
 
     def _stop_reason(self, abort: threading.Event, share: float = 1.0) -> Callable[[], str]:
         """Return a function that gives the reason to stop, or "". share: fraction of the time for a
