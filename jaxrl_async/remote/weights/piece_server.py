@@ -118,8 +118,7 @@ class PieceServer:
             self._closed = True
             connections = list(self._open)
         for connection in [self._socket, *connections]:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            _break(connection)
             connection.close()
         self._thread.join(timeout=5.0)
 
