@@ -13,7 +13,6 @@ from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.remote.weights.outbox import WeightOutbox
 from jaxrl_async.remote.weights.receiver import WeightReceiver
 from jaxrl_async.remote.weights.remote_link import RemoteEnd
-from jaxrl_async.remote.wire.messages import Hello
 from jaxrl_async.testing.session_pair import session_pair
 from jaxrl_async.testing.torn_transports import MemoryFetching, MemoryOffering
 from jaxrl_async.weights.channel import WeightChannel
@@ -81,9 +80,8 @@ class SamplerSide:
         self.fetching = MemoryFetching(side.peers, address, layout)
         self.receiver = WeightReceiver(self.pair.sampler, self.fetching)
         self.entered = threading.Event()
-        hello = Hello(name=name, data_address=address)
         self.end = RemoteEnd(
-            self.pair.trainer, hello, side.channel.exchange, side.outbox, self.entered.set
+            self.pair.trainer, address, side.channel.exchange, side.outbox, self.entered.set
         )
         self.drawn = []  # versions, as they were swapped to
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -285,10 +285,9 @@ class Members:
         self, session: WireSession, hello: Hello, prepared: Prepared, replica: RemoteReplica
     ) -> None:
         """Offer the weights to a sampler that is ready for them."""
-        hello = replace(hello, data_address=prepared.data_address)
         end = RemoteEnd(
             session,
-            hello,
+            prepared.data_address,
             self._channel.exchange,
             self._outbox,
             on_entered=lambda: self._route_to(session, hello, replica),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from jaxrl_async.errors import Disconnected
 from jaxrl_async.remote.weights.outbox import WeightOutbox
-from jaxrl_async.remote.wire.messages import Hello, Live, Offer, Staged, Torn
+from jaxrl_async.remote.wire.messages import Live, Offer, Staged, Torn
 from jaxrl_async.remote.wire.session_port import Session
 from jaxrl_async.weights.exchange import Exchange, Standing
 
@@ -20,24 +20,29 @@ class RemoteEnd:
     def __init__(
         self,
         session: Session,
-        hello: Hello,
+        address: str,
         exchange: Exchange,
         outbox: WeightOutbox,
         on_entered: Callable[[], None] = lambda: None,
     ) -> None:
         """Offer the sampler the newest weights.
 
-        on_entered: called once, on the session's thread, when the sampler has entered; not if it
-            leaves before.
+        Args:
+            session: with the sampler.
+            address: HOST:PORT at which it relays weights; "": it does not.
+            exchange: counts it for the live version.
+            outbox: offers it the versions.
+            on_entered: called once, on the session's thread, when the sampler has entered; not if
+                it leaves before.
         """
-        self.name, self._on_entered = hello.name, on_entered
+        self.name, self._on_entered = session.peer, on_entered
         self._session, self._exchange, self._outbox = session, exchange, outbox
         self._standing = Standing(live_version=-1, counts=False)
         self._entered = self._left = False
         with exchange.changed:
             exchange.raise_if_closed()
             exchange.standings.append(self._standing)
-        self._taker = outbox.join(hello.name, hello.data_address, self)
+        self._taker = outbox.join(self.name, address, self)
         session.on(Staged, self._on_staged)
         session.on(Torn, self._on_torn)
         session.on(Live, self._on_live)

@@ -28,11 +28,9 @@ class Hello:
     """A sampler asks to join."""
 
     name: str  # unique among connected samplers; for users, logs and the ledger
-    host: str = ""  # boot id of the machine: if equal, shared memory can be used
+    host: str = ""  # boot id of the machine
     process: int = 0  # process id there
-    data_address: str = ""  # HOST:PORT at which it relays weights; "": it does not
     mesh: Mapping[str, int] = field(default_factory=dict)  # its axes, as mesh.sampler names them
-    platform: str = ""  # of its devices
     instance: str = ""  # a random token: the same sampler rejoins with it
 
 

@@ -16,7 +16,6 @@ from jaxrl_async.remote.weights.outbox import WeightOutbox
 from jaxrl_async.remote.weights.receiver import WeightReceiver
 from jaxrl_async.remote.weights.remote_link import RemoteEnd
 from jaxrl_async.remote.weights.transport_choice import make_fetching, make_offering
-from jaxrl_async.remote.wire.messages import Hello
 from jaxrl_async.testing.session_pair import session_pair
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.local import Conversion, PrivateCopy
@@ -84,8 +83,7 @@ def test_samplers_get_what_the_trainer_would_compute_for_them(
             receiver = WeightReceiver(pair.sampler, fetching)
             pairs.append(pair)
             receivers.append(receiver)
-            hello = Hello(name=name, data_address=fetching.address)
-            RemoteEnd(pair.trainer, hello, channel.exchange, outbox)
+            RemoteEnd(pair.trainer, fetching.address, channel.exchange, outbox)
             found = [receiver.first(60)]
             receiver.live(0)
         channel.publish(1, jax.device_put(values(1), source))
