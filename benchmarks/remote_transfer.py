@@ -24,8 +24,8 @@ from jaxrl_async.config import schema
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.mesh import SAMPLER_RULES, make_slices, shapes_on, shardings
 from jaxrl_async.model.spec import weight_table
-from jaxrl_async.remote.weights.fetch_tree import sources_of_next
 from jaxrl_async.remote.weights.protocols import Fetched, Fetching
+from jaxrl_async.remote.weights.transfers import sources_of_next
 from jaxrl_async.remote.weights.transport_choice import make_fetching, make_offering
 
 WARM_UP = 2

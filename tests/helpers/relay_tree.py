@@ -1,6 +1,6 @@
 """The whole tree along which samplers relay weights, from the source of each next one."""
 
-from jaxrl_async.remote.weights.fetch_tree import sources_of_next
+from jaxrl_async.remote.weights.transfers import sources_of_next
 
 
 def sources(members: list[str], fanout: int, trainer: str) -> tuple[tuple[str, ...], ...]:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from relay_tree import sources
 
-from jaxrl_async.remote.weights.fetch_tree import MOST_SOURCES
+from jaxrl_async.remote.weights.transfers import MOST_SOURCES
 
 TRAINER = "trainer"
 
