@@ -27,7 +27,7 @@ from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.remote.weights.locations import HeldShard, Holder, offer_json
 from jaxrl_async.remote.weights.outbox import WeightOutbox
 from jaxrl_async.remote.weights.remote_link import RemoteEnd
-from jaxrl_async.remote.wire.messages import Hello, Live, Offer, Staged
+from jaxrl_async.remote.wire.messages import Live, Offer, Staged
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.manifest import Manifest
 
@@ -118,8 +118,7 @@ def row(samplers: int) -> Row:
     for number in range(samplers):
         session = PlayedSession(offered)
         address = f"10.0.{number // 250}.{number % 250}:8484"
-        hello = Hello(name=f"s{number}", data_address=address)
-        RemoteEnd(session, hello, channel.exchange, outbox)
+        RemoteEnd(session, address, channel.exchange, outbox)
     _come(channel, offered, samplers, 0)
     times, threads = [], 0
     for version in (1, 2, 3):

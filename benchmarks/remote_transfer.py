@@ -24,8 +24,8 @@ from jaxrl_async.config import schema
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.mesh import SAMPLER_RULES, make_slices, shapes_on, shardings
 from jaxrl_async.model.spec import weight_table
-from jaxrl_async.remote.weights.fetch_tree import sources
 from jaxrl_async.remote.weights.protocols import Fetched, Fetching
+from jaxrl_async.remote.weights.transfers import sources_of_next
 from jaxrl_async.remote.weights.transport_choice import make_fetching, make_offering
 
 WARM_UP = 2
@@ -104,7 +104,11 @@ class _Trainer:
     def publish(self, samplers: Sequence["SamplerProcess"], fanout: int, repeats: int) -> Row:
         """Offer a version, wait until all samplers have it, and again."""
         addresses = [self._addresses[sampler] for sampler in samplers]
-        orders = sources(addresses, fanout, self._offering.address)
+        trainer = self._offering.address
+        orders = [
+            sources_of_next(place, addresses.__getitem__, fanout, trainer)
+            for place in range(len(addresses))
+        ]
         taken_s, offer_s, cpu_s, sent = [], [], [], []
         for _ in range(repeats):
             self._version += 1

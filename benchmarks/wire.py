@@ -223,7 +223,7 @@ def _carry_session(rounds: int) -> tuple[float, float]:
     def on_join(session: WireSession, hello: Hello) -> Welcome:
         session.on(Answers, answered.put)
         joined.put(session)
-        return Welcome(config={}, spec={}, mesh={}, seed=0, layout_hash="", run="")
+        return Welcome(config={}, spec={}, mesh={}, seed=0, run="")
 
     hub = Hub("127.0.0.1:0", secret=b"", tls=None, limits=LIMITS, on_join=on_join)
     child = _sampler("session", "codec", str(hub.address), rounds)

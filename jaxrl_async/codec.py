@@ -53,7 +53,7 @@ def dumps(tree: object) -> Bytes:
     arrays: list[NDArray[Any]] = []
     text = json.dumps(_encoded(tree, arrays), check_circular=False).encode()
     head = np.array([len(text)], "<u8").tobytes()
-    parts = [head, text, *(np.ascontiguousarray(a).tobytes() for a in arrays)]
+    parts: list[Any] = [head, text, *map(np.ascontiguousarray, arrays)]
     return np.frombuffer(b"".join(parts), np.uint8)
 
 

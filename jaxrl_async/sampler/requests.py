@@ -152,10 +152,14 @@ class Inbox:
         return commands
 
 
+def request_of(given: Request | Partial) -> Request:
+    """Return the request, also for a partial."""
+    return given.request if isinstance(given, Partial) else given
+
+
 def live_request(given: Request | Partial, waiter: Waiter) -> LiveRequest:
     """Return a checked request in the form that the batch takes."""
-    saved = given if isinstance(given, Partial) else None
-    request = given.request if isinstance(given, Partial) else given
+    saved, request = given if isinstance(given, Partial) else None, request_of(given)
     return LiveRequest(request=request, max_new=num_wanted(request), owner=waiter, partial=saved)
 
 

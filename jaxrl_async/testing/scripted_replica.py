@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxrl_async.errors import Closed, Disconnected, RolloutError
 from jaxrl_async.ports.generate import Departure
+from jaxrl_async.sampler.requests import request_of
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.testing.fakes import make_completion
 from jaxrl_async.types import Completion, Partial, Request
@@ -96,13 +97,13 @@ class ScriptedReplica:
     @property
     def held_ids(self) -> tuple[str, ...]:
         """Ids of the unanswered requests, oldest first."""
-        return tuple(_request(given).request_id for given, _ in self.held)
+        return tuple(request_of(given).request_id for given, _ in self.held)
 
     def answer(self, *, nan: bool = False) -> None:
         """Complete the oldest request. nan: with a non-finite log-prob."""
         given, future = self.held.pop(0)
         self.blocks += 1
-        completion = make_completion(_request(given), [1, 2])
+        completion = make_completion(request_of(given), [1, 2])
         if nan:
             completion.logprobs[0] = np.nan
         if future.set_running_or_notify_cancel():
@@ -125,7 +126,7 @@ class ScriptedReplica:
     def leave(self, partials: Sequence[Partial] = ()) -> None:
         """Hand back these requests and end."""
         drawn = {p.request.request_id: p for p in partials}
-        held = [(_request(given).request_id, future) for given, future in self.held]
+        held = [(request_of(given).request_id, future) for given, future in self.held]
         self.departure = Departure(
             reason="told to", partials={f: drawn[i] for i, f in held if i in drawn}
         )
@@ -137,7 +138,3 @@ class ScriptedReplica:
         for _, future in held:
             if not future.done():
                 future.set_exception(error)
-
-
-def _request(given: Request | Partial) -> Request:
-    return given.request if isinstance(given, Partial) else given

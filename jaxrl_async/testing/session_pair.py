@@ -41,7 +41,7 @@ class MemoryLine:
         """Break the line; both ends notice immediately, as when a process dies."""
         self._cut.set()
         for end in self._ends:
-            end.stream_ended("the line was cut")
+            end.lost("the line was cut")
 
     def silence(self) -> None:
         """Drop all frames from now on; the ends notice after silence_s, as when a network fails or
@@ -56,7 +56,7 @@ class MemoryLine:
             if not self._silent.is_set():
                 b.take(frame)
         if not self._silent.is_set():
-            b.stream_ended(f"{b.peer} has closed the connection")
+            b.lost(f"{b.peer} has closed the connection")
 
 
 def session_pair(*, sampler: str = "sampler-0", limits: WireLimits = TEST_LIMITS) -> SessionPair:

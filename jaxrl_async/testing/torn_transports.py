@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,6 +9,8 @@ import numpy as np
 
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.model.spec import Params
+from jaxrl_async.remote.weights.protocols import Fetched
+from jaxrl_async.weights.manifest import manifest_of
 
 
 class MemoryOffering:
@@ -38,7 +39,7 @@ class MemoryOffering:
             assert version not in self.offered
             self.offered[version] = copy
             self.most_offered = max(self.most_offered, len(self.offered))
-        return {"version": version}
+        return {"version": version, "layout": manifest_of(params).layout_hash}
 
     def compares(self, params: Params) -> bool:
         """See Offering: never compares."""
@@ -55,23 +56,15 @@ class MemoryOffering:
         self.offered.clear()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryFetched:
-    """A remote.weights.protocols.Fetched."""
-
-    params: Params
-    num_bytes: int
-    source: str
-    compared: bool = False
-    fallbacks: int = 0
-
-
 class MemoryFetching:
     """A remote.weights.protocols.Fetching from a MemoryOffering or other MemoryFetchings."""
 
-    def __init__(self, peers: dict[str, Any], address: str = "") -> None:
-        """Fetch from `peers` (address -> MemoryOffering or MemoryFetching), and join them."""
-        self._peers, self._address = peers, address
+    def __init__(self, peers: dict[str, Any], address: str = "", layout: str = "") -> None:
+        """Fetch from `peers` (address -> MemoryOffering or MemoryFetching), and join them.
+
+        layout: the only layout that is fetched; "": any.
+        """
+        self._peers, self._address, self._layout = peers, address, layout
         self.offered: dict[int, Params] = {}
         self.torn = 0  # number of next transfers that are corrupted
         self.broken = 0  # number of next transfers that raise
@@ -89,9 +82,11 @@ class MemoryFetching:
 
     def fetch(
         self, version: int, where: Mapping[str, Any], sources: Sequence[str], abort: threading.Event
-    ) -> MemoryFetched:
+    ) -> Fetched:
         """See Fetching."""
         assert where["version"] == version
+        if self._layout and where["layout"] != self._layout:
+            raise WeightsError(f"weights of layout {where['layout']}")
         self.sources.append(tuple(sources))
         while not self.go.wait(0.001):
             if abort.is_set():
@@ -110,7 +105,7 @@ class MemoryFetching:
             self.offered = {version: params}
         self.fetched.append((version, source))
         num_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
-        return MemoryFetched(
+        return Fetched(
             params=jax.tree.map(jax.numpy.asarray, params), num_bytes=num_bytes, source=source
         )
 

@@ -67,7 +67,7 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @contextmanager
 def a_hub(secret: bytes, welcome: Welcome | None = None, **more: object) -> Iterator[Hub]:
     """Make a trainer's end that lets in whoever knows the secret."""
-    told = welcome or Welcome(config={}, spec={}, mesh={}, seed=0, layout_hash="", run="r")
+    told = welcome or Welcome(config={}, spec={}, mesh={}, seed=0, run="r")
     hub = Hub(
         "127.0.0.1:0", secret=secret, tls=None, limits=LIMITS, on_join=lambda *_: told, **more
     )
@@ -110,9 +110,7 @@ def of_a_stranger(tmp_path: Path) -> tuple[Welcome, Path, str]:
     own = OwnCode(
         name="Layer", sha256=hashlib.sha256(file.read_bytes()).hexdigest(), file=str(file)
     )
-    welcome = Welcome(
-        config={}, spec=asdict(replace(SPEC, own=own)), mesh={}, seed=0, layout_hash="", run="r"
-    )
+    welcome = Welcome(config={}, spec=asdict(replace(SPEC, own=own)), mesh={}, seed=0, run="r")
     return welcome, mark, str(file)
 
 
@@ -506,7 +504,7 @@ def test_a_member_ends_with_a_clean_reason() -> None:
 
     def on_join(session, hello):
         session.on_end(lambda reason: (ended.append(reason), heard.set()))
-        return Welcome(config={}, spec={}, mesh={}, seed=0, layout_hash="", run="r")
+        return Welcome(config={}, spec={}, mesh={}, seed=0, run="r")
 
     hub = Hub("127.0.0.1:0", secret=SECRET, tls=None, limits=LIMITS, on_join=on_join)
     session, _ = dial(

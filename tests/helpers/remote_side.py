@@ -13,8 +13,6 @@ from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.remote.weights.outbox import WeightOutbox
 from jaxrl_async.remote.weights.receiver import WeightReceiver
 from jaxrl_async.remote.weights.remote_link import RemoteEnd
-from jaxrl_async.remote.weights.source import RemoteSource
-from jaxrl_async.remote.wire.messages import Hello
 from jaxrl_async.testing.session_pair import session_pair
 from jaxrl_async.testing.torn_transports import MemoryFetching, MemoryOffering
 from jaxrl_async.weights.channel import WeightChannel
@@ -75,17 +73,16 @@ class TrainerSide:
 
 
 class SamplerSide:
-    """One remote sampler: its session, its source, and its end at the channel."""
+    """One remote sampler: its session, its receiver, and its end at the channel."""
 
     def __init__(self, side, name, address, layout):
         self.pair = session_pair(sampler=name)
-        self.fetching = MemoryFetching(side.peers, address)
-        self.receiver = WeightReceiver(self.pair.sampler, self.fetching, layout_hash=layout)
-        self.source = RemoteSource(self.receiver)
+        self.fetching = MemoryFetching(side.peers, address, layout)
+        self.receiver = WeightReceiver(self.pair.sampler, self.fetching)
         self.entered = threading.Event()
-        hello = Hello(name=name, data_address=address)
-        self.end = RemoteEnd(self.pair.trainer, hello, side.channel.exchange, side.outbox)
-        self.end.on_entered(self.entered.set)
+        self.end = RemoteEnd(
+            self.pair.trainer, address, side.channel.exchange, side.outbox, self.entered.set
+        )
         self.drawn = []  # versions, as they were swapped to
 
     def begin(self):
@@ -103,11 +100,11 @@ class SamplerSide:
         np.testing.assert_array_equal(update.params["w"], weights(update.version)["w"])
         assert not self.drawn or update.version > self.drawn[-1]
         self.drawn.append(update.version)
-        self.source.live(update.version)
+        self.receiver.live(update.version)
 
     def poll(self):
         """Swap to new weights if some are there."""
-        update = self.source.poll()
+        update = self.receiver.poll()
         if update is not None:
             self.swap(update)
         return update

@@ -11,7 +11,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, cast
+from typing import Any
 
 from jax._src import distributed  # the store has no public name; orbax uses it from there, too
 
@@ -28,35 +28,12 @@ SPARE = 1
 previous version."""
 
 
-class KeyValueStore(Protocol):
-    """The used methods of jax.distributed's key-value store."""
-
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-        """Set a key."""
-        ...
-
-    def key_value_try_get(self, key: str) -> str:
-        """Return the value of a key. Raises if the key is not set."""
-        ...
-
-    def key_value_delete(self, key: str) -> None:
-        """Delete a key."""
-        ...
-
-
-def distributed_store() -> KeyValueStore:
-    """Return the store of this JAX world."""
-    store: Any = distributed.global_state.client
-    return cast(KeyValueStore, store)
-
-
 class HostOffers:
     """The Offering of one process of a trainer over several hosts."""
 
     def __init__(
         self,
         own: Offering,
-        store: KeyValueStore,
         *,
         index: int,
         count: int,
@@ -66,12 +43,12 @@ class HostOffers:
 
         Args:
             own: the transport of this process.
-            store: transports the other processes' offers to the first process.
             index: number of this process.
             count: number of processes.
             timeout_s: maximum wait of the first process for the others.
         """
-        self._own, self._store = own, store
+        self._own = own
+        self._store: Any = distributed.global_state.client
         self._index, self._count, self._timeout_s = index, count, timeout_s
         self._withdrawn: deque[int] = deque()
 
@@ -116,11 +93,11 @@ class HostOffers:
     def _of(self, version: int, index: int, until: float) -> dict[str, Any]:
         """Return another process's offer."""
         while True:
-            text = _read(self._store, _key(version, index))
+            text = self._read(_key(version, index))
             if text is not None:
                 offer: dict[str, Any] = json.loads(text)
                 return offer
-            newest = None if version == BASE else _read(self._store, _newest(index))
+            newest = None if version == BASE else self._read(_newest(index))
             if newest is not None and int(newest) > version:
                 raise WeightsError(
                     f"process {index} of the trainer already has version {newest} and "
@@ -132,6 +109,15 @@ class HostOffers:
                     f"{self._timeout_s:g} s. Check its log."
                 )
             time.sleep(LOOK_S)
+
+    def _read(self, key: str) -> str | None:
+        try:
+            text: str = self._store.key_value_try_get(key)
+        except Exception as error:  # NOT_FOUND of gRPC, as a JaxRuntimeError
+            if "NOT_FOUND" in str(error):
+                return None
+            raise
+        return text
 
 
 class PartPublisher:
@@ -161,12 +147,3 @@ def _key(version: int, index: int) -> str:
 
 def _newest(index: int) -> str:
     return f"jaxrl_async/newest_offer/{index}"
-
-
-def _read(store: KeyValueStore, key: str) -> str | None:
-    try:
-        return store.key_value_try_get(key)
-    except Exception as error:  # NOT_FOUND of gRPC, as a JaxRuntimeError
-        if "NOT_FOUND" in str(error):
-            return None
-        raise

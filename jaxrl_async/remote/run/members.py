@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +65,6 @@ class Invitation:
 
     config: Config
     spec: ModelSpec
-    layout_hash: str  # of the offered weights
     places: int  # requests that a sampler holds at the same time
     probe_ids: IntArray | None = None  # tokens to check new weights on; None: any
     tokenizer: Bytes | None = None  # as in Welcome
@@ -87,7 +86,6 @@ class Invitation:
             spec=dataclasses.asdict(self.spec),
             mesh=shape.model_dump(),
             seed=self.config.run.seed,
-            layout_hash=self.layout_hash,
             run=self.config.run.name,
             probe_ids=self.probe_ids,
             tokenizer=self.tokenizer,
@@ -287,10 +285,14 @@ class Members:
         self, session: WireSession, hello: Hello, prepared: Prepared, replica: RemoteReplica
     ) -> None:
         """Offer the weights to a sampler that is ready for them."""
-        hello = replace(hello, data_address=prepared.data_address)
-        end = RemoteEnd(session, hello, self._channel.exchange, self._outbox)
+        end = RemoteEnd(
+            session,
+            prepared.data_address,
+            self._channel.exchange,
+            self._outbox,
+            on_entered=lambda: self._route_to(session, hello, replica),
+        )
         replica.draws_from(lambda: end.live_version)
-        end.on_entered(lambda: self._route_to(session, hello, replica))
 
     def _take_trace(self, name: str, profiled: Profiled) -> None:
         """Write a trace that was requested from a sampler. Raises RolloutError for any other

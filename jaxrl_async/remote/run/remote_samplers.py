@@ -19,7 +19,7 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, shardings
 from jaxrl_async.metrics.json_logs import LOGS_VARIABLE
 from jaxrl_async.model.spec import ModelSpec, Params
-from jaxrl_async.remote.run.host_offers import HostOffers, PartPublisher, distributed_store
+from jaxrl_async.remote.run.host_offers import HostOffers, PartPublisher
 from jaxrl_async.remote.run.local_samplers import LocalSamplers
 from jaxrl_async.remote.run.members import Invitation, Members
 from jaxrl_async.remote.run.sent_tokenizer import sent_tokenizer
@@ -104,7 +104,7 @@ def make_remote_sampling(
             router=router, channel=channel, publisher=PartPublisher(channel), probe=probe
         )
     members = Members(
-        invitation(config, spec, sent, run_probe_ids(inputs), inputs.tokenizer),
+        invitation(config, spec, run_probe_ids(inputs), inputs.tokenizer),
         channel,
         outbox,
         router,
@@ -148,7 +148,6 @@ def _base_to_send(config: Config, inputs: Inputs, base: Params | None) -> Params
 def invitation(
     config: Config,
     spec: ModelSpec,
-    sent: SentWeights,
     probe_ids: IntArray,
     tokenizer: Tokenizer | None = None,
 ) -> Invitation:
@@ -158,7 +157,6 @@ def invitation(
     return Invitation(
         config=config,
         spec=spec,
-        layout_hash=manifest_of(sent.lowered).layout_hash,
         places=plan.slots + plan.reserve,
         probe_ids=probe_ids,
         tokenizer=None if tokenizer is None else sent_tokenizer(tokenizer),
@@ -193,7 +191,6 @@ def make_outbox(
     if lockstep.count > 1:
         offering = HostOffers(
             offering,
-            distributed_store(),
             index=lockstep.index,
             count=lockstep.count,
             timeout_s=remote.transfer_timeout_s,

@@ -34,7 +34,6 @@ from jaxrl_async.remote.weights.base_delivery import BaseBringer
 from jaxrl_async.remote.weights.protocols import Fetching
 from jaxrl_async.remote.weights.receiver import WeightReceiver
 from jaxrl_async.remote.weights.transport_choice import make_fetching
-from jaxrl_async.remote.weights.verification import SoundFetching
 from jaxrl_async.remote.wire.messages import Welcome
 from jaxrl_async.remote.wire.secret import LEAST_BYTES, SECRET_VARIABLE, is_strong
 from jaxrl_async.remote.wire.session_port import Session
@@ -47,7 +46,6 @@ from jaxrl_async.run.builders.samplers import (
 )
 from jaxrl_async.sampler.intake import NO_FOLLOWERS, Followers
 from jaxrl_async.sampler.setup import SamplerSetup, build_setup
-from jaxrl_async.weights.manifest import manifest_of
 
 TLS_FILES = {"tls_certificate", "tls_key", "tls_authority"}
 """Connection settings that differ on each side."""
@@ -98,15 +96,14 @@ class SamplerParts:
             advertise=host,
             secret=secret,
         )
-        layout = manifest_of(self.target).layout_hash
         base = None if self.base is None else self._frozen_base(self.base, fetching)
-        receiver = WeightReceiver(session, fetching, layout_hash=layout, base=base)
+        receiver = WeightReceiver(session, fetching, base=base)
         return receiver, fetching.address
 
     def _frozen_base(self, target: Params, fetching: Fetching) -> BaseBringer:
         """Return the loader of the base. It reads model.path if this machine has it and the base is
         sent in its stored form."""
-        path, layout = self.config.model.path, manifest_of(target).layout_hash
+        path = self.config.model.path
         readable = (
             path is not None
             and Path(path).is_dir()
@@ -120,10 +117,7 @@ class SamplerParts:
             where = jax.tree.map(lambda x: x.sharding, target)
             return load_params(path, self.spec, where, jax.tree.leaves(target)[0].dtype)
 
-        return BaseBringer(
-            SoundFetching(fetching=fetching.for_base(target), layout_hash=layout),
-            read if readable else None,
-        )
+        return BaseBringer(fetching.for_base(target), read if readable else None)
 
 
 def parts_of(welcome: Welcome) -> SamplerParts:
@@ -204,23 +198,24 @@ def sampler_mesh(axes: Mapping[str, int]) -> Mesh:
 
 def sent_spec(fields: Mapping[str, object]) -> ModelSpec:
     """Return the model that a Welcome describes. Raises ConfigError."""
-    try:
-        spec = ModelSpec.from_fields(fields)
-    except (KeyError, TypeError, ValueError) as error:
-        raise _other_version(error) from None
+    spec = _spec_of(fields)
     check_own(spec)
     return spec
 
 
 def sent_own(fields: Mapping[str, object]) -> OwnCode | None:
     """Return the user's layer class named in a Welcome, or None. Raises ConfigError."""
+    own = _spec_of(fields).own
+    if own is not None and not all(isinstance(t, str) for t in dataclasses.astuple(own)):
+        raise _other_version(TypeError("the class of its layers"))
+    return own
+
+
+def _spec_of(fields: Mapping[str, object]) -> ModelSpec:
     try:
-        own = ModelSpec.from_fields(fields).own
-        if own is not None and not all(isinstance(t, str) for t in dataclasses.astuple(own)):
-            raise TypeError("the class of its layers")
+        return ModelSpec.from_fields(fields)
     except (KeyError, TypeError, ValueError) as error:
         raise _other_version(error) from None
-    return own
 
 
 def _other_version(error: Exception) -> ConfigError:

@@ -12,12 +12,12 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
-import jaxrl_async
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.errors import Disconnected
 from jaxrl_async.host import only_new_garbage
@@ -30,16 +30,16 @@ from jaxrl_async.remote.run.sampler_parts import (
     config_of,
     parts_of,
 )
-from jaxrl_async.remote.run.sampler_world import begin_nothing, follow_sampler, lead_sampler
+from jaxrl_async.remote.run.sampler_world import follow_sampler, lead_sampler
+from jaxrl_async.remote.sampler.rendezvous import LeaderPlace
 from jaxrl_async.remote.sampler.request_server import ReplicaServer
 from jaxrl_async.remote.weights.shared_memory import machine_boot_id
-from jaxrl_async.remote.weights.source import RemoteSource
 from jaxrl_async.remote.wire.address import locate_trainer
 from jaxrl_async.remote.wire.client import dial
 from jaxrl_async.remote.wire.messages import Hello, Prepared, Welcome
 from jaxrl_async.remote.wire.secret import read_secret
 from jaxrl_async.remote.wire.session import BEATS, WireLimits, WireSession
-from jaxrl_async.remote.wire.tls import TlsFiles, read_tls
+from jaxrl_async.remote.wire.tls import read_tls
 from jaxrl_async.run.builders.devices import keep_compiled_programs
 from jaxrl_async.run.builders.program_cache import keep_used
 from jaxrl_async.run.signals import PREEMPTED_CODE, Stop
@@ -79,14 +79,6 @@ class Joining:
     processes: int = 1  # processes of the sampler: one per host of its slice
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Credentials:
-    """Credentials that this process presents and requires."""
-
-    secret: bytes = field(repr=False)  # of the environment; empty: use the trainer's file
-    tls: TlsFiles | None
-
-
 def run_sampler(joining: Joining) -> int:
     """Join the run, and rejoin whenever its trainer comes back; return the exit code.
 
@@ -96,9 +88,18 @@ def run_sampler(joining: Joining) -> int:
     programs = private_folder(PROGRAMS)
     keep_used(programs)
     keep_compiled_programs(programs)
-    shown = Credentials(secret=read_secret(), tls=read_tls(joining.remote))
+    secret, tls = read_secret(), read_tls(joining.remote)  # empty secret: use the trainer's file
     instance = secrets.token_hex(8)
     with Stop() as stop:
+        join = partial(
+            dial,
+            joining.address,
+            secret=secret,
+            tls=tls,
+            limits=WireLimits(),
+            timeout_s=joining.wait_s,
+            stopped=stop.is_set,
+        )
         stop.answer = "handing back running requests and leaving"
         if joining.processes > 1:
             claim_sampler_devices(joining.axes, joining.processes)
@@ -106,7 +107,7 @@ def run_sampler(joining: Joining) -> int:
             follow_sampler(joining.remote, stop=stop, wait_s=joining.wait_s)
             return PREEMPTED_CODE if stop.preempted else 0
         while True:
-            outcome = _join_once(joining, shown, stop, instance)
+            outcome = _join_once(joining, join, stop, instance)
             if outcome is Outcome.STOPPED or (outcome is Outcome.LOST and stop.is_set()):
                 return PREEMPTED_CODE if stop.preempted else 0
             if outcome is Outcome.FINISHED:
@@ -118,12 +119,16 @@ def run_sampler(joining: Joining) -> int:
             log.warning("the trainer is gone; waiting %.0f s for it to come back", joining.wait_s)
 
 
-def _join_once(joining: Joining, shown: Credentials, stop: Stop, instance: str) -> Outcome:
+def _join_once(
+    joining: Joining,
+    join: Callable[[Hello], tuple[WireSession, Welcome]],
+    stop: Stop,
+    instance: str,
+) -> Outcome:
     """Join, serve until the session ends, and return the outcome."""
     with ExitStack() as closing:
         hello = Hello(
             name=joining.name or f"{socket.gethostname()}-{os.getpid()}",
-            package=jaxrl_async.__version__,
             host=machine_boot_id(),
             process=os.getpid(),
             mesh=joining.axes,
@@ -131,10 +136,13 @@ def _join_once(joining: Joining, shown: Credentials, stop: Stop, instance: str) 
         )
         with ExitStack() as without_trainer:
             if joining.processes > 1:
-                without_trainer.callback(begin_nothing)
-            session, welcome = _dialled(joining, hello, shown, stop)
-            if session is None or welcome is None:
-                return Outcome.STOPPED
+                without_trainer.callback(LeaderPlace.told, None, leads=True)
+            try:
+                session, welcome = join(hello)
+            except Disconnected:
+                if stop.is_set():
+                    return Outcome.STOPPED
+                raise
             without_trainer.pop_all()
         closing.callback(session.end, "the sampler has ended")
         try:
@@ -142,26 +150,6 @@ def _join_once(joining: Joining, shown: Credentials, stop: Stop, instance: str) 
         except Disconnected as error:
             log.warning("%s", error)
             return Outcome.STOPPED if stop.is_set() else Outcome.LOST
-
-
-def _dialled(
-    joining: Joining, hello: Hello, shown: Credentials, stop: Stop
-) -> tuple[WireSession | None, Welcome | None]:
-    """Dial until the trainer answers; (None, None): a signal arrived first."""
-    try:
-        return dial(
-            joining.address,
-            hello,
-            secret=shown.secret,
-            tls=shown.tls,
-            limits=WireLimits(),
-            timeout_s=joining.wait_s,
-            stopped=stop.is_set,
-        )
-    except Disconnected:
-        if stop.is_set():
-            return None, None
-        raise
 
 
 def _serve(
@@ -226,11 +214,11 @@ def _own_sampler(
     receiver, address = parts.receiver(session, joining.remote, host=host, secret=session.secret)
     closing.callback(receiver.close)
     session.send(Prepared(data_address=address))
-    first, weights = receiver.first(parts.config.remote_settings.wait_s), RemoteSource(receiver)
+    first = receiver.first(parts.config.remote_settings.wait_s)
     sampler = closing.enter_context(
-        Sampler.from_setup(setup, setup.engine.prepare(first.params), first.version, weights)
+        Sampler.from_setup(setup, setup.engine.prepare(first.params), first.version, receiver)
     )
-    weights.live(first.version)
+    receiver.live(first.version)
     receiver.begun()
     return sampler
 

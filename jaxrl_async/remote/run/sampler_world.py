@@ -19,7 +19,6 @@ from jaxrl_async.remote.sampler.follower import follow
 from jaxrl_async.remote.sampler.joint_weights import JointWeights, OfferRelay
 from jaxrl_async.remote.sampler.leader import FollowerCrew, leading_sampler
 from jaxrl_async.remote.sampler.rendezvous import FollowerHub, LeaderPlace, dial_leader
-from jaxrl_async.remote.weights.source import RemoteSource
 from jaxrl_async.remote.wire.messages import Prepared, Welcome
 from jaxrl_async.remote.wire.session import WireLimits, WireSession
 from jaxrl_async.run.signals import Stop
@@ -63,16 +62,11 @@ def lead_sampler(
     relay = OfferRelay(session, crew.sessions)
     receiver, _ = parts.receiver(relay, own, host=host, secret=secret)
     closing.callback(receiver.close)
-    weights = JointWeights(relay, RemoteSource(receiver))
+    weights = JointWeights(relay, receiver)
     session.send(Prepared())  # each process has only its part: none relays weights
     sampler = closing.enter_context(leading_sampler(setup, crew, weights.first(wait_s), weights))
     receiver.begun()
     return sampler
-
-
-def begin_nothing() -> None:
-    """Tell the other processes, from the first, that the sampler does not start."""
-    LeaderPlace.told(None, leads=True)
 
 
 def follow_sampler(own: RemoteSection, *, stop: Stop, wait_s: float) -> None:
@@ -93,13 +87,13 @@ def follow_sampler(own: RemoteSection, *, stop: Stop, wait_s: float) -> None:
     session, welcome = dial_leader(place, index, limits=WireLimits(), timeout_s=wait_s)
     parts = parts_of(welcome)
     receiver, _ = parts.receiver(session, own, host="127.0.0.1", secret=place.shared)
-    told_to_go, weights = threading.Event(), RemoteSource(receiver)
+    told_to_go = threading.Event()
     try:
         with stop.acting_on(told_to_go.set):
             follow(
                 session,
                 parts.setup(),
-                weights,
+                receiver,
                 process=index,
                 told_to_go=told_to_go,
                 begun=receiver.begun,

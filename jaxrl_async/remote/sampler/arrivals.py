@@ -38,7 +38,8 @@ Checked = TypeVar("Checked")
 
 
 class Arrivals:
-    """The session's side of a RemoteReplica: a handler for each kind of message.
+    """The session's side of a RemoteReplica: a handler for each kind of message. The session has
+    checked that the fields match their types.
 
     Attributes:
         stats: Of the last beat.
@@ -97,13 +98,13 @@ class Arrivals:
     def take_beat(self, message: Beat) -> None:
         """Keep the statistics. Raises RolloutError."""
         self.stats = self._checked("a beat", lambda: checked_stats(message.stats))
-        if isinstance(message.places, int) and 0 < message.places < 2**31:
+        if 0 < message.places < 2**31:
             self._requests.places = message.places
 
     def take_died(self, message: Died) -> None:
         """Fail everything, and record which requests were on the device."""
         requests = self._requests.by_wire_id()
-        outs = [requests.get(i) for i in message.blamed if isinstance(i, str)]
+        outs = [requests.get(i) for i in message.blamed]
         blamed = frozenset(out.request.request_id for out in outs if out is not None)
         error = RolloutError(f"{self._peer} died: {checked_text(message.error)}")
         self._requests.finish(error, blamed=blamed)
@@ -126,13 +127,6 @@ class Arrivals:
 
     def _results(self, message: Answers) -> dict[str, Completion | RolloutError]:
         """Return the checked answers, by wire id."""
-        if not (
-            isinstance(message.completions, tuple)
-            and isinstance(message.failures, tuple)
-            and all(isinstance(c, Completion) for c in message.completions)
-            and all(isinstance(f, RemoteFailure) for f in message.failures)
-        ):
-            raise RolloutError("Answers must hold completions and failures.")
         results: dict[str, Completion | RolloutError] = {}
         answers: list[Completion | RemoteFailure] = [*message.completions, *message.failures]
         for answer in answers:
@@ -156,7 +150,7 @@ class Arrivals:
             )
         return results
 
-    def _report(self, partials: object) -> tuple[Partial, ...]:
+    def _report(self, partials: tuple[Partial, ...]) -> tuple[Partial, ...]:
         """Return the partials of all running requests, and keep them."""
         drawn = self._drawn(partials)
         given = {i: out.given for i, out in self._requests.by_wire_id().items()}
@@ -169,16 +163,14 @@ class Arrivals:
         (saved,) = message.partials
         return (self._checked_drawn(saved, out),)
 
-    def _checked_drawn(self, partial: object, out: Outstanding) -> Partial:
+    def _checked_drawn(self, partial: Partial, out: Outstanding) -> Partial:
         newest = self._newest()
         room = self._check.room
         return checked_drawn(partial, out.given, room, newest=newest, oldest=out.oldest)
 
-    def _drawn(self, partials: object) -> dict[str, Partial]:
+    def _drawn(self, partials: tuple[Partial, ...]) -> dict[str, Partial]:
         """Return the checked partials of requests that are still outstanding, by wire id. A partial
         with a non-finite log-prob is dropped: its request restarts."""
-        if not isinstance(partials, tuple) or not all(isinstance(p, Partial) for p in partials):
-            raise RolloutError("it must hold Partials.")
         requests = self._requests.by_wire_id()
         known = [(p, requests.get(p.request.request_id)) for p in partials]
         drawn = {
@@ -194,7 +186,7 @@ class Arrivals:
         self.thread = threading.get_ident()
         try:
             return check()
-        except (RolloutError, TypeError, AttributeError, ValueError) as error:
+        except (RolloutError, TypeError, AttributeError, ValueError, OverflowError) as error:
             self._count("refused_answers", 1)
             self.cut_off(f"{what} is invalid: {error}")
             raise RolloutError(f"{what} of {self._peer} is invalid: {error}") from error

@@ -49,7 +49,7 @@ class OfferRelay:
     Offers are also sent to the followers, and the source's reports count as one process's."""
 
     def __init__(self, trainer: Session, followers: Sequence[Session]) -> None:
-        self._trainer, self._followers = trainer, tuple(followers)
+        self._trainer = trainer
         self._lock = threading.Lock()
         self._current: Offer | None = None
         self._waiting: Offer | None = None  # the newest that arrived in the meantime
@@ -58,10 +58,14 @@ class OfferRelay:
         self._finished: Staged | None = None  # the last version that all processes used
         self._given_up: dict[int, set[int]] = {}  # version: processes that may still get it
         self._torn = False  # a process could not fetch the current version
-        self._offer_own: Callable[[Any], None] = lambda _: None
-        self._forget_own: Callable[[int], None] = lambda _: None
+        # by process; the leader's own are set by `on` and `attach_source`
+        self._offer: list[Callable[[Any], None]] = [lambda _: None, *(s.send for s in followers)]
+        self._forget: list[Callable[[int], None]] = [
+            lambda _: None,
+            *(lambda v, s=s: s.send(GivenUpRequest(version=v)) for s in followers),
+        ]
         self._wake: threading.Event | None = None
-        for number, session in enumerate(self._followers, start=1):
+        for number, session in enumerate(followers, start=1):
             session.on(Staged, partial(self._note_staged, number))
             session.on(Torn, self._note_torn)
             session.on(Live, partial(self._note_live, number))
@@ -99,7 +103,7 @@ class OfferRelay:
     def on(self, kind: type[WireMessage], handler: Callable[[WireMessage], None]) -> None:
         """See ports.Session."""
         if kind is Offer:
-            self._offer_own = handler
+            self._offer[LEADER] = handler
             self._trainer.on(Offer, self._note_offer)
         else:
             self._trainer.on(kind, handler)
@@ -116,7 +120,7 @@ class OfferRelay:
 
     def attach_source(self, forget: Callable[[int], None]) -> None:
         """Register a function to call with a version that the leader's source must release."""
-        self._forget_own = forget
+        self._forget[LEADER] = forget
 
     def attach(self, wake: threading.Event) -> None:
         """Set this event whenever all processes have a version, and now if they already have."""
@@ -137,7 +141,7 @@ class OfferRelay:
 
     @property
     def _all_staged(self) -> bool:
-        return len(self._staged) == 1 + len(self._followers)
+        return len(self._staged) == len(self._offer)
 
     def _note_offer(self, offer: Offer) -> None:
         whole, change = None, NO_CHANGE
@@ -147,8 +151,7 @@ class OfferRelay:
                 whole = finished  # re-offered before the answer arrived
             elif current is not None and current.version == offer.version:  # again, after a Torn
                 self._current, self._torn = offer, False
-                everybody = range(1 + len(self._followers))
-                to = tuple(n for n in everybody if n not in self._staged)
+                to = tuple(n for n in range(len(self._offer)) if n not in self._staged)
                 change = _Change(offer=offer, to=to)
                 whole = _summed(self._staged) if self._all_staged else None
             else:
@@ -171,7 +174,7 @@ class OfferRelay:
                 if self._all_staged:  # the leader may use it now: it can no longer be given up
                     whole, self._torn = _summed(self._staged), False
         if late:
-            self._forget(number, version)
+            self._forget[number](version)
         if whole is not None:
             self._trainer.send(whole)
             if wake is not None:
@@ -195,7 +198,7 @@ class OfferRelay:
             known = current is not None and current.version == live.version
             if known:
                 self._live.add(number)
-            done = known and len(self._live) == 1 + len(self._followers)
+            done = known and len(self._live) == len(self._offer)
             if done:
                 self._finished = _summed(self._staged)
                 self._given_up.clear()
@@ -210,7 +213,7 @@ class OfferRelay:
 
         given_up: the processes release the previous version, now or as soon as they have it.
         """
-        everybody = range(1 + len(self._followers))
+        everybody = range(len(self._offer))
         forget: tuple[tuple[int, int], ...] = ()
         if self._current is not None and given_up:
             version = self._current.version
@@ -227,18 +230,9 @@ class OfferRelay:
 
     def _apply(self, change: _Change) -> None:
         for number, version in change.forget:
-            self._forget(number, version)
+            self._forget[number](version)
         for number in change.to:
-            if number == LEADER:
-                self._offer_own(change.offer)
-            else:
-                self._followers[number - 1].send(change.offer)
-
-    def _forget(self, number: int, version: int) -> None:
-        if number == LEADER:
-            self._forget_own(version)
-        else:
-            self._followers[number - 1].send(GivenUpRequest(version=version))
+            self._offer[number](change.offer)
 
 
 def _summed(parts: Mapping[int, Staged]) -> Staged:

@@ -123,7 +123,8 @@ class FollowerCrew:
         """Wait until every follower has built its engine. Raises JoinRefused if one differs from
         this setup or is not ready in time, and Disconnected."""
         with self._changed:
-            self._changed.wait_for(lambda: self._all_ready or self._over, timeout_s)
+            everyone = len(self.sessions)
+            self._changed.wait_for(lambda: len(self._ready) == everyone or self._over, timeout_s)
             if self._over:
                 raise Disconnected("a process of the sampler was lost before it began")
             late = [s.peer for s in self.sessions if s not in self._ready]
@@ -177,10 +178,6 @@ class FollowerCrew:
             session.send(following)
 
     # ---- the sessions' threads
-
-    @property
-    def _all_ready(self) -> bool:
-        return len(self._ready) == len(self.sessions)
 
     def _begin_end(self) -> bool:
         """Mark the end; return True on the first call."""

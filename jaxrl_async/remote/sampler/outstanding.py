@@ -16,7 +16,7 @@ from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.ports.generate import Departure
 from jaxrl_async.remote.sampler.answer_checks import checked_text
 from jaxrl_async.sampler.batch.admission import WaitingQueue
-from jaxrl_async.sampler.requests import CLOSED, CLOSED_TOO_EARLY
+from jaxrl_async.sampler.requests import CLOSED, CLOSED_TOO_EARLY, request_of
 from jaxrl_async.sampler.router.job import fulfil
 from jaxrl_async.types import Completion, Partial, Request
 
@@ -124,13 +124,13 @@ class OutstandingRequests:
         with self._lock:
             return [self._all.pop(wire_id, None) for wire_id in wire_ids]
 
-    def find(self, wire_id: object) -> Outstanding | None:
+    def find(self, wire_id: str) -> Outstanding | None:
         """Return the request that an answer names; None: everything has ended. Raises RolloutError
         for a request that was not sent or is already answered."""
         with self._lock:
             if self.error is not None or self.closed:
                 return None
-            out = self._all.get(wire_id) if isinstance(wire_id, str) else None
+            out = self._all.get(wire_id)
         if out is None or not out.sent:
             raise RolloutError(f"request {checked_text(wire_id)!r} is not outstanding.")
         return out
@@ -214,8 +214,3 @@ class OutstandingRequests:
             raise self.error
         if self.closed:
             raise Closed(CLOSED)
-
-
-def request_of(given: Request | Partial) -> Request:
-    """Return the request, also for a partial."""
-    return given.request if isinstance(given, Partial) else given

@@ -24,7 +24,7 @@ from functools import partial
 
 import numpy as np
 
-from jaxrl_async.errors import Closed, Disconnected, RolloutError
+from jaxrl_async.errors import Closed, ConfigError, Disconnected, RolloutError
 from jaxrl_async.profiling import MOST_SENT_BYTES, SAMPLER_S, ProcessTrace, ProfileError
 from jaxrl_async.remote.sampler.message_batches import send_all
 from jaxrl_async.remote.wire.messages import (
@@ -43,9 +43,10 @@ from jaxrl_async.remote.wire.messages import (
 )
 from jaxrl_async.remote.wire.session_port import Session
 from jaxrl_async.sampler.lifetime import Lifetime
+from jaxrl_async.sampler.requests import request_of
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.stats import SamplerStats
-from jaxrl_async.types import Completion, Partial, Request
+from jaxrl_async.types import Completion, Partial
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +84,7 @@ class ReplicaServer:
         self._held: dict[str, Future[Completion]] = {}  # neither answered nor handed back
         self._completions: list[Completion] = []
         self._failures: list[RemoteFailure] = []
-        self._replies: list[RemoteReply] = []
-        self._profiled: list[Profiled] = []
+        self._others: list[tuple[object, Callable[[str], object]]] = []  # see _say
         self._tasks: deque[Callable[[], None]] = deque()  # for the asking thread
         self._leaves = False  # takes no more requests
         self._leaving: Leaving | None = None  # the final message
@@ -98,8 +98,8 @@ class ReplicaServer:
         self._session.on_end(self._ended)
         self._session.on(Start, self._take_start)
         self._session.on(Cancel, self._take_cancel)
-        self._session.on(Ask, self._take_ask)
-        self._session.on(Profile, self._take_profile)
+        self._session.on(Ask, lambda ask: self._later(partial(self._answer, ask)))
+        self._session.on(Profile, lambda m: self._later(partial(self._profile, m)))
         self._session.on(Leave, self._take_leave)
         self._sender.start()
         self._asker.start()
@@ -123,8 +123,7 @@ class ReplicaServer:
             if self._leaves:
                 return
             self._leaves = True
-            self._tasks.append(lambda: self._hand_back(reason))
-        self._asker.wake.set()
+        self._later(lambda: self._hand_back(reason))
 
     def close(self) -> None:
         """End the session without handing anything back. Idempotent."""
@@ -145,7 +144,7 @@ class ReplicaServer:
                 return  # the trainer reassigns them
             good, ids = [], []
             for given in message.requests:
-                wire_id = _request_of(given).request_id
+                wire_id = request_of(given).request_id
                 if wire_id in self._held or wire_id in ids:
                     raise RolloutError(f"request {wire_id!r} is already running.")
                 try:
@@ -172,14 +171,10 @@ class ReplicaServer:
             if future is not None:  # else it was just answered
                 future.cancel()
 
-    def _take_ask(self, message: Ask) -> None:
+    def _later(self, task: Callable[[], None]) -> None:
+        """Queue a task of the asking thread."""
         with self._lock:
-            self._tasks.append(lambda: self._answer(message))
-        self._asker.wake.set()
-
-    def _take_profile(self, message: Profile) -> None:
-        with self._lock:
-            self._tasks.append(lambda: self._profile(message))
+            self._tasks.append(task)
         self._asker.wake.set()
 
     def _take_leave(self, message: Leave) -> None:
@@ -225,8 +220,8 @@ class ReplicaServer:
 
         consumes      answers of the sampler's thread and of the asking thread
         waits for     `wake`, the next beat, and the connection while its queue is full
-        produces      Answers, then replies to earlier questions; Profiled; Beat; finally Died or
-                      Leaving
+        produces      Answers, then replies to earlier questions and Profiled; Beat; finally Died
+                      or Leaving
         on failure    the session has ended: `over` is set by the session
         """
         if self._sender.closed:
@@ -234,19 +229,14 @@ class ReplicaServer:
         with self._lock:
             completions, self._completions = self._completions, []
             failures, self._failures = self._failures, []
-            replies, self._replies = self._replies, []
-            profiled, self._profiled = self._profiled, []
+            others, self._others = self._others, []
             leaving = self._leaving
         try:
             if completions:
                 self._refresh()
             self._send_answers(completions, failures)
-            for reply in replies:
-                for _, error in send_all(self._session, [reply], lambda r: r[0]):
-                    self._session.send(RemoteReply(number=reply.number, error=str(error)))
-            for trace in profiled:
-                for _, error in send_all(self._session, [trace], lambda t: t[0]):
-                    self._session.send(replace(trace, files={}, error=str(error)))
+            for message, emptied in others:
+                self._send(message, emptied)
             died = self._sampler.error
             if died is not None:
                 blamed = tuple(self._sampler.blamed)
@@ -254,7 +244,8 @@ class ReplicaServer:
                 self._session.end(f"the sampler died: {died}")
                 return None
             if leaving is not None:
-                self._send_leaving(leaving)
+                self._send(leaving, lambda error: replace(leaving, partials=()))
+                self._session.end(f"it leaves: {leaving.reason}")
                 return None
             return self._beat()
         except Disconnected as error:
@@ -266,13 +257,14 @@ class ReplicaServer:
         failures += [RemoteFailure(request_id=c.request_id, error=str(e)) for c, e in too_large]
         send_all(self._session, failures, lambda f: Answers(failures=f))
 
-    def _send_leaving(self, leaving: Leaving) -> None:
-        """Send the final message and end the session. If it is too large for one message, its
-        partials are dropped and restart elsewhere."""
-        for _, error in send_all(self._session, [leaving], lambda m: m[0]):
-            log.error("the sampled tokens are lost: %s", error)
-            self._session.send(replace(leaving, partials=()))
-        self._session.end(f"it leaves: {leaving.reason}")
+    def _send(self, message: object, emptied: Callable[[str], object]) -> None:
+        """Send a message. If it is too large, log that, and send what `emptied` returns for the
+        error."""
+        try:
+            self._session.send(message)
+        except ConfigError as error:
+            log.error("not sent: %s", error)
+            self._session.send(emptied(str(error)))
 
     def _beat(self) -> float:
         """Send the statistics if they are due; return the time until they are due again."""
@@ -313,14 +305,12 @@ class ReplicaServer:
             if ask.request_id is None:
                 partials = self._sampler.progress()
             else:
-                saved = self._sampler.save(ask.request_id, stop=ask.stop, with_kv=ask.with_kv)
+                saved = self._sampler.save(ask.request_id, stop=ask.stop, with_kv=False)
                 partials = (saved,)
             reply = RemoteReply(number=ask.number, partials=partials)
         except Exception as error:
             reply = RemoteReply(number=ask.number, error=f"{type(error).__name__}: {error}")
-        with self._lock:
-            self._replies.append(reply)
-        self._sender.wake.set()
+        self._say(reply, lambda error: RemoteReply(number=ask.number, error=error))
 
     def _profile(self, message: Profile) -> None:
         """Begin the trace of a step, or end it and queue it for sending."""
@@ -342,8 +332,12 @@ class ReplicaServer:
             profiled = Profiled(step=message.step, files=files)
         except (ProfileError, OSError) as error:
             profiled = Profiled(step=message.step, files={}, error=str(error))
+        self._say(profiled, lambda error: Profiled(step=message.step, files={}, error=error))
+
+    def _say(self, message: object, emptied: Callable[[str], object]) -> None:
+        """Queue a message; see _send."""
         with self._lock:
-            self._profiled.append(profiled)
+            self._others.append((message, emptied))
         self._sender.wake.set()
 
     def _hand_back(self, reason: str) -> None:
@@ -371,7 +365,3 @@ class ReplicaServer:
             self._held.clear()
             self._leaving = self._leaving or Leaving(reason=reason, partials=partials)
         self._sender.wake.set()
-
-
-def _request_of(given: Request | Partial) -> Request:
-    return given.request if isinstance(given, Partial) else given

@@ -8,10 +8,11 @@ from typing import Any
 
 from jaxrl_async.errors import Disconnected
 from jaxrl_async.remote.sampler.message_batches import send_all
-from jaxrl_async.remote.sampler.outstanding import Outstanding, OutstandingRequests, request_of
+from jaxrl_async.remote.sampler.outstanding import Outstanding, OutstandingRequests
 from jaxrl_async.remote.wire.messages import Cancel, Leave, Start
 from jaxrl_async.remote.wire.session_port import Session
 from jaxrl_async.sampler.lifetime import Lifetime
+from jaxrl_async.sampler.requests import request_of
 from jaxrl_async.sampler.router.job import fulfil
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from jaxrl_async.errors import JaxrlError, WeightsError
 from jaxrl_async.model.lora import beside
 from jaxrl_async.model.spec import Params
-from jaxrl_async.remote.weights.protocols import BASE
-from jaxrl_async.remote.weights.verification import SoundFetching, compare_with_offer
+from jaxrl_async.remote.weights.protocols import BASE, Fetching
+from jaxrl_async.remote.weights.verification import compare_with_offer, fetch_verified
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class BaseBringer:
     """Loads the frozen base of a sampler's adapters, and holds it until the sampler's engine has
     it. One thread loads it, another one releases it."""
 
-    def __init__(self, fetching: SoundFetching, read: Callable[[], Params] | None = None) -> None:
+    def __init__(self, fetching: Fetching, read: Callable[[], Params] | None = None) -> None:
         """Start without loading the base.
 
         Args:
@@ -51,7 +51,7 @@ class BaseBringer:
         num_bytes = 0
         params = self._from_directory(of_base)
         if params is None:
-            fetched = self._fetching.fetch(BASE, of_base, sources, abort)
+            fetched = fetch_verified(self._fetching, BASE, of_base, sources, abort)
             params, num_bytes = fetched.params, fetched.num_bytes
         self._params, self._brought = params, True
         return num_bytes
@@ -83,4 +83,4 @@ class BaseBringer:
     def close(self) -> None:
         """Stop relaying the base, and release it. Idempotent."""
         self._params = None
-        self._fetching.fetching.close()
+        self._fetching.close()

@@ -164,7 +164,7 @@ class DevicePuller:
         self,
         found: Whereabouts,
         manifest: Manifest,
-        boxes: Sequence[Mapping[Box, Sequence[object]]],
+        boxes: Sequence[Mapping[Box, Sequence[Any]]],
         stopped: Callable[[], str],
     ) -> dict[tuple[int, Box], list[Any]]:
         """Return every shard of this process on each of its devices, with checksums compared there.
@@ -179,7 +179,9 @@ class DevicePuller:
         """
         targets = [(number, box) for number, held in enumerate(boxes) for box in held]
         pieces = plan_pieces(manifest, found.holders, targets, WHOLE)
-        target_of = {piece: _target(piece, targets) for piece in pieces}
+        target_of = {
+            p: next(t for t in targets if t[0] == p.array and contains(t[1], p.box)) for p in pieces
+        }
         arrays: dict[WeightPiece, Any] = {}
         for number, holder in enumerate(found.holders):
             asked = [piece for piece in pieces if piece.holder == number]
@@ -194,7 +196,7 @@ class DevicePuller:
                 jax.ShapeDtypeStruct(
                     [stop - start for start, stop in piece.box],
                     manifest.entries[piece.array][2],
-                    sharding=SingleDeviceSharding(_device(boxes, target_of[piece])),
+                    sharding=SingleDeviceSharding(boxes[piece.array][target_of[piece][1]][0]),
                 )
                 for piece in asked
             ]
@@ -241,10 +243,6 @@ class DevicePuller:
             raise PeerError(f"{address}: {error}") from None
 
 
-def _device(boxes: Sequence[Mapping[Box, Sequence[object]]], target: tuple[int, Box]) -> Any:
-    return boxes[target[0]][target[1]][0]
-
-
 def _compare(
     pieces: Sequence[WeightPiece], arrays: Sequence[Any], sent: Sequence[int], manifest: Manifest
 ) -> None:
@@ -261,10 +259,6 @@ def _compare(
             f"{len(wrong)} of {len(pieces)} pieces arrived corrupted, first of "
             f"{manifest.entries[wrong[0].array][0]!r}"
         )
-
-
-def _target(piece: WeightPiece, targets: Sequence[tuple[int, Box]]) -> tuple[int, Box]:
-    return next(t for t in targets if t[0] == piece.array and contains(t[1], piece.box))
 
 
 def _put_together(box: Box, pieces: Sequence[tuple[WeightPiece, object]]) -> Any:

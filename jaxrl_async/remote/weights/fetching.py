@@ -32,9 +32,9 @@ from jaxrl_async.remote.weights.host_sums import in_host_memory
 from jaxrl_async.remote.weights.locations import Whereabouts, read_whereabouts
 from jaxrl_async.remote.weights.piece_server import PieceServer
 from jaxrl_async.remote.weights.pieces import WeightPiece, plan_pieces
-from jaxrl_async.remote.weights.protocols import BASE
+from jaxrl_async.remote.weights.protocols import BASE, Fetched
 from jaxrl_async.remote.weights.shared_memory import SharedReader, machine_boot_id
-from jaxrl_async.remote.weights.tcp_transport import PullSettings, SourceList, pull_all
+from jaxrl_async.remote.weights.tcp_transport import PullSettings, pull_all
 from jaxrl_async.remote.weights.transport_trial import DEVICE, TCP, FasterWay
 from jaxrl_async.weights.host_reshard import (
     Box,
@@ -53,17 +53,6 @@ MOST_REPEATS = 2
 error."""
 DEVICE_SHARE = 0.5
 """Fraction of remote.transfer_timeout_s for a transfer from device to device; TCP gets the rest."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchedParams:
-    """A protocols.Fetched."""
-
-    params: Params
-    num_bytes: int
-    source: str
-    compared: bool
-    fallbacks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +121,7 @@ class PieceFetching:
         where: Mapping[str, object],
         sources: Sequence[str],
         abort: threading.Event,
-    ) -> FetchedParams:
+    ) -> Fetched:
         """Fetch this process's part of a version; see protocols.Fetching."""
         found = read_whereabouts(where)
         if found.version != version:
@@ -162,7 +151,7 @@ class PieceFetching:
         compared = _are_the_trainers(params, found)
         if trial is not None and not resumes:
             trial.took(TCP, self._num_bytes, time.monotonic() - began_s)
-        return FetchedParams(
+        return Fetched(
             params=params,
             num_bytes=came.total(),
             source=source,
@@ -305,8 +294,8 @@ class PieceFetching:
                 "remote.transfer allows no other transport. Set remote.transfer=auto"
             )
             raise WeightsError(f"version {found.version} was not fetched: {reason}")
-        order = SourceList(sources, [holder.address for holder in found.holders])
-        return pull_all(assembly, found.version, missing, order, self._ways.tcp, stopped)
+        holders = [holder.address for holder in found.holders]
+        return pull_all(assembly, found.version, missing, sources, holders, self._ways.tcp, stopped)
 
     def _stop_reason(self, abort: threading.Event, share: float = 1.0) -> Callable[[], str]:
         """Return a function that gives the reason to stop, or "". share: fraction of the time for a
@@ -334,7 +323,7 @@ class PieceFetching:
         trial: FasterWay | None,
         found: Whereabouts,
         abort: threading.Event,
-    ) -> FetchedParams | None:
+    ) -> Fetched | None:
         """Pull a version from device to device, and compare its checksums there. Returns None if it
         failed or timed out; TCP is next. The version is copied to the host only if another sampler
         requests it here. Raises WeightsError if stopped for another reason than the timeout."""
@@ -363,7 +352,7 @@ class PieceFetching:
         leaves = [weakref.ref(leaf) for leaf in jax.tree.leaves(params)]
         self._holdings.add(found.version, OnDemand(partial(self._host_copy, leaves)))
         self._keep(found.version)
-        return FetchedParams(
+        return Fetched(
             params=params,
             num_bytes=self._num_bytes,
             source=found.holders[0].address,

@@ -24,8 +24,8 @@ from jaxrl_async.errors import WeightsError
 from jaxrl_async.remote.weights.assembly import Assembly, Part
 from jaxrl_async.remote.weights.locations import Holder
 from jaxrl_async.remote.weights.pieces import WeightPiece
-from jaxrl_async.remote.weights.shared_memory import shard_offsets
-from jaxrl_async.weights.host_reshard import Box, contains, inside, raw_dtype, volume
+from jaxrl_async.remote.weights.shared_memory import shard_offsets, shards_in_file
+from jaxrl_async.weights.host_reshard import Box, contains, inside, raw_dtype
 from jaxrl_async.weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
@@ -136,14 +136,8 @@ class FolderReader:
 
         Raises WeightsError if the file is missing or incomplete.
         """
-        sizes = [
-            volume(s.box) * np.dtype(manifest.entries[s.array][2]).itemsize for s in holder.shards
-        ]
-        offsets, size = shard_offsets(sizes)
+        places, size = shards_in_file(holder, manifest)
         path = self._whole_file(holder.folder, size, stopped)
-        places: dict[int, list[tuple[Box, int]]] = {}
-        for shard, offset in zip(holder.shards, offsets, strict=True):
-            places.setdefault(shard.array, []).append((shard.box, offset))
         num_bytes = 0
         try:
             with open(path, "rb", buffering=0) as file:

@@ -17,6 +17,8 @@ from jaxrl_async.weights.host_reshard import Box, volume
 from jaxrl_async.weights.manifest import Manifest
 
 MOST_AXES = 16
+WAYS = ("address", "boot_id", "shared", "device", "folder")
+"""Fields of a Holder that say where its shards are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,15 +138,8 @@ def read_offer(offer: Mapping[str, Any]) -> tuple[int, Manifest, tuple[Holder, .
 
 def _holder_json(holder: Holder) -> dict[str, Any]:
     shards = [[s.array, [list(b) for b in s.box], s.checksum] for s in holder.shards]
-    return {
-        "shards": shards,
-        "address": holder.address,
-        "boot_id": holder.boot_id,
-        "shared": holder.shared,
-        "device": holder.device,
-        "folder": holder.folder,
-        "on_devices": holder.on_devices,
-    }
+    ways = {name: getattr(holder, name) for name in WAYS}
+    return {"shards": shards, **ways, "on_devices": holder.on_devices}
 
 
 def _holder(
@@ -159,15 +154,5 @@ def _holder(
         if any(not 0 <= a <= b <= n for (a, b), n in zip(ranges, shape, strict=True)):
             raise ValueError(f"shard {array} {list(ranges)} of {list(shape)}")
         shards.append(HeldShard(array=int(array), box=ranges, checksum=int(checksum) % MODULUS))
-    ways = {
-        name: str(holder[name]) for name in ("address", "boot_id", "shared", "device", "folder")
-    }
-    return Holder(
-        shards=tuple(shards),
-        address=ways["address"],
-        boot_id=ways["boot_id"],
-        shared=ways["shared"],
-        device=ways["device"],
-        folder=ways["folder"],
-        on_devices=bool(holder["on_devices"]),
-    )
+    ways = {name: str(holder[name]) for name in WAYS}
+    return Holder(shards=tuple(shards), on_devices=bool(holder["on_devices"]), **ways)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -27,10 +27,13 @@ from jaxrl_async.model.spec import Params
 from jaxrl_async.ports.run import Clock
 from jaxrl_async.remote.weights.protocols import BASE, Offering
 from jaxrl_async.remote.weights.transfers import RETRY_S, TRIES, DueOffer, Taker, Transfers
-from jaxrl_async.remote.wire.messages import Offer
+from jaxrl_async.remote.wire.messages import Offer, Staged
 from jaxrl_async.types import FloatArray, VersionedParams
 from jaxrl_async.weights.elsewhere import Traffic
 from jaxrl_async.weights.manifest import Manifest, Sums, manifest_of
+
+if TYPE_CHECKING:  # which imports this file
+    from jaxrl_async.remote.weights.remote_link import RemoteEnd
 
 log = logging.getLogger(__name__)
 
@@ -38,31 +41,6 @@ MOST_FALLBACKS = 1000
 """Maximum number of fallbacks counted from one report of a sampler."""
 CLOSE_S = 10.0
 """Maximum wait for the thread on close, seconds."""
-
-
-class Recipient(Protocol):
-    """The interface of a sampler for the outbox."""
-
-    def send(self, offer: Offer, sent: Callable[[], None]) -> None:
-        """Send an offer without blocking, and call `sent` once the session has accepted it or never
-        will. A sampler with a full queue does not delay the others."""
-        ...
-
-    def hold(self, version: int) -> None:
-        """Keep the live version from advancing past this one until the sampler has joined."""
-        ...
-
-    def release(self) -> None:
-        """Undo `hold`."""
-        ...
-
-    def settle(self) -> None:
-        """Report versions that have become live. Called without locks."""
-        ...
-
-    def give_up(self, reason: str) -> None:
-        """End the session with the sampler, without waiting."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +83,7 @@ class WeightOutbox:
         self._copy, self._offering, self._section = copy, offering, section
         self._checksum, self._count, self._clock = checksum, count, clock
         self._transfers = Transfers(fanout=section.fanout, timeout_s=section.transfer_timeout_s)
-        self._recipients: dict[Taker, Recipient] = {}
+        self._recipients: dict[Taker, RemoteEnd] = {}
         self._changed = threading.Condition()
         self._pending: VersionedParams | None = None  # on the trainer's devices
         self._base: Params | None = None  # until offered
@@ -154,7 +132,7 @@ class WeightOutbox:
 
     # ---- any thread
 
-    def join(self, name: str, address: str, recipient: Recipient) -> Taker:
+    def join(self, name: str, address: str, recipient: "RemoteEnd") -> Taker:
         """Add a sampler, and offer it the newest version. address: its data address."""
         taker = Taker(name=name, address=address)
         with self._changed:
@@ -170,33 +148,26 @@ class WeightOutbox:
             self._recipients.pop(taker, None)
             self._look()
 
-    def staged(
-        self,
-        taker: Taker,
-        version: int,
-        *,
-        num_bytes: int,
-        seconds: float,
-        source: str,
-        base_bytes: int = 0,
-        fallbacks: int = 0,
-    ) -> bool:
+    def staged(self, taker: Taker, report: Staged) -> bool:
         """Record that a sampler has a version; return True if this is new. Raises WeightsError if
         it is impossible."""
+        numbers = (report.version, report.num_bytes, report.seconds, report.base_bytes)
+        if not all(0 <= number < 2**63 for number in (*numbers, report.fallbacks)):
+            raise WeightsError(f"{taker.name} reports an impossible number: {report}")
         with self._changed:
-            news = self._transfers.staged(taker, version)
+            news = self._transfers.staged(taker, report.version)
             if news:
-                for _ in range(min(fallbacks, MOST_FALLBACKS)):
+                for _ in range(min(report.fallbacks, MOST_FALLBACKS)):
                     self._count("transfer_fallbacks")
-                passed = self._transfers.passes_on(source)
+                passed = self._transfers.passes_on(report.source)
                 traffic = self._traffic
                 self._traffic = replace(
                     traffic,
                     transfers=traffic.transfers + 1,
-                    transfer_s=traffic.transfer_s + seconds,
-                    sent_bytes=traffic.sent_bytes + (0 if passed else num_bytes),
-                    passed_bytes=traffic.passed_bytes + (num_bytes if passed else 0),
-                    base_bytes=traffic.base_bytes + base_bytes,
+                    transfer_s=traffic.transfer_s + report.seconds,
+                    sent_bytes=traffic.sent_bytes + (0 if passed else report.num_bytes),
+                    passed_bytes=traffic.passed_bytes + (report.num_bytes if passed else 0),
+                    base_bytes=traffic.base_bytes + report.base_bytes,
                 )
             self._look()
             return news
@@ -351,12 +322,11 @@ class WeightOutbox:
         )
 
     def _where(self, version: int, params: Params) -> dict[str, Any]:
-        """Offer arrays; return their locations, layout and checksums."""
+        """Offer arrays; return their locations and checksums."""
         whole = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params))
         needed = self._checksum and whole and not self._offering.compares(params)
         sums = Sums(params) if needed else None
         where = dict(self._offering.offer(version, params))
-        where["layout"] = manifest_of(params).layout_hash
         if sums is not None:
             numbers = sums.read()
             if numbers is None:
@@ -364,7 +334,7 @@ class WeightOutbox:
             where["sums"] = numbers.tolist()
         return where
 
-    def _send(self, offer: DueOffer, recipient: Recipient) -> None:
+    def _send(self, offer: DueOffer, recipient: "RemoteEnd") -> None:
         kept = self._kept[offer.version]
         message = Offer(
             version=offer.version,

@@ -33,7 +33,7 @@ from jaxrl_async.remote.weights.piece_protocol import (
 from jaxrl_async.remote.weights.progress_thread import begin, result_of
 from jaxrl_async.remote.wire.address import Address, advertised_address, parse_address
 from jaxrl_async.remote.wire.secret import check_secret, left_of, receive_by
-from jaxrl_async.remote.wire.strangers import Stranger, Strangers
+from jaxrl_async.remote.wire.strangers import Refusals, Stranger, Strangers
 from jaxrl_async.weights.host_reshard import Box, volume
 
 log = logging.getLogger(__name__)
@@ -43,8 +43,6 @@ MOST_STRANGERS = 64
 which one is dropped)."""
 FIRST_WORD_S = 1.0
 """Maximum time for a connection's greeting, which a client sends immediately, seconds."""
-LOG_S = 10.0
-"""Minimum interval between two log lines about refused connections, seconds."""
 PATIENCE_S = 3.0
 """Maximum wait for a version or piece that has yet to arrive here, seconds; then the client must
 use another source."""
@@ -97,7 +95,7 @@ class PieceServer:
         self._counts, self._lock = Counter[str](), threading.Lock()
         self._open: set[socket.socket] = set()
         self._strangers = Strangers(MOST_STRANGERS)
-        self._logged_at = float("-inf")
+        self._refusals = Refusals("a connection for weights from ")
         self._closed = False
         wanted = parse_address(listen, what="remote.listen")
         check_secret(self._guard.secret, listen, loopback=wanted.is_loopback)
@@ -112,7 +110,7 @@ class PieceServer:
     def counts(self) -> dict[str, int]:
         """Counts so far by name: bytes and pieces sent, refusals and others."""
         with self._lock:
-            return dict(self._counts)
+            return dict(self._counts + Counter(refused=self._refusals.count))
 
     def close(self) -> None:
         """Stop serving; clients see a broken connection. Idempotent."""
@@ -120,8 +118,7 @@ class PieceServer:
             self._closed = True
             connections = list(self._open)
         for connection in [self._socket, *connections]:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            _break(connection)
             connection.close()
         self._thread.join(timeout=5.0)
 
@@ -145,7 +142,7 @@ class PieceServer:
                     target=self._serve, args=(connection, peer), name="piece-sender", daemon=True
                 ).start()
             except RuntimeError as error:  # the system has no more threads
-                self._refused(peer, str(error))
+                self._refusals.note(peer, str(error))
                 self._forget(connection)
 
     def _serve(self, raw: socket.socket, peer: tuple[Any, ...]) -> None:
@@ -158,7 +155,7 @@ class PieceServer:
             ):
                 connection = self._admit(raw, stranger)
         except (OSError, WeightsError) as error:
-            self._refused(peer, str(error))
+            self._refusals.note(peer, str(error))
         else:
             line, named = Line(connection, self._silence_s), list[tuple[int, Box]]()
             try:
@@ -189,18 +186,6 @@ class PieceServer:
         with self._lock:
             self._open.add(connection)  # so `close` breaks it
         return connection
-
-    def _refused(self, peer: object, reason: str) -> None:
-        self._count("refused")
-        now = time.monotonic()
-        if now - self._logged_at >= LOG_S:
-            self._logged_at = now
-            log.warning(
-                "a connection for weights from %s was refused: %s (%d so far)",
-                peer,
-                reason,
-                self.counts["refused"],
-            )
 
     def _answer(self, line: Line, request: PieceRequest, named: list[tuple[int, Box]]) -> None:
         """Answer a request; named: pieces that this connection has named for a pull."""

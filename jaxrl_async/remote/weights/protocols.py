@@ -5,11 +5,12 @@ sampler.
                 ^                                             │
                 └── pieces, from the first source that has them
 
-Transports know arrays, shards and addresses; outbox.py and source.py know versions and samplers.
+Transports know arrays, shards and addresses; outbox.py and receiver.py know versions and samplers.
 """
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jaxrl_async.model.spec import Params
@@ -48,6 +49,18 @@ class Offering(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """Fetched weights."""
+
+    params: Params  # the arrays, complete, in the sampler's shardings
+    num_bytes: int  # fetched
+    source: str  # of most of the bytes
+    compared: bool = False  # the checksums of these exact arrays were compared, with no copy to a
+    # device after that
+    fallbacks: int = 0  # times that a faster transport failed and TCP was used instead
+
+
 class Fetching(Protocol):
     """The sampler's side of a transport; it also relays what it has fetched."""
 
@@ -62,7 +75,7 @@ class Fetching(Protocol):
         where: Mapping[str, object],
         sources: Sequence[str],
         abort: threading.Event,
-    ) -> "Fetched":
+    ) -> Fetched:
         """Fetch the pieces that this process's devices need, into arrays in the sampler's
         shardings, and compare their checksums with the trainer's.
 
@@ -73,7 +86,8 @@ class Fetching(Protocol):
                 pieces that have arrived are kept.
             abort: set when a newer version is offered.
 
-        Raises WeightsError if no source has them, if a checksum differs or if it was aborted.
+        Raises WeightsError for arrays of another layout, before any is transferred; if no source
+        has them, if a checksum differs or if it was aborted.
         """
         ...
 
@@ -84,34 +98,4 @@ class Fetching(Protocol):
 
     def close(self) -> None:
         """Stop relaying, and release everything. Idempotent."""
-        ...
-
-
-class Fetched(Protocol):
-    """Fetched weights."""
-
-    @property
-    def params(self) -> Params:
-        """The arrays, complete, in the sampler's shardings."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Number of fetched bytes."""
-        ...
-
-    @property
-    def source(self) -> str:
-        """Source of most of the bytes."""
-        ...
-
-    @property
-    def compared(self) -> bool:
-        """True if the checksums of these exact arrays were compared, with no copy to a device after
-        that."""
-        ...
-
-    @property
-    def fallbacks(self) -> int:
-        """Number of times that a faster transport failed and TCP was used instead."""
         ...

@@ -1,8 +1,8 @@
 """The sampler's side of weight transfer from another process: a thread that fetches offered
 versions.
 
-    Offer ──> fetching ──checksums──> staged ──first, poll──> taken ──live──> fetches again
-                 │ corrupted, or a newer offer                  (the sampler swaps to it)
+    Offer ──> fetching ──checksums──> staged ──poll──> taken ──live──> fetches again
+                 │ corrupted, or a newer offer            (the sampler swaps to it)
                  └──> waits for the next offer
 
 There is at most one other set of weights than the sampler's live ones: the next version is fetched
@@ -13,19 +13,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from jaxrl_async.errors import Disconnected, WeightsError
-from jaxrl_async.model.spec import Params
+from jaxrl_async.errors import Closed, Disconnected, WeightsError
 from jaxrl_async.ports.run import Clock
 from jaxrl_async.remote.weights.base_delivery import BaseBringer
 from jaxrl_async.remote.weights.protocols import Fetching
-from jaxrl_async.remote.weights.verification import SoundFetching, checksums_of
+from jaxrl_async.remote.weights.verification import fetch_verified
 from jaxrl_async.remote.wire.messages import Live, Offer, Staged, Torn
 from jaxrl_async.remote.wire.session_port import Session
 from jaxrl_async.types import VersionedParams
-from jaxrl_async.weights.manifest import Checksum
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +33,7 @@ ERROR_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Order:
+class _Transfer:
     """An offer, and the event that aborts its transfer."""
 
     offer: Offer
@@ -45,16 +42,14 @@ class _Order:
 
 
 class WeightReceiver:
-    """Fetches weights concurrently with the sampler. Thread-safe; the sampler uses it through
-    RemoteSource."""
+    """The ports.WeightSource of a sampler in a separate process: fetches concurrently with the
+    sampler. Thread-safe."""
 
     def __init__(
         self,
         session: Session,
         fetching: Fetching,
         *,
-        layout_hash: str,
-        checksums: Callable[[Params], Checksum | None] = checksums_of,
         clock: Clock = time.monotonic,
         base: BaseBringer | None = None,
     ) -> None:
@@ -63,23 +58,18 @@ class WeightReceiver:
         Args:
             session: with the trainer.
             fetching: the transport; close() also closes it.
-            layout_hash: of the weights that the sampler was built for (Manifest.layout_hash).
-            checksums: of whole arrays; on several hosts, sums up the hosts' parts.
             clock: monotonic, seconds.
             base: loads the base of the offered adapters; None: full weights are offered.
         """
-        self._session, self._base, self._clock = session, base, clock
-        self._fetching = SoundFetching(
-            fetching=fetching, layout_hash=layout_hash, checksums=checksums
-        )
-        self.changed = threading.Condition()  # guards everything below
+        self._session, self._fetching = session, fetching
+        self._base, self._clock = base, clock
+        self._changed = threading.Condition()  # guards everything below
         self.staged: VersionedParams | None = None
-        self.taken: VersionedParams | None = None  # given to the sampler, not live yet
-        self.live_version: int | None = None
-        self.holder = 0  # number of the sampler's current source; older ones are ignored
-        self.wake = threading.Event()  # a placeholder before `attach`
-        self._order: _Order | None = None  # newest, not started yet
-        self._running: _Order | None = None
+        self._taken: int | None = None  # version given to the sampler, not live yet
+        self._live_version: int | None = None
+        self._wake = threading.Event()  # a placeholder before `attach`
+        self._next: _Transfer | None = None  # newest, not started yet
+        self._running: _Transfer | None = None
         self._unsent: deque[Staged | Torn | Live] = deque()
         self._closed = False
         self._lost: str | None = None  # reason of the session's end
@@ -96,9 +86,9 @@ class WeightReceiver:
 
         Raises WeightsError after the timeout, Disconnected if the session has ended.
         """
-        with self.changed:
-            self.changed.wait_for(lambda: self.staged is not None or self.over, timeout_s)
-            if (update := self.take()) is not None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.staged is not None or self.over, timeout_s)
+            if (update := self.poll()) is not None:
                 return update
             if self.over:
                 reason = self._lost or "closed here"
@@ -108,14 +98,18 @@ class WeightReceiver:
             "and the network between the two machines."
         )
 
-    def take(self) -> VersionedParams | None:
-        """Return the staged weights for the sampler, an adapter together with its frozen base until
-        `begun`; None if no weights are staged."""
-        with self.changed:
-            if self.staged is None:
+    def poll(self, *, wait: bool = False) -> VersionedParams | None:
+        """Take the staged weights, complete and verified, an adapter together with its frozen base
+        until `begun`; None if no weights are staged.
+
+        Never blocks, regardless of `wait`: a network transfer may take minutes, and the event of
+        `attach` wakes an idle sampler when it ends.
+        """
+        with self._changed:
+            update, self.staged = self.staged, None
+            if update is None:
                 return None
-            update = self.taken = self.staged
-            self.staged = None
+            self._taken = update.version
             if self._base is None:
                 return update
             return replace(update, params=self._base.whole(update.params))
@@ -126,23 +120,40 @@ class WeightReceiver:
             self._base.release()
 
     def live(self, version: int) -> None:
-        """Report that the sampler generates with a version; never blocks."""
-        with self.changed:
-            self.live_version, self.taken = version, None
+        """Report that the sampler generates every new token with a version; never blocks."""
+        with self._changed:
+            self._live_version, self._taken = version, None
             self._unsent.append(Live(version=version))
-            self.changed.notify_all()
+            self._changed.notify_all()
+
+    def attach(self, wake: threading.Event) -> None:
+        """Set this event when weights are staged, and now if they already are."""
+        with self._changed:
+            self._wake = wake
+            if self.staged is not None or self.over:
+                wake.set()
+
+    def leave(self) -> None:
+        """Fetch no more weights, and give none. Idempotent and thread-safe."""
+        with self._changed:
+            self.staged = None
+            self._on_end("the sampler has left")
+
+    def rejoin(self) -> "WeightReceiver":
+        """Raise Closed: another process replaces this one with its sampler."""
+        raise Closed("a sampler that joined a run is not replaced within its process: restart it")
 
     def close(self) -> None:
         """Abort the current transfer and stop the thread. Idempotent."""
-        with self.changed:
+        with self._changed:
             self._closed = True
             self._abort()
-            self.changed.notify_all()
+            self._changed.notify_all()
         self._thread.join(CLOSE_S)
-        self._fetching.fetching.close()
+        self._fetching.close()
         if self._base is not None:
             self._base.close()
-        self.wake.set()
+        self._wake.set()
 
     @property
     def over(self) -> bool:
@@ -152,18 +163,16 @@ class WeightReceiver:
     # ---- the session's thread
 
     def _on_offer(self, offer: Offer) -> None:
-        if isinstance(offer.version, bool) or not isinstance(offer.version, int):
-            raise WeightsError(f"{offer.version!r} is not a version")
-        with self.changed:
-            self._order = _Order(offer=offer, at_s=self._clock(), abort=threading.Event())
+        with self._changed:
+            self._next = _Transfer(offer=offer, at_s=self._clock(), abort=threading.Event())
             self._abort()
-            self.changed.notify_all()
+            self._changed.notify_all()
 
     def _on_end(self, reason: str) -> None:
-        with self.changed:
+        with self._changed:
             self._lost = reason
             self._abort()
-            self.changed.notify_all()
+            self._changed.notify_all()
 
     def _abort(self) -> None:
         if self._running is not None:
@@ -173,73 +182,76 @@ class WeightReceiver:
 
     def _run(self) -> None:
         while True:
-            with self.changed:
-                self.changed.wait_for(self._has_work)
+            with self._changed:
+                self._changed.wait_for(self._has_work)
                 if self.over:
                     return
                 unsent, self._unsent = self._unsent, deque()
-                order = None
+                transfer = None
                 if not unsent:
-                    order = self._running = self._order
-                    self._order = None
+                    transfer = self._running = self._next
+                    self._next = None
             try:
                 for message in unsent:
                     self._session.send(message)
             except Disconnected as error:
                 log.info("%s", error)
-            if order is not None:
-                self._serve(order)
+            if transfer is not None:
+                self._serve(transfer)
 
     def _has_work(self) -> bool:
         if self.over or self._unsent:
             return True
-        if self._order is None:
+        if self._next is None:
             return False
-        return self._has(self._order.offer.version) or (self.staged or self.taken) is None
+        return self._has(self._next.offer.version) or (self.staged is None and self._taken is None)
 
     def _has(self, version: int) -> bool:
         """Return True if this version, or a newer one, is already here."""
-        held = [u.version for u in (self.staged, self.taken) if u is not None]
-        return version <= max((*held, -1 if self.live_version is None else self.live_version))
+        staged = None if self.staged is None else self.staged.version
+        held = (v for v in (staged, self._taken, self._live_version) if v is not None)
+        return version <= max(held, default=-1)
 
-    def _serve(self, order: _Order) -> None:
+    def _serve(self, transfer: _Transfer) -> None:
         """Fetch an offered version, and report the result."""
-        version = order.offer.version
+        version = transfer.offer.version
         answer: Staged | Torn
         if self._has(version):  # re-offered before the answer arrived
             answer = Staged(version=version, num_bytes=0, seconds=0.0, source="")
         else:
             try:
-                answer = self._fetch(order)
+                answer = self._fetch(transfer)
             except Exception as error:
-                if not order.abort.is_set():
+                if not transfer.abort.is_set():
                     log.warning("fetching version %d of the weights failed: %s", version, error)
                 answer = Torn(version=version, error=str(error)[:ERROR_CHARACTERS])
-        with self.changed:
+        with self._changed:
             self._running = None
-            if isinstance(answer, Staged) or not order.abort.is_set():
+            if isinstance(answer, Staged) or not transfer.abort.is_set():
                 self._unsent.append(answer)
         if isinstance(answer, Staged):
-            self.wake.set()
+            self._wake.set()
 
-    def _fetch(self, order: _Order) -> Staged:
+    def _fetch(self, transfer: _Transfer) -> Staged:
         """Fetch a version, verify and stage it. Raises any error of the transfer."""
-        offer = order.offer
+        offer = transfer.offer
         base_bytes = 0
         if self._base is not None:
-            base_bytes = self._base.bring(offer.where, offer.sources, order.abort)
-        fetched = self._fetching.fetch(offer.version, offer.where, offer.sources, order.abort)
-        seconds = self._clock() - order.at_s
-        with self.changed:
-            if order.abort.is_set():
+            base_bytes = self._base.bring(offer.where, offer.sources, transfer.abort)
+        fetched = fetch_verified(
+            self._fetching, offer.version, offer.where, offer.sources, transfer.abort
+        )
+        seconds = self._clock() - transfer.at_s
+        with self._changed:
+            if transfer.abort.is_set():
                 raise WeightsError("the transfer was aborted")
             self.staged = VersionedParams(
                 version=offer.version,
                 params=fetched.params,
                 probe_logprobs=offer.probe_logprobs,
-                compared=self._fetching.compares(fetched, offer.where),
+                compared=fetched.compared,
             )
-            self.changed.notify_all()
+            self._changed.notify_all()
         return Staged(
             version=offer.version,
             num_bytes=fetched.num_bytes,

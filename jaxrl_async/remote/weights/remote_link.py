@@ -4,9 +4,9 @@ import logging
 import threading
 from collections.abc import Callable
 
-from jaxrl_async.errors import Disconnected, WeightsError
+from jaxrl_async.errors import Disconnected
 from jaxrl_async.remote.weights.outbox import WeightOutbox
-from jaxrl_async.remote.wire.messages import Hello, Live, Offer, Staged, Torn
+from jaxrl_async.remote.wire.messages import Live, Offer, Staged, Torn
 from jaxrl_async.remote.wire.session_port import Session
 from jaxrl_async.weights.exchange import Exchange, Standing
 
@@ -18,17 +18,31 @@ class RemoteEnd:
     the moment it enters until it leaves or its session ends."""
 
     def __init__(
-        self, session: Session, hello: Hello, exchange: Exchange, outbox: WeightOutbox
+        self,
+        session: Session,
+        address: str,
+        exchange: Exchange,
+        outbox: WeightOutbox,
+        on_entered: Callable[[], None] = lambda: None,
     ) -> None:
-        self.name = hello.name
+        """Offer the sampler the newest weights.
+
+        Args:
+            session: with the sampler.
+            address: HOST:PORT at which it relays weights; "": it does not.
+            exchange: counts it for the live version.
+            outbox: offers it the versions.
+            on_entered: called once, on the session's thread, when the sampler has entered; not if
+                it leaves before.
+        """
+        self.name, self._on_entered = session.peer, on_entered
         self._session, self._exchange, self._outbox = session, exchange, outbox
         self._standing = Standing(live_version=-1, counts=False)
         self._entered = self._left = False
-        self._callbacks: list[Callable[[], None]] = []
         with exchange.changed:
             exchange.raise_if_closed()
             exchange.standings.append(self._standing)
-        self._taker = outbox.join(hello.name, hello.data_address, self)
+        self._taker = outbox.join(self.name, address, self)
         session.on(Staged, self._on_staged)
         session.on(Torn, self._on_torn)
         session.on(Live, self._on_live)
@@ -44,16 +58,6 @@ class RemoteEnd:
         """The last version that the sampler has reported live; -1: none yet."""
         return self._standing.live_version
 
-    def on_entered(self, callback: Callable[[], None]) -> None:
-        """Call a function once when the sampler has entered, on the session's thread, or now if it
-        already has. It is not called if the sampler leaves before."""
-        with self._exchange.changed:
-            if not self._entered:
-                self._callbacks.append(callback)
-                return
-        if not self._left:
-            callback()
-
     def leave(self) -> None:
         """Stop waiting for this sampler: the live version becomes the lowest of the others. Send it
         no requests after this. Thread-safe and idempotent; the session's end also calls it."""
@@ -62,14 +66,14 @@ class RemoteEnd:
             if self._left:
                 return
             self._left = True
-            self._callbacks.clear()
             self._exchange.remove(self._standing)
         self._exchange.tell()
 
-    # ---- for the outbox, see Recipient
+    # ---- for the outbox
 
     def send(self, offer: Offer, sent: Callable[[], None]) -> None:
-        """See outbox.Recipient."""
+        """Send an offer without blocking, and call `sent` once the session has accepted it or never
+        will. A sampler with a full queue does not delay the others."""
 
         def wait() -> None:
             self._sent(offer, self._session.send)
@@ -93,63 +97,45 @@ class RemoteEnd:
         return True
 
     def hold(self, version: int) -> None:
-        """See outbox.Recipient."""
+        """Keep the live version from advancing past this one until the sampler has joined."""
         with self._exchange.changed:
             if not (self._left or self._entered):
                 self._standing.live_version, self._standing.counts = version, True
                 self._exchange.raise_live()
 
     def release(self) -> None:
-        """See outbox.Recipient."""
+        """Undo `hold`."""
         with self._exchange.changed:
             if not self._entered:
                 self._standing.counts = False
                 self._exchange.raise_live()
 
     def settle(self) -> None:
-        """See outbox.Recipient."""
+        """Report versions that have become live. Called without locks."""
         self._exchange.tell()
 
     def give_up(self, reason: str) -> None:
-        """See outbox.Recipient. The sampler leaves when its session has ended."""
+        """End the session with the sampler, without waiting. The sampler leaves when it has
+        ended."""
         name = f"end of {self.name}"
         threading.Thread(target=self._session.end, args=(reason,), name=name, daemon=True).start()
 
     # ---- the sampler's reports, on the session's thread
 
     def _on_staged(self, message: Staged) -> None:
-        version = _checked(message.version)
-        least = min(message.num_bytes, message.base_bytes, message.seconds, message.fallbacks)
-        if not least >= 0:
-            raise WeightsError(
-                f"{message.num_bytes} and {message.base_bytes} bytes in {message.seconds} s"
-            )
-        if self._left:
-            return
-        news = self._outbox.staged(
-            self._taker,
-            version,
-            num_bytes=message.num_bytes,
-            base_bytes=message.base_bytes,
-            seconds=message.seconds,
-            source=message.source,
-            fallbacks=message.fallbacks,
-        )
-        if news:
-            self._exchange.arrived(version)
+        if not self._left and self._outbox.staged(self._taker, message):
+            self._exchange.arrived(message.version)
 
     def _on_torn(self, message: Torn) -> None:
-        self._outbox.torn(self._taker, _checked(message.version), message.error)
+        self._outbox.torn(self._taker, message.version, message.error)
 
     def _on_live(self, message: Live) -> None:
+        before = self._entered
         if not self._left:
-            self._outbox.live(self._taker, _checked(message.version), self._enter)
+            self._outbox.live(self._taker, message.version, self._enter)
         self._exchange.tell()
-        with self._exchange.changed:
-            callbacks = list(self._callbacks) if self.entered else []
-            del self._callbacks[: len(callbacks)]
-        for callback in callbacks:
-            callback()
+        if self.entered and not before:
+            self._on_entered()
 
     def _enter(self, version: int) -> bool:
         """Start to count with this version; return False if it is too old."""
@@ -162,10 +148,3 @@ class RemoteEnd:
         if joins:
             self._outbox.joined()
         return True
-
-
-def _checked(version: int) -> int:
-    """Return a received version. Raises WeightsError if it is invalid."""
-    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-        raise WeightsError(f"{version!r} is not a version")
-    return version

@@ -86,6 +86,20 @@ def shard_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
+def shards_in_file(
+    holder: Holder, manifest: Manifest
+) -> tuple[dict[int, list[tuple[Box, int]]], int]:
+    """Return the offsets of a holder's shards in its file, by array, and the file's size, in
+    bytes."""
+    dtypes = [np.dtype(manifest.entries[shard.array][2]) for shard in holder.shards]
+    sizes = [volume(s.box) * dtype.itemsize for s, dtype in zip(holder.shards, dtypes, strict=True)]
+    offsets, size = shard_offsets(sizes)
+    places: dict[int, list[tuple[Box, int]]] = {}
+    for shard, offset in zip(holder.shards, offsets, strict=True):
+        places.setdefault(shard.array, []).append((shard.box, offset))
+    return places, size
+
+
 class SharedFiles:
     """The trainer's side: files are written and offered, and can be reused when withdrawn."""
 
@@ -206,8 +220,8 @@ class SharedReader:
 
         Raises WeightsError if the file is missing, or no longer has this version.
         """
-        sources = self._sources(manifest, holder)
-        file = self._mapped[holder.shared]
+        places, size = shards_in_file(holder, manifest)
+        file = self._file(holder.shared, size)
         if file.number != number_of(version):
             raise WeightsError(f"{holder.shared} no longer has version {version}")
         copied: list[tuple[WeightPiece, int]] = []
@@ -220,7 +234,8 @@ class SharedReader:
                     piece = next(left, None)
                 if piece is None:
                     return
-                box, data = next(s for s in sources[piece.array] if contains(s[0], piece.box))
+                box, offset = next(p for p in places[piece.array] if contains(p[0], piece.box))
+                data = file.array(offset, box, manifest.entries[piece.array][2])
                 view = assembly.view(piece)
                 np.copyto(view, data[inside(piece.box, box)])
                 checksum = assembly.checksum(piece, view)
@@ -239,22 +254,6 @@ class SharedReader:
     def close(self) -> None:
         """Release all files."""
         self._mapped = {}
-
-    def _sources(
-        self, manifest: Manifest, holder: Holder
-    ) -> dict[int, list[tuple[Box, NDArray[Any]]]]:
-        """Return the shards in the holder's file, by array."""
-        dtypes = [manifest.entries[s.array][2] for s in holder.shards]
-        sizes = [
-            volume(s.box) * np.dtype(d).itemsize for s, d in zip(holder.shards, dtypes, strict=True)
-        ]
-        offsets, size = shard_offsets(sizes)
-        file = self._file(holder.shared, size)
-        sources: dict[int, list[tuple[Box, NDArray[Any]]]] = {}
-        for shard, offset, dtype in zip(holder.shards, offsets, dtypes, strict=True):
-            data = file.array(offset, shard.box, dtype)
-            sources.setdefault(shard.array, []).append((shard.box, data))
-        return sources
 
     def _file(self, path: str, size: int) -> SharedFile:
         """Map a file, or return its mapping. Raises WeightsError."""

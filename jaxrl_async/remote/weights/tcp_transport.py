@@ -9,7 +9,8 @@ import logging
 import socket
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,7 +58,6 @@ class PullSettings:
 
     guard: Guard = field(default_factory=Guard)
     silence_s: float = 20.0  # maximum time without data from a source, seconds
-    streams: int = STREAMS
 
 
 def pull(
@@ -75,14 +75,14 @@ def pull(
         assembly: Destination of the pieces.
         version: Of the weights.
         wanted: (HOST:PORT, its pieces).
-        settings: The guard, the limit on silence, the number of connections.
+        settings: The guard and the limit on silence.
         stopped: Returns the reason to stop; "": continue.
     """
     results, threads = [], []
     for address, pieces in wanted:
         left, result = deque(pieces), Pulled()
         results.append(result)
-        for _ in range(min(settings.streams, len(pieces))):
+        for _ in range(min(STREAMS, len(pieces))):
             job = (assembly, version, address, left, result, settings, stopped)
             threads.append(threading.Thread(target=_stream, args=job, name="piece-receiver"))
     for thread in threads:
@@ -103,19 +103,11 @@ def _stream(
 ) -> None:
     """Pull pieces over one connection until none is left."""
     try:
-        connection = _connect(address, settings.guard)
-    except (OSError, ConfigError) as error:
+        with _line(address, settings, stopped) as line:
+            _pull_over(line, assembly, version, left, result)
+    except PeerError as error:
         with result.lock:
-            result.errors.append(f"{address}: {error}")
-        return
-    try:
-        line = Line(connection, settings.silence_s, stopped)
-        _pull_over(line, assembly, version, left, result)
-    except WeightsError as error:
-        with result.lock:
-            result.errors.append(f"{address}: {error}")
-    finally:
-        connection.close()
+            result.errors.append(str(error))
 
 
 def _pull_over(
@@ -171,12 +163,7 @@ def ask_to_publish(
 ) -> tuple[int, tuple[int, ...]]:
     """Ask a server to publish pieces for one pull from device to device; return its number, and
     the pieces' checksums (weights.checksum). Raises PeerError."""
-    try:
-        connection = _connect(address, settings.guard)
-    except (OSError, ConfigError) as error:
-        raise PeerError(f"{address}: {error}") from None
-    try:
-        line = Line(connection, settings.silence_s, stopped)
+    with _line(address, settings, stopped) as line:
         named = [
             PieceRequest(version=version, array=p.array, box=p.box, kind=NAME).encoded()
             for p in pieces
@@ -185,90 +172,76 @@ def ask_to_publish(
         line.send(b"".join(named), publish.encoded())
         here, number = line.receive_answer(len(pieces) * SUM.size)
         if not here:
-            raise PeerError(f"{address} does not publish version {version}")
+            raise PeerError(f"it does not publish version {version}")
         sums = SUM.iter_unpack(line.receive_bytes(len(pieces) * SUM.size))
         return number, tuple(checksum for (checksum,) in sums)
-    finally:
-        connection.close()
 
 
-def _connect(address: str, guard: Guard) -> socket.socket:
-    at = parse_address(address)
-    connection = socket.create_connection((at.host, at.port), timeout=CONNECT_S)
+@contextmanager
+def _line(address: str, settings: PullSettings, stopped: Callable[[], str]) -> Iterator[Line]:
+    """Connect to a server while the body runs; its errors become PeerErrors with the address."""
     try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER)
-        connection.sendall(GREETING)
-        return guard.as_client(connection)
-    except BaseException:
-        connection.close()
-        raise
+        at = parse_address(address)
+        with socket.create_connection((at.host, at.port), timeout=CONNECT_S) as raw:
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER)
+            raw.sendall(GREETING)
+            with settings.guard.as_client(raw) as connection:
+                yield Line(connection, settings.silence_s, stopped)
+    except (OSError, ConfigError, WeightsError) as error:
+        raise PeerError(f"{address}: {error}") from None
 
 
-class SourceList:
-    """Addresses to fetch from, best first. One is used at a time, and reused as long as pieces
-    arrive from it.
-
-    members, best first ──> trainer's processes, each for the pieces that it holds ──> none: failed
-    """
-
-    def __init__(self, sources: Sequence[str], holders: Sequence[str]) -> None:
-        """Put the trainer last.
-
-        Args:
-            sources: Addresses from the offer; addresses of the trainer are replaced by all its
-                holders.
-            holders: Addresses of the trainer's processes.
-        """
-        members = [s for s in dict.fromkeys(sources) if s and s not in holders]
-        self._left: list[str | None] = [*members, *([None] if any(holders) else [])]
-        self._holders = holders
-
-    @property
-    def empty(self) -> bool:
-        """True if no source is left."""
-        return not self._left
-
-    def ask(self, pieces: Sequence[WeightPiece]) -> list[tuple[str, list[WeightPiece]]]:
-        """Return the pieces to request from each address."""
-        source = self._left[0]
-        if source is not None:
-            return [(source, list(pieces))]
-        by_holder: dict[str, list[WeightPiece]] = {}
-        for piece in pieces:
-            by_holder.setdefault(self._holders[piece.holder], []).append(piece)
-        return [(address, asked) for address, asked in by_holder.items() if address]
-
-    def leave(self) -> None:
-        """Switch to the next source."""
-        self._left.pop(0)
+def _requests(
+    pieces: Sequence[WeightPiece], source: str | None, holders: Sequence[str]
+) -> list[tuple[str, list[WeightPiece]]]:
+    """Return the pieces to request from each address. source: None: the trainer's processes."""
+    by_address: dict[str, list[WeightPiece]] = {}
+    for piece in pieces:
+        by_address.setdefault(source or holders[piece.holder], []).append(piece)
+    return [(address, asked) for address, asked in by_address.items() if address]
 
 
 def pull_all(
     assembly: Assembly,
     version: int,
     pieces: Sequence[WeightPiece],
-    sources: SourceList,
+    sources: Sequence[str],
+    holders: Sequence[str],
     settings: PullSettings,
     stopped: Callable[[], str],
 ) -> Counter[str]:
     """Pull the missing pieces from one source after the other; return the bytes received from each
     address.
 
+        members, best first ──> the trainer's processes, each for its pieces ──> none: failed
+
     A source whose connection breaks is retried as long as new pieces arrive from it.
+
+    Args:
+        assembly: Destination of the pieces.
+        version: Of the weights.
+        pieces: All of this process.
+        sources: Addresses from the offer, best first; those of the trainer are replaced by all its
+            processes.
+        holders: Addresses of the trainer's processes.
+        settings: The guard and the limit on silence.
+        stopped: Returns the reason to stop; "": continue.
 
     Raises WeightsError if pieces are missing when no source is left, or if stopped.
     """
+    members = [s for s in dict.fromkeys(sources) if s and s not in holders]
+    left: list[str | None] = [*members, *([None] if any(holders) else [])]  # None: the trainer
     came, errors = Counter[str](), list[str]()
     while missing := assembly.missing(pieces):
         if reason := stopped():
             raise WeightsError(f"version {version} was not fetched: {reason}")
-        if sources.empty:
+        if not left:
             raise WeightsError(
                 f"version {version}: no source has {len(missing)} of {len(pieces)} pieces. "
                 + "; ".join(errors[-5:] or ["the offer contains no address to fetch from"])
             )
-        wanted = sources.ask(missing)
+        wanted = _requests(missing, left[0], holders)
         results = pull(assembly, version, wanted, settings, stopped)
         for (address, _), result in zip(wanted, results, strict=True):
             came[address] += result.num_bytes
@@ -278,5 +251,5 @@ def pull_all(
                 log.warning("weights of version %d: %s", version, error)
         again = any(r.num_bytes for r in results) and any(r.errors for r in results)
         if not again:
-            sources.leave()
+            left.pop(0)
     return came

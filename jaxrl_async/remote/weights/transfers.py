@@ -13,17 +13,17 @@ live version: it does not advance past that offer until the sampler has joined. 
 that fetches more slowly than the others could be too late every time.
 
 The cost of an event does not depend on the number of samplers: `due` checks only samplers with new
-events, and times are kept in heaps (deadlines.py).
+events, and times are kept in heaps (Alarms).
 """
 
+import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count, islice
 
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.metrics.fault_counts import backoff_s
-from jaxrl_async.remote.weights import fetch_tree
-from jaxrl_async.remote.weights.deadlines import Alarms
 
 KEPT = 2
 """Maximum number of versions kept at the same time."""
@@ -31,6 +31,8 @@ TRIES = 3
 """Number of consecutive failed transfers after which a sampler is given up."""
 RETRY_S = 1.0
 """Wait after the first failed transfer, seconds; it doubles."""
+MOST_SOURCES = 8
+"""Maximum number of sources of one member: enough for several simultaneous failures."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,6 +69,37 @@ class DueOffer:
     sources: tuple[str, ...]  # addresses, best first
 
 
+@dataclass(slots=True)
+class Alarms:
+    """Heap of times that may change: an alarm is valid only while its sampler still has this
+    time."""
+
+    _heap: list[tuple[float, int, Taker]] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=count)
+
+    def add(self, at_s: float, taker: Taker) -> None:
+        """Set an alarm for a sampler, at its current time."""
+        heapq.heappush(self._heap, (at_s, next(self._numbers), taker))
+
+    def passed(self, now_s: float, time_of: Callable[[Taker], float | None]) -> list[Taker]:
+        """Remove the alarms up to now; return the samplers whose alarms are still valid, each once.
+
+        time_of: returns the time of a sampler, or None if it has no time.
+        """
+        passed = dict[Taker, None]()
+        while self._heap and self._heap[0][0] <= now_s:
+            at_s, _, taker = heapq.heappop(self._heap)
+            if time_of(taker) == at_s:
+                passed[taker] = None
+        return list(passed)
+
+    def first(self, time_of: Callable[[Taker], float | None]) -> float | None:
+        """Return the time of the first valid alarm; None: no alarm is valid."""
+        while self._heap and time_of(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+
 @dataclass(slots=True, kw_only=True)
 class Transfers:
     """The state of all transfers. Times are seconds of any monotonic clock."""
@@ -75,13 +108,12 @@ class Transfers:
     timeout_s: float
     takers: list[Taker] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)  # versions that can be fetched, ascending
-    holders: dict[int, list[Taker]] = field(default_factory=dict)  # in order of their offers
-    _passing: dict[int, list[Taker]] = field(default_factory=dict)  # holders that relay it
+    holders: dict[int, list[Taker]] = field(default_factory=dict)  # that relay it, as offered
     _fetched: Counter[int] = field(default_factory=Counter)  # transfers in progress, by version
     _addresses: Counter[str] = field(default_factory=Counter)  # of all takers
     _news: dict[Taker, None] = field(default_factory=dict)  # takers that `due` must check
-    _dues: Alarms[Taker] = field(default_factory=Alarms)  # each due_s
-    _holds: Alarms[Taker] = field(default_factory=Alarms)  # each held_until_s
+    _dues: Alarms = field(default_factory=Alarms)  # each due_s
+    _holds: Alarms = field(default_factory=Alarms)  # each held_until_s
 
     def join(self, taker: Taker) -> None:
         """Add a sampler without weights."""
@@ -124,7 +156,6 @@ class Transfers:
         for version in versions:
             self.kept.remove(version)
             self.holders.pop(version, None)
-            self._passing.pop(version, None)
 
     def outdated(self) -> list[int]:
         """Return the versions that no sampler fetches or will fetch."""
@@ -221,14 +252,13 @@ class Transfers:
         self._fetched[version] += 1
         self._set_due(taker, now_s + self.timeout_s)
         self._hold_until(taker, taker.due_s if taker.late else None)
-        passing = self._passing.setdefault(version, [])
-        sources = fetch_tree.sources_of_next(
-            len(passing), lambda place: passing[place].address, self.fanout, trainer
+        holders = self.holders.setdefault(version, [])
+        found = sources_of_next(
+            len(holders), lambda place: holders[place].address, self.fanout, trainer
         )
-        self.holders.setdefault(version, []).append(taker)
         if taker.address:
-            passing.append(taker)
-        return DueOffer(taker=taker, version=version, sources=sources)
+            holders.append(taker)
+        return DueOffer(taker=taker, version=version, sources=found)
 
     def _fail(self, taker: Taker, now_s: float) -> None:
         self._stop(taker)
@@ -246,9 +276,8 @@ class Transfers:
 
     def _forget(self, taker: Taker, version: int) -> None:
         """Stop using a sampler as a source of this version."""
-        for holders in (self.holders.get(version, []), self._passing.get(version, [])):
-            if taker in holders:
-                holders.remove(taker)
+        if taker in (holders := self.holders.get(version, [])):
+            holders.remove(taker)
 
     def _end(self, taker: Taker) -> None:
         """Record that no transfer to a sampler is in progress."""
@@ -272,3 +301,45 @@ class Transfers:
 
     def _is_fetched(self, version: int) -> bool:
         return self._fetched[version] > 0
+
+
+def sources_of_next(
+    place: int, address_at: Callable[[int], str], fanout: int, trainer: str
+) -> tuple[str, ...]:
+    """Return the addresses from which the next member fetches, best first, the trainer's last.
+
+    fanout 2, members in order of joining:      trainer
+                                              ┌────┴────┐
+                                              0         1
+                                            ┌─┴─┐     ┌─┴─┐
+                                            2   3     4   5      sources of 5:  1, 0, trainer
+
+    A member's sources are its parent, its parent's siblings, its grandparent and so on; the trainer
+    is the last. If a source has died, the member immediately uses the next one, without
+    coordination. All of a member's sources joined before it, so there are no cycles.
+
+    Args:
+        place: Number of relaying members that joined before it.
+        address_at: Returns the address of each of them by its place, from 0.
+        fanout: Number of members to which the trainer, and each member, sends the weights directly.
+        trainer: Its address; "": it has none, and is omitted.
+    """
+    last = (trainer,) if trainer else ()
+    above = islice(_places_above(place, fanout), MOST_SOURCES - len(last))
+    return (*map(address_at, above), *last)
+
+
+def _places_above(place: int, fanout: int) -> Iterator[int]:
+    """Yield parent and its siblings, grandparent and its siblings, and so on; all before `place`.
+
+    Children of one parent start at different siblings of it, so they spread out when it dies.
+    """
+    parent, turn = place // fanout - 1, place % fanout
+    while parent >= 0:
+        yield parent
+        eldest = parent // fanout * fanout
+        siblings = min(fanout, place - eldest) - 1
+        for number in range(siblings):
+            sibling = eldest + (turn + number) % siblings
+            yield sibling + (sibling >= parent)  # skip the parent itself
+        parent = parent // fanout - 1

@@ -1,8 +1,8 @@
-"""Fetches offered weights and verifies them: their layout before, their checksums after."""
+"""Fetches offered weights and verifies their checksums."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,59 +13,44 @@ from jaxrl_async.model.spec import Params
 from jaxrl_async.remote.weights.host_sums import host_sum
 from jaxrl_async.remote.weights.locations import read_whereabouts
 from jaxrl_async.remote.weights.protocols import Fetched, Fetching
-from jaxrl_async.weights.manifest import Checksum, Sums, compare, manifest_of
+from jaxrl_async.weights.manifest import Sums, compare, manifest_of
 
 
-def checksums_of(params: Params) -> Checksum | None:
-    """Return the checksum of each array; None if copies of one shard differ."""
-    return Sums(params).read()
+def fetch_verified(
+    fetching: Fetching,
+    version: int,
+    where: Mapping[str, Any],
+    sources: Sequence[str],
+    abort: threading.Event,
+) -> Fetched:
+    """Fetch offered weights, and compare all arrays with the trainer's in their final place, if the
+    transport has not done this; see protocols.Fetching.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SoundFetching:
-    """A transport whose weights are compared with the trainer's."""
-
-    fetching: Fetching
-    layout_hash: str  # of the weights that the sampler was built for (Manifest.layout_hash)
-    checksums: Callable[[Params], Checksum | None] = checksums_of  # of whole arrays
-
-    def fetch(
-        self, version: int, where: Mapping[str, Any], sources: Sequence[str], abort: threading.Event
-    ) -> Fetched:
-        """See protocols.Fetching. Also raises WeightsError for a different layout."""
-        if where.get("layout") != self.layout_hash:
-            raise WeightsError(
-                f"the trainer offers weights of layout {where.get('layout')}, but this sampler was "
-                f"built for {self.layout_hash}: use one version of the package and one model "
-                "section for both"
-            )
-        fetched = self.fetching.fetch(version, where, sources, abort)
-        if not fetched.compared and self.compares(fetched, where):
-            self._compare_sums(fetched.params, where["sums"])
+    This is not possible if other processes of the sampler hold parts of them: the transport then
+    has compared every piece before it was copied to its device.
+    """
+    fetched = fetching.fetch(version, where, sources, abort)
+    whole = all(x.is_fully_addressable for x in jax.tree.leaves(fetched.params))
+    if fetched.compared or where.get("sums") is None or not whole:
         return fetched
+    _compare_sums(fetched.params, where["sums"])
+    return replace(fetched, compared=True)
 
-    @staticmethod
-    def compares(fetched: Fetched, where: Mapping[str, object]) -> bool:
-        """Return True if all arrays are compared with the trainer's in their final place. This is
-        not possible if other processes of the sampler hold parts of them: the transport then has
-        compared every piece before it was copied to its device."""
-        whole = all(x.is_fully_addressable for x in jax.tree.leaves(fetched.params))
-        return fetched.compared or (where.get("sums") is not None and whole)
 
-    def _compare_sums(self, params: Params, sent: Sequence[int]) -> None:
-        """Raise WeightsError unless all arrays have the trainer's checksums."""
-        received = self.checksums(params)
-        if received is None:
-            raise WeightsError("copies of one array differ between devices")
-        names = [name for name, _, _ in manifest_of(params).entries]
-        expected = np.asarray(sent, np.uint32)
-        if expected.shape != received.shape:
-            raise WeightsError(f"got {expected.size} checksums for {received.size} arrays")
-        wrong = [n for n, a, b in zip(names, expected, received, strict=True) if a != b]
-        if wrong:
-            raise WeightsError(
-                f"{len(wrong)} of {len(names)} arrays differ from the trainer's, first {wrong[0]!r}"
-            )
+def _compare_sums(params: Params, sent: Sequence[int]) -> None:
+    """Raise WeightsError unless all arrays have the trainer's checksums."""
+    received = Sums(params).read()
+    if received is None:
+        raise WeightsError("copies of one array differ between devices")
+    names = [name for name, _, _ in manifest_of(params).entries]
+    expected = np.asarray(sent, np.uint32)
+    if expected.shape != received.shape:
+        raise WeightsError(f"got {expected.size} checksums for {received.size} arrays")
+    wrong = [n for n, a, b in zip(names, expected, received, strict=True) if a != b]
+    if wrong:
+        raise WeightsError(
+            f"{len(wrong)} of {len(names)} arrays differ from the trainer's, first {wrong[0]!r}"
+        )
 
 
 def compare_with_offer(params: Params, where: Mapping[str, object]) -> None:
@@ -74,7 +59,7 @@ def compare_with_offer(params: Params, where: Mapping[str, object]) -> None:
     found, own = read_whereabouts(where), manifest_of(params)
     compare(found.manifest, own)
     if found.on_devices:
-        received = checksums_of(params)
+        received = Sums(params).read()
         sums = [] if received is None else received.tolist()
     else:
         boxes = [tuple((0, size) for size in shape) for _, shape, _ in own.entries]

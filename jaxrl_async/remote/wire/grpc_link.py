@@ -36,7 +36,7 @@ def pump_frames(incoming: Iterator[bytes], session: WireSession) -> None:
     except grpc.RpcError as error:
         reason = f"the connection with {session.peer} broke: {describe_error(error)}"
         error.__traceback__ = None  # a cycle with its frames, which only a collection would end
-    session.stream_ended(reason)
+    session.lost(reason)
 
 
 def describe_error(error: grpc.RpcError) -> str:

@@ -29,7 +29,7 @@ from jaxrl_async.remote.wire.handshake import admit_sampler, refused_frame, welc
 from jaxrl_async.remote.wire.messages import Hello, Welcome
 from jaxrl_async.remote.wire.secret import check_secret
 from jaxrl_async.remote.wire.session import WireLimits, WireSession
-from jaxrl_async.remote.wire.strangers import Stranger, Strangers
+from jaxrl_async.remote.wire.strangers import Refusals, Stranger, Strangers
 from jaxrl_async.remote.wire.tls import TlsFiles
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Hub:
         self._lock = threading.Lock()
         self._sessions: set[WireSession] = set()
         self._closing = False
-        self._refusals = _Refusals()
+        self._refusals = Refusals()
         self._server = _make_server(limits)
         handler = grpc.stream_stream_rpc_method_handler(self._serve)
         self._server.add_generic_rpc_handlers(
@@ -170,8 +170,8 @@ class Hub:
         session.on_end(lambda _: self._forget(session))
         session.start()
         gone = f"{session.peer} is gone: its connection broke"
-        if not context.add_callback(lambda: session.stream_ended(gone)):
-            session.stream_ended(gone)
+        if not context.add_callback(lambda: session.lost(gone)):
+            session.lost(gone)
         yield welcome
         threading.Thread(
             target=pump_frames, args=(incoming, session), name=f"read {hello.name}", daemon=True
@@ -187,30 +187,6 @@ def _host(peer: str) -> str:
     """Return the host in gRPC's name of a peer: ipv4:10.0.0.1:80, ipv6:%5B::1%5D:80."""
     host = unquote(peer).partition(":")[2].rpartition(":")[0]
     return host.removeprefix("[").removesuffix("]")
-
-
-class _Refusals:
-    """Counts refused connections, and logs at most one line every LOG_S seconds."""
-
-    LOG_S = 10.0
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.count = 0
-        self._logged_count, self._logged_s = 0, float("-inf")
-
-    def note(self, peer: str, reason: str) -> None:
-        with self._lock:
-            self.count += 1
-            now_s = time.monotonic()
-            if now_s - self._logged_s < self.LOG_S:
-                return
-            new, self._logged_count, self._logged_s = (
-                self.count - self._logged_count,
-                self.count,
-                now_s,
-            )
-        log.warning("%s was refused: %s (%d since the last line)", peer, reason, new)
 
 
 class _DaemonThreads(Executor):

@@ -19,7 +19,7 @@ from typing import Any
 from jaxrl_async.codec import Bytes
 from jaxrl_async.types import Completion, FloatArray, IntArray, Partial, Request
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version number of this set of messages; both sides must have the same."""
 
 
@@ -28,13 +28,9 @@ class Hello:
     """A sampler asks to join."""
 
     name: str  # unique among connected samplers; for users, logs and the ledger
-    protocol: int = PROTOCOL
-    package: str = ""  # version of jaxrl_async
-    host: str = ""  # boot id of the machine: if equal, shared memory can be used
+    host: str = ""  # boot id of the machine
     process: int = 0  # process id there
-    data_address: str = ""  # HOST:PORT at which it relays weights; "": it does not
     mesh: Mapping[str, int] = field(default_factory=dict)  # its axes, as mesh.sampler names them
-    platform: str = ""  # of its devices
     instance: str = ""  # a random token: the same sampler rejoins with it
 
 
@@ -46,7 +42,6 @@ class Welcome:
     spec: Mapping[str, Any]  # fields of the policy's ModelSpec
     mesh: Mapping[str, int]  # axes of its slice
     seed: int
-    layout_hash: str  # of the offered weights (weights.manifest)
     run: str  # name of the run
     probe_ids: IntArray | None = None  # [probe] tokens to check new weights on; None: any
     tokenizer: Bytes | None = None  # remote.run.sent_tokenizer, for constraints; None: refused
@@ -97,7 +92,6 @@ class Ask:
     number: int
     request_id: str | None = None  # save this one; None: all, without KV (progress)
     stop: bool = False  # see ports.Replica.save
-    with_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,30 +234,9 @@ class Dismissed:
     """The sampler is closed; its followers end."""
 
 
-MESSAGES: tuple[type, ...] = (
-    Hello,
-    Welcome,
-    Prepared,
-    Start,
-    Cancel,
-    RemoteFailure,
-    Answers,
-    Ask,
-    RemoteReply,
-    Beat,
-    Died,
-    Leave,
-    Leaving,
-    Profile,
-    Profiled,
-    Offer,
-    Staged,
-    Torn,
-    Live,
-    Ready,
-    Begin,
-    JointRound,
-    GivenUpRequest,
-    Dismissed,
+MESSAGES: tuple[type, ...] = tuple(
+    kind
+    for kind in vars().copy().values()
+    if isinstance(kind, type) and kind.__module__ == __name__
 )
-"""The messages that a session accepts; any other ends it."""
+"""The messages that a session accepts, all classes of this file; any other ends it."""

@@ -4,9 +4,9 @@ that both sides know.
     send ─> Outbox ─> frames() ─> the stream ─> take() ─> FrameInbox ─> handlers, on its thread
 
 The stream (gRPC in grpc_link.py, memory in testing) calls `take` with each received frame, iterates
-over `frames` for the frames to send, and calls `stream_ended` when it breaks. Each side sends a
-beat if it has nothing else to send. A side that sends nothing is therefore dead, stopped or
-disconnected; a side that receives nothing is treated the same.
+over `frames` for the frames to send, and calls `lost` when it breaks. Each side sends a beat if it
+has nothing else to send. A side that sends nothing is therefore dead, stopped or disconnected; a
+side that receives nothing is treated the same.
 """
 
 import logging
@@ -110,7 +110,7 @@ class WireSession:
         with self._changed:
             self._limits = limits
             self._changed.notify_all()
-        WATCH.change(self)
+        WATCH.add(self)
 
     # ---- for its users
 
@@ -235,14 +235,9 @@ class WireSession:
             self._heard += is_bye or not over
             self._changed.notify_all()
 
-    def stream_ended(self, reason: str) -> None:
-        """Note that no more frames will arrive. The reason is kept if no Bye was received
-        before."""
-        self.lost(reason)
-
     def lost(self, reason: str) -> None:
-        """Close the stream immediately: nothing more can be sent. Received messages are still
-        delivered."""
+        """Close the stream immediately, or note that it has ended: nothing more can be sent.
+        Received messages are still delivered. The reason is kept if the session has no other."""
         with self._changed:
             if self._over:
                 return
@@ -361,7 +356,7 @@ class WireSession:
             over = self._over
             now_s, now, seen = time.monotonic(), (self._heard, self._taken), self._seen
             full, said_all = self._full, self._bye_sent
-        if over:  # it ended before it was started
+        if over:  # it ended before it was added
             WATCH.remove(self)
             return
         passed_s = min(now_s - self._looked_s, 2 * self.look_s)
@@ -385,20 +380,13 @@ class Watch:
         self._runs = False
 
     def add(self, session: WireSession) -> None:
-        """Start checking a session."""
+        """Start checking a session, or apply its new interval."""
         with self._changed:
             self._due[session] = time.monotonic() + session.look_s
             if not self._runs:
                 threading.Thread(target=self._run, name="watch sessions", daemon=True).start()
                 self._runs = True
             self._changed.notify_all()
-
-    def change(self, session: WireSession) -> None:
-        """Apply a session's new interval, if the session is checked."""
-        with self._changed:
-            if session in self._due:
-                self._due[session] = time.monotonic() + session.look_s
-                self._changed.notify_all()
 
     def remove(self, session: WireSession) -> None:
         """Stop checking a session. Idempotent."""

@@ -1,13 +1,17 @@
 """Connections that have not proved the secret yet. Their number is bounded, and no address can keep
-a sampler out by holding many of them. Pure; no I/O."""
+a sampler out by holding many of them. No I/O but the log."""
 
 import ipaddress
 import itertools
+import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
 
 SHARED_BITS = 64
 """Number of leading bits that the IPv6 addresses of one site share; they count as one address."""
@@ -64,6 +68,29 @@ class Strangers:
     def _who_goes(self) -> Stranger:
         held = Counter(s.site for s in self._here)
         return min(self._here, key=lambda s: (-held[s.site], s.greeted, s.number))
+
+
+class Refusals:
+    """Counts refused connections, and logs at most one line every LOG_S seconds. Thread-safe."""
+
+    LOG_S = 10.0
+
+    def __init__(self, what: str = "") -> None:
+        """what: the connections, before the peer's name in the log."""
+        self._what, self._lock = what, threading.Lock()
+        self.count = 0
+        self._logged_count, self._logged_s = 0, float("-inf")
+
+    def note(self, peer: object, reason: str) -> None:
+        """Count a refused connection."""
+        with self._lock:
+            self.count += 1
+            now_s = time.monotonic()
+            if now_s - self._logged_s < self.LOG_S:
+                return
+            new = self.count - self._logged_count
+            self._logged_count, self._logged_s = self.count, now_s
+        log.warning("%s%s was refused: %s (%d since the last line)", self._what, peer, reason, new)
 
 
 def site_of(host: str) -> str:

@@ -38,6 +38,7 @@ from jaxrl_async.ports.run import Clock
 from jaxrl_async.sampler.lifetime import Lifetime, Living, close_side_by_side
 from jaxrl_async.sampler.partial import branches
 from jaxrl_async.sampler.request_checks import RequestCheck
+from jaxrl_async.sampler.requests import request_of
 from jaxrl_async.sampler.router.dealing import Dealer, unrecorded
 from jaxrl_async.sampler.router.dispatch import Dispatcher
 from jaxrl_async.sampler.router.fleet import Fleet
@@ -335,7 +336,7 @@ def _refuse_adapters(requests: Sequence[Request | Partial]) -> None:
     """Raise RolloutError for a request that names an adapter: any replica may get it, and each has
     separate adapters."""
     for given in requests:
-        request = given.request if isinstance(given, Partial) else given
+        request = request_of(given)
         if isinstance(request, Request) and request.adapter:
             raise RolloutError(
                 f"request {request.request_id!r}: adapter {request.adapter!r}: several samplers "

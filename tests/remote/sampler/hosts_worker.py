@@ -215,7 +215,7 @@ def logprobs_of(params: Any, token_ids: Any) -> Any:
     return token_logprobs(SPEC, params, tokens, settings).logprobs[0, 1:]
 
 
-WELCOME = Welcome(config={}, spec={}, mesh={}, seed=SEED, layout_hash="", run="test")
+WELCOME = Welcome(config={}, spec={}, mesh={}, seed=SEED, run="test")
 
 
 class Lives:

@@ -316,6 +316,10 @@ def test_what_a_leaving_sampler_hands_back_is_there_before_the_futures_fail(play
         {"seed": 1},
         {"versions": np.array([3, NEWEST + 1], np.int32)},
         {"token_ids": np.array([1, 99], np.int32)},
+        {"token_ids": np.ones((2, 1), np.int32)},
+        {"versions": np.array([3], np.int32)},
+        {"logprobs": np.array([-1, -1, -1], np.float32)},
+        {"full_logprobs": np.array([-1], np.float32)},
     ],
 )
 def test_what_is_handed_back_is_checked(played, changes):

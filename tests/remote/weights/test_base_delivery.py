@@ -14,8 +14,6 @@ from jaxrl_async.errors import CheckpointError, WeightsError
 from jaxrl_async.remote.weights.base_delivery import BaseBringer
 from jaxrl_async.remote.weights.protocols import BASE
 from jaxrl_async.remote.weights.transport_choice import make_fetching, make_offering
-from jaxrl_async.remote.weights.verification import SoundFetching
-from jaxrl_async.weights.manifest import manifest_of
 
 WAYS = ("tcp", "shared_memory", "folder")
 TREE = host_tree()
@@ -32,17 +30,11 @@ def offered(request: Any, tmp_path: Any) -> Iterator[Any]:
 
     def base(read: Any = None) -> BaseBringer:
         fetchings.append(make_fetching(section, target_of({"head": TREE["head"]})))
-        return BaseBringer(sound(fetchings[-1].for_base(TARGET)), read)
+        return BaseBringer(fetchings[-1].for_base(TARGET), read)
 
-    layout = manifest_of(TREE).layout_hash
-    where = {**offering.offer(BASE, on_trainer(TREE)), "layout": layout}
-    yield {"base": where}, base
+    yield {"base": offering.offer(BASE, on_trainer(TREE))}, base
     for one in (*fetchings, offering):
         one.close()
-
-
-def sound(fetching: Any) -> SoundFetching:
-    return SoundFetching(fetching=fetching, layout_hash=manifest_of(TREE).layout_hash)
 
 
 def bring(base: BaseBringer, where: Any) -> int:
@@ -82,5 +74,6 @@ def test_what_cannot_be_is_said(offered: Any) -> None:
     where, make = offered
     with pytest.raises(WeightsError, match="without its base weights"):
         bring(make(), {})
-    with pytest.raises(WeightsError, match="offers weights of layout other"):
-        bring(make(), {"base": {**where["base"], "layout": "other"}})
+    renamed = [[f"other/{name}", *rest] for name, *rest in where["base"]["arrays"]]
+    with pytest.raises(WeightsError, match="'head': published nothing; the sampler expects"):
+        bring(make(), {"base": {**where["base"], "arrays": renamed}})

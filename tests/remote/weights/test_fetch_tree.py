@@ -4,8 +4,9 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from relay_tree import sources
 
-from jaxrl_async.remote.weights.fetch_tree import MOST_SOURCES, sources
+from jaxrl_async.remote.weights.transfers import MOST_SOURCES
 
 TRAINER = "trainer"
 

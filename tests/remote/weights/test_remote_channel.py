@@ -15,13 +15,10 @@ from jaxrl_async.model.spec import Weight
 from jaxrl_async.remote.weights.outbox import WeightOutbox
 from jaxrl_async.remote.weights.receiver import WeightReceiver
 from jaxrl_async.remote.weights.remote_link import RemoteEnd
-from jaxrl_async.remote.weights.source import RemoteSource
 from jaxrl_async.remote.weights.transport_choice import make_fetching, make_offering
-from jaxrl_async.remote.wire.messages import Hello
 from jaxrl_async.testing.session_pair import session_pair
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.local import Conversion, PrivateCopy
-from jaxrl_async.weights.manifest import manifest_of
 
 pytestmark = pytest.mark.full
 
@@ -84,20 +81,17 @@ def test_samplers_get_what_the_trainer_would_compute_for_them(
         for name in ("a", "b"):
             pair = session_pair(sampler=name)
             fetching = make_fetching(section, target)
-            receiver = WeightReceiver(
-                pair.sampler, fetching, layout_hash=manifest_of(target).layout_hash
-            )
+            receiver = WeightReceiver(pair.sampler, fetching)
             pairs.append(pair)
             receivers.append(receiver)
-            hello = Hello(name=name, data_address=fetching.address)
-            RemoteEnd(pair.trainer, hello, channel.exchange, outbox)
+            RemoteEnd(pair.trainer, fetching.address, channel.exchange, outbox)
             found = [receiver.first(60)]
-            RemoteSource(receiver).live(0)
+            receiver.live(0)
         channel.publish(1, jax.device_put(values(1), source))
         for receiver in receivers:
             eventually(lambda r=receiver: r.staged is not None)
-            found.append(RemoteSource(receiver).poll())
-            RemoteSource(receiver).live(1)
+            found.append(receiver.poll())
+            receiver.live(1)
         channel.wait_live(1, 60)
         traffic = channel.stats().remote
         assert traffic.transfers == 4 and traffic.repeats == 0

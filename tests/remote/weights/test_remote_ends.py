@@ -36,7 +36,7 @@ def test_the_probe_comes_with_the_weights():
         sampler = side.join().begin()
         side.publish(1)
         eventually(lambda: sampler.receiver.staged)
-        np.testing.assert_array_equal(sampler.source.poll().probe_logprobs, [1, 1])
+        np.testing.assert_array_equal(sampler.receiver.poll().probe_logprobs, [1, 1])
 
 
 def test_the_trainers_weights_may_be_donated_right_after_publish():
@@ -231,32 +231,31 @@ def test_what_cannot_be_offered_is_tried_again_and_then_ends_the_run(monkeypatch
             eventually(lambda: side.publish(side.channel.published_version + 1))
 
 
-def test_weights_that_were_taken_and_are_not_live_are_there_for_the_successor():
+def test_one_that_has_left_takes_nothing_more_and_has_no_successor():
     with TrainerSide() as side:
         sampler = side.join().begin()
         side.publish(1)
         eventually(lambda: sampler.receiver.staged)
-        assert sampler.source.poll().version == 1
-        sampler.source.leave()
-        sampler.source.live(1)
-        assert sampler.source.poll() is None and side.channel.live_version == 0
-        sampler.source = sampler.source.rejoin()
         wake = threading.Event()
-        sampler.source.attach(wake)
+        sampler.receiver.attach(wake)
         assert wake.is_set()
-        sampler.draw_from(1)
-        side.channel.wait_live(1, 30)
-        sampler.source.leave()
-        assert sampler.source.rejoin().poll() is None, "it drew from the newest already"
+        sampler.receiver.leave()
+        sampler.receiver.live(1)
+        assert sampler.receiver.poll() is None and side.channel.live_version == 0
+        side.publish(2)
+        time.sleep(0.05)
+        assert len(sampler.fetching.fetched) == 2, "nothing is fetched for it"
+        with pytest.raises(Closed, match="restart it"):
+            sampler.receiver.rejoin()
 
 
 def test_an_idle_sampler_is_woken_and_holds_no_third_set():
     with TrainerSide() as side:
         sampler, wake = side.join().begin(), threading.Event()
-        sampler.source.attach(wake)
+        sampler.receiver.attach(wake)
         side.publish(1)
         assert wake.wait(30)
-        update = sampler.source.poll(wait=True)
+        update = sampler.receiver.poll(wait=True)
         side.publish(2)
         time.sleep(0.05)
         assert len(sampler.fetching.fetched) == 2, "version 2 waits until version 1 is live"
@@ -283,9 +282,6 @@ def test_every_wait_ends_with_the_channel_or_the_session():
         eventually(lambda: sampler.receiver.over)
         with pytest.raises(Disconnected, match="the line was cut"):
             sampler.receiver.first(60)
-        with pytest.raises(Closed):
-            sampler.source.leave()
-            sampler.source.rejoin()
     thread.join(30)
     assert len(raised) == 1 and side.offering.closed
     with pytest.raises(Closed):

@@ -379,6 +379,14 @@ def test_a_version_that_nobody_has_is_an_error_that_names_the_sources(trainer, s
         sampler().fetch(5, where, [trainer.address], threading.Event())
 
 
+def test_another_models_weights_are_refused_before_any_piece_is_sent(trainer, sampler):
+    where = trainer.offer(0, on_trainer(TREE))
+    other = {**TREE, "head": TREE["head"][:, :-1]}
+    with pytest.raises(WeightsError, match=r"'head': published .* one model section for both"):
+        sampler(tree=other).fetch(0, where, [trainer.address], threading.Event())
+    assert "sent_bytes" not in trainer.counts
+
+
 def test_earlier_weights_keep_their_values_while_later_ones_come_and_go(trainer, sampler):
     fetching, kept = sampler(), {}
     for version in range(6):

@@ -5,9 +5,9 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from relay_tree import sources
 
 from jaxrl_async.errors import WeightsError
-from jaxrl_async.remote.weights.fetch_tree import sources
 from jaxrl_async.remote.weights.transfers import KEPT, TRIES, Taker, Transfers
 
 EVENTS = ["publish", "keep", "offer", "stage", "live", "torn", "join", "leave", "wait"]

@@ -127,7 +127,7 @@ def test_an_edited_frame_ends_the_session_or_is_harmless(
     session.on_end(ended.put)
     session.start()
     session.take(edited(frames[which], edits))
-    session.stream_ended("hung up")
+    session.lost("hung up")
     ended.get(timeout=WAIT_S)
 
 

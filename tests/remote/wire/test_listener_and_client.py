@@ -36,7 +36,7 @@ from jaxrl_async.types import Request
 WAIT_S = 30.0
 SECRET = b"a secret that only these tests know"
 LIMITS = WireLimits(silence_s=1.5, queue_bytes=1 << 20, join_s=1.0, max_joining=4)
-WELCOME = Welcome(config={"a": 1}, spec={}, mesh={}, seed=3, layout_hash="h", run="run-1")
+WELCOME = Welcome(config={"a": 1}, spec={}, mesh={}, seed=3, run="run-1")
 
 
 @dataclass
@@ -237,7 +237,7 @@ from jaxrl_async.remote.wire.listener import Hub
 from jaxrl_async.remote.wire.messages import Welcome
 from jaxrl_async.remote.wire.session import WireLimits
 
-welcome = Welcome(config={"a": 1}, spec={}, mesh={}, seed=3, layout_hash="h", run="run-1")
+welcome = Welcome(config={"a": 1}, spec={}, mesh={}, seed=3, run="run-1")
 hub = Hub("127.0.0.1:0", secret=b"", tls=None, limits=WireLimits(), on_join=lambda *_: welcome)
 print(hub.address, flush=True)
 sys.stdin.readline()
@@ -463,9 +463,7 @@ def test_a_trainer_is_found_by_a_file_that_appears_and_changes(tmp_path: Path) -
     thread.start()
     with a_trainer() as gone:
         stale = gone.hub.address
-    with a_trainer(
-        welcome=Welcome(config={}, spec={}, mesh={}, seed=0, layout_hash="", run="x")
-    ) as x:
+    with a_trainer(welcome=Welcome(config={}, spec={}, mesh={}, seed=0, run="x")) as x:
         write_join_file(tmp_path, stale, "run-1")
         time.sleep(0.3)
         write_join_file(tmp_path, x.hub.address, "run-1")  # another run has that port now

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 SECRET = b"a secret that only these tests know"
 LIMITS = WireLimits(silence_s=5.0, join_s=2.0)
-WELCOME = Welcome(config={}, spec={}, mesh={}, seed=0, layout_hash="", run="run-1")
+WELCOME = Welcome(config={}, spec={}, mesh={}, seed=0, run="run-1")
 
 
 def openssl(*arguments: str | Path) -> None:
