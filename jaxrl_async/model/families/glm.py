@@ -7,14 +7,20 @@ from jaxrl_async.model.families.fields import ConfigFields
 from jaxrl_async.model.families.parts import ExpertRouter, Mixture
 
 
-def _router(fields: ConfigFields) -> ExpertRouter:
-    groups, chosen = fields.whole("n_group", 1), fields.whole("topk_group", 1)
+def groups_of(fields: ConfigFields, groups: int, chosen: int) -> tuple[int, int]:
+    """Return n_group and topk_group, with these defaults."""
+    groups, chosen = fields.whole("n_group", groups), fields.whole("topk_group", chosen)
     experts = fields.said("n_routed_experts", groups)
     if chosen > groups or experts % groups:
         fields.refuse(
             f"n_group ({groups}) must divide n_routed_experts ({experts}), and topk_group "
             f"({chosen}) be at most n_group."
         )
+    return groups, chosen
+
+
+def _router(fields: ConfigFields) -> ExpertRouter:
+    groups, chosen = groups_of(fields, 1, 1)
     return ExpertRouter(
         odds="sigmoid",
         sums_to_one=fields.flag("norm_topk_prob", True),
@@ -25,9 +31,12 @@ def _router(fields: ConfigFields) -> ExpertRouter:
     )
 
 
-def _is_dense(fields: ConfigFields, layer: int) -> bool:
-    first: int = fields.said("first_k_dense_replace", 1)
-    return layer < first
+def first_dense(fields: ConfigFields, default: int) -> int:
+    """Return the number of dense layers before the layers with experts."""
+    first = fields.said("first_k_dense_replace", default)
+    if type(first) is not int or first < 0:
+        raise fields.wrong("first_k_dense_replace", "a whole number of at least 0")
+    return first
 
 
 def shared_width(fields: ConfigFields) -> int:
@@ -62,6 +71,6 @@ GLM4_MOE = Family(
     experts_key="n_routed_experts",
     router=_router,
     written_mixture=written_mixture,
-    dense=_is_dense,
+    dense=lambda fields, layer: layer < first_dense(fields, 1),
     shared_width=shared_width,
 )
