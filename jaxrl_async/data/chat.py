@@ -56,7 +56,6 @@ class TeachableFormat(ChatFormat, Protocol):
     ) -> IntArray:
         """Return the tokens of a reply after `opening`, including the end token, [answer] int32.
         Raises DataError if the format does not write it like this."""
-        ...
 
 
 def chat_format(

@@ -47,15 +47,12 @@ class KeepsMetrics(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write the metrics of a step."""
-        ...
 
     def samples(self, step: int, records: Iterable[Mapping[str, object]]) -> None:
         """Write sample episodes."""
-        ...
 
     def close(self) -> None:
         """Stop writing."""
-        ...
 
 
 class Recorder:

@@ -63,19 +63,15 @@ class Tracker(Protocol):
 
     def open(self, run: TrackedRun) -> str:
         """Begin or continue the run in the service; return its identifier."""
-        ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send the metrics of a step; a step may be sent twice after a resume."""
-        ...
 
     def link(self) -> str:
         """Return where to find the run, as text; called after `open`."""
-        ...
 
     def close(self, failed: bool) -> None:
         """Send the remaining data and end the run in the service; failed: with an exception."""
-        ...
 
 
 def make_trackers(section: MetricsSection) -> list[Tracker]:

@@ -148,7 +148,6 @@ class Meetings(Protocol):
 
     def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None:
         """Return once all processes have called this. Raises JaxRuntimeError."""
-        ...
 
 
 def distributed_meetings() -> Meetings:
@@ -183,12 +182,10 @@ class StopRequests(Protocol):
 
     def is_set(self) -> bool:
         """Return whether a stop was requested."""
-        ...
 
     @property
     def preempted(self) -> bool:
         """Whether the reason is SIGTERM or SIGHUP: there is little time."""
-        ...
 
 
 class Accounts(Protocol):
@@ -197,11 +194,9 @@ class Accounts(Protocol):
     @property
     def failed_alone(self) -> bool:
         """Whether this process failed where the others may not have: nothing can be saved."""
-        ...
 
     def settle(self, until: int | None = None) -> None:
         """Write the fates of groups up to this number of lines of the buffer's ledger."""
-        ...
 
 
 class OwnAccounts:

@@ -83,15 +83,12 @@ class MetricsWriter(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write the metrics of a step."""
-        ...
 
     def samples(self, step: int, records: Iterable[Mapping[str, object]]) -> None:
         """Write sample episodes."""
-        ...
 
     def close(self) -> None:
         """Close the files."""
-        ...
 
 
 class NoRecorder:

@@ -33,7 +33,6 @@ class Asks(Protocol):
     @property
     def request(self) -> Request:
         """The request."""
-        ...
 
 
 A = TypeVar("A", bound=Asks)
