@@ -107,7 +107,8 @@ def evaluate(
         reward=reward,
         task=task,
     )
-    tree = {**_all_held_out(data), **settings, "evals": {GIVEN: own}}
+    is_file = isinstance(data, str | Path)  # all of its records are held out
+    tree = {**({"eval_size": MAX_WHOLE} if is_file else {}), **settings, "evals": {GIVEN: own}}
     resolved, own_task = _resolved(brought, config, tree, overrides)
     resolved = with_records_here(resolved)
     other = None if compare is None else replace(source, policy=compare, base=None, model=None)
@@ -155,11 +156,6 @@ def _of_one_task(config: Config, data: object, task: TaskLike) -> tuple[Config, 
             )
         return config.of_task(names[0]), None
     return config.model_copy(update={"tasks": None, "mixing": None, "evals": None}), task
-
-
-def _all_held_out(data: object) -> dict[str, object]:
-    """Return the settings by which all records of a file are held out."""
-    return {"eval_size": MAX_WHOLE} if isinstance(data, str | Path) else {}
 
 
 def _check_asks(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from jaxrl_async.config.schema import AdditionSection, DataSection, JsonlSection
+from jaxrl_async.config.schema import DataSection, JsonlSection
 from jaxrl_async.data.addition import AdditionStream, Problem, held_out, worked_answer
 from jaxrl_async.data.chat_formats.chat_messages import (
     as_messages,
@@ -81,7 +81,6 @@ class OwnRecords(Protocol):
 
     def source(self, split: Split, *, taught: bool = False) -> RecordSource:
         """Return the records of one split. taught: include the target answers."""
-        ...
 
 
 class AdditionSource:
@@ -543,14 +542,6 @@ def lacking(fields: Mapping[str, object], names: Iterable[str | None]) -> str:
     return f"expected {wanted}, the columns are {', '.join(map(repr, list(fields)[:8]))}"
 
 
-def _addition_split(
-    section: AdditionSection, tokenizer: Tokenizer, seed: int, split: Split
-) -> AdditionSource:
-    held = held_out(section.digits, section.eval_size)
-    problems = AdditionStream(section, seed) if split == "train" else held
-    return AdditionSource(problems, tokenizer, section.worked_share)
-
-
 def make_source(
     data: DataSection,
     tokenizer: Tokenizer,
@@ -563,7 +554,9 @@ def make_source(
     """Return the records of one split. taught, graded: see read_records. Raises DataError,
     ConfigError."""
     if (section := data.problems) is not None:
-        return _addition_split(section, tokenizer, seed, split)
+        held = held_out(section.digits, section.eval_size)
+        problems = AdditionStream(section, seed) if split == "train" else held
+        return AdditionSource(problems, tokenizer, section.worked_share)
     return jsonl_split(
         data.record_fields,
         split,
