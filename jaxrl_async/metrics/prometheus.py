@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxrl_async.errors import ConfigError, MissingExtraError
 from jaxrl_async.metrics.metric import metric_of
-from jaxrl_async.metrics.recorder import KeepsMetrics
+from jaxrl_async.metrics.recorder import MetricsWriter
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class PrometheusWriter:
 
     writes = True
 
-    def __init__(self, writer: KeepsMetrics, address: str, *, run: str) -> None:
+    def __init__(self, writer: MetricsWriter, address: str, *, run: str) -> None:
         """Listen. Raises ConfigError if that fails, MissingExtraError.
 
         Args:

@@ -22,7 +22,7 @@ from jaxrl_async.config.run_section import MetricsSection
 from jaxrl_async.errors import MissingExtraError
 from jaxrl_async.later import Later
 from jaxrl_async.metrics.fault_counts import backoff_s
-from jaxrl_async.metrics.recorder import KeepsMetrics
+from jaxrl_async.metrics.recorder import MetricsWriter
 
 if TYPE_CHECKING:  # it imports this module
     from jaxrl_async.metrics import tracker_kinds
@@ -224,7 +224,7 @@ class TrackedWriter:
 
     writes = True
 
-    def __init__(self, writer: KeepsMetrics, trackers: Sequence[TrackerThread]) -> None:
+    def __init__(self, writer: MetricsWriter, trackers: Sequence[TrackerThread]) -> None:
         """Wrap `writer`, which gets everything first, with the trackers' failures so far."""
         self._writer, self._trackers = writer, tuple(trackers)
         self._lock, self._told = threading.Lock(), (0, 0)

@@ -16,7 +16,7 @@ from pathlib import Path
 from jaxrl_async.config.schema import RunSection
 from jaxrl_async.errors import FolderLost, in_a_line
 from jaxrl_async.metrics.fault_counts import backoff_s
-from jaxrl_async.metrics.recorder import KeepsMetrics
+from jaxrl_async.metrics.recorder import MetricsWriter
 from jaxrl_async.mirror.bring_back import begin_copy
 from jaxrl_async.mirror.copy_pass import FolderMirror, TakenOver
 from jaxrl_async.mirror.remote_copy import open_place
@@ -139,7 +139,7 @@ class CopyCountingWriter:
 
     writes = True
 
-    def __init__(self, writer: KeepsMetrics, copy: RunCopy) -> None:
+    def __init__(self, writer: MetricsWriter, copy: RunCopy) -> None:
         """Wrap `writer` and forward everything to it."""
         self._writer, self._copy = writer, copy
 
@@ -157,7 +157,7 @@ class CopyCountingWriter:
         self._writer.close()
 
 
-def counting(writer: KeepsMetrics, folder: Path) -> KeepsMetrics:
+def counting(writer: MetricsWriter, folder: Path) -> MetricsWriter:
     """Return the metrics writer of a run, wrapped to count failures of its copy if it has one.
 
     folder: the run's folder, or one below it.

@@ -37,6 +37,7 @@ from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.host import only_new_garbage
 from jaxrl_async.mesh import Slices, make_slices
 from jaxrl_async.metrics.console import Console
+from jaxrl_async.metrics.recorder import MetricsWriter
 from jaxrl_async.metrics.spans import span
 from jaxrl_async.metrics.symptoms import Symptoms
 from jaxrl_async.model.frozen_base import merged_by_layer
@@ -69,7 +70,7 @@ from jaxrl_async.run.checkpoint.store import (
 from jaxrl_async.run.folder import Paths, log_merged, write_policy
 from jaxrl_async.run.lockstep import StopRequests
 from jaxrl_async.run.rates import Utilisation, measured_peak_flops
-from jaxrl_async.run.reporting import MetricsWriter, make_recorder, warn_of
+from jaxrl_async.run.reporting import make_recorder, warn_of
 from jaxrl_async.run.signals import preempted
 from jaxrl_async.run.update_loop import Ahead, make_updates
 from jaxrl_async.run.warm_start import forget_warm_start, warm_pairs
