@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import ctypes
 import functools
+import inspect
 import logging
 import threading
 import time
@@ -252,6 +253,22 @@ def _outcome(work: Callable[[], object]) -> CallOutcome:
         return CallOutcome(work())
     except BaseException as error:  # on our own thread: every exception belongs to the call
         return CallOutcome(error=error)
+
+
+async def run_either(
+    work: functools.partial[Any], threads: Threads, timeout_s: float
+) -> CallOutcome:
+    """Run a user's function in a thread, or on the loop for user code if it is async."""
+    if inspect.iscoroutinefunction(work.func):
+        return await run_async(work, timeout_s)
+    return await settled(await threads.run(work, timeout_s), timeout_s)
+
+
+async def settled(outcome: CallOutcome, timeout_s: float) -> CallOutcome:
+    """Return the outcome of a call, awaited if it is awaitable."""
+    if not inspect.isawaitable(waiting := outcome.value):
+        return outcome
+    return await run_async(lambda: waiting, timeout_s)
 
 
 async def run_async(

@@ -4,7 +4,13 @@ from typing import Any
 
 from jaxrl_async.model.families.family import Family
 from jaxrl_async.model.families.fields import ConfigFields, shown
-from jaxrl_async.model.families.glm import first_dense, groups_of, shared_width, written_mixture
+from jaxrl_async.model.families.glm import (
+    first_dense,
+    groups_of,
+    shared_width,
+    sigmoid_router,
+    written_mixture,
+)
 from jaxrl_async.model.families.layer_types import yarn_magnitude
 from jaxrl_async.model.families.parts import ExpertRouter, Latent, Mixture, Scales
 
@@ -62,15 +68,7 @@ def _router_v3(fields: ConfigFields) -> ExpertRouter:
     for key, only in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         if fields.said(key, only) != only:
             fields.refuse(f"{key} {shown(fields.said(key))} is not supported, only {only}.")
-    groups, chosen = groups_of(fields, 8, 4)
-    return ExpertRouter(
-        odds="sigmoid",
-        sums_to_one=fields.flag("norm_topk_prob", True),
-        scale=fields.number("routed_scaling_factor", 2.5),
-        corrected=True,
-        groups=groups,
-        groups_per_token=chosen,
-    )
+    return sigmoid_router(fields, 2.5, 8, 4)
 
 
 def _written_v2(mixture: Mixture) -> dict[str, Any]:

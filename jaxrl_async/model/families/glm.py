@@ -19,12 +19,13 @@ def groups_of(fields: ConfigFields, groups: int, chosen: int) -> tuple[int, int]
     return groups, chosen
 
 
-def _router(fields: ConfigFields) -> ExpertRouter:
-    groups, chosen = groups_of(fields, 1, 1)
+def sigmoid_router(fields: ConfigFields, scale: float, groups: int, chosen: int) -> ExpertRouter:
+    """Return a corrected router by sigmoids, with these defaults."""
+    groups, chosen = groups_of(fields, groups, chosen)
     return ExpertRouter(
         odds="sigmoid",
         sums_to_one=fields.flag("norm_topk_prob", True),
-        scale=fields.number("routed_scaling_factor", 1.0),
+        scale=fields.number("routed_scaling_factor", scale),
         corrected=True,
         groups=groups,
         groups_per_token=chosen,
@@ -69,7 +70,7 @@ GLM4_MOE = Family(
     biases="qkv as said",
     routed=True,
     experts_key="n_routed_experts",
-    router=_router,
+    router=lambda fields: sigmoid_router(fields, 1.0, 1, 1),
     written_mixture=written_mixture,
     dense=lambda fields, layer: layer < first_dense(fields, 1),
     shared_width=shared_width,
