@@ -38,7 +38,6 @@ class PlayerEndpoint:
         *,
         count: Callable[[str], None],
         outages: Outages | None = None,
-        environ: Mapping[str, str] = os.environ,
     ) -> None:
         """Connect to nothing yet. Raises ConfigError if the API key is not in the environment.
 
@@ -47,11 +46,10 @@ class PlayerEndpoint:
             path: name of the setting, for error messages.
             count: called with the name of each fault (metrics/fault_counts.py).
             outages: Outages of the run; None: a new object.
-            environ: environment variables with the API key.
         """
         self._filling, self._path, self._count = filling, path, count
         self._outages = outages or Outages(count=count)
-        self._key = key_in(f"{path}.key_env", filling.key_env, environ)
+        self._key = key_in(f"{path}.key_env", filling.key_env, os.environ)
         self.meter = JudgeMeter()
         self._client: JudgeClient | None = None  # made on the loop that uses it
         self._slots = asyncio.Semaphore(filling.concurrency)

@@ -32,7 +32,6 @@ from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Closed, DataError, MeshError
 from jaxrl_async.ports.rollout import GroupSource
-from jaxrl_async.ports.run import Clock
 from jaxrl_async.run.signals import HURRIED, Stop
 from jaxrl_async.types import Draw, EpisodeGroup, Ticket
 
@@ -279,12 +278,10 @@ class SharedSource:
         stop: Stop,
         kept: Ledger,
         ledger: Ledger,
-        *,
-        clock: Clock = time.perf_counter,
     ) -> None:
         """kept: the buffer's own ledger, which keeps its lines; ledger: the run's."""
         self._buffer, self._lockstep, self._stop = buffer, lockstep, stop
-        self._kept, self._ledger, self._clock = kept, ledger, clock
+        self._kept, self._ledger = kept, ledger
         self._reason = ""  # for the agreed stop
         self.failed_alone = False
         self._trained: list[list[dict[str, Any]]] = []  # lines of the last draw, by process
@@ -304,7 +301,7 @@ class SharedSource:
         Raises Closed in all processes if one gets a request to stop while one waits for groups: a
         step's groups may take longer than the time left to save. Raises the buffer's errors.
         """
-        start, own = self._clock(), None
+        start, own = time.perf_counter(), None
         while True:
             own = own or self._try(version)
             reports = self._lockstep.gather_json([own is not None, self._stop.reason])
@@ -320,7 +317,7 @@ class SharedSource:
             [line for line in of_process if line["fate"] == "trained"] for of_process in lines
         ]
         self._write(lines)
-        waited_s = self._clock() - start
+        waited_s = time.perf_counter() - start
         players = shares[: self._lockstep.players]
         return replace(merged_draws([share["draw"] for share in players]), waited_s=waited_s)
 

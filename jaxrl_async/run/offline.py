@@ -98,18 +98,14 @@ HELD_OUT = {
 """Keys of a step's `measure`, and the keys under which held-out examples are reported."""
 
 
-def as_packed(params: Params, frozen: Frozen, data: object) -> Any:
-    """Return the data unchanged."""
-    return data
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineJob:
     """The differences between the jobs."""
 
     step: Update[Any]
     pack: Callable[[Sequence[Any]], Any]  # examples to the data of the step
-    complete: Callable[[Params, Frozen, Any], Any] = as_packed  # adds values that need weights
+    complete: Callable[[Params, Frozen, Any], Any] = lambda params, frozen, data: data
+    """Adds values that need weights to the data."""
     params: Params  # the trained weights, at the start
     base: Params | None = None  # weights that an adapter changes; None: all weights are trained
     split: ExampleSplit[Any]

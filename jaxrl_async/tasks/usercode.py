@@ -443,11 +443,9 @@ async def side_by_side(work: Iterable[Coroutine[None, None, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def end_tasks(
-    tasks: Iterable["asyncio.Task[object]"], again_s: float = CANCEL_AGAIN_S
-) -> None:
-    """Cancel tasks until each of them has ended, again every `again_s` seconds, since a task may
-    have mistaken its cancellation for something else.
+async def end_tasks(tasks: Iterable["asyncio.Task[object]"]) -> None:
+    """Cancel tasks until each of them has ended, again every CANCEL_AGAIN_S, since a task may have
+    mistaken its cancellation for something else.
 
     Raises CancelledError at the end if this call is cancelled meanwhile.
     """
@@ -456,7 +454,7 @@ async def end_tasks(
         for task in left:
             task.cancel()
         try:
-            await asyncio.wait(left, timeout=again_s)
+            await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
