@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -227,6 +227,7 @@ class TrackedWriter:
     def __init__(self, writer: MetricsWriter, trackers: Sequence[TrackerThread]) -> None:
         """Wrap `writer`, which gets everything first, with the trackers' failures so far."""
         self._writer, self._trackers = writer, tuple(trackers)
+        self.samples = writer.samples  # which are not sent to trackers
         self._lock, self._told = threading.Lock(), (0, 0)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -235,10 +236,6 @@ class TrackedWriter:
         self._writer.log(step, values)
         for tracker in self._trackers:
             tracker.put(step, values)
-
-    def samples(self, step: int, records: Iterable[Mapping[str, object]]) -> None:
-        """Write a step's samples, which are not sent to trackers."""
-        self._writer.samples(step, records)
 
     def close(self) -> None:
         """Send the remaining data, within CLOSE_S, and stop writing. Idempotent. If called while an

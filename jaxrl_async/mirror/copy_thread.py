@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from jaxrl_async.config.schema import RunSection
@@ -142,19 +142,12 @@ class CopyCountingWriter:
     def __init__(self, writer: MetricsWriter, copy: RunCopy) -> None:
         """Wrap `writer` and forward everything to it."""
         self._writer, self._copy = writer, copy
+        self.samples, self.close = writer.samples, writer.close
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write a step's metrics."""
         failed = float(self._copy.new_failures())
         self._writer.log(step, {**values, "faults/copy_failures": failed})
-
-    def samples(self, step: int, records: Iterable[Mapping[str, object]]) -> None:
-        """Write a step's samples."""
-        self._writer.samples(step, records)
-
-    def close(self) -> None:
-        """Close the wrapped writer."""
-        self._writer.close()
 
 
 def counting(writer: MetricsWriter, folder: Path) -> MetricsWriter:

@@ -281,6 +281,7 @@ class SharedSource:
     ) -> None:
         """kept: the buffer's own ledger, which keeps its lines; ledger: the run's."""
         self._buffer, self._lockstep, self._stop = buffer, lockstep, stop
+        self.pause, self.resume, self.set_limit = buffer.pause, buffer.resume, buffer.set_limit
         self._kept, self._ledger = kept, ledger
         self._reason = ""  # for the agreed stop
         self.failed_alone = False
@@ -354,18 +355,6 @@ class SharedSource:
     def settle(self, until: int | None = None) -> None:
         """See Accounts. Sends messages: all must call it."""
         self._write(self._lockstep.gather_json(self._kept.take(until)))
-
-    def pause(self) -> None:
-        """See GroupSource."""
-        self._buffer.pause()
-
-    def resume(self) -> None:
-        """See GroupSource."""
-        self._buffer.resume()
-
-    def set_limit(self, limit: int) -> None:
-        """See GroupSource."""
-        self._buffer.set_limit(limit)
 
     def _write(self, lines: list[list[dict[str, Any]]]) -> None:
         if not self._lockstep.writes:
