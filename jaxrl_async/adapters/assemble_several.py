@@ -4,22 +4,25 @@ check all ──> claim RUN ──> base (warm start, quantised) ──> sampler
                   └──> RUN/NAME, for each: its own adapter, learner, data, buffer, checkpoints
 """
 
+import threading
+import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TextIO
 
 from jaxrl_async.adapters.shared_samplers import make_shared_samplers
-from jaxrl_async.adapters.turns import Turns
 from jaxrl_async.algorithms.preflight import with_correction
 from jaxrl_async.config.rules import check_rules
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.several import runs_of
 from jaxrl_async.data.prompts import FittingPairs
-from jaxrl_async.errors import ConfigError
+from jaxrl_async.errors import ConfigError, StalledError
 from jaxrl_async.mesh import DeviceGuard, make_slices
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.model.policy import Policy
+from jaxrl_async.ports.run import Clock
 from jaxrl_async.run.assemble import Begun, Parts, RunContext, SharedParts, connect, with_copies
 from jaxrl_async.run.builders.devices import Locks, claim_devices, make_locks
 from jaxrl_async.run.builders.initial_policy import make_policy, with_base_of, with_new_adapter
@@ -31,6 +34,9 @@ from jaxrl_async.run.checkpoint.store import Checkpoints, open_checkpoints
 from jaxrl_async.run.folder import Paths, claimed, write_config
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.signals import Stop
+
+LOOK_S = 1.0
+"""Interval at which a waiting run checks how long the turn has been held, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,3 +192,47 @@ def _base(
         )
     policy = with_base_of(config.model, policy, slices, paths.base, resumed=resumes)
     return policy, warm_metrics
+
+
+class Turns:
+    """A first-come, first-served lock. A run asks for it once its groups are ready, so the run
+    whose batch is ready first steps next. No run waits for more than one step of each other run.
+    """
+
+    def __init__(self, limit_s: float = 0.0, clock: Clock = time.monotonic) -> None:
+        """limit_s: maximum time that a run may hold it while others wait, seconds; 0: no limit."""
+        self._limit_s, self._clock = limit_s, clock
+        self._lock = threading.Lock()
+        self._taken, self._since = False, 0.0
+        self._waiting: deque[threading.Event] = deque()
+
+    def __enter__(self) -> None:
+        """Wait for the turn. Raises StalledError if another run does not release it."""
+        with self._lock:
+            if not self._taken:
+                self._taken, self._since = True, self._clock()
+                return
+            mine = threading.Event()
+            self._waiting.append(mine)
+        while not mine.wait(LOOK_S if self._limit_s else None):
+            self._give_up_late(mine)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._since = self._clock()
+            if self._waiting:
+                self._waiting.popleft().set()
+            else:
+                self._taken = False
+
+    def _give_up_late(self, mine: threading.Event) -> None:
+        """Leave the queue and raise StalledError once the turn has been held for too long."""
+        with self._lock:
+            held_s = self._clock() - self._since
+            if held_s < self._limit_s or mine.is_set():
+                return
+            self._waiting.remove(mine)
+        raise StalledError(
+            f"another run has held the trainer's slice for {held_s:.0f} s while this one waits. "
+            "Check which run made no step; raise faults.watchdog_s if it only needs longer."
+        )

@@ -17,6 +17,7 @@ by segment. Each generated token is trained on once, with one of the two. Pure h
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -56,10 +57,15 @@ def without_forks(group: EpisodeGroup) -> EpisodeGroup:
     members = [i for i, e in enumerate(group.episodes) if fork_point(e) is None]
     if len(members) == len(group.episodes):
         return group
+    return part_of(group, members)
+
+
+def part_of(group: EpisodeGroup, indices: Sequence[int]) -> EpisodeGroup:
+    """Return the group with only these episodes."""
     return replace(
         group,
-        episodes=tuple(group.episodes[i] for i in members),
-        scores=tuple(group.scores[i] for i in members),
+        episodes=tuple(group.episodes[i] for i in indices),
+        scores=tuple(group.scores[i] for i in indices),
     )
 
 

@@ -209,7 +209,7 @@ def policy_loss(
         "train/tokens": jnp.sum(x.mask),
         "train/sequences": jnp.sum(first_tokens(x.mask, x.segment_ids)),
     }
-    minima = {"policy/ratio_min": _smallest(x.mask, ratio)}
+    minima = {"policy/ratio_min": jnp.min(jnp.where(x.mask, ratio, jnp.inf))}
     means |= term_means | _distances(x, known) | off_policy_measures(x, version)
     means |= divergence_by_lag(x, num_lags)
     report = Totals(sums, means, _largest_distances(x, known), minima)
@@ -414,10 +414,6 @@ def _mean(mask: Array, values: Array) -> tuple[Array, Array]:
 
 def _largest(mask: Array, values: Array) -> Array:
     return jnp.max(jnp.where(mask, values, -jnp.inf))
-
-
-def _smallest(mask: Array, values: Array) -> Array:
-    return jnp.min(jnp.where(mask, values, jnp.inf))
 
 
 # ---- off-policy measures: how far the data is from the weights being trained

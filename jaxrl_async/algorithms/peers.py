@@ -8,14 +8,13 @@ Estimators see each set of peers as a separate group, restricted to the episodes
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.algorithms.advantages import AdvantageFn, PerToken, StepAdvantages, StepData
-from jaxrl_async.algorithms.forks import data_with_references, without_references
+from jaxrl_async.algorithms.forks import data_with_references, part_of, without_references
 from jaxrl_async.types import EpisodeGroup
 
 T = TypeVar("T")
@@ -35,7 +34,7 @@ def classes_of(group: EpisodeGroup) -> Classes:
 def split_group(group: EpisodeGroup) -> list[EpisodeGroup]:
     """Return one group per set of peers."""
     classes = classes_of(group)
-    return [group] if len(classes) < 2 else [_part_of(group, indices) for indices in classes]
+    return [group] if len(classes) < 2 else [part_of(group, indices) for indices in classes]
 
 
 def by_peers(data: StepData) -> StepData:
@@ -60,7 +59,7 @@ def picked(data: StepData, parts: Sequence[tuple[int, Sequence[int]]]) -> StepDa
         return tuple(columns[g][list(chosen)] for g, chosen in parts)
 
     return StepData(
-        groups=tuple(_part_of(data.groups[g], chosen) for g, chosen in parts),
+        groups=tuple(part_of(data.groups[g], chosen) for g, chosen in parts),
         rewards=arrays(data.rewards) or (),
         token_rewards=of(data.token_rewards),
         values=of(data.values),
@@ -120,14 +119,6 @@ def num_too_few(data: StepData, least: int) -> int:
         return 0
     parts = by_peers(data_with_references(data)).compared or ()
     return sum(n for c in parts if 0 < (n := int(np.count_nonzero(c))) < least)
-
-
-def _part_of(group: EpisodeGroup, indices: Sequence[int]) -> EpisodeGroup:
-    return replace(
-        group,
-        episodes=tuple(group.episodes[i] for i in indices),
-        scores=tuple(group.scores[i] for i in indices),
-    )
 
 
 def _together(parts: PerToken, classes: Sequence[Classes]) -> PerToken:

@@ -227,11 +227,7 @@ def try_own_loss(algorithm: schema.AlgorithmSection) -> None:
         return masked_loss(function)(x._replace(policy_logprobs=logprobs)).loss.sum()
 
     value, gradient = jax.value_and_grad(total)(x.policy_logprobs)
-    if not (np.isfinite(value) and np.isfinite(gradient).all()):
-        raise ConfigError(
-            f"{where} is not finite, or its gradient is not, on a batch with log ratios up to 3. "
-            "Look for a division by zero or the log of 0; jnp.where keeps a NaN in its gradient."
-        )
+    _check_finite(where, value, gradient)
     if not np.any(gradient):
         raise ConfigError(
             f"{where} has no gradient with respect to x.policy_logprobs: nothing would be trained. "
@@ -314,6 +310,15 @@ def try_components(algorithm: schema.AlgorithmSection) -> None:
             _check_component_gradient(where, function, x)
 
 
+def _check_finite(where: str, *values: jax.Array) -> None:
+    """Raise ConfigError unless a loss and its gradients are finite."""
+    if not all(np.isfinite(value).all() for value in values):
+        raise ConfigError(
+            f"{where} is not finite, or its gradient is not, on a batch with log ratios up to 3. "
+            "Look for a division by zero or the log of 0; jnp.where keeps a NaN in its gradient."
+        )
+
+
 def _check_component_gradient(where: str, function: "ComponentFn", x: TokenInputs) -> None:
     """Raise ConfigError unless a user's component and its gradient are finite, and not all 0."""
 
@@ -322,12 +327,7 @@ def _check_component_gradient(where: str, function: "ComponentFn", x: TokenInput
         return jnp.where(x.mask, loss_components.called(function, moved)[0], 0.0).sum()
 
     value, slopes = jax.value_and_grad(total, argnums=(0, 1))(x.policy_logprobs, x.entropy)
-    if not (np.isfinite(value) and all(np.isfinite(slope).all() for slope in slopes)):
-        raise ConfigError(
-            f"{where} is not finite, or its gradient is not, on a batch with log ratios up to "
-            "3. Look for a division by zero or the log of 0; jnp.where keeps a NaN in its "
-            "gradient."
-        )
+    _check_finite(where, value, *slopes)
     if not any(np.any(slope) for slope in slopes):
         raise ConfigError(
             f"{where} has no gradient with respect to x.policy_logprobs or x.entropy: it would "

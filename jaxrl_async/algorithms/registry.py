@@ -301,16 +301,6 @@ def range_of(kind: Any) -> str:
     return "null" if kind is type(None) else getattr(kind, "__name__", str(kind))
 
 
-def has_range(kind: Any) -> bool:
-    """Return whether a type restricts its values: a number needs a range."""
-    if get_origin(kind) is Annotated:
-        return any(_limits(note) for note in kind.__metadata__)
-    inner = [k for k in get_args(kind) if k is not ...]
-    if get_origin(kind) is Literal or not inner:
-        return get_origin(kind) is Literal or kind in (bool, str, type(None))
-    return all(has_range(k) for k in inner)
-
-
 def _limits(note: object) -> list[Any]:
     return list(note.metadata) if isinstance(note, FieldInfo) else [note]
 

@@ -12,7 +12,7 @@ and never modifies its input groups. A masked episode still counts in its group'
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +26,6 @@ from jaxrl_async.config import function_facts
 from jaxrl_async.config.schema import Choice, arguments_of
 from jaxrl_async.errors import DataError
 from jaxrl_async.types import LARGEST_REWARD, BoolArray, EpisodeGroup, StopReason
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,13 +309,8 @@ def _resampled(
 def with_episodes(shaped: Shaped, chosen: Sequence[Sequence[int]]) -> Shaped:
     """Return the step with only the chosen episodes of each group."""
     small = picked(shaped.data, list(enumerate(chosen)))
-    return replace(shaped, data=small, masks=_picked(shaped.masks, chosen))
-
-
-def _picked(
-    columns: Sequence[Sequence[T]], chosen: Sequence[Sequence[int]]
-) -> tuple[tuple[T, ...], ...]:
-    return tuple(tuple(c[i] for i in of) for c, of in zip(columns, chosen, strict=True))
+    masks = tuple(tuple(m[i] for i in of) for m, of in zip(shaped.masks, chosen, strict=True))
+    return replace(shaped, data=small, masks=masks)
 
 
 # ---- shared parts

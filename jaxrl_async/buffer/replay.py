@@ -402,8 +402,10 @@ class ReplayBuffer:
         dropped, retired = self._selection.unfit(version, self._oldest_age, self._limit)
         for number, reason in dropped.items():
             self._drop(self._contents.ready[number], reason, version)
-        for number in retired:
-            self._retire(number, version)
+        for number in retired:  # too old to be reused; its remaining slots are freed
+            uses = self._contents.retire(number)
+            self._ledger.write("retired", group=number, version=version, uses=uses)
+            self._changed.notify_all()
         if self._selection.fills_step(version):
             return True
         if dropped or retired:
@@ -437,12 +439,6 @@ class ReplayBuffer:
         group, use = self._contents.take_again(number)
         self._ledger.write("trained", **_facts(group, version), use=use)
         return group
-
-    def _retire(self, number: int, version: int) -> None:
-        """Remove a kept group that is too old to be reused; its remaining slots are freed."""
-        uses = self._contents.retire(number)
-        self._ledger.write("retired", group=number, version=version, uses=uses)
-        self._changed.notify_all()
 
     def _drop(self, group: EpisodeGroup, reason: Drop, version: int) -> None:
         """Remove a finished group; its slot is freed."""

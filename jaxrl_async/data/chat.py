@@ -56,7 +56,6 @@ class TeachableFormat(ChatFormat, Protocol):
     ) -> IntArray:
         """Return the tokens of a reply after `opening`, including the end token, [answer] int32.
         Raises DataError if the format does not write it like this."""
-        ...
 
 
 def chat_format(
@@ -112,9 +111,7 @@ def has_chat_format(tokenizer: Tokenizer, setting: str) -> bool:
     return tokenizer.has_chat_template or setting not in ("auto", "template")
 
 
-def chat_format_of(
-    data: DataSection, tokenizer: Tokenizer, model: Path | None = None
-) -> TeachableFormat:
+def chat_format_of(data: DataSection, tokenizer: Tokenizer) -> TeachableFormat:
     """Return the chat format of the settings; see chat_format.
 
     Records need no model directory: the format that `auto` would choose for it writes the same
@@ -122,7 +119,7 @@ def chat_format_of(
     """
     return chat_format(
         tokenizer,
-        model,
+        None,
         data.chat_format,
         arguments=data.chat_arguments,
         keeps_thinking=data.keep_thinking,

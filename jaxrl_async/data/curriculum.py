@@ -12,7 +12,7 @@ and on the groups observed before it.
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,6 +85,88 @@ def chosen(weights: Doubles, seed: int, draw: int) -> int:
     return int(np.random.default_rng([SALT, seed, draw]).choice(len(weights), p=weights))
 
 
+# ---- the state of a stream, now and before an earlier draw
+
+
+class DrawState(Protocol):
+    """The state that determines a stream's next draw."""
+
+    @property
+    def next(self) -> int:
+        """Number of the next draw."""
+
+    def copy(self) -> Self:
+        """Return another state with the same values."""
+
+
+State = TypeVar("State", bound=DrawState)
+
+
+class Journal(Generic[State]):
+    """The state at the next draw, the state last read, and the events in between, which advance
+    the second. An event is a draw or has the number of its `group`. Its owner holds a lock."""
+
+    def __init__(self, now: State, draws: type, advance: Callable[[State, Any], None]) -> None:
+        """draws: the type of draws. advance: brings a state to after an event."""
+        self.now, self.settled = now, now.copy()
+        self._draws, self._advance = draws, advance
+        self.events: list[Any] = []  # between the two states
+        self.arrived: list[Any] = []  # of groups, since the last draw
+
+    def _in_order(self) -> list[Any]:
+        """Return what has arrived since the last draw, ordered by group, not by arrival."""
+        return sorted(self.arrived, key=lambda event: event.group)
+
+    def take_in(self) -> None:
+        """Apply what has arrived since the last draw."""
+        for event in self._in_order():
+            self.append(event)
+        self.arrived.clear()
+
+    def append(self, event: object) -> None:
+        """Apply an event."""
+        self._advance(self.now, event)
+        self.events.append(event)
+
+    def settle(self, next_draw: int, ended: Ended | None = None) -> list[Any]:
+        """Advance the settled state to just before this draw, or what happened to a group that has
+        not `ended`; return the draws in between."""
+        assert self.settled.next <= next_draw <= self.now.next, "not between the two states"
+        if next_draw == self.now.next:
+            self.take_in()
+        drawn: list[Any] = []
+        done = 0
+        for event in self.events:
+            if isinstance(event, self._draws):
+                if self.settled.next == next_draw:
+                    break
+                drawn.append(event)
+            elif ended is not None and not ended(event.group):
+                break
+            self._advance(self.settled, event)
+            done += 1
+        del self.events[:done]
+        return drawn
+
+    def before(self, next_draw: int | None, ended: Ended | None) -> State:
+        """Return the state before this draw (None: now), with what happened to the groups that have
+        `ended`, also later; None: with what happened before the draw."""
+        end = self.now.next if next_draw is None else next_draw
+        self.settle(end, ended)
+        state = self.settled.copy()
+        if ended is not None:
+            for event in (*self.events, *self._in_order()):
+                is_draw = isinstance(event, self._draws)
+                if state.next < end if is_draw else ended(event.group):
+                    self._advance(state, event)
+        return state
+
+    def restart(self, now: State) -> None:
+        """Continue from a state, without events."""
+        self.now, self.settled = now, now.copy()
+        self.events, self.arrived = [], []
+
+
 # ---- the state of a curriculum
 
 
@@ -107,22 +189,14 @@ class StreamPosition:
         self.passed_over += range(self.reach, self.reach + missing)
         return self.passed_over[:pool]
 
-    def use(self, position: int) -> None:
-        """Mark a position as drawn."""
-        self.passed_over.remove(position)
-        self.next += 1
-
-    def saw(self, prompt_id: int, share: float) -> None:
-        """Update the pass rate of a prompt after one of its groups was scored."""
-        self.rates[prompt_id] = observed(self.rates.get(prompt_id), share)
-
     def follow(self, event: "DrawEvent | Seen") -> None:
         """Advance to after an event."""
         if isinstance(event, Seen):
-            self.saw(event.prompt_id, event.share)
+            self.rates[event.prompt_id] = observed(self.rates.get(event.prompt_id), event.share)
         else:
             self.fill(event.pool)
-            self.use(event.position)
+            self.passed_over.remove(event.position)
+            self.next += 1
 
     def copy(self) -> "StreamPosition":
         """Return another position with the same values."""
@@ -151,8 +225,7 @@ class Curriculum:
     """A PromptStream in a weighted random order.
 
     The rollout loop draws prompts and reports scored groups; the trainer reads the state before an
-    earlier draw, so access is locked. Two states are kept: the state at the next draw, and the
-    state last read. Replaying the journal of events in between advances the second state.
+    earlier draw, so access is locked.
     """
 
     def __init__(
@@ -163,9 +236,7 @@ class Curriculum:
         self._stream, self._weigh = stream, weigh
         self._pool, self._seed, self._threshold = pool, seed, threshold
         self._lock = threading.Lock()
-        self._now, self._settled = StreamPosition(), StreamPosition()
-        self._journal: list[DrawEvent | Seen] = []  # between the two states
-        self._unsorted: list[Seen] = []  # since the last draw
+        self._journal = Journal(StreamPosition(), DrawEvent, StreamPosition.follow)
         self._upcoming: dict[int, Prompt] = {}  # of the pool
 
     @property
@@ -179,19 +250,19 @@ class Curriculum:
     def __next__(self) -> Prompt:
         """Return the prompt for the next group; the stream never ends."""
         with self._lock:
-            self._take_in()
-            number, positions = self._now.next, self._now.fill(self._pool)
+            self._journal.take_in()
+            now = self._journal.now
+            number, positions = now.next, now.fill(self._pool)
             for position in positions:
                 if position not in self._upcoming:
                     self._upcoming[position] = self._stream.at(position)
             position = positions[0]
             if number - position < MAX_PASSED_OVER * self._pool:
                 ids = [self._upcoming[p].prompt_id for p in positions]
-                weights = self._weigh(self._now.rates, ids)
+                weights = self._weigh(now.rates, ids)
                 position = positions[chosen(weights, self._seed, number)]
             prompt = self._upcoming.pop(position)
-            rate = self._now.rates.get(prompt.prompt_id)
-            self._now.use(position)
+            rate = now.rates.get(prompt.prompt_id)
             self._journal.append(DrawEvent(self._pool, position, rate))
             return prompt
 
@@ -201,7 +272,9 @@ class Curriculum:
         if group.scores:
             share = pass_share(group, self._threshold)
             with self._lock:
-                self._unsorted.append(Seen(group.ticket.group, group.prompt.prompt_id, share))
+                self._journal.arrived.append(
+                    Seen(group.ticket.group, group.prompt.prompt_id, share)
+                )
 
     def measures(self, next_draw: int) -> dict[str, float]:
         """Return metrics of the difficulty of all prompts, and of the prompts drawn since the last
@@ -211,8 +284,9 @@ class Curriculum:
         Keys as in METRICS.
         """
         with self._lock:
-            drawn = self._settle(max(next_draw, self._settled.next))
-            settled, rates = self._settled, [*self._settled.rates.values()]
+            drawn = self._journal.settle(max(next_draw, self._journal.settled.next))
+            settled = self._journal.settled
+            rates = [*settled.rates.values()]
             known = [d.rate for d in drawn if d.rate is not None]
             oldest = min(settled.passed_over, default=settled.next)
             return {
@@ -230,13 +304,7 @@ class Curriculum:
         ended: groups whose scores are in the state; None: those scored before the draw.
         """
         with self._lock:
-            end = self._now.next if next_draw is None else next_draw
-            self._settle(end, ended)
-            state = self._settled.copy()
-            if ended is not None:
-                for event in (*self._journal, *self._in_order()):
-                    if ended(event.group) if isinstance(event, Seen) else state.next < end:
-                        state.follow(event)
+            state = self._journal.before(next_draw, ended)
         return {
             **self._stream.state(state.next),
             "passed_over": state.passed_over,
@@ -256,44 +324,9 @@ class Curriculum:
                 "ascending. Resume from an earlier checkpoint."
             )
         with self._lock:
-            for position in (self._now, self._settled):
-                position.next = state["next"]
-                position.passed_over = list(passed_over)
-                position.rates = {int(i): float(rate) for i, rate in rates}
-            self._journal, self._unsorted, self._upcoming = [], [], {}
-
-    # ---- under the lock
-
-    def _in_order(self) -> list[Seen]:
-        """Return the groups scored since the last draw, ordered by number, not by arrival."""
-        return sorted(self._unsorted, key=lambda s: s.group)
-
-    def _take_in(self) -> None:
-        """Apply the groups scored since the last draw."""
-        for seen in self._in_order():
-            self._now.follow(seen)
-            self._journal.append(seen)
-        self._unsorted.clear()
-
-    def _settle(self, next_draw: int, ended: Ended | None = None) -> list[DrawEvent]:
-        """Advance the settled state to just before this draw, or the score of a group that has not
-        `ended`; return the replayed draws."""
-        assert self._settled.next <= next_draw <= self._now.next, "not between the two states"
-        if next_draw == self._now.next:
-            self._take_in()
-        drawn: list[DrawEvent] = []
-        done = 0
-        for event in self._journal:
-            if isinstance(event, DrawEvent):
-                if self._settled.next == next_draw:
-                    break
-                drawn.append(event)
-            elif ended is not None and not ended(event.group):
-                break
-            self._settled.follow(event)
-            done += 1
-        del self._journal[:done]
-        return drawn
+            known = {int(i): float(rate) for i, rate in rates}
+            self._journal.restart(StreamPosition(state["next"], list(passed_over), known))
+            self._upcoming = {}
 
 
 SUMMED = ("measured_prompts", "in_flight", "overruled")

@@ -26,16 +26,12 @@ WIDE_GEMMAS = {"gemma2": 46, "gemma3": 62}
 """Number of layers of the 27B models, whose scores are scaled by width / heads."""
 
 
-def _nothing(file: GgufFile) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """A model family as written by llama.cpp's converter."""
 
     model_type: str
-    more: Callable[[GgufFile], dict[str, Any]] = _nothing
+    more: Callable[[GgufFile], dict[str, Any]] = lambda file: {}
     """Fields of config.json in addition to the common ones."""
     pairs_neighbours: bool = False
     """Rows of a head's queries and keys are in the order 0, h/2, 1, h/2 + 1, ...: adjacent rows are

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxrl_async.data.curriculum import Curriculum
+from jaxrl_async.data.curriculum import Curriculum, Journal
 from jaxrl_async.data.mixing import (
     RECENT,
     MixView,
@@ -122,16 +122,9 @@ class MixedPrompts:
         self.prescribed: Sequence[str] = ()  # choices of a recording that is replayed, by draw
         self._first, self._stride = process_index, process_count
         self._lock = threading.Lock()
-        nothing = dict.fromkeys(tasks, 0)
-        self._now = MixState(
-            dict.fromkeys(tasks, 0.0),
-            dict(nothing),
-            dict(nothing),
-            dict.fromkeys(tasks, ()),
-        )
-        self._settled = self._now.copy()
-        self._journal: list[ChosenTask | DroppedGroup | ScoredGroup] = []  # between the two states
-        self._arrived: list[DroppedGroup | ScoredGroup] = []  # since the last draw
+        zeros = dict.fromkeys(tasks, 0)
+        start = MixState(dict.fromkeys(tasks, 0.0), zeros, dict(zeros), dict.fromkeys(tasks, ()))
+        self._journal = Journal(start, ChosenTask, self._advance)
         self._running: dict[int, str] = {}  # task of each group that is sampled or scored
         self._drops = Counter[tuple[str, str]]()  # task and reason, since the last `measures`
         self._overruled = 0  # choices of tasks that could not start, since the last `measures`
@@ -149,16 +142,16 @@ class MixedPrompts:
         starts a group only if the user's function prefers it to such a task."""
         with self._lock:
             able = any(self._weights[name] for name in self._able())
-            return able or self._now.next < len(self.prescribed)
+            return able or self._journal.now.next < len(self.prescribed)
 
     def __next__(self) -> Prompt:
         """Return the prompt of the next group; the stream never ends. Raises RolloutError if the
         user's function fails."""
         with self._lock:
-            self._take_in()
-            number = self._now.next
+            self._journal.take_in()
+            number = self._journal.now.next
             weights, name = self._due()
-            self._note(ChosenTask(name, weights))
+            self._journal.append(ChosenTask(name, weights))
             self._running[number] = name
             prompt = replace(next(self._streams[name]), task=name)
             if len(self._tasks) > 1:
@@ -174,21 +167,21 @@ class MixedPrompts:
             self._running.pop(number, None)
             if rewards:
                 mean = math.fsum(rewards) / len(rewards)
-                self._arrived.append(ScoredGroup(number, name, mean))
+                self._journal.arrived.append(ScoredGroup(number, name, mean))
 
     def dropped(self, task: str, number: int, reason: Drop) -> None:
         """Record a group that will not be trained on: its draw counts no more."""
         with self._lock:
             self._running.pop(number, None)
             self._drops[task, reason.value] += 1
-            self._arrived.append(DroppedGroup(number, task))
+            self._journal.arrived.append(DroppedGroup(number, task))
 
     def measures(self, next_draw: int) -> dict[str, float]:
         """Return each task's metrics before draw `next_draw`, or before the last call's draw if
         later; drops are those since the last call. Keys as in METRICS."""
         with self._lock:
-            self._settle(max(next_draw, self._settled.next))
-            state = self._settled
+            state = self._journal.settled
+            self._journal.settle(max(next_draw, state.next))
             kept = {name: state.drawn[name] - state.dropped[name] for name in self._tasks}
             total, running = max(sum(kept.values()), 1), Counter(self._running.values())
             found: dict[str, float] = {}
@@ -220,13 +213,7 @@ class MixedPrompts:
         draw.
         """
         with self._lock:
-            end = self._now.next if next_draw is None else next_draw
-            self._settle(end, ended)
-            state = self._settled.copy()
-            if ended is not None:
-                for event in (*self._journal, *self._in_order()):
-                    if state.next < end if isinstance(event, ChosenTask) else ended(event.group):
-                        self._advance(state, event)
+            state = self._journal.before(next_draw, ended)
         return {
             "next": state.next,
             "tasks": {
@@ -260,15 +247,16 @@ class MixedPrompts:
                 "starts no further group of one."
             )
         with self._lock:
+            now = self._journal.now
             for name, own in saved.items():
                 with naming(f"tasks.{name}"):
                     self._streams[name].restore(dict(own["stream"]))
-                for one in (self._now, self._settled):
-                    one.credits[name] = float(own["credit"])
-                    one.drawn[name] = int(own["drawn"])
-                    one.dropped[name] = int(own["dropped"])
-                    one.rewards[name] = tuple(map(float, own["rewards"]))
-            self._journal, self._arrived, self._running = [], [], {}
+                now.credits[name] = float(own["credit"])
+                now.drawn[name] = int(own["drawn"])
+                now.dropped[name] = int(own["dropped"])
+                now.rewards[name] = tuple(map(float, own["rewards"]))
+            self._journal.restart(now)
+            self._running = {}
         if new := [name for name in self._tasks if name not in saved]:
             log.info("new tasks since the checkpoint: %s", ", ".join(new))
 
@@ -292,8 +280,8 @@ class MixedPrompts:
 
     def _due(self) -> tuple[Mapping[str, float], str]:
         """Return the weights of this draw, and the task that it chooses."""
-        if self._now.next < len(self.prescribed):
-            return self._weights, self.prescribed[self._now.next]
+        if self._journal.now.next < len(self.prescribed):
+            return self._weights, self.prescribed[self._journal.now.next]
         able, weights = self._able(), self._weights
         assert any(weights[name] for name in able), "may_begin was asked"
         if self._choose is not None:
@@ -304,12 +292,12 @@ class MixedPrompts:
                 weights = chosen
             else:
                 self._overruled += 1
-        return weights, due(accrued(self._now.credits, weights, self._most), weights, able)
+        return weights, due(accrued(self._journal.now.credits, weights, self._most), weights, able)
 
     def _asked(self, able: tuple[str, ...]) -> str | dict[str, float]:
         """Ask the user's function. Raises RolloutError."""
         assert self._choose is not None
-        state = self._now
+        state = self._journal.now
         view = MixView(
             draw=state.next,
             weights=dict(self._weights),
@@ -339,10 +327,6 @@ class MixedPrompts:
             "all 0."
         )
 
-    def _note(self, event: ChosenTask | DroppedGroup | ScoredGroup) -> None:
-        self._advance(self._now, event)
-        self._journal.append(event)
-
     def _advance(self, state: MixState, event: ChosenTask | DroppedGroup | ScoredGroup) -> None:
         """Bring a state to after an event."""
         name = event.task
@@ -356,33 +340,6 @@ class MixedPrompts:
                 state.credits = given_back(state.credits, self._weights, self._most, name)
         else:
             state.rewards[name] = (*state.rewards[name], event.reward)[-RECENT:]
-
-    def _in_order(self) -> list[DroppedGroup | ScoredGroup]:
-        """Return what has arrived since the last draw, ordered by group, not by arrival."""
-        return sorted(self._arrived, key=lambda e: (e.group, isinstance(e, DroppedGroup)))
-
-    def _take_in(self) -> None:
-        """Apply what has arrived since the last draw."""
-        for event in self._in_order():
-            self._note(event)
-        self._arrived.clear()
-
-    def _settle(self, next_draw: int, ended: Ended | None = None) -> None:
-        """Advance the settled state to just before this draw, or what happened to a group that has
-        not `ended`."""
-        assert self._settled.next <= next_draw <= self._now.next, "not between the two states"
-        if next_draw == self._now.next:
-            self._take_in()
-        done = 0
-        for event in self._journal:
-            if isinstance(event, ChosenTask):
-                if self._settled.next == next_draw:
-                    break
-            elif ended is not None and not ended(event.group):
-                break
-            self._advance(self._settled, event)
-            done += 1
-        del self._journal[:done]
 
 
 def catch_up(weights: Mapping[str, float], groups_per_step: int) -> dict[str, float]:

@@ -24,7 +24,6 @@ from jaxrl_async.data.records import (
     OwnRecords,
     Record,
     RecordSource,
-    Split,
     make_source,
     read_records,
     supervised_pair,
@@ -174,7 +173,6 @@ def make_prompts(
     seed: int,
     process_index: int = 0,
     process_count: int = 1,
-    split: Split = "train",
     own: OwnRecords | None = None,
     graded: bool = False,
     check: CheckRecord | None = None,
@@ -182,9 +180,7 @@ def make_prompts(
     """Return the endless stream of one process. own, graded: see eval_prompts; check: see
     PromptStream. Raises DataError or ConfigError."""
     source = (
-        make_source(data, tokenizer, seed, split, graded=graded)
-        if own is None
-        else own.source(split)
+        make_source(data, tokenizer, seed, graded=graded) if own is None else own.source("train")
     )
     return PromptStream(
         source, seed, process_index=process_index, process_count=process_count, check=check

@@ -71,7 +71,6 @@ class Bad(StrEnum):
     FIELD = "a field is missing or is not text"
     EMPTY = "the prompt has no tokens"
     TOO_LONG = "the prompt is too long"
-    VALUE = "a column holds something other than text, numbers, lists and objects"
     MESSAGES = "the messages are not a conversation that the policy can continue"
     TEMPLATE = "the chat template refuses the messages"
     TOOLS = "the tools cannot be shown to the policy"
@@ -433,23 +432,6 @@ def _pyarrow(module: str) -> Any:
 
 
 # --- plain values --------------------------------------------------------------------------------
-
-
-def plain_columns(fields: Mapping[str, object]) -> dict[str, Any]:
-    """Return a record's columns as text, numbers, lists and objects, the types for checkpoints.
-
-    Dates become ISO text, decimals text, and NumPy values Python values. Raises BadRecord that
-    names a column with any other type.
-    """
-    columns = {}
-    for name, value in fields.items():
-        if not isinstance(name, str):
-            raise BadRecord(Bad.VALUE, f"the name of the column {name!r} is not text")
-        try:
-            columns[name] = _plain(value, MAX_DEPTH)
-        except _NotPlain as error:
-            raise BadRecord(Bad.VALUE, f"the column {name!r} holds {error}") from None
-    return columns
 
 
 class _NotPlain(TypeError):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from jaxrl_async.config.schema import AdditionSection, DataSection, JsonlSection
+from jaxrl_async.config.schema import DataSection, JsonlSection
 from jaxrl_async.data.addition import AdditionStream, Problem, held_out, worked_answer
 from jaxrl_async.data.chat_formats.chat_messages import (
     as_messages,
@@ -27,7 +27,7 @@ from jaxrl_async.data.chat_formats.chat_messages import (
     with_system_prompt,
 )
 from jaxrl_async.data.images import taken_images
-from jaxrl_async.data.record_files import Bad, BadRecord, parse_rows, plain_columns
+from jaxrl_async.data.record_files import Bad, BadRecord, parse_rows
 from jaxrl_async.data.tokenizer import BARE, Tokenizer, check_template
 from jaxrl_async.errors import ConfigError, DataError, TextTooLong
 from jaxrl_async.later import Later
@@ -81,7 +81,6 @@ class OwnRecords(Protocol):
 
     def source(self, split: Split, *, taught: bool = False) -> RecordSource:
         """Return the records of one split. taught: include the target answers."""
-        ...
 
 
 class AdditionSource:
@@ -152,50 +151,6 @@ def read_records(
     return records
 
 
-def records_from(
-    rows: Iterable[object],
-    data: DataSection,
-    tokenizer: Tokenizer,
-    *,
-    chat: "TeachableFormat | None" = None,
-    needs_prompts: bool = True,
-) -> list[Record]:
-    """Convert Python objects to records with all columns: mappings, or rows of a `datasets` object.
-
-    The prompt is text or chat messages in data.jsonl.prompt_field, messages in
-    data.jsonl.messages_field, or either in `prompt`. Answers may be missing.
-
-    Args:
-        rows: the objects.
-        data: field names, chat format and limits.
-        tokenizer: encodes the prompts.
-        chat: the run's chat format; None: data.chat_format.
-        needs_prompts: a record without a prompt is an error. If False, its prompt is a single
-            padding token, for an environment that writes the opening itself.
-
-    Raises:
-        DataError: there are no records, or one cannot be used; it is named by its index, from 0.
-        ConfigError: a setting does not fit the tokenizer.
-    """
-    reader = RecordReader(
-        data, tokenizer, chat=chat, needs_answers=False, needs_prompts=needs_prompts
-    )
-    records = []
-    for index, row in enumerate(rows):
-        try:
-            if not isinstance(row, Mapping):
-                raise BadRecord(Bad.VALUE, f"it is a {type(row).__name__}, not a mapping")
-            records.append(reader.record(plain_columns(row)))
-        except BadRecord as error:
-            raise DataError(
-                f"record {index}: {error}. Correct it, or set data.jsonl.prompt_field, "
-                "data.jsonl.messages_field, data.jsonl.answer_field or data.max_prompt_tokens."
-            ) from None
-    if not records:
-        raise DataError("there are no records. Give at least one.")
-    return records
-
-
 class RecordReader:
     """Converts columns to records."""
 
@@ -204,22 +159,16 @@ class RecordReader:
         data: DataSection,
         tokenizer: Tokenizer,
         *,
-        chat: "TeachableFormat | None" = None,
         taught: bool = False,
         graded: bool = False,
-        needs_answers: bool = True,
-        needs_prompts: bool = True,
     ) -> None:
         """Check the settings.
 
         Args:
             data: field names, chat format and limits.
             tokenizer: encodes the prompts.
-            chat: encodes messages; None: data.chat_format.
             taught: the answers are training targets.
             graded: a record with an empty answer is bad.
-            needs_answers: a record without data.jsonl.answer_field is bad.
-            needs_prompts: a record without a prompt is bad.
 
         Raises:
             ConfigError: data.jsonl.template is malformed, or data.system_prompt is set without a
@@ -228,10 +177,9 @@ class RecordReader:
         section = data.record_fields
         if section.template is not None:
             check_template(section.template)
-        self._data, self._tokenizer, self._given = data, tokenizer, chat
-        self._taught, self._graded, self._needs_answers = taught, graded, needs_answers
-        self._needs_prompts = needs_prompts
-        has_chat = chat is not None or formats.has_chat_format(tokenizer, data.chat_format)
+        self._data, self._tokenizer = data, tokenizer
+        self._taught, self._graded = taught, graded
+        has_chat = formats.has_chat_format(tokenizer, data.chat_format)
         self._asks_in_chat = section.template is None and has_chat
         if data.system_prompt is not None and not self._asks_in_chat:
             raise ConfigError(
@@ -241,7 +189,7 @@ class RecordReader:
 
     @cached_property
     def _chat(self) -> "TeachableFormat":
-        return self._given or formats.chat_format_of(self._data, self._tokenizer)
+        return formats.chat_format_of(self._data, self._tokenizer)
 
     def record(self, fields: Mapping[str, object]) -> Record:
         """Convert columns to a record. Raises BadRecord, and ConfigError if the required chat
@@ -260,12 +208,6 @@ class RecordReader:
                 answer=answer,
                 template=template,
                 columns=fields,
-            )
-        if asked is None:
-            answer, reference = self._answer_of(fields, None)
-            stand_in = np.array([self._tokenizer.pad_id], np.int32)
-            return Record(
-                token_ids=stand_in, text="", reference=reference, answer=answer, columns=fields
             )
         try:
             asked, images = taken_images(asked, self._tokenizer.images)
@@ -306,14 +248,10 @@ class RecordReader:
             raise BadRecord(Bad.TEMPLATE, str(error)) from None
 
     def _prompt_of(self, fields: Mapping[str, object]) -> Any:
-        """Return the question as text, or the messages unchanged; None: no prompt, if allowed."""
+        """Return the question as text, or the messages unchanged."""
         section = self._data.record_fields
         names = [section.prompt_field, section.messages_field]
-        if not self._needs_answers:
-            names.append("prompt")
         value = next((v for n in names if n is not None and (v := fields.get(n)) is not None), None)
-        if value is None and not self._needs_prompts:
-            return None
         value = as_messages(value)
         if is_conversation(value):
             return value
@@ -406,7 +344,7 @@ class RecordReader:
         name = section.answer_field
         said = "" if reply is None else reply["content"]
         value = said if name is None else fields.get(name)
-        if value is None and (reply is not None or not self._needs_answers):
+        if value is None and reply is not None:
             value = said
         answer = field_text(value)
         reference = reference_of(value, answer, section.answer_mark)
@@ -543,14 +481,6 @@ def lacking(fields: Mapping[str, object], names: Iterable[str | None]) -> str:
     return f"expected {wanted}, the columns are {', '.join(map(repr, list(fields)[:8]))}"
 
 
-def _addition_split(
-    section: AdditionSection, tokenizer: Tokenizer, seed: int, split: Split
-) -> AdditionSource:
-    held = held_out(section.digits, section.eval_size)
-    problems = AdditionStream(section, seed) if split == "train" else held
-    return AdditionSource(problems, tokenizer, section.worked_share)
-
-
 def make_source(
     data: DataSection,
     tokenizer: Tokenizer,
@@ -563,7 +493,9 @@ def make_source(
     """Return the records of one split. taught, graded: see read_records. Raises DataError,
     ConfigError."""
     if (section := data.problems) is not None:
-        return _addition_split(section, tokenizer, seed, split)
+        held = held_out(section.digits, section.eval_size)
+        problems = AdditionStream(section, seed) if split == "train" else held
+        return AdditionSource(problems, tokenizer, section.worked_share)
     return jsonl_split(
         data.record_fields,
         split,

@@ -35,7 +35,7 @@ def bytes_of_tokens(backend: Backend) -> Callable[[int], bytes | None]:
 
     The bytes include a space that a decoder strips from the start of a text (SentencePiece), and
     other markers such as WordPiece's ##."""
-    steps = _decoders(json.loads(backend.to_str()).get("decoder"))
+    steps = _decoders(backend)
     kinds = {step.get("type") for step in steps}
     characters = byte_of_character() if "ByteLevel" in kinds else {}
     spaces = [step["replacement"] for step in steps if step.get("type") == "Metaspace"]
@@ -64,7 +64,7 @@ def bytes_of_tokens(backend: Backend) -> Callable[[int], bytes | None]:
 def joins_bytes(backend: Backend) -> bool:
     """Return True if the decoder is byte-level, so a decoded text is exactly the bytes of its
     tokens decoded as UTF-8."""
-    steps = _decoders(json.loads(backend.to_str()).get("decoder"))
+    steps = _decoders(backend)
     return [step.get("type") for step in steps] == ["ByteLevel"]
 
 
@@ -75,17 +75,12 @@ SentencePiece with a token for each byte (Gemma's). Half a character may decode 
 
 def writes_bytes(backend: Backend) -> bool:
     """Return True if whole texts are exactly the bytes of their tokens, one after another."""
-    steps = _decoders(json.loads(backend.to_str()).get("decoder"))
+    steps = _decoders(backend)
     return [step.get("type") for step in steps] in WRITES_BYTES
 
 
-def _decoders(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """Return the steps of a decoder, with sequences flattened."""
-    if decoder is None:
-        return []
-    if decoder.get("type") != "Sequence":
-        return [decoder]
-    return [step for part in decoder["decoders"] for step in _decoders(part)]
+def _decoders(backend: Backend) -> list[Mapping[str, Any]]:
+    return _steps(json.loads(backend.to_str()).get("decoder"), "decoders")
 
 
 # ---- bounds on the number of characters per token
@@ -180,7 +175,7 @@ def _covers(
 
 
 def _steps(step: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer, with sequences flattened."""
+    """Return the steps of a part of a tokenizer, with sequences flattened."""
     if step is None:
         return []
     if step.get("type") != "Sequence":

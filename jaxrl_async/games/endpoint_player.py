@@ -3,7 +3,6 @@
 It works on the loop for user code, so training and evaluation share connections and limits.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -32,7 +31,6 @@ class PlayerEndpoint:
         *,
         count: Callable[[str], None],
         outages: Outages | None = None,
-        environ: Mapping[str, str] = os.environ,
     ) -> None:
         """Connect to nothing yet. Raises ConfigError if the API key is not in the environment.
 
@@ -41,14 +39,13 @@ class PlayerEndpoint:
             path: name of the setting, for error messages.
             count: called with the name of each fault (metrics/fault_counts.py).
             outages: Outages of the run; None: a new object.
-            environ: environment variables with the API key.
         """
         self._filling, self._path, self._count = filling, path, count
         self._outages = outages or Outages(count=count)
         assert filling.endpoint is not None
         self._client = JudgeClient(
             filling.endpoint,
-            key=key_in(f"{path}.key_env", filling.key_env, environ),
+            key=key_in(f"{path}.key_env", filling.key_env),
             places=filling.concurrency,
             timeout_s=filling.timeout_s,
             setting=path,

@@ -224,6 +224,7 @@ class WatchedSource:
 
     def __init__(self, source: GroupSource, opponents: Opponents) -> None:
         self._source, self._opponents = source, opponents
+        self.pause, self.resume, self.set_limit = source.pause, source.resume, source.set_limit
 
     def draw(self, version: int, timeout_s: float | None = None) -> Draw:
         """See ports.GroupSource."""
@@ -236,18 +237,6 @@ class WatchedSource:
         self._opponents.drawn(None)
         self._source.give_back()
 
-    def pause(self) -> None:
-        """See ports.GroupSource."""
-        self._source.pause()
-
-    def resume(self) -> None:
-        """See ports.GroupSource."""
-        self._source.resume()
-
-    def set_limit(self, limit: int) -> None:
-        """See ports.GroupSource."""
-        self._source.set_limit(limit)
-
 
 class WatchedPublisher:
     """A Publisher that reports its versions to the opponents first."""
@@ -255,18 +244,9 @@ class WatchedPublisher:
     def __init__(self, publisher: Publisher, opponents: Opponents, policy: Policy) -> None:
         """policy: the policy whose weights are published."""
         self._publisher, self._opponents, self._policy = publisher, opponents, policy
+        self.wait_taken, self.wait_live = publisher.wait_taken, publisher.wait_live
 
     def publish(self, version: int, params: Params, probe_logprobs: object = None) -> None:
         """See ports.Publisher."""
         self._opponents.published(version, self._policy.with_trained(params))
         self._publisher.publish(version, params, probe_logprobs)
-
-    def wait_taken(self) -> None:
-        """See ports.Publisher."""
-        self._publisher.wait_taken()
-
-    def wait_live(
-        self, version: int, timeout_s: float, given_up: Callable[[], bool] = lambda: False
-    ) -> None:
-        """See ports.Publisher."""
-        self._publisher.wait_live(version, timeout_s, given_up)

@@ -42,7 +42,8 @@ class Snapshots:
     def reopen(self, version: int) -> None:
         """Load snapshots and standings up to this version, and remove later ones, which the run
         produces again."""
-        self._sweep()
+        for half in self._folder.glob("*.tmp"):
+            shutil.rmtree(half) if half.is_dir() else half.unlink()
         there = sorted(int(p.name) for p in self._folder.glob("[0-9]*") if p.name.isdigit())
         for later in [v for v in there if v > version]:
             shutil.rmtree(self.path(later))
@@ -123,10 +124,6 @@ class Snapshots:
             except (ValueError, LookupError, TypeError, RecursionError):
                 log.warning("%s: skipped a torn line", self._folder / STANDINGS)
         return lines
-
-    def _sweep(self) -> None:
-        for half in self._folder.glob("*.tmp"):
-            shutil.rmtree(half) if half.is_dir() else half.unlink()
 
 
 def line_of(version: int, standings: Standings) -> dict[str, Any]:

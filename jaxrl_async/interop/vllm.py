@@ -218,31 +218,22 @@ class VllmSampler(Living):
                     "from the prompt."
                 )
             request = checked_request(given, self.settings.room)
-            if request.adapter:
-                raise RolloutError(
-                    f"request {request.request_id!r}: adapter {request.adapter!r}: a vLLM server "
-                    "uses a single model here. Remove `adapter`, or use jaxrl_async.Sampler."
-                )
-            if request.extras:
-                raise RolloutError(
-                    f"request {request.request_id!r}: a vLLM server returns no extras. Submit it "
-                    "without them, or use jaxrl_async.Sampler."
-                )
-            if request.shaping is not None:
-                raise RolloutError(
-                    f"request {request.request_id!r}: shaping (a constraint, biases or penalties) "
-                    "is not passed on to a vLLM server. Remove it, or use jaxrl_async.Sampler."
-                )
-            if request.logprobs is not None:
-                raise RolloutError(
-                    f"request {request.request_id!r}: logprobs: from a vLLM server only the "
-                    "log-probs of sampled tokens are read. Remove it, or use jaxrl_async.Sampler."
-                )
-            if 0 < request.sampling.temperature < LEAST_TEMPERATURE:
-                raise RolloutError(
-                    f"request {request.request_id!r}: sampling.temperature must be 0 or at least "
-                    f"{LEAST_TEMPERATURE} for vLLM, not {request.sampling.temperature:g}."
-                )
+            refused = {
+                f"adapter {request.adapter!r}: a vLLM server uses a single model here. Remove "
+                "`adapter`, or use jaxrl_async.Sampler.": bool(request.adapter),
+                "a vLLM server returns no extras. Submit it without them, or use "
+                "jaxrl_async.Sampler.": request.extras,
+                "shaping (a constraint, biases or penalties) is not passed on to a vLLM server. "
+                "Remove it, or use jaxrl_async.Sampler.": request.shaping is not None,
+                "logprobs: from a vLLM server only the log-probs of sampled tokens are read. "
+                "Remove it, or use jaxrl_async.Sampler.": request.logprobs is not None,
+                f"sampling.temperature must be 0 or at least {LEAST_TEMPERATURE} for vLLM, not "
+                f"{request.sampling.temperature:g}.": (
+                    0 < request.sampling.temperature < LEAST_TEMPERATURE
+                ),
+            }
+            if why := next((text for text, is_so in refused.items() if is_so), None):
+                raise RolloutError(f"request {request.request_id!r}: {why}")
             checked.append(request)
         return checked
 

@@ -35,9 +35,9 @@ def in_notebook() -> bool:
 class CellDisplay:
     """A cell output that a separate thread redraws until it is stopped."""
 
-    def __init__(self, draw: Callable[[], tuple[str, str]], *, every_s: float = REDRAW_S) -> None:
+    def __init__(self, draw: Callable[[], tuple[str, str]]) -> None:
         """draw: returns the output as HTML, and as plain text for displays without HTML."""
-        self._draw, self._every_s = draw, every_s
+        self._draw = draw
         self._shown: tuple[str, str] | None = None
         self._handle: Any = None
         self._done = threading.Event()
@@ -59,7 +59,7 @@ class CellDisplay:
         self._update()
 
     def _repeat(self) -> None:
-        while not self._done.wait(self._every_s):
+        while not self._done.wait(REDRAW_S):
             self._update()
 
     def _update(self) -> None:

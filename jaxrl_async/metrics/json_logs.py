@@ -209,7 +209,7 @@ class LineStream(io.TextIOBase):
         progress bar), the last state is written, as on a screen."""
         with self._lock:
             told = self._rest + text
-            *lines, rest = map(_on_screen, told.split("\n"))
+            *lines, rest = (line.rstrip("\r").rpartition("\r")[2] for line in told.split("\n"))
             self._rest = rest + "\r" * told.endswith("\r")
             for line in filter(str.strip, lines):
                 _tell(self._stream, line, self._severity)
@@ -242,10 +242,6 @@ class LineStream(io.TextIOBase):
     def encoding(self) -> str:  # type: ignore[override]
         """UTF-8, as JSON requires."""
         return "utf-8"
-
-
-def _on_screen(line: str) -> str:
-    return line.rstrip("\r").rpartition("\r")[2]
 
 
 class EntryHandler(logging.Handler):

@@ -34,17 +34,17 @@ Tracks = Sequence[tuple[str, Sequence[Any]]]
 """Name and spans (metrics.spans.RecordedSpan) of each track."""
 
 
-def address(environment: Mapping[str, str] = os.environ) -> str | None:
+def address() -> str | None:
     """Return the address that spans are sent to; None: spans are not sent."""
-    if environment.get(TRACES):
-        return environment[TRACES]
-    base = environment.get(BASE)
+    if os.environ.get(TRACES):
+        return os.environ[TRACES]
+    base = os.environ.get(BASE)
     return f"{base.rstrip('/')}/v1/traces" if base else None
 
 
-def headers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def headers() -> dict[str, str]:
     """Return the headers from the environment."""
-    named = next((environment[name] for name in HEADERS if environment.get(name)), "")
+    named = next((os.environ[name] for name in HEADERS if os.environ.get(name)), "")
     pairs = [pair.partition("=") for pair in named.split(",") if "=" in pair]
     return {name.strip(): unquote(value.strip()) for name, _, value in pairs}
 

@@ -4,12 +4,12 @@ import importlib
 import logging
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrl_async.errors import ConfigError, MissingExtraError
 from jaxrl_async.metrics.metric import metric_of
-from jaxrl_async.metrics.recorder import KeepsMetrics
+from jaxrl_async.metrics.recorder import MetricsWriter
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class PrometheusWriter:
 
     writes = True
 
-    def __init__(self, writer: KeepsMetrics, address: str, *, run: str) -> None:
+    def __init__(self, writer: MetricsWriter, address: str, *, run: str) -> None:
         """Listen. Raises ConfigError if that fails, MissingExtraError.
 
         Args:
@@ -31,7 +31,7 @@ class PrometheusWriter:
             address: "HOST:PORT"; port 0: any free port, which is logged.
             run: name of the run, the label of every value.
         """
-        self._writer, self._run = writer, run
+        self._writer, self._run, self.samples = writer, run, writer.samples
         self._lock = threading.Lock()
         self._step, self._values = 0, dict[str, float]()
         host, _, port = address.rpartition(":")
@@ -60,10 +60,6 @@ class PrometheusWriter:
         with self._lock:
             self._step = step
             self._values |= {key: float(value) for key, value in values.items()}
-
-    def samples(self, step: int, records: Iterable[Mapping[str, object]]) -> None:
-        """Write a step's samples."""
-        self._writer.samples(step, records)
 
     def close(self) -> None:
         """Stop listening and writing. Idempotent."""

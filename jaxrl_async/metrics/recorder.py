@@ -40,22 +40,19 @@ SUPERSEDED = ".superseded.jsonl"
 """Suffix of the files with lines that a resumed run writes again."""
 
 
-class KeepsMetrics(Protocol):
-    """A writer of metrics and samples; see run.reporting.MetricsWriter."""
+class MetricsWriter(Protocol):
+    """Writer of a run's metrics and samples."""
 
-    writes: bool
+    writes: bool  # False: it discards all values
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write the metrics of a step."""
-        ...
 
     def samples(self, step: int, records: Iterable[Mapping[str, object]]) -> None:
         """Write sample episodes."""
-        ...
 
     def close(self) -> None:
-        """Stop writing."""
-        ...
+        """Close the files."""
 
 
 class Recorder:
@@ -66,7 +63,7 @@ class Recorder:
     purged from TensorBoard; lines up to and including that step are kept.
     """
 
-    writes = True  # see run.reporting.MetricsWriter
+    writes = True
 
     def __init__(
         self, run_dir: Path, *, tensorboard: bool = True, resume_step: int | None = None

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,7 +22,7 @@ from jaxrl_async.config.run_section import MetricsSection
 from jaxrl_async.errors import MissingExtraError
 from jaxrl_async.later import Later
 from jaxrl_async.metrics.fault_counts import backoff_s
-from jaxrl_async.metrics.recorder import KeepsMetrics
+from jaxrl_async.metrics.recorder import MetricsWriter
 
 if TYPE_CHECKING:  # it imports this module
     from jaxrl_async.metrics import tracker_kinds
@@ -63,19 +63,15 @@ class Tracker(Protocol):
 
     def open(self, run: TrackedRun) -> str:
         """Begin or continue the run in the service; return its identifier."""
-        ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send the metrics of a step; a step may be sent twice after a resume."""
-        ...
 
     def link(self) -> str:
         """Return where to find the run, as text; called after `open`."""
-        ...
 
     def close(self, failed: bool) -> None:
         """Send the remaining data and end the run in the service; failed: with an exception."""
-        ...
 
 
 def make_trackers(section: MetricsSection) -> list[Tracker]:
@@ -228,9 +224,10 @@ class TrackedWriter:
 
     writes = True
 
-    def __init__(self, writer: KeepsMetrics, trackers: Sequence[TrackerThread]) -> None:
+    def __init__(self, writer: MetricsWriter, trackers: Sequence[TrackerThread]) -> None:
         """Wrap `writer`, which gets everything first, with the trackers' failures so far."""
         self._writer, self._trackers = writer, tuple(trackers)
+        self.samples = writer.samples  # which are not sent to trackers
         self._lock, self._told = threading.Lock(), (0, 0)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -239,10 +236,6 @@ class TrackedWriter:
         self._writer.log(step, values)
         for tracker in self._trackers:
             tracker.put(step, values)
-
-    def samples(self, step: int, records: Iterable[Mapping[str, object]]) -> None:
-        """Write a step's samples, which are not sent to trackers."""
-        self._writer.samples(step, records)
 
     def close(self) -> None:
         """Send the remaining data, within CLOSE_S, and stop writing. Idempotent. If called while an

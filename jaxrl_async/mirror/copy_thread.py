@@ -10,13 +10,13 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from jaxrl_async.config.schema import RunSection
 from jaxrl_async.errors import FolderLost, in_a_line
 from jaxrl_async.metrics.fault_counts import backoff_s
-from jaxrl_async.metrics.recorder import KeepsMetrics
+from jaxrl_async.metrics.recorder import MetricsWriter
 from jaxrl_async.mirror.bring_back import begin_copy
 from jaxrl_async.mirror.copy_pass import FolderMirror, TakenOver
 from jaxrl_async.mirror.remote_copy import open_place
@@ -139,25 +139,18 @@ class CopyCountingWriter:
 
     writes = True
 
-    def __init__(self, writer: KeepsMetrics, copy: RunCopy) -> None:
+    def __init__(self, writer: MetricsWriter, copy: RunCopy) -> None:
         """Wrap `writer` and forward everything to it."""
         self._writer, self._copy = writer, copy
+        self.samples, self.close = writer.samples, writer.close
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write a step's metrics."""
         failed = float(self._copy.new_failures())
         self._writer.log(step, {**values, "faults/copy_failures": failed})
 
-    def samples(self, step: int, records: Iterable[Mapping[str, object]]) -> None:
-        """Write a step's samples."""
-        self._writer.samples(step, records)
 
-    def close(self) -> None:
-        """Close the wrapped writer."""
-        self._writer.close()
-
-
-def counting(writer: KeepsMetrics, folder: Path) -> KeepsMetrics:
+def counting(writer: MetricsWriter, folder: Path) -> MetricsWriter:
     """Return the metrics writer of a run, wrapped to count failures of its copy if it has one.
 
     folder: the run's folder, or one below it.

@@ -107,6 +107,13 @@ class TokenRows(NamedTuple):
         images = (columns.get("image_begins"), columns.get("embeddings"))
         return cls(*tokens, kept, expert_ids, *images, wanted, columns.get("task_ids"))
 
+    @classmethod
+    def copies(cls, ids: Array, count: int) -> "TokenRows":
+        """Return one sequence [T] in each of `count` rows."""
+        rows = jnp.tile(ids, (count, 1))
+        positions = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=jnp.int32), rows.shape)
+        return cls(rows, positions, jnp.ones_like(rows))
+
 
 class Routed(NamedTuple):
     """The routing of some layers, one entry per layer with a router."""

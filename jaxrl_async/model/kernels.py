@@ -134,7 +134,6 @@ class SequenceAttention(Protocol):
         /,
     ) -> Array:
         """Attend; sinks [H]: an additional logit of each head, without a token."""
-        ...
 
 
 class PartAttention(NamedTuple):
@@ -525,7 +524,7 @@ def ragged_paged(
         page_indices = jnp.pad(
             page_indices, ((0, 0), (1, 0)), constant_values=kv_pages.shape[0] - 1
         )
-    ways = 1 if mesh is None else _head_ways(kv_pages, mesh)
+    ways = head_ways(kv_pages, mesh)
     width = page_head_dim(max(q_tHK.shape[-1], kv_pages.shape[-1]))
     refuse_heads(q_tHK.shape[1] // ways, kv_pages.shape[2] // 2 // ways, width, kv_pages.dtype)
 
@@ -618,9 +617,9 @@ def refuse_heads(heads: int, kv_heads: int, head_dim: int, dtype: DTypeLike) -> 
         )
 
 
-def _head_ways(kv_pages: Array, mesh: Mesh) -> int:
+def head_ways(kv_pages: Array, mesh: Mesh | None) -> int:
     """Return the number of devices that divide the kv heads; a key and its value stay together."""
-    ways = mesh.shape["tensor"]
+    ways = 1 if mesh is None else mesh.shape["tensor"]
     return ways if (kv_pages.shape[2] // 2) % ways == 0 else 1
 
 

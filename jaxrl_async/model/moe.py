@@ -57,7 +57,6 @@ class Choose(Protocol):
         correction: Array | None = None,
     ) -> tuple[Array, Array]:
         """Return ids [n, k] and their weights [n, k] for logits [n, E]."""
-        ...
 
 
 def route(

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxrl_async.model.kernels import PLAIN, Scoring
+from jaxrl_async.model.kernels import PLAIN, Scoring, head_ways
 
 MASKED = -1e30
 """Score of keys that are not visible."""
@@ -49,12 +49,10 @@ def attend_wide_pages(
         mesh: heads are divided over tensor; None: one device.
         interpret: pallas_call's argument.
     """
-    ways = 1 if mesh is None else mesh.shape["tensor"]
-    ways = ways if (pages.shape[2] // 2) % ways == 0 else 1
     sinks = jnp.full(q_RHK.shape[1], MASKED) if sinks_H is None else sinks_H
     call = partial(_call, window=scoring.window, cap=scoring.cap, interpret=interpret)
     if mesh is not None and mesh.size > 1:
-        heads = "tensor" if ways > 1 else None
+        heads = "tensor" if head_ways(pages, mesh) > 1 else None
         by_head = PartitionSpec(None, heads)
         call = jax.shard_map(
             call,

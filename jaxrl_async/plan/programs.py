@@ -148,7 +148,7 @@ def trainer_programs(
     mesh = places.slices.trainer
     step = make_step(config, spec, places.slices, config.run.steps)
     params = trained(config, spec, mesh)
-    scalar = partial(_array, mesh, ())
+    scalar = partial(jax.ShapeDtypeStruct, (), sharding=NamedSharding(mesh, PartitionSpec()))
     losses = tuple(scalar(jnp.float32) for _ in config.algorithm.components)
     context = PolicyContext(
         scalar(jnp.int32), Coefficients(scalar(jnp.float32), scalar(jnp.float32), losses)
@@ -341,7 +341,7 @@ def prefill_shapes(config: schema.Config, engine: EngineSpec) -> PrefillArgs:
     B = shapes.rows_bucket(max(1, section.prefill_chunk // T))
     n = shapes.tokens_bucket(min(section.prefill_chunk, B * T), B * T)
     later = config.prompt_limit > section.prefill_chunk  # a prompt takes several rounds
-    pages = _pages(config.prompt_limit, engine.page_tokens)
+    pages = shapes.steps_of_half(-(-config.prompt_limit // engine.page_tokens))
     ints = np.zeros(n, np.int32)
     rows = np.zeros(B, np.int32)
     return PrefillArgs(
@@ -349,10 +349,6 @@ def prefill_shapes(config: schema.Config, engine: EngineSpec) -> PrefillArgs:
         np.zeros((B, len(engine.kv_layout.groups), pages if later else 0), np.int32),
         slots=rows if engine.model.delta else None,
     )  # fmt: skip
-
-
-def _pages(tokens: int, page_tokens: int) -> int:
-    return shapes.steps_of_half(-(-tokens // page_tokens))
 
 
 # ---- shapes
@@ -405,7 +401,3 @@ def bytes_per_device(tree: object) -> float:
             for x in jax.tree.leaves(tree)
         )
     )
-
-
-def _array(mesh: Mesh, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))

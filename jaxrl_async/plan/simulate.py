@@ -15,7 +15,7 @@ are reused or dropped for lack of a signal; sampler.on_new_weights is "continue"
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -87,30 +87,6 @@ def simulate(
     run = _Run(pipeline, seed)
     before = run.to(warm_up)
     return _outcome(run, before, run.to(updates))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Simulated:
-    """A split of the chips, and its simulation."""
-
-    trainer_chips: int
-    outcome: SimulationResult
-
-
-def best_split(
-    pipelines: Mapping[int, Pipeline], *, updates: int = 60, warm_up: int = 10, seed: int = 0
-) -> tuple[Simulated, ...]:
-    """Simulate every split; return them by trained tokens per second, highest first.
-
-    pipelines: by the trainer's chips.
-    """
-    splits = [
-        Simulated(
-            trainer_chips=chips, outcome=simulate(p, updates=updates, warm_up=warm_up, seed=seed)
-        )
-        for chips, p in sorted(pipelines.items())
-    ]
-    return tuple(sorted(splits, key=lambda s: -s.outcome.trained_tokens_per_s))
 
 
 # ---- the state

@@ -13,11 +13,9 @@ class SavesState(Protocol):
     def state(self) -> Any:
         """Return its state between two replies: plain values, lists, mappings and arrays. None: the
         state cannot be saved, and the episode starts over."""
-        ...
 
     def restore(self, state: object) -> None:
         """Continue from this state. Called once, before the first reply."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +38,6 @@ class Schedule(Protocol):
 
     def write(self, **event: object) -> None:
         """Record this event, after all events written before."""
-        ...
 
     def due(self, sampler: str, block: int, working: bool) -> Intake | NotYet | None:
         """Return what this sampler must take in now; None: everything that has arrived.
@@ -50,7 +47,6 @@ class Schedule(Protocol):
             block: number of blocks that it has decoded.
             working: whether it has something to decode, and could continue without new input.
         """
-        ...
 
 
 class Unrecorded:
@@ -71,4 +67,3 @@ class Clock(Protocol):
 
     def __call__(self) -> float:
         """Return the seconds since some fixed moment."""
-        ...

@@ -11,7 +11,6 @@ one. If the chat format rewrites history, a new context begins.
 import asyncio
 import copy
 import functools
-import inspect
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -45,7 +44,8 @@ from jaxrl_async.tasks.usercode import (
     DaemonThreads,
     Threads,
     TooLate,
-    run_async,
+    run_either,
+    settled,
     told,
 )
 from jaxrl_async.types import Completion, IntArray, Message, Prompt, Score
@@ -194,16 +194,9 @@ class ChatEnvs:
         Raises RolloutTimeout."""
         work, limit_s = functools.partial(function, *given), self.limits.timeout_s
         try:
-            if inspect.iscoroutinefunction(function):
-                return await run_async(work, limit_s)
             if getattr(function, "__func__", function) in OURS:
-                outcome = CallOutcome(work())
-            else:
-                outcome = await self.threads.run(work, limit_s)
-            if inspect.isawaitable(outcome.value):
-                waiting = outcome.value
-                return await run_async(lambda: waiting, limit_s)
-            return outcome
+                return await settled(CallOutcome(work()), limit_s)
+            return await run_either(work, self.threads, limit_s)
         except TooLate:
             name = getattr(function, "__name__", "constructor")
             raise RolloutTimeout(

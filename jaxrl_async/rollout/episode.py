@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -468,20 +469,11 @@ class PlayAgain:
     ) -> tuple[Episode, ...]:
         """Play as `play_episode` does."""
         begun = False
-
-        def again() -> None:
-            begin_again(generate, self.make_env, prompt, progress, label, member, limits)
-
-        async def play() -> tuple[Episode, ...]:
-            return await play_episode(
-                generate,
-                prompt,
-                progress,
-                label=label,
-                member=member,
-                limits=limits,
-                spent_s=spent_s,
-            )
+        again = partial(
+            begin_again, generate, self.make_env, prompt, progress, label, member, limits
+        )
+        begin = partial(play_episode, generate, prompt, progress, label=label, member=member)
+        play = partial(begin, limits=limits, spent_s=spent_s)
 
         async def attempt() -> tuple[Episode, ...]:
             nonlocal begun

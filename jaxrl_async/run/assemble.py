@@ -259,7 +259,8 @@ def connect(
         sampling,
     )
     trained = policy.with_trained(learner.params)
-    _open_opponents(inputs, paths, start.version, trained, closing)
+    closing.callback(inputs.opponents.close)
+    inputs.opponents.begin(paths, start.version, trained, inputs.slices, inputs.locks.sampler)
     _open_serving(config, inputs, side, lockstep, closing)
     observer = make_observer(config.metrics, side, lockstep, inputs.serving)
     outlets = make_outlets(
@@ -305,14 +306,6 @@ def _notices(config: Config, inputs: Inputs, side: RolloutSide, context: RunCont
         context.console.notice,
         groups_per_step=config.algorithm.groups_per_step // context.lockstep.players,
     )
-
-
-def _open_opponents(
-    inputs: Inputs, paths: Paths, version: int, policy: Policy, closing: ExitStack
-) -> None:
-    """Load the other players of a game, beginning with this policy of this version."""
-    closing.callback(inputs.opponents.close)
-    inputs.opponents.begin(paths, version, policy, inputs.slices, inputs.locks.sampler)
 
 
 def _open_serving(

@@ -14,7 +14,7 @@ from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.metrics.fault_counts import FaultCounts
-from jaxrl_async.metrics.recorder import KeepsMetrics
+from jaxrl_async.metrics.recorder import MetricsWriter
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports.rollout import ChatFormat
@@ -200,12 +200,12 @@ def run_copy(run: RunSection) -> CopyOfRun:
     return copy
 
 
-def counting_copies(writer: KeepsMetrics, run: RunSection, folder: Path) -> KeepsMetrics:
+def counting_copies(writer: MetricsWriter, run: RunSection, folder: Path) -> MetricsWriter:
     """Return the writer of a run's metrics, with the failures of its copy if it has one; folder:
     the run's, or a subfolder."""
     if run.copy_to is None:
         return writer
-    counting: KeepsMetrics = _of("mirror.copy_thread", "counting")(writer, folder)
+    counting: MetricsWriter = _of("mirror.copy_thread", "counting")(writer, folder)
     return counting
 
 

@@ -32,7 +32,6 @@ from jaxrl_async.buffer.ledger import Ledger
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Closed, DataError, MeshError
 from jaxrl_async.ports.rollout import GroupSource
-from jaxrl_async.ports.run import Clock
 from jaxrl_async.run.signals import HURRIED, Stop
 from jaxrl_async.types import Draw, EpisodeGroup, Ticket
 
@@ -148,7 +147,6 @@ class Meetings(Protocol):
 
     def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None:
         """Return once all processes have called this. Raises JaxRuntimeError."""
-        ...
 
 
 def distributed_meetings() -> Meetings:
@@ -183,12 +181,10 @@ class StopRequests(Protocol):
 
     def is_set(self) -> bool:
         """Return whether a stop was requested."""
-        ...
 
     @property
     def preempted(self) -> bool:
         """Whether the reason is SIGTERM or SIGHUP: there is little time."""
-        ...
 
 
 class Accounts(Protocol):
@@ -197,11 +193,9 @@ class Accounts(Protocol):
     @property
     def failed_alone(self) -> bool:
         """Whether this process failed where the others may not have: nothing can be saved."""
-        ...
 
     def settle(self, until: int | None = None) -> None:
         """Write the fates of groups up to this number of lines of the buffer's ledger."""
-        ...
 
 
 class OwnAccounts:
@@ -284,12 +278,11 @@ class SharedSource:
         stop: Stop,
         kept: Ledger,
         ledger: Ledger,
-        *,
-        clock: Clock = time.perf_counter,
     ) -> None:
         """kept: the buffer's own ledger, which keeps its lines; ledger: the run's."""
         self._buffer, self._lockstep, self._stop = buffer, lockstep, stop
-        self._kept, self._ledger, self._clock = kept, ledger, clock
+        self.pause, self.resume, self.set_limit = buffer.pause, buffer.resume, buffer.set_limit
+        self._kept, self._ledger = kept, ledger
         self._reason = ""  # for the agreed stop
         self.failed_alone = False
         self._trained: list[list[dict[str, Any]]] = []  # lines of the last draw, by process
@@ -309,7 +302,7 @@ class SharedSource:
         Raises Closed in all processes if one gets a request to stop while one waits for groups: a
         step's groups may take longer than the time left to save. Raises the buffer's errors.
         """
-        start, own = self._clock(), None
+        start, own = time.perf_counter(), None
         while True:
             own = own or self._try(version)
             reports = self._lockstep.gather_json([own is not None, self._stop.reason])
@@ -325,7 +318,7 @@ class SharedSource:
             [line for line in of_process if line["fate"] == "trained"] for of_process in lines
         ]
         self._write(lines)
-        waited_s = self._clock() - start
+        waited_s = time.perf_counter() - start
         players = shares[: self._lockstep.players]
         return replace(merged_draws([share["draw"] for share in players]), waited_s=waited_s)
 
@@ -362,18 +355,6 @@ class SharedSource:
     def settle(self, until: int | None = None) -> None:
         """See Accounts. Sends messages: all must call it."""
         self._write(self._lockstep.gather_json(self._kept.take(until)))
-
-    def pause(self) -> None:
-        """See GroupSource."""
-        self._buffer.pause()
-
-    def resume(self) -> None:
-        """See GroupSource."""
-        self._buffer.resume()
-
-    def set_limit(self, limit: int) -> None:
-        """See GroupSource."""
-        self._buffer.set_limit(limit)
 
     def _write(self, lines: list[list[dict[str, Any]]]) -> None:
         if not self._lockstep.writes:

@@ -37,6 +37,7 @@ from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.host import only_new_garbage
 from jaxrl_async.mesh import Slices, make_slices
 from jaxrl_async.metrics.console import Console
+from jaxrl_async.metrics.recorder import MetricsWriter
 from jaxrl_async.metrics.spans import span
 from jaxrl_async.metrics.symptoms import Symptoms
 from jaxrl_async.model.frozen_base import merged_by_layer
@@ -69,7 +70,7 @@ from jaxrl_async.run.checkpoint.store import (
 from jaxrl_async.run.folder import Paths, log_merged, write_policy
 from jaxrl_async.run.lockstep import StopRequests
 from jaxrl_async.run.rates import Utilisation, measured_peak_flops
-from jaxrl_async.run.reporting import MetricsWriter, make_recorder, warn_of
+from jaxrl_async.run.reporting import make_recorder, warn_of
 from jaxrl_async.run.signals import preempted
 from jaxrl_async.run.update_loop import Ahead, make_updates
 from jaxrl_async.run.warm_start import forget_warm_start, warm_pairs
@@ -97,18 +98,14 @@ HELD_OUT = {
 """Keys of a step's `measure`, and the keys under which held-out examples are reported."""
 
 
-def as_packed(params: Params, frozen: Frozen, data: object) -> Any:
-    """Return the data unchanged."""
-    return data
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineJob:
     """The differences between the jobs."""
 
     step: Update[Any]
     pack: Callable[[Sequence[Any]], Any]  # examples to the data of the step
-    complete: Callable[[Params, Frozen, Any], Any] = as_packed  # adds values that need weights
+    complete: Callable[[Params, Frozen, Any], Any] = lambda params, frozen, data: data
+    """Adds values that need weights to the data."""
     params: Params  # the trained weights, at the start
     base: Params | None = None  # weights that an adapter changes; None: all weights are trained
     split: ExampleSplit[Any]

@@ -31,19 +31,15 @@ class Serving(Protocol):
         self, config: Config, generate: Generate, tokenizer: Tokenizer, chat: ChatFormat | None
     ) -> None:
         """Listen and answer. Raises ConfigError and MissingExtraError."""
-        ...
 
     def counts(self) -> dict[str, int]:
         """Return its counters since the start, by the metric's name."""
-        ...
 
     def end_sessions(self) -> None:
         """End all sessions: agents get an error that the run stops."""
-        ...
 
     def close(self) -> None:
         """End all sessions, and then the server. Idempotent."""
-        ...
 
 
 class NoServing:
@@ -73,7 +69,6 @@ class NamedEvaluations(Protocol):
     def oldest_s(self) -> tuple[float, float]:
         """Return the ages of the oldest call of their scorers, and of the oldest reply of their
         environments, seconds; 0: none."""
-        ...
 
     def begin(
         self, like: "Evaluation", folder: Path, version: int, newest: Callable[[], int]
@@ -87,11 +82,9 @@ class NamedEvaluations(Protocol):
             version: from which the run starts.
             newest: reads the newest version of the weights.
         """
-        ...
 
     def close(self) -> None:
         """End what they hold. Idempotent."""
-        ...
 
 
 class NoNamedEvaluations:
@@ -119,23 +112,18 @@ class SeatFillers(Protocol):
 
     def __call__(self, prompt: Prompt) -> Mapping[str, Player]:
         """Return the players of this prompt's games other than the policy, by seat."""
-        ...
 
     def begins(self, ticket: Ticket, prompt: Prompt) -> None:
         """Record that a group begins: the version of its ticket decides about its opponents."""
-        ...
 
     def names(self, group: EpisodeGroup) -> dict[str, str]:
         """Return the players of a group's games by seat; empty: no game, or only the policy."""
-        ...
 
     def measures(self) -> dict[str, float]:
         """Return the metrics of the last version's games."""
-        ...
 
     def watched(self, source: GroupSource, publisher: Publisher) -> tuple[GroupSource, Publisher]:
         """Return a trainer's source and publisher, wrapped to inform the opponents."""
-        ...
 
     def begin(
         self, paths: Paths, version: int, policy: Policy, slices: Slices, lock: DeviceGuard
@@ -149,11 +137,9 @@ class SeatFillers(Protocol):
             slices: the weights of opponents take the first sampler's devices.
             lock: held while they compute.
         """
-        ...
 
     def close(self) -> None:
         """End all samplers and connections. Idempotent."""
-        ...
 
 
 class NoOpponents:
@@ -195,15 +181,12 @@ class JoinedSamplers(TracedSamplers, Protocol):
 
         started: called repeatedly; returns the number of processes that are still starting.
         """
-        ...
 
     def begin_close(self) -> None:
         """Refuse samplers that join from now on. Idempotent."""
-        ...
 
     def close(self) -> None:
         """Tell the samplers that the run has ended. Idempotent."""
-        ...
 
 
 class SamplerProcesses(Protocol):
@@ -211,19 +194,15 @@ class SamplerProcesses(Protocol):
 
     def run(self) -> None:
         """Restart processes that ended, until `stop`. Runs on a separate thread."""
-        ...
 
     def look(self) -> int:
         """Return the number of running processes. Raises RolloutError if one cannot be started."""
-        ...
 
     def stop(self) -> None:
         """Start no further process. Idempotent."""
-        ...
 
     def close(self) -> None:
         """Wait for the processes to end, and end those that do not. Idempotent."""
-        ...
 
 
 class Judges(Protocol):
@@ -231,11 +210,9 @@ class Judges(Protocol):
 
     def cost(self) -> Mapping[str, float]:
         """Return the judge's cost so far; empty: no judge."""
-        ...
 
     def tally(self) -> Mapping[str, float]:
         """Return the counters of process rewards so far; empty: no process rewards."""
-        ...
 
     def begin(self, folder: Path, process: int, version: Callable[[], int]) -> None:
         """Begin a run.
@@ -245,12 +222,10 @@ class Judges(Protocol):
             process: index of this process.
             version: reads the newest version of the weights.
         """
-        ...
 
     def close(self) -> None:
         """Close connections and the file of scores. Idempotent; they are opened again if they are
         needed again."""
-        ...
 
 
 class JudgeScorers(Judges, Protocol):
@@ -260,16 +235,13 @@ class JudgeScorers(Judges, Protocol):
         self, others: Scorer | None, on_failure: Literal["fail", "neutral"] | None = None
     ) -> Scorer:
         """Return the judge of whole answers, added to `others`; on_failure None: as configured."""
-        ...
 
     def process_trial(self) -> Scorer | None:
         """Return the trial of process rewards before a run, without a timeout; None: no process
         rewards are configured."""
-        ...
 
     def with_process_rewards(self, outcome: Scorer) -> Scorer:
         """Return a scorer that adds the configured process rewards to an outcome's scores."""
-        ...
 
 
 class NoJudges:
@@ -295,15 +267,12 @@ class Teachers(Protocol):
 
     def counts(self) -> Mapping[str, float]:
         """Return the counters so far, as NAME/COUNTER; empty: no such teacher."""
-        ...
 
     def check(self, prompt: Prompt) -> None:
         """Raise ConfigError if a record names its teachers wrongly."""
-        ...
 
     def close(self) -> None:
         """Close all connections. Idempotent; they are opened again if they are needed again."""
-        ...
 
 
 class TeacherScorers(Teachers, Protocol):
@@ -311,11 +280,9 @@ class TeacherScorers(Teachers, Protocol):
 
     def with_teachers(self, outcome: Scorer) -> Scorer:
         """Return a scorer that adds what the teachers say to an outcome's scores."""
-        ...
 
     def trials(self) -> list[tuple[str, Scorer]]:
         """Return the settings of the teachers with an address, each with a trial before a run."""
-        ...
 
 
 class AskedTeachers(Protocol):
@@ -323,11 +290,9 @@ class AskedTeachers(Protocol):
 
     def unmatched(self, vocab: int) -> BoolArray:
         """Return which of the policy's tokens a teacher's other tokenizer has not, [vocab]."""
-        ...
 
     def of_task(self, config: Config, task: Task) -> TeacherScorers:
         """Return their scorers for a task. config: as the task has it."""
-        ...
 
 
 class NoTeachers:
@@ -349,11 +314,9 @@ class CopyOfRun(Protocol):
 
     def begin(self, run: RunSection, keep: int) -> None:
         """Copy from now on. keep: number of checkpoints in the copy."""
-        ...
 
     def verdict(self) -> list[str]:
         """Return lines about the copied files, for the end of a run."""
-        ...
 
     def __enter__(self) -> Self: ...
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from jaxrl_async.errors import EndpointMisset, RolloutError
 from jaxrl_async.later import Later
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.fault_counts import FaultCounts
-from jaxrl_async.metrics.recorder import Recorder
+from jaxrl_async.metrics.recorder import MetricsWriter, Recorder
 from jaxrl_async.metrics.symptoms import Symptoms
 from jaxrl_async.metrics.trackers import (
     TrackedRun,
@@ -74,24 +74,6 @@ GIVE_UP_S = 6.0
 """Maximum wait for the episodes of an abandoned evaluation, seconds."""
 MAX_SAMPLE_TOKENS = 1024
 """Maximum tokens of a sample whose log-probs and versions are recorded."""
-
-
-class MetricsWriter(Protocol):
-    """Writer of a run's metrics and samples."""
-
-    writes: bool  # False: it discards all values
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the metrics of a step."""
-        ...
-
-    def samples(self, step: int, records: Iterable[Mapping[str, object]]) -> None:
-        """Write sample episodes."""
-        ...
-
-    def close(self) -> None:
-        """Close the files."""
-        ...
 
 
 class NoRecorder:

@@ -91,8 +91,10 @@ def policy_at_step(
     lora = lora_of(spec, section)
     if lora is None:
         path = config.model.path
-        tower = None if path is None else read_tower(Path(path))
-        return Policy(spec, learnt, tokenizer, _generation_of(config), tower=tower)
+        if path is None:
+            return Policy(spec, learnt, tokenizer, {})
+        own = load_generation(Path(path))
+        return Policy(spec, learnt, tokenizer, own, tower=read_tower(Path(path)))
     if adapter_only:
         return Policy(spec, None, tokenizer, lora=lora, adapter=learnt)
     base = Policy.from_pretrained(
@@ -159,10 +161,6 @@ def dtype_of(folder: Path) -> str:
         return "float32"  # loading the directory reports the error
     named = config.get("dtype") or config.get("torch_dtype")
     return named if named in ("float32", "bfloat16") else "float32"
-
-
-def _generation_of(config: Config) -> dict[str, Any]:
-    return {} if config.model.path is None else load_generation(Path(config.model.path))
 
 
 def _tokenizer_of(config: Config, paths: Paths) -> Tokenizer:

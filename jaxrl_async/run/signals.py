@@ -94,7 +94,6 @@ class Stop:
 
     def __init__(
         self,
-        signals: tuple[signal.Signals, ...] = STOPPING,
         *,
         grace_s: float | None = None,
         end_process: Callable[[int], object] = end_at_once,
@@ -102,12 +101,11 @@ class Stop:
         """Make the flag; signals are handled only inside the `with`.
 
         Args:
-            signals: signals to handle.
             grace_s: seconds from SIGTERM or SIGHUP until the process ends with PREEMPTED_CODE in
                 any case.
             end_process: ends the process with an exit code.
         """
-        self._signals, self._grace_s, self._end_process = signals, grace_s, end_process
+        self._grace_s, self._end_process = grace_s, end_process
         self._timer: threading.Timer | None = None
         self.asked_at_s = 0.0  # time.monotonic() of the first signal
         self._event = threading.Event()
@@ -123,9 +121,7 @@ class Stop:
                 "train() is not on the main thread: Ctrl-C, SIGTERM and SIGHUP do not stop the run"
             )
             return self
-        self._before = {
-            s: signal.signal(s, self._on_signal) for s in self._signals if listens_to(s)
-        }
+        self._before = {s: signal.signal(s, self._on_signal) for s in STOPPING if listens_to(s)}
         return self
 
     def __exit__(

@@ -20,11 +20,12 @@ from jaxrl_async.data.records import OwnRecords
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import Stopped
 from jaxrl_async.metrics.console import Console
+from jaxrl_async.metrics.recorder import MetricsWriter
 from jaxrl_async.model.spec import Params
 from jaxrl_async.run.checkpoint.store import Checkpoints, check_resumed
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.reporting import MetricsWriter, NoRecorder, make_recorder
+from jaxrl_async.run.reporting import NoRecorder, make_recorder
 from jaxrl_async.run.signals import Stop, preempted
 from jaxrl_async.run.update_loop import Ahead, make_updates
 from jaxrl_async.trainer.objectives.supervised_objective import SupervisedObjective

@@ -39,7 +39,6 @@ class StagesChanges(Protocol):
 
     def stage(self, change: AdapterChange) -> None:
         """Queue a change."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)

@@ -237,17 +237,21 @@ class DecodeLoop:
         swaps = self.changes.make(batch, self.weights, queued)
         self.sources.check()
         if swaps:
-            error = self.changes.probe_error
-            worst = max(error, self.stats.max_probe_error)
-            self.stats = replace(self.stats, probe_error=error, max_probe_error=worst)
-            self._count(batch, swaps=swaps)
-            pause_s = self._clock() - start
+            pause_s = self._note_swaps(batch, swaps, self.changes.probe_error, start)
             add_span("swap of adapters", start, start + pause_s)
-            self._note_pause(pause_s)
 
-    def _note_pause(self, pause_s: float) -> None:
-        longest = max(pause_s, self.stats.max_swap_pause_s)
-        self.stats = replace(self.stats, swap_pause_s=pause_s, max_swap_pause_s=longest)
+    def _note_swaps(self, batch: Batch, swaps: int, error: float, start: float) -> float:
+        """Count swaps with their probe's error; return the pause since `start`, seconds."""
+        pause_s, known = self._clock() - start, self.stats
+        self.stats = replace(
+            known,
+            swap_pause_s=pause_s,
+            max_swap_pause_s=max(pause_s, known.max_swap_pause_s),
+            probe_error=error,
+            max_probe_error=max(error, known.max_probe_error),
+        )
+        self._count(batch, swaps=swaps)
+        return pause_s
 
     def _swap(self, batch: Batch, update: VersionedParams | None) -> None:
         """Swap to new or waiting weights if running sequences allow it. The pause is the time from
@@ -256,15 +260,8 @@ class DecodeLoop:
         error = self.weights.swap(update, batch)
         if error is None:
             return
-        pause_s = self._clock() - start
+        pause_s = self._note_swaps(batch, 1, error, start)
         add_span("swap", start, start + pause_s, version=self.weights.version)
-        self._count(batch, swaps=1)
-        self._note_pause(pause_s)
-        self.stats = replace(
-            self.stats,
-            probe_error=error,
-            max_probe_error=max(error, self.stats.max_probe_error),
-        )
         self._source.live(self.weights.version)
 
     def _start_block(self, batch: Batch) -> None:

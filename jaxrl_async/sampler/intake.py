@@ -37,11 +37,9 @@ class TakesIn(Protocol):
             idle: there is no other work: polling may wait for a transfer.
             wants_weights: False while a version waits to be swapped in.
         """
-        ...
 
     def stopped(self, live: LiveRequest) -> None:
         """Record that a command has taken this request out of the batch."""
-        ...
 
 
 class Followers(Protocol):
@@ -49,15 +47,12 @@ class Followers(Protocol):
 
     def led(self, receiver: TakesIn) -> TakesIn:
         """Return a receiver that takes in what `receiver` does, in all processes."""
-        ...
 
     def dismiss(self) -> None:
         """Tell the other processes that the sampler is closed. Idempotent."""
-        ...
 
     def fail(self, error: BaseException) -> None:
         """End the other processes after an error of this one's sampler. Idempotent."""
-        ...
 
 
 class NoFollowers:

@@ -90,9 +90,7 @@ class Lifetime:
     def stop(self, timeout_s: float | None = None) -> bool:
         """Close, and wait for the thread to end, unless this is the thread. Return False if it has
         not ended within timeout_s."""
-        with self.lock:
-            self.closed = True
-        self.wake.set()
+        self.detach()
         if self.thread is None or self.is_current:
             return True
         leave_behind(self.thread)  # first: Ctrl-C may end the join

@@ -94,19 +94,15 @@ class RequestCheck:
             saved = checked_partial(given, self.room)
             self.check_adapter(saved.request)
             return saved
-        request = self._keyed(checked_request(given, self.room))
+        request = checked_request(given, self.room)
+        if request.key is None:
+            request = replace(request, key=(FRESH, next(self._keys) % INT32_END))
         self.check_adapter(request)
         return request
 
     def check_adapter(self, request: Request) -> None:
         """Raise RolloutError unless the request's adapter takes new requests now."""
         self._adapters.check(request.adapter, f"request {request.request_id!r}")
-
-    def _keyed(self, request: Request) -> Request:
-        """Give a request without a key a fresh one."""
-        if request.key is not None:
-            return request
-        return replace(request, key=(FRESH, next(self._keys) % INT32_END))
 
 
 def checked_request(request: Request | Partial, room: Room, *, answer_fits: bool = True) -> Request:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Stage
 from jaxrl_async.sampler.lifetime import Lifetime
 from jaxrl_async.sampler.request_checks import RequestCheck, Room, num_wanted
+from jaxrl_async.sampler.router.job import fulfil
 from jaxrl_async.types import Completion, Partial, Request, StopReason, TokenRecord
 
 log = logging.getLogger(__name__)
@@ -202,17 +203,8 @@ def resolve(answers: Sequence[tuple[Waiter, Completion | BaseException]]) -> Non
 def _set_futures(answers: Sequence[tuple[AnyFuture, Completion | BaseException]]) -> None:
     """Set the futures that are not done."""
     for future, answer in answers:
-        if future.done():
-            continue
-        try:
-            if isinstance(answer, BaseException):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
-        except InvalidStateError:  # another thread cancelled it just now
-            pass
-        except BaseException as error:  # from a callback: SystemExit and the like
-            log.error("a callback of a request raised: %r", error, exc_info=error)
+        if not future.done():
+            fulfil(future, answer)
 
 
 @contextlib.contextmanager

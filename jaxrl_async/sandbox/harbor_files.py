@@ -31,11 +31,6 @@ class HarborTask:
     agent_s: float | None  # the agent's time; None: no limit
     verifier_s: float
 
-    @property
-    def dockerfile(self) -> Path:
-        """Its Dockerfile, which may not exist."""
-        return self.folder / "environment" / "Dockerfile"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:

@@ -11,7 +11,6 @@ class Closes(Protocol):
 
     def close(self) -> None:
         """End the process if it runs."""
-        ...
 
 
 ProcessT = TypeVar("ProcessT", bound=Closes)

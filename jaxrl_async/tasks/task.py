@@ -54,12 +54,10 @@ class RunsTools(Protocol):
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
         """The tools that may be called, as OpenAI's function tools."""
-        ...
 
     async def __call__(self, message: Message) -> list[Message]:
         """Return one message of the role tool for each call, in order, and a message of the user
         about calls that could not be parsed."""
-        ...
 
 
 class Environment:

@@ -27,7 +27,7 @@ from jaxrl_async.outages import Outages
 from jaxrl_async.tasks.function_source import FunctionSource, source_of
 from jaxrl_async.tasks.task import Tool
 from jaxrl_async.tasks.tool_process import LOAD_S, tool_processes
-from jaxrl_async.tasks.usercode import CallOutcome, Threads, TooLate, run_async, side_by_side
+from jaxrl_async.tasks.usercode import CallOutcome, Threads, TooLate, run_either, side_by_side
 from jaxrl_async.types import Message
 
 MOST_CALLS = 32
@@ -166,7 +166,7 @@ class Toolbox:
 
         async def unless_away() -> CallOutcome:
             nonlocal outcome
-            outcome = await self._called(work)
+            outcome = await run_either(work, self._threads, self._limits.timeout_s)
             if outcome.error is not None and not_begun_in(outcome.error) is not None:
                 raise outcome.error
             return outcome
@@ -177,17 +177,6 @@ class Toolbox:
             )
         except GivenUp:
             return outcome
-
-    async def _called(self, work: functools.partial[Any]) -> CallOutcome:
-        """Call a tool in a thread, or on the event loop of user code if it is async."""
-        limit_s = self._limits.timeout_s
-        if inspect.iscoroutinefunction(work.func):
-            return await run_async(work, limit_s)
-        outcome = await self._threads.run(work, limit_s)
-        if inspect.isawaitable(outcome.value):
-            waiting = outcome.value
-            return await run_async(lambda: waiting, limit_s)
-        return outcome
 
     async def _refused(self, text: str) -> str:
         self._count("tool_errors")

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import ctypes
 import functools
+import inspect
 import logging
 import threading
 import time
@@ -254,6 +255,22 @@ def _outcome(work: Callable[[], object]) -> CallOutcome:
         return CallOutcome(error=error)
 
 
+async def run_either(
+    work: functools.partial[Any], threads: Threads, timeout_s: float
+) -> CallOutcome:
+    """Run a user's function in a thread, or on the loop for user code if it is async."""
+    if inspect.iscoroutinefunction(work.func):
+        return await run_async(work, timeout_s)
+    return await settled(await threads.run(work, timeout_s), timeout_s)
+
+
+async def settled(outcome: CallOutcome, timeout_s: float) -> CallOutcome:
+    """Return the outcome of a call, awaited if it is awaitable."""
+    if not inspect.isawaitable(waiting := outcome.value):
+        return outcome
+    return await run_async(lambda: waiting, timeout_s)
+
+
 async def run_async(
     work: Callable[[], Awaitable[Any]],
     timeout_s: float | None,
@@ -426,11 +443,9 @@ async def side_by_side(work: Iterable[Coroutine[None, None, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def end_tasks(
-    tasks: Iterable["asyncio.Task[object]"], again_s: float = CANCEL_AGAIN_S
-) -> None:
-    """Cancel tasks until each of them has ended, again every `again_s` seconds, since a task may
-    have mistaken its cancellation for something else.
+async def end_tasks(tasks: Iterable["asyncio.Task[object]"]) -> None:
+    """Cancel tasks until each of them has ended, again every CANCEL_AGAIN_S, since a task may have
+    mistaken its cancellation for something else.
 
     Raises CancelledError at the end if this call is cancelled meanwhile.
     """
@@ -439,7 +454,7 @@ async def end_tasks(
         for task in left:
             task.cancel()
         try:
-            await asyncio.wait(left, timeout=again_s)
+            await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:

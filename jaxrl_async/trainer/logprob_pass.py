@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
@@ -148,7 +147,5 @@ class ProbePass:
         return self._probe(params, np.asarray(token_ids, np.int32))
 
     def _probe_logprobs(self, params: Params, token_ids: Array) -> Array:
-        rows = jnp.tile(token_ids, (self._copies, 1))
-        positions = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=jnp.int32), rows.shape)
-        tokens = TokenRows(rows, positions, jnp.ones_like(rows))
+        tokens = TokenRows.copies(token_ids, self._copies)
         return token_logprobs(self._spec, params, tokens, self._decoder).logprobs[0, 1:]

@@ -347,7 +347,8 @@ class UpdatePrograms(Generic[ObjectiveT]):
         rate = jnp.float32(self._schedule(state.step if at is None else at))
         moved = self._moved(state, sums, rate)
         before, made = (optax.tree.norm(_float32(s.params)) for s in (state, moved))
-        said = self.objective.probe(moved.params, frozen, self._probe_rows(ids))
+        rows = TokenRows.copies(ids, self.settings.num_row_shards)  # one on each device
+        said = self.objective.probe(moved.params, frozen, rows)
         sound = jnp.isfinite(said).all() & (made <= MOST_GROWTH * (before + 1))
         taken = finite & sound
         kept = jax.tree.map(lambda new, old: jnp.where(taken, new, old), moved, state)
@@ -359,12 +360,6 @@ class UpdatePrograms(Generic[ObjectiveT]):
             "blown_up": (finite & ~sound).astype(jnp.int32),
             "made_norm": made,
         }
-
-    def _probe_rows(self, ids: Array) -> TokenRows:
-        """Return one sequence of these tokens for each device with rows."""
-        rows = jnp.tile(ids, (self.settings.num_row_shards, 1))
-        positions = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=jnp.int32), rows.shape)
-        return TokenRows(rows, positions, jnp.ones_like(rows))
 
     def _fresh_opt(self, params: Params) -> Any:
         """Make the optimizer's state for weights of any dtype; masters are unrounded copies."""

@@ -307,7 +307,8 @@ class WatchedRun:
         text = self.config_text() or ""
         with self._lock:
             if text != self._config[0]:
-                self._config = text, _tags_in(text), None
+                tags = configuration.tags_in(text) if _HAS_TAGS.search(text) else []
+                self._config = text, tags, None
             return self._config
 
     def config_text(self) -> str | None:
@@ -334,11 +335,6 @@ class WatchedRun:
 
 
 _HAS_TAGS = re.compile(r"^ +tags:(?! *\[\])", re.MULTILINE)
-
-
-def _tags_in(text: str) -> list[str]:
-    """Return the tags of a configuration, which is parsed only if it has some."""
-    return configuration.tags_in(text) if _HAS_TAGS.search(text) else []
 
 
 def _own_or_common(root: Path, name: str) -> Path:

@@ -31,23 +31,18 @@ class Link(Protocol):
     @property
     def crosses(self) -> bool:
         """True if `move` copies from device to device, so a copy may arrive corrupted."""
-        ...
 
     def cast(self, params: Params) -> Params:
         """Return a private copy on the trainer's devices, in the sampler's dtypes."""
-        ...
 
     def is_cast(self, params: Params) -> bool:
         """Return True if `cast` would only copy these weights, so `move` may take them directly."""
-        ...
 
     def move(self, cast: Params) -> Params:
         """Copy the result of `cast` to the sampler's devices. Runs no program."""
-        ...
 
     def finish(self, moved: Params) -> Params:
         """Return the arrived result of `move` in the sampler's shardings."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

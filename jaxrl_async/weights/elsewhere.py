@@ -32,39 +32,31 @@ class RemoteSamplers(Protocol):
     @property
     def may_come(self) -> bool:
         """True if samplers join and leave, so there may be none for a while."""
-        ...
 
     @property
     def wait_s(self) -> float:
         """Maximum wait while there are no samplers, seconds."""
-        ...
 
     @property
     def patience_s(self) -> float:
         """Maximum time of a transfer including its retries, seconds."""
-        ...
 
     @property
     def num_bytes(self) -> int:
         """Number of bytes sent to one sampler."""
-        ...
 
     def begin(self, base: Params) -> None:
         """Also offer the base of the published adapters, from the first publish on."""
-        ...
 
     def publish(self, update: VersionedParams) -> None:
         """Copy the trainer's weights and return immediately; the samplers get the newest copy.
         Raises WeightsError if earlier weights could not be offered."""
-        ...
 
     def traffic(self) -> Traffic:
         """Return the transfer statistics so far."""
-        ...
 
     def close(self) -> None:
         """Stop offering weights. Idempotent."""
-        ...
 
 
 class _NoRemote:

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from jaxrl_async.model.spec import Params
 
-ALIGNMENT = mmap.PAGESIZE
 SMALL_BYTES = 1 << 16
 """Minimum size of pooled arrays, bytes."""
 

@@ -15,7 +15,7 @@ from runs import CONFIGS, many_digits
 from safetensors.numpy import load_file
 
 from jaxrl_async.adapters.adapter_generate import AdapterGenerate
-from jaxrl_async.adapters.turns import Turns
+from jaxrl_async.adapters.assemble_several import Turns
 from jaxrl_async.audit import Rules, audit
 from jaxrl_async.config.load import dump, load
 from jaxrl_async.config.schema import ArchitectureSection, Config

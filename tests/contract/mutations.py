@@ -754,23 +754,26 @@ GROUPS = (
                 "            if rewards",
             ),
             ("            state.drawn[name] += 1\n", "            state.drawn[name] += 2\n"),
-            ("        if next_draw == self._now.next:\n            self._take_in()\n", ""),
             (
                 "- state.dropped[name] for name in self._tasks}\n            total",
                 "for name in self._tasks}\n            total",
             ),
             ("-RECENT:]", "-1:]"),
+            ("stream.state(state.drawn[name], ended)", "stream.state(state.drawn[name])"),
+        ),
+    ),
+    Group(
+        "data/curriculum",
+        ("data/test_mixing.py",),
+        (
+            ("        if next_draw == self.now.next:\n            self.take_in()\n", ""),
             (
                 "            elif ended is not None and not ended(event.group):\n"
                 "                break\n",
                 "",
             ),
-            (
-                "(*self._journal, *self._in_order()):\n                    if state",
-                "self._journal:\n                    if state",
-            ),
+            ("(*self.events, *self._in_order())", "self.events"),
             ("else ended(event.group):", "else True:"),
-            ("stream.state(state.drawn[name], ended)", "stream.state(state.drawn[name])"),
         ),
     ),
     Group(
@@ -1345,20 +1348,20 @@ GROUPS = (
         "data/curriculum",
         ("data/test_curriculum.py",),
         (
-            ("sorted(self._unsorted, key=lambda s: s.group)", "list(self._unsorted)"),
+            ("sorted(self.arrived, key=lambda event: event.group)", "list(self.arrived)"),
             (
                 "old is None else decay * old + (1 - decay) * share",
                 "old is None else (decay * old + share) / 2",
             ),
             ("4 * known * (1 - known)", "4 * known"),
             ("if number - position < MAX_PASSED_OVER * self._pool:", "if True:"),
-            ("        if next_draw == self._now.next:\n            self._take_in()\n", ""),
+            ("        if next_draw == self.now.next:\n            self.take_in()\n", ""),
             (
                 "            elif ended is not None and not ended(event.group):\n"
                 "                break\n",
                 "",
             ),
-            ("(*self._journal, *self._in_order())", "self._in_order()"),
+            ("(*self.events, *self._in_order())", "self._in_order()"),
         ),
     ),
     Group(

@@ -3,6 +3,7 @@
 import math
 import re
 from pathlib import Path
+from typing import Annotated, Literal, get_args, get_origin
 
 import pytest
 
@@ -15,7 +16,6 @@ from jaxrl_async.algorithms.losses import supervised_loss, token_loss
 from jaxrl_async.algorithms.preference_losses import preference_loss
 from jaxrl_async.algorithms.registry import (
     defaults_of,
-    has_range,
     range_of,
     rules_of,
     settings_of,
@@ -40,6 +40,16 @@ NEEDED = {"max_tokens": 8, "cache_tokens": 2, "low": 0, "high": 2, "keep": 2, "d
 each = pytest.mark.parametrize(
     ("registry", "name", "key"), ARGUMENTS, ids=[f"{n}-{k}" for _, n, k in ARGUMENTS]
 )
+
+
+def has_range(kind) -> bool:
+    """Return whether a type restricts its values: a number needs a range."""
+    if get_origin(kind) is Annotated:
+        return any(getattr(note, "metadata", note) for note in kind.__metadata__)
+    inner = [k for k in get_args(kind) if k is not ...]
+    if get_origin(kind) is Literal or not inner:
+        return get_origin(kind) is Literal or kind in (bool, str, type(None))
+    return all(has_range(k) for k in inner)
 
 
 def with_needed(function, **given):

@@ -244,7 +244,7 @@ def test_the_journal_holds_only_what_is_not_reported_yet():
     for step in range(20):
         run(prompts, 1, 5, first=5 * step)
         prompts.measures(5 * step + 5)
-        assert len(prompts._journal) == 0
+        assert len(prompts._journal.events) == 0
 
 
 def test_a_stream_in_fixed_order_becomes_a_curriculum_but_not_back_with_prompts_passed_over():

@@ -5,7 +5,6 @@ import decimal
 import importlib
 import json
 
-import numpy as np
 import pytest
 from chat_tokenizers import qwen3_tokenizer
 
@@ -16,7 +15,7 @@ from jaxrl_async.data.chat import chat_format
 from jaxrl_async.data.examples import demonstrations
 from jaxrl_async.data.preferences import read_preferences
 from jaxrl_async.data.prompts import eval_prompts, make_prompts, prompt_of, warm_start_pairs
-from jaxrl_async.data.records import read_records, records_from
+from jaxrl_async.data.records import read_records
 from jaxrl_async.data.tokenizer import character_tokenizer, chat_tokenizer
 from jaxrl_async.errors import ConfigError, DataError, MissingExtraError
 
@@ -282,7 +281,6 @@ def test_what_datasets_itself_saves_and_holds_is_read(tmp_path):
     for place in (tmp_path / "train", tmp_path / "d.parquet"):
         found = read_records(place, section(), TOKENIZER)
         assert [r.columns["n"] for r in found] == list(range(5))
-    assert [r.columns["n"] for r in records_from(saved, section(), TOKENIZER)] == list(range(5))
 
 
 def test_torn_tables_and_folders_without_records_are_named(tmp_path, arrow):
@@ -322,48 +320,19 @@ def test_without_pyarrow_a_table_says_what_to_install(tmp_path, monkeypatch):
         read_records(tmp_path / "d.parquet", section(), TOKENIZER)
 
 
-# --- Python objects ------------------------------------------------------------------------------
-
-
-def test_python_objects_are_records_with_all_their_columns():
-    rows = (
-        row
-        for row in [
-            {"prompt": "1+2?", "day": datetime.date(2026, 1, 2), "cost": decimal.Decimal("1.5")},
-            {"question": "1+2?", "answer": 3, "numbers": np.arange(3), "pair": (1, 2)},
-            {"messages": (SYSTEM, ASKED), "score": np.float32(0.5)},
-            {"messages": [ASKED, SAID]},
-        ]
-    )
-    records = records_from(rows, section(answer_mark="####"), TOKENIZER)
-    assert [r.reference for r in records] == ["", "3", "", "3"]
-    assert records[0].columns == {"prompt": "1+2?", "day": "2026-01-02", "cost": "1.5"}
-    assert records[1].columns["numbers"] == [0, 1, 2] and records[1].columns["pair"] == [1, 2]
-    assert records[2].messages == (SYSTEM, ASKED) and records[2].columns["score"] == 0.5
-    prompt = prompt_of(records[1], 0, 0)
+def test_values_of_a_table_are_plain_columns(tmp_path, arrow):
+    rows = [
+        {
+            "question": "1+2?",
+            "answer": "3",
+            "day": datetime.date(2026, 1, 2),
+            "cost": decimal.Decimal("1.5"),
+            "numbers": [0, 1, 2],
+            "of": {"score": 0.5},
+        }
+    ]
+    importlib_parquet().write_table(arrow.Table.from_pylist(rows), tmp_path / "d.parquet")
+    (record,) = read_records(tmp_path / "d.parquet", section(answer_mark="####"), TOKENIZER)
+    assert record.columns == {**rows[0], "day": "2026-01-02", "cost": "1.5"}
+    prompt = prompt_of(record, 0, 0)
     assert loads(dumps(prompt)).columns == prompt.columns
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        (3, "it is a int, not a mapping"),
-        ({"answer": "3"}, "a field is missing"),
-        ({"prompt": "a", "f": print}, "the column 'f' holds a builtin"),
-        ({"prompt": "a", 3: 4}, "the column 3"),
-        ({"prompt": "a" * 300}, "too long"),
-        ({"messages": [{"role": "user"}]}, "message 0 has no content"),
-    ],
-)
-def test_an_object_that_is_no_record_is_named_by_its_index(row, reason):
-    with pytest.raises(DataError, match="record 1: ") as caught:
-        records_from([{"prompt": "1+2?"}, row], section(), TOKENIZER)
-    assert reason in str(caught.value)
-
-
-def test_objects_without_prompts_are_records_where_the_environment_opens():
-    (record,) = records_from([{"low": 1}], section(), TOKENIZER, needs_prompts=False)
-    assert record.token_ids.tolist() == [TOKENIZER.pad_id]
-    assert (record.text, record.messages, record.columns) == ("", (), {"low": 1})
-    with pytest.raises(DataError, match="no records"):
-        records_from([], section(), TOKENIZER)

@@ -154,6 +154,8 @@ LATE = -1
 class Buffer:
     """A source that gives its groups one a draw, at LATE nothing yet, and writes its ledger."""
 
+    pause = resume = set_limit = None  # not called here
+
     def __init__(self, numbers: list[int], ledger: Ledger) -> None:
         self._numbers, self._ledger = iter(numbers), ledger
         self.given_back = 0

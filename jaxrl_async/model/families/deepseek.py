@@ -4,7 +4,13 @@ from typing import Any
 
 from jaxrl_async.model.families.family import Family
 from jaxrl_async.model.families.fields import ConfigFields, shown
-from jaxrl_async.model.families.glm import shared_width, written_mixture
+from jaxrl_async.model.families.glm import (
+    first_dense,
+    groups_of,
+    shared_width,
+    sigmoid_router,
+    written_mixture,
+)
 from jaxrl_async.model.families.layer_types import yarn_magnitude
 from jaxrl_async.model.families.parts import ExpertRouter, Latent, Mixture, Scales
 
@@ -48,7 +54,7 @@ def _router_v2(fields: ConfigFields) -> ExpertRouter:
         fields.refuse(
             f"topk_method {shown(method)} is not supported, only greedy and group_limited_greedy."
         )
-    groups, chosen = (1, 1) if method == "greedy" else _groups(fields, 1, 1)
+    groups, chosen = (1, 1) if method == "greedy" else groups_of(fields, 1, 1)
     return ExpertRouter(
         sums_to_one=False,
         scale=fields.number("routed_scaling_factor", 1.0),
@@ -62,43 +68,7 @@ def _router_v3(fields: ConfigFields) -> ExpertRouter:
     for key, only in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         if fields.said(key, only) != only:
             fields.refuse(f"{key} {shown(fields.said(key))} is not supported, only {only}.")
-    groups, chosen = _groups(fields, 8, 4)
-    return ExpertRouter(
-        odds="sigmoid",
-        sums_to_one=fields.flag("norm_topk_prob", True),
-        scale=fields.number("routed_scaling_factor", 2.5),
-        corrected=True,
-        groups=groups,
-        groups_per_token=chosen,
-    )
-
-
-def _groups(fields: ConfigFields, groups: int, chosen: int) -> tuple[int, int]:
-    """Return n_group and topk_group, with these defaults."""
-    groups, chosen = fields.whole("n_group", groups), fields.whole("topk_group", chosen)
-    experts = fields.said("n_routed_experts", groups)
-    if chosen > groups or experts % groups:
-        fields.refuse(
-            f"n_group ({groups}) must divide n_routed_experts ({experts}), and topk_group "
-            f"({chosen}) be at most n_group."
-        )
-    return groups, chosen
-
-
-def _dense_v2(fields: ConfigFields, layer: int) -> bool:
-    return layer < _first_dense(fields, 0)
-
-
-def _dense_v3(fields: ConfigFields, layer: int) -> bool:
-    return layer < _first_dense(fields, 3)
-
-
-def _first_dense(fields: ConfigFields, default: int) -> int:
-    """Return the number of dense layers before the layers with experts."""
-    first = fields.said("first_k_dense_replace", default)
-    if type(first) is not int or first < 0:
-        raise fields.wrong("first_k_dense_replace", "a whole number of at least 0")
-    return first
+    return sigmoid_router(fields, 2.5, 8, 4)
 
 
 def _written_v2(mixture: Mixture) -> dict[str, Any]:
@@ -120,7 +90,7 @@ DEEPSEEK_V2 = Family(
     experts_key="n_routed_experts",
     router=_router_v2,
     written_mixture=_written_v2,
-    dense=_dense_v2,
+    dense=lambda fields, layer: layer < first_dense(fields, 0),
     shared_width=shared_width,
     fixed={"moe_layer_freq": 1, "rope_interleave": 1},
     refused={**_REFUSED, "norm_topk_prob": "weights that sum to 1", "mlp_bias": "biases of MLPs"},
@@ -135,7 +105,7 @@ DEEPSEEK_V3 = Family(
     experts_key="n_routed_experts",
     router=_router_v3,
     written_mixture=written_mixture,
-    dense=_dense_v3,
+    dense=lambda fields, layer: layer < first_dense(fields, 3),
     shared_width=shared_width,
     fixed={"moe_layer_freq": 1},
     refused=_REFUSED,

@@ -13,15 +13,7 @@ def _all_but_the_last_of_each(fields: ConfigFields, layer: int) -> bool:
     return (layer + 1) % fields.whole("sliding_window_pattern", 6) != 0
 
 
-def _gemma2_scales(fields: ConfigFields) -> Scales:
-    return _gemma_scales(fields, 50.0, 30.0)
-
-
-def _gemma3_scales(fields: ConfigFields) -> Scales:
-    return _gemma_scales(fields, 0.0, 0.0)
-
-
-def _gemma_scales(fields: ConfigFields, attention_cap: float, logit_cap: float) -> Scales:
+def _scales(fields: ConfigFields, attention_cap: float, logit_cap: float) -> Scales:
     return Scales(
         attention=fields.whole("query_pre_attn_scalar", 256) ** -0.5,
         embedding=fields.whole("hidden_size") ** 0.5,
@@ -51,7 +43,7 @@ GEMMA2 = Family(
     window=4096,
     lists_layers=True,
     windowed=all_but_every(2),
-    scales=_gemma2_scales,
+    scales=lambda fields: _scales(fields, 50.0, 30.0),
     written_scales=_written,
     refused=BOTH_WAYS,
 )
@@ -74,7 +66,7 @@ GEMMA3 = Family(
     window=4096,
     lists_layers=True,
     windowed=_all_but_the_last_of_each,
-    scales=_gemma3_scales,
+    scales=lambda fields: _scales(fields, 0.0, 0.0),
     written_scales=_written,
     refused=BOTH_WAYS,
 )

@@ -7,27 +7,37 @@ from jaxrl_async.model.families.fields import ConfigFields
 from jaxrl_async.model.families.parts import ExpertRouter, Mixture
 
 
-def _router(fields: ConfigFields) -> ExpertRouter:
-    groups, chosen = fields.whole("n_group", 1), fields.whole("topk_group", 1)
+def groups_of(fields: ConfigFields, groups: int, chosen: int) -> tuple[int, int]:
+    """Return n_group and topk_group, with these defaults."""
+    groups, chosen = fields.whole("n_group", groups), fields.whole("topk_group", chosen)
     experts = fields.said("n_routed_experts", groups)
     if chosen > groups or experts % groups:
         fields.refuse(
             f"n_group ({groups}) must divide n_routed_experts ({experts}), and topk_group "
             f"({chosen}) be at most n_group."
         )
+    return groups, chosen
+
+
+def sigmoid_router(fields: ConfigFields, scale: float, groups: int, chosen: int) -> ExpertRouter:
+    """Return a corrected router by sigmoids, with these defaults."""
+    groups, chosen = groups_of(fields, groups, chosen)
     return ExpertRouter(
         odds="sigmoid",
         sums_to_one=fields.flag("norm_topk_prob", True),
-        scale=fields.number("routed_scaling_factor", 1.0),
+        scale=fields.number("routed_scaling_factor", scale),
         corrected=True,
         groups=groups,
         groups_per_token=chosen,
     )
 
 
-def _is_dense(fields: ConfigFields, layer: int) -> bool:
-    first: int = fields.said("first_k_dense_replace", 1)
-    return layer < first
+def first_dense(fields: ConfigFields, default: int) -> int:
+    """Return the number of dense layers before the layers with experts."""
+    first = fields.said("first_k_dense_replace", default)
+    if type(first) is not int or first < 0:
+        raise fields.wrong("first_k_dense_replace", "a whole number of at least 0")
+    return first
 
 
 def shared_width(fields: ConfigFields) -> int:
@@ -60,8 +70,8 @@ GLM4_MOE = Family(
     biases="qkv as said",
     routed=True,
     experts_key="n_routed_experts",
-    router=_router,
+    router=lambda fields: sigmoid_router(fields, 1.0, 1, 1),
     written_mixture=written_mixture,
-    dense=_is_dense,
+    dense=lambda fields, layer: layer < first_dense(fields, 1),
     shared_width=shared_width,
 )

@@ -1,13 +1,7 @@
 """gpt-oss: attention sinks, windows in every other layer, experts with biases."""
 
 from jaxrl_async.model.families.family import Family, all_but_every
-from jaxrl_async.model.families.fields import ConfigFields
 from jaxrl_async.model.families.parts import CLAMP_LIMIT, CLAMP_SLOPE, ExpertRouter
-
-
-def _router(fields: ConfigFields) -> ExpertRouter:
-    return ExpertRouter(bias=True)
-
 
 GPT_OSS = Family(
     model_type="gpt_oss",
@@ -23,7 +17,7 @@ GPT_OSS = Family(
     routed=True,
     experts_key="num_local_experts",
     expert_width_key="intermediate_size",
-    router=_router,
+    router=lambda fields: ExpertRouter(bias=True),
     expert_biases=True,
     stacks_experts=True,
     sinks=True,

@@ -11,10 +11,6 @@ def _window_behind(fields: ConfigFields, layer: int) -> bool:
     return fields.flag("use_sliding_window") and layer >= fields.said("max_window_layers", 28)
 
 
-def _window_if_used(fields: ConfigFields, layer: int) -> bool:
-    return fields.flag("use_sliding_window")
-
-
 def _window_in_turns(fields: ConfigFields, layer: int) -> bool:
     before = layer < fields.said("max_window_layers", 28)
     return fields.flag("use_sliding_window") and layer % 2 == 0 and before
@@ -37,10 +33,6 @@ def _is_dense(fields: ConfigFields, layer: int) -> bool:
     return layer in listed or (layer + 1) % fields.whole("decoder_sparse_step", 1) != 0
 
 
-def _shared_width(fields: ConfigFields) -> int:
-    return fields.whole("shared_expert_intermediate_size", 5632)
-
-
 def _written(mixture: Mixture) -> dict[str, Any]:
     return {
         "norm_topk_prob": mixture.router.sums_to_one,
@@ -52,10 +44,6 @@ def _written(mixture: Mixture) -> dict[str, Any]:
 def written_with_shared(mixture: Mixture) -> dict[str, Any]:
     """Return the entries of config.json for experts with a shared expert."""
     return {**_written(mixture), "shared_expert_intermediate_size": mixture.shared_width}
-
-
-def _written_with_bias(mixture: Mixture) -> dict[str, Any]:
-    return {**written_with_shared(mixture), "qkv_bias": True}
 
 
 QWEN2 = Family(
@@ -85,9 +73,9 @@ QWEN2_MOE = Family(
     lists_layers=True,
     routed=True,
     router=_router,
-    written_mixture=_written_with_bias,
+    written_mixture=lambda mixture: {**written_with_shared(mixture), "qkv_bias": True},
     dense=_is_dense,
-    shared_width=_shared_width,
+    shared_width=lambda fields: fields.whole("shared_expert_intermediate_size", 5632),
     shared_gated=True,
     fixed={"qkv_bias": 1},
 )
@@ -97,7 +85,7 @@ QWEN3_MOE = Family(
     biases="as said",
     qk_norm="head",
     window=4096,
-    windowed=_window_if_used,
+    windowed=lambda fields, layer: fields.flag("use_sliding_window"),
     routed=True,
     router=_router,
     written_mixture=_written,

@@ -30,10 +30,6 @@ def _delta(fields: ConfigFields) -> DeltaNet:
     return sizes
 
 
-def _grouped_delta(fields: ConfigFields) -> DeltaNet:
-    return replace(_delta(fields), grouped=True)
-
-
 def _written_delta(delta: DeltaNet) -> dict[str, Any]:
     return {
         "linear_num_key_heads": delta.key_heads,
@@ -42,10 +38,6 @@ def _written_delta(delta: DeltaNet) -> dict[str, Any]:
         "linear_value_head_dim": delta.value_width,
         "linear_conv_kernel_dim": delta.kernel,
     }
-
-
-def _router(fields: ConfigFields) -> ExpertRouter:
-    return ExpertRouter(sums_to_one=fields.flag("norm_topk_prob", True))
 
 
 def _shared_width(fields: ConfigFields) -> int:
@@ -65,10 +57,10 @@ QWEN3_NEXT = Family(
     rotary_share=0.25,
     attention_gated=True,
     linear=_linear,
-    delta=_grouped_delta,
+    delta=lambda fields: replace(_delta(fields), grouped=True),
     written_delta=_written_delta,
     routed=True,
-    router=_router,
+    router=lambda fields: ExpertRouter(sums_to_one=fields.flag("norm_topk_prob", True)),
     written_mixture=written_with_shared,
     shared_width=_shared_width,
     shared_gated=True,

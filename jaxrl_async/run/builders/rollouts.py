@@ -17,6 +17,7 @@ from jaxrl_async.config.userfile import is_own, load_function
 from jaxrl_async.data.curriculum import Curriculum
 from jaxrl_async.data.prompts import PromptStream
 from jaxrl_async.later import Later
+from jaxrl_async.metrics.recorder import MetricsWriter
 from jaxrl_async.model.spec import Params
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Gate
@@ -35,7 +36,7 @@ from jaxrl_async.run.checkpoint.rollout_state import StartingPoint, reopened
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.lockstep import Joined, Lockstep
 from jaxrl_async.run.replay.recording import OrderedPrompts, Recorded, Recording, header_of
-from jaxrl_async.run.reporting import MetricsWriter, make_recorder
+from jaxrl_async.run.reporting import make_recorder
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.types import (
     EpisodeGroup,

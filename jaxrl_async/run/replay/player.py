@@ -100,7 +100,8 @@ class Replay:
                 if "sampler" in event:
                     self._of_sampler[event["sampler"]].popleft()
                 self._next += 1
-                self._progress()
+                self._moved_at = self._clock()
+                self._changed.notify_all()
                 if self._next == len(self._recorded.lines):
                     log.info("%s is replayed to its end", self._recorded.path)
             self._recording.write(**event)
@@ -249,10 +250,6 @@ class Replay:
                 with self._changed:
                     self._busy = False
                     self._changed.notify_all()
-
-    def _progress(self) -> None:
-        self._moved_at = self._clock()
-        self._changed.notify_all()
 
     def _raise_if_over(self) -> None:
         if self._error is not None:

@@ -15,6 +15,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from jaxrl_async.sampler.batch.adapter_places import PlacedAdapter
@@ -33,7 +34,6 @@ class Asks(Protocol):
     @property
     def request(self) -> Request:
         """The request."""
-        ...
 
 
 A = TypeVar("A", bound=Asks)
@@ -269,12 +269,7 @@ class Admission:
             for live in queue
             if live.request.adapter not in held or live in begun[live.request.adapter]
         ]
-        left = iter(allowed)
-
-        def following() -> LiveRequest | None:
-            return next(left, None)
-
-        return following
+        return partial(next, iter(allowed), None)
 
     def next_score(self, held: frozenset[str]) -> LiveRequest | None:
         """Return the next request that only scores, or None. held: see `order`."""

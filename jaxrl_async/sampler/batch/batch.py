@@ -208,13 +208,8 @@ class Batch:
         if self._one_version and saved is not None and (saved.versions != used.version).any():
             self.stats = self.stats.plus(restarted=1, discarded_tokens=len(saved.token_ids))
             live.partial = None
-        prefilling = self.admission.place(
-            live,
-            slot_index,
-            by_content,
-            weights=used,
-            spare=len(self.placed) * self.cache.form.groups,
-        )
+        spare = len(self.placed) * self.cache.form.groups
+        prefilling = self.admission.place(live, slot_index, by_content, weights=used, spare=spare)
         if prefilling is None:
             return False
         self.placed[slot_index] = prefilling

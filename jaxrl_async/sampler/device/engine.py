@@ -201,15 +201,14 @@ def weight_shardings(
 def _by_layer(spec: ModelSpec, stacked: Shardings) -> list[Shardings]:
     """Return the shardings of each layer's weights, without empty stacks."""
     of_layer = {
-        number: {n: _of_one_layer(s) for n, s in stacked.get(stack, {}).items()}
+        number: {
+            n: NamedSharding(s.mesh, PartitionSpec(*s.spec[1:]))
+            for n, s in stacked.get(stack, {}).items()
+        }
         for stack, numbers in spec.stacks.items()
         for number in numbers
     }
     return [of_layer[i] for i in range(spec.layers)]
-
-
-def _of_one_layer(sharding: NamedSharding) -> NamedSharding:
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
 
 
 class Engine:

@@ -43,6 +43,23 @@ export function rangeOf(values, { log, zero, cut }) {
   return [low >= 0 && low - pad < 0 ? 0 : low - pad, high + pad];
 }
 
+/** Return the place of an event on a canvas, in pixels. */
+export function pointOn(canvas, event) {
+  const box = canvas.getBoundingClientRect();
+  return [event.clientX - box.left, event.clientY - box.top];
+}
+
+/** Write labels at places of an axis, centered between its ends, without those that would overlap. */
+export function writeLabels(context, labels, places, left, right, y) {
+  let free = left;
+  labels.forEach((label, i) => {
+    const width = context.measureText(label).width, at = Math.min(Math.max(places[i] - width / 2, left), right - width);
+    if (at < free) return;
+    context.fillText(label, at, y);
+    free = at + width + 8;
+  });
+}
+
 const xTicksOf = { step: stepTicksOf, tokens: countTicksOf, time: timeTicksOf };
 
 /** Return a chart in an element: {draw(spec), point(x, run), reaches(line, x), base, frame}.
@@ -118,30 +135,24 @@ export function plotIn(place, on) {
     yTicks.forEach((tick, i) => {
       const y = Math.round(toY(tick)) + 0.5;
       if (y < TOP - 1 || y > bottom + 1) return;
-      rule(left - TICK, y, right, y);
+      rule(paint, left - TICK, y, right, y);
       paint.fillText(yLabels[i], left - TICK - 3, y);
     });
     const [ticks, labels] = xTicksOf[spec.axis](low, high, Math.max(2, Math.floor((right - left) / 55)));
-    let free = 0;
+    const places = ticks.map((tick) => Math.round(toX(tick)) + 0.5);
+    for (const x of places) rule(paint, x, TOP, x, bottom + TICK);
     paint.textAlign = "left";
     paint.textBaseline = "alphabetic";
-    ticks.forEach((tick, i) => {
-      const x = Math.round(toX(tick)) + 0.5, width = paint.measureText(labels[i]).width;
-      rule(x, TOP, x, bottom + TICK);
-      const at = Math.min(Math.max(x - width / 2, 1), place.clientWidth - width - 1);
-      if (at < free) return;
-      paint.fillText(labels[i], at, bottom + 15);
-      free = at + width + 8;
-    });
+    writeLabels(paint, labels, places, 1, place.clientWidth - 1, bottom + 15);
     paint.textAlign = "right";
     paint.fillText(spec.axisLabel, right, bottom + 28);
   }
 
-  function rule(x, y, toX, toY) {
-    paint.beginPath();
-    paint.moveTo(x, y);
-    paint.lineTo(toX, toY);
-    paint.stroke();
+  function rule(context, x, y, toX, toY) {
+    context.beginPath();
+    context.moveTo(x, y);
+    context.lineTo(toX, toY);
+    context.stroke();
   }
 
   function stroke(context, { xs, ys, color, dash }, width) {
@@ -215,10 +226,7 @@ export function plotIn(place, on) {
       const px = Math.round(frame.toX(x)) + 0.5;
       above.strokeStyle = inkOf("--soft");
       above.lineWidth = 1;
-      above.beginPath();
-      above.moveTo(px, TOP);
-      above.lineTo(px, frame.bottom);
-      above.stroke();
+      rule(above, px, TOP, px, frame.bottom);
       for (const line of chosen.length ? chosen : spec.lines.length <= 12 ? spec.lines : []) {
         if (!reaches(line, x)) continue;
         const i = nearestOf(line.xs, x);
@@ -232,11 +240,6 @@ export function plotIn(place, on) {
     }
     above.restore();
   }
-
-  const inside = (event) => {
-    const box = over.getBoundingClientRect();
-    return [event.clientX - box.left, event.clientY - box.top];
-  };
 
   /** Whether a line has a value at about an x, neither begins later nor ends earlier. */
   function reaches({ xs }, x) {
@@ -258,12 +261,12 @@ export function plotIn(place, on) {
 
   over.addEventListener("pointerdown", (event) => {
     if (!frame || !on.zoom || event.button !== 0 || event.pointerType === "touch") return;
-    drag = { from: Math.min(Math.max(inside(event)[0], frame.left), frame.right), to: null };
+    drag = { from: Math.min(Math.max(pointOn(over, event)[0], frame.left), frame.right), to: null };
     over.setPointerCapture(event.pointerId);
   });
   over.addEventListener("pointermove", (event) => {
     if (!frame || !spec) return;
-    const [px, py] = inside(event);
+    const [px, py] = pointOn(over, event);
     if (drag) drag.to = Math.min(Math.max(px, frame.left), frame.right);
     if (px < frame.left || px > frame.right) { if (!drag) on.leave(); return; }
     const near = nearestLine(px, py);

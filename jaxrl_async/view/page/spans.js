@@ -1,8 +1,9 @@
 // The timeline: a lane for each thread and for overlapping spans, for any time window.
 
 import { colorOf, inkOf, textOn } from "./colors.js";
-import { make } from "./elements.js";
+import { buttonOf, make, tableOf } from "./elements.js";
 import { timeTicksOf } from "./numbers.js";
+import { pointOn, writeLabels } from "./plot.js";
 
 const BAR = 15, GAP = 3, LANE_GAP = 9, AXIS = 20, NARROW = 560, TITLE = 15, WAIT = 0.35;
 const GREY = 7;  // the number of a color that is taken for a wait's
@@ -43,16 +44,9 @@ export function lanesOf(run, ask, whole) {
 
   function controls() {
     const bar = make("div", null, "keys");
-    const button = (text, title, act) => {
-      const one = Object.assign(make("button", text), { title });
-      one.addEventListener("click", act);
-      bar.append(one);
-    };
-    button("whole run", "0", () => look(null));
-    button("earlier", "arrow left", () => pan(-0.5));
-    button("later", "arrow right", () => pan(0.5));
-    button("closer", "+", () => zoom(0.5));
-    button("wider", "−", () => zoom(2));
+    bar.append(buttonOf("whole run", "0", () => look(null)), buttonOf("earlier", "arrow left", () => pan(-0.5)),
+      buttonOf("later", "arrow right", () => pan(0.5)), buttonOf("closer", "+", () => zoom(0.5)),
+      buttonOf("wider", "−", () => zoom(2)));
     if (!whole) bar.append(stepsForm());
     const keys = make("span", "Drag over the lanes to zoom", "hint");
     keys.append(make("span", "; arrows, + and − with the lanes in focus", "mouse"), ".");
@@ -128,19 +122,11 @@ export function lanesOf(run, ask, whole) {
   }
 
   function listShares() {
-    const table = document.createElement("table"), head = document.createElement("tr");
-    head.append(make("th", "lane"), make("th", "busy"), make("th", "spans drawn"));
-    table.append(head);
-    for (const lane of state.shown.lanes) {
-      const row = document.createElement("tr");
-      row.append(make("td", titleOf(lane)), make("td", percentOf(lane.busy)),
-        make("td", lane.rows.flat().reduce((sum, span) => sum + span[3], 0).toLocaleString("en")));
-      table.append(row);
-    }
-    const folded = document.createElement("details"), wide = make("div", null, "wide");
-    folded.append(make("summary", "Busy shares of this window as a table"), wide);
+    const rows = state.shown.lanes.map((lane) => [titleOf(lane), percentOf(lane.busy),
+      lane.rows.flat().reduce((sum, span) => sum + span[3], 0).toLocaleString("en")]);
+    const folded = make("details");
+    folded.append(make("summary", "Busy shares of this window as a table"), tableOf(["lane", "busy", "spans drawn"], rows));
     folded.open = shares.firstChild?.open ?? false;
-    wide.append(table);
     shares.replaceChildren(folded);
   }
 
@@ -163,13 +149,7 @@ export function lanesOf(run, ask, whole) {
     context.font = "11px system-ui";
     context.fillStyle = inkOf("--soft");
     const [ticks, labels] = timeTicksOf(from, to, narrow ? 3 : 6);
-    let free = left;
-    ticks.forEach((tick, i) => {
-      const wide = context.measureText(labels[i]).width, start = Math.min(Math.max(x(tick) - wide / 2, left), width - wide);
-      if (start < free) return;
-      context.fillText(labels[i], start, 12);
-      free = start + wide + 8;
-    });
+    writeLabels(context, labels, ticks.map(x), left, width, 12);
     boxes = [];
     let top = AXIS;
     shown.lanes.forEach((lane, number) => {
@@ -215,10 +195,6 @@ export function lanesOf(run, ask, whole) {
     const [from, to] = state.shown.window;
     return from + (Math.min(Math.max(px - state.left, 0), state.width - state.left - 4) / (state.width - state.left - 4)) * (to - from);
   };
-  const pointOf = (event) => {
-    const box = canvas.getBoundingClientRect();
-    return [event.clientX - box.left, event.clientY - box.top];
-  };
 
   function between(from, to) {
     const { end } = state.shown, size = Math.min(Math.max(to - from, 1e-6), end);
@@ -242,11 +218,11 @@ export function lanesOf(run, ask, whole) {
     acts[event.key]();
   });
   canvas.addEventListener("pointerdown", (event) => {
-    drag = pointOf(event)[0];
+    drag = pointOn(canvas, event)[0];
     canvas.setPointerCapture(event.pointerId);
   });
   canvas.addEventListener("pointermove", (event) => {
-    const [px, py] = pointOf(event);
+    const [px, py] = pointOn(canvas, event);
     if (drag !== null) {
       paint();
       context.globalAlpha = 0.2;
@@ -264,7 +240,7 @@ export function lanesOf(run, ask, whole) {
   canvas.addEventListener("pointercancel", () => { drag = null; });
   canvas.addEventListener("pointerup", (event) => {
     if (drag === null) return;  // pressed elsewhere
-    const [from, to] = [drag, pointOf(event)[0]].sort((a, b) => a - b);
+    const [from, to] = [drag, pointOn(canvas, event)[0]].sort((a, b) => a - b);
     drag = null;
     if (to - from > 4) between(timeAt(from), timeAt(to));
     else paint();
