@@ -50,7 +50,6 @@ class SessionCounts:
 
     calls: int = 0  # started
     cancelled_calls: int = 0  # whose tokens were not used
-    cut_calls: int = 0  # that ended before the sampler's last token
     overridden_calls: int = 0  # that requested another distribution, or a seed
     late_calls: int = 0  # after the session's end
 

@@ -135,11 +135,6 @@ class PolicySession:
     # ---- read by callers
 
     @property
-    def num_calls(self) -> int:
-        """Number of calls that have started, including cancelled ones."""
-        return self._trace.num_calls
-
-    @property
     def drew(self) -> bool:
         """Whether any call has sampled tokens."""
         return self._trace.num_turns > 0
@@ -211,7 +206,7 @@ class PolicySession:
             raise
         if kept is not None and kept < len(completion.token_ids):
             completion = cut_completion(completion, max(kept, 0), len(request.token_ids))
-        self._record(number, completion, is_cut=kept is not None)
+        self._record(number, completion)
         return completion
 
     def tell_reward_key(self) -> str:
@@ -447,7 +442,7 @@ class PolicySession:
         if waiting is not None:
             waiting[1].cancel()
 
-    def _record(self, number: int, completion: Completion, *, is_cut: bool) -> None:
+    def _record(self, number: int, completion: Completion) -> None:
         with self._lock:
             self._waiting.pop(number, None)
             if self.ended is not None:  # ended just now: these tokens are not used
@@ -455,7 +450,6 @@ class PolicySession:
                 self._counts = self._counts.plus(cancelled_calls=1)
                 raise self._end_error()
             self._trace.end(number, completion)
-            self._counts = self._counts.plus(cut_calls=is_cut)
             self._times.used(stops_drawing=not self._trace.num_drawing)
 
     def _remaining(self) -> tuple[float, str]:

@@ -258,7 +258,7 @@ def test_a_session_is_what_was_sampled(driven: Driven, mode: str, sampled: Rig) 
         session.finish()
         asked = sampler.requests[before:]
         assert is_like(result, wanted.result), result
-        assert len(asked) == wanted.calls and session.num_calls == wanted.calls
+        assert len(asked) == wanted.calls and session.counts().calls == wanted.calls
         assert {r.sampling for r in asked} <= {limits.sampling}, "the run's alone"
         if not wanted.calls:
             return

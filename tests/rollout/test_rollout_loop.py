@@ -618,7 +618,7 @@ def test_a_run_that_is_killed_again_before_a_program_has_repeated_its_calls_keep
     def until(loop):  # one of two calls is repeated
         loops.append(loop)
         members = [m.env for p in loop._running._groups.values() for m in p.members]
-        return bool(members) and all(m._session and m._session.num_calls for m in members)
+        return bool(members) and all(m._session and m._session.counts().calls for m in members)
 
     second, _ = saved_while(
         generate, gate, until, saved=first, make_env=program_envs(Sessions(), stays=1, calls=3)
@@ -874,7 +874,7 @@ def test_a_group_that_programs_play_is_as_old_as_the_calls_that_they_have_made()
 
     async def go():
         running = asyncio.create_task(loop.run())
-        while sum(s.num_calls for s in sessions.all()) < 4 or loop.stats().active < 1:
+        while sum(s.counts().calls for s in sessions.all()) < 4 or loop.stats().active < 1:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.02)
         gate.aged(1)
