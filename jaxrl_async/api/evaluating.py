@@ -1,5 +1,6 @@
 """Evaluate a policy from Python: on a task or records, with standard errors."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,8 @@ from jaxrl_async.tasks.task import Task
 
 KEY_VARIABLE = "JAXRL_ASYNC_KEY"
 """Environment variable with an endpoint's key."""
+ANSWERS = re.compile(r"it is (algorithm\.)?group_size \(answers to a prompt\) here")
+"""A hint about the number of answers to a prompt, as `usual_hint` gives for training."""
 
 
 def evaluate(
@@ -138,6 +141,7 @@ def _resolved(
             resolved = load(resolved.model_dump(), overrides, where="eval")
     except ConfigError as error:
         told = str(error).replace(f"evals.{GIVEN}.", "").replace("train: ", "evaluate: ", 1)
+        told = ANSWERS.sub("it is samples (--samples) here", told)
         raise ConfigError(told) from error
     return resolved, own_task
 
@@ -166,8 +170,8 @@ def _check_asks(
     settings: Mapping[str, object],
     overrides: Sequence[str],
 ) -> None:
-    """Raise ConfigError if nothing says what the policy is asked, or how often in this function's
-    words, or if what names a base or a model at an endpoint would not be used."""
+    """Raise ConfigError if nothing says what the policy is asked, or if what names a base or a
+    model at an endpoint would not be used."""
     if source.base is not None and (source.run or source.endpoint or not source.is_folder):
         raise ConfigError(
             f"evaluate: base (--base) is of an adapter's folder, and {source.name} is none. Leave "
@@ -178,9 +182,6 @@ def _check_asks(
             f"evaluate: model (--model) names a model at an endpoint, and {source.name} is none. "
             "Leave it out."
         )
-    for name in (*settings, *(text.partition("=")[0] for text in overrides)):
-        if name.rpartition(".")[2] in ("n_samples", "num_samples"):  # a hint for training differs
-            raise ConfigError(f"evaluate: {name} is not a setting; it is samples (--samples) here.")
     said = any(text.startswith(("task", "data")) for text in overrides)
     if (data, task, config) == (None, None, None) and not ({"data", "jsonl"} & {*settings} or said):
         raise ConfigError(

@@ -134,6 +134,8 @@ class JsonClient:
             reply, content = await whole_answer(
                 client, "POST", url, body, timeout_s=self._timeout_s, max_bytes=self._max_bytes
             )
+        except httpx2.DecodingError as error:
+            raise JudgeBusy(f"{url} sent what cannot be used: {error}") from error
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
             raise JudgeBusy(
                 f"no answer from {url} ({type(error).__name__}: {error}); check that it can be "
@@ -276,7 +278,7 @@ def key_in(
     Raises ConfigError if the environment has no key there."""
     if variable is None:
         return None
-    if key := environ.get(variable):
+    if key := environ.get(variable, "").strip():  # a file's last line ends in a newline
         return key
     raise ConfigError(
         f"{setting} = {variable}: the environment has no such variable, or it is empty. Export it "

@@ -147,6 +147,30 @@ def test_a_guest_continues_by_id_alone(talking: Rig):
 
 
 @pytest.mark.full
+def test_a_session_that_continues_by_id_records_the_whole_conversation(talking: Rig):
+    """Its reward functions and teachers read what it was asked and what it said before."""
+    talking.sampler.texts, session = ["one", "two"], session_of(talking)
+    client = openai.OpenAI(
+        base_url=f"{talking.endpoint.address}/v1", api_key=session.key, max_retries=0
+    )
+    with client:
+        first = client.responses.create(model="m", instructions="Be brief.", input="q1")
+        client.responses.create(
+            model="m", instructions="Be brief.", input="q2", previous_response_id=first.id
+        )
+    session.finish()
+    episode = session.episode()
+    assert [(m["role"], m["content"]) for m in episode.opened] == [
+        ("system", "Be brief."),
+        ("user", "q1"),
+    ]
+    assert [(m["role"], m["content"]) for m in episode.messages] == [
+        ("assistant", "one"),
+        ("user", "q2"),
+        ("assistant", "two"),
+    ]
+
+
 def test_unnamed_responses_do_not_crowd_out_a_named_conversation():
     tokenizer = byte_tokenizer(QWEN3)
     terms = CallerLimits(

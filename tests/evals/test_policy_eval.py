@@ -198,6 +198,7 @@ def test_the_command_prints_a_table_and_writes_the_answers(trained, tmp_path, ca
         ({"top_p": 0.0}, r"^evaluate: top_p = 0\.0 is not allowed"),
         ({"n_samples": 4}, r"n_samples is not a setting; it is samples \(--samples\) here\.$"),
         ({"overrides": ["num_samples=4"]}, r"it is samples \(--samples\) here\.$"),
+        ({"algorithm": {"n_samples": 4}}, r"it is samples \(--samples\) here"),
         ({"base": "b"}, r"base \(--base\) is of an adapter's folder, and http://h/v1 is none"),
         (
             {"policy": "folder"},

@@ -227,7 +227,7 @@ def test_a_question_that_is_refused_is_not_asked_again(server):
 
 
 def test_the_key_comes_from_the_environment_and_shows_nowhere(server, monkeypatch, caplog):
-    monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    monkeypatch.setenv("JUDGE_KEY", "s3cret\n")
     server.faults = ["429", "words"]
     judged(server, ["a"], key_variable="JUDGE_KEY")
     assert set(server.keys) == {"Bearer s3cret"} and "s3cret" not in caplog.text
