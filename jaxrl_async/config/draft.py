@@ -6,6 +6,7 @@ Needs no JAX.
 """
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,13 @@ class Draft:
             if path[:end] in self.lines:
                 return f"{self.file}, line {self.lines[path[:end]]}"
         return f"{self.file} with the {COMMAND_LINE}" if self.overridden else self.file
+
+    def path_of(self, sentence: str) -> KeyPath:
+        """Return the longest key path that was set and that a sentence begins with; (): none. Names
+        in it may have dots and hyphens."""
+        paths = [path for path in (*self.lines, *self.overridden) if path]
+        begun = (p for p in paths if re.match(re.escape(".".join(p)) + r"(?![\w-])", sentence))
+        return max(begun, key=len, default=())
 
     def complain(self, path: KeyPath, sentence: str) -> None:
         """Add a problem with the key at `path`."""

@@ -1,6 +1,5 @@
 """Rules for several sections of a configuration, and a collection of rules by name."""
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,11 +27,6 @@ class Violation(NamedTuple):
     name: str  # of the rule or the check
     section: tuple[str, ...]  # path of the section that it is about; (): several sections
     sentence: str
-
-    @property
-    def place(self) -> tuple[str, ...]:
-        """Path of the section, or of the setting that the sentence begins with."""
-        return self.section or tuple(re.split(r"[^\w.]", self.sentence)[0].split("."))
 
 
 class RuleBook(dict[str, ConfigRule]):

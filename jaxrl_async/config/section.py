@@ -30,7 +30,7 @@ class ReadWith:
     """
 
     setting: str  # the other one, or a property of the section
-    values: tuple[Any, ...] = ()  # (): any but false, 0 and null
+    values: tuple[Any, ...] = ()  # (): any but null if that is its default, else but false and 0
     needs: str | None = None  # what gives it an effect, in words; None: made from the two above
     # settings that turn the feature on and off; None: `setting`
     switches: tuple[str, ...] | None = None
@@ -107,12 +107,18 @@ class Section(BaseModel):
         """Return the first of these settings that was written down, even with its default, with its
         value: "algorithm.kl_coefficient is 0.0"; None: none was."""
         for name in (name for name in names if name in self.model_fields_set):
-            return f"{path}.{name} is {as_text(getattr(self, name))}".lstrip(".")
+            value = getattr(self, name)
+            text = "given" if isinstance(value, list | tuple | dict | Section) else as_text(value)
+            return f"{path}.{name} is {text}".lstrip(".")
         return None
 
     def _is_read(self, mark: ReadWith) -> bool:
         value = getattr(self, mark.setting)
-        return value in mark.values if mark.values else bool(value)
+        if mark.values:
+            return value in mark.values
+        target = type(self).model_fields.get(mark.setting)  # None: a property
+        is_optional = target is not None and target.default is None
+        return value is not None if is_optional else bool(value)
 
     def _needed(self, mark: ReadWith, path: str) -> str:
         """Return what gives a setting an effect: `staleness.when_too_old=drop`."""

@@ -111,7 +111,7 @@ def made_engine(
 ) -> Any:
     """Make an engine. Raises ConfigError if that fails, or if it cannot serve the run."""
     section = config.sampler
-    assert section.slots is not None, "an_engine_can_give_what_is_kept"
+    assert section.slots is not None, "an_engine_does_what_is_asked"
     try:
         engine = make(
             policy,

@@ -96,6 +96,20 @@ def test_an_unknown_key_gets_the_nearest_known_one(write, key, suggestion, refus
     assert f"did you mean {suggestion}" in message
 
 
+def test_a_rule_of_several_sections_names_the_line_of_the_very_section(write, refusal):
+    """A name may begin with the name of another one, and have dots and hyphens."""
+    path = write(
+        "tasks:\n  math: {weight: 1, task: calculator}\n  math-easy:\n    weight: 1\n"
+        "    task: calculator\n    max_staleness: 99\n"
+    )
+    assert f"{path}, line 6: tasks.math-easy.max_staleness (99)" in refusal(path)
+    path = write("evals:\n  v1: {}\n  v1.5: {prompt_field: q}\n")
+    assert f"{path}, line 3: evals.v1.5.prompt_field (q)" in refusal(path)
+    path = write("")
+    assert "command line: evals.v-1.prompt_field" in refusal(path, "evals.v-1={prompt_field: q}")
+    assert "with the" not in refusal(path, "evals.v-1={prompt_field: q}")
+
+
 def test_an_unknown_key_in_the_file_is_told_with_its_line(write, refusal):
     path = write("run: {name: a}\ntrainer:\n  learning_rate: 1e-5\n")
     assert (

@@ -190,6 +190,7 @@ READ = [
     ["metrics.wandb.project=x", "metrics.wandb.mode=offline"],
     ["metrics.mlflow.experiment=x", "metrics.mlflow.tracking_uri=x"],
     ["mesh.samplers_in=external", "remote.transfer=tcp", "remote.data_port=7078"],
+    ["algorithm.losses.a={loss: nll, coefficient: 1, coefficient_end: 0.0, ramp_steps: 50}"],
 ]  # fmt: skip
 
 

@@ -21,6 +21,8 @@ from jaxrl_async.model.gguf_blocks import kept_blocks  # noqa: E402
 from jaxrl_async.model.gguf_tensors import GgufPart  # noqa: E402
 from jaxrl_async.model.policy import Policy  # noqa: E402
 
+pytestmark = pytest.mark.full
+
 IDS = np.random.default_rng(3).integers(3, VOCAB, 24).astype(np.int32)
 
 
@@ -59,7 +61,6 @@ def written(path: Path, model: Any, kind: str) -> Path:
     return write_gguf(path, model, chosen)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "make, kind, form",
     [
@@ -83,7 +84,6 @@ def test_a_base_in_the_files_own_blocks_stands_for_the_same_numbers(make, kind, 
     np.testing.assert_allclose(logprobs_of(one.spec, one.params, IDS), wanted, atol=1e-4)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("form, group", [("int4", 32), ("q4_1", 16), ("nf4", 32), ("int8", 32)])
 def test_blocks_of_another_form_are_rounded(form, group, tmp_path):
     file = written(tmp_path / "model.gguf", tiny_llama(), "Q4_1")
