@@ -36,8 +36,9 @@ from jaxrl_async.outages import ALONE_S, CALL_S, FIRST_S, Outages, spoken, time_
 from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.rollout.evaluate import EvalEffort, evaluate
 from jaxrl_async.scorers.guard import GuardedScorer, try_once
+from jaxrl_async.tasks import usercode
 from jaxrl_async.tasks.toolbox import Toolbox, ToolLimits
-from jaxrl_async.tasks.usercode import Threads, end_tasks, run_async, side_by_side
+from jaxrl_async.tasks.usercode import Threads, run_async, side_by_side
 from jaxrl_async.types import Prompt
 
 URL = "http://x.example/v1"
@@ -374,7 +375,7 @@ def test_what_runs_side_by_side_leaves_no_count_of_cancellations():
 
 
 def test_rollouts_whose_tasks_lose_a_cancellation_are_cancelled_again(monkeypatch):
-    monkeypatch.setattr(end_tasks, "__defaults__", (0.05,))
+    monkeypatch.setattr(usercode, "CANCEL_AGAIN_S", 0.05)
     lost = []
 
     class Deaf:
