@@ -84,6 +84,7 @@ def test_the_loss_is_policy_loss_plus_kl_less_entropy(x, weights):
     assert stats["train/loss"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.full
 def test_no_token_of_the_current_version_makes_no_mismatch_up(x, weights):
     stats = report(x, weights, version=9)
     assert "mismatch/mean" not in stats and "mismatch/max" not in stats

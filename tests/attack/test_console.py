@@ -215,6 +215,7 @@ def test_a_full_disk_for_the_log_ends_no_run(tmp_path, both):
     assert "Logging error" not in told and "Exception ignored" not in told
 
 
+@pytest.mark.full
 def test_a_terminal_that_closes_stops_a_run_as_sigterm_does(tmp_path):
     ours, theirs = os.openpty()
     process = started(tmp_path, 10**6, stdin=theirs, stdout=theirs, stderr=theirs)

@@ -401,6 +401,7 @@ def rig():
     closed(rig)
 
 
+@pytest.mark.full
 def test_a_long_prompt_is_refused_by_its_length(rig, monkeypatch):
     lengths = heard(rig.tokenizer, monkeypatch)
     chat = {"messages": [{"role": "user", "content": "x" * 1_000_000}]}

@@ -291,6 +291,7 @@ def test_a_call_that_alone_fails_is_given_up_and_not_the_run(others):
     assert outages.clock.now_s <= (ALONE_S + 65 if others == "never" else 35)
 
 
+@pytest.mark.full
 def test_calls_of_several_prompts_wait_for_longer_than_one_alone():
     outages = QuickOutages()
     outages.answered("x")

@@ -179,6 +179,7 @@ def test_a_sample_is_chosen_by_numbers_alone():
         assert 0 <= step < 2**62 and reward * 0 == 0 and isinstance(stop, str)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("path", "host", "status"),
     [

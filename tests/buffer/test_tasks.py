@@ -161,6 +161,7 @@ def test_running_groups_get_their_age_if_one_may_become_too_old(how, reported):
     assert (ages[-1] == 1) == reported, "version 2 takes tokens from version 1 on"
 
 
+@pytest.mark.full
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 3), st.integers(1, 2))
 def test_steps_go_on_while_groups_hang_and_none_is_older_than_the_bound(slow, per_step, staleness):
     """As many as may hang never end; every step is made of the others."""

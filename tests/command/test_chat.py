@@ -282,6 +282,7 @@ def delta(text: str, **more) -> dict:
     return {"choices": [{"index": 0, "delta": {"content": text}, **more}]}
 
 
+@pytest.mark.full
 def test_an_endpoint_is_asked_with_the_whole_conversation(server, monkeypatch):
     monkeypatch.setenv("A_KEY_OF_THIS_TEST", "secret")
     row = {"token": "lo", "logprob": -0.5, "top_logprobs": [{"token": "x", "logprob": -1.5}]}
@@ -301,6 +302,7 @@ def test_an_endpoint_is_asked_with_the_whole_conversation(server, monkeypatch):
     assert "temperature" not in first and again["temperature"] == 0.5
 
 
+@pytest.mark.full
 def test_a_turn_follows_the_answer_that_was_said(server):
     server.events = [[delta("A"), "[DONE]"], [delta("B"), "[DONE]"]]
     backend = endpoint(server)
@@ -329,6 +331,7 @@ def test_an_endpoint_that_fails_leaves_the_conversation_as_it_was(server, events
     assert [m["content"] for m in server.bodies[2][0]["messages"]] == ["one", "A", "two"]
 
 
+@pytest.mark.full
 def test_an_endpoints_answer_is_stopped_while_it_is_silent(server):
     server.events = [[delta("A"), "wait", delta("B"), "[DONE]"]]
     backend, stopped = endpoint(server), threading.Event()

@@ -73,6 +73,7 @@ def test_a_configuration_of_another_version_is_compared_as_it_is_written(tmp_pat
     }
 
 
+@pytest.mark.full
 def test_versions_are_compared_where_both_are_recorded(tmp_path):
     start = {"jaxrl_async": "0.4", "python": "3.11.2", "host": "x", "packages": {"jax": "0.10"}}
     other = {**start, "host": "y", "packages": {"jax": "0.11", "flax": "1"}}

@@ -41,6 +41,7 @@ def test_impossible_combinations_name_both_keys_and_a_way_out(write, refusal):
     assert "1 at least" in refusal(write("staleness: {when_too_old: drop, adapt: ess}"))
 
 
+@pytest.mark.full
 @given(st.integers(0, 4), st.integers(1, 5), st.integers(1, 3), st.data())
 def test_the_lowest_staleness_to_aim_at_is_the_smallest_that_fills_a_step(s, p, reuse, data):
     lookahead = data.draw(st.integers(0, s * p))

@@ -97,6 +97,7 @@ def test_on_policy_gradient_is_the_policy_gradient(function):
     assert not np.asarray(function(x).clipped).any()
 
 
+@pytest.mark.full
 @each_policy_loss
 def test_a_loss_declares_whether_it_has_a_ratio(function):
     """One without it does not look at what drew the tokens, here nearly the policy: a loss may drop
@@ -149,6 +150,7 @@ def test_neighbours_in_a_row_and_micro_batches_do_not_matter(function):
     np.testing.assert_array_equal(np.concatenate([function(y).loss for y in rows]), whole)
 
 
+@pytest.mark.full
 @each_policy_loss
 @pytest.mark.parametrize("shift", [1e4, -1e4, 60.0])
 def test_huge_ratios_stay_finite(function, shift):

@@ -150,6 +150,7 @@ def test_sections_by_name_keep_their_other_settings_and_names(bucket, tmp_path):
         check_paths(config)
 
 
+@pytest.mark.full
 def test_a_file_comes_over_http(tmp_path):
     (tmp_path / "served").mkdir()
     (tmp_path / "served" / "x.jsonl").write_text('{"question": "?"}\n')

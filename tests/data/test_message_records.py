@@ -116,6 +116,7 @@ BAD = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("record", "reason"), BAD)
 def test_bad_conversations_are_skipped_with_a_reason(tmp_path, caplog, record, reason):
     path = lines(tmp_path, {"messages": [ASKED], "answer": "3"}, record)

@@ -159,6 +159,7 @@ def test_offsets_and_bytes_of_log_probs_are_those_of_the_text(talking: Rig, stre
     assert len(drawn) >= len(ids) - 1  # all but the end token
 
 
+@pytest.mark.full
 def test_bytes_of_a_chats_tokens_joined_are_the_text(talking: Rig):
     talking.sampler.texts = [MIXED]
     reply = talking.chat(max_tokens=200)
@@ -208,6 +209,7 @@ def test_token_ids_come_as_our_own_vllm_client_reads_them(rig: Rig):
     assert all(t in m for t, m in zip(done.token_ids.tolist(), masks, strict=True))
 
 
+@pytest.mark.full
 async def test_the_client_of_renderers_takes_the_answer(rig: Rig):
     client = pytest.importorskip("renderers.client")
 
@@ -442,6 +444,7 @@ def test_tool_calls_stay_text_where_none_are_wanted(talking: Rig):
     assert not reply.choices[0].message.tool_calls
 
 
+@pytest.mark.full
 def test_a_long_answer_is_streamed_while_it_is_drawn(talking: Rig):
     text = "a word and " * 12
     talking.sampler.texts = [text]
@@ -601,6 +604,7 @@ def test_an_answer_that_takes_too_long_is_ended(stream):
     closed(rig)
 
 
+@pytest.mark.full
 def test_a_flood_is_told_to_come_back():
     generate = Speaker(byte_tokenizer(CHATML), ["word " * 8] * 40, step=4)
     rig = serve(generate, byte_tokenizer(CHATML), EndpointLimits(max_open_calls=3))
@@ -617,6 +621,7 @@ def test_a_flood_is_told_to_come_back():
     closed(rig)
 
 
+@pytest.mark.full
 def test_bodies_are_bounded_in_size_and_time():
     limits = EndpointLimits(max_body_bytes=1000, body_s=0.3)
     rig = serve(Speaker(byte_tokenizer(CHATML), []), byte_tokenizer(CHATML), limits)

@@ -171,6 +171,7 @@ def test_a_session_that_continues_by_id_records_the_whole_conversation(talking: 
     ]
 
 
+@pytest.mark.full
 def test_unnamed_responses_do_not_crowd_out_a_named_conversation():
     tokenizer = byte_tokenizer(QWEN3)
     terms = CallerLimits(
@@ -195,6 +196,7 @@ def test_unnamed_responses_do_not_crowd_out_a_named_conversation():
     closed(rig)
 
 
+@pytest.mark.full
 def test_an_answer_that_is_cut_off_is_incomplete(talking: Rig):
     talking.sampler.texts = ["a long answer"] * 2
     for stream in (False, True):

@@ -127,6 +127,7 @@ def test_the_logits_of_a_guest_are_shaped(rig: Rig):
     session.finish()
 
 
+@pytest.mark.full
 def test_a_constrained_text_keeps_the_white_space_around_it(rig: Rig):
     said = chat(rig, " yes \n", structured_outputs={"choice": [" yes \n", "no"]})
     assert said.choices[0].message.content == " yes \n"

@@ -38,6 +38,7 @@ def test_a_server_that_fits_is_taken(server):
     check_engines(Config(), SPEC)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("facts", "told"),
     [

@@ -212,6 +212,7 @@ def test_weights_that_come_in_mid_request(server, make, params, channel, folder,
     assert server.pauses[-1] == {"drain": "wait", "restart": "abort"}.get(mode, "keep")
 
 
+@pytest.mark.full
 def test_without_labels_all_tokens_count_as_old_as_the_request(server, make, params, channel):
     server.token_s = 0.02
     sampler = make(weights=channel.subscribe())
@@ -248,6 +249,7 @@ def test_several_servers_share_what_is_written(server, make, params, folder):
     other.close()
 
 
+@pytest.mark.full
 def test_log_probs_that_are_not_the_trainers_end_the_run(server, make, params, channel):
     """A server that loads nothing, and says that it has, is found out."""
     ids = np.array([1, 2, 3, 4], np.int32)
@@ -326,6 +328,7 @@ def test_a_request_that_a_healthy_server_refuses_fails_alone(server, make, statu
     assert len(second.result(20).token_ids) == 4 and sampler.stats().failed == 1
 
 
+@pytest.mark.full
 def test_an_error_of_a_server_that_is_not_well_is_the_servers(server, make):
     server.faults, server.healthy = ["500"], False
     sampler = make()
@@ -348,6 +351,7 @@ def test_a_log_prob_that_is_no_number_is_drawn_again(server, make):
     assert faults.read()["nonfinite_completions"] == 1
 
 
+@pytest.mark.full
 def test_a_server_that_is_silent_is_given_up_in_time(server, make):
     server.faults = ["slow"]
     sampler = make(timeout_s=0.3)
@@ -376,6 +380,7 @@ def test_a_server_that_died_comes_back_with_the_newest_weights(server, make, par
     assert faults.read()["sampler_restarts"] == 1
 
 
+@pytest.mark.full
 def test_a_server_that_began_anew_in_secret_draws_nothing_that_counts(server, make, caplog):
     sampler = make()
     with Router([sampler], limits=LIMITS) as router:

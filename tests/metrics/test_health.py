@@ -18,6 +18,7 @@ def ask(port: int, path: str = "/healthz") -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
+@pytest.mark.full
 def test_it_answers_ok_until_a_check_finds_something(monkeypatch):
     monkeypatch.setenv(HEALTH_VARIABLE, "127.0.0.1:0")
     found: list[str | None] = [None]

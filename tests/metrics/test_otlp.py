@@ -47,6 +47,7 @@ def messages(got: list[tuple[str, str, bytes]]) -> list[Any]:
     return [Parse(body, service.ExportTraceServiceRequest()) for _, _, body in got]
 
 
+@pytest.mark.full
 def test_a_collector_gets_what_the_file_has(tmp_path: Path, collector) -> None:
     with spans.recorded_spans(tmp_path / "trace.json", "trainer 0"):
         with spans.span("learn", step=3, share=0.5, last=True):
@@ -73,6 +74,7 @@ def test_a_collector_gets_what_the_file_has(tmp_path: Path, collector) -> None:
     assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) >= 4
 
 
+@pytest.mark.full
 def test_many_spans_come_in_several_requests(collector, monkeypatch) -> None:
     monkeypatch.setattr(otlp, "AT_ONCE", 4)
     many = [spans.RecordedSpan(f"s{i}", float(i), i + 0.5, "", {}) for i in range(10)]

@@ -112,6 +112,7 @@ def test_rows_do_not_see_each_other():
         np.testing.assert_allclose(together[row : row + 1], alone, atol=1e-5)
 
 
+@pytest.mark.full
 def test_only_distances_between_positions_count():
     spec = spec_of()
     params, ids = random_params(spec), token_rows()

@@ -61,6 +61,7 @@ def test_the_table_has_every_family():
     assert DEFAULTS.keys() == FAMILIES.keys()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_an_entry_is_what_transformers_takes(family):
     theirs = filled({"model_type": family})

@@ -115,6 +115,7 @@ def test_threads_on_several_hosts_take_a_part_of_each_where_the_compiler_can(pla
     assert "mesh.samplers_in=external" in refused and "--topology" in refused
 
 
+@pytest.mark.full
 @compiler
 @pytest.mark.parametrize(
     ("case", "said"),

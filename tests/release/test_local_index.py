@@ -45,6 +45,7 @@ def test_an_archives_project_is_its_normalized_name():
     assert local_index.project_of("a.b-1.0.tar.gz") == "a-b"
 
 
+@pytest.mark.full
 def test_the_pages_lead_to_the_archives_with_their_checksums(tmp_path):
     wheel = tiny_wheel(tmp_path)
     before = sorted(tmp_path.iterdir())

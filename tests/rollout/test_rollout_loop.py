@@ -556,7 +556,9 @@ def test_programs_continue_from_their_last_complete_turn_in_a_resumed_run(caplog
     saved, _ = saved_while(
         generate,
         gate,
-        lambda loop: len(generate.asked) == 8 and not any(not f.done() for f in generate.futures),
+        lambda loop: (
+            len(generate.asked) == 8 and not any(s._trace.num_drawing for s in sessions.all())
+        ),
         make_env=program_envs(sessions, stays=2, calls=3),
     )
     assert [[len(e.calls[0].completions) for e in g.episodes] for g in saved] == [[2, 2]] * 2

@@ -110,6 +110,7 @@ def test_steps_that_are_never_made_are_refused(profile: list, says: str) -> None
     assert says in str(found.value)
 
 
+@pytest.mark.full
 def test_a_process_has_one_trace_at_a_time_and_the_run_goes_on(tmp_path: Path, caplog) -> None:
     first = ProcessTrace(60.0)
     with pytest.raises(ProfileError, match="another trace of this process"):
@@ -123,6 +124,7 @@ def test_a_process_has_one_trace_at_a_time_and_the_run_goes_on(tmp_path: Path, c
     assert [step for step, *_ in traces_of(tmp_path)] == [1]
 
 
+@pytest.mark.full
 def test_a_step_that_fails_leaves_its_trace(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="torn"), StepTraces(tmp_path, [7]).of(7):
         work()
@@ -131,6 +133,7 @@ def test_a_step_that_fails_leaves_its_trace(tmp_path: Path) -> None:
     ProcessTrace(60.0).drop()  # nothing is held
 
 
+@pytest.mark.full
 def test_a_long_wait_for_groups_gives_the_update_a_trace_of_its_own(
     tmp_path: Path, monkeypatch
 ) -> None:

@@ -147,6 +147,7 @@ def test_progress_is_that_of_the_last_block_while_the_next_one_runs(whole) -> No
     sampler.close()
 
 
+@pytest.mark.full
 def test_progress_of_a_sampler_that_is_given_up_is_refused() -> None:
     sampler = make_sampler()
     sampler.generate([request(0)])

@@ -84,6 +84,7 @@ def test_humaneval(sandboxes, name: str) -> None:
         assert box.clean
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("answer", "passed"),
     [("def twice(x): return 2 * x", 1.0), ("def twice(x): return x + 2", 0.0), ("", 0.0)],
@@ -204,6 +205,7 @@ def test_a_files_task_scores_its_own_solutions(sandboxes, tmp_path: Path) -> Non
     assert said == {"correct": 1.0}
 
 
+@pytest.mark.full
 def test_small_functions_have_right_tests_and_half_taught_demonstrations(sandboxes) -> None:
     problems = SmallFunctions(0, 200, 0.4)
     whole = [p for p in problems if "+" in p["answer"] or "-" in p["answer"]]

@@ -743,6 +743,7 @@ def test_a_float_is_written_as_people_write_it(written, meant):
     assert plain_float(written) == meant
 
 
+@pytest.mark.full
 def test_a_grader_says_which_references_it_cannot_read():
     assert [unreadable(gsm8k, r) for r in ("18", "#### 18", "$1,018", "1/2", "blue", " ")] == [
         False,

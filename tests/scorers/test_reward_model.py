@@ -120,6 +120,7 @@ def test_lengths_and_rows_are_padded_to_few_shapes():
     assert next_power_of_two(5, 32) == 32 and next_power_of_two(33, 32) == 64
 
 
+@pytest.mark.full
 def test_reward_is_the_weighted_sum_and_parts_are_told_before_weighting(model, params):
     token_rewards = np.array([0, 1, 2], np.float32)
     function = Fixed(Score(reward=2.0, token_rewards=token_rewards), Score(reward=0.0))

@@ -495,6 +495,7 @@ def test_async_functions_wait_side_by_side_each_with_its_own_time():
     assert [s.reward for s in scores] == [1.0, 0.0] * 25
 
 
+@pytest.mark.full
 def test_an_async_function_inside_of_a_plain_one_is_awaited_with_its_limit():
     async def judge(completion):
         await asyncio.sleep(60 if completion == "slow" else 0)
@@ -582,6 +583,7 @@ except RolloutError as error:
     assert time.monotonic() - started < 30  # it did not wait for the thread at exit
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["plain", "async"])
 def test_a_slow_reward_does_not_stop_the_loop(kind):
     async def blocks(p, c, r):

@@ -283,6 +283,7 @@ def test_what_cannot_be_is_refused(choice, words):
         load_task(choice)
 
 
+@pytest.mark.full
 def test_a_harness_that_needs_a_container_is_refused_at_the_start(monkeypatch):
     contained = {"agent": {"harness": {"id": "verifiers_contained"}}}
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "helpers"))

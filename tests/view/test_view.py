@@ -150,6 +150,7 @@ TEXTS = st.text(st.sampled_from('a"\\:,{} 1é\n'), max_size=12) | st.just('"rewa
 NUMBERS = st.floats() | st.sampled_from([0, 1, -1.5, 1e-9, 2.5e30])
 
 
+@pytest.mark.full
 @given(TEXTS, TEXTS, NUMBERS, st.dictionaries(TEXTS | st.just("stop"), NUMBERS, max_size=2))
 def test_a_line_of_samples_is_chosen_by_what_its_json_says(prompt, completion, reward, parts):
     record = {"step": 7, "prompt": prompt, "completion": completion, "reference": prompt}
@@ -213,6 +214,7 @@ def test_the_server_tells_what_the_page_asks(tmp_path):
         assert {f"/{name}" for name in MODULES} == {path for path in FILES if path.endswith(".js")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("path", "status"),
     [

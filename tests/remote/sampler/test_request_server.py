@@ -111,6 +111,7 @@ def test_questions_are_answered_after_what_was_done_before(served):
     until(lambda: len(served.completions) == 8)
 
 
+@pytest.mark.full
 def test_one_that_is_stopped_is_saved_and_answered(served):
     generate = served.sampler.engine.generate
 

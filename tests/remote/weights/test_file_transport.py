@@ -67,6 +67,7 @@ def test_withdrawn_files_stay_for_those_who_still_read_them(section, trainer):
     fetching.close()
 
 
+@pytest.mark.full
 def test_torn_missing_and_changed_files_are_found(section, trainer, monkeypatch):
     monkeypatch.setattr(file_transport, "SHOW_S", 0.1)
     tree = host_tree()

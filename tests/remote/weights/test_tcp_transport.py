@@ -152,6 +152,7 @@ def test_a_member_passes_pieces_on_while_it_still_fetches(trainer, sampler):
     proxy.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("answer", [b"", b"x" * 4096, ANSWER.pack(HERE, 1 << 60, 0)])
 def test_a_silent_source_and_one_that_lies_are_left_for_the_next(trainer, sampler, answer):
     where = trainer.offer(0, on_trainer(TREE))
@@ -291,6 +292,7 @@ def test_a_stranger_that_sends_a_byte_at_a_time_is_hung_up_on(certificates, monk
     offering.close()
 
 
+@pytest.mark.full
 def test_a_source_whose_tls_drips_is_left_by_a_sampler(certificates, monkeypatch):
     monkeypatch.setattr(guard_module, "GREETING_S", 0.5)
     guard = Guard(secret=b"open sesame", tls=read_tls(SECTION.model_copy(update=certificates)))

@@ -74,6 +74,7 @@ def test_a_torn_file_is_looked_at_again(tmp_path: Path, torn: str) -> None:
         locate_trainer(f"file:{tmp_path}")
 
 
+@pytest.mark.full
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     write_join_file(tmp_path, Address("host", 0), "run")
     done = threading.Event()

@@ -117,6 +117,7 @@ def test_anybody_else_is_refused(
     hub.close()
 
 
+@pytest.mark.full
 def test_a_certificate_of_another_name_is_refused(folder: Path) -> None:
     hub = make_hub(files(folder, "ours"), threading.Event())
     with pytest.raises((JoinRefused, Disconnected), match=r"127\.0\.0\.2|name"):
@@ -124,6 +125,7 @@ def test_a_certificate_of_another_name_is_refused(folder: Path) -> None:
     hub.close()
 
 
+@pytest.mark.full
 def test_a_client_whose_tls_comes_a_byte_at_a_time_is_hung_up_on(folder: Path) -> None:
     tls = files(folder, "ours")
     hub = make_hub(tls, threading.Event(), WireLimits(join_s=0.5))

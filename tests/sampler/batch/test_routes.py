@@ -119,6 +119,7 @@ def test_pages_found_in_the_prefix_store_bring_their_experts(sampler):
     assert_chosen(turn, later)
 
 
+@pytest.mark.full
 def test_experts_survive_preemption_and_sequences_that_take_over_rows(sampler):
     requests = [wish(i, max_new_tokens=20 + i) for i in range(10)]
     for request, done in zip(requests, sampler.generate(requests), strict=True):

@@ -95,6 +95,7 @@ def test_the_queue_does_as_its_rules_say(steps, overtakes) -> None:
         assert list(queue) == [*rules.front, *by_priority]
 
 
+@pytest.mark.full
 @given(
     older=st.integers(0, 5),
     overtakes=st.integers(0, 5),
