@@ -18,9 +18,9 @@ from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.builders.rollouts import SharedSampling
 from jaxrl_async.run.builders.samplers import (
     Sampling,
+    make_channel,
     make_router,
     sampler_settings,
-    sent_weights,
     sent_whole,
     uses_one_thread,
 )
@@ -28,7 +28,6 @@ from jaxrl_async.run.replay.player import ReplayedBuffer
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import IntArray, VersionedParams
-from jaxrl_async.weights.channel import WeightChannel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +50,8 @@ class SharedSamplers:
             weights: VersionedParams,
             gate: ReplayBuffer | ReplayedBuffer,
         ) -> Sampling:
-            pushes = sent_weights(own.weights, own.model, self.spec).pushes(self.slices)
-            channel = WeightChannel(
-                pushes,
-                on_live=gate.set_live,
-                version=weights.version,
-                checksum=own.weights.checksum,
-                count=inputs.faults.add,
+            pushes, channel = make_channel(
+                own, self.spec, self.slices, weights.version, gate, inputs.faults.add
             )
             for sampler, push in zip(self.samplers, pushes, strict=True):
                 first = push(weights.params)

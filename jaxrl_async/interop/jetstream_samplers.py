@@ -30,10 +30,9 @@ from jaxrl_async.interop.jetstream import engine_api, make_engine
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.run.builders.inputs import Inputs
 from jaxrl_async.run.builders.learning import sampling_params
-from jaxrl_async.run.builders.samplers import Sampling, make_router, sent_weights
+from jaxrl_async.run.builders.samplers import Sampling, make_channel, make_router
 from jaxrl_async.run.replay.player import ReplayedBuffer
 from jaxrl_async.types import VersionedParams
-from jaxrl_async.weights.channel import WeightChannel
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +53,7 @@ def make_jetstream_sampling(
             f"{jax.process_count()}. Run it on one host, or use sampler.engine=native."
         )
     make, slices, spec = engine_maker(config), inputs.slices, inputs.spec
-    pushes = sent_weights(config.weights, config.model, spec).pushes(slices)
-    channel = WeightChannel(
-        pushes,
-        on_live=gate.set_live,
-        version=weights.version,
-        checksum=config.weights.checksum,
-        count=inputs.faults.add,
-    )
+    pushes, channel = make_channel(config, spec, slices, weights.version, gate, inputs.faults.add)
     samplers = []
     for i, (push, mesh) in enumerate(zip(pushes, slices.samplers, strict=True)):
         policy = Policy(spec, push(weights.params), inputs.tokenizer)

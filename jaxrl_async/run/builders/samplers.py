@@ -269,6 +269,35 @@ def uses_one_thread(mesh: Mesh, *, colocated: bool) -> bool:
     return bool(mesh.devices.flat[0].platform == "cpu") and mesh.size == 1 and not colocated
 
 
+def make_channel(
+    config: Config,
+    spec: ModelSpec,
+    slices: Slices,
+    version: int,
+    gate: "ReplayBuffer | ReplayedBuffer",
+    count: Callable[[str], None],
+) -> tuple[list[Push], WeightChannel]:
+    """Make the channel to samplers on the meshes of slices, and the push to each of them.
+
+    Args:
+        config: weights, model.
+        spec: the policy's.
+        slices: devices of the trainer and the samplers.
+        version: the samplers' initial version.
+        gate: notified when a version is live in every sampler.
+        count: called with the name of each fault.
+    """
+    pushes = sent_weights(config.weights, config.model, spec).pushes(slices)
+    channel = WeightChannel(
+        pushes,
+        on_live=gate.set_live,
+        version=version,
+        checksum=config.weights.checksum,
+        count=count,
+    )
+    return pushes, channel
+
+
 def make_sampling(
     config: Config,
     inputs: Inputs,
@@ -289,21 +318,14 @@ def make_sampling(
             are all weights.
     """
     slices, spec = inputs.slices, inputs.spec
-    section, model = config.weights, config.model
-    pushes = sent_weights(section, model, spec).pushes(slices)
-    channel = WeightChannel(
-        pushes,
-        on_live=gate.set_live,
-        version=weights.version,
-        checksum=section.checksum,
-        count=inputs.faults.add,
-    )
+    pushes, channel = make_channel(config, spec, slices, weights.version, gate, inputs.faults.add)
 
     def first(push: Push, mesh: Mesh) -> Params:
         own = push(weights.params)
         if base is None:
             return own
-        return beside(sent_whole(section, model, spec).push(slices.trainer, mesh)(base), own)
+        whole = sent_whole(config.weights, config.model, spec)
+        return beside(whole.push(slices.trainer, mesh)(base), own)
 
     samplers = [
         Sampler(
