@@ -52,7 +52,7 @@ class Draft:
                 return f"{self.file}, line {self.lines[path[:end]]}"
         return f"{self.file} with the {COMMAND_LINE}" if self.overridden else self.file
 
-    def path_of(self, sentence: str) -> KeyPath:
+    def _path_of(self, sentence: str) -> KeyPath:
         """Return the longest key path that was set and that a sentence begins with; (): none. Names
         in it may have dots and hyphens."""
         paths = [path for path in (*self.lines, *self.overridden) if path]
@@ -60,8 +60,8 @@ class Draft:
         return max(begun, key=len, default=())
 
     def complain(self, path: KeyPath, sentence: str) -> None:
-        """Add a problem with the key at `path`."""
-        self.problems.append(f"{self.where(path)}: {sentence}")
+        """Add a problem with the key at `path`; (): with the one that the sentence begins with."""
+        self.problems.append(f"{self.where(path or self._path_of(sentence))}: {sentence}")
 
 
 def read_draft(path: Path) -> Draft:

@@ -340,29 +340,39 @@ def pairs_fit_the_algorithm(config: Config) -> Iterator[str]:
     a, teacher = config.algorithm, config.teacher
     if config.pairs is None:
         return
-    problems = {
-        "pairs.loss compares answers to one prompt, and algorithm.group_size=1 samples one. Raise "
-        "it to at least 2.": a.group_size < 2,
-        f"pairs.loss trains on a step's pairs in one update, and algorithm.epochs ({a.epochs}) "
-        f"times minibatches ({a.minibatches}) is {a.epochs * a.minibatches}: later updates would "
-        "use the answers' log-probs from before the first. Set both to 1; for more updates lower "
-        "algorithm.groups_per_step and raise run.steps, or use buffer.reuse.": (
-            a.epochs * a.minibatches > 1
-        ),
-        "algorithm.kl_in=reward subtracts a KL from the rewards of tokens, and pairs.loss uses "
-        "only which answer is better. Set kl_in=loss, or leave algorithm.kl_coefficient out: the "
-        "beta of pairs.loss limits the distance from the reference.": (
-            a.kl_coefficient > 0 and a.kl_in == "reward"
-        ),
-        f"algorithm.kl={name_of(a.kl)} compares whole distributions, and with pairs.loss only the "
-        "reference's log-probs of tokens are computed. Set algorithm.kl=k3, or leave "
-        "algorithm.kl_coefficient out.": a.has_whole_kl,
-        "teacher.form=advantage adds to advantages, and pairs.loss has none. Set "
-        "teacher.form=loss, or teacher=null.": teacher is not None and not config.distils_by_loss,
-        "teacher.rewards=0 gives pairs.loss no weight. Raise it, or set pairs=null.": (
-            config.distils_by_loss and not config.weighs_rewards
-        ),
-        "pairs.loss compares whole answers, and algorithm.pivots adds ends of answers to their "
-        "group. Set algorithm.pivots=null, or pairs=null.": a.pivots is not None,
-    }
-    yield from (told for told, is_so in problems.items() if is_so)
+    if a.group_size < 2:
+        yield (
+            "pairs.loss compares answers to one prompt, and algorithm.group_size=1 samples one. "
+            "Raise it to at least 2."
+        )
+    if a.epochs * a.minibatches > 1:
+        yield (
+            f"pairs.loss trains on a step's pairs in one update, and algorithm.epochs ({a.epochs}) "
+            f"times minibatches ({a.minibatches}) is {a.epochs * a.minibatches}: later updates "
+            "would use the answers' log-probs from before the first. Set both to 1; for more "
+            "updates lower algorithm.groups_per_step and raise run.steps, or use buffer.reuse."
+        )
+    if a.kl_coefficient > 0 and a.kl_in == "reward":
+        yield (
+            "algorithm.kl_in=reward subtracts a KL from the rewards of tokens, and pairs.loss uses "
+            "only which answer is better. Set kl_in=loss, or leave algorithm.kl_coefficient out: "
+            "the beta of pairs.loss limits the distance from the reference."
+        )
+    if a.has_whole_kl:
+        yield (
+            f"algorithm.kl={name_of(a.kl)} compares whole distributions, and with pairs.loss only "
+            "the reference's log-probs of tokens are computed. Set algorithm.kl=k3, or leave "
+            "algorithm.kl_coefficient out."
+        )
+    if teacher is not None and not config.distils_by_loss:
+        yield (
+            "teacher.form=advantage adds to advantages, and pairs.loss has none. Set "
+            "teacher.form=loss, or teacher=null."
+        )
+    if config.distils_by_loss and not config.weighs_rewards:
+        yield "teacher.rewards=0 gives pairs.loss no weight. Raise it, or set pairs=null."
+    if a.pivots is not None:
+        yield (
+            "pairs.loss compares whole answers, and algorithm.pivots adds ends of answers to their "
+            "group. Set algorithm.pivots=null, or pairs=null."
+        )

@@ -165,8 +165,7 @@ def _checked(draft: Draft) -> Config:
             config = config.model_copy(update={name: None})
         _tell(draft, replaced)
         for violation in RULES.violations(config):
-            path = violation.section or draft.path_of(violation.sentence)
-            draft.complain(path, violation.sentence)
+            draft.complain(violation.section, violation.sentence)
         if not draft.problems:
             return config
     raise ConfigError(_listed(list(dict.fromkeys(draft.problems))))
@@ -265,8 +264,7 @@ def _checked_several(shared: Draft, config: Config, runs: Tree) -> Config:
     if not shared.problems:
         several = Config.model_validate({**config.model_dump(), "runs": runs})
         for violation in RULES.violations(several):
-            path = violation.section or shared.path_of(violation.sentence)
-            shared.complain(path, violation.sentence)
+            shared.complain(violation.section, violation.sentence)
         if not shared.problems:
             return several
     raise ConfigError(_listed(shared.problems))
