@@ -60,6 +60,16 @@ class Changed(importlib.abc.MetaPathFinder):
         )
 
 
+class Result:
+    """The exit code of pytest's session. A failed test can leave a file open, since its traceback
+    keeps the file alive; pytest then raises after the session has ended."""
+
+    code = 0
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self.code = int(exitstatus)
+
+
 def run_tests(task: dict[str, Any]) -> int:
     """Run the tests of a task in this process; return pytest's exit code."""
     import pytest
@@ -69,7 +79,14 @@ def run_tests(task: dict[str, Any]) -> int:
     options += ["-m", "not exhaustive"]  # a mutation names its tests, quick or not
     options += ["--assert=plain"]  # to explain how two long values differ can take minutes
     options += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
-    return int(pytest.main([*options, *(str(name) for name in task["tests"])]))  # type: ignore[attr-defined]
+    arguments = [*options, *(str(name) for name in task["tests"])]
+    result = Result()
+    try:
+        return int(pytest.main(arguments, plugins=[result]))  # type: ignore[attr-defined]
+    except pytest.PytestUnraisableExceptionWarning:  # type: ignore[attr-defined]
+        if not result.code:
+            raise
+        return result.code
 
 
 def in_child(task: dict[str, Any]) -> dict[str, Any]:
