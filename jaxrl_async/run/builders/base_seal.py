@@ -35,10 +35,10 @@ def keep_seal(model: ModelSection, base: Path) -> None:
     """
     if jax.process_index() != 0:
         return
-    target, noted = _file(base), _noted(_folder(model, base), {})
-    weights = {name: asdict(note) for name, note in noted.items()}
+    target, identities = _file(base), _identities(_folder(model, base), {})
+    weights = {name: asdict(identity) for name, identity in identities.items()}
     written = target.with_suffix(".tmp")
-    seal = json.dumps({"base": _kept(model.lora), "weights": weights}, indent=2)
+    seal = json.dumps({"base": _form_of(model.lora), "weights": weights}, indent=2)
     written.write_text(seal, encoding="utf-8")
     os.replace(written, target)
 
@@ -55,18 +55,18 @@ def check_seal(model: ModelSection, base: Path) -> None:
         )
     try:
         before = json.loads(_file(base).read_text(encoding="utf-8"))
-        noted = {name: _Noted(**note) for name, note in before["weights"].items()}
+        identities = {name: _Identity(**identity) for name, identity in before["weights"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         log.warning("the adapter's base could not be compared with the one from before: %r", error)
         return
-    if before.get("base") != (kept := _kept(model.lora)):
+    if before.get("base") != (form := _form_of(model.lora)):
         raise ConfigError(
             f"model.lora.base or group_size: the run's adapter was trained on a base in "
-            f"{before.get('base')}, not {kept}. Set them as before, or start a new run."
+            f"{before.get('base')}, not {form}. Set them as before, or start a new run."
         )
-    now = _noted(_folder(model, base), noted)
-    if {name: note.sha256 for name, note in now.items()} == {
-        name: note.sha256 for name, note in noted.items()
+    now = _identities(_folder(model, base), identities)
+    if {name: identity.sha256 for name, identity in now.items()} == {
+        name: identity.sha256 for name, identity in identities.items()
     }:
         return
     raise ConfigError(
@@ -76,7 +76,7 @@ def check_seal(model: ModelSection, base: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Noted:
+class _Identity:
     """Identity of one file of weights."""
 
     path: str
@@ -85,7 +85,7 @@ class _Noted:
     sha256: str
 
 
-def _kept(lora: LoraSection | None) -> str:
+def _form_of(lora: LoraSection | None) -> str:
     """Return the format in which the base is kept."""
     form = form_of(lora)
     if form is None:
@@ -93,26 +93,26 @@ def _kept(lora: LoraSection | None) -> str:
     return form.kind + (f", groups of {form.group}" if form.kind != "int8" else "")
 
 
-def _noted(folder: Path, before: Mapping[str, _Noted]) -> dict[str, _Noted]:
+def _identities(folder: Path, before: Mapping[str, _Identity]) -> dict[str, _Identity]:
     """Return the identity of each file of weights in a folder, by name; a file is read only if it
     differs from `before`."""
 
-    def note(file: Path) -> _Noted:
-        place, facts = os.path.realpath(file), file.stat()
+    def identify(file: Path) -> _Identity:
+        path, facts = os.path.realpath(file), file.stat()
         known = before.get(file.name)
         if known and (known.path, known.size, known.changed_ns) == (
-            place,
+            path,
             facts.st_size,
             facts.st_mtime_ns,
         ):
             return known
         with file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return _Noted(path=place, size=facts.st_size, changed_ns=facts.st_mtime_ns, sha256=digest)
+        return _Identity(path=path, size=facts.st_size, changed_ns=facts.st_mtime_ns, sha256=digest)
 
     files = weight_files(folder)
     with ThreadPoolExecutor(READERS) as pool:
-        return {file.name: made for file, made in zip(files, pool.map(note, files), strict=True)}
+        return {file.name: one for file, one in zip(files, pool.map(identify, files), strict=True)}
 
 
 def _folder(model: ModelSection, base: Path) -> Path:

@@ -23,12 +23,12 @@ OfPrompt = Callable[[Prompt], Constraint | None]
 
 def prompt_constraint(task: Task) -> OfPrompt | None:
     """Return the constraint of each prompt of a task; None: its answers are free."""
-    given = task.constraint
-    if given is None:
+    constraint = task.constraint
+    if constraint is None:
         return None
-    if isinstance(given, Constraint):
-        return lambda prompt: given
-    return lambda prompt: given(chat_env.record_of(prompt))
+    if isinstance(constraint, Constraint):
+        return lambda prompt: constraint
+    return lambda prompt: constraint(chat_env.record_of(prompt))
 
 
 def check_constraint(

@@ -44,7 +44,7 @@ def trainer_bytes(config: Config, spec: ModelSpec) -> float:
     sent = in_transfer_bytes(config.model, config.weights, spec) if config.run.job == "rl" else 0
     refers = config.holds_reference and lora is None and "reference" not in config.trainer.offload
     reference = num_weights(spec) * dtype.itemsize if refers else 0
-    follow = sum(one.policy is not None for one in config.named_teachers.values())
+    follow = sum(teacher.policy is not None for teacher in config.named_teachers.values())
     return float(held + sent + reference + follow * trained * dtype.itemsize)
 
 
@@ -74,8 +74,8 @@ def sampler_bytes(config: Config, spec: ModelSpec, mesh: Mesh | None = None) -> 
     mesh: the sampler's; None: as on the first device of this process.
     """
     dtype = jnp.dtype(config.model.computes_in)
-    form, one = form_of(config.model.lora), _sent_itemsize(config.model, config.weights)
-    base = num_weights(spec) * one if form is None else base_bytes(spec, form, dtype)
+    form, itemsize = form_of(config.model.lora), _sent_itemsize(config.model, config.weights)
+    base = num_weights(spec) * itemsize if form is None else base_bytes(spec, form, dtype)
     arriving = in_transfer_bytes(config.model, config.weights, spec)
     plan = _kv_of(config, spec, mesh)
     logits = 4 * spec.vocab * (2 * plan.slots + plan.reserve)  # of slots and rows
@@ -85,7 +85,7 @@ def sampler_bytes(config: Config, spec: ModelSpec, mesh: Mesh | None = None) -> 
 def teachers_bytes(model: ModelSection, teachers: Mapping[str, NamedTeacher]) -> float:
     """Return the bytes of the teachers on the first sampler's devices (teachers.NAME.chips)."""
     itemsize = jnp.dtype(model.computes_in).itemsize
-    paths = [one.path for one in teachers.values() if one.chips == "sampler"]
+    paths = [teacher.path for teacher in teachers.values() if teacher.chips == "sampler"]
     return float(sum(num_weights(load_spec(Path(p))) * itemsize for p in paths if p is not None))
 
 

@@ -76,8 +76,8 @@ def with_dtype(config: Config, before: Path) -> Config:
         return config
     if config.run.resume and before.is_file():
         section = read_draft(before).tree.get("model")
-        if kept := section.get("dtype") if isinstance(section, dict) else None:
-            model = config.model.model_copy(update={"dtype": kept})
+        if dtype := section.get("dtype") if isinstance(section, dict) else None:
+            model = config.model.model_copy(update={"dtype": dtype})
             return config.model_copy(update={"model": model})
     rl = config.run.job == "rl"
     mesh = config.mesh if rl else config.mesh.without_samplers
@@ -92,13 +92,13 @@ def with_dtype(config: Config, before: Path) -> Config:
 def _restart_cpu(needed: int) -> None:
     """Restart JAX's CPU backend with so many devices if it has fewer. Raises MeshError if arrays
     are on it."""
-    found = jax.local_devices()
-    if found[0].platform != "cpu" or len(found) >= needed or jax.process_count() > 1:
+    devices = jax.local_devices()
+    if devices[0].platform != "cpu" or len(devices) >= needed or jax.process_count() > 1:
         return
     gc.collect()
     if live := jax.live_arrays():
         raise MeshError(
-            f"the mesh needs {needed} devices, and JAX was started before with {len(found)} on the "
+            f"the mesh needs {needed} devices, and JAX was started before with {len(devices)} on "
             f"CPU, where {len(live)} arrays live, the largest of the shape "
             f"{max(live, key=lambda array: array.size).shape}. Put "
             f"jax.config.update('jax_num_cpu_devices', {needed}) before the first use of JAX, "
@@ -135,14 +135,14 @@ def keep_compiled_programs(folder: Path) -> None:
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
     try:
-        kept = str(own_or_spare(folder.resolve()))
+        chosen = str(own_or_spare(folder.resolve()))
     except (OSError, RuntimeError) as error:  # RuntimeError: a circle of links
         log.warning(
             "compiled programs are not kept, and the next run compiles them again: %s. Set "
             "JAX_COMPILATION_CACHE_DIR to a folder that can be written to.", in_a_line(error),
         )  # fmt: skip
-        kept = None
-    jax.config.update("jax_compilation_cache_dir", kept)
+        chosen = None
+    jax.config.update("jax_compilation_cache_dir", chosen)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 

@@ -114,7 +114,7 @@ def cut_vocabulary(spec: ModelSpec, params: Params, fewer: ModelSpec, mesh: Mesh
     def cut(weight: Weight, values: jax.Array) -> jax.Array:
         return values[tuple(slice(n) for n in weight.shape)]
 
-    def cut_all(given: Params) -> Params:
-        return jax.tree.map(cut, table, given, is_leaf=lambda w: isinstance(w, Weight))
+    def cut_all(tree: Params) -> Params:
+        return jax.tree.map(cut, table, tree, is_leaf=lambda w: isinstance(w, Weight))
 
     return jax.jit(cut_all, out_shardings=shardings(table, mesh, TRAINER_RULES))(params)

@@ -171,15 +171,15 @@ def make_learner(
         unmatched: [vocab] tokens that a teacher's tokenizer has not; None: these are not compared.
     """
     algorithm, teacher = config.algorithm, config.teacher
-    processes = (one.reward.process for one in config.by_task.values())
-    process = next((one for one in processes if one is not None), None)  # tasks have one max_age
-    asked = algorithm.epochs * algorithm.minibatches  # updates in a step
+    all_rewards = (section.reward.process for section in config.by_task.values())
+    process = next((one for one in all_rewards if one is not None), None)  # tasks have one max_age
+    updates = algorithm.epochs * algorithm.minibatches  # updates in a step
     warming = config.critic_settings.warmup_steps if needs_critic(algorithm.advantage) else 0
     learns = max(config.run.steps - warming, 1)
     teacher_spec = policy.spec
     if teacher is not None and teacher.path is not None:
         teacher_spec = _cut_spec(teacher.path, policy)
-    step = make_step(config, policy.spec, slices, learns * asked, teacher_spec, unmatched)
+    step = make_step(config, policy.spec, slices, learns * updates, teacher_spec, unmatched)
     state = step.init(policy.trained)
     reference = None
     if config.holds_reference:
@@ -199,7 +199,7 @@ def make_learner(
         reference=reference,
         pairs=warm_pairs(config, tokenizer, own) if mixes else None,
         **_teachers(config, policy, slices, state),
-        **_critic(config, policy, slices, config.run.steps * asked),
+        **_critic(config, policy, slices, config.run.steps * updates),
     )
     settings = LearnerSettings(
         algorithm=algorithm,
@@ -226,9 +226,9 @@ def make_learner(
 def trains_differently(config: Config) -> bool:
     """Return whether the loss depends on the task of a token."""
     components = config.algorithm.components.values()
-    of_some = any(one.tasks is not None for one in components)
+    limited = any(component.tasks is not None for component in components)
     weighed = task_factors(config.named_tasks) != SAME_FACTORS
-    return of_some or bool(config.task_temperatures) or weighed
+    return limited or bool(config.task_temperatures) or weighed
 
 
 def _warn_of_anchor(algorithm: AlgorithmSection) -> None:
@@ -288,37 +288,37 @@ def _teachers(config: Config, policy: Policy, slices: Slices, state: TrainState)
         params = cut_vocabulary(other.spec, other.params, spec, slices.trainer)
         return params, passing(spec)
 
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     distils = section is not None and section.source == "teachers"
     if config.named_teachers:
         if distils:
             passing(policy.spec)
-        found["teachers"] = named_teachers.NamedTeachers(
+        fields["teachers"] = named_teachers.NamedTeachers(
             top_k=top_k if distils else 0,
             local={
-                name: named_teachers.LocalTeacher(*loaded(one.path, one.adapter))
-                for name, one in config.named_teachers.items()
-                if one.path is not None and not one.is_asked
+                name: named_teachers.LocalTeacher(*loaded(teacher.path, teacher.adapter))
+                for name, teacher in config.named_teachers.items()
+                if teacher.path is not None and not teacher.is_asked
             },
-            aligned=any(one.tokenizer is not None for one in config.named_teachers.values()),
+            aligned=any(t.tokenizer is not None for t in config.named_teachers.values()),
             reference=config.reference_settings.teacher if config.refers else None,
             following=_following(
                 config.named_teachers, state, functools.partial(passing, policy.spec)
             ),
         )
     if section is not None and section.source == "self":
-        found |= {"teacher": copied(state.params), "teacher_pass": passing(policy.spec)}
+        fields |= {"teacher": copied(state.params), "teacher_pass": passing(policy.spec)}
     elif section is not None and section.path is not None:
         params, teacher_pass = loaded(section.path)
-        found |= {"teacher": params, "teacher_pass": teacher_pass}
-    return found
+        fields |= {"teacher": params, "teacher_pass": teacher_pass}
+    return fields
 
 
 def _following(
     teachers: Mapping[str, NamedTeacher], state: TrainState, make_pass: Callable[[], LogprobPass]
 ) -> "named_teachers.FollowingTeachers | None":
     """Return the teachers by name that are the policy; None: no teacher is."""
-    moves = {name: one.policy for name, one in teachers.items() if one.policy is not None}
+    moves = {name: t.policy for name, t in teachers.items() if t.policy is not None}
     if not moves:
         return None
     params = {name: copied(state.params) for name in moves}
@@ -398,8 +398,8 @@ def keeps_masks(config: Config, task: Task = NO_TASK) -> bool:
     """Return whether sampling masks are trained with; log if they are missing or useless. They are
     also kept for the constraints of a task, and, if keep_sampling_mask says so, of a program's
     calls. Raises ConfigError if a constraint does not fit the loss."""
-    s, wanted = config.sampler, config.algorithm.keep_sampling_mask
-    if task.constraint is not None and wanted is not False and config.pairs is None:
+    s, keeps = config.sampler, config.algorithm.keep_sampling_mask
+    if task.constraint is not None and keeps is not False and config.pairs is None:
         if config.compares_whole_distributions:
             raise ConfigError(
                 "the task has a constraint, whose answers are sampled from a part of the "
@@ -408,7 +408,7 @@ def keeps_masks(config: Config, task: Task = NO_TASK) -> bool:
                 "algorithm.keep_sampling_mask=false."
             )
         return True
-    if wanted and task.program is not None:
+    if keeps and task.program is not None:
         return True
     if task.constraint is not None and config.pairs is None:
         log.warning(
@@ -416,7 +416,7 @@ def keeps_masks(config: Config, task: Task = NO_TASK) -> bool:
             "over the whole vocabulary: the ratio is biased, see mismatch/mean. Set "
             "algorithm.keep_sampling_mask=null."
         )
-    if wanted and not s.truncates:
+    if keeps and not s.truncates:
         log.info(
             "algorithm.keep_sampling_mask has no effect: sampler.top_k, top_p and min_p keep the "
             "whole vocabulary"

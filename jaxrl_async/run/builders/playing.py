@@ -71,17 +71,17 @@ class Play:
     oldest_s: Callable[[], float] = lambda: 0.0  # age of the oldest running program, seconds
 
 
-def find_task(config: Config, given: Task | None = None) -> Task:
+def find_task(config: Config, passed: Task | None = None) -> Task:
     """Return the task of a run; NO_TASK if it has none. Raises ConfigError.
 
-    given: the object of a Python program; None: the task that config.task names.
+    passed: the object of a Python program; None: the task that config.task names.
     """
     if config.task is None:
         return _for_outsiders(config.serving, config.algorithm, NO_TASK)
-    task, name = given or named_tasks.load_task(config.task), name_of(config.task)
-    whole = task.program is not None or task.game is not None
+    task, name = passed or named_tasks.load_task(config.task), name_of(config.task)
+    plays_whole = task.program is not None or task.game is not None
     both = task.program is not None and task.game is not None
-    if both or (whole and (task.environment is not None or task.tools)):
+    if both or (plays_whole and (task.environment is not None or task.tools)):
         raise ConfigError(
             f"task = {name!r} has a program or a game, which plays whole episodes, and also "
             "another program, an environment or tools. Give it one of them."
@@ -105,14 +105,14 @@ def find_task(config: Config, given: Task | None = None) -> Task:
     return _for_outsiders(config.serving, config.algorithm, task)
 
 
-def tasks_of(config: Config, given: Task | None = None) -> dict[str, Task]:
+def tasks_of(config: Config, passed: Task | None = None) -> dict[str, Task]:
     """Return the run's tasks by name; "": the only one. given: see find_task. Raises
     ConfigError."""
-    found: dict[str, Task] = {}
+    tasks: dict[str, Task] = {}
     for name, own in config.by_task.items():
         with naming(section_of_task(name)):
-            found[name] = find_task(own, given)
-    return found
+            tasks[name] = find_task(own, passed)
+    return tasks
 
 
 def tokenizer_source(config: Config, tasks: Mapping[str, Task]) -> tuple[DataSection, Task]:
@@ -238,8 +238,8 @@ def _with_format(
     if data.system_prompt is not None:
         task = replace(task, system_prompt=data.system_prompt)
     parts = (task.environment, task.game, task.program, task.system_prompt)
-    asks_alone = not task.tools and all(part is None for part in parts)
-    if asks_alone and not chat.has_chat_format(tokenizer, data.chat_format):
+    one_message = not task.tools and all(part is None for part in parts)
+    if one_message and not chat.has_chat_format(tokenizer, data.chat_format):
         log.info("the tokenizer has no chat template: questions are sent as bare text")
         return task, plain_format.PlainFormat(tokenizer)
     return task, _chat_format(data, model, tokenizer)

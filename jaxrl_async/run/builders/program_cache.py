@@ -38,8 +38,8 @@ def own_or_spare(folder: Path) -> Path:
     cannot be created, log that and return a private one. Raises OSError if neither can be used."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = folder.stat()
-        if found.st_uid not in (os.geteuid(), 0) and found.st_uid != _of_new_files(folder)[0]:
+        info = folder.stat()
+        if info.st_uid not in (os.geteuid(), 0) and info.st_uid != _of_new_files(folder)[0]:
             raise NotPrivateError(
                 f"{folder} belongs to another user, whose compiled programs are not executed"
             )
@@ -47,8 +47,8 @@ def own_or_spare(folder: Path) -> Path:
         spare = private_folder("programs")
         log.warning("%s: the run keeps its programs in %s", in_a_line(error), spare)
         return spare
-    if found.st_uid == os.geteuid() and found.st_mode & OTHERS_WRITE:
-        _close(folder, stat.S_IMODE(found.st_mode))
+    if info.st_uid == os.geteuid() and info.st_mode & OTHERS_WRITE:
+        _close(folder, stat.S_IMODE(info.st_mode))
     return folder
 
 
@@ -58,9 +58,9 @@ def keep_used(folder: Path, most_bytes: int = MOST_BYTES) -> None:
     for path in folder.iterdir():
         with contextlib.suppress(OSError):  # another process has removed it
             if path.name.endswith((ENTRY, MARK)):
-                found = path.lstat()
+                info = path.lstat()
                 longer = MARK_S if path.name.endswith(MARK) else 0.0
-                files.append((found.st_mtime + longer, found.st_size, path))
+                files.append((info.st_mtime + longer, info.st_size, path))
     left, removed = sum(size for _, size, _ in files), 0
     for _, size, path in sorted(files):
         if left <= most_bytes:
@@ -129,10 +129,10 @@ class VerifiedPrograms(CacheInterface):
         value: bytes | None = self._cache.get(key)
         if value is None:
             return None
-        wanted = _sum(key, value)
+        digest = _sum(key, value)
         try:
-            if self._mark(wanted) == wanted.encode():
-                self._note_use(f"{key}{ENTRY}", f"{wanted}{MARK}")
+            if self._mark(digest) == digest.encode():
+                self._note_use(f"{key}{ENTRY}", f"{digest}{MARK}")
                 return value
             why = "its mark is damaged"
         except FileNotFoundError:
@@ -177,8 +177,8 @@ class VerifiedPrograms(CacheInterface):
             return content
         path = self._local / f"{digest}{MARK}"
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_uid not in self._owners or found.st_mode & self._writable:
+            info = os.fstat(file.fileno())
+            if info.st_uid not in self._owners or info.st_mode & self._writable:
                 raise NotPrivateError("another user wrote its mark, or can change it")
             return file.read(len(digest) + 1)
 
@@ -195,7 +195,7 @@ def _of_new_files(folder: Path) -> tuple[int, int]:
     made."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".") as file:
-            found = os.fstat(file.fileno())
-            return found.st_uid, stat.S_IMODE(found.st_mode)
+            info = os.fstat(file.fileno())
+            return info.st_uid, stat.S_IMODE(info.st_mode)
     except OSError:
         return os.geteuid(), 0o600

@@ -62,7 +62,7 @@ else:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Records:
-    """Files of a run: its metrics, the fate of each group, and the schedule."""
+    """Files of a run: its metrics, what became of each group, and the schedule."""
 
     recorder: MetricsWriter
     ledger: Ledger  # the run's
@@ -104,8 +104,8 @@ def open_records(
     closing.callback(ledger.close)
     # Samplers in other processes, and external engines, do not record which weights they take:
     # half a schedule is of no use.
-    whole = scheduled and not config.mesh.remote and config.sampler.engine == "native"
-    file = lockstep.schedule_file(paths.schedule) if whole else None
+    records_schedule = scheduled and not config.mesh.remote and config.sampler.engine == "native"
+    file = lockstep.schedule_file(paths.schedule) if records_schedule else None
     recording = Recording(file, header_of(config, start.version))
     return Records(
         recorder=recorder,
@@ -228,12 +228,12 @@ def buffer_settings(config: Config, processes: int) -> BufferSettings:
         wants_pairs=config.pairs is not None,
         has_signal=worth_learning(algorithm, config.pairs, config.run.seed),
         task_bounds={
-            name: one.max_staleness
-            for name, one in config.named_tasks.items()
-            if one.max_staleness is not None
+            name: task.max_staleness
+            for name, task in config.named_tasks.items()
+            if task.max_staleness is not None
         },
         overtaken_tasks=frozenset(
-            name for name, one in config.named_tasks.items() if not one.trainer_waits
+            name for name, task in config.named_tasks.items() if not task.trainer_waits
         ),
     )
 
@@ -248,7 +248,7 @@ def rank_of(select: str) -> Rank:
 def worth_learning(
     algorithm: AlgorithmSection, pairs: PairsSection | None, seed: int
 ) -> Callable[[EpisodeGroup], bool]:
-    """Return a function that tells whether a group has a training signal. seed: the run's."""
+    """Return a function that says whether a group has a training signal. seed: the run's."""
     tests: list[Callable[[EpisodeGroup], bool]] = []
     if algorithm.dynamic_sampling:
         part, least = algorithm.signal_part, algorithm.signal_std
@@ -293,9 +293,9 @@ def make_rollouts(
             oversample=config.algorithm.oversample,
             least_members=config.algorithm.min_members,
             limits=replace(limits, by_task=by_task),
-            tasks=tuple(name for name, one in tasks.items() if one.weight > 0),
+            tasks=tuple(name for name, task in tasks.items() if task.weight > 0),
             timeouts_s={
-                name: one.timeout_s for name, one in tasks.items() if one.timeout_s is not None
+                name: task.timeout_s for name, task in tasks.items() if task.timeout_s is not None
             },
             pivots=pivot_plan(config.algorithm.pivots, inputs),
             max_failures=config.faults.max_failures,

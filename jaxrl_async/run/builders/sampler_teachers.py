@@ -37,13 +37,13 @@ def sampler_models(
 
     lock: of the sampler's devices.
     """
-    found = {}
-    for name, one in config.named_teachers.items():
-        if one.chips != "sampler":
+    models = {}
+    for name, teacher in config.named_teachers.items():
+        if teacher.chips != "sampler":
             continue
-        assert one.path is not None, "a config rule requires it"
-        spec = load_spec(Path(one.path))
-        if one.tokenizer is None:
+        assert teacher.path is not None, "a config rule requires it"
+        spec = load_spec(Path(teacher.path))
+        if teacher.tokenizer is None:
             spec = replace(spec, vocab=min(spec.vocab, policy.vocab))
         compares = config.distils_by_loss and name in config.distilling
         top_k = config.teacher.top_k if config.teacher is not None and compares else 0
@@ -52,15 +52,15 @@ def sampler_models(
                 f"teacher.top_k ({top_k}) must be below the vocabulary of teachers.{name} "
                 f"({spec.vocab})."
             )
-        load = functools.partial(_load, config, name, one, spec, top_k, slices, lock)
-        found[name] = SamplerModel(load, spec.vocab)
-    return found
+        load = functools.partial(_load, config, name, teacher, spec, top_k, slices, lock)
+        models[name] = SamplerModel(load, spec.vocab)
+    return models
 
 
 def _load(
     config: Config,
     name: str,
-    one: NamedTeacher,
+    teacher: NamedTeacher,
     spec: ModelSpec,
     top_k: int,
     slices: Slices,
@@ -70,11 +70,11 @@ def _load(
     mesh, dtype = slices.sampler, jnp.dtype(config.model.computes_in)
     with lock:
         there = slices._replace(trainer=mesh)
-        whole = load_policy(config.model, one.path or "", there, adapter=one.adapter).merged()
-        params = cut_vocabulary(whole.spec, whole.params, spec, mesh)
+        own = load_policy(config.model, teacher.path or "", there, adapter=teacher.adapter).merged()
+        params = cut_vocabulary(own.spec, own.params, spec, mesh)
         params = jax.tree.map(lambda weight: weight.astype(dtype), params)
         jax.block_until_ready(params)
-    log.info("teachers.%s: %s is on the sampler's chips, in %s", name, one.path, dtype)
+    log.info("teachers.%s: %s is on the sampler's chips, in %s", name, teacher.path, dtype)
     return LogprobModel(
         spec,
         params,

@@ -78,10 +78,10 @@ def check_images(config: Config, store: ImageStore | None) -> ImageStore | None:
     """
     if store is None or not len(store):
         return None
-    if found := next(_obstacles(config), None):
+    if obstacle := next(_obstacles(config), None):
         raise ConfigError(
             f"the records of {config.data.records_path} have images, which do not work with "
-            f"{found}. See docs/images.md."
+            f"{obstacle}. See docs/images.md."
         )
     store.seal()
     store.embeddings(np.array([store.form.vocab], np.int32))
@@ -90,12 +90,12 @@ def check_images(config: Config, store: ImageStore | None) -> ImageStore | None:
 
 def _obstacles(config: Config) -> Iterator[str]:
     """Yield the settings that do not support images."""
-    c, draws = config, config.run.job == "rl"
+    c, samples = config, config.run.job == "rl"
     context = c.mesh.trainer.context
-    found = {
+    obstacles = {
         "several processes": jax.process_count() > 1,
-        "samplers elsewhere (mesh.sampler, remote)": draws and c.mesh.remote,
-        f"sampler.engine={c.sampler.engine}": draws and c.sampler.engine != "native",
+        "samplers elsewhere (mesh.sampler, remote)": samples and c.mesh.remote,
+        f"sampler.engine={c.sampler.engine}": samples and c.sampler.engine != "native",
         "endpoint.external_agents": c.serving.external_agents,
         "runs (several adapters)": bool(c.runs),
         "trainer.share_prefixes": c.trainer.share_prefixes,
@@ -107,4 +107,4 @@ def _obstacles(config: Config) -> Iterator[str]:
         "reward.model": c.reward.model is not None,
         "a critic (algorithm.advantage)": needs_critic(c.algorithm.advantage),
     }
-    yield from (setting for setting, wanted in found.items() if wanted)
+    yield from (setting for setting, is_set in obstacles.items() if is_set)
