@@ -1,4 +1,4 @@
-"""Several processes, one per host, that form one JAX: their places, and how they find each other.
+"""Several processes, one per host, that form one JAX: their ranks, and how they find each other.
 
     distributed.* of the configuration     all three of coordinator, num_processes, process_id
     else JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID
@@ -35,13 +35,13 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessPlace:
+class ProcessRank:
     """This process among all processes of the run."""
 
     coordinator: str  # HOST:PORT of process 0
     num_processes: int
     process_id: int  # from 0
-    found_in: str  # the source, for people
+    source: str  # where it was read, for people
 
 
 RETRY_S = 0.5
@@ -57,56 +57,56 @@ def join_processes(config: Config) -> Config:
     Returns the configuration with the number of processes. Raises ConfigError if the settings are
     partial or contradictory, MeshError if the other processes do not start.
     """
-    place = find(config.distributed, os.environ, ask_metadata if has_tpu() else _nobody)
-    if place is None or place.num_processes == 1:
+    rank = find(config.distributed, os.environ, ask_metadata if has_tpu() else _no_metadata)
+    if rank is None or rank.num_processes == 1:
         log.info("one process")
         return config
     section = config.distributed
-    who = f"process {place.process_id} of {place.num_processes}, found in {place.found_in}"
-    meeting = f"meeting the others at {place.coordinator} within {section.wait_s} s"
-    print(f"{who}: {meeting}", file=sys.stderr, flush=True)
+    label = f"process {rank.process_id} of {rank.num_processes}, found in {rank.source}"
+    meeting = f"meeting the others at {rank.coordinator} within {section.wait_s} s"
+    print(f"{label}: {meeting}", file=sys.stderr, flush=True)
     try:
-        run_devices_per_process(config, place.num_processes)
+        run_devices_per_process(config, rank.num_processes)
     except ConfigError as error:
-        raise ConfigError(f"{who}: {error}") from None
-    _start_jax(place, section)
-    known = section.model_copy(update={"num_processes": place.num_processes})
+        raise ConfigError(f"{label}: {error}") from None
+    _start_jax(rank, section)
+    known = section.model_copy(update={"num_processes": rank.num_processes})
     return config.model_copy(update={"distributed": known})
 
 
-def join_sampler_processes(section: DistributedSection) -> ProcessPlace | None:
+def join_sampler_processes(section: DistributedSection) -> ProcessRank | None:
     """Start jax.distributed if several processes make one sampler; call it before JAX's first use.
 
-    Returns this process's place; None: it is the only one. Raises as join_processes does.
+    Returns this process's rank; None: it is the only one. Raises as join_processes does.
     """
-    place = find(section, os.environ, ask_metadata if has_tpu() else _nobody)
-    if place is None or place.num_processes == 1:
+    rank = find(section, os.environ, ask_metadata if has_tpu() else _no_metadata)
+    if rank is None or rank.num_processes == 1:
         return None
-    who = f"process {place.process_id} of a sampler of {place.num_processes}"
-    print(f"{who}, found in {place.found_in}", file=sys.stderr, flush=True)
-    _start_jax(place, section)
-    return place
+    label = f"process {rank.process_id} of a sampler of {rank.num_processes}"
+    print(f"{label}, found in {rank.source}", file=sys.stderr, flush=True)
+    _start_jax(rank, section)
+    return rank
 
 
-def _start_jax(place: ProcessPlace, section: DistributedSection) -> None:
+def _start_jax(rank: ProcessRank, section: DistributedSection) -> None:
     """Connect to the other processes. Raises MeshError if process 0 does not start."""
     jax = importlib.import_module("jax")  # late: wrong settings are reported without its import
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # without effect elsewhere
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from Stop
-    if place.process_id:
-        _wait_for(place, section.wait_s)
+    if rank.process_id:
+        _wait_for(rank, section.wait_s)
     jax.distributed.initialize(  # exits the process if the others do not start
-        place.coordinator,
-        place.num_processes,
-        place.process_id,
+        rank.coordinator,
+        rank.num_processes,
+        rank.process_id,
         initialization_timeout=section.wait_s,
         heartbeat_timeout_seconds=section.heartbeat_s,
     )
 
 
-def _wait_for(place: ProcessPlace, wait_s: float) -> None:
+def _wait_for(rank: ProcessRank, wait_s: float) -> None:
     """Wait until a process listens at the coordinator's address. Raises MeshError."""
-    host, _, port = place.coordinator.rpartition(":")
+    host, _, port = rank.coordinator.rpartition(":")
     end, error = time.monotonic() + wait_s, ""
     while time.monotonic() < end:
         try:
@@ -116,8 +116,8 @@ def _wait_for(place: ProcessPlace, wait_s: float) -> None:
             error = str(failure)
             time.sleep(RETRY_S)
     raise MeshError(
-        f"process {place.process_id} of {place.num_processes}, found in {place.found_in}: no "
-        f"answer at the coordinator {place.coordinator} within distributed.wait_s ({wait_s} s): "
+        f"process {rank.process_id} of {rank.num_processes}, found in {rank.source}: no "
+        f"answer at the coordinator {rank.coordinator} within distributed.wait_s ({wait_s} s): "
         f"{error}. Check that process 0 was started, and that the port is open between the "
         "hosts."
     )
@@ -141,22 +141,22 @@ def leave(code: int) -> int:
     return code
 
 
-def find(section: DistributedSection, env: Mapping[str, str], ask: Ask) -> ProcessPlace | None:
-    """Find this process's place; None if no source names several processes. Raises ConfigError."""
-    places = [from_settings(section)]
+def find(section: DistributedSection, env: Mapping[str, str], ask: Ask) -> ProcessRank | None:
+    """Find this process's rank; None if no source names several processes. Raises ConfigError."""
+    ranks = [from_settings(section)]
     if section.detect:
-        places += [from_jax(env), from_jobset(env)]
-        places.append(from_tpu(env.get, "the environment of a TPU pod or GKE"))
-        if places[-1] is None and not env.get("TPU_SKIP_MDS_QUERY"):
-            places.append(from_tpu(_of_tpu_vm(ask), "the TPU VM's metadata"))
-    named = [place for place in places if place is not None]
+        ranks += [from_jax(env), from_jobset(env)]
+        ranks.append(from_tpu(env.get, "the environment of a TPU pod or GKE"))
+        if ranks[-1] is None and not env.get("TPU_SKIP_MDS_QUERY"):
+            ranks.append(from_tpu(_of_tpu_vm(ask), "the TPU VM's metadata"))
+    named = [rank for rank in ranks if rank is not None]
     for other in named[1:]:
         _check_same(named[0], other)
     return named[0] if named else None
 
 
-def from_settings(section: DistributedSection) -> ProcessPlace | None:
-    """Read the place from the configuration."""
+def from_settings(section: DistributedSection) -> ProcessRank | None:
+    """Read the rank from the configuration."""
     return _complete(
         {
             "distributed.coordinator": section.coordinator,
@@ -167,8 +167,8 @@ def from_settings(section: DistributedSection) -> ProcessPlace | None:
     )
 
 
-def from_jax(env: Mapping[str, str]) -> ProcessPlace | None:
-    """Read the place from JAX's own environment variables."""
+def from_jax(env: Mapping[str, str]) -> ProcessRank | None:
+    """Read the rank from JAX's own environment variables."""
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     address, *numbers = names
     values: dict[str, str | int | None] = {address: env.get(address) or None}
@@ -176,8 +176,8 @@ def from_jax(env: Mapping[str, str]) -> ProcessPlace | None:
     return _complete(values, "JAX_* of the environment")
 
 
-def from_jobset(env: Mapping[str, str]) -> ProcessPlace | None:
-    """Read the place from the variables of launch/gke.py: process = Job * pods per Job + pod."""
+def from_jobset(env: Mapping[str, str]) -> ProcessRank | None:
+    """Read the rank from the variables of launch/gke.py: process = Job * pods per Job + pod."""
     coordinator = env.get("JOBSET_COORDINATOR")
     if not coordinator:
         return None
@@ -191,17 +191,17 @@ def from_jobset(env: Mapping[str, str]) -> ProcessPlace | None:
         )
     jobs, pods, job, pod = (int(number or 0) for number in numbers)
     return _checked(
-        ProcessPlace(
+        ProcessRank(
             coordinator=f"{coordinator}:{PORT}",
             num_processes=jobs * pods,
             process_id=job * pods + pod,
-            found_in="the JobSet's environment",
+            source="the JobSet's environment",
         )
     )
 
 
-def from_tpu(get: Callable[[str], str | None], where: str) -> ProcessPlace | None:
-    """Read the place from the variables of one or several TPU slices."""
+def from_tpu(get: Callable[[str], str | None], where: str) -> ProcessRank | None:
+    """Read the rank from the variables of one or several TPU slices."""
     hosts = [h for h in (get("TPU_WORKER_HOSTNAMES") or "").split(",") if h]
     if not hosts:
         return None
@@ -226,11 +226,11 @@ def from_tpu(get: Callable[[str], str | None], where: str) -> ProcessPlace | Non
         )
     count = len(hosts) * (slices or 1)
     return _checked(
-        ProcessPlace(
+        ProcessRank(
             coordinator=f"{_host_of(address or hosts[0])}:{PORT}",
             num_processes=count,
             process_id=(slice_id or 0) * len(hosts) + worker,
-            found_in=where,
+            source=where,
         )
     )
 
@@ -254,7 +254,7 @@ def ask_metadata(name: str) -> str | None:
         return None
 
 
-def _nobody(name: str) -> None:
+def _no_metadata(name: str) -> None:
     return None
 
 
@@ -262,7 +262,7 @@ def _of_tpu_vm(ask: Ask) -> Callable[[str], str | None]:
     """Return a pod's variables from a TPU VM's metadata, reading each attribute once."""
     endpoints = ask("worker-network-endpoints")
     if not endpoints:
-        return _nobody
+        return _no_metadata
     parts = [endpoint.split(":") for endpoint in endpoints.split(",")]
     lines = [line.partition(":") for line in (ask("tpu-env") or "").splitlines()]
     known: dict[str, str | None] = {
@@ -277,8 +277,8 @@ def _of_tpu_vm(ask: Ask) -> Callable[[str], str | None]:
     return known.get
 
 
-def _complete(values: Mapping[str, str | int | None], where: str) -> ProcessPlace | None:
-    """Return the place if all three values are given, None if none is; else raise ConfigError."""
+def _complete(values: Mapping[str, str | int | None], where: str) -> ProcessRank | None:
+    """Return the rank if all three values are given, None if none is; else raise ConfigError."""
     missing = [name for name, value in values.items() if value is None]
     if len(missing) == len(values):
         return None
@@ -290,37 +290,37 @@ def _complete(values: Mapping[str, str | int | None], where: str) -> ProcessPlac
         )
     coordinator, num_processes, process_id = values.values()
     return _checked(
-        ProcessPlace(
+        ProcessRank(
             coordinator=str(coordinator),
             num_processes=int(num_processes or 0),
             process_id=int(process_id or 0),
-            found_in=where,
+            source=where,
         )
     )
 
 
-def _checked(place: ProcessPlace) -> ProcessPlace:
-    if not 0 <= place.process_id < place.num_processes:
+def _checked(rank: ProcessRank) -> ProcessRank:
+    if not 0 <= rank.process_id < rank.num_processes:
         raise ConfigError(
-            f"{place.found_in}: process {place.process_id} is not one of {place.num_processes}; "
-            f"they are numbered from 0 to {place.num_processes - 1}."
+            f"{rank.source}: process {rank.process_id} is not one of {rank.num_processes}; "
+            f"they are numbered from 0 to {rank.num_processes - 1}."
         )
-    if not place.coordinator.rpartition(":")[2].isdigit():
+    if not rank.coordinator.rpartition(":")[2].isdigit():
         raise ConfigError(
-            f"{place.found_in}: the coordinator {place.coordinator!r} has no port. Give HOST:PORT."
+            f"{rank.source}: the coordinator {rank.coordinator!r} has no port. Give HOST:PORT."
         )
-    return place
+    return rank
 
 
-def _check_same(taken: ProcessPlace, other: ProcessPlace) -> None:
+def _check_same(first: ProcessRank, other: ProcessRank) -> None:
     """Raise ConfigError if two sources disagree on the number of processes or on this one's index.
 
     Their addresses may differ: a host has several.
     """
-    used, second = ((p.process_id, p.num_processes) for p in (taken, other))
+    used, second = ((p.process_id, p.num_processes) for p in (first, other))
     if used != second and other.num_processes > 1:
         raise ConfigError(
-            f"{taken.found_in} says process {used[0]} of {used[1]}, and {other.found_in} says "
+            f"{first.source} says process {used[0]} of {used[1]}, and {other.source} says "
             f"process {second[0]} of {second[1]}. Correct one of them, or set "
             "distributed.detect=false to use the configuration alone."
         )
@@ -341,11 +341,11 @@ def _number_of(text: str | None, name: str, where: str) -> int | None:
 def main() -> int:
     """Print the number of processes of a run here: python -m jaxrl_async.run.distributed."""
     try:
-        place = find(DistributedSection(), os.environ, ask_metadata if has_tpu() else _nobody)
+        rank = find(DistributedSection(), os.environ, ask_metadata if has_tpu() else _no_metadata)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2
-    print(place.num_processes if place else 1)
+    print(rank.num_processes if rank else 1)
     return 0
 
 

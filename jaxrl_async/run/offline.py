@@ -168,12 +168,12 @@ def run(config: Config, context: RunContext) -> Path:
         closing.callback(recorder.close)
         if warmed:
             recorder.log(0, warmed)
-        asked = lockstep.agreed_stop(stop)
+        agreed = lockstep.agreed_stop(stop)
         outlet = functools.partial(_report, recorder, console, Symptoms())
-        work = OfflineRun(config, job, progress, checkpoints, outlet, asked)
+        work = OfflineRun(config, job, progress, checkpoints, outlet, agreed)
         closing.callback(work.close)
         with only_new_garbage():
-            learn_job(config, work, asked, step_traces(config.run.profile, paths.root, lockstep))
+            learn_job(config, work, agreed, step_traces(config.run.profile, paths.root, lockstep))
     if lockstep.writes:
         forget_warm_start(paths)
     if stop.preempted:
@@ -421,7 +421,7 @@ class OfflineRun:
             "job": config.run.job,
             "version": progress.version,
             "config": dump(config),
-            "examples": self._batches.place,
+            "examples": self._batches.state,
         }
         self._checkpoints.save(progress.version, state=tree, loop=loop)
 

@@ -17,7 +17,7 @@ import jax
 from jaxrl_async.config.schema import Config
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import ConfigError
-from jaxrl_async.run.checkpoint.storage import place_of
+from jaxrl_async.run.checkpoint.storage import storage_of
 from jaxrl_async.run.checkpoint.store import OnSaved
 from jaxrl_async.run.folder import Paths
 from jaxrl_async.run.saved_policy import write_step
@@ -100,11 +100,11 @@ class PolicyCopies:
         if not self._paths.hugging_face.is_dir():
             return
         try:
-            place = place_of(self._config.checkpoint, self._config.run.name, self._paths)
-            kept = {str(step) for step in place.steps()}
+            storage = storage_of(self._config.checkpoint, self._config.run.name, self._paths)
+            kept = {str(step) for step in storage.steps()}
             for folder in self._paths.hugging_face.iterdir():
-                is_ours = folder.name.isdigit() or folder.name.endswith(UNFINISHED)
-                if is_ours and folder.name not in kept:
+                is_own = folder.name.isdigit() or folder.name.endswith(UNFINISHED)
+                if is_own and folder.name not in kept:
                     shutil.rmtree(folder)
         except Exception as error:  # such as a bucket's
             log.warning("%s: old folders remain: %s", self._paths.hugging_face, error)

@@ -89,30 +89,30 @@ class Ahead(Generic[T]):
     """Values from a stream, one made ahead; the sequence of values is the stream's.
 
     make: takes the next value from the stream; called by one thread at a time.
-    place: returns the stream's state, from which it can continue.
+    state: returns the stream's state, from which it can continue.
     """
 
-    def __init__(self, make: Callable[[], T], place: Callable[[], object]) -> None:
-        self._make, self._place = make, place
+    def __init__(self, make: Callable[[], T], state: Callable[[], object]) -> None:
+        self._make, self._state = make, state
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="examples")
         self._next: Future[tuple[T, Any]] | None = None
         self._after: Any = None  # the place after the last value that was taken
 
     def take(self) -> T:
         """Return the next value, and start making the one after it. Raises the errors of `make`."""
-        value, self._after = (self._next or self._thread.submit(self._one)).result()
-        self._next = self._thread.submit(self._one)
+        value, self._after = (self._next or self._thread.submit(self._make_next)).result()
+        self._next = self._thread.submit(self._make_next)
         return value
 
     @property
-    def place(self) -> Any:
+    def state(self) -> Any:
         """The stream's state after the last value that was taken, not the one made ahead."""
-        return self._place() if self._next is None else self._after
+        return self._state() if self._next is None else self._after
 
     def close(self) -> None:
         """Wait for the value that is made ahead, and discard it."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _one(self) -> tuple[T, Any]:
+    def _make_next(self) -> tuple[T, Any]:
         value = self._make()
-        return value, self._place()
+        return value, self._state()

@@ -101,7 +101,7 @@ class WarmUpdates:
             "job": self._config.run.job,
             "version": self._made,
             "config": dump(self._config),
-            "pairs": self._batches.place,
+            "pairs": self._batches.state,
             "loss": repr(self._loss),
             "elapsed_s": self._elapsed_s,
         }
@@ -156,7 +156,7 @@ def warm_start(
     update: it starts work that can run during the others. Raises Stopped (Ctrl-C) or Preempted
     (SIGTERM) once all updates made are saved, and TrainingError.
     """
-    asked = lockstep.agreed_stop(stop)
+    agreed = lockstep.agreed_stop(stop)
     stop.answer = "stopping after this update of the warm start and saving"
     console.phase("warm start", "compiling")
     own, steps = paths.warm_start, config.warm_start.steps
@@ -185,8 +185,8 @@ def warm_start(
         recorder = make_recorder(config, own, lockstep, resume_step)
         open_.enter_context(closing(recorder))
         saved = checkpoints.latest()
-        make_updates(work, steps, config, asked, saved=saved, keeps_last=False)
-    if asked.is_set():
+        make_updates(work, steps, config, agreed, saved=saved, keeps_last=False)
+    if agreed.is_set():
         _leave(stop, f"update {work.made} of {steps} of the warm start")
     return work.params, work.summary()
 

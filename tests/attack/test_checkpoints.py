@@ -311,7 +311,7 @@ def test_a_file_of_the_checkpoint_that_cannot_be_synced_fails_the_save(tmp_path,
 @pytest.mark.full
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EROFS])
 def test_a_file_system_without_fsync_saves_and_says_so_once(run, monkeypatch, caplog, code):
-    seal._tell_of_no_sync.cache_clear()
+    seal._warn_of_no_sync.cache_clear()
     failing_sync(monkeypatch, code, lambda path: True)
     with Checkpoints(run.checkpoints, run=run) as checkpoints:
         save(checkpoints, 1)

@@ -1482,12 +1482,12 @@ GROUPS = (
         ("run/checkpoint/test_bucket.py",),
         (
             ("last >= step and", "last > step and"),
-            ("size >= place.record_size", "size <= place.record_size"),
+            ("size >= bucket.record_size", "size <= bucket.record_size"),
             ("writer is None or writer.sign in signs", "writer is None or signs"),
             (
                 "        add_signs(paths.root / WRITERS, (sign,))  # first: it may be killed in "
-                "between\n        place.begin(sign)\n",
-                "        place.begin(sign)\n        add_signs(paths.root / WRITERS, (sign,))\n",
+                "between\n        bucket.begin(sign)\n",
+                "        bucket.begin(sign)\n        add_signs(paths.root / WRITERS, (sign,))\n",
             ),
             ("        if steps:", "        if False:"),
         ),
@@ -1495,7 +1495,7 @@ GROUPS = (
     Group(
         "run/update_loop",
         ("run/test_next_examples.py",),
-        (("return self._place() if self._next is None else self._after", "return self._place()"),),
+        (("return self._state() if self._next is None else self._after", "return self._state()"),),
     ),
     Group(
         "run/shown_answers",

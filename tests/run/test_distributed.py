@@ -43,8 +43,8 @@ VM = {
 
 def told(section=None, env=None, vm=None):
     """(process, of how many, coordinator) or None."""
-    place = find(section or DistributedSection(), env or {}, (vm or {}).get)
-    return place and (place.process_id, place.num_processes, place.coordinator)
+    rank = find(section or DistributedSection(), env or {}, (vm or {}).get)
+    return rank and (rank.process_id, rank.num_processes, rank.coordinator)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_what_only_slices_of_their_own_could_do_four_processes_do():
 
 
 def test_several_hosts_of_a_slice_have_numbers_from_0():
-    places = [from_tpu((POD | {"TPU_WORKER_ID": str(i)}).get, "here") for i in range(4)]
-    assert [p.process_id for p in places] == [0, 1, 2, 3]
+    ranks = [from_tpu((POD | {"TPU_WORKER_ID": str(i)}).get, "here") for i in range(4)]
+    assert [p.process_id for p in ranks] == [0, 1, 2, 3]
 
 
 def command(*words, **env):
@@ -203,13 +203,13 @@ def test_a_coordinator_with_an_ipv6_address_is_reached():
         section = DistributedSection(
             coordinator=f"[::1]:{listener.getsockname()[1]}", num_processes=2, process_id=1
         )
-        place = from_settings(section)
-        assert place is not None
-        distributed._wait_for(place, wait_s=5)
+        rank = from_settings(section)
+        assert rank is not None
+        distributed._wait_for(rank, wait_s=5)
 
 
 @pytest.mark.parametrize("address", ["[fd00::1]", "[fd00::1]:99", "fd00::1"])
 def test_a_slice_may_name_its_hosts_by_ipv6_addresses(address):
     env = POD | {"TPU_WORKER_HOSTNAMES": f"{address},b,c,d"}
-    place = from_tpu(env.get, "here")
-    assert place is not None and place.coordinator == "[fd00::1]:8482"
+    rank = from_tpu(env.get, "here")
+    assert rank is not None and rank.coordinator == "[fd00::1]:8482"

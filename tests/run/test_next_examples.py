@@ -28,13 +28,13 @@ class Numbers:
 def test_the_place_is_that_after_what_was_taken_however_much_was_made():
     numbers = Numbers()
     ahead = Ahead(numbers.make, numbers.state)
-    assert ahead.place == 0 and numbers.next == 0, "nothing is made before it is asked for"
+    assert ahead.state == 0 and numbers.next == 0, "nothing is made before it is asked for"
     numbers.next = 1  # restored
-    assert ahead.place == 1
-    assert [ahead.take(), ahead.place, ahead.take(), ahead.place] == [1, 2, 2, 3]
+    assert ahead.state == 1
+    assert [ahead.take(), ahead.state, ahead.take(), ahead.state] == [1, 2, 2, 3]
     with pytest.raises(ValueError, match="three"):
         ahead.take()
-    assert ahead.place == 3
+    assert ahead.state == 3
     ahead.close()
     assert threading.current_thread().name not in numbers.threads and len(numbers.threads) == 1
 
@@ -50,5 +50,5 @@ def test_the_next_value_is_made_before_it_is_asked_for():
 
     ahead = Ahead(make, lambda: count[0])
     assert ahead.take() == 0
-    assert made.wait(60) and ahead.place == 1, "that of what was taken"
+    assert made.wait(60) and ahead.state == 1, "that of what was taken"
     ahead.close()

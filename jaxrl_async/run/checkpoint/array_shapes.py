@@ -20,7 +20,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of the arrays of a state, by path."""
 
 
-def check_arrays(folder: Path, item: str, saved: Shapes, wanted: Shapes) -> None:
+def check_arrays(folder: Path, item: str, saved: Shapes, expected: Shapes) -> None:
     """Raise CheckpointError if the arrays are certainly another run's, FileNotFoundError if some
     may have been lost.
 
@@ -31,26 +31,26 @@ def check_arrays(folder: Path, item: str, saved: Shapes, wanted: Shapes) -> None
         folder: of the checkpoint.
         item: its part with the arrays.
         saved: shapes there.
-        wanted: shapes of this run.
+        expected: shapes of this run.
     """
-    held, asked = _parts(saved), _parts(wanted)
-    if TRAIN in asked and TRAIN not in held:  # every run has it
+    saved_parts, expected_parts = _parts(saved), _parts(expected)
+    if TRAIN in expected_parts and TRAIN not in saved_parts:  # every run has it
         raise FileNotFoundError(f"{folder / item} has lost what says which arrays it holds")
-    if different := sorted(held ^ asked):
+    if different := sorted(saved_parts ^ expected_parts):
         part = different[0]
-        had, has = ("with", "has not") if part in held else ("without", "has")
+        had, has = ("with", "has not") if part in saved_parts else ("without", "has")
         raise CheckpointError(
             f"{folder} was made {had} {PARTS.get(part, part)}, which this run {has} now. Resume "
             "with the settings that made it (config.yaml next to it), or choose another run.name; "
             "model.path=.../policy starts from a finished run's weights."
         )
-    if problem := shape_mismatch(saved, {k: v for k, v in wanted.items() if k in saved}):
+    if problem := shape_mismatch(saved, {k: v for k, v in expected.items() if k in saved}):
         raise CheckpointError(
-            f"{folder} does not fit this run: {problem}. {_optimizer_differs(saved, wanted)}Resume "
-            "with the configuration that made it (config.yaml next to it), or choose another "
-            "run.name."
+            f"{folder} does not fit this run: {problem}. {_optimizer_differs(saved, expected)}"
+            "Resume with the configuration that made it (config.yaml next to it), or choose "
+            "another run.name."
         )
-    if missing := shape_mismatch(saved, wanted):
+    if missing := shape_mismatch(saved, expected):
         raise FileNotFoundError(f"{missing}, or cannot read it")
 
 
@@ -60,22 +60,22 @@ def shapes_of(tree: object) -> dict[str, tuple[int, ...]]:
     return {jax.tree_util.keystr(k, simple=True, separator="/"): tuple(v.shape) for k, v in leaves}
 
 
-def shape_mismatch(saved: Shapes, wanted: Shapes) -> str:
+def shape_mismatch(saved: Shapes, expected: Shapes) -> str:
     """Return the first difference between two tables of array shapes; "" if they are equal."""
-    for path in sorted(saved.keys() | wanted.keys()):
+    for path in sorted(saved.keys() | expected.keys()):
         if path not in saved:
             return f"it has no {path}"
-        if path not in wanted:
+        if path not in expected:
             return f"it has {path} {list(saved[path])}, which this run does not know"
-        if saved[path] != wanted[path]:
-            return f"{path} is {list(saved[path])} there and {list(wanted[path])} here"
+        if saved[path] != expected[path]:
+            return f"{path} is {list(saved[path])} there and {list(expected[path])} here"
     return ""
 
 
-def _optimizer_differs(saved: Shapes, wanted: Shapes) -> str:
+def _optimizer_differs(saved: Shapes, expected: Shapes) -> str:
     """Return a sentence with the settings if two tables of array shapes differ in the optimizer's
     state (TrainState.opt_state) alone; "" otherwise."""
-    different = saved.items() ^ wanted.items()
+    different = saved.items() ^ expected.items()
     if not all("/opt_state/" in path for path, _ in different):
         return ""
     return (

@@ -135,15 +135,15 @@ class BucketStorage:
         if content is None:
             raise OSError(f"{folder} has no {CHECKSUMS}: nothing says what was written")
         try:
-            wanted = json.loads(content)
+            expected = json.loads(content)
         except ValueError:
-            wanted = None
-        if not isinstance(wanted, dict):
+            expected = None
+        if not isinstance(expected, dict):
             raise OSError(f"{folder / CHECKSUMS} is not what was written")
-        for name in sorted(wanted.keys() | present.keys()):
+        for name in sorted(expected.keys() | present.keys()):
             if name not in present:
                 raise OSError(f"{folder / name} is missing")
-            if name not in wanted or not _are_alike(wanted[name], present[name]):
+            if name not in expected or not _agree(expected[name], present[name]):
                 raise OSError(f"{folder / name} is not what was written: the bucket's sums differ")
 
     def check_links(self, step: int) -> None:
@@ -161,11 +161,11 @@ class BucketStorage:
         """Remove what was set aside, but for `kept`."""
         with _as_os_errors(self.directory):
             marks = self._marks().items()
-            gone = [s for s, n in marks if ASIDE in n and CHECKSUMS not in n]
-            gone = sorted(step for step in gone if step != kept.partition("/")[0])
-            for step in gone:
+            removed = [s for s, n in marks if ASIDE in n and CHECKSUMS not in n]
+            removed = sorted(step for step in removed if step != kept.partition("/")[0])
+            for step in removed:
                 self._remove(step)
-        return gone
+        return removed
 
     def forget_old(self, newest: int, keep: int) -> None:
         """Remove all but the last `keep` up to `newest`."""
@@ -234,13 +234,13 @@ class BucketStorage:
         return marks
 
     def _find(self, where: str) -> dict[str, Any]:
-        """Return the objects below a place, by their names from there on."""
+        """Return the objects below a path, by their names relative to it."""
         self.system.invalidate_cache()
         try:
-            found = self.system.find(where, detail=True)
+            objects = self.system.find(where, detail=True)
         except FileNotFoundError:
             return {}
-        named = {path[len(where) :].lstrip("/"): facts for path, facts in found.items()}
+        named = {path[len(where) :].lstrip("/"): facts for path, facts in objects.items()}
         return {name: facts for name, facts in named.items() if name and not name.endswith("/")}
 
     def _remove(self, step: str) -> None:
@@ -264,14 +264,14 @@ class BucketStorage:
 def open_bucket(address: str, name: str, sign: str | None = None) -> BucketStorage:
     """Return where the checkpoints of the run of this name lie below an address; nothing is made.
     sign: of this process, if it writes them. Raises ConfigError."""
-    whole = f"{address.rstrip('/')}/{name}"
+    full = f"{address.rstrip('/')}/{name}"
     try:
         fsspec = importlib.import_module("fsspec")
         epath = importlib.import_module("etils.epath")
-        system, root = fsspec.core.url_to_fs(whole)
-        directory = epath.Path(whole)
+        system, root = fsspec.core.url_to_fs(full)
+        directory = epath.Path(full)
     except Exception as error:  # each file system has its own kinds
-        raise unusable(whole, error) from error
+        raise unusable(full, error) from error
     return BucketStorage(directory, system, root.rstrip("/"), sign)
 
 
@@ -280,11 +280,11 @@ def _brought(run: Paths) -> tuple[Path, ...]:
     return (*run.records, run.root / TRACKERS_FILE)
 
 
-def _are_alike(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
+def _agree(first: Mapping[str, object], other: Mapping[str, object]) -> bool:
     """Return whether size and sums are equal, where both are known."""
-    pairs = [(one.get(fact), other.get(fact)) for fact in FACTS]
-    told = [(a, b) for a, b in pairs if a is not None and b is not None]
-    return bool(told) and all(a == b for a, b in told)
+    pairs = [(first.get(fact), other.get(fact)) for fact in FACTS]
+    known = [(a, b) for a, b in pairs if a is not None and b is not None]
+    return bool(known) and all(a == b for a, b in known)
 
 
 @contextmanager

@@ -35,14 +35,14 @@ def inputs_digest(config: Config, task: Task, held_out: tuple[Prompt, ...]) -> d
     judging = hashlib.sha256()
     for text in _judging(config, task):
         judging.update(text.encode() + b"\0")
-    kept = [
+    records = [
         {"text": p.text, "reference": p.reference, "columns": dict(sorted(p.columns.items()))}
         for p in held_out
     ]
-    return {REWARD: judging.hexdigest()[:16], HELD_OUT: digest_of(kept)}
+    return {REWARD: judging.hexdigest()[:16], HELD_OUT: digest_of(records)}
 
 
-def tell_of_changes(before: Mapping[str, str] | None, now: Mapping[str, str], where: Path) -> None:
+def warn_of_changes(before: Mapping[str, str] | None, now: Mapping[str, str], where: Path) -> None:
     """Log a warning for each digest that has changed since a checkpoint was written; None: it has
     no digests."""
     changed = [name for name, text in now.items() if (before or now).get(name, text) != text]
@@ -80,8 +80,8 @@ def code_of(thing: Any, seen: set[int] | None = None) -> Iterator[str]:
     seen: ids of functions and classes that were yielded already.
     """
     seen = set() if seen is None else seen
-    if (said := _constant(thing)) is not None:
-        yield said
+    if (constant := _constant(thing)) is not None:
+        yield constant
     elif inspect.ismethod(thing):
         yield from code_of(thing.__func__, seen)
     elif isinstance(thing, FunctionType | type):
@@ -135,10 +135,10 @@ def _code(code: CodeType) -> Iterator[str]:
     lines, files and docstrings."""
     yield code.co_code.hex()
     yield from code.co_names
-    for place, constant in enumerate(code.co_consts):
+    for index, constant in enumerate(code.co_consts):
         if isinstance(constant, CodeType):
             yield from _code(constant)
-        elif place or not _has_docstring(code):
+        elif index or not _has_docstring(code):
             yield _constant(constant) or repr(constant)
         else:
             yield repr(None)  # as in a function without one
@@ -154,7 +154,7 @@ def _has_docstring(code: CodeType) -> bool:
 
 def _constants(values: Sequence[object]) -> Iterator[str]:
     """Yield the texts of the values that are constants."""
-    yield repr([said for value in values if (said := _constant(value)) is not None])
+    yield repr([text for value in values if (text := _constant(value)) is not None])
 
 
 def _constant(value: object) -> str | None:
@@ -165,8 +165,8 @@ def _constant(value: object) -> str | None:
             parts.sort(key=str)
         return None if None in parts else f"{type(value).__name__} {parts}"
     if isinstance(value, dict):
-        said = _constant(list(value.items()))
-        return None if said is None else f"dict {said}"
+        items = _constant(list(value.items()))
+        return None if items is None else f"dict {items}"
     if isinstance(value, np.ndarray) and value.dtype != object:
         return f"array {value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
     if isinstance(value, re.Pattern):  # whose repr is cut

@@ -61,10 +61,10 @@ def _cuts_of(settings: Mapping[str, Any], task: str) -> dict[str, float]:
 
 
 def _lacks(value: object) -> bool:
-    return isinstance(value, Episode | Completion) and value.kept is None and _num_drawn(value) > 0
+    return isinstance(value, Episode | Completion) and value.kept is None and _num_tokens(value) > 0
 
 
-def _num_drawn(value: Episode | Completion) -> int:
+def _num_tokens(value: Episode | Completion) -> int:
     return value.num_drawn if isinstance(value, Episode) else len(value.token_ids)
 
 
@@ -81,7 +81,7 @@ def _num_missing(value: object, task: str = "") -> Counter[str]:
 def _filled(value: Any) -> Any:
     """Return the records with masks that exclude no token where they had none."""
     if _lacks(value):
-        return replace(value, kept=KeptTokens.whole(_num_drawn(value)))
+        return replace(value, kept=KeptTokens.whole(_num_tokens(value)))
     if isinstance(value, tuple):
         return tuple(_filled(part) for part in value)
     changed = {

@@ -31,7 +31,7 @@ from jaxrl_async.later import Later
 from jaxrl_async.metrics.recorder import set_aside
 from jaxrl_async.rollout.rollout_loop import RolloutLoop
 from jaxrl_async.rollout.running_groups import SAVED_KINDS, SavedGroup
-from jaxrl_async.run.checkpoint.inputs_digest import tell_of_changes
+from jaxrl_async.run.checkpoint.inputs_digest import warn_of_changes
 from jaxrl_async.run.checkpoint.store import Checkpoints, Saved, check_resumed, check_scale
 from jaxrl_async.run.lockstep import Accounts, Lockstep
 from jaxrl_async.run.replay.recording import OrderedPrompts
@@ -229,7 +229,7 @@ def resumed(
     check_resumed(saved, config, checkpoints.directory)
     check_scale(saved, config, checkpoints.directory)
     check_same_images(saved, images, checkpoints.directory)
-    tell_of_changes(saved.loop.get("digests"), digests, checkpoints.directory)
+    warn_of_changes(saved.loop.get("digests"), digests, checkpoints.directory)
     learner.restore(saved.state, saved.loop["numbers"])
     assert saved.rollouts is not None, "every checkpoint of rl has them"
     whole = resumed_masks.with_masks(
@@ -275,7 +275,7 @@ def reopened(path: Path, state: RolloutsState, version: int, resumes: bool) -> L
         return Ledger(path)
     set_aside(path, lambda number, line: "fate" in line and number < state.buffer.ledger_lines)
     ledger = Ledger(path)
-    places = [of_process.buffer.next_group for of_process in (state, *state.others)]
-    facts = {"places": places} if state.others else {"next_group": places[0]}
+    positions = [of_process.buffer.next_group for of_process in (state, *state.others)]
+    facts = {"places": positions} if state.others else {"next_group": positions[0]}
     ledger.write("resumed", version=version, **facts)
     return ledger

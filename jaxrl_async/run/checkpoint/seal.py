@@ -164,7 +164,7 @@ def sync(paths: Iterable[Path]) -> None:
             if error.errno not in NO_SYNC:
                 raise
             if not path.is_dir():
-                _tell_of_no_sync(error.errno)
+                _warn_of_no_sync(error.errno)
                 log.debug("%s is not synced: %s", path, error)
         finally:
             os.close(handle)
@@ -189,19 +189,19 @@ def check_files(folder: Path, give_up: Callable[[], bool] = lambda: False) -> No
     missing, was added or is a link out of it, or the checksums are missing. Raise GivenUpReading
     soon after `give_up` has returned True."""
     try:
-        wanted = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+        expected = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise OSError(f"{folder} has no {CHECKSUMS}: its files cannot be verified") from None
     except (ValueError, RecursionError):
-        wanted = None
-    if not isinstance(wanted, dict):
+        expected = None
+    if not isinstance(expected, dict):
         raise OSError(f"{folder / CHECKSUMS} is not what was written")
     check_links(folder)
     present = checksums(folder, give_up)
-    for name in sorted(wanted.keys() | present.keys()):
+    for name in sorted(expected.keys() | present.keys()):
         if name not in present:
             raise OSError(f"{folder / name} is missing")
-        if wanted.get(name) != present[name]:
+        if expected.get(name) != present[name]:
             raise OSError(f"{folder / name} is not what was written: its checksum differs")
 
 
@@ -239,7 +239,7 @@ def _files(folder: Path) -> list[Path]:
         raise error
 
     listed = os.walk(folder, onerror=fail)
-    files = (Path(place) / name for place, _, names in listed for name in names)
+    files = (Path(parent) / name for parent, _, names in listed for name in names)
     return sorted(p for p in files if p.is_file() and p.name != CHECKSUMS)
 
 
@@ -254,7 +254,7 @@ def _digest(path: Path, give_up: Callable[[], bool]) -> str:
 
 
 @functools.cache
-def _tell_of_no_sync(number: int) -> None:
+def _warn_of_no_sync(number: int) -> None:
     """Log, once a process for each kind of error, that a file system cannot sync files."""
     log.warning(
         "the file system of the run's folder cannot be asked to write its files to the disk "

@@ -38,7 +38,7 @@ else:
 
 
 class CheckpointStorage(Protocol):
-    """A place of checkpoints; every method but the first two raises OSError if it fails."""
+    """Where checkpoints lie; every method but the first two raises OSError if it fails."""
 
     @property
     def directory(self) -> Any:
@@ -136,7 +136,7 @@ class FolderStorage:
         forget_old(self.directory, newest, keep)
 
 
-def place_of(
+def storage_of(
     section: CheckpointSection, run_name: str, paths: Paths
 ) -> "FolderStorage | BucketStorage":
     """Return where a run's checkpoints lie; nothing is made. Raises ConfigError for a bucket that
@@ -147,7 +147,7 @@ def place_of(
     return bucket.open_bucket(section.dir, run_name, signs[-1] if signs else None)
 
 
-def check_same_place(section: CheckpointSection, run: RunSection) -> None:
+def check_same_dir(section: CheckpointSection, run: RunSection) -> None:
     """Raise ConfigError if a run is resumed that saved to another checkpoint.dir before: there is
     no checkpoint at this one, and it would start from its beginning."""
     paths = Paths(Path(run.dir) / run.name)
@@ -171,5 +171,5 @@ def bring_back(section: CheckpointSection, run: RunSection) -> bool:
     if section.dir is not None:
         return bucket_start.bring_back_records(section, run)
     if not saved_steps(Paths(Path(run.dir) / run.name).checkpoints):
-        check_same_place(section, run)
+        check_same_dir(section, run)
     return False

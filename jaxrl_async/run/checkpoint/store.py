@@ -39,7 +39,7 @@ from jaxrl_async.model.lora import scale_of
 from jaxrl_async.run.checkpoint.array_shapes import check_arrays, shapes_of
 from jaxrl_async.run.checkpoint.orbax_fixes import mend_orbax
 from jaxrl_async.run.checkpoint.seal import CHECKSUMS, GivenUpReading, is_passing, sync_records
-from jaxrl_async.run.checkpoint.storage import CheckpointStorage, FolderStorage, place_of
+from jaxrl_async.run.checkpoint.storage import CheckpointStorage, FolderStorage, storage_of
 from jaxrl_async.run.folder import FolderWatch, Paths
 
 STATE, LOOP, ROLLOUTS = "state", "loop", "rollouts"
@@ -84,7 +84,7 @@ class Checkpoints:
         """Remember the folder; its first use removes what a killed run half wrote.
 
         Args:
-            directory: the folder, or another place.
+            directory: the folder, or another storage.
             keep: newest checkpoints that are kept.
             verify: compare checksums before a checkpoint is read.
             run: the run of the checkpoints; a save fails if its folder was removed or replaced.
@@ -93,14 +93,14 @@ class Checkpoints:
                 name is then left out. Called on several threads.
             on_saved: called by the first process on the thread that writes; None: nothing is.
         """
-        self._place: CheckpointStorage = (
+        self._storage: CheckpointStorage = (
             FolderStorage(directory.absolute()) if isinstance(directory, Path) else directory
         )
-        self.directory, self._keep, self._verify = self._place.directory, keep, verify
+        self.directory, self._keep, self._verify = self._storage.directory, keep, verify
         self._run = run
         self._watch = None if run is None else FolderWatch(run.root)
         self._was_stale = False  # the folder's file handle, at the last save
-        self._told_of_records = False
+        self._warned_of_records = False
         self._is_hurried, self._on_saved = is_hurried, on_saved
         self._swept = False
         self._pending: Future[None] | None = None
@@ -179,13 +179,13 @@ class Checkpoints:
         items = {STATE: state, LOOP: loop}
         if rollouts is not None:
             items[ROLLOUTS] = {"bytes": rollouts()}
-        return v1.save_checkpointables_async(self._place.written(step), items, overwrite=True)
+        return v1.save_checkpointables_async(self._storage.written(step), items, overwrite=True)
 
     def _make_room(self, step: int) -> None:
-        """Prepare the place for a step. With several processes a failure is only logged, since the
-        others wait: what is left there has other sums than what is written now."""
+        """Prepare the storage for a step. With several processes a failure is only logged, since
+        the others wait: what is left there has other sums than what is written now."""
         try:
-            self._place.make_room(step)
+            self._storage.make_room(step)
         except OSError as error:
             if jax.process_count() == 1:
                 raise
@@ -199,21 +199,21 @@ class Checkpoints:
                 begin().result()
             if not jax.process_index():  # the first process does it for all
                 self._sync_records()
-                self._place.complete(step, self._run)
+                self._storage.complete(step, self._run)
         except Exception:
             if not jax.process_index():
-                self._place.sweep_failed(step)
+                self._storage.sweep_failed(step)
             raise
         give_back_memory()
         if jax.process_index():
             return
         try:
-            self._place.check(step, self._is_hurried)
+            self._storage.check(step, self._is_hurried)
         except GivenUpReading:
             folder = self.directory / str(step)
             log.info("%s is not read back: the process ends; older ones are kept", folder)
         else:
-            self._place.forget_old(step, self._keep)
+            self._storage.forget_old(step, self._keep)
         if self._on_saved is not None:
             self._on_saved(step, self.directory / str(step))
 
@@ -226,8 +226,8 @@ class Checkpoints:
         root = self._run.root
         own = Paths(self.directory.parent) if isinstance(self.directory, Path) else self._run
         error = sync_records([*own.records, own.root, root, root.parent])
-        if error is not None and not self._told_of_records:
-            self._told_of_records = True
+        if error is not None and not self._warned_of_records:
+            self._warned_of_records = True
             log.warning(
                 "%s: the run's records are not certainly on the disk (%s): a power cut may lose "
                 "the last lines of metrics and ledger. Checkpoints are saved all the same.",
@@ -240,7 +240,7 @@ class Checkpoints:
         if not self._swept:
             mend_orbax()
             if not jax.process_index():
-                self._place.sweep()
+                self._storage.sweep()
             self._swept = True
 
     def wait(self) -> None:
@@ -260,7 +260,7 @@ class Checkpoints:
     def steps(self) -> tuple[int, ...]:
         """Return the steps that have a checkpoint, oldest first."""
         self._sweep()
-        return tuple(self._place.steps())
+        return tuple(self._storage.steps())
 
     def latest(self) -> int | None:
         """Return the newest step with a checkpoint; None: no step has one."""
@@ -281,9 +281,9 @@ class Checkpoints:
         self.wait()
         candidates = [s for s in reversed(self.steps()) if step is None or s <= step]
         if not candidates or (step is not None and candidates[0] != step):
-            wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
             raise CheckpointError(
-                f"{self.directory}: there is {wanted} (steps there: {list(self.steps())}). Start "
+                f"{self.directory}: there is {missing} (steps there: {list(self.steps())}). Start "
                 "without --resume, or check run.dir and run.name."
             )
         like = jax.tree.map(
@@ -297,7 +297,7 @@ class Checkpoints:
             except Exception as error:
                 if not isinstance(error, CheckpointError) and is_passing(error):
                     raise _not_now(folder, error) from error
-                is_whole = self._verify and self._place.is_sealed(candidate)
+                is_whole = self._verify and self._storage.is_sealed(candidate)
                 if isinstance(error, CheckpointError) and is_whole:
                     raise  # its files are those that were written: it is another run's
                 failures.append((candidate, error))
@@ -321,7 +321,7 @@ class Checkpoints:
         sealed: dict[int, bool] = {}
         for step in steps:
             try:
-                sealed[step] = self._place.is_sealed(step)
+                sealed[step] = self._storage.is_sealed(step)
             except OSError as error:
                 raise _not_now(self.directory / str(step), error) from error
         return sorted(steps, key=sealed.__getitem__, reverse=True)
@@ -334,9 +334,9 @@ class Checkpoints:
         newest: str | None = None
         for step in steps:
             folder = self.directory / str(step)
-            why = "cannot be read" if self._place.is_sealed(step) else f"has no {CHECKSUMS}"
+            why = "cannot be read" if self._storage.is_sealed(step) else f"has no {CHECKSUMS}"
             try:
-                aside = self._place.set_aside(step)
+                renamed = self._storage.set_aside(step)
             except OSError as error:
                 log.warning("%s %s, and cannot be renamed: %s", folder, why, error)
             else:
@@ -345,12 +345,12 @@ class Checkpoints:
                     "renamed to %s",
                     folder,
                     why,
-                    aside,
+                    renamed,
                 )
-                newest = newest or aside
-        if newest is not None and (gone := self._place.forget_aside(newest)):
+                newest = newest or renamed
+        if newest is not None and (removed := self._storage.forget_aside(newest)):
             log.warning(
-                "%s: removed %s: one damaged checkpoint is kept", self.directory, ", ".join(gone)
+                "%s: removed %s: one damaged checkpoint is kept", self.directory, ", ".join(removed)
             )
 
     def close(self) -> None:
@@ -368,7 +368,7 @@ class Checkpoints:
 
     def _read(self, step: int, like: object) -> Saved:
         folder = self.directory / str(step)
-        if not self._place.is_sealed(step):
+        if not self._storage.is_sealed(step):
             log.error(
                 "%s has no %s: nothing shows that its files are as they were written. It is read, "
                 "since no checkpoint has the right checksums. Compare what the run does now with "
@@ -376,16 +376,16 @@ class Checkpoints:
                 folder,
                 CHECKSUMS,
             )
-            self._place.check_links(step)
+            self._storage.check_links(step)
         elif self._verify:
-            self._place.check(step)
+            self._storage.check(step)
         metadata = v1.checkpointables_metadata(folder).metadata
         check_arrays(folder, STATE, shapes_of(metadata[STATE]), shapes_of(like))
-        asked = {STATE: like, LOOP: None}
+        items_like = {STATE: like, LOOP: None}
         if ROLLOUTS in metadata:
             size = metadata[ROLLOUTS]["bytes"].shape
-            asked[ROLLOUTS] = {"bytes": np.empty(size, np.uint8)}
-        items = v1.load_checkpointables(folder, asked)
+            items_like[ROLLOUTS] = {"bytes": np.empty(size, np.uint8)}
+        items = v1.load_checkpointables(folder, items_like)
         rollouts = np.asarray(items[ROLLOUTS]["bytes"]) if ROLLOUTS in items else None
         return Saved(step=step, state=items[STATE], loop=items[LOOP], rollouts=rollouts)
 
@@ -403,9 +403,9 @@ def open_checkpoints(
     on_saved: OnSaved | None = None,
 ) -> Checkpoints:
     """Open the checkpoints of a run; a warm start has its own. The last two: see Checkpoints."""
-    place = place_of(section, paths.root.name, paths)
+    storage = storage_of(section, paths.root.name, paths)
     return Checkpoints(
-        place,
+        storage,
         section.keep,
         verify=section.verify,
         run=paths,
@@ -414,19 +414,19 @@ def open_checkpoints(
     )
 
 
-def read_learnt(
-    place: CheckpointStorage,
+def read_trained(
+    storage: CheckpointStorage,
     step: int,
     dtype: DTypeLike,
     *,
     on_host: bool = False,
     verify: bool = True,
 ) -> Any:
-    """Read what a checkpoint's run learns (its weights, or its adapter) without the rest, onto the
+    """Read what a checkpoint's run trains (its weights, or its adapter) without the rest, onto the
     default device; the folder is not changed.
 
     Args:
-        place: of the checkpoints.
+        storage: of the checkpoints.
         step: of one.
         dtype: of the arrays; None: as they were saved.
         on_host: return NumPy arrays; no device is used.
@@ -434,18 +434,18 @@ def read_learnt(
 
     Raises CheckpointError.
     """
-    folder = place.directory / str(step)
+    folder = storage.directory / str(step)
     context = v1.Context()
     context.pytree.loading.partial_load = True
     try:
-        if place.is_sealed(step):
+        if storage.is_sealed(step):
             if verify:
-                place.check(step)
+                storage.check(step)
         else:
             log.error("%s has no %s: its files may be damaged", folder, CHECKSUMS)
-            place.check_links(step)
-        learnt = v1.checkpointables_metadata(folder).metadata[STATE]["train"]["params"]
-        like = jax.tree.map(functools.partial(_wanted, dtype=dtype, on_host=on_host), learnt)
+            storage.check_links(step)
+        trained = v1.checkpointables_metadata(folder).metadata[STATE]["train"]["params"]
+        like = jax.tree.map(functools.partial(_as_read, dtype=dtype, on_host=on_host), trained)
         with context:
             items = v1.load_checkpointables(folder, {STATE: {"train": {"params": like}}})
     except Exception as error:
@@ -455,7 +455,7 @@ def read_learnt(
     return items[STATE]["train"]["params"]
 
 
-def _wanted(saved: Any, *, dtype: DTypeLike, on_host: bool) -> Any:
+def _as_read(saved: Any, *, dtype: DTypeLike, on_host: bool) -> Any:
     """Return how orbax is to read an array."""
     kind = jnp.dtype(dtype or saved.dtype)
     if on_host:
@@ -465,14 +465,14 @@ def _wanted(saved: Any, *, dtype: DTypeLike, on_host: bool) -> Any:
 
 
 def read_lora(
-    place: CheckpointStorage, step: int, otherwise: LoraSection | None
+    storage: CheckpointStorage, step: int, otherwise: LoraSection | None
 ) -> LoraSection | None:
     """Return the adapter's settings that the checkpoint of this step was made with; None: all
     weights are trained. Raises CheckpointError.
 
     otherwise: returned if the checkpoint does not say.
     """
-    folder = place.directory / str(step)
+    folder = storage.directory / str(step)
     try:
         loop = v1.load_checkpointables(folder, {LOOP: None})[LOOP]
         return lora_section(loop, otherwise)

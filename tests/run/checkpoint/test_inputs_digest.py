@@ -17,7 +17,7 @@ from jaxrl_async.run.checkpoint.inputs_digest import (
     REWARD,
     code_of,
     inputs_digest,
-    tell_of_changes,
+    warn_of_changes,
 )
 from jaxrl_async.tasks.task import NO_TASK, Task
 from jaxrl_async.types import Prompt
@@ -175,8 +175,8 @@ def test_the_digests_follow_rewards_files_and_held_out_records(tmp_path):
 def test_a_change_is_logged_and_an_older_checkpoint_has_none(caplog):
     now = {REWARD: "a", HELD_OUT: "b"}
     for before in (None, {}, now):
-        tell_of_changes(before, now, Path("runs/r"))
+        warn_of_changes(before, now, Path("runs/r"))
     assert not caplog.messages
-    tell_of_changes({REWARD: "c", HELD_OUT: "b"}, now, Path("runs/r"))
+    warn_of_changes({REWARD: "c", HELD_OUT: "b"}, now, Path("runs/r"))
     (message,) = caplog.messages
     assert "resumed with another reward than before" in message
