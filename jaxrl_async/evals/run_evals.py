@@ -52,7 +52,7 @@ class NamedEvaluation:
         """Evaluate the live weights; write all answers. After a failure, only the time is
         reported (`Evaluation.run`)."""
         start, evaluation = time.perf_counter(), self.evaluation
-        result = evaluation.asked()
+        result = evaluation.own_result()
         measured: dict[str, float] = {}
         if result is not None:
             lockstep, decode = evaluation.lockstep, evaluation.decode

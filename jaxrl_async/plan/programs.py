@@ -37,7 +37,7 @@ from jaxrl_async.run.builders.learning import (
     make_step,
     routing_of,
 )
-from jaxrl_async.run.builders.samplers import arrived, asked_mixes, sent_weights
+from jaxrl_async.run.builders.samplers import arrived, requested_mixes, sent_weights
 from jaxrl_async.sampler.batch import shapes
 from jaxrl_async.sampler.batch.decoding import context_pages_of, empty_decode_args
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
@@ -267,7 +267,7 @@ def sampler_programs(
     params = sent if once is None else beside(once, sent)
     chunk = prefill_shapes(config, engine.spec)
     context_pages = context_pages_of(engine.spec, config.sampler.max_length)
-    mixes = asked_mixes(config)
+    mixes = requested_mixes(config)
     programs = engine.lower(
         params,
         chunk,

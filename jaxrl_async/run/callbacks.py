@@ -104,14 +104,14 @@ def _load(choice: Choice) -> Callback:
     name = name_of(choice)
     made = load_class(name)
     try:
-        one = made(**arguments_of(choice))
+        callback = made(**arguments_of(choice))
     except Exception as error:
         raise ConfigError(
             f"run.callbacks: {name} cannot be made: {type(error).__name__}: {error}. Its arguments "
             "are given as {FILE.py:CLASS: {argument: value}}."
         ) from error
-    check_callback(one, f"run.callbacks: {name}")
-    return one
+    check_callback(callback, f"run.callbacks: {name}")
+    return callback
 
 
 def check_callback(one: object, where: str) -> None:
@@ -123,15 +123,15 @@ def check_callback(one: object, where: str) -> None:
             f"{where} must be a subclass of jaxrl_async.Callback, not {type(one).__name__}."
         )
     for stage in STAGES:
-        given: Callable[..., Any] = getattr(one, stage)
-        wanted = list(inspect.signature(getattr(Callback, stage)).parameters)[1:]
+        method: Callable[..., Any] = getattr(one, stage)
+        parameters = list(inspect.signature(getattr(Callback, stage)).parameters)[1:]
         try:
-            inspect.signature(given).bind(*wanted)
+            inspect.signature(method).bind(*parameters)
         except TypeError as error:
             raise ConfigError(
-                f"{where}: {stage} is called with ({', '.join(wanted)}): {error}."
+                f"{where}: {stage} is called with ({', '.join(parameters)}): {error}."
             ) from None
-        if inspect.iscoroutinefunction(given):
+        if inspect.iscoroutinefunction(method):
             raise ConfigError(f"{where}: {stage} must not be async: it is called by a thread.")
     if unknown := [n for n in dir(one) if n.startswith("on_") and n not in STAGES]:
         raise ConfigError(

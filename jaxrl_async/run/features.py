@@ -22,13 +22,13 @@ from jaxrl_async.rollout.env import MakeEnv
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.optional_parts import (
     NO_NAMED_EVALUATIONS,
-    AskedTeachers,
     CopyOfRun,
     JudgeScorers,
     NamedEvaluations,
     NoCopy,
     NoOpponents,
     NoServing,
+    QueriedTeachers,
     SeatFillers,
     Serving,
 )
@@ -247,7 +247,7 @@ def teachers(
     outages: Outages | None,
     chat: Callable[[], ChatFormat | None],
     models: "Mapping[str, SamplerModel]",
-) -> AskedTeachers | None:
+) -> QueriedTeachers | None:
     """Return the teachers by name; None: the run has no teachers. Raises ConfigError.
 
     vocab: the policy's number of tokens. chat: returns its format; None: it has none. models:
@@ -256,7 +256,7 @@ def teachers(
     if not config.named_teachers:
         return None
     make = _of("teachers.run_teachers", "RunTeachers")
-    made: AskedTeachers = make(config, tokenizer, vocab, faults, outages, chat, models)
+    made: QueriedTeachers = make(config, tokenizer, vocab, faults, outages, chat, models)
     return made
 
 

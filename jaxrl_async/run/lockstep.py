@@ -95,18 +95,18 @@ class Lockstep:
         """Return the path of the recorded schedule; None: several processes record none."""
         return path if self.count == 1 else None
 
-    def joined(self, source: GroupSource, stop: Stop, kept: Ledger, ledger: Ledger) -> "Joined":
+    def joined(self, source: GroupSource, stop: Stop, buffered: Ledger, ledger: Ledger) -> "Joined":
         """Join the buffers of all processes.
 
         Args:
             source: this process's buffer.
             stop: this process's signals.
-            kept: the buffer's own ledger, as `buffer_ledger` gave it.
+            buffered: the buffer's, as `buffer_ledger` gave it.
             ledger: the run's.
         """
         if self.count == 1:
             return Joined(source=source, stop=stop, accounts=OwnAccounts())
-        shared = SharedSource(source if self.plays else NO_GROUPS, self, stop, kept, ledger)
+        shared = SharedSource(source if self.plays else NO_GROUPS, self, stop, buffered, ledger)
         return Joined(source=shared, stop=shared, accounts=shared)
 
     # ---- messages
@@ -276,13 +276,13 @@ class SharedSource:
         buffer: GroupSource,
         lockstep: Lockstep,
         stop: Stop,
-        kept: Ledger,
+        buffer_ledger: Ledger,
         ledger: Ledger,
     ) -> None:
         """kept: the buffer's own ledger, which keeps its lines; ledger: the run's."""
         self._buffer, self._lockstep, self._stop = buffer, lockstep, stop
         self.pause, self.resume, self.set_limit = buffer.pause, buffer.resume, buffer.set_limit
-        self._kept, self._ledger = kept, ledger
+        self._buffer_ledger, self._ledger = buffer_ledger, ledger
         self._reason = ""  # for the agreed stop
         self.failed_alone = False
         self._trained: list[list[dict[str, Any]]] = []  # lines of the last draw, by process
@@ -311,7 +311,7 @@ class SharedSource:
                 break
             if self._reason:
                 self._give_up(drawn=own is not None)
-        sent = dumps({"draw": own, "ledger": self._kept.take()}).tobytes()
+        sent = dumps({"draw": own, "ledger": self._buffer_ledger.take()}).tobytes()
         shares = [read_message(message) for message in self._lockstep.gather(sent)]
         lines = [share["ledger"] for share in shares]
         self._trained = [
@@ -336,7 +336,7 @@ class SharedSource:
         if drawn:
             self._buffer.give_back()
         unwritten = ("trained", "returned")
-        lines = [line for line in self._kept.take() if line["fate"] not in unwritten]
+        lines = [line for line in self._buffer_ledger.take() if line["fate"] not in unwritten]
         self._write(self._lockstep.gather_json(lines))
         raise Closed("asked to stop while a step's groups were not complete")
 
@@ -354,7 +354,7 @@ class SharedSource:
 
     def settle(self, until: int | None = None) -> None:
         """See Accounts. Sends messages: all must call it."""
-        self._write(self._lockstep.gather_json(self._kept.take(until)))
+        self._write(self._lockstep.gather_json(self._buffer_ledger.take(until)))
 
     def _write(self, lines: list[list[dict[str, Any]]]) -> None:
         if not self._lockstep.writes:

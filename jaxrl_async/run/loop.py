@@ -112,20 +112,20 @@ def train(
         check_paths(one)
         check_trackers(one.metrics)
         check_optimizer(one.trainer)
-    called = _called(config, on_step, callbacks)
+    hooks = _callbacks_of(config, on_step, callbacks)
     paths = Paths(Path(config.run.dir) / config.run.name)
     config = _with_dtype_of_first(config, lockstep, paths.config)
-    with RunLog() as kept:
-        return _trained(config, paths, lockstep, called, task, kept)
+    with RunLog() as run_log:
+        return _trained(config, paths, lockstep, hooks, task, run_log)
 
 
 def _trained(
     config: Config,
     paths: Paths,
     lockstep: Lockstep,
-    called: "Callbacks | None",
+    hooks: "Callbacks | None",
     task: Task | None,
-    kept: RunLog,
+    run_log: RunLog,
 ) -> Path:
     """Run a checked configuration to its end; return its folder. kept: opened in the folder."""
     with ExitStack() as closing:
@@ -139,19 +139,19 @@ def _trained(
         quiet = None if lockstep.writes else closing.enter_context(open(os.devnull, "w"))
         stop = closing.enter_context(Stop(grace_s=config.checkpoint.grace_s))
         stop.answer = "stopping as soon as the run is prepared, and saving"
-        told = None if called is None else _stopping(stop)(called.step)
+        on_step = None if hooks is None else _stopping(stop)(hooks.step)
         live = False if config.runs else None  # several write a line each
-        keep = kept.line if lockstep.writes else None
-        shown = Console(config.run.steps, stream=quiet, live=live, on_step=told, keep=keep)
+        keep = run_log.line if lockstep.writes else None
+        shown = Console(config.run.steps, stream=quiet, live=live, on_step=on_step, keep=keep)
         console = closing.enter_context(shown)
 
         def claim(config: Config) -> tuple[Config, Paths]:
-            found = claim_together(closing, lockstep, config, copy, kept)
+            claimed_run = claim_together(closing, lockstep, config, copy, run_log)
             held.set()
-            if called is not None:
+            if hooks is not None:
                 with _stopping(stop):
-                    called.begin(found[0], found[1].root)
-            return found
+                    hooks.begin(claimed_run[0], claimed_run[1].root)
+            return claimed_run
 
         context = RunContext(
             claim=claim,
@@ -159,22 +159,22 @@ def _trained(
             console=console,
             lockstep=lockstep,
             task=task,
-            on_saved=None if called is None else called.saved,
+            on_saved=None if hooks is None else hooks.saved,
         )
         console.phase("preparing")
-        weights, early = _worked(config, context)
-        if called is not None:
+        weights, early = _run_job(config, context)
+        if hooks is not None:
             with _stopping(stop):
-                called.end(paths.root, weights)
+                hooks.end(paths.root, weights)
         if not lockstep.writes:
             return paths.root
         write_spans()  # for the report
-        achieved, where = _of_several(config) if config.runs else _of_one(paths, weights)
+        achieved, where = _all_results(config) if config.runs else _run_results(paths, weights)
     console.summary([*achieved, early, *where, *copy.verdict()])
     return paths.root
 
 
-def _called(
+def _callbacks_of(
     config: Config, on_step: OnStep | None, callbacks: Sequence["Callback"]
 ) -> "Callbacks | None":
     """Return the run's callbacks; None: it has no callbacks. Raises ConfigError."""
@@ -184,7 +184,7 @@ def _called(
     return user_callbacks.Callbacks([*made, *callbacks], on_step)
 
 
-def _worked(config: Config, context: RunContext) -> tuple[Path | None, str]:
+def _run_job(config: Config, context: RunContext) -> tuple[Path | None, str]:
     """Run the job to its end; return the folder of its weights, and why it stopped early."""
     work: Job = run_rl if config.run.job == "rl" else offline.run
     if config.runs:
@@ -215,7 +215,7 @@ def _trace_file(config: Config, paths: Paths, lockstep: Lockstep) -> Path | None
     return paths.root / f"trace{number}.json"
 
 
-def _of_one(paths: Paths, weights: Path | None) -> tuple[list[str], list[str]]:
+def _run_results(paths: Paths, weights: Path | None) -> tuple[list[str], list[str]]:
     """Write the report of a run; return what it achieved, and where its results are."""
     results: dict[str, Path] = (
         {}
@@ -226,11 +226,11 @@ def _of_one(paths: Paths, weights: Path | None) -> tuple[list[str], list[str]]:
     results |= {"metrics, samples, checkpoints": paths.root, "report": report}
     shown = {**results, **{name: of["link"] for name, of in remembered(paths.root).items()}}
     width = max(map(len, shown))
-    where = [f"{what:<{width}}  {place}" for what, place in shown.items()]
+    where = [f"{what:<{width}}  {location}" for what, location in shown.items()]
     return [*achievements(paths.metrics), *before_and_after(paths.answers)], where
 
 
-def _of_several(config: Config) -> tuple[list[str], list[str]]:
+def _all_results(config: Config) -> tuple[list[str], list[str]]:
     """Return the achievements of each of several runs, and the places of its results."""
     of_all = folders_of(config)
     lines = {
@@ -272,10 +272,10 @@ def claim_together(
     lockstep: Lockstep,
     config: Config,
     copy: CopyOfRun | None = None,
-    kept: RunLog | None = None,
+    run_log: RunLog | None = None,
 ) -> tuple[Config, Paths]:
-    """Have process 0 make or find the run's folder, lock it until `closing`, write the log that it
-    has `kept` there and begin its `copy`; return the settled configuration and the paths, the same
+    """Have process 0 make or find the run's folder, lock it until `closing`, write its
+    `run_log` there and begin its `copy`; return the settled configuration and the paths, the same
     in all processes. Raises ConfigError.
     """
 
@@ -285,8 +285,8 @@ def claim_together(
             bucket_start.begin_writing(config.checkpoint, run)
         write_config(config.model_copy(update={"run": run}), paths)
         record_start(paths.root)
-        if kept is not None:
-            kept.open(paths.root)
+        if run_log is not None:
+            run_log.open(paths.root)
         if copy is not None:
             copy.begin(run, config.checkpoint.keep)
 

@@ -285,7 +285,7 @@ class TeacherScorers(Teachers, Protocol):
         """Return the settings of the teachers with an address, each with a trial before a run."""
 
 
-class AskedTeachers(Protocol):
+class QueriedTeachers(Protocol):
     """The teachers of a run that are asked while groups wait; all its tasks ask the same ones."""
 
     def unmatched(self, vocab: int) -> BoolArray:

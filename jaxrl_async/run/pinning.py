@@ -35,7 +35,7 @@ def chips_of_trainer(mesh: MeshSection) -> dict[str, str]:
     return _chips([str(chip) for chip in range(count)], "mesh.trainer", 0)
 
 
-def place_of_sampler(
+def devices_of_sampler(
     mesh: MeshSection,
     platform: str,
     index: int,

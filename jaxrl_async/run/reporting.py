@@ -143,7 +143,7 @@ class StepReporter:
     samples_every: int  # updates; 0: no samples
     lockstep: Lockstep
     opponents: SeatFillers
-    sights: Callable[[], Sequence[TokenView]] = tuple  # of the reported step
+    views: Callable[[], Sequence[TokenView]] = tuple  # of the reported step
     symptoms: Symptoms = field(default_factory=Symptoms)
 
     def report(
@@ -176,7 +176,7 @@ class StepReporter:
         return [
             {**record, **({"opponents": seated} if (seated := self.opponents.names(group)) else {})}
             for group in groups
-            for record in sample_records([group], self.tokenizer, self.sights())
+            for record in sample_records([group], self.tokenizer, self.views())
         ]
 
     def _of_prompts(self, groups: Sequence[EpisodeGroup]) -> dict[str, float]:
@@ -205,7 +205,7 @@ def unknown_tokens(groups: Sequence[EpisodeGroup], tokenizer: Tokenizer) -> dict
 
 
 def sample_records(
-    groups: Sequence[EpisodeGroup], tokenizer: Tokenizer, sights: Sequence[TokenView] = ()
+    groups: Sequence[EpisodeGroup], tokenizer: Tokenizer, views: Sequence[TokenView] = ()
 ) -> list[dict[str, Any]]:
     """Return the first episodes of some groups, for people, with the trainer's values.
 
@@ -225,7 +225,7 @@ def sample_records(
             "stop": episode.stop.value,
             "group": group.ticket.group,
             **({"seat": episode.seat} if episode.seat else {}),
-            "tokens": token_facts(episode, tokenizer, sights),
+            "tokens": token_facts(episode, tokenizer, views),
             **(
                 {"contexts": shown_contexts.contexts_of(episode, tokenizer)}
                 if episode.num_turns > 1
@@ -238,7 +238,7 @@ def sample_records(
 
 
 def token_facts(
-    episode: Episode, tokenizer: Tokenizer, sights: Sequence[TokenView] = ()
+    episode: Episode, tokenizer: Tokenizer, views: Sequence[TokenView] = ()
 ) -> dict[str, Any]:
     """Return text, log-prob and version of an episode's tokens from the first sampled one on, at
     most MAX_SAMPLE_TOKENS; None for a token that was not sampled. left_out: number of tokens after
@@ -248,23 +248,23 @@ def token_facts(
     log-prob minus the sampler's, nats.
     """
     begin = int(episode.drawn.argmax()) if episode.num_drawn else len(episode.token_ids)
-    kept = slice(begin, begin + MAX_SAMPLE_TOKENS)
-    drawn = episode.drawn[kept].tolist()
+    span = slice(begin, begin + MAX_SAMPLE_TOKENS)
+    sampled = episode.drawn[span].tolist()
 
-    def of_drawn(values: Iterable[object]) -> list[Any]:
-        return [v if d else None for v, d in zip(values, drawn, strict=True)]
+    def of_sampled(values: Iterable[object]) -> list[Any]:
+        return [v if d else None for v, d in zip(values, sampled, strict=True)]
 
     facts = {
-        "text": [tokenizer.token_text(int(t)) for t in episode.token_ids[kept]],
-        "logprob": of_drawn(_short(episode.logprobs[kept], 3)),
-        "version": of_drawn(episode.versions[kept].tolist()),
-        "left_out": max(len(episode.token_ids) - kept.stop, 0),
+        "text": [tokenizer.token_text(int(t)) for t in episode.token_ids[span]],
+        "logprob": of_sampled(_short(episode.logprobs[span], 3)),
+        "version": of_sampled(episode.versions[span].tolist()),
+        "left_out": max(len(episode.token_ids) - span.stop, 0),
     }
-    for sight in sights:
-        if sight.episode is episode:
-            facts["advantage"] = of_drawn(_short(sight.advantages[kept], 3))
-            difference = sight.logprobs[kept] - episode.logprobs[kept]
-            facts["difference"] = of_drawn(_short(difference, 6))
+    for view in views:
+        if view.episode is episode:
+            facts["advantage"] = of_sampled(_short(view.advantages[span], 3))
+            difference = view.logprobs[span] - episode.logprobs[span]
+            facts["difference"] = of_sampled(_short(difference, 6))
     return facts
 
 
@@ -277,16 +277,16 @@ def _shown_texts(prompt: Prompt, episode: Episode, tokenizer: Tokenizer) -> dict
     """Return the prompt and the completion of a sample; contexts are separated by blank
     lines."""
     if episode.num_turns == 1 and len(prompt.token_ids):
-        drawn = episode.token_ids[episode.drawn]
-        return {"prompt": prompt.text, "completion": tokenizer.decode(drawn)}
+        sampled = episode.token_ids[episode.drawn]
+        return {"prompt": prompt.text, "completion": tokenizer.decode(sampled)}
     ends = (*episode.starts[1:], len(episode.token_ids))
     contexts = [
         episode.token_ids[begin:end] for begin, end in zip(episode.starts, ends, strict=True)
     ]
-    begun = int(episode.drawn.argmax()) if episode.num_drawn else len(contexts[0])
-    parts = [contexts[0][begun:], *contexts[1:]]
+    start = int(episode.drawn.argmax()) if episode.num_drawn else len(contexts[0])
+    parts = [contexts[0][start:], *contexts[1:]]
     return {
-        "prompt": tokenizer.decode_all(contexts[0][:begun]),
+        "prompt": tokenizer.decode_all(contexts[0][:start]),
         "completion": "\n\n".join(map(tokenizer.decode_all, parts)),
     }
 
@@ -319,7 +319,7 @@ def estimate_of(key: str, values: Sequence[Sequence[float]]) -> dict[str, float]
     return {key: math.fsum(flat) / len(flat), **stderr}
 
 
-NOT_ASKED = EvalResult(
+NO_SHARE = EvalResult(
     num_prompts=0,
     mean_reward=0.0,
     accuracy=None,
@@ -363,16 +363,16 @@ class Evaluation:
         only the time is reported: incomplete numbers could not be compared.
         """
         start = time.perf_counter()
-        result = self.asked()
+        result = self.own_result()
         measured = {} if result is None else self._measured(result)
         return {**measured, "time/eval_s": time.perf_counter() - start}
 
-    def asked(self) -> EvalResult | None:
+    def own_result(self) -> EvalResult | None:
         """Return the result of this process's share; None: the evaluation failed in a process."""
-        result: EvalResult | None = NOT_ASKED
+        result: EvalResult | None = NO_SHARE
         try:
             if self.lockstep.plays:
-                result = run_loop(self._answered_unless_given_up())
+                result = run_loop(self._evaluate_unless_stopped())
         except EndpointMisset:
             raise
         except RolloutError as error:
@@ -427,7 +427,7 @@ class Evaluation:
             found |= estimate_of(f"eval/{task}/accuracy", correct)
         return found
 
-    async def _answered_unless_given_up(self) -> EvalResult | None:
+    async def _evaluate_unless_stopped(self) -> EvalResult | None:
         """Return the result; None: the evaluation was abandoned."""
         answered = asyncio.ensure_future(self._answered())
         while not (answered.done() or self.gives_up()):

@@ -22,29 +22,29 @@ def contexts_of(episode: Episode, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     spans = [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
     contexts = []
     for number, span in enumerate(spans):
-        ids, drawn = episode.token_ids[span], episode.drawn[span]
-        told = ids[: int(drawn.argmax()) if drawn.any() else len(ids)]
-        common = [common_tokens(told, episode.token_ids[other]) for other in spans[:number]]
+        ids, sampled = episode.token_ids[span], episode.drawn[span]
+        given = ids[: int(sampled.argmax()) if sampled.any() else len(ids)]
+        common = [common_tokens(given, episode.token_ids[other]) for other in spans[:number]]
         shared = max(common, default=0)
-        context: dict[str, Any] = {"parts": _parts(ids[shared:], drawn[shared:], tokenizer)}
+        context: dict[str, Any] = {"parts": _parts(ids[shared:], sampled[shared:], tokenizer)}
         if shared:
             context |= {"after": common.index(shared), "shared": shared}
         contexts.append(context)
     return contexts
 
 
-def common_tokens(one: IntArray, other: IntArray) -> int:
+def common_tokens(first: IntArray, other: IntArray) -> int:
     """Return the number of tokens that two contexts, [length] each, share at their beginnings."""
-    length = min(len(one), len(other))
-    differ = np.flatnonzero(one[:length] != other[:length])
+    length = min(len(first), len(other))
+    differ = np.flatnonzero(first[:length] != other[:length])
     return int(differ[0]) if len(differ) else length
 
 
-def _parts(ids: IntArray, drawn: BoolArray, tokenizer: Tokenizer) -> list[tuple[bool, str]]:
+def _parts(ids: IntArray, sampled: BoolArray, tokenizer: Tokenizer) -> list[tuple[bool, str]]:
     if not len(ids):
         return []
-    cuts = [0, *(np.flatnonzero(drawn[1:] != drawn[:-1]) + 1).tolist(), len(ids)]
+    cuts = [0, *(np.flatnonzero(sampled[1:] != sampled[:-1]) + 1).tolist(), len(ids)]
     return [
-        (bool(drawn[begin]), tokenizer.decode_all(ids[begin:end]))
+        (bool(sampled[begin]), tokenizer.decode_all(ids[begin:end]))
         for begin, end in itertools.pairwise(cuts)
     ]

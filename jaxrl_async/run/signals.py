@@ -59,13 +59,13 @@ def end_on_ctrl_c() -> None:
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        tell("SIGINT: nothing was started; ending")
+        write_line("SIGINT: nothing was started; ending")
         os._exit(EXIT_CODE)
 
     signal.signal(signal.SIGINT, end)
 
 
-def tell(text: str) -> None:
+def write_line(text: str) -> None:
     """Write a line to stderr from a signal's handler, which may interrupt a print or logging; the
     line is lost if it cannot be written (a closed terminal)."""
     with suppress(OSError):
@@ -178,7 +178,7 @@ class Stop:
         return self._event.wait(timeout_s)
 
     def _end_late(self) -> None:
-        tell(
+        write_line(
             f"{self.reason}: not ended within {self._grace_s:.0f} s (checkpoint.grace_s); ending. "
             "--resume continues from the newest checkpoint"
         )
@@ -189,7 +189,7 @@ class Stop:
         counts = number != signal.SIGHUP
         hung_up = self.reason == "SIGHUP" and not self._counted
         if counts and self._event.is_set() and not hung_up:
-            tell(f"{name} again: ending immediately; unsaved work is lost")
+            write_line(f"{name} again: ending immediately; unsaved work is lost")
             self._end_process(EXIT_CODE)
             return
         self._counted = self._counted or counts
@@ -198,4 +198,4 @@ class Stop:
             self._timer = threading.Timer(self._grace_s, self._end_late)
             self._timer.daemon = True
             self._timer.start()
-        tell(f"{name}: {self.answer}; a second signal ends the process immediately")
+        write_line(f"{name}: {self.answer}; a second signal ends the process immediately")

@@ -62,7 +62,7 @@ class Reading:
     groups_per_step: int = 1
     compiled: int = 0  # programs, in this process
     with_caller: bool = False  # the caller's own on_step is running
-    away: bool = False  # an outage of a service is reported
+    outage: bool = False  # an outage of a service is reported
     within_limits: bool = False  # a call of a scorer or environment is within its time limit
     playing: int = 0  # groups under way in the rollouts
     score_s: float = 0.0  # longest call of the scorer under way; 0: none
@@ -187,8 +187,8 @@ class Watchdog:
         accepted, write the stacks of all threads and raise StalledError."""
         reading, now = self._read(), self._clock()
         passed_s, self._looked_at = now - self._looked_at, now
-        self._note_caller(reading, passed_s)
-        if reading.with_caller or reading.away:
+        self._log_caller(reading, passed_s)
+        if reading.with_caller or reading.outage:
             self._moved_at += passed_s
             self._gained_at += passed_s
         if reading.progress != self._last:
@@ -209,7 +209,7 @@ class Watchdog:
             why = f"{rejected} groups were dropped or failed, and none was accepted"
             self._stop(reading, f"no progress for {now - self._gained_at:.0f} s: {why}", why)
 
-    def _note_caller(self, reading: Reading, passed_s: float) -> None:
+    def _log_caller(self, reading: Reading, passed_s: float) -> None:
         """Log that the caller's code is running, each time that another limit has passed."""
         before_s = self._with_caller_s
         self._with_caller_s = before_s + passed_s if reading.with_caller else 0.0
@@ -256,7 +256,7 @@ class Notices:
             groups_per_step: number of groups of a step.
         """
         self._outages, self._buffer, self._show = outages, buffer, show
-        self._wanted, self._told_steps = groups_per_step, 0
+        self._per_step, self._reported_steps = groups_per_step, 0
         self._stopped = threading.Event()
 
     def run(self) -> None:
@@ -272,16 +272,16 @@ class Notices:
     def look(self) -> None:
         """Report what is new."""
         for line in self._outages.reports():
-            self._say(line)
+            self._report(line)
         stats = self._buffer()
-        steps = stats.barren // self._wanted
-        if steps > self._told_steps:
-            self._say(
+        steps = stats.barren // self._per_step
+        if steps > self._reported_steps:
+            self._report(
                 f"{stats.barren} groups in a row were dropped, {steps} steps' worth: they have no "
                 f"training signal ({stats.no_signal})"
             )
-        self._told_steps = steps
+        self._reported_steps = steps
 
-    def _say(self, line: str) -> None:
+    def _report(self, line: str) -> None:
         printed = self._show(line)
         log.log(logging.INFO if printed else logging.WARNING, "%s", line)

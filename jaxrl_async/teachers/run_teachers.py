@@ -1,4 +1,4 @@
-"""The teachers of a run: run.optional_parts.AskedTeachers, TeacherScorers."""
+"""The teachers of a run: run.optional_parts.QueriedTeachers, TeacherScorers."""
 
 import logging
 from collections.abc import Callable, Mapping

@@ -15,7 +15,7 @@ from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.run import assemble
 from jaxrl_async.run.builders import rehearsal
 from jaxrl_async.run.builders.rehearsal import Rehearsal, rehearsed
-from jaxrl_async.run.builders.samplers import asked_mixes
+from jaxrl_async.run.builders.samplers import requested_mixes
 from jaxrl_async.run.loop import train
 from jaxrl_async.sampler.compile_ahead import CompilingAhead
 from jaxrl_async.sampler.device import engine
@@ -230,4 +230,4 @@ def test_ahead_or_not_is_the_users_choice(tmp_path, monkeypatch):
     ],
 )
 def test_what_a_runs_requests_ask_for(words, mixes):
-    assert list(asked_mixes(load({}, [*words]))) == mixes
+    assert list(requested_mixes(load({}, [*words]))) == mixes

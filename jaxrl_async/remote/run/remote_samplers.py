@@ -41,7 +41,7 @@ from jaxrl_async.run.builders.samplers import (
     sent_weights,
 )
 from jaxrl_async.run.lockstep import Lockstep
-from jaxrl_async.run.pinning import place_of_sampler
+from jaxrl_async.run.pinning import devices_of_sampler
 from jaxrl_async.sampler.request_checks import RequestCheck
 from jaxrl_async.sampler.router.router import Elastic
 from jaxrl_async.sampler.setup import kv_plan, room_of
@@ -228,7 +228,7 @@ def local_samplers(
     return LocalSamplers(
         address=str(members.here),
         places=[
-            place_of_sampler(config.mesh, platform, index, cores=cores, gpus=gpus)
+            devices_of_sampler(config.mesh, platform, index, cores=cores, gpus=gpus)
             for index in range(config.mesh.samplers)
         ],
         faults=config.faults,

@@ -46,8 +46,8 @@ from jaxrl_async.run.checkpoint.inputs_digest import inputs_digest
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.optional_parts import (
     NO_NAMED_EVALUATIONS,
-    AskedTeachers,
     NamedEvaluations,
+    QueriedTeachers,
     SeatFillers,
     Serving,
 )
@@ -115,7 +115,7 @@ class _Shared:
     slices: Slices  # a reward model runs on the trainer's
     spec: ModelSpec  # of the policy
     locks: Locks
-    asked: AskedTeachers | None  # teachers by name, which all tasks ask; None: no teacher is asked
+    queried: QueriedTeachers | None  # teachers by name, of all tasks; None: no teacher is queried
     lockstep: Lockstep  # the processes, which draw shares of the prompts
     faults: FaultCounts
     outages: Outages
@@ -156,10 +156,10 @@ def check_inputs(
     pairs = warm_pairs(config, tokenizer, joined.play.own) if config.warm_start.steps else None
     _check_references_of(parts)
     tokenizer.images = check_images(config, tokenizer.images)
-    teacher, asked = config.teacher, shared.asked
+    teacher, queried = config.teacher, shared.queried
     unmatched = None
-    if teacher is not None and teacher.unmatched_weight and asked is not None:
-        unmatched = asked.unmatched(shared.spec.vocab)
+    if teacher is not None and teacher.unmatched_weight and queried is not None:
+        unmatched = queried.unmatched(shared.spec.vocab)
     inputs = Inputs(
         recorded=recorded,
         tokenizer=tokenizer,
@@ -219,7 +219,7 @@ def _shared(
         slices=slices,
         locks=locks,
         spec=spec,
-        asked=features.teachers(
+        queried=features.teachers(
             config,
             tokenizer,
             spec.vocab,
@@ -277,7 +277,7 @@ def _task_inputs(config: Config, play: Play, shared: _Shared) -> TaskInputs:
     held_out = eval_prompts(data, tokenizer, play.own, graded=graded)
     scorers = make_scorers(
         config, tokenizer, held_out, shared.slices, shared.locks.trainer, shared.faults, task,
-        shared.outages, asked=shared.asked,
+        shared.outages, queried=shared.queried,
     )  # fmt: skip
     keep_mask = keeps_masks(config, task)
     check_constraint(config.algorithm, config.sampler, task, held_out, tokenizer, shared.spec.vocab)
@@ -300,11 +300,11 @@ def _task_inputs(config: Config, play: Play, shared: _Shared) -> TaskInputs:
 
 def _digests_of(parts: Mapping[str, TaskInputs]) -> dict[str, str]:
     """Return the digests of all tasks' graders and held-out records, by a name for people."""
-    found: dict[str, str] = {}
+    merged: dict[str, str] = {}
     for name, part in parts.items():
         digests = inputs_digest(part.config, part.play.task, tuple(part.held_out))
-        found |= {f"{key} of the task {name}" if name else key: d for key, d in digests.items()}
-    return found
+        merged |= {f"{key} of the task {name}" if name else key: d for key, d in digests.items()}
+    return merged
 
 
 def _check_models(config: Config, spec: ModelSpec, tokenizer: Tokenizer, slices: Slices) -> None:

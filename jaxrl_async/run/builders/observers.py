@@ -139,7 +139,7 @@ def reading(
     score_s, env_s = inputs.evals.oldest_s()
     score_s, env_s = max(score_s, inputs.scorers.oldest_s()), max(env_s, inputs.envs.oldest_s())
     program_s = inputs.play.oldest_s()
-    most_s = max(one.env.program_timeout_s for one in config.by_task.values())
+    most_s = max(section.env.program_timeout_s for section in config.by_task.values())
     return Reading(
         version=trainer.version,
         trainer=trainer.clock.doing,
@@ -152,7 +152,7 @@ def reading(
         groups_per_step=config.algorithm.groups_per_step,
         compiled=sum(compiled.values()),
         with_caller=console.with_caller,
-        away=inputs.outages.away,
+        outage=inputs.outages.away,
         within_limits=within_limits(config.faults, most_s, score_s, env_s, program_s),
         playing=of_rollouts.active,
         score_s=score_s,

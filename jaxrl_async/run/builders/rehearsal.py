@@ -62,9 +62,9 @@ class Rehearsal:
         """Begin, unless it has begun, compile_ahead is off, the engine is external, or the samplers
         share the trainer's devices."""
         config, slices = self._config, self._inputs.slices
-        ours = config.sampler.engine == "native" and config.sampler.compile_ahead
-        apart = ours and not slices.colocated
-        if apart and jax.process_count() == 1 and self._thread.ident is None:
+        is_native = config.sampler.engine == "native" and config.sampler.compile_ahead
+        own_devices = is_native and not slices.colocated
+        if own_devices and jax.process_count() == 1 and self._thread.ident is None:
             self._thread.start()
 
     def _run(self) -> None:
@@ -84,8 +84,8 @@ class Rehearsal:
         rehearsal is over."""
         config, spec = self._config, self._inputs.spec
         settings = replace(settings_here(config, self._inputs, mesh), name="rehearsal")
-        sent, whole = no_weights(config.weights, config.model, spec, mesh)
-        setup, params = set_up((spec, whole), config.sampler, mesh, config.run.seed, settings)
+        sent, base = no_weights(config.weights, config.model, spec, mesh)
+        setup, params = set_up((spec, base), config.sampler, mesh, config.run.seed, settings)
         prepared = setup.engine.prepare(params)
         sampler = Sampler.from_setup(setup, prepared, 0, FIXED_WEIGHTS)
         with self._lock:
@@ -141,7 +141,7 @@ def rehearsed(
     """Return requests for `members` answers to each prompt, with lengths from one token to the
     maximum: as in a run, they end one after another. If an environment would open the episode,
     random tokens take the place of its messages: half of the room."""
-    said = max((section.max_length - section.max_new_tokens) // 2, 1)
+    opening = max((section.max_length - section.max_new_tokens) // 2, 1)
     count = len(prompts) * members
     shares = np.linspace(0, 1, count)[np.random.default_rng(0).permutation(count)]
     requests = []
@@ -149,7 +149,7 @@ def rehearsed(
         index, member = divmod(number, members)
         tokens = prompts[index].token_ids
         if not len(tokens):
-            tokens = np.random.default_rng(index).integers(0, 2, said, np.int32)
+            tokens = np.random.default_rng(index).integers(0, 2, opening, np.int32)
         most = min(section.max_new_tokens, section.max_length - len(tokens))
         if most < 1:
             continue  # a prompt without room for an answer

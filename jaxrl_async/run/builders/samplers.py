@@ -143,17 +143,17 @@ def sent_weights(section: WeightsSection, model: ModelSection, spec: ModelSpec) 
     """Return the part of the policy that is sent to samplers, and its types."""
     dtype, lora = jnp.dtype(model.computes_in), lora_of(spec, model.lora)
     if lora is not None:
-        kept = dtype if section.eight_bits else jnp.dtype(section.dtype or dtype)
-        return _sent_adapter(kept, spec, lora)
+        adapter_dtype = dtype if section.eight_bits else jnp.dtype(section.dtype or dtype)
+        return _sent_adapter(adapter_dtype, spec, lora)
     return sent_whole(section, model, spec)
 
 
 def _sent_adapter(dtype: DTypeLike, spec: ModelSpec, lora: Lora) -> SentWeights:
     table = adapter_table(spec, lora)
-    whole = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype), table, is_leaf=_is_weight)
+    full = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype), table, is_leaf=_is_weight)
     conversion = Conversion(dtype=dtype, convert=functools.partial(as_sent, lora, dtype=dtype))
     return SentWeights(
-        table=table, conversion=conversion, lowered=jax.eval_shape(conversion.copied, whole)
+        table=table, conversion=conversion, lowered=jax.eval_shape(conversion.copied, full)
     )
 
 
@@ -168,19 +168,19 @@ def sent_whole(section: WeightsSection, model: ModelSection, spec: ModelSpec) ->
     dtype, table = jnp.dtype(model.computes_in), weight_table(spec)
     form = form_of(model.lora)
     if form is not None:
-        kept = jnp.dtype(section.dtype or dtype)
-        convert = functools.partial(sent_base, dtype=kept)
-        lowered = base_shapes(spec, form, kept)
-        conversion = Conversion(dtype=kept, convert=convert)
+        base_dtype = jnp.dtype(section.dtype or dtype)
+        convert = functools.partial(sent_base, dtype=base_dtype)
+        lowered = base_shapes(spec, form, base_dtype)
+        conversion = Conversion(dtype=base_dtype, convert=convert)
         return SentWeights(table=base_table(table, form), conversion=conversion, lowered=lowered)
-    whole = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype), table, is_leaf=_is_weight)
+    full = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype), table, is_leaf=_is_weight)
     if section.eight_bits is None:
         sent, conversion = table, Conversion(dtype=jnp.dtype(section.dtype or dtype))
     else:
         convert = functools.partial(quantize, table, kind=section.eight_bits, dtype=dtype)
         sent, conversion = quantized_table(table), Conversion(dtype=dtype, convert=convert)
     return SentWeights(
-        table=sent, conversion=conversion, lowered=jax.eval_shape(conversion.copied, whole)
+        table=sent, conversion=conversion, lowered=jax.eval_shape(conversion.copied, full)
     )
 
 
@@ -209,7 +209,7 @@ def sampler_settings(
         dtype=jnp.dtype(config.model.computes_in),
         keep_routing=config.algorithm.keep_routing,
         probe=make_probe(config, spec, probe_ids) if config.weights.probe else None,
-        mixes=asked_mixes(config) if config.sampler.compile_ahead else (),
+        mixes=requested_mixes(config) if config.sampler.compile_ahead else (),
     )
 
 
@@ -237,10 +237,10 @@ def make_probe(config: Config, spec: ModelSpec, token_ids: IntArray | None) -> P
     )
 
 
-def asked_mixes(config: Config) -> tuple[Mix, ...]:
+def requested_mixes(config: Config) -> tuple[Mix, ...]:
     """Return the sampling modes of a run's requests: for training, and for evaluations."""
-    drawn = [one.sampler for one in config.by_task.values()]
-    mixes = [Mix(one.truncates, one.temperature == 0, config.keeps_masks) for one in drawn]
+    sections = [one.sampler for one in config.by_task.values()]
+    mixes = [Mix(one.truncates, one.temperature == 0, config.keeps_masks) for one in sections]
     if config.eval.every:
         mixes.append(Mix(greedy=config.eval.temperature == 0))
     for one in config.named_evals.values():
@@ -344,7 +344,7 @@ def make_sampling(
         )
         for i, (push, mesh) in enumerate(zip(pushes, slices.samplers, strict=True))
     ]
-    router = make_router(config.faults, samplers, inputs.faults.add, recorded=schedule.home)
+    router = make_router(config.faults, samplers, inputs.faults.add, recorded=schedule.sampler_of)
     probe = run_probe_ids(inputs) if config.weights.probe else None
     return Sampling(router=router, channel=channel, publisher=channel, probe=probe)
 

@@ -27,10 +27,10 @@ from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.run import features
 from jaxrl_async.run.builders.initial_policy import check_lengths
 from jaxrl_async.run.optional_parts import (
-    AskedTeachers,
     Judges,
     NoJudges,
     NoTeachers,
+    QueriedTeachers,
     Teachers,
 )
 from jaxrl_async.scorers.answers import thinking_marks
@@ -77,9 +77,9 @@ class Scorers:
             process: index of this process.
             version: reads the newest version of the weights.
         """
-        for place, part in self.parts:
-            (folder / place).mkdir(parents=True, exist_ok=True)
-            part.begin(folder / place, process, version)
+        for name, part in self.parts:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            part.begin(folder / name, process, version)
         self.judges.begin(folder, process, version)
         if self.functions is not None:
             self.functions.version = version
@@ -105,7 +105,7 @@ def make_scorers(
     task: Task,
     outages: Outages | None = None,
     *,
-    asked: AskedTeachers | None = None,
+    queried: QueriedTeachers | None = None,
 ) -> Scorers:
     """Make the configured scorers, each with a timeout, retries and a check of its scores.
 
@@ -118,7 +118,7 @@ def make_scorers(
         faults: counts handled faults.
         task: its environment and its functions give rewards, too.
         outages: shared tracker of outages; None: one for each scorer.
-        asked: the run's teachers by name; None: no teacher is asked.
+        queried: the run's teachers by name; None: no teacher is queried.
     """
     section = config.reward
     guarded = functools.partial(guarded_scorer, config.faults, faults=faults, outages=outages)
@@ -145,7 +145,7 @@ def make_scorers(
     if judges is not None and (steps := judges.process_trial()) is not None:
         training = judges.with_process_rewards(training)
         trials.append(("reward.process", guarded(steps, retries=0)))
-    teachers = None if asked is None else asked.of_task(config, task)
+    teachers = None if queried is None else queried.of_task(config, task)
     if teachers is not None:
         training = teachers.with_teachers(training)
         trials += [(name, guarded(trial, retries=0)) for name, trial in teachers.trials()]

@@ -170,7 +170,7 @@ def make_outlets(
         samples_every=config.metrics.samples_every,
         lockstep=lockstep,
         opponents=inputs.opponents,
-        sights=lambda: learner.sights,
+        views=lambda: learner.sights,
     )
     saver = RunSaver(
         config=config,

@@ -68,14 +68,14 @@ class Replay:
         self._error: ReplayError | None = None
         self._closed = False
         self._of_sampler: dict[str, deque[int]] = {}  # indices of its future events
-        self._homes: dict[str, deque[str]] = {}  # request -> samplers that take it, in order
+        self._samplers_of: dict[str, deque[str]] = {}  # request -> samplers that take it, in order
         self._fates: dict[int, str] = {}
         self.cancelled: dict[int, Event] = {}  # groups that became too old during sampling
         for index, event in enumerate(recorded.events):
             if "sampler" in event:
                 self._of_sampler.setdefault(event["sampler"], deque()).append(index)
                 for request in event["take"]:
-                    self._homes.setdefault(request, deque()).append(event["sampler"])
+                    self._samplers_of.setdefault(request, deque()).append(event["sampler"])
             self._fates |= {event[fate]: fate for fate in ("put", "fail") if fate in event}
             if "oldest" in event:
                 self.cancelled[event["fail"]] = event
@@ -186,12 +186,12 @@ class Replay:
             self._later[name, number] = act
         self._run_later()
 
-    def home(self, request_id: str) -> int | None:
+    def sampler_of(self, request_id: str) -> int | None:
         """Return the number of the sampler that took this request, at its next occurrence; None:
         no sampler did."""
         with self._changed:
-            homes = self._homes.get(request_id)
-            number = homes.popleft().rpartition("-")[2] if homes else ""
+            names = self._samplers_of.get(request_id)
+            number = names.popleft().rpartition("-")[2] if names else ""
             return int(number) if number.isdigit() else None  # a single sampler has no number
 
     def gate(self, buffer: ReplayBuffer, *, curriculum: bool) -> "ReplayedBuffer":
@@ -257,18 +257,18 @@ class Replay:
         if self._closed:
             raise Closed("the replay is closed: the run is stopping")
 
-    def _raise_if_stuck(self, who: str) -> None:
+    def _raise_if_stuck(self, waiter: str) -> None:
         if not self._at_end and self._clock() - self._moved_at > self._stuck_s:
             self._fail(
-                f"the replay has waited for {self._stuck_s:.0f} s and cannot continue; {who} asked "
-                f"last, and the next line is {self._recorded.lines[self._next]}. Something "
+                f"the replay has waited for {self._stuck_s:.0f} s and cannot continue; {waiter} "
+                f"asked last, and the next line is {self._recorded.lines[self._next]}. Something "
                 "recorded does not happen now: check for effects of wall time, such as a time "
                 "limit, or for other versions of code and data."
             )
 
     def _fail(self, what: str, index: int | None = None) -> None:
-        place = self._recorded.place(self._next if index is None else index)
-        self._error = ReplayError(f"{place}: {what}")
+        location = self._recorded.location(self._next if index is None else index)
+        self._error = ReplayError(f"{location}: {what}")
         self._changed.notify_all()
         raise self._error
 

@@ -94,7 +94,7 @@ class Recording:
     def due(self, sampler: str, block: int, working: bool) -> None:
         """See ports.Schedule: nothing is prescribed."""
 
-    def home(self, request_id: str) -> int | None:
+    def sampler_of(self, request_id: str) -> int | None:
         """Return the number of the sampler for this request: None, any of them."""
         return None
 
@@ -171,7 +171,7 @@ class Recorded:
     events: tuple[dict[str, Any], ...]  # the parsed lines; both are without `end`
     ended: bool  # False: killed, or crashed
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Return the place of an event, for people."""
         return f"{self.path}, line {index + 2}"
 

@@ -71,7 +71,7 @@ def lines(path):
 
 def test_a_recording_lets_everything_happen_at_once_and_writes_it(tmp_path):
     recording, real, done = Recording(tmp_path / "s.jsonl", {"schedule": 1}), buffer(), []
-    assert recording.due("sampler", 3, True) is None and recording.home("g0/m0/t0") is None
+    assert recording.due("sampler", 3, True) is None and recording.sampler_of("g0/m0/t0") is None
     assert recording.gate(real, curriculum=True) is real
     recording.later("put", 0, lambda: done.append("put"))
     with recording.turn("pause"):
@@ -281,7 +281,7 @@ def test_a_request_goes_to_the_sampler_that_took_it_each_time(replay):
         took(0, ["b"], sampler="sampler-0"),
         took(4, ["e"], sampler="sampler-0"),
     )
-    assert [schedule.home(i) for i in ("e", "a", "e", "b", "e")] == [1, 1, 0, 0, None]
+    assert [schedule.sampler_of(i) for i in ("e", "a", "e", "b", "e")] == [1, 1, 0, 0, None]
 
 
 # ---- what cannot go on says so
