@@ -107,14 +107,14 @@ def copied_here(address: str, setting: str, kind: str = "model") -> Path:
     content = json.dumps([address, kind, sorted(files.items())])
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]
     parent = cache_root() / digest
-    whole = parent / _last_part(address, root)
+    target = parent / _last_part(address, root)
     if not parent.is_dir():
-        log.info("copying %s to %s", address.partition("?")[0], whole)
+        log.info("copying %s to %s", address.partition("?")[0], target)
         try:
-            _copy(system, root, files, parent, whole.name)
+            _copy(system, root, files, parent, target.name)
         except Exception as error:  # each file system has its own error types
             raise _unreachable(address, setting, error) from error
-    return whole
+    return target
 
 
 def _listed(address: str, setting: str, kind: str) -> tuple[dict[str, str], Any, str]:
@@ -127,9 +127,9 @@ def _listed(address: str, setting: str, kind: str) -> tuple[dict[str, str], Any,
         system.invalidate_cache()
         if system.isfile(root):
             return {"": _sign(system.info(root))}, system, root
-        found = system.find(root, detail=True)  # with sizes, times and checksums, if available
-        inside = {path[len(root) :].lstrip("/"): _sign(info) for path, info in found.items()}
-        files = {name: sign for name, sign in inside.items() if _is_wanted(name, kind)}
+        paths = system.find(root, detail=True)  # with sizes, times and checksums, if available
+        inside = {path[len(root) :].lstrip("/"): _sign(info) for path, info in paths.items()}
+        files = {name: sign for name, sign in inside.items() if _is_needed(name, kind)}
         if wrong := [name for name in files if ".." in name.split("/")]:
             raise ValueError(f"the name {wrong[0]!r} is outside the folder")
     except Exception as error:
@@ -156,7 +156,7 @@ def _last_part(address: str, root: str) -> str:
     return root.rpartition("/")[2]
 
 
-def _is_wanted(name: str, kind: str) -> bool:
+def _is_needed(name: str, kind: str) -> bool:
     if kind == "dataset":
         return True
     if kind == "records of a run":
@@ -190,7 +190,7 @@ def _unreachable(address: str, setting: str, error: Exception) -> ConfigError:
     """Return an error with a remedy."""
     match = ADDRESS.fullmatch(address)
     scheme = match[1] if match else ""
-    said = f"{type(error).__name__}: {in_a_line(error, 160)}"
+    reason = f"{type(error).__name__}: {in_a_line(error, 160)}"
     if isinstance(error, ImportError) and scheme in PACKAGES:
         remedy = f"Install the package for {scheme}://: pip install {PACKAGES[scheme]}"
     elif isinstance(error, ValueError) and "not known" in str(error).lower():
@@ -198,6 +198,6 @@ def _unreachable(address: str, setting: str, error: Exception) -> ConfigError:
     else:
         remedy = "Check that it exists and that this machine may read it"
     return ConfigError(
-        f"{setting} = {address!r} cannot be read ({said}). {remedy}, or copy it here and give its "
-        "path."
+        f"{setting} = {address!r} cannot be read ({reason}). {remedy}, or copy it here and give "
+        "its path."
     )

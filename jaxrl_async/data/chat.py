@@ -153,16 +153,16 @@ def _fitting(tokenizer: Tokenizer, model: Path | None) -> str | None:
             ", ".join(candidates),
         )
         return None
-    found = next(
+    name = next(
         (name for name in candidates if renderer_format.matches_template(tokenizer, name)), None
     )
-    if found is None:
+    if name is None:
         log.info(
             "using the tokenizer's own template for chat messages; none of the renderers %s "
             "matches it",
             ", ".join(candidates),
         )
-    return found
+    return name
 
 
 def _model_type(model: Path | None) -> str:

@@ -29,7 +29,7 @@ Rates = Mapping[int, float]
 """prompt_id -> pass rate: the fraction of correct answers, 0 to 1."""
 
 MAX_PASSED_OVER = 10
-"""A position that was skipped for this many pools' worth of draws is drawn next."""
+"""A position that was skipped for this many pools' worth of draws is taken next."""
 SALT = 0x6375
 """Separates the random numbers of draws from others with the same seed."""
 
@@ -134,19 +134,19 @@ class Journal(Generic[State]):
         assert self.settled.next <= next_draw <= self.now.next, "not between the two states"
         if next_draw == self.now.next:
             self.take_in()
-        drawn: list[Any] = []
+        draws: list[Any] = []
         done = 0
         for event in self.events:
             if isinstance(event, self._draws):
                 if self.settled.next == next_draw:
                     break
-                drawn.append(event)
+                draws.append(event)
             elif ended is not None and not ended(event.group):
                 break
             self._advance(self.settled, event)
             done += 1
         del self.events[:done]
-        return drawn
+        return draws
 
     def before(self, next_draw: int | None, ended: Ended | None) -> State:
         """Return the state before this draw (None: now), with what happened to the groups that have
@@ -277,17 +277,17 @@ class Curriculum:
                 )
 
     def measures(self, next_draw: int) -> dict[str, float]:
-        """Return metrics of the difficulty of all prompts, and of the prompts drawn since the last
+        """Return metrics of the difficulty of all prompts, and of the prompts taken since the last
         call.
 
         They describe the state before draw `next_draw`, or before the last call's draw if later.
         Keys as in METRICS.
         """
         with self._lock:
-            drawn = self._journal.settle(max(next_draw, self._journal.settled.next))
+            draws = self._journal.settle(max(next_draw, self._journal.settled.next))
             settled = self._journal.settled
             rates = [*settled.rates.values()]
-            known = [d.rate for d in drawn if d.rate is not None]
+            known = [d.rate for d in draws if d.rate is not None]
             oldest = min(settled.passed_over, default=settled.next)
             return {
                 "data/measured_prompts": float(len(rates)),

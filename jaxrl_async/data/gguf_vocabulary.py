@@ -78,7 +78,7 @@ SPLITS = {
 
 def tokenizer_of(file: GgufFile) -> Any:
     """Return a file's tokenizer. Raises DataError if it has none, or an unsupported one."""
-    kind = file.said.get("tokenizer.ggml.model")
+    kind = file.metadata.get("tokenizer.ggml.model")
     if not isinstance(kind, str) or kind not in BUILDERS:
         raise DataError(f"its tokenizer is {str(kind)[:40]!r}, not one of {', '.join(BUILDERS)}")
     words = _Words(file)
@@ -86,7 +86,7 @@ def tokenizer_of(file: GgufFile) -> Any:
         backend = BUILDERS[kind](file, words)
         backend.add_special_tokens([*map(_whole, words.of_type(CONTROL))])
         backend.add_tokens([*map(_whole, words.of_type(USER_DEFINED))])
-        named = {name: words.named(theirs) for name, theirs in SPECIAL.items()}
+        named = {name: words.named(key) for name, key in SPECIAL.items()}
         if _adds_bos(file) and named["bos"] is not None:
             backend.post_processor = _with_bos(named["bos"], backend)
     except DataError:
@@ -96,7 +96,7 @@ def tokenizer_of(file: GgufFile) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         clean_up_tokenization_spaces=False,
-        chat_template=file.said.get("tokenizer.chat_template"),
+        chat_template=file.metadata.get("tokenizer.chat_template"),
         **{f"{name}_token": token for name, token in named.items() if token is not None},
     )
 
@@ -105,9 +105,9 @@ class _Words:
     """The tokens of a file, by id, with their types."""
 
     def __init__(self, file: GgufFile) -> None:
-        self.texts: list[str] = file.said["tokenizer.ggml.tokens"]
-        self.types: list[int] = file.said.get("tokenizer.ggml.token_type") or [1] * len(self.texts)
-        self._said = file.said
+        self._metadata = known = file.metadata
+        self.texts: list[str] = known["tokenizer.ggml.tokens"]
+        self.types: list[int] = known.get("tokenizer.ggml.token_type") or [1] * len(self.texts)
 
     def of_type(self, kind: int) -> Iterator[str]:
         """Yield the tokens of a type."""
@@ -115,7 +115,7 @@ class _Words:
 
     def named(self, name: str) -> str | None:
         """Return the special token with this name; None: the file does not name one."""
-        number = self._said.get(f"tokenizer.ggml.{name}_token_id")
+        number = self._metadata.get(f"tokenizer.ggml.{name}_token_id")
         return self.texts[number] if type(number) is int else None
 
     def ids(self) -> dict[str, int]:
@@ -133,14 +133,14 @@ def _whole(text: str) -> AddedToken:
 
 def _byte_level(file: GgufFile, words: _Words) -> Backend:
     """Return a byte-level BPE tokenizer. Raises DataError for an unknown pre-tokenizer."""
-    name = file.said.get("tokenizer.ggml.pre", "default")
+    name = file.metadata.get("tokenizer.ggml.pre", "default")
     if name not in SPLITS:
         raise DataError(
             f"its pre-tokenizer is {str(name)[:40]!r}; supported are {', '.join(SPLITS)}"
         )
     split: Split = SPLITS[name]
     ids = words.ids()
-    merges = [_merge(merge, ids) for merge in file.said["tokenizer.ggml.merges"]]
+    merges = [_merge(merge, ids) for merge in file.metadata["tokenizer.ggml.merges"]]
     backend = Backend(models.BPE(ids, merges, ignore_merges=split.whole_first))
     steps: list[Any] = [pre_tokenizers.Digits(True)] if split.single_digits else []
     if split.pattern is not None:
@@ -169,7 +169,7 @@ def _sentence_piece(file: GgufFile, words: _Words) -> Backend:
     """Return a SentencePiece BPE tokenizer."""
     texts = [_spelt(text) for text in words.texts]
     ids = {_spelt(text): number for text, number in words.ids().items()}
-    scores: list[float] = file.said["tokenizer.ggml.scores"]
+    scores: list[float] = file.metadata["tokenizer.ggml.scores"]
     if file.architecture.startswith("gemma"):  # its scores are not in merge order
         scores = [-float(number) for number in range(len(texts))]
     plain = {t: s for t, s, kind in zip(texts, scores, words.types, strict=True) if kind == 1}
@@ -182,7 +182,7 @@ def _sentence_piece(file: GgufFile, words: _Words) -> Backend:
             byte_fallback=BYTE in words.types,
         )
     )
-    prefixed = bool(file.said.get("tokenizer.ggml.add_space_prefix", True))
+    prefixed = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
     first: list[Any] = [normalizers.Prepend(SPACE)] if prefixed else []
     backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", SPACE)])
     last = [decoders.Strip(" ", 1, 0)] if prefixed else []
@@ -204,20 +204,20 @@ def merges_of(scores: Mapping[str, float], ids: Mapping[str, int]) -> list[tuple
         scores: of the tokens formed by merges.
         ids: the ids of all tokens.
     """
-    found = [
+    merges = [
         (-score, ids[left], ids[right], left, right)
         for text, score in scores.items()
         for left, right in ((text[:i], text[i:]) for i in range(1, len(text)))
         if left in scores and right in scores
     ]
-    return [(left, right) for *_, left, right in sorted(found)]
+    return [(left, right) for *_, left, right in sorted(merges)]
 
 
 def _adds_bos(file: GgufFile) -> bool:
     """Return True if texts begin with bos, by the file or else by llama.cpp's default."""
-    split = SPLITS.get(file.said.get("tokenizer.ggml.pre", "default"), Split())
-    usual = file.said["tokenizer.ggml.model"] == "llama" or split.whole_first
-    return bool(file.said.get("tokenizer.ggml.add_bos_token", usual))
+    split = SPLITS.get(file.metadata.get("tokenizer.ggml.pre", "default"), Split())
+    usual = file.metadata["tokenizer.ggml.model"] == "llama" or split.whole_first
+    return bool(file.metadata.get("tokenizer.ggml.add_bos_token", usual))
 
 
 def _with_bos(bos: str, backend: Backend) -> Any:

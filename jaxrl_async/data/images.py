@@ -102,16 +102,16 @@ class ImageStore:
     def named(self, token_ids: IntArray, images: Sequence[int]) -> IntArray:
         """Return an encoded text with its soft tokens replaced by the ids of its images, in order.
         Raises DataError if the numbers of tokens do not match."""
-        places, form = np.flatnonzero(token_ids == self.form.soft), self.form
-        if len(places) != len(images) * form.tokens:
+        positions, form = np.flatnonzero(token_ids == self.form.soft), self.form
+        if len(positions) != len(images) * form.tokens:
             raise DataError(
-                f"a prompt with {len(images)} images has {len(places)} image tokens, not "
+                f"a prompt with {len(images)} images has {len(positions)} image tokens, not "
                 f"{len(images) * form.tokens}: the chat template must write {form.mark!r} once for "
                 "each, and no text may contain it or the soft token."
             )
         named = token_ids.copy()
         first = form.vocab + np.asarray(images, np.int32) * form.tokens
-        named[places] = (first[:, None] + np.arange(form.tokens)).reshape(-1)
+        named[positions] = (first[:, None] + np.arange(form.tokens)).reshape(-1)
         return named
 
     def plain(self, token_ids: IntArray) -> IntArray:
@@ -120,28 +120,28 @@ class ImageStore:
 
     def begins(self, token_ids: IntArray) -> IntArray:
         """Return the start of each token's image in a sequence, or NO_IMAGE, [length] int32."""
-        place = (token_ids - self.form.vocab) % self.form.tokens
-        begins = np.arange(len(token_ids)) - place
+        offset = (token_ids - self.form.vocab) % self.form.tokens
+        begins = np.arange(len(token_ids)) - offset
         return np.where(token_ids < self.form.vocab, NO_IMAGE, begins).astype(np.int32)
 
     def whole(self, token_ids: IntArray, end: int) -> int:
         """Return `end`, or the end of the image that it would cut."""
         if end >= len(token_ids) or token_ids[end] < self.form.vocab:
             return end
-        place = (int(token_ids[end]) - self.form.vocab) % self.form.tokens
-        return end if place == 0 else end + self.form.tokens - place
+        offset = (int(token_ids[end]) - self.form.vocab) % self.form.tokens
+        return end if offset == 0 else end + self.form.tokens - offset
 
     def embeddings(self, token_ids: IntArray) -> FloatArray:
         """Return the embeddings [length, width] float32 of image tokens; 0 for others."""
-        found = np.zeros((len(token_ids), self.form.width), np.float32)
-        places = np.flatnonzero(token_ids >= self.form.vocab)
-        if len(places):
-            number, place = divmod(token_ids[places] - self.form.vocab, self.form.tokens)
+        rows = np.zeros((len(token_ids), self.form.width), np.float32)
+        positions = np.flatnonzero(token_ids >= self.form.vocab)
+        if len(positions):
+            number, offset = divmod(token_ids[positions] - self.form.vocab, self.form.tokens)
             here = [int(i) for i in np.unique(number)]
             self._embed(here)
             for i in here:
-                found[places[number == i]] = self._embedded[i][place[number == i]]
-        return found
+                rows[positions[number == i]] = self._embedded[i][offset[number == i]]
+        return rows
 
     def has_any(self, token_ids: IntArray) -> bool:
         """Return True if a sequence contains an image."""
@@ -163,17 +163,17 @@ class ImageStore:
                 self.release()
 
 
-def taken_images(asked: object, store: ImageStore | None) -> tuple[Any, list[int]]:
+def taken_images(messages: object, store: ImageStore | None) -> tuple[Any, list[int]]:
     """Return messages with the store's mark instead of each image, and the images' numbers. Raises
     DataError with the message's number for an image that cannot be read.
 
     As in Gemma 3's chat template, texts next to images are stripped of white space. Without a store
     the messages are returned unchanged.
     """
-    if store is None or not isinstance(asked, Sequence) or isinstance(asked, str):
-        return asked, []
+    if store is None or not isinstance(messages, Sequence) or isinstance(messages, str):
+        return messages, []
     images: list[int] = []
-    return [_taken(m, f"message {i}", store, images) for i, m in enumerate(asked)], images
+    return [_taken(m, f"message {i}", store, images) for i, m in enumerate(messages)], images
 
 
 def _taken(message: Any, where: str, store: ImageStore, images: list[int]) -> Any:
@@ -205,10 +205,10 @@ def _is_image(part: object) -> bool:
 def _image_of(part: Mapping[str, object]) -> Any:
     """Return the image reference of a content part, in OpenAI's or transformers' form."""
     names = ("image", "image_url", "url", "path")
-    given = next((part[k] for k in names if part.get(k) is not None), None)
-    if given is None and isinstance(part.get("base64"), str):
+    image = next((part[k] for k in names if part.get(k) is not None), None)
+    if image is None and isinstance(part.get("base64"), str):
         return f"data:image;base64,{part['base64']}"
-    return given.get("url") if isinstance(given, Mapping) and "url" in given else given
+    return image.get("url") if isinstance(image, Mapping) and "url" in image else image
 
 
 def file_of(image: object, where: str) -> bytes:

@@ -50,19 +50,19 @@ class MixState:
     """The state that determines a mix's next choice."""
 
     credits: dict[str, float]
-    drawn: dict[str, int]  # groups that were started, by task
+    started: dict[str, int]  # groups that were started, by task
     dropped: dict[str, int]  # how many of these were dropped, by task
     rewards: dict[str, tuple[float, ...]] = field(default_factory=dict)  # of the last groups
 
     @property
     def next(self) -> int:
         """Number of the next draw."""
-        return sum(self.drawn.values())
+        return sum(self.started.values())
 
     def copy(self) -> "MixState":
         """Return another state with the same values."""
         return MixState(
-            dict(self.credits), dict(self.drawn), dict(self.dropped), dict(self.rewards)
+            dict(self.credits), dict(self.started), dict(self.dropped), dict(self.rewards)
         )
 
 
@@ -182,27 +182,27 @@ class MixedPrompts:
         with self._lock:
             state = self._journal.settled
             self._journal.settle(max(next_draw, state.next))
-            kept = {name: state.drawn[name] - state.dropped[name] for name in self._tasks}
-            total, running = max(sum(kept.values()), 1), Counter(self._running.values())
-            found: dict[str, float] = {}
+            counted = {name: state.started[name] - state.dropped[name] for name in self._tasks}
+            total, running = max(sum(counted.values()), 1), Counter(self._running.values())
+            metrics: dict[str, float] = {}
             for name in self._tasks:
-                found |= {
-                    f"task/{name}/share": kept[name] / total,
+                metrics |= {
+                    f"task/{name}/share": counted[name] / total,
                     f"task/{name}/behind": state.credits[name],
                     f"task/{name}/in_flight": float(running[name]),
                     f"task/{name}/resting": float(self.rests(name)),
                 }
             for (name, reason), count in self._drops.items():
-                found[f"task/{name}/dropped_{reason}"] = float(count)
+                metrics[f"task/{name}/dropped_{reason}"] = float(count)
             self._drops.clear()
             if self._choose is not None:
-                found["task/overruled"] = float(self._overruled)
+                metrics["task/overruled"] = float(self._overruled)
                 self._overruled = 0
-            drawn = dict(state.drawn)
+            started = dict(state.started)
         for name, stream in self._streams.items():
-            for key, value in stream.measures(drawn[name]).items():
-                found[f"task/{name}/{key.removeprefix('data/')}"] = value
-        return found
+            for key, value in stream.measures(started[name]).items():
+                metrics[f"task/{name}/{key.removeprefix('data/')}"] = value
+        return metrics
 
     def state(self, next_draw: int | None = None, ended: Ended | None = None) -> dict[str, Any]:
         """Return the state before this draw (None: now), as JSON. Successive calls must not go
@@ -219,10 +219,10 @@ class MixedPrompts:
             "tasks": {
                 name: {
                     "credit": state.credits[name],
-                    "drawn": state.drawn[name],
+                    "drawn": state.started[name],
                     "dropped": state.dropped[name],
                     "rewards": list(state.rewards[name]),
-                    "stream": stream.state(state.drawn[name], ended),
+                    "stream": stream.state(state.started[name], ended),
                 }
                 for name, stream in self._streams.items()
             },
@@ -240,9 +240,9 @@ class MixedPrompts:
                 "(tasks). Resume with the same task, or choose another run.name; "
                 "model.path=.../policy starts from a finished run's weights."
             )
-        if gone := [name for name in saved if name not in self._tasks]:
+        if missing := [name for name in saved if name not in self._tasks]:
             raise DataError(
-                f"the checkpoint has groups of the task {gone[0]!r}, which tasks does not have "
+                f"the checkpoint has groups of the task {missing[0]!r}, which tasks does not have "
                 f"now (it has: {', '.join(self._tasks)}). Keep the names of tasks; weight: 0 "
                 "starts no further group of one."
             )
@@ -252,7 +252,7 @@ class MixedPrompts:
                 with naming(f"tasks.{name}"):
                     self._streams[name].restore(dict(own["stream"]))
                 now.credits[name] = float(own["credit"])
-                now.drawn[name] = int(own["drawn"])
+                now.started[name] = int(own["drawn"])
                 now.dropped[name] = int(own["dropped"])
                 now.rewards[name] = tuple(map(float, own["rewards"]))
             self._journal.restart(now)
@@ -285,7 +285,7 @@ class MixedPrompts:
         able, weights = self._able(), self._weights
         assert any(weights[name] for name in able), "may_begin was asked"
         if self._choose is not None:
-            chosen = self._asked(able)
+            chosen = self._ask_user(able)
             if isinstance(chosen, str) and chosen in able:
                 return weights, chosen
             if isinstance(chosen, dict) and any(chosen[name] for name in able):
@@ -294,35 +294,35 @@ class MixedPrompts:
                 self._overruled += 1
         return weights, due(accrued(self._journal.now.credits, weights, self._most), weights, able)
 
-    def _asked(self, able: tuple[str, ...]) -> str | dict[str, float]:
+    def _ask_user(self, able: tuple[str, ...]) -> str | dict[str, float]:
         """Ask the user's function. Raises RolloutError."""
         assert self._choose is not None
         state = self._journal.now
         view = MixView(
             draw=state.next,
             weights=dict(self._weights),
-            counts={name: state.drawn[name] - state.dropped[name] for name in self._tasks},
+            counts={name: state.started[name] - state.dropped[name] for name in self._tasks},
             rewards=dict(state.rewards),
             available=able,
         )
         try:
-            given: Any = self._choose(view)
+            answer: Any = self._choose(view)
         except Exception as error:
             raise RolloutError(
                 f"the function of `mixing` raised {type(error).__name__}: {error}. Correct it."
             ) from error
-        if isinstance(given, str) and given in self._tasks:
-            return given
-        numbers = given.values() if isinstance(given, Mapping) else ()
+        if isinstance(answer, str) and answer in self._tasks:
+            return answer
+        numbers = answer.values() if isinstance(answer, Mapping) else ()
         if (
-            isinstance(given, Mapping)
-            and {*given} <= {*self._tasks}
+            isinstance(answer, Mapping)
+            and {*answer} <= {*self._tasks}
             and all(isinstance(w, int | float) and 0 <= w < math.inf for w in numbers)
             and any(numbers)
         ):
-            return {name: float(given.get(name, 0.0)) for name in self._tasks}
+            return {name: float(answer.get(name, 0.0)) for name in self._tasks}
         raise RolloutError(
-            f"the function of `mixing` returned {given!r:.80}. It must return the name of a task "
+            f"the function of `mixing` returned {answer!r:.80}. It must return the name of a task "
             f"({', '.join(self._tasks)}), or a mapping from names to weights, not negative and not "
             "all 0."
         )
@@ -333,7 +333,7 @@ class MixedPrompts:
         if isinstance(event, ChosenTask):
             gained = accrued(state.credits, event.weights, self._most)
             state.credits = spent(gained, name)
-            state.drawn[name] += 1
+            state.started[name] += 1
         elif isinstance(event, DroppedGroup):
             state.dropped[name] += 1
             if self._weights[name] > 0:

@@ -89,9 +89,9 @@ def read_preferences(
 
 
 def _pair_of(fields: Mapping[str, object], reader: RecordReader, max_tokens: int) -> PreferencePair:
-    asked, chosen, rejected = _parts(fields)
+    prompt, chosen, rejected = _parts(fields)
     answers = [answer for answer in (chosen, rejected) if answer is not None]
-    prompt_ids, answer_ids = reader.pair_ids(asked, answers, reader.tools_of(fields))
+    prompt_ids, answer_ids = reader.pair_ids(prompt, answers, reader.tools_of(fields))
     ids, none = iter(answer_ids), np.zeros(0, np.int32)
     pair = PreferencePair(
         prompt_ids=prompt_ids,
@@ -114,7 +114,7 @@ Answer = str | Message
 
 def _parts(fields: Mapping[str, object]) -> tuple[Any, Answer | None, Answer | None]:
     """Return prompt, chosen and rejected answer, one of them None in a judged record."""
-    asked = as_messages(fields.get(Field.PROMPT))
+    prompt = as_messages(fields.get(Field.PROMPT))
     if _is_judged(fields):
         label, (before, answer) = fields[Field.LABEL], _answer(fields, Field.COMPLETION)
         if label not in (0, 1):  # including False, True, 0.0 and 1.0
@@ -127,18 +127,18 @@ def _parts(fields: Mapping[str, object]) -> tuple[Any, Answer | None, Answer | N
         if before != other:
             raise BadRecord(Bad.MESSAGES, "chosen and rejected begin with different messages")
     if before:
-        if not _is_in(asked, before):
+        if not _is_in(prompt, before):
             raise BadRecord(
                 Bad.MESSAGES,
                 "an answer is not a single assistant message, and its conversation does not "
                 "begin with `prompt`",
             )
         return list(before), chosen, rejected
-    if not is_conversation(asked):
-        asked = field_text(asked)
-    if asked is None:
+    if not is_conversation(prompt):
+        prompt = field_text(prompt)
+    if prompt is None:
         raise BadRecord(Bad.FIELD, lacking(fields, [Field.PROMPT]))
-    return asked, chosen, rejected
+    return prompt, chosen, rejected
 
 
 def _is_judged(fields: Mapping[str, object]) -> bool:
@@ -148,19 +148,19 @@ def _is_judged(fields: Mapping[str, object]) -> bool:
     return half or (Field.LABEL in fields and not is_pair)
 
 
-def _is_in(asked: object, before: Sequence[Message]) -> bool:
+def _is_in(prompt: object, before: Sequence[Message]) -> bool:
     """Return True if a prompt is contained in the messages before an answer: it is missing, the
     text of one of the user messages, or a prefix of the messages."""
-    if asked is None:
+    if prompt is None:
         return True
-    if is_conversation(asked):
+    if is_conversation(prompt):
         try:
-            messages = checked_messages(asked) if asked else ()
+            messages = checked_messages(prompt) if prompt else ()
         except DataError as error:
             raise BadRecord(Bad.MESSAGES, f"prompt: {error}") from None
         return tuple(before[: len(messages)]) == messages
-    said = [m["content"].strip() for m in before if m["role"] == "user"]
-    return (field_text(asked) or "").strip() in said
+    questions = [m["content"].strip() for m in before if m["role"] == "user"]
+    return (field_text(prompt) or "").strip() in questions
 
 
 def _answer(fields: Mapping[str, object], name: Field) -> tuple[tuple[Message, ...], Answer]:

@@ -77,14 +77,14 @@ class PromptStream:
         if not 0 <= process_index < process_count:
             raise DataError(f"process {process_index} is not one of {process_count}.")
         self._dataset = shuffled(source, seed, process_index, process_count)
-        found = survey(source, check)
-        self.references = found.references
+        surveyed = survey(source, check)
+        self.references = surveyed.references
         """The reference answers of the surveyed records, see survey.looked_at."""
         self._first, self._stride = process_index, process_count
         self._identity = {
             "seed": seed,
             "num_records": len(source),
-            "records_digest": found.digest,
+            "records_digest": surveyed.digest,
             "process_index": process_index,
             "process_count": process_count,
         }

@@ -102,7 +102,7 @@ class BadRecord(DataError):
 class Row:
     """One record of a file, as read."""
 
-    place: str  # such as "line 3"
+    location: str  # such as "line 3"
     fields: Mapping[str, Any] | BadRecord  # plain values by column, or the error
     mark: int = 0  # hash of the read content
 
@@ -135,17 +135,17 @@ def parse_rows(
     copies = 0
     for row in rows_of_file(path):
         if isinstance(row.fields, BadRecord):
-            bad.add(row.place, row.fields)
+            bad.add(row.location, row.fields)
             continue
         try:
             records.append(parse(row.fields))
         except BadRecord as error:
-            bad.add(row.place, error)
+            bad.add(row.location, error)
             continue
         copies += row.mark in seen
         seen.add(row.mark)
     if copies:
-        _tell_of_copies(str(path), copies, len(records))
+        _warn_of_copies(str(path), copies, len(records))
     bad.judge(len(records), max_bad_share, fields)
     return records
 
@@ -159,20 +159,20 @@ def rows_of_file(path: str | Path) -> Iterator[Row]:
     At most one line of MAX_LINE_BYTES, or ROWS_AT_ONCE rows, are in memory. Raises DataError, and
     MissingExtraError if pyarrow is needed and not installed.
     """
-    place = Path(path)
+    source = Path(path)
     if (named := hub_records(str(path))) is not None:
         left_out: set[str] = set()
         for number, columns in enumerate(hub_rows(named), start=1):
-            yield _table_row(place, number, columns, left_out)
+            yield _table_row(source, number, columns, left_out)
     elif os.path.isdir(path):  # also works for names that are too long to exist
-        yield from _tables(place, *_files_of_folder(place))
-    elif place.suffix.lower() == ".parquet" or _first_bytes(place).startswith(PARQUET):
-        yield from _tables(place, _parquet_batches, [place])
+        yield from _tables(source, *_files_of_folder(source))
+    elif source.suffix.lower() == ".parquet" or _first_bytes(source).startswith(PARQUET):
+        yield from _tables(source, _parquet_batches, [source])
     else:
-        _check_kind(place)
+        _check_kind(source)
         for number, line in _lines(path):
             fields = line if isinstance(line, BadRecord) else _checked_object(line)
-            yield Row(place=f"line {number}", fields=fields, mark=hash(line))
+            yield Row(location=f"line {number}", fields=fields, mark=hash(line))
 
 
 def _check_kind(path: Path) -> None:
@@ -185,8 +185,8 @@ def _check_kind(path: Path) -> None:
             "lines (DataFrame.to_json(FILE, orient='records', lines=True))."
         )
     begins = _unpacked_beginning(path)
-    if found := next((what for mark, what in OTHER_FILES.items() if begins.startswith(mark)), None):
-        raise DataError(f"{path}: it is {found}.")
+    if kind := next((what for mark, what in OTHER_FILES.items() if begins.startswith(mark)), None):
+        raise DataError(f"{path}: it is {kind}.")
     text = begins.removeprefix(BYTE_ORDER_MARK).lstrip()
     if suffix == ".json" and text.startswith(b"["):
         raise DataError(
@@ -201,7 +201,7 @@ def _check_kind(path: Path) -> None:
 
 
 @cache
-def _tell_of_copies(path: str, copies: int, records: int) -> None:
+def _warn_of_copies(path: str, copies: int, records: int) -> None:
     """Log this once, even though a file is read for each of its splits."""
     log.warning("%s: %d of %d records are duplicates of earlier ones", path, copies, records)
 
@@ -317,7 +317,7 @@ Batches = Callable[[Path], Iterator[Any]]
 """Reads a file's record batches with pyarrow."""
 
 
-def _tables(place: Path, batches: Batches, files: list[Path]) -> Iterator[Row]:
+def _tables(source: Path, batches: Batches, files: list[Path]) -> Iterator[Row]:
     """Yield the rows of several files, numbered from 1 across all files."""
     number, left_out = 0, set[str]()
     try:
@@ -327,15 +327,15 @@ def _tables(place: Path, batches: Batches, files: list[Path]) -> Iterator[Row]:
                 for column in batch.schema:
                     if (holds := _unheld(column.type)) and column.name not in left_out:
                         left_out.add(column.name)
-                        _tell_of_column(str(place), column.name, holds)
+                        _warn_of_column(str(source), column.name, holds)
                 for fields in batch.to_pylist():
                     number += 1
-                    yield _table_row(place, number, fields, left_out)
+                    yield _table_row(source, number, fields, left_out)
     except (DataError, MissingExtraError):
         raise
     except Exception as error:  # errors of pyarrow, and of to_pylist
         raise DataError(
-            f"{place}: cannot be read: {type(error).__name__}: {str(error)[:200]}. Write it again."
+            f"{source}: cannot be read: {type(error).__name__}: {str(error)[:200]}. Write it again."
         ) from error
 
 
@@ -349,12 +349,12 @@ def _check_names(file: Path, names: Sequence[str]) -> None:
 
 
 @cache
-def _tell_of_column(place: str, name: str, holds: str) -> None:
+def _warn_of_column(source: str, name: str, holds: str) -> None:
     """Log this once, even though a file is read for each of its splits."""
     log.warning(
         "%s: the column %r is dropped: it holds %s, which is not supported. Write it as text or "
         "numbers if it is needed.",
-        place,
+        source,
         name,
         holds,
     )
@@ -375,7 +375,7 @@ UNHELD: Mapping[str, str] = {"binary": "a bytes", "duration": "a timedelta"}
 def _table_row(table: Path, number: int, fields: Mapping[str, object], left_out: set[str]) -> Row:
     """Return a row of a table without columns of unsupported types. left_out: names of the dropped
     columns; updated in place."""
-    place, plain = f"row {number}", dict[str, Any]()
+    location, plain = f"row {number}", dict[str, Any]()
     for name, value in fields.items():
         if name in left_out:
             continue
@@ -383,10 +383,10 @@ def _table_row(table: Path, number: int, fields: Mapping[str, object], left_out:
             plain[name] = without_filled(_plain(value, MAX_DEPTH))
         except _NotPlain as error:
             left_out.add(name)
-            _tell_of_column(str(table), name, str(error))
+            _warn_of_column(str(table), name, str(error))
         except BadRecord as error:
-            return Row(place=place, fields=error)
-    return Row(place=place, fields=plain, mark=hash(repr(plain)))
+            return Row(location=location, fields=error)
+    return Row(location=location, fields=plain, mark=hash(repr(plain)))
 
 
 def _files_of_folder(folder: Path) -> tuple[Batches, list[Path]]:
@@ -471,12 +471,12 @@ class _BadRecords:
         self._kinds: Counter[Bad] = Counter()
         self._first: list[str] = []
 
-    def add(self, place: str, reason: BadRecord) -> None:
+    def add(self, location: str, reason: BadRecord) -> None:
         """Count a skipped record."""
         self._kinds[reason.kind] += 1
         if len(self._first) < LOGGED_RECORDS:
-            self._first.append(f"{place}: {reason}")
-            log.warning("%s, %s: skipped: %s", self._path, place, reason)
+            self._first.append(f"{location}: {reason}")
+            log.warning("%s, %s: skipped: %s", self._path, location, reason)
 
     def judge(self, good: int, max_bad_share: float, fields: str) -> None:
         """Log the counts; raise DataError if too many are bad or none is good."""

@@ -180,8 +180,8 @@ class RecordReader:
         self._data, self._tokenizer = data, tokenizer
         self._taught, self._graded = taught, graded
         has_chat = formats.has_chat_format(tokenizer, data.chat_format)
-        self._asks_in_chat = section.template is None and has_chat
-        if data.system_prompt is not None and not self._asks_in_chat:
+        self._uses_chat = section.template is None and has_chat
+        if data.system_prompt is not None and not self._uses_chat:
             raise ConfigError(
                 "data.system_prompt needs a chat template. Set data.chat_format to a FILE.jinja, "
                 "remove data.jsonl.template, or write the prompt into data.jsonl.template."
@@ -194,54 +194,54 @@ class RecordReader:
     def record(self, fields: Mapping[str, object]) -> Record:
         """Convert columns to a record. Raises BadRecord, and ConfigError if the required chat
         format is not available."""
-        asked = self._prompt_of(fields)
-        if isinstance(asked, str) and not self._asks_in_chat:
+        prompt = self._prompt_of(fields)
+        if isinstance(prompt, str) and not self._uses_chat:
             self._check_no_tools(fields)
             answer, reference = self._answer_of(fields, None)
             template = self._data.record_fields.template
             with refused_as(Bad.TOO_LONG):
-                token_ids = self._tokenizer.encode_prompt(asked, template)
+                token_ids = self._tokenizer.encode_prompt(prompt, template)
             return Record(
                 token_ids=self._fitting(token_ids),
-                text=asked,
+                text=prompt,
                 reference=reference,
                 answer=answer,
                 template=template,
                 columns=fields,
             )
         try:
-            asked, images = taken_images(asked, self._tokenizer.images)
+            prompt, images = taken_images(prompt, self._tokenizer.images)
         except DataError as error:
             raise BadRecord(Bad.MESSAGES, str(error)) from None
-        messages = self._conversation(asked)
+        messages = self._conversation(prompt)
         reply = messages[-1] if messages[-1]["role"] == "assistant" else None
-        asked = messages if reply is None else messages[:-1]
-        return self._chat_record(fields, asked, reply, images)
+        prompt = messages if reply is None else messages[:-1]
+        return self._chat_record(fields, prompt, reply, images)
 
     def pair_ids(
         self,
-        asked: object,
+        prompt: object,
         replies: Sequence[str | Message],
         tools: Sequence[Mapping[str, object]] = (),
     ) -> tuple[IntArray, list[IntArray]]:
         """Return the tokens of a prompt and of each answer to it, including the end token.
 
-        asked: text or messages. tools: shown with the prompt. Raises BadRecord.
+        prompt: text or messages. tools: shown with the prompt. Raises BadRecord.
         """
-        texts = all(isinstance(each, str) for each in (asked, *replies))
-        if texts and isinstance(asked, str) and not self._asks_in_chat and not tools:
+        texts = all(isinstance(each, str) for each in (prompt, *replies))
+        if texts and isinstance(prompt, str) and not self._uses_chat and not tools:
             encode, template = self._tokenizer.encode_answer, self._data.record_fields.template
             with refused_as(Bad.TOO_LONG):
-                token_ids = self._fitting(self._tokenizer.encode_prompt(asked, template))
+                token_ids = self._fitting(self._tokenizer.encode_prompt(prompt, template))
             with refused_as(Bad.PAIR_TOO_LONG):
-                return token_ids, [encode(asked, str(reply), template) for reply in replies]
-        messages = self._conversation(asked)
-        said = [{"role": "assistant", "content": r} if isinstance(r, str) else r for r in replies]
+                return token_ids, [encode(prompt, str(reply), template) for reply in replies]
+        messages = self._conversation(prompt)
+        turns = [{"role": "assistant", "content": r} if isinstance(r, str) else r for r in replies]
         try:
             with refused_as(Bad.TOO_LONG):
                 token_ids = self._fitting(self._opening(messages, tools))
             with refused_as(Bad.PAIR_TOO_LONG):
-                return token_ids, [self._chat.answer(messages, reply) for reply in said]
+                return token_ids, [self._chat.answer(messages, reply) for reply in turns]
         except BadRecord:
             raise
         except DataError as error:
@@ -292,11 +292,11 @@ class RecordReader:
             raise BadRecord(Bad.TOOLS, "the chat format omits them")
         return opening
 
-    def _conversation(self, asked: object) -> tuple[Message, ...]:
-        if isinstance(asked, str):
-            asked = [{"role": "user", "content": asked}]
+    def _conversation(self, prompt: object) -> tuple[Message, ...]:
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
         try:
-            messages = checked_messages(asked)
+            messages = checked_messages(prompt)
         except DataError as error:
             raise BadRecord(Bad.MESSAGES, str(error)) from None
         if messages[-1]["role"] == "assistant" and len(messages) == 1:
@@ -319,9 +319,9 @@ class RecordReader:
                 token_ids = self._tokenizer.images.named(token_ids, images)
             token_ids = self._fitting(token_ids)
             if self._taught:
-                said = reply or {"role": "assistant", "content": answer}
+                shown = reply or {"role": "assistant", "content": answer}
                 with refused_as(Bad.PAIR_TOO_LONG):
-                    answer_ids = chat.answer(messages, said)
+                    answer_ids = chat.answer(messages, shown)
         except BadRecord:
             raise
         except DataError as error:
@@ -342,10 +342,10 @@ class RecordReader:
         """Return the whole answer, None if it is not text, and the reference for the reward."""
         section = self._data.record_fields
         name = section.answer_field
-        said = "" if reply is None else reply["content"]
-        value = said if name is None else fields.get(name)
+        text = "" if reply is None else reply["content"]
+        value = text if name is None else fields.get(name)
         if value is None and reply is not None:
-            value = said
+            value = text
         answer = field_text(value)
         reference = reference_of(value, answer, section.answer_mark)
         if reference is None or (self._taught and answer is None):

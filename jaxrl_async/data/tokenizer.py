@@ -188,8 +188,8 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         """Return the id of the token with this text; None: there is no such token."""
-        found = self.hf.backend_tokenizer.token_to_id(token)
-        return None if found is None else int(found)
+        token_id = self.hf.backend_tokenizer.token_to_id(token)
+        return None if token_id is None else int(token_id)
 
     @property
     def added_tokens(self) -> dict[int, tuple[str, bool]]:
@@ -204,7 +204,7 @@ class Tokenizer:
 
     def decode_all(self, token_ids: IntArray | Sequence[int]) -> str:
         """Decode ids with their special tokens."""
-        return self._whole_text(np.asarray(token_ids, np.int32))
+        return self._decode_all(np.asarray(token_ids, np.int32))
 
     @property
     def has_chat_template(self) -> bool:
@@ -277,8 +277,8 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to a text, also for a part of a character. A special
         token gives the bytes of its text; an id without a token gives no bytes."""
-        found = self._bytes_of(token_id)
-        return self.token_text(token_id).encode() if found is None else found
+        piece = self._bytes_of(token_id)
+        return self.token_text(token_id).encode() if piece is None else piece
 
     @cached_property
     def bytes_in_text(self) -> Callable[[int], bytes] | None:
@@ -286,8 +286,8 @@ class Tokenizer:
         tokenizer is not byte-level, so texts are not just the bytes of their tokens."""
         if not joins_bytes(self.hf.backend_tokenizer):
             return None
-        silent = {*self.special_tokens, *self.eos_ids}
-        return lambda token_id: b"" if token_id in silent else self.token_bytes(token_id)
+        unwritten = {*self.special_tokens, *self.eos_ids}
+        return lambda token_id: b"" if token_id in unwritten else self.token_bytes(token_id)
 
     @property
     def writes_bytes(self) -> bool:
@@ -320,7 +320,7 @@ class Tokenizer:
         before, joined = (self._open_end(t, special) for t in (shown, shown + answer))
         if np.array_equal(joined[: len(before)], before):
             return joined[len(before) :]
-        return self._behind(before, joined, answer)
+        return self._encode_after_ids(before, joined, answer)
 
     def _open_end(self, text: str, special: bool) -> IntArray:
         """Encode a text that will be continued, without an end token after it."""
@@ -328,11 +328,11 @@ class Tokenizer:
         bare = self._encode(text[-1:], special=special)
         return ids[:-1] if len(bare) > 1 and bare[-1] in self.eos_ids else ids
 
-    def _behind(self, before: IntArray, joined: IntArray, answer: str) -> IntArray:
+    def _encode_after_ids(self, before: IntArray, joined: IntArray, answer: str) -> IntArray:
         """Encode the answer such that it decodes to the text of `joined` after `before`."""
-        wanted = self._whole_text(joined)
-        for ids in self._ways(answer):
-            if self._whole_text(np.concatenate([before, ids])) == wanted:
+        text = self._decode_all(joined)
+        for ids in self._encodings(answer):
+            if self._decode_all(np.concatenate([before, ids])) == text:
                 return ids
         with self._lock:
             self.num_inexact += 1
@@ -342,22 +342,22 @@ class Tokenizer:
                 "%d answers so far have no tokens that reproduce the joined text of prompt and "
                 "answer, which ends %s; they are encoded alone",
                 count,
-                _cut(wanted[-40:]),
+                _cut(text[-40:]),
             )
         return self.encode(answer)
 
-    def _ways(self, answer: str) -> Iterator[IntArray]:
+    def _encodings(self, answer: str) -> Iterator[IntArray]:
         """Yield ids of a text alone, then within other texts.
 
         Alone, a tokenizer may add a space or a start mark before it, as SentencePiece does.
         """
         yield self.encode(answer)
         for anchor in ANCHORS:
-            head, whole = self.encode(anchor), self.encode(anchor + answer)
-            if np.array_equal(whole[: len(head)], head):
-                yield whole[len(head) :]
+            head, full = self.encode(anchor), self.encode(anchor + answer)
+            if np.array_equal(full[: len(head)], head):
+                yield full[len(head) :]
 
-    def _whole_text(self, token_ids: IntArray) -> str:
+    def _decode_all(self, token_ids: IntArray) -> str:
         """Decode ids, including special tokens; image tokens as soft tokens."""
         if self.images is not None:
             token_ids = self.images.plain(token_ids)
@@ -368,10 +368,10 @@ class Tokenizer:
     def most_chars(self, max_tokens: int) -> int:
         """Return the maximum number of characters of a text with at most `max_tokens` tokens. See
         token_bytes."""
-        found = self._chars_per_token
-        if found is not None and self.images is not None:
-            found = max(found, len(self.images.form.mark))
-        return most_chars(found, max_tokens)
+        per_token = self._chars_per_token
+        if per_token is not None and self.images is not None:
+            per_token = max(per_token, len(self.images.form.mark))
+        return most_chars(per_token, max_tokens)
 
     def cannot_fit(self, text: str) -> bool:
         """Return True if a text is refused for its length; see `encode`."""
@@ -515,8 +515,8 @@ def _eos_of(file: Path) -> list[int]:
     if not file.is_file():
         return []
     try:
-        said = json.loads(file.read_text("utf-8"))
-        outer, inner = said.get("eos_token_id"), said.get("text_config") or {}
+        content = json.loads(file.read_text("utf-8"))
+        outer, inner = content.get("eos_token_id"), content.get("text_config") or {}
         eos = inner.get("eos_token_id") if outer in (None, -1, [-1], []) else outer
     except (ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{file}: not a JSON object: {error}. Copy the file again.") from None

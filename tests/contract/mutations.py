@@ -753,13 +753,13 @@ GROUPS = (
                 "            self._running.pop(number, None)\n            if rewards",
                 "            if rewards",
             ),
-            ("            state.drawn[name] += 1\n", "            state.drawn[name] += 2\n"),
+            ("            state.started[name] += 1\n", "            state.started[name] += 2\n"),
             (
                 "- state.dropped[name] for name in self._tasks}\n            total",
                 "for name in self._tasks}\n            total",
             ),
             ("-RECENT:]", "-1:]"),
-            ("stream.state(state.drawn[name], ended)", "stream.state(state.drawn[name])"),
+            ("stream.state(state.started[name], ended)", "stream.state(state.started[name])"),
         ),
     ),
     Group(

@@ -39,8 +39,8 @@ def as_messages(value: object) -> Any:
         parsed = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    is_said = isinstance(parsed, list) and parsed
-    return parsed if is_said and all(isinstance(m, dict) and "role" in m for m in parsed) else value
+    is_full = isinstance(parsed, list) and parsed
+    return parsed if is_full and all(isinstance(m, dict) and "role" in m for m in parsed) else value
 
 
 def tools_in(value: object) -> tuple[Mapping[str, Any], ...]:

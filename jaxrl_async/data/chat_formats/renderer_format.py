@@ -61,7 +61,7 @@ HERMES = '<tool_call>\n{"name": "add", "arguments": {'
 """Start of a call in Hermes' form."""
 FIRST_MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 """The mark at the start of a call in any form."""
-ASKED: Message = {"role": "user", "content": "1 + 2?"}
+QUESTION: Message = {"role": "user", "content": "1 + 2?"}
 TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {
@@ -85,8 +85,8 @@ class _Encoder:
 
     @property
     def unk_token_id(self) -> int | None:
-        found: int | None = self.tokenizer.hf.unk_token_id
-        return found
+        token_id: int | None = self.tokenizer.hf.unk_token_id
+        return token_id
 
     @property
     def eos_token_id(self) -> int | None:
@@ -106,8 +106,8 @@ class _Encoder:
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
         if isinstance(tokens, str):
-            found = self.tokenizer.token_id(tokens)
-            return self.unk_token_id if found is None else found
+            token_id = self.tokenizer.token_id(tokens)
+            return self.unk_token_id if token_id is None else token_id
         return [self.convert_tokens_to_ids(token) for token in tokens]
 
 
@@ -183,12 +183,12 @@ class RendererFormat:
         self._stops = tuple(dict.fromkeys([*own, *tokenizer.eos_ids]))
         self._knows_reasoning = True
         self._knows_reasoning = self._learn_reasoning()
-        opened, closed = (self._ids([ASKED], (), opens_turn=opens) for opens in (True, False))
+        opened, closed = (self._ids([QUESTION], (), opens_turn=opens) for opens in (True, False))
         self._opened = opened
         self._header = opened[len(closed) :] if opened[: len(closed)] == closed else []
         # for contexts without thinking, where nothing is dropped
         self._keeping: Any = None
-        answered = self._ids([ASKED, {"role": "assistant", "content": MARK}, ASKED], ())
+        answered = self._ids([QUESTION, {"role": "assistant", "content": MARK}, QUESTION], ())
         if answered[: len(opened)] == opened:
             with contextlib.suppress(ConfigError):  # some have no option to keep thinking
                 self._keeping = _make(tokenizer, name, arguments, "all")
@@ -197,7 +197,7 @@ class RendererFormat:
         """Return True if the format has a field for reasoning."""
         thinking = {"role": "assistant", "content": "3", "reasoning_content": MARK}
         try:
-            ids = self._ids([ASKED, thinking], (), opens_turn=False)
+            ids = self._ids([QUESTION, thinking], (), opens_turn=False)
         except DataError:
             return True
         return MARK in self._tokenizer.decode_all(ids)
@@ -205,10 +205,10 @@ class RendererFormat:
     @cached_property
     def marks(self) -> TurnMarks:
         """How the format writes the policy's turn; see ports.ChatFormat."""
-        said: Message = {"role": "assistant", "content": MARK}
+        reply: Message = {"role": "assistant", "content": MARK}
         header = self._tokenizer.decode_all(self._header)
         written, called, thought = (
-            self._written({**said, **more}, tools)
+            self._written({**reply, **more}, tools)
             for more, tools in (({}, ()), (CALLING, (TOOL,)), ({"reasoning_content": MARK}, ()))
         )
         call = called.partition(MARK)[2].lstrip()
@@ -234,15 +234,13 @@ class RendererFormat:
         """The token at the end of the reasoning, if there is one."""
         return mark_tokens(self._tokenizer.added_tokens).get(THOUGHT)
 
-    def _written(self, said: Message, tools: Sequence[Mapping[str, object]]) -> str:
+    def _written(self, reply: Message, tools: Sequence[Mapping[str, object]]) -> str:
         """Return a turn's text after its header; empty: the format does not write it."""
         try:
-            shown, whole = self._ids([ASKED], tools), self._ids([ASKED, said], tools)
+            shown, full = self._ids([QUESTION], tools), self._ids([QUESTION, reply], tools)
         except DataError:
             return ""
-        return self._tokenizer.decode_all(
-            whole[len(shown) :] if whole[: len(shown)] == shown else ()
-        )
+        return self._tokenizer.decode_all(full[len(shown) :] if full[: len(shown)] == shown else ())
 
     def takes(self, argument: str) -> bool:
         """Return True if the renderer reads this variable; see ports.ChatFormat."""
@@ -304,7 +302,7 @@ class RendererFormat:
 
         Earlier thinking is dropped only if there is any.
         """
-        said, tools = checked_messages(messages), checked_tools(tools)
+        new, tools = checked_messages(messages), checked_tools(tools)
         ids = [int(i) for i in before]
         starts = self._turn_starts(ids)
         if not starts:
@@ -313,10 +311,10 @@ class RendererFormat:
         renderer = self._renderer if thinks or self._keeping is None else self._keeping
         try:
             bridged = renderer.bridge_to_next_turn(
-                ids[: starts[-1]], ids[starts[-1] :], with_objects(said), tools=list(tools) or None
+                ids[: starts[-1]], ids[starts[-1] :], with_objects(new), tools=list(tools) or None
             )
         except Exception as error:
-            raise self._refusal(said, error) from error
+            raise self._refusal(new, error) from error
         if bridged is None or bridged.token_ids[: len(ids)] != ids:
             return None
         return np.asarray(bridged.token_ids[len(ids) :], np.int32)
@@ -331,22 +329,22 @@ class RendererFormat:
 
         Raises DataError if the format does not write it after `opening`.
         """
-        conversation, (said,) = checked_messages(messages), checked_messages([reply])
+        conversation, (checked,) = checked_messages(messages), checked_messages([reply])
         shown = self._ids(conversation, tools)
-        whole = self._ids([*conversation, said], tools, opens_turn=False)
-        ends = [i for i in range(len(shown), len(whole)) if whole[i] in self.stop_token_ids]
-        last = whole[: ends[-1] + 1] if ends else [*whole, *self._end_behind(said)]
-        if whole[: len(shown)] != shown or last == whole[: len(shown)]:
+        full = self._ids([*conversation, checked], tools, opens_turn=False)
+        ends = [i for i in range(len(shown), len(full)) if full[i] in self.stop_token_ids]
+        last = full[: ends[-1] + 1] if ends else [*full, *self._end_after(checked)]
+        if full[: len(shown)] != shown or last == full[: len(shown)]:
             raise DataError(
                 f"the chat format {self.name} does not write this answer as a continuation of the "
                 "policy's turn. Give an answer with thinking if the format begins with it."
             )
         return np.asarray(last[len(shown) :], np.int32)
 
-    def _end_behind(self, said: Message) -> list[int]:
+    def _end_after(self, reply: Message) -> list[int]:
         """Return the end token of a turn, in a format in which the next speaker's marker ends
         it."""
-        calls = said.get("tool_calls", ())
+        calls = reply.get("tool_calls", ())
         answers: list[Message] = [
             {
                 "role": "tool",
@@ -356,11 +354,11 @@ class RendererFormat:
             }
             for call in calls
         ]
-        asked = [ASKED, said]
-        before = self._ids(asked, (), opens_turn=False)
-        after = self._ids([*asked, *(answers or [ASKED])], (), opens_turn=False)
-        found = [i for i in after[len(before) :] if i in self.stop_token_ids]
-        return found[:1]
+        turns = [QUESTION, reply]
+        before = self._ids(turns, (), opens_turn=False)
+        after = self._ids([*turns, *(answers or [QUESTION])], (), opens_turn=False)
+        ends = [i for i in after[len(before) :] if i in self.stop_token_ids]
+        return ends[:1]
 
     def _ids(
         self,
@@ -391,9 +389,9 @@ class RendererFormat:
     def _parsed(self, ids: list[int], tools: Sequence[Mapping[str, object]]) -> Any:
         """Parse a turn. A turn with JSON that Python does not read, as it is nested too deep or
         has a number of too many digits, is one malformed call."""
-        given = list(tools) or None
+        listed = list(tools) or None
         try:
-            return self._renderer.parse_response(ids, tools=given, prompt_ids=self._opened)
+            return self._renderer.parse_response(ids, tools=listed, prompt_ids=self._opened)
         except (ValueError, RecursionError) as error:
             base, text = _package("base"), self._tokenizer.decode_all(ids)
             status = base.ToolCallParseStatus.INVALID_JSON
@@ -410,8 +408,8 @@ class RendererFormat:
     def _turn_starts(self, ids: list[int]) -> list[int]:
         """Return the start positions of the policy's turns in a sequence."""
         header = self._header
-        places = range(len(ids) - len(header) + 1) if header else ()
-        return [i + len(header) for i in places if ids[i : i + len(header)] == header]
+        indices = range(len(ids) - len(header) + 1) if header else ()
+        return [i + len(header) for i in indices if ids[i : i + len(header)] == header]
 
 
 def _is_call(call: Any) -> bool:
@@ -422,9 +420,9 @@ def _is_call(call: Any) -> bool:
 def _arguments(call: Any) -> Mapping[str, Any] | None:
     """Return the arguments of a parsed tool call; None if they are not an object. Those with
     numbers that the package reads as infinite are read again."""
-    found = arguments_object(call.arguments or {})
-    again = read_call(call.raw) if found is None else ""
-    return found if isinstance(again, str) else again[1]
+    arguments = arguments_object(call.arguments or {})
+    reread = read_call(call.raw) if arguments is None else ""
+    return arguments if isinstance(reread, str) else reread[1]
 
 
 def _reason(call: Any) -> str:
@@ -447,14 +445,14 @@ def matches_template(tokenizer: Tokenizer, name: str) -> bool:
     for messages, tools in _conversations():
         try:
             text = tokenizer.chat_text(with_objects(messages), tools, arguments=arguments)
-            wanted = [int(i) for i in tokenizer.encode(text)]
-            found = renderer.render_ids(
+            expected = [int(i) for i in tokenizer.encode(text)]
+            ids = renderer.render_ids(
                 with_objects(messages), tools=list(tools) or None, add_generation_prompt=True
             )
         except Exception as error:
             log.debug("chat format %s: one of the two refuses a conversation: %s", name, error)
             continue
-        if found != wanted:
+        if ids != expected:
             return False
         compared += 1
     return compared > 0
@@ -473,11 +471,11 @@ def _conversations() -> list[tuple[list[Message], tuple[Mapping[str, Any], ...]]
     thinking: Message = {"role": "assistant", "content": "3", "reasoning_content": "1 and 2"}
     plain: Message = {"role": "assistant", "content": "3"}
     return [
-        ([ASKED], ()),
-        ([system, ASKED], ()),
-        ([system, ASKED], (TOOL,)),
-        ([ASKED, plain, ASKED], ()),
-        ([ASKED, thinking, ASKED], ()),
-        ([system, ASKED, calling, answered], (TOOL,)),
-        ([ASKED, calling, answered, plain, ASKED], (TOOL,)),
+        ([QUESTION], ()),
+        ([system, QUESTION], ()),
+        ([system, QUESTION], (TOOL,)),
+        ([QUESTION, plain, QUESTION], ()),
+        ([QUESTION, thinking, QUESTION], ()),
+        ([system, QUESTION, calling, answered], (TOOL,)),
+        ([QUESTION, calling, answered, plain, QUESTION], (TOOL,)),
     ]

@@ -42,7 +42,7 @@ from jaxrl_async.types import IntArray, Message
 
 log = logging.getLogger(__name__)
 
-ASKED, SAID, THOUGHT_OF, CALLED_WITH = "zqasked", "zqsaid", "zqthought", "zqcalled"
+QUESTION, REPLY, THOUGHT_OF, CALLED_WITH = "zqasked", "zqsaid", "zqthought", "zqcalled"
 """Words of the stand-in conversation; letters only, so no template changes them."""
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "tokenize")
 """Variables of a template that are not arguments of a conversation's format."""
@@ -165,8 +165,8 @@ class TemplateFormat:
         length = len(token_ids)
         while length and token_ids[length - 1] in self.stop_token_ids:
             length -= 1
-        kept = [i for i in token_ids[:length] if int(i) not in self._dropped]
-        text = self._tokenizer.decode_all(kept)
+        ids = [i for i in token_ids[:length] if int(i) not in self._dropped]
+        text = self._tokenizer.decode_all(ids)
         turns = self._turns
         turn = read_turn(text, is_thinking=turns.opens_thinking, bare_calls=turns.calls == "bare")
         return assistant_message(turn, np.asarray(token_ids))
@@ -179,14 +179,14 @@ class TemplateFormat:
         Also None if a turn ended with a token other than the template's own, if it was cut within
         its thinking, or if one of the messages is an assistant's.
         """
-        said, tools = checked_messages(messages), checked_tools(tools)
+        new, tools = checked_messages(messages), checked_tools(tools)
         thinks, is_open = self._thinking(before)
-        roles = [message["role"] for message in said]
+        roles = [message["role"] for message in new]
         border = Border("user" if "user" in roles else roles[0], thinks, bool(tools))
         is_cut = is_open and not self._keeps
         if is_cut or "assistant" in roles or border in self.rewrites or not len(before):
             return None
-        tail = self._tail(self._turns.lead, said, tools, thinks=thinks)
+        tail = self._tail(self._turns.lead, new, tools, thinks=thinks)
         if tail is None:
             return None
         ids, last = self._tokenizer.encode(tail), int(before[-1])
@@ -211,13 +211,13 @@ class TemplateFormat:
         shown = self._text(checked_messages(messages), tools)
         text = checked["content"]
         if checked.keys() & {"reasoning_content", "tool_calls"}:
-            whole = self._text([*checked_messages(messages), checked], tools, opens_turn=False)
-            if not whole.startswith(shown):
+            full = self._text([*checked_messages(messages), checked], tools, opens_turn=False)
+            if not full.startswith(shown):
                 raise DataError(
                     "the chat template does not write this answer as a continuation of the "
                     "policy's turn. Give the answer without thinking and tool calls."
                 )
-            text = self._without_end(whole[len(shown) :])
+            text = self._without_end(full[len(shown) :])
         ids = self._tokenizer.encode_after(shown, text)
         return np.concatenate([ids, np.asarray(self._taught_end(), np.int32)]).astype(np.int32)
 
@@ -229,8 +229,8 @@ class TemplateFormat:
 
     def _without_end(self, turn: str) -> str:
         """Return a turn's text up to its last end token."""
-        found = max((turn.rfind(text) for _, text in self._turns.ends), default=-1)
-        return turn if found < 0 else turn[:found]
+        end = max((turn.rfind(text) for _, text in self._turns.ends), default=-1)
+        return turn if end < 0 else turn[:end]
 
     def _text(
         self,
@@ -265,18 +265,18 @@ class TemplateFormat:
         return thinks, is_open
 
     def _up_to_end(self, text: str) -> str:
-        found = [at for _, end in self._turns.ends if (at := text.find(end)) >= 0]
-        return text[: min(found, default=len(text))]
+        ends = [at for _, end in self._turns.ends if (at := text.find(end)) >= 0]
+        return text[: min(ends, default=len(text))]
 
     # --- the stand-in conversation ---------------------------------------------------------------
 
     def _learn_reasoning(self) -> bool:
         """Return True if the template writes the reasoning field in some case."""
-        asked: Message = {"role": "user", "content": ASKED}
+        user: Message = {"role": "user", "content": QUESTION}
         turns = [
-            [asked, _said(0, thinks=True)],
-            [asked, _said(1, thinks=True)],
-            [asked, _said(1, thinks=True), *_replies(1)],
+            [user, _turn(0, thinks=True)],
+            [user, _turn(1, thinks=True)],
+            [user, _turn(1, thinks=True), *_replies(1)],
         ]
         for turn in turns:
             with contextlib.suppress(DataError):
@@ -286,16 +286,16 @@ class TemplateFormat:
 
     def _learn_turns(self) -> _Turns:
         """Render one question and one answer, and detect the text around the answer."""
-        asked: Message = {"role": "user", "content": ASKED}
-        closed, opened = (self._text([asked], (), opens_turn=opens) for opens in (False, True))
+        user: Message = {"role": "user", "content": QUESTION}
+        closed, opened = (self._text([user], (), opens_turn=opens) for opens in (False, True))
         header = opened.removeprefix(closed) if opened.startswith(closed) else ""
-        system: Message = {"role": "system", "content": ASKED}
-        lead = (system, asked) if self._writes([system, asked]) else (asked,)
+        system: Message = {"role": "system", "content": QUESTION}
+        lead = (system, user) if self._writes([system, user]) else (user,)
         ends = list(self._tokenizer.eos_ids)
-        with_answer = [*lead, _said(0, thinks=False)]
+        with_answer = [*lead, _turn(0, thinks=False)]
         if self._writes(with_answer):
-            behind = self._text(with_answer, (), opens_turn=False).partition(SAID)[2]
-            first = self._tokenizer.encode(behind)[:1]
+            rest = self._text(with_answer, (), opens_turn=False).partition(REPLY)[2]
+            first = self._tokenizer.encode(rest)[:1]
             if len(first) and int(first[0]) in self._added:
                 ends.insert(0, int(first[0]))
         texts = {end: self._tokenizer.decode_all([end]) for end in dict.fromkeys(ends)}
@@ -310,13 +310,13 @@ class TemplateFormat:
     def _learn_calls(self, lead: Sequence[Message]) -> Literal["marked", "bare", "none", "other"]:
         """Render a turn with a tool call, and detect its form."""
         try:
-            text = self._text([*lead, _said(1, thinks=False)], (STAND_IN_TOOL,), opens_turn=False)
+            text = self._text([*lead, _turn(1, thinks=False)], (STAND_IN_TOOL,), opens_turn=False)
         except DataError:
             return "none"
         before, called, _ = text.partition(f"{CALLED_WITH}0z")
         if not called:
             return "none"
-        turn = before[before.rfind(ASKED) :]
+        turn = before[before.rfind(QUESTION) :]
         if CALL in turn:
             return "marked" if f'"name": "{STAND_IN_NAME}"' in turn else "other"
         if '"parameters"' in turn:
@@ -356,10 +356,10 @@ class TemplateFormat:
         """Return True if the template does not rewrite any conversation that it can write."""
         tools = (STAND_IN_TOOL,) if border.has_tools else ()
         for lead in _leads(self._turns.lead, thinks=border.thinks):
-            for said in _speakers(border.role):
-                conversation = [*lead, _said(_num_calls(said), thinks=border.thinks), *said]
+            for new in _next_messages(border.role):
+                conversation = [*lead, _turn(_num_calls(new), thinks=border.thinks), *new]
                 if self._writes(conversation, tools) and not self._tail(
-                    lead, said, tools, thinks=border.thinks
+                    lead, new, tools, thinks=border.thinks
                 ):
                     return False
         return True
@@ -376,7 +376,7 @@ class TemplateFormat:
     def _tail(
         self,
         lead: Sequence[Message],
-        said: Sequence[Message],
+        new: Sequence[Message],
         tools: Sequence[Mapping[str, object]],
         *,
         thinks: bool,
@@ -386,24 +386,24 @@ class TemplateFormat:
         None: the template rewrites earlier text. Raises DataError if it cannot write the
         conversation.
         """
-        num_calls = _num_calls(said)
-        if num_calls > 1 and not self._writes([*lead, _said(num_calls, thinks=thinks), *said]):
+        num_calls = _num_calls(new)
+        if num_calls > 1 and not self._writes([*lead, _turn(num_calls, thinks=thinks), *new]):
             num_calls = 1  # for a template that writes only one call per turn
-        turn = _said(num_calls, thinks=thinks, answered=said)
-        begun, whole = self._text(lead, tools), self._text([*lead, turn, *said], tools)
-        mark = f"{CALLED_WITH}{num_calls - 1}z" if num_calls else SAID
-        start = len(begun) if whole.startswith(begun) else -1
+        turn = _turn(num_calls, thinks=thinks, answered=new)
+        begun, full = self._text(lead, tools), self._text([*lead, turn, *new], tools)
+        mark = f"{CALLED_WITH}{num_calls - 1}z" if num_calls else REPLY
+        start = len(begun) if full.startswith(begun) else -1
         if start < 0 and not self._keeps:
             return None
-        at = whole.find(mark, max(start, 0))
-        kept = not thinks or self._keeps or THOUGHT_OF in whole[start:at]
-        ends = [i for _, end in self._turns.ends if (i := whole.find(end, at)) >= 0]
-        return whole[min(ends) :] if at >= 0 and kept and ends else None
+        at = full.find(mark, max(start, 0))
+        keeps_thought = not thinks or self._keeps or THOUGHT_OF in full[start:at]
+        ends = [i for _, end in self._turns.ends if (i := full.find(end, at)) >= 0]
+        return full[min(ends) :] if at >= 0 and keeps_thought and ends else None
 
 
-def _said(num_calls: int, *, thinks: bool, answered: Sequence[Message] = ()) -> dict[str, Any]:
+def _turn(num_calls: int, *, thinks: bool, answered: Sequence[Message] = ()) -> dict[str, Any]:
     """Return the stand-in for the policy's turn, with the calls that the tools answer."""
-    message: dict[str, Any] = {"role": "assistant", "content": SAID}
+    message: dict[str, Any] = {"role": "assistant", "content": REPLY}
     if thinks:
         message["reasoning_content"] = THOUGHT_OF
     replies = [m for m in answered if m["role"] == "tool"]
@@ -422,8 +422,8 @@ def _said(num_calls: int, *, thinks: bool, answered: Sequence[Message] = ()) -> 
     return message
 
 
-def _num_calls(said: Sequence[Message]) -> int:
-    return sum(message["role"] == "tool" for message in said)
+def _num_calls(messages: Sequence[Message]) -> int:
+    return sum(message["role"] == "tool" for message in messages)
 
 
 def _replies(count: int) -> list[Message]:
@@ -433,10 +433,10 @@ def _replies(count: int) -> list[Message]:
     ]
 
 
-def _speakers(role: str) -> Iterator[list[Message]]:
+def _next_messages(role: str) -> Iterator[list[Message]]:
     """Yield possible messages after the policy's turn."""
     if role == "user":
-        yield [{"role": "user", "content": ASKED}]
+        yield [{"role": "user", "content": QUESTION}]
     else:
         yield _replies(1)
         yield _replies(2)
@@ -445,13 +445,13 @@ def _speakers(role: str) -> Iterator[list[Message]]:
 def _leads(lead: Sequence[Message], *, thinks: bool) -> Iterator[list[Message]]:
     """Yield conversations before the policy's turn: with and without a system prompt, with earlier
     turns, with tool calls."""
-    asked: Message = {"role": "user", "content": ASKED}
+    user: Message = {"role": "user", "content": QUESTION}
     yield list(lead)
-    yield [asked]
-    yield [*lead, _said(0, thinks=thinks), asked]
-    yield [*lead, _said(1, thinks=thinks), *_replies(1)]
-    yield [*lead, _said(2, thinks=thinks), *_replies(2)]
-    yield [*lead, _said(1, thinks=thinks), *_replies(1), _said(0, thinks=thinks), asked]
+    yield [user]
+    yield [*lead, _turn(0, thinks=thinks), user]
+    yield [*lead, _turn(1, thinks=thinks), *_replies(1)]
+    yield [*lead, _turn(2, thinks=thinks), *_replies(2)]
+    yield [*lead, _turn(1, thinks=thinks), *_replies(1), _turn(0, thinks=thinks), user]
 
 
 def _described(border: Border) -> str:

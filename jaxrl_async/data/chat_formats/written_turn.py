@@ -193,16 +193,16 @@ def assistant_message(turn: WrittenTurn, token_ids: IntArray) -> dict[str, Any]:
     return message
 
 
-def call_id(token_ids: IntArray, place: int, said: bytes = b"") -> str:
+def call_id(token_ids: IntArray, index: int, extra: bytes = b"") -> str:
     """Return an id for a tool call: nine letters and digits.
 
     Args:
-        token_ids: the turn's tokens, [drawn] int32.
-        place: the call's position in the turn.
-        said: what else the id depends on, such as the tokens before the turn.
+        token_ids: the turn's tokens, [sampled] int32.
+        index: the call's position in the turn.
+        extra: what else the id depends on, such as the tokens before the turn.
     """
-    drawn = said + token_ids.astype("<i4").tobytes() + place.to_bytes(4, "little")
-    number = int.from_bytes(hashlib.blake2s(drawn).digest(), "little")
+    content = extra + token_ids.astype("<i4").tobytes() + index.to_bytes(4, "little")
+    number = int.from_bytes(hashlib.blake2s(content).digest(), "little")
     digits = ""
     for _ in range(CALL_ID_LENGTH):
         number, digit = divmod(number, len(CALL_ID_DIGITS))
