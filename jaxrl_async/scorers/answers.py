@@ -46,7 +46,7 @@ r"""The content of \boxed without braces."""
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 DISPLAY = re.compile(r"(\$\$|\\\[|\\\])")
 GAP = r"[^:=：\n,.;!?，。；！？\d]"
-SAID = re.compile(
+SENTENCE = re.compile(
     rf"""(?: (?<!\bto[ ]) (?<!\bof[ ]) (?<!wrong[ ]) \banswers?\b
         (?: [ ]* \([^()\n]*\) | (?P<clause> [ ] (?: to | of | for | in | from | with | here | then
             | thus | therefore | hence | we | I | you | that ) \b {GAP}{{0,40}}? ) )?
@@ -63,7 +63,7 @@ SAID = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 """Phrases before an answer: "The answer is", "Answer:", 答案是; `weak`: working may follow it."""
-SAID_LOOKED_AT = 16
+SENTENCES_TRIED = 16
 """Number of such sentences that are inspected, from the last one."""
 SENTENCE_END = re.compile(
     r"(?<![\s.])(?<!approx)(?<!\bca)(?<!\bi\.e)(?<!\be\.g)[.!?](?=\s)|[。！？]"
@@ -84,7 +84,7 @@ VALUE = re.compile(r"[\d\\$=]")
 MAX_ANSWER = 1000
 """Maximum length of a line with an answer, characters."""
 
-Mark = Literal["box", "####", "said", "end"]
+Mark = Literal["box", "####", "sentence", "end"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Answer:
         lines = [line.strip() for line in _on_lines(self.text).splitlines() if line.strip()]
         if not lines:
             return ""
-        if self.mark in ("box", "said"):
+        if self.mark in ("box", "sentence"):
             return " ".join(lines)
         if self.mark == "####":
             return next(filter(VALUE.search, lines), lines[0])[:MAX_ANSWER]
@@ -122,17 +122,17 @@ def find_answer(text: str) -> Answer | None:
     text = undressed(after)
     box = next(reversed(list(BOX.finditer(text))), None)
     if box is not None:
-        held = _held(text[box.end() :])
-        return None if held is None else Answer(held, "box")
-    before, mark, behind = text.rpartition("####")
-    first = behind.strip().partition("\n")[0]
+        boxed = _boxed(text[box.end() :])
+        return None if boxed is None else Answer(boxed, "box")
+    before, mark, rest = text.rpartition("####")
+    first = rest.strip().partition("\n")[0]
     is_heading = len(first) < LONG_LINE and HEADING.match(first) is not None
     if mark and VALUE.search(first) and not is_heading:
-        return Answer(behind, "####")
-    said = _said(text, len(before))
-    if said is not None:
-        return Answer(said, "said")
-    return Answer(behind, "####") if mark and not is_heading else Answer(text, "end")
+        return Answer(rest, "####")
+    stated = _stated(text, len(before))
+    if stated is not None:
+        return Answer(stated, "sentence")
+    return Answer(rest, "####") if mark and not is_heading else Answer(text, "end")
 
 
 def after_thinking(text: str) -> str | None:
@@ -163,7 +163,7 @@ def undressed(text: str) -> str:
     return ANNOTATION.sub("", TAG.sub("\n", text))
 
 
-def _held(after: str) -> str | None:
+def _boxed(after: str) -> str | None:
     r"""Return the content of a \boxed whose remaining text this is; None if it is open."""
     if not after.startswith("{"):
         bare = BARE_BOX.match(after)
@@ -176,19 +176,19 @@ def _held(after: str) -> str | None:
     return None
 
 
-def _said(text: str, start: int) -> str | None:
+def _stated(text: str, start: int) -> str | None:
     """Return the answer in the last sentence "the answer is" after start; None without one."""
-    for lead_in in islice(reversed(list(SAID.finditer(text, start))), SAID_LOOKED_AT):
+    for lead_in in islice(reversed(list(SENTENCE.finditer(text, start))), SENTENCES_TRIED):
         after = text[lead_in.end() :].lstrip()
         rest = _on_lines(after[:MAX_ANSWER]).partition("\n")[0]
         end = SENTENCE_END.search(rest)
-        said = rest[: end.start()] if end else rest
-        is_sure = bool(VALUE.search(CLAUSE_END.split(said)[0]) or CHOICE.fullmatch(said))
-        is_working = "=" in said or len(WORD.findall(said)) > 2 or WORD.search(VALUE.split(said)[0])
-        is_sure = is_sure and not (lead_in["weak"] and is_working) and not SUM.fullmatch(said)
-        is_last = not re.search(r"\d", after[len(said) :])
-        if said.strip() and (is_sure or (is_last and _may_answer(said))):
-            return said.strip().rstrip(". 。")
+        part = rest[: end.start()] if end else rest
+        is_sure = bool(VALUE.search(CLAUSE_END.split(part)[0]) or CHOICE.fullmatch(part))
+        is_working = "=" in part or len(WORD.findall(part)) > 2 or WORD.search(VALUE.split(part)[0])
+        is_sure = is_sure and not (lead_in["weak"] and is_working) and not SUM.fullmatch(part)
+        is_last = not re.search(r"\d", after[len(part) :])
+        if part.strip() and (is_sure or (is_last and _may_answer(part))):
+            return part.strip().rstrip(". 。")
     return None
 
 
@@ -222,12 +222,12 @@ MOST_EXPONENT = 400
 def plain_float(text: str) -> str:
     """Return a float's text the way people write it: 5.0 as 5, 1e-05 as 0.00001. All other text is
     unchanged."""
-    whole = text.strip()
-    if not FLOAT.fullmatch(whole) or not {".", "e"} & set(whole):
+    number = text.strip()
+    if not FLOAT.fullmatch(number) or not {".", "e"} & set(number):
         return text
-    if "e" not in whole and not re.search(r"\.0+$", whole):
+    if "e" not in number and not re.search(r"\.0+$", number):
         return text
-    if abs(int(whole.partition("e")[2] or 0)) > MOST_EXPONENT:
+    if abs(int(number.partition("e")[2] or 0)) > MOST_EXPONENT:
         return text
-    written = f"{Decimal(whole):f}"
+    written = f"{Decimal(number):f}"
     return written.rstrip("0").rstrip(".") if "." in written else written

@@ -35,16 +35,16 @@ def exact(completion: str, reference: str) -> Mapping[str, float]:
     Thinking does not count, nor do spaces around either. A reference may itself contain a '#'
     ("C#"). A reference that a table stored as a float (5.0, 1e+16) also matches its digits.
     """
-    given, right = (after_thinking(completion) or "").strip(), _needed(reference).strip()
+    answer, right = (after_thinking(completion) or "").strip(), _needed(reference).strip()
     return _verdict(
         completion.strip() == right
-        or any(_is_or_ends_in(given, text) for text in {right, plain_float(right)})
+        or any(_is_or_ends_in(answer, text) for text in {right, plain_float(right)})
     )
 
 
-def _is_or_ends_in(given: str, right: str) -> bool:
-    before = given.removesuffix(right).rstrip()
-    return given == right or (given.endswith(right) and before.endswith("#"))
+def _is_or_ends_in(answer: str, right: str) -> bool:
+    before = answer.removesuffix(right).rstrip()
+    return answer == right or (answer.endswith(right) and before.endswith("#"))
 
 
 def gsm8k(completion: str, reference: str) -> Mapping[str, float]:
@@ -58,12 +58,12 @@ def gsm8k(completion: str, reference: str) -> Mapping[str, float]:
     """
     if equal_texts(completion, _needed(reference)):
         return _verdict(True)
-    given, right = find_answer(completion), find_answer(plain_float(reference))
-    if given is None or right is None:
+    answer, right = find_answer(completion), find_answer(plain_float(reference))
+    if answer is None or right is None:
         return _verdict(False)
     number = written_numbers.number_of(right)
-    same = number is not None and written_numbers.number_of(given) == number
-    return _verdict(same and not units.differ(given.line, right.line))
+    same = number is not None and written_numbers.number_of(answer) == number
+    return _verdict(same and not units.differ(answer.line, right.line))
 
 
 def math(completion: str, reference: str) -> Mapping[str, float]:
@@ -83,11 +83,11 @@ def equal_texts(completion: str, reference: str) -> bool:
     """Return whether the completion, or its answer, has the reference's text."""
     if completion.strip() == reference.strip():
         return True
-    given, right = find_answer(completion), find_answer(reference)
-    if given is None or right is None:
+    answer, right = find_answer(completion), find_answer(reference)
+    if answer is None or right is None:
         return False
     texts = {_bare(reference), _bare(right.line)} - {""}
-    return _bare(given.line) in texts
+    return _bare(answer.line) in texts
 
 
 def answer_read(grader: Callable[..., object], completion: str) -> str | None:
@@ -96,11 +96,11 @@ def answer_read(grader: Callable[..., object], completion: str) -> str | None:
     if grader is exact:
         text = after_thinking(completion) or ""
         return text.strip().rpartition("#")[2].strip() or None
-    found = find_answer(completion)
-    number = written_numbers.number_of(found)
-    if found is None or number is not None:
+    answer = find_answer(completion)
+    number = written_numbers.number_of(answer)
+    if answer is None or number is not None:
         return None if number is None else written_numbers.written(number)
-    return _bare(found.line) or None
+    return _bare(answer.line) or None
 
 
 def unreadable(grader: Callable[..., object], reference: str) -> bool:
@@ -148,15 +148,15 @@ def check_answers(references: Sequence[str], max_bad_share: float) -> None:
     blank = [index for index, reference in enumerate(references) if not reference.strip()]
     if not blank:
         return
-    said = (
+    problem = (
         f"{len(blank)} of {len(references)} records have an empty answer (the training records "
         f"first, number {blank[0]} is one), and the reward compares with it"
     )
     if len(blank) > max_bad_share * len(references):
         raise DataError(
-            f"{said}. Correct them or leave them out, or choose a reward that needs no answer."
+            f"{problem}. Correct them or leave them out, or choose a reward that needs no answer."
         )
-    log.warning("%s: their answers are left out of training and evaluation", said)
+    log.warning("%s: their answers are left out of training and evaluation", problem)
 
 
 def try_references(graders: Mapping[str, Callable[..., object]], references: Iterable[str]) -> None:

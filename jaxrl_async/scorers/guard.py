@@ -237,12 +237,12 @@ def try_once(
     answer = encode(prompt.reference)
     answer = answer if len(answer) else prompt.token_ids[-1:]
     is_prompt = np.zeros(len(prompt.token_ids), bool)
-    drawn = np.concatenate([is_prompt, np.ones(len(answer), bool)])
+    sampled = np.concatenate([is_prompt, np.ones(len(answer), bool)])
     episode = Episode(
         token_ids=np.concatenate([prompt.token_ids, answer]),
-        drawn=drawn,
-        logprobs=np.zeros(len(drawn), np.float32),
-        versions=np.where(drawn, 0, -1).astype(np.int32),
+        drawn=sampled,
+        logprobs=np.zeros(len(sampled), np.float32),
+        versions=np.where(sampled, 0, -1).astype(np.int32),
         stop=StopReason.EOS,
     )
 

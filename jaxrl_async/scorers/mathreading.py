@@ -43,7 +43,7 @@ THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]+)?")
 OTHER_WORDS = re.compile(rf"[{OTHERS}]")
 SEVERAL = re.compile(r",|\b(?:and|or)\b")
 EQUALS = re.compile(r"(?<![!<>=])=")
-ASIDE = re.compile(r"\([^()]*\)")
+PARENTHESIS = re.compile(r"\([^()]*\)")
 OTHER_MONEY = re.compile(rf"[{CURRENCIES[1:]}](?=\s?-?[0-9])|(?<=[0-9])\s?[{CURRENCIES[1:]}]")
 MIXED = re.compile(r"(?<![\w.,/^*+)}-])(-?[0-9]+) ([0-9]+)/([0-9]+)(?![\w/^*])")
 """A mixed number: 3 1/2."""
@@ -63,11 +63,11 @@ SMALL = 2e-6
 
 def same(completion: str, reference: str) -> bool:
     """Return whether a completion's answer equals the reference mathematically."""
-    right, asked = reference_read(reference)
+    right, asked_text = reference_read(reference)
     answer = find_answer(plain_signs(completion))
     if answer is None or not right:
         return False
-    if differ(_without_borders(plain_money(answer.line, "\\$")), _without_borders(asked)):
+    if differ(_without_borders(plain_money(answer.line, "\\$")), _without_borders(asked_text)):
         return False
     given = expressions_of(answer)
     return any(
@@ -86,13 +86,13 @@ def is_readable(reference: str) -> bool:
 def reference_read(reference: str) -> tuple[list[Any], str]:
     """Return the possible meanings of a reference, and its text with money marked."""
     text = plain_signs(plain_float(reference))
-    found = find_answer(text)
-    marked = found is not None and found.mark in ("box", "####")
-    asked = plain_money(found.line if found is not None and marked else text.strip(), "\\$")
-    bare = _plain_line(asked)
+    answer = find_answer(text)
+    marked = answer is not None and answer.mark in ("box", "####")
+    line = plain_money(answer.line if answer is not None and marked else text.strip(), "\\$")
+    bare = _plain_line(line)
     if FORMULA.search(bare):
-        return parsed(bare), asked
-    return _read(bare), asked
+        return parsed(bare), line
+    return _read(bare), line
 
 
 def expressions_of(answer: Answer) -> list[Any]:
@@ -102,7 +102,7 @@ def expressions_of(answer: Answer) -> list[Any]:
         return _read(line)
     formulas = list(FORMULA.finditer(line))
     if formulas:
-        after = ASIDE.sub("", line[formulas[-1].end() :])
+        after = PARENTHESIS.sub("", line[formulas[-1].end() :])
         if not NUMBER.search(after):
             return parsed(line[: formulas[-1].end()])
         line = after
@@ -129,8 +129,8 @@ def _read(text: str) -> list[Any]:
     if PARTS.search(TEXT.sub(r" \1 ", text)):
         return []
     if SPACED.fullmatch(text.strip()):
-        is_one = THOUSANDS.fullmatch(text.strip())
-        return parsed(boxed(text.replace(" ", ""))) if is_one else []
+        is_number = THOUSANDS.fullmatch(text.strip())
+        return parsed(boxed(text.replace(" ", ""))) if is_number else []
     bare = without_powers(text)
     number = _one_number(bare)
     return number if number and bare == text else [*number, *parsed(boxed(text))]
@@ -210,15 +210,15 @@ def parsed(text: str) -> list[Any]:
 def rounded_away(right: object, given: object) -> bool:
     """Return whether two numbers that math-verify considers equal differ, relative to their
     size."""
-    ours, theirs = numbers_in(right), numbers_in(given)
-    if len(ours) != len(theirs):
+    first, second = numbers_in(right), numbers_in(given)
+    if len(first) != len(second):
         return False
-    return any(_far(a, b) for a, b in zip(ours, theirs, strict=True))
+    return any(_far(a, b) for a, b in zip(first, second, strict=True))
 
 
 def _far(a: Any, b: Any) -> bool:
-    apart, size = Abs(a - b), max(Abs(a), Abs(b))
-    return bool(apart <= SMALL and apart > ROUNDED * size)
+    distance, size = Abs(a - b), max(Abs(a), Abs(b))
+    return bool(distance <= SMALL and distance > ROUNDED * size)
 
 
 def numbers_in(read: object) -> list[Any]:

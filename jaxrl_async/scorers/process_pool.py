@@ -17,17 +17,17 @@ ProcessT = TypeVar("ProcessT", bound=Closes)
 
 
 class ProcessPool(Generic[ProcessT]):
-    """Processes that are lent to threads; the one returned last is lent next. Thread safe."""
+    """Processes that threads borrow; the one returned last is taken next. Thread safe."""
 
     def __init__(self, processes: Sequence[ProcessT]) -> None:
-        """Lend none yet."""
+        """Make the pool; no process starts yet."""
         self.free = list(processes)
-        self._places, self._lock = threading.BoundedSemaphore(len(processes)), threading.Lock()
+        self._slots, self._lock = threading.BoundedSemaphore(len(processes)), threading.Lock()
 
     @contextmanager
     def one(self) -> Iterator[ProcessT]:
-        """Lend a process to this thread, waiting until one is free."""
-        with self._places:
+        """Give a process to this thread, waiting until one is free."""
+        with self._slots:
             with self._lock:
                 process = self.free.pop()
             try:
@@ -37,7 +37,7 @@ class ProcessPool(Generic[ProcessT]):
                     self.free.append(process)
 
     def close(self) -> None:
-        """End the processes that are not lent; each restarts when needed."""
+        """End the processes that are not borrowed; each restarts when needed."""
         with self._lock:
             close_all(self.free)
 

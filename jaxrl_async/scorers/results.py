@@ -71,8 +71,8 @@ def distinct_parts(
     """
     alone, known, renamed = len(by_function) == 1, set(taken), []
     for function, scores in by_function.items():
-        some = any(score.parts for score in scores if score is not None)
-        parts = [_own_parts(score, function, alone, some) for score in scores]
+        mixed = any(score.parts for score in scores if score is not None)
+        parts = [_own_parts(score, function, alone, mixed) for score in scores]
         names = _distinct_names(sorted({name for each in parts for name in each}), function, known)
         known |= set(names.values())
         renamed.append(
@@ -92,12 +92,12 @@ def distinct_parts(
     return renamed
 
 
-def _own_parts(score: Score | None, function: str, alone: bool, some: bool) -> Mapping[str, float]:
+def _own_parts(score: Score | None, function: str, alone: bool, mixed: bool) -> Mapping[str, float]:
     """Return a score's parts. A plain number becomes one part named after its function, unless the
     function is the only one, or gives parts elsewhere and nothing here."""
     if score is None or (score.left_out and not score.parts):
         return {}
-    return score.parts or ({} if alone or (some and not score.total) else {function: score.total})
+    return score.parts or ({} if alone or (mixed and not score.total) else {function: score.total})
 
 
 def _distinct_names(parts: Sequence[str], function: str, known: Collection[str]) -> dict[str, str]:
@@ -158,10 +158,10 @@ def _number(value: object, what: str) -> float:
     return number
 
 
-def _parts(given: Mapping[Any, object]) -> dict[str, float]:
+def _parts(values: Mapping[Any, object]) -> dict[str, float]:
     """Return the parts by their names in metrics."""
     parts: dict[str, float] = {}
-    for name, value in given.items():
+    for name, value in values.items():
         legal = part_name(name)
         if legal in parts:
             raise RefusedScore(
@@ -198,9 +198,9 @@ def _floats(values: object, length: int, unit: str) -> FloatArray | None:
 
 def _spread(values: object, episode: Episode) -> FloatArray | None:
     """Spread rewards of the generated tokens over all tokens of the episode."""
-    drawn = _floats(values, episode.num_drawn, "generated token (in token_ids)")
-    if drawn is None:
+    rewards = _floats(values, episode.num_drawn, "generated token (in token_ids)")
+    if rewards is None:
         return None
-    whole = np.zeros(len(episode.token_ids), np.float32)
-    whole[episode.drawn] = drawn
-    return whole
+    spread = np.zeros(len(episode.token_ids), np.float32)
+    spread[episode.drawn] = rewards
+    return spread

@@ -37,7 +37,7 @@ IN_ORDER = ("prompt", "completion", "reference")
 OF_VERL: Mapping[str, str] = {"solution_str": "completion", "ground_truth": "reference"}
 """verl's names for two values, used if a function of one answer has a parameter `solution_str`. A
 column of the records with such a name has priority."""
-PLACES: Mapping[str, int | None] = {
+POSITIONS: Mapping[str, int | None] = {
     **dict.fromkeys(("question", "query", "problem", "prompt_str"), 0),
     **dict.fromkeys(("response", "response_str", "solution_str", "output"), 1),
     **dict.fromkeys(("generation", "prediction", "pred"), 1),
@@ -62,7 +62,7 @@ class TrainerState:
     max_steps: int  # updates of the whole run; 0: not known
 
 
-class OneForAll(str):
+class SharedText(str):
     """A text that all answers share. It cannot be iterated: zip() or an index would pair each
     answer with one of its characters."""
 
@@ -73,9 +73,9 @@ class OneForAll(str):
             "the column of the records, which is a list with one item per answer."
         )
 
-    def __getitem__(self, place: object) -> str:
+    def __getitem__(self, key: object) -> str:
         """Return a slice, or raise the same TypeError for an index, which counts answers."""
-        return super().__getitem__(place) if isinstance(place, slice) else self.__iter__()
+        return super().__getitem__(key) if isinstance(key, slice) else self.__iter__()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ class RewardArguments:
                 "the parameter or give it a default."
             )
 
-    def given(
+    def arguments_of(
         self, prompt: Prompt, answers: Mapping[str, object], count: int
     ) -> tuple[list[Any], dict[str, Any]]:
         """Return positional and named arguments for a call, which the function may change.
@@ -168,11 +168,11 @@ class RewardArguments:
                 if self.in_lists:
                     return [copied(columns[name], what) for _ in range(count)]
                 return copied(columns[name], what)
-            return OneForAll(texts[name]) if self.in_lists else texts[name]
+            return SharedText(texts[name]) if self.in_lists else texts[name]
 
-        wanted = known - self.taken if self.everything else known & set(self.names)
+        passed = known - self.taken if self.everything else known & set(self.names)
         positional = [value_of(name) for name in IN_ORDER] if self.in_order else []
-        return positional, {name: value_of(name) for name in wanted}
+        return positional, {name: value_of(name) for name in passed}
 
 
 def reward_arguments_of(function: Callable[..., object], where: str) -> RewardArguments:
@@ -181,7 +181,7 @@ def reward_arguments_of(function: Callable[..., object], where: str) -> RewardAr
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # written in C: its names are unknown
         parameters = [Parameter(name, Parameter.POSITIONAL_ONLY) for name in IN_ORDER]
-    places = [p for p in parameters if p.kind in (*BY_NAME[:1], Parameter.POSITIONAL_ONLY)]
+    positional = [p for p in parameters if p.kind in (*BY_NAME[:1], Parameter.POSITIONAL_ONLY)]
     named = {p.name for p in parameters if p.kind in BY_NAME}
     everything = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
     any_number = any(p.kind is Parameter.VAR_POSITIONAL for p in parameters)
@@ -194,12 +194,12 @@ def reward_arguments_of(function: Callable[..., object], where: str) -> RewardAr
             "which belongs to all answers to a prompt. Ask for one of them."
         )
     by_name = bool(one or group or named & {*OF_BOTH, "solution_str"}) or (
-        everything and not places and not any_number
+        everything and not positional and not any_number
     )
     first = 0 if by_name else len(IN_ORDER)
-    required = [p for p in places if p.default is Parameter.empty]
-    fits = len(places) >= first or any_number
-    nameless = [p for p in places[first:] if p.kind is Parameter.POSITIONAL_ONLY]
+    required = [p for p in positional if p.default is Parameter.empty]
+    fits = len(positional) >= first or any_number
+    nameless = [p for p in positional[first:] if p.kind is Parameter.POSITIONAL_ONLY]
     if not fits or any(p in required for p in nameless):
         raise ConfigError(
             f"{where} cannot be called as reward(prompt, completion, reference): it takes "
@@ -207,12 +207,12 @@ def reward_arguments_of(function: Callable[..., object], where: str) -> RewardAr
             f"parameters after values: {', '.join((*OF_TASK_AND_ONE, *OF_BOTH, *OF_THE_GROUP))}, "
             "or a column of the records."
         )
-    misplaced = [p for p, own in zip(places, IN_ORDER, strict=False) if p.name != own]
+    misplaced = [p for p, own in zip(positional, IN_ORDER, strict=False) if p.name != own]
     wrong = [p.name for p in misplaced if p.name in OF_TASK_AND_ONE]
-    wrong += [p.name for i, p in enumerate(places[:first]) if PLACES.get(p.name, i) != i]
+    wrong += [p.name for i, p in enumerate(positional[:first]) if POSITIONS.get(p.name, i) != i]
     if not by_name and wrong:
         raise ConfigError(f"{where} {_misnamed(wrong[0])}")
-    others = [*places[first:], *(p for p in parameters if p.kind is Parameter.KEYWORD_ONLY)]
+    others = [*positional[first:], *(p for p in parameters if p.kind is Parameter.KEYWORD_ONLY)]
     return RewardArguments(
         whole_group=bool(group),
         in_lists=bool(group & set(LISTS)),
@@ -220,7 +220,7 @@ def reward_arguments_of(function: Callable[..., object], where: str) -> RewardAr
         names=tuple(p.name for p in others if p.kind in BY_NAME),
         needed=frozenset(p.name for p in others if p.default is Parameter.empty),
         everything=everything,
-        taken=frozenset(p.name for p in places[:first]),
+        taken=frozenset(p.name for p in positional[:first]),
     )
 
 
@@ -237,15 +237,15 @@ OF_TASK_AND_ONE = (*OF_THE_TASK, *OF_ONE)
 
 def answer_of(episode: Episode, completion: str) -> dict[str, Any]:
     """Return the values named OF_ONE of an answer whose text is `completion`."""
-    lent = read_only(episode)
-    drawn = lent.drawn
+    borrowed = read_only(episode)
+    sampled = borrowed.drawn
     return {
         "completion": completion,
-        "token_ids": lent.token_ids[drawn],
-        "logprobs": lent.logprobs[drawn],
-        "versions": lent.versions[drawn],
-        "stop": lent.stop.value,
-        "episode": lent,
+        "token_ids": borrowed.token_ids[sampled],
+        "logprobs": borrowed.logprobs[sampled],
+        "versions": borrowed.versions[sampled],
+        "stop": borrowed.stop.value,
+        "episode": borrowed,
     }
 
 

@@ -40,7 +40,7 @@ class RewardCall:
     episodes: tuple[Episode, ...]
     texts: tuple[str, ...]  # what the policy sampled in each
     last_texts: tuple[str, ...]  # the last turn's text, if the episode has messages
-    asks: tuple[str, ...] = QUESTIONS  # columns that may hold the question
+    questions: tuple[str, ...] = QUESTIONS  # columns that may hold the question
     step: int = 0  # number of updates of the newest weights
     max_steps: int = 0  # of the run
 
@@ -52,24 +52,24 @@ def call_arguments(
     prompt, episodes = call.prompt, call.episodes
     if not arguments.whole_group:
         answers = answer_of(episodes[0], call.texts[0])
-    elif arguments.in_lists and asks_in_messages(prompt, call.asks):
-        said = [answer_messages(call, place) for place in range(len(episodes))]
-        answers = answers_of(episodes, said, plain_messages(prompt.messages))
+    elif arguments.in_lists and asks_in_messages(prompt, call.questions):
+        replies = [answer_messages(call, index) for index in range(len(episodes))]
+        answers = answers_of(episodes, replies, plain_messages(prompt.messages))
     else:
         answers = answers_of(episodes, call.texts, prompt.text)
         if not arguments.in_lists:
             answers = {"group": answers["group"], "completions": answers["completions"]}
     if arguments.asks_for("messages"):
-        talks = [conversation(call, place) for place in range(len(episodes))]
-        answers[OF_BOTH[0]] = talks if arguments.whole_group else talks[0]
+        conversations = [conversation(call, index) for index in range(len(episodes))]
+        answers[OF_BOTH[0]] = conversations if arguments.whole_group else conversations[0]
     state = TrainerState(global_step=call.step, max_steps=call.max_steps)
     of_run = dict(zip(OF_THE_RUN, (call.step, state, checked_log(log)), strict=True))
     hidden = {n for n in of_run if n in prompt.columns and n not in arguments.names}
     answers |= {name: value for name, value in of_run.items() if name not in hidden}
-    return arguments.given(prompt, answers, len(episodes))
+    return arguments.arguments_of(prompt, answers, len(episodes))
 
 
-def called(
+def call_function(
     function: Callable[..., object], arguments: RewardArguments, call: RewardCall, log: Log
 ) -> Any:
     """Call a function; return a Score or None (it does not apply) for each episode, or an awaitable
@@ -79,10 +79,10 @@ def called(
     return result if inspect.isawaitable(result) else scores_of(result, arguments, call)
 
 
-async def awaited(
+async def call_async(
     function: Callable[..., Any], arguments: RewardArguments, call: RewardCall, log: Log
 ) -> list[Score | None]:
-    """Call an async function; otherwise like `called`."""
+    """Call an async function; otherwise like `call_function`."""
     positional, named = call_arguments(call, arguments, log)
     return scores_of(await function(*positional, **named), arguments, call)
 
@@ -102,9 +102,9 @@ def one_each(results: Any, count: int) -> list[Any]:
     except TypeError:
         listed = None
     if listed is None or len(listed) != count:
-        given = cited(results) if listed is None else f"{len(listed)} results"
+        result = cited(results) if listed is None else f"{len(listed)} results"
         raise RefusedScore(
-            f"gave {given} for {count} answers. A function of `completions` or `group` must give "
+            f"gave {result} for {count} answers. A function of `completions` or `group` must give "
             "one result for each, in order."
         )
     return listed
@@ -127,10 +127,10 @@ def checked_log(log: Log) -> Log:
 # ---- the conversation
 
 
-def asks_in_messages(prompt: Prompt, asks: Iterable[str] = QUESTIONS) -> bool:
+def asks_in_messages(prompt: Prompt, questions: Iterable[str] = QUESTIONS) -> bool:
     """Return whether the record's own prompt is a list of chat messages, or JSON text of one."""
-    found = next((v for n in asks if (v := prompt.columns.get(n)) is not None), None)
-    return bool(prompt.messages) and isinstance(as_messages(found), list | tuple | np.ndarray)
+    question = next((v for n in questions if (v := prompt.columns.get(n)) is not None), None)
+    return bool(prompt.messages) and isinstance(as_messages(question), list | tuple | np.ndarray)
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -138,28 +138,28 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [copied(dict(message)) for message in messages]
 
 
-def answer_messages(call: RewardCall, place: int) -> list[dict[str, Any]]:
+def answer_messages(call: RewardCall, index: int) -> list[dict[str, Any]]:
     """Return an answer as messages: the policy's, with its tool calls, and the replies to it."""
-    episode = call.episodes[place]
+    episode = call.episodes[index]
     if not episode.messages:
-        return [{"role": "assistant", "content": call.texts[place]}]
-    cut_off = {"content": call.last_texts[place]}
-    whole = [
+        return [{"role": "assistant", "content": call.texts[index]}]
+    cut_off = {"content": call.last_texts[index]}
+    messages = [
         m if "content" in m or "tool_calls" in m else {**m, **cut_off} for m in episode.messages
     ]
-    return plain_messages(whole)
+    return plain_messages(messages)
 
 
-def conversation(call: RewardCall, place: int) -> list[dict[str, Any]]:
+def conversation(call: RewardCall, index: int) -> list[dict[str, Any]]:
     """Return the whole conversation of an answer, the prompt included."""
-    episode, prompt = call.episodes[place], call.prompt
-    asked = episode.opened or prompt.messages or ({"role": "user", "content": prompt.text},)
-    return [*plain_messages(asked), *answer_messages(call, place)]
+    episode, prompt = call.episodes[index], call.prompt
+    opening = episode.opened or prompt.messages or ({"role": "user", "content": prompt.text},)
+    return [*plain_messages(opening), *answer_messages(call, index)]
 
 
 def last_turn(episode: Episode) -> NDArray[np.intp]:
     """Return the positions of the tokens that the policy generated last, without a break between
     them."""
-    places = np.flatnonzero(episode.drawn)
-    breaks = np.flatnonzero(np.diff(places) > 1)
-    return places[breaks[-1] + 1 :] if len(breaks) else places
+    positions = np.flatnonzero(episode.drawn)
+    breaks = np.flatnonzero(np.diff(positions) > 1)
+    return positions[breaks[-1] + 1 :] if len(breaks) else positions

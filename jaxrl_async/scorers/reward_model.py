@@ -119,37 +119,37 @@ class RewardModelScorer:
         """
         loop = asyncio.get_running_loop()
         sequences = [episode.token_ids[episode.starts[-1] :] for episode in episodes]
-        given: tuple[Score, ...] = (Score(reward=0.0),) * len(episodes)
+        scores: tuple[Score, ...] = (Score(reward=0.0),) * len(episodes)
         if self._function is not None:
-            given = await self._function(episodes, prompt)
+            scores = await self._function(episodes, prompt)
         values = await loop.run_in_executor(self._thread, self._model, sequences)
         return tuple(
             self._added(score, float(value), prompt)
-            for score, value in zip(given, values, strict=True)
+            for score, value in zip(scores, values, strict=True)
         )
 
-    def _added(self, given: Score, value: float, prompt: Prompt) -> Score:
+    def _added(self, score: Score, value: float, prompt: Prompt) -> Score:
         if not math.isfinite(value):
             raise RolloutError(
                 f"the reward model scored an answer to prompt {prompt.prompt_id} with {value}. "
                 "Train it again with a smaller algorithm.learning_rate, or set "
                 "model.dtype=float32."
             )
-        if MODEL in given.parts:  # from an environment: make_scorer reserves the name for the model
+        if MODEL in score.parts:  # from an environment: make_scorer reserves the name for the model
             raise RefusedScore(
                 f"prompt {prompt.prompt_id}: the environment gave a part named {MODEL!r}, which is "
                 "the reward model's. Rename it."
             )
-        parts = dict(given.parts)
-        if self._function is not None and not parts and not given.left_out:
-            parts = {FUNCTION: given.reward}
-        token_rewards = given.token_rewards
+        parts = dict(score.parts)
+        if self._function is not None and not parts and not score.left_out:
+            parts = {FUNCTION: score.reward}
+        token_rewards = score.token_rewards
         return replace(
-            given,
-            reward=self._function_weight * given.reward + self._model_weight * value,
+            score,
+            reward=self._function_weight * score.reward + self._model_weight * value,
             parts={**parts, MODEL: value},
             token_rewards=None if token_rewards is None else self._function_weight * token_rewards,
-            named_of_tokens=self._function_weight * given.named_of_tokens,
+            named_of_tokens=self._function_weight * score.named_of_tokens,
         )
 
 

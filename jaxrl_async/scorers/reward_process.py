@@ -21,7 +21,7 @@ from jaxrl_async.config.userfile import end_loading
 from jaxrl_async.errors import Away, RefusedScore, RolloutError
 from jaxrl_async.scorers.process_pool import ProcessPool, close_all
 from jaxrl_async.scorers.reward_arguments import reward_arguments_of
-from jaxrl_async.scorers.reward_call import RewardCall, called, scores_of
+from jaxrl_async.scorers.reward_call import RewardCall, call_function, scores_of
 from jaxrl_async.tasks.function_source import FunctionSource, loaded
 from jaxrl_async.tasks.user_process import UserProcess, serve_requests
 from jaxrl_async.tasks.usercode import TooLate, told
@@ -119,7 +119,7 @@ def _plain(message: Mapping[str, object]) -> Mapping[str, Any]:
     return {**message, "call": {name: getattr(call, name) for name in CALL_FIELDS}}
 
 
-CALL_FIELDS = ("prompt", "episodes", "texts", "last_texts", "asks", "step", "max_steps")
+CALL_FIELDS = ("prompt", "episodes", "texts", "last_texts", "questions", "step", "max_steps")
 
 
 # ---- in the process
@@ -127,10 +127,10 @@ CALL_FIELDS = ("prompt", "episodes", "texts", "last_texts", "asks", "step", "max
 
 def reply_to(request: bytes) -> bytes:
     """Load a function and call it, as another process asked for."""
-    return _packed(_replied(codec.loads(memoryview(request))))
+    return _packed(_reply(codec.loads(memoryview(request))))
 
 
-def _replied(message: Mapping[str, Any]) -> dict[str, Any]:
+def _reply(message: Mapping[str, Any]) -> dict[str, Any]:
     logged: list[list[Any]] = []
     try:
         function = loaded(FunctionSource(**message["source"]))
@@ -145,8 +145,8 @@ def _replied(message: Mapping[str, Any]) -> dict[str, Any]:
     except RolloutError as error:
         return {"raised": str(error)}
     except BaseException as error:  # every exception belongs to the call
-        if (away := away_in(error)) is not None:
-            return {"away": told(error), "wait_s": asked_wait_s(away)}
+        if (outage := away_in(error)) is not None:
+            return {"away": told(error), "wait_s": asked_wait_s(outage)}
         return {"raised": told(error)}
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -157,7 +157,7 @@ def scored(
 ) -> Sequence[Score | None]:
     """Call a function, and await its result if needed."""
     arguments = reward_arguments_of(function, "the reward")
-    result = called(function, arguments, call, log)
+    result = call_function(function, arguments, call, log)
     if isinstance(result, list):
         return result
 

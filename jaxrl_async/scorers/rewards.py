@@ -32,8 +32,8 @@ from jaxrl_async.scorers.reward_call import (
     QUESTIONS,
     Log,
     RewardCall,
-    awaited,
-    called,
+    call_async,
+    call_function,
     last_turn,
     scores_of,
 )
@@ -108,7 +108,7 @@ class RewardScorer:
         processes: int = 0,
         taken: Set[str] = frozenset(),
         alone: bool = True,
-        asks: tuple[str, ...] = QUESTIONS,
+        questions: tuple[str, ...] = QUESTIONS,
         max_steps: int = 0,
         marks: Mapping[int, str] | None = None,
     ) -> None:
@@ -122,7 +122,7 @@ class RewardScorer:
             processes: Maximum processes for user functions that are not async; 0: threads.
             taken: Names of parts that other scorers provide.
             alone: Nothing else rewards an answer to which no function applies.
-            asks: Columns that may hold a record's question; the first one that exists does.
+            questions: Columns that may hold a record's question; the first one that exists does.
             max_steps: Updates of the whole run.
             marks: Text of the special tokens that are thinking marks, by id; the built-in
                 functions see them, although `decode` leaves them out.
@@ -134,7 +134,8 @@ class RewardScorer:
         ]
         self._decode, self._timeout_s, self._threads = decode, timeout_s, Threads(threads)
         self._marks = dict(marks or {})
-        self._taken, self._alone, self._asks, self._max_steps = taken, alone, asks, max_steps
+        self._taken, self._alone = taken, alone
+        self._questions, self._max_steps = questions, max_steps
         self.version: Callable[[], int] = lambda: 0  # replaced when a run begins
         self._sources: dict[str, function_source.FunctionSource] = {}
         if processes:
@@ -182,7 +183,7 @@ class RewardScorer:
         rewards.
         """
         texts = tuple(self._decode(e.token_ids[e.drawn]) for e in episodes)
-        whole = RewardCall(
+        full = RewardCall(
             prompt=prompt,
             episodes=episodes,
             texts=texts,
@@ -190,20 +191,20 @@ class RewardScorer:
                 self._decode(e.token_ids[last_turn(e)]) if e.messages else text
                 for e, text in zip(episodes, texts, strict=True)
             ),
-            asks=self._asks,
+            questions=self._questions,
             step=self.version(),
             max_steps=self._max_steps,
         )
         logged: list[dict[str, list[float]]] = [{} for _ in episodes]
         by_judge = await side_by_side(
-            self._judged(judge, arguments, whole, logged) for judge, arguments in self._judges
+            self._scores_of(judge, arguments, full, logged) for judge, arguments in self._judges
         )
         names = [judge.short_name for judge, _ in self._judges]
         weights = [judge.weight for judge, _ in self._judges]
         with _about(" and ".join(names), prompt):
             by_function = distinct_parts(dict(zip(names, by_judge, strict=True)), self._taken)
-            given = list(zip(*by_function, strict=True))
-            if self._alone and any(all(s is None for s in scores) for scores in given):
+            by_answer = list(zip(*by_function, strict=True))
+            if self._alone and any(all(s is None for s in scores) for scores in by_answer):
                 raise RefusedScore(
                     "gave None (does not apply) for an answer that nothing else rewards. Give a "
                     "number, or add a function that applies to such records."
@@ -213,44 +214,44 @@ class RewardScorer:
                     added(list(zip(weights, scores, strict=True))),
                     logged={name: math.fsum(each) / len(each) for name, each in values.items()},
                 )
-                for scores, values in zip(given, logged, strict=True)
+                for scores, values in zip(by_answer, logged, strict=True)
             )
 
-    async def _judged(
+    async def _scores_of(
         self,
         judge: Judge,
         arguments: RewardArguments,
-        whole: RewardCall,
+        full: RewardCall,
         logged: Sequence[dict[str, list[float]]],
     ) -> list[Score | None]:
         """Return one function's Score of each episode; None if it does not apply."""
         if judge.function in REWARDS.values():
-            graded = tuple(_graded_text(e, self._decode, self._marks) for e in whole.episodes)
-            whole = replace(whole, texts=graded)
-        calls = [whole] if arguments.whole_group else _each(whole)
-        logs = [logged] if arguments.whole_group else [[one] for one in logged]
+            graded = tuple(_graded_text(e, self._decode, self._marks) for e in full.episodes)
+            full = replace(full, texts=graded)
+        calls = [full] if arguments.whole_group else _each(full)
+        logs = [logged] if arguments.whole_group else [[metrics] for metrics in logged]
         results = await side_by_side(
-            self._called(judge, arguments, call, _log_to(log))
+            self._call(judge, arguments, call, _log_to(log))
             for call, log in zip(calls, logs, strict=True)
         )
         return [score for scores in results for score in scores]
 
-    async def _called(
+    async def _call(
         self, judge: Judge, arguments: RewardArguments, call: RewardCall, log: Log
     ) -> list[Score | None]:
         with _about(judge.name, call.prompt):
             if any(judge.function is quick for quick in QUICK):
-                return called(judge.function, arguments, call, log)
+                return call_function(judge.function, arguments, call, log)
             try:
                 if judge.name in self._sources:
                     return await self._in_process(self._sources[judge.name], call, log)
-                work = functools.partial(called, judge.function, arguments, call, log)
+                work = functools.partial(call_function, judge.function, arguments, call, log)
                 if is_async(judge.function):
-                    work = functools.partial(awaited, judge.function, arguments, call, log)
+                    work = functools.partial(call_async, judge.function, arguments, call, log)
                     return list((await run_async(work, self._timeout_s)).get())
                 result = (await self._threads.run(work, self._timeout_s)).get()
                 if inspect.isawaitable(result):  # a lambda around an async function
-                    again = functools.partial(_awaited, result, arguments, call)
+                    again = functools.partial(_await_result, result, arguments, call)
                     result = (await run_async(again, self._timeout_s)).get()
                 return list(result)
             except TooLate as late:
@@ -285,7 +286,7 @@ LOCKED = (
 )
 
 
-async def _awaited(
+async def _await_result(
     result: Awaitable[object], arguments: RewardArguments, call: RewardCall
 ) -> list[Score | None]:
     return scores_of(await result, arguments, call)
@@ -368,7 +369,7 @@ def make_scorer(
     of_task: Sequence[RewardFunction] = (),
     *,
     alone: bool = True,
-    asks: tuple[str, ...] = QUESTIONS,
+    questions: tuple[str, ...] = QUESTIONS,
     max_steps: int = 0,
     marks: Mapping[int, str] | None = None,
 ) -> RewardScorer:
@@ -379,7 +380,7 @@ def make_scorer(
         decode: converts generated tokens to text without special tokens.
         prompts: samples, whose columns the functions may ask for.
         of_task: a task's functions; reward.function adds to them if it is set.
-        alone: as in RewardScorer, as are asks, max_steps and marks.
+        alone: as in RewardScorer, as are questions, max_steps and marks.
 
     Raises ConfigError if a function is unknown or cannot be called.
     """
@@ -403,7 +404,7 @@ def make_scorer(
         processes=section.processes,
         taken=frozenset() if section.model is None else frozenset({MODEL}),
         alone=alone,
-        asks=asks,
+        questions=questions,
         max_steps=max_steps,
         marks=marks,
     )

@@ -93,10 +93,10 @@ def differ(text: str, other: str) -> bool:
 
     Money may leave out what it pays for ($42 for $42 per hour), a degree its scale.
     """
-    ours, theirs = unit_of(text), unit_of(other)
-    if not ours or not theirs or ours == theirs:
+    own, others = unit_of(text), unit_of(other)
+    if not own or not others or own == others:
         return False
-    few, many = sorted((set(ours.items()), set(theirs.items())), key=len)
+    few, many = sorted((set(own.items()), set(others.items())), key=len)
     if few == {("°", 1)}:
         return not {unit for unit, _ in many} <= {"°C", "°F"}
     return not (few < many and few <= {(unit, 1) for unit in MONEY})

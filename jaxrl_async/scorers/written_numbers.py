@@ -134,7 +134,7 @@ def number_of(answer: Answer | None) -> Decimal | None:
         return None
     number = numbers[0 if answer.mark == "####" else -1]
     line = text[text.rfind("\n", 0, number.start()) + 1 : number.start()][-NEIGHBOURS:]
-    is_list = answer.mark in ("box", "said") or not WORD.search(line)
+    is_list = answer.mark in ("box", "sentence") or not WORD.search(line)
     return None if is_list and LISTED.search(line) else _alone(text, number)
 
 

@@ -666,14 +666,14 @@ def test_graders_read_the_answer_that_is_meant():
         ("#### 1\n\\boxed{2}", "box", "2"),
         ("\\boxed{\\{1\\}}", "box", "\\{1\\}"),
         ("The answer is 1.\n#### 2", "####", "2"),
-        ("#### The sum\nThe answer is 1.5. So there.", "said", "1.5"),
-        ("The answer is: 1\nThe answer is: 2\nDone.", "said", "2"),
-        ("The answer is\n\\[\n2\n\\]", "said", "\\[ 2 \\]"),
+        ("#### The sum\nThe answer is 1.5. So there.", "sentence", "1.5"),
+        ("The answer is: 1\nThe answer is: 2\nDone.", "sentence", "2"),
+        ("The answer is\n\\[\n2\n\\]", "sentence", "\\[ 2 \\]"),
         ("The answer is in the box below:\n18", "end", "18"),
         ("x = 1\ny = 2\nI hope that this helps!", "end", "y = 2"),
         ("<think>1</think>2", "end", "2"),
         ("1</think>2", "end", "2"),
-        ("答案：２", "said", "２"),
+        ("答案：２", "sentence", "２"),
     ],
 )
 def test_one_place_of_a_text_has_its_answer(text, mark, answer):

@@ -175,13 +175,13 @@ def _functions(
         held_out,
         task.rewards,
         alone=not others_judge,
-        asks=_asks(config.data.record_fields, task),
+        questions=_questions(config.data.record_fields, task),
         max_steps=config.run.steps,
         marks=thinking_marks(tokenizer.special_tokens),
     )
 
 
-def _asks(section: JsonlSection, task: Task) -> tuple[str, ...]:
+def _questions(section: JsonlSection, task: Task) -> tuple[str, ...]:
     """Return the columns that may hold a record's question, in order of preference."""
     if task.records is not None:
         return ("messages", *QUESTIONS)
