@@ -129,7 +129,7 @@ class TextEndpoint:
         self._client = JudgeClient(
             endpoint.url,
             key=endpoint.key,
-            places=endpoint.concurrency,
+            max_calls=endpoint.concurrency,
             timeout_s=endpoint.timeout_s,
             setting="the endpoint",
         )

@@ -46,7 +46,7 @@ class PlayerEndpoint:
         self._client = JudgeClient(
             filling.endpoint,
             key=key_in(f"{path}.key_env", filling.key_env),
-            places=filling.concurrency,
+            max_calls=filling.concurrency,
             timeout_s=filling.timeout_s,
             setting=path,
         )

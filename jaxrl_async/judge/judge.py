@@ -26,7 +26,7 @@ from jaxrl_async.judge.judge_prompt import (
     Rubric,
     UnreadableReply,
     about_answers,
-    asked_again,
+    follow_up,
 )
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.outages import Outages
@@ -75,7 +75,7 @@ class JudgeService:
         self._client = JudgeClient(
             section.base_url,
             key=key_in("reward.judge.key_variable", section.key_variable),
-            places=section.concurrency,
+            max_calls=section.concurrency,
             timeout_s=section.timeout_s,
         )
         self.cache, self.meter = JudgeCache(), self._client.meter
@@ -116,14 +116,14 @@ class JudgeService:
         trouble: list[RolloutError] = []
         try:
             async with asyncio.timeout_at(deadline):
-                scores = await self._judged(question, trouble)
+                scores = await self._ask(question, trouble)
         except JudgeMisset:
             raise
         except TimeoutError:
             last = f"; the last attempt: {trouble[-1]}" if trouble else ""
-            away = trouble and isinstance(trouble[-1], Away)
+            unavailable = trouble and isinstance(trouble[-1], Away)
             return Unjudged(
-                (Away if away else RolloutError)(
+                (Away if unavailable else RolloutError)(
                     f"the judge gave no scores within {self._section.patience_s:g} s{last}. Raise "
                     "reward.judge.patience_s or concurrency, or use a faster judge."
                 )
@@ -134,7 +134,7 @@ class JudgeService:
             self.cache.put(key, scores)
         return scores
 
-    async def _judged(self, question: JudgeQuestion, trouble: list[RolloutError]) -> Scores:
+    async def _ask(self, question: JudgeQuestion, trouble: list[RolloutError]) -> Scores:
         """Ask until the reply has scores. Raises RolloutError after the last attempt.
 
         trouble: receives the error of each attempt.
@@ -149,7 +149,7 @@ class JudgeService:
                 return question.read(reply.text)
             except UnreadableReply as error:
                 self._count("judge_refused_replies")
-                messages = asked_again(question, reply.text, str(error))
+                messages = follow_up(question, reply.text, str(error))
                 trouble.append(
                     RolloutError(
                         f"the judge's reply is unreadable: {error}: {reply.text[-200:]!r}. Raise "
@@ -230,32 +230,32 @@ class JudgeScorer:
         rows: dict[_Shown, Sequence[float]] = {}
         failures: list[Unjudged] = []
 
-        async def unless_away() -> None:
+        async def ask_all() -> None:
             rows.clear()
-            asked = _asked_together(shown, ranked=self._section.mode == "rank")
-            found = await self._service.answers([self._question(together) for together in asked])
-            for together, got in zip(asked, found, strict=True):
-                if not isinstance(got, Unjudged):
-                    rows.update(zip(together, got, strict=True))
-            failures[:] = [got for got in found if isinstance(got, Unjudged)]
-            away = [got.reason for got in failures if isinstance(got.reason, Away)]
-            if away and (self._on_failure == "fail" or not rows):
-                raise away[0]
+            batches = _questions_of(shown, ranked=self._section.mode == "rank")
+            results = await self._service.answers([self._question(batch) for batch in batches])
+            for batch, result in zip(batches, results, strict=True):
+                if not isinstance(result, Unjudged):
+                    rows.update(zip(batch, result, strict=True))
+            failures[:] = [result for result in results if isinstance(result, Unjudged)]
+            outages = [result.reason for result in failures if isinstance(result.reason, Away)]
+            if outages and (self._on_failure == "fail" or not rows):
+                raise outages[0]
 
         with suppress(GivenUp):  # it was waited for long enough
             await self._service.outages.until_answered(
-                self._service.name, unless_away, about=prompt.prompt_id
+                self._service.name, ask_all, about=prompt.prompt_id
             )
         if failures:
             self._note_failures(sum(one not in rows for one in shown), failures[0], prompt)
         neutral = self._neutral([rows[one] for one in shown if one in rows])
         return tuple(self._score(rows.get(one, neutral)) for one in shown)
 
-    def _question(self, together: Sequence["_Shown"]) -> JudgeQuestion:
+    def _question(self, shown: Sequence["_Shown"]) -> JudgeQuestion:
         return about_answers(
             self._rubric,
-            together[0].task,
-            [one.answer for one in together],
+            shown[0].task,
+            [one.answer for one in shown],
             self._section.scale,
             ranked=self._section.mode == "rank",
         )
@@ -295,7 +295,7 @@ class _Shown(NamedTuple):
     answer: str
 
 
-def _asked_together(shown: Sequence[_Shown], *, ranked: bool) -> list[list[_Shown]]:
+def _questions_of(shown: Sequence[_Shown], *, ranked: bool) -> list[list[_Shown]]:
     """Return the answers of each question, without duplicates: one answer, or all answers to one
     task if they are ranked."""
     different = sorted(  # in an order that is arbitrary but reproducible
@@ -318,10 +318,10 @@ class Transcripts:
     def task(self, episode: Episode, prompt: Prompt, *, reference: bool) -> JudgedTask:
         """Return the task of the answer. That is the prompt's text if the only other message is a
         system prompt, else everything before the first sampled token."""
-        begun = int(episode.drawn.argmax()) if episode.num_drawn else len(episode.token_ids)
-        said = [m for m in prompt.messages if m["role"] not in ("system", "developer")]
-        text = prompt.text if len(said) < 2 else ""
-        text = text or self.decode_all(episode.token_ids[:begun])
+        start = int(episode.drawn.argmax()) if episode.num_drawn else len(episode.token_ids)
+        messages = [m for m in prompt.messages if m["role"] not in ("system", "developer")]
+        text = prompt.text if len(messages) < 2 else ""
+        text = text or self.decode_all(episode.token_ids[:start])
         return JudgedTask(text=text, reference=prompt.reference.strip() if reference else "")
 
     def answer(self, episode: Episode) -> str:
@@ -330,7 +330,7 @@ class Transcripts:
         if episode.num_turns == 1 and len(episode.starts) == 1:
             return self.decode(episode.token_ids[episode.drawn])
         ends = (*episode.starts[1:], len(episode.token_ids))
-        begun = int(episode.drawn.argmax()) if episode.num_drawn else ends[0]
-        begins = (min(begun, ends[0]), *episode.starts[1:])
+        start = int(episode.drawn.argmax()) if episode.num_drawn else ends[0]
+        begins = (min(start, ends[0]), *episode.starts[1:])
         parts = [episode.token_ids[a:b] for a, b in zip(begins, ends, strict=True)]
         return "\n\n".join(map(self.decode_all, parts))

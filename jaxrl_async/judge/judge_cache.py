@@ -79,8 +79,8 @@ class JudgeCache:
     def _remember_line(self, line: str) -> bool:
         """Return whether the line held a question and its scores."""
         try:
-            given = json.loads(line)
-            key, rows = given["key"], given["scores"]
+            entry = json.loads(line)
+            key, rows = entry["key"], entry["scores"]
             scores = tuple(tuple(float(number) for number in row) for row in rows)
         except (ValueError, LookupError, TypeError, RecursionError):
             return False

@@ -89,7 +89,7 @@ class JsonClient:
         self,
         *,
         key: str | None,
-        places: int,
+        max_calls: int,
         timeout_s: float,
         setting: str,
         max_bytes: int = MAX_REPLY_BYTES,
@@ -98,7 +98,7 @@ class JsonClient:
 
         Args:
             key: API key; None: not sent.
-            places: maximum number of concurrent calls.
+            max_calls: maximum number of concurrent calls.
             timeout_s: timeout of one call, seconds.
             setting: name of the setting that configures it, for error messages.
             max_bytes: maximum size of one reply.
@@ -109,7 +109,7 @@ class JsonClient:
             httpx2.AsyncClient,
             headers={"Authorization": f"Bearer {key}"} if key else None,
             timeout=httpx2.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s)),
-            limits=httpx2.Limits(max_connections=places, max_keepalive_connections=places),
+            limits=httpx2.Limits(max_connections=max_calls, max_keepalive_connections=max_calls),
         )
 
     async def close(self) -> None:
@@ -141,16 +141,16 @@ class JsonClient:
                 f"no answer from {url} ({type(error).__name__}: {error}); check that it can be "
                 f"reached from this machine, and {self._setting}.timeout_s"
             ) from error
-        status, said = reply.status_code, content[:300].decode(errors="replace")
+        status, text = reply.status_code, content[:300].decode(errors="replace")
         if status in BUSY or status >= 500:
-            raise JudgeBusy(f"{url} answers {status}: {said}", retry_after_s(reply.headers))
+            raise JudgeBusy(f"{url} answers {status}: {text}", retry_after_s(reply.headers))
         if status in WRONG_FOR_ALL:
             raise JudgeMisset(
-                f"{url} answers {status}: {said}. Correct {self._setting}: its address, "
+                f"{url} answers {status}: {text}. Correct {self._setting}: its address, "
                 "model or key."
             )
         if status != 200:
-            raise JudgeRefusal(f"{url} answers {status}: {said}. {advice}")
+            raise JudgeRefusal(f"{url} answers {status}: {text}. {advice}")
         return content
 
 
@@ -178,28 +178,28 @@ async def whole_answer(
 
 
 class JudgeClient(JsonClient):
-    """A client of one endpoint's chat completions; `places` calls are made at a time."""
+    """A client of one endpoint's chat completions; at most `max_calls` calls are made at a time."""
 
     def __init__(
         self,
         base_url: str,
         *,
         key: str | None,
-        places: int,
+        max_calls: int,
         timeout_s: float,
         setting: str = "reward.judge",
     ) -> None:
         """base_url: up to /v1; the others as JsonClient's."""
-        super().__init__(key=key, places=places, timeout_s=timeout_s, setting=setting)
+        super().__init__(key=key, max_calls=max_calls, timeout_s=timeout_s, setting=setting)
         self._url = base_url.rstrip("/") + "/chat/completions"
-        self._places = asyncio.Semaphore(places)
+        self._slots = asyncio.Semaphore(max_calls)
         self._quiet_until_s = 0.0  # time.monotonic(): the endpoint asked for a pause
         self.meter = JudgeMeter()
 
     async def ask(self, body: Mapping[str, object]) -> JudgeReply:
         """Send a chat completion call, once a slot is free and the endpoint asks for no pause.
         Raises JudgeBusy, JudgeRefusal and JudgeMisset."""
-        async with self._places:
+        async with self._slots:
             while (pause_s := self._quiet_until_s - time.monotonic()) > 0:
                 await asyncio.sleep(pause_s)
             began_s = time.monotonic()
@@ -289,15 +289,15 @@ def key_in(
 def reply_of(content: bytes, url: str) -> JudgeReply:
     """Return the reply in a chat completion's JSON. Raises JudgeBusy if there is no text."""
     try:
-        given = json.loads(content)
-        choice = given["choices"][0]
+        body = json.loads(content)
+        choice = body["choices"][0]
         text = choice["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError):
         text = None
     if not isinstance(text, str):
-        said = content[:300].decode(errors="replace")
-        raise JudgeBusy(f"{url} did not return a chat completion with text: {said}")
-    usage = given.get("usage")
+        start = content[:300].decode(errors="replace")
+        raise JudgeBusy(f"{url} did not return a chat completion with text: {start}")
+    usage = body.get("usage")
     usage = usage if isinstance(usage, dict) else {}
     return JudgeReply(
         text=text,

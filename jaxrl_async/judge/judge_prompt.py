@@ -77,20 +77,20 @@ class JudgeQuestion:
         UnreadableReply."""
         if not self.ids and not self.names:
             return ((self._share(last_number(reply)),),)
-        given = last_object(reply)
+        values = last_object(reply)
         if not self.ids:
-            return (self._row(given, "the object"),)
-        _check_keys(given, self.ids, "the object")
+            return (self._row(values, "the object"),)
+        _check_keys(values, self.ids, "the object")
         return tuple(
-            self._row(given[key], f"entry {key}") if self.names else (self._share(given[key]),)
+            self._row(values[key], f"entry {key}") if self.names else (self._share(values[key]),)
             for key in self.ids
         )
 
-    def _row(self, given: object, where: str) -> tuple[float, ...]:
-        if not isinstance(given, dict):
+    def _row(self, values: object, where: str) -> tuple[float, ...]:
+        if not isinstance(values, dict):
             raise UnreadableReply(f"{where} is not an object")
-        _check_keys(given, self.names, where)
-        return tuple(self._share(given[name]) for name in self.names)
+        _check_keys(values, self.names, where)
+        return tuple(self._share(values[name]) for name in self.names)
 
     def _share(self, number: Any) -> float:
         """Map a number of the scale to 0 to 1."""
@@ -106,19 +106,19 @@ class JudgeQuestion:
 
 def rubric_of(section: JudgeSection) -> Rubric:
     """Return the configured rubric. Raises ConfigError."""
-    given: Any = section.rubric
+    rubric: Any = section.rubric
     where = "reward.judge.rubric"
     if section.rubric_file is not None:
         where = f"reward.judge.rubric_file = {section.rubric_file}"
-        given = _read(Path(section.rubric_file), where)
-    if isinstance(given, str) and given.strip():
-        return Rubric(names=(WHOLE,), texts=(given.strip(),), weights=(1.0,), named=False)
-    if not isinstance(given, dict) or not given:
+        rubric = _read(Path(section.rubric_file), where)
+    if isinstance(rubric, str) and rubric.strip():
+        return Rubric(names=(WHOLE,), texts=(rubric.strip(),), weights=(1.0,), named=False)
+    if not isinstance(rubric, dict) or not rubric:
         raise ConfigError(
-            f"{where} is {'empty' if not given else 'not a rubric'}. Give a text, or a mapping of "
+            f"{where} is {'empty' if not rubric else 'not a rubric'}. Give a text, or a mapping of "
             "criteria: {right: The result is right.}."
         )
-    criteria = {str(name): _criterion(value, f"{where}: {name}") for name, value in given.items()}
+    criteria = {str(name): _criterion(value, f"{where}: {name}") for name, value in rubric.items()}
     for name in criteria:
         if name != part_name(name) or names_a_metric(name):
             raise ConfigError(
@@ -141,11 +141,11 @@ def _read(file: Path, where: str) -> Any:
         raise ConfigError(f"{where} cannot be read: {error}. Correct the file.") from None
 
 
-def _criterion(given: object, where: str) -> Criterion:
-    if isinstance(given, Criterion):
-        return given
+def _criterion(value: object, where: str) -> Criterion:
+    if isinstance(value, Criterion):
+        return value
     try:
-        return Criterion.model_validate({"text": given} if isinstance(given, str) else given)
+        return Criterion.model_validate({"text": value} if isinstance(value, str) else value)
     except ValueError:
         raise ConfigError(
             f"{where}: a criterion is a text, or {{text: TEXT, weight: NUMBER above 0}}. "
@@ -242,14 +242,14 @@ def _form(ids: Sequence[str], names: Sequence[str], scale: tuple[float, float]) 
             f"(worst) to {best:g} (best)."
         )
     row = "{" + ", ".join(f'"{name}": NUMBER' for name in names) + "}" if names else "NUMBER"
-    whole = row if not ids else "{" + ", ".join(f'"{key}": {row}' for key in ids) + "}"
+    example = row if not ids else "{" + ", ".join(f'"{key}": {row}' for key in ids) + "}"
     return (
         "You may reason first. End with one JSON object that begins on a line of its own, and "
-        f"write nothing after it:\n{whole}\n{numbers}"
+        f"write nothing after it:\n{example}\n{numbers}"
     )
 
 
-def asked_again(question: JudgeQuestion, reply: str, reason: str) -> tuple[Mapping[str, str], ...]:
+def follow_up(question: JudgeQuestion, reply: str, reason: str) -> tuple[Mapping[str, str], ...]:
     """Return the messages that ask again after an unreadable reply."""
     again = f"This cannot be read: {reason}. Reply again, and end exactly as asked."
     return (
@@ -265,10 +265,10 @@ def asked_again(question: JudgeQuestion, reply: str, reason: str) -> tuple[Mappi
 def last_number(reply: str) -> float:
     """Return the number on the reply's last line. Raises UnreadableReply."""
     lines = [line.strip(" \t*_`") for line in reply.strip().splitlines() if line.strip()]
-    found = NUMBER.fullmatch(lines[-1]) if lines else None
-    if found is None:
+    number = NUMBER.fullmatch(lines[-1]) if lines else None
+    if number is None:
         raise UnreadableReply("the last line is not a number alone")
-    return float(found[1])
+    return float(number[1])
 
 
 def last_object(reply: str) -> dict[str, Any]:
@@ -292,10 +292,10 @@ def _object(text: str) -> dict[str, Any]:
             raise ValueError("duplicate key")
         return dict(pairs)
 
-    given: dict[str, Any] = json.loads(text, object_pairs_hook=distinct)
-    return given
+    value: dict[str, Any] = json.loads(text, object_pairs_hook=distinct)
+    return value
 
 
-def _check_keys(given: Mapping[str, object], wanted: Sequence[str], where: str) -> None:
-    if set(given) != set(wanted):
-        raise UnreadableReply(f"{where} must have exactly the keys {', '.join(wanted)[:200]}")
+def _check_keys(values: Mapping[str, object], names: Sequence[str], where: str) -> None:
+    if set(values) != set(names):
+        raise UnreadableReply(f"{where} must have exactly the keys {', '.join(names)[:200]}")

@@ -81,7 +81,7 @@ def steps_of(
             decode: converts token ids to text.
     """
     steps: list[RewardedStep] = []
-    for begin, end in drawn_runs(episode):
+    for begin, end in sampled_runs(episode):
         token_ids = episode.token_ids[begin:end]
         if section.split == "token":
             steps += [
@@ -91,16 +91,16 @@ def steps_of(
         elif section.split == "turn":
             steps.append(RewardedStep(text=decode(token_ids), end=end - 1))
         else:
-            whole = decode(token_ids)
-            cuts = _cuts(whole, section.separator)
-            lengths = _Lengths(token_ids, whole, decode)
+            text = decode(token_ids)
+            cuts = _cuts(text, section.separator)
+            lengths = _Lengths(token_ids, text, decode)
             steps += [
-                RewardedStep(text=text, end=begin + lengths.token_at(at)) for text, at in cuts
+                RewardedStep(text=piece, end=begin + lengths.token_at(at)) for piece, at in cuts
             ]
     return tuple(steps)
 
 
-def drawn_runs(episode: Episode) -> list[tuple[int, int]]:
+def sampled_runs(episode: Episode) -> list[tuple[int, int]]:
     """Return begin and end of each span of tokens that the policy generated in one turn."""
     flags = episode.drawn.astype(np.int8)
     edges = np.diff(flags, prepend=0, append=0)
@@ -119,8 +119,8 @@ def _cuts(text: str, separator: str) -> list[tuple[str, int]]:
     pieces: list[tuple[str, int]] = []
     at = 0
     while at < len(text):
-        found = text.find(separator, at)
-        end = len(text) if found < 0 else found + len(separator)
+        at_separator = text.find(separator, at)
+        end = len(text) if at_separator < 0 else at_separator + len(separator)
         piece = text[at:end]
         if piece.strip() or not pieces:
             pieces.append((piece, end))
@@ -137,13 +137,13 @@ class _Lengths:
         self._token_ids, self._text, self._decode = token_ids, text, decode
         self._of = functools.cache(lambda count: len(decode(token_ids[:count])))
 
-    def token_at(self, place: int) -> int:
+    def token_at(self, length: int) -> int:
         """Return the index of the token that completes this number of characters. The first tokens
         with so many may hold only some bytes of the last one, which are decoded as another."""
-        most, wanted = len(self._token_ids), self._text[place - 1 : place]
-        count = 1 + bisect_left(range(1, most), place, key=self._of)
+        most, expected = len(self._token_ids), self._text[length - 1 : length]
+        count = 1 + bisect_left(range(1, most), length, key=self._of)
         for more in range(count, min(count + MORE_BYTES, most) + 1):
-            if self._decode(self._token_ids[:more])[place - 1 : place] == wanted:
+            if self._decode(self._token_ids[:more])[length - 1 : length] == expected:
                 return more - 1
         return count - 1
 
@@ -165,7 +165,7 @@ class FunctionSteps:
     ) -> None:
         """Raises ConfigError if the function has a parameter with an unknown name."""
         self._function, self._name, self._decode = function, name, decode
-        self._wanted = _wanted(function, f"reward.process.function = {name!r}")
+        self._arguments = _arguments_of(function, f"reward.process.function = {name!r}")
         self._timeout_s, self._threads = timeout_s, Threads(threads)
 
     async def __call__(
@@ -173,17 +173,17 @@ class FunctionSteps:
     ) -> list[float]:
         """Return a number for each step. Raises RolloutError that names function and prompt."""
         about = f"process reward {self._name} on prompt {prompt.prompt_id}"
-        drawn = episode.token_ids[episode.drawn]
+        sampled = episode.token_ids[episode.drawn]
         values = {
             "prompt": prompt.text,
             "reference": prompt.reference,
             "columns": copied_columns(prompt.columns),
-            "completion": self._decode(drawn),
+            "completion": self._decode(sampled),
             "steps": [step.text for step in steps],
-            "token_ids": drawn,
+            "token_ids": sampled,
             "episode": read_only(episode),
         }
-        work = functools.partial(self._function, **{n: values[n] for n in self._wanted})
+        work = functools.partial(self._function, **{n: values[n] for n in self._arguments})
         try:
             if is_async(self._function):
                 outcome = await run_async(work, self._timeout_s)
@@ -199,7 +199,7 @@ class FunctionSteps:
             raise type(error)(f"{about} {error}") from error.__cause__
 
 
-def _wanted(function: Callable[..., object], where: str) -> tuple[str, ...]:
+def _arguments_of(function: Callable[..., object], where: str) -> tuple[str, ...]:
     """Return the names of the arguments that the function takes."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -208,18 +208,18 @@ def _wanted(function: Callable[..., object], where: str) -> tuple[str, ...]:
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return NAMES
-    wanted = tuple(p.name for p in by_name if p.name in NAMES)
+    names = tuple(p.name for p in by_name if p.name in NAMES)
     unknown = [p.name for p in by_name if p.name not in NAMES and p.default is p.empty]
-    placed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
-    if unknown or placed or not {"steps", "token_ids", "completion", "episode"} & set(wanted):
-        asks = (
-            f"it asks for {(unknown + placed)[0]!r}" if unknown or placed else "it sees no answer"
+    unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if unknown or unnamed or not {"steps", "token_ids", "completion", "episode"} & set(names):
+        problem = (
+            f"it asks for {(unknown + unnamed)[0]!r}" if unknown or unnamed else "it sees no answer"
         )
         raise ConfigError(
-            f"{where} cannot be called: {asks}. It is called with its parameters by name. Known "
+            f"{where} cannot be called: {problem}. It is called with its parameters by name. Known "
             f"names: {', '.join(NAMES)}."
         )
-    return wanted
+    return names
 
 
 def _numbers(results: Any, count: int) -> list[float]:
@@ -305,7 +305,7 @@ class ProcessScorer:
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
         """Score each episode. Errors of the other scorer are passed on. Failed process rewards
         raise RolloutError if on_failure=fail."""
-        work = side_by_side(self._of_one(episode, prompt) for episode in episodes)
+        work = side_by_side(self._of_episode(episode, prompt) for episode in episodes)
         process = asyncio.ensure_future(work)
         try:
             scores = await self._outcome(episodes, prompt)
@@ -323,7 +323,7 @@ class ProcessScorer:
             for score, of_tokens in zip(scores, earned, strict=True)
         )
 
-    async def _of_one(self, episode: Episode, prompt: Prompt) -> FloatArray:
+    async def _of_episode(self, episode: Episode, prompt: Prompt) -> FloatArray:
         """Return an episode's token rewards before weighting, [length]."""
         earned: FloatArray = np.zeros(len(episode.token_ids), np.float32)
         steps = await asyncio.to_thread(steps_of, episode, self._section, self._decode)

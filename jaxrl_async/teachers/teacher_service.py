@@ -82,7 +82,7 @@ class TeacherService(EpisodeTeacher):
         self._route = address_of(section.url, section.protocol)
         self._client = JsonClient(
             key=key_in(f"{self.setting}.key_variable", section.key_variable),
-            places=section.concurrency,
+            max_calls=section.concurrency,
             timeout_s=section.timeout_s,
             setting=self.setting,
             max_bytes=MAX_ANSWER_BYTES,

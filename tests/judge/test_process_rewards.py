@@ -18,7 +18,7 @@ from jaxrl_async.judge.process_rewards import (
     JudgedSteps,
     ProcessScorer,
     RewardedStep,
-    drawn_runs,
+    sampled_runs,
     steps_of,
 )
 from jaxrl_async.scorers.guard import checked
@@ -64,7 +64,7 @@ def test_steps_hold_all_that_was_drawn_and_end_where_their_text_does(runs):
         assert "".join(s.text for s in steps) == decode(whole.token_ids[whole.drawn])
         ends = [s.end for s in steps]
         assert ends == sorted(ends) and all(whole.drawn[end] for end in ends)
-        assert [e for _, e in drawn_runs(whole)][-1] - 1 == ends[-1]
+        assert [e for _, e in sampled_runs(whole)][-1] - 1 == ends[-1]
         if split != "separator":
             assert len(set(ends)) == len(ends)
     counts = Counter(s.end for s in steps_of(whole, section_of(split="token"), decode))
@@ -98,7 +98,7 @@ def test_a_step_that_ends_in_a_character_of_several_tokens_ends_with_the_last_of
 def test_a_new_context_ends_a_turn():
     two = episode([[1, 1, 1]])
     two = Episode(**{n: getattr(two, n) for n in Episode.__dataclass_fields__} | {"starts": (0, 2)})
-    assert drawn_runs(two) == [(1, 2), (2, 4)]
+    assert sampled_runs(two) == [(1, 2), (2, 4)]
 
 
 def test_a_steps_reward_is_at_its_last_token():
