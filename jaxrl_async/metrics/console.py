@@ -63,10 +63,10 @@ class CellDisplay:
             self._update()
 
     def _update(self) -> None:
-        drawn = self._draw()
-        if drawn != self._shown:
-            self._shown = drawn
-            self._handle.update(_bundle(drawn), raw=True)
+        output = self._draw()
+        if output != self._shown:
+            self._shown = output
+            self._handle.update(_bundle(output), raw=True)
 
 
 def progress_html(
@@ -84,8 +84,8 @@ def progress_html(
     )
 
 
-def _bundle(drawn: tuple[str, str]) -> dict[str, str]:
-    return {"text/html": drawn[0], "text/plain": drawn[1]}
+def _bundle(output: tuple[str, str]) -> dict[str, str]:
+    return {"text/html": output[0], "text/plain": output[1]}
 
 
 EVERY_S, LONGEST_S = 2.0, 60.0
@@ -232,10 +232,10 @@ class Console:
         first = len(self._times) == 1
         evaluated = any(key.startswith("eval/") for key in values)
         spaced = now - self._printed_at >= spacing_s(now - self._start)
-        due = spaced or first or step == total or evaluated
+        prints = spaced or first or step == total or evaluated
         if self._live is not None:
             self._show()
-        if due:
+        if prints:
             self._print(plain_line(self._progress))
         if self._on_step is not None:
             self.with_caller = True
@@ -298,9 +298,9 @@ class Console:
         phase = f"{progress.phase}  {progress.detail}".strip()
         clock = f"{self._clock_text(progress)}  {phase}".strip()
         numbers = labelled_values(progress)
-        curves = [f"{label}  {drawn}" for label, drawn in self._curves(CURVE_WIDTH)]
-        drawn = progress_html(*shown_part(progress), clock, numbers, curves)
-        return drawn, f"{plain_line(progress)}  {phase}".strip()
+        curves = [f"{label}  {line}" for label, line in self._curves(CURVE_WIDTH)]
+        line = progress_html(*shown_part(progress), clock, numbers, curves)
+        return line, f"{plain_line(progress)}  {phase}".strip()
 
     def _clock_text(self, progress: ConsoleProgress) -> str:
         """Return the time since the start, and the remaining time."""
@@ -309,15 +309,15 @@ class Console:
 
     def _curves(self, width: int) -> list[tuple[str, str]]:
         """Return label with range, and curve, of up to two numbers measured at least twice."""
-        found = []
+        curves = []
         for label, key, form in SHOWN:
             # copied first, since the other thread may append meanwhile
             values = np.array(self._seen.get(key, array("d"))[:])
             values = values[np.isfinite(values)]
             if len(values) > 1:
                 extent = f"{form(values.min())} to {form(values.max())}"
-                found.append((f"{label} {extent}", curve(values, width)))
-        return found[:2]
+                curves.append((f"{label} {extent}", curve(values, width)))
+        return curves[:2]
 
     def _draw(self) -> Group:
         # Runs on rich's own thread. Reads one reference, whose object never changes.
@@ -336,8 +336,8 @@ class Console:
         if numbers.plain:
             rows.append(numbers)
         if not self._rich.options.ascii_only:
-            for label, drawn in self._curves(min(CURVE_WIDTH, self._rich.width - 28)):
-                rows.append(Text(f"{label:<27} ", style="dim").append(drawn, style="green"))
+            for label, line in self._curves(min(CURVE_WIDTH, self._rich.width - 28)):
+                rows.append(Text(f"{label:<27} ", style="dim").append(line, style="green"))
         if progress.phase:
             self._spinner.update(text=Text(f"{progress.phase}  {progress.detail}", style="dim"))
             rows.append(self._spinner)
@@ -387,9 +387,9 @@ def eta_s(times: Iterable[tuple[int, float]], total_steps: int) -> float | None:
 
 def duration(seconds: float) -> str:
     """Format seconds as 1:05, 12:00 or 1:02:03."""
-    whole = round(max(seconds, 0.0))
-    hours, minutes = whole // 3600, whole // 60 % 60
-    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+    total = round(max(seconds, 0.0))
+    hours, minutes = total // 3600, total // 60 % 60
+    return f"{hours}:{minutes:02}:{total % 60:02}" if hours else f"{minutes}:{total % 60:02}"
 
 
 # ---- a curve in a line

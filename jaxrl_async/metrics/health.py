@@ -108,10 +108,10 @@ class _Handler(BaseHTTPRequestHandler):
         wrong: list[str] = []
         for check in tuple(_checks):
             try:
-                found = check()
+                problem = check()
             except Exception as error:
-                found = f"{type(error).__name__}: {error}"
-            wrong += [found] if found else []
+                problem = f"{type(error).__name__}: {error}"
+            wrong += [problem] if problem else []
         self._reply(503 if wrong else 200, "; ".join(wrong) or "ok")
 
     def _reply(self, status: int, text: str) -> None:

@@ -44,8 +44,8 @@ _active = False
 def entry(message: str, severity: str, at_s: float | None = None) -> str:
     """Return one entry as JSON: severity, message, time in RFC 3339, and the labels."""
     at_s = time.time() if at_s is None else at_s
-    whole, parts = int(at_s), time.gmtime(int(at_s))
-    at = f"{time.strftime('%Y-%m-%dT%H:%M:%S', parts)}.{int((at_s - whole) * 1e6):06}Z"
+    second, parts = int(at_s), time.gmtime(int(at_s))
+    at = f"{time.strftime('%Y-%m-%dT%H:%M:%S', parts)}.{int((at_s - second) * 1e6):06}Z"
     return json.dumps(
         {"severity": severity, "message": message, "time": at, LABELS: dict(_labels)},
         ensure_ascii=False,
@@ -72,7 +72,7 @@ def logs_as(form: str, **labels: str) -> Iterator[None]:
     labels: of each entry.
     """
     before = logging.getLogRecordFactory()
-    logging.setLogRecordFactory(OneMessage)
+    logging.setLogRecordFactory(EscapedRecord)
     try:
         with _written_as(form, **labels):
             yield
@@ -108,7 +108,7 @@ def lines_for_people(info_of: str = "") -> Iterator[None]:
     level, factory = own.level, logging.getLogRecordFactory()
     root.addHandler(handler)
     own.setLevel(logging.INFO)
-    logging.setLogRecordFactory(OneMessage)
+    logging.setLogRecordFactory(EscapedRecord)
     try:
         yield
     finally:
@@ -142,7 +142,7 @@ class LineForPeople(logging.Formatter):
 # ---- JSON
 
 
-class OneMessage(logging.LogRecord):
+class EscapedRecord(logging.LogRecord):
     """A record whose message may quote programs and other received text: it cannot imitate another
     line of the log, nor control a terminal."""
 
@@ -208,11 +208,11 @@ class LineStream(io.TextIOBase):
         """Write the complete lines; the rest waits for its end. Of a line that overwrites itself (a
         progress bar), the last state is written, as on a screen."""
         with self._lock:
-            told = self._rest + text
-            *lines, rest = (line.rstrip("\r").rpartition("\r")[2] for line in told.split("\n"))
-            self._rest = rest + "\r" * told.endswith("\r")
+            pending = self._rest + text
+            *lines, rest = (line.rstrip("\r").rpartition("\r")[2] for line in pending.split("\n"))
+            self._rest = rest + "\r" * pending.endswith("\r")
             for line in filter(str.strip, lines):
-                _tell(self._stream, line, self._severity)
+                _write_entry(self._stream, line, self._severity)
         return len(text)
 
     def flush(self) -> None:
@@ -257,7 +257,7 @@ class EntryHandler(logging.Handler):
             if record.exc_info and record.exc_info[1] is not None:
                 text += "\n" + "".join(traceback.format_exception(record.exc_info[1]))
             level = record.levelname if record.levelname in _KNOWN else "DEFAULT"
-            _tell(self._stream, text, level, record.created)
+            _write_entry(self._stream, text, level, record.created)
         except Exception:
             self.handleError(record)
 
@@ -265,7 +265,7 @@ class EntryHandler(logging.Handler):
 _KNOWN = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
-def _tell(stream: TextIO, text: str, severity: str, at_s: float | None = None) -> None:
+def _write_entry(stream: TextIO, text: str, severity: str, at_s: float | None = None) -> None:
     with suppress(OSError, ValueError):  # a log that cannot be written does not end a run
         stream.write(entry(text, severity, at_s) + "\n")
         stream.flush()

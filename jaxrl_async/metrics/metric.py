@@ -142,14 +142,14 @@ def markdown() -> str:
         for space in spaces:
             metrics = [m for m in METRICS if m.key.startswith(f"{space}/")]
             parts += [
-                _line([_told(m)[column] for column in columns])
+                _line([_cells(m)[column] for column in columns])
                 for m in sorted(metrics, key=lambda m: m.key)
                 if not m.key.endswith(_ERROR)
             ]
     return "".join(parts)
 
 
-def _told(m: Metric) -> dict[str, str]:
+def _cells(m: Metric) -> dict[str, str]:
     shown = m.help.replace("|", "\\|")
     return {"key": f"`{m.key}`", "unit": m.unit + "*" * m.timing, "meaning": shown}
 

@@ -58,21 +58,21 @@ def _curves(lines: Sequence[Line]) -> str:
         share = (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
         return CURVES_BOTTOM - share * (CURVES_BOTTOM - CURVES_TOP)
 
-    drawn = [_legend([(label, c) for label, c, pts in drawable if pts], 16)]
+    parts = [_legend([(label, c) for label, c, pts in drawable if pts], 16)]
     for tick, label in zip(y_ticks, y_labels, strict=True):
-        drawn.append(
+        parts.append(
             f'<path d="M{left:g} {y(tick):.1f}H{WIDTH - RIGHT}" stroke="#e3e3df"/>'
             + _text(left - GAP, y(tick) + 4, label, "end")
         )
     for step in ticks(first, last, 8):
         if first <= step <= last and step == int(step):
-            drawn.append(_text(x(step), CURVES_BOTTOM + 16, f"{int(step)}", "middle"))
+            parts.append(_text(x(step), CURVES_BOTTOM + 16, f"{int(step)}", "middle"))
     for _, color, pts in drawable:
         path = " ".join(f"{x(s):.1f},{y(v):.1f}" for s, v in pts)
-        drawn.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8"/>')
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8"/>')
         if len(pts) == 1:
-            drawn.append(f'<circle cx="{x(pts[0][0]):.1f}" cy="{y(pts[0][1]):.1f}" r="3"/>')
-    return "".join(drawn)
+            parts.append(f'<circle cx="{x(pts[0][0]):.1f}" cy="{y(pts[0][1]):.1f}" r="3"/>')
+    return "".join(parts)
 
 
 def _timeline(lines: Sequence[Line]) -> str:
@@ -96,24 +96,24 @@ def _timeline(lines: Sequence[Line]) -> str:
 
     phases = {label: color for _, label, color in TRAINER_PHASES}
     legend = [*phases.items(), ("samplers busy", BUSY)]
-    drawn = [_legend(legend, LANES[0][1] - 14)]
-    drawn += [_text(LEFT - 8, y + 15, name, "end") for name, y in LANES]
+    parts = [_legend(legend, LANES[0][1] - 14)]
+    parts += [_text(LEFT - 8, y + 15, name, "end") for name, y in LANES]
     before = start
     for line in steps:
         at, after = line["time/elapsed_s"] - line["time/step_s"], line["time/elapsed_s"]
         for key, _, color in TRAINER_PHASES:
             if line.get(key, 0.0) > 0:
                 until = min(at + line[key], after)  # evaluations may outlast the step
-                drawn.append(bar(0, at, until, color))
+                parts.append(bar(0, at, until, color))
                 at = until
         if "sampler/busy_share" in line:
-            drawn.append(bar(1, before, after, BUSY, line["sampler/busy_share"]))
+            parts.append(bar(1, before, after, BUSY, line["sampler/busy_share"]))
         before = after
     for at_s in ticks(start, end, 8):
         if start <= at_s <= end:
             where = LANES[-1][1] + LANE_HEIGHT + 18
-            drawn.append(_text(x(at_s), where, f"{number(at_s)} s", "middle"))
-    return "".join(drawn)
+            parts.append(_text(x(at_s), where, f"{number(at_s)} s", "middle"))
+    return "".join(parts)
 
 
 def _since_start(steps: Sequence[Line]) -> Sequence[Line]:
@@ -127,12 +127,12 @@ def _since_start(steps: Sequence[Line]) -> Sequence[Line]:
 
 
 def _legend(entries: Sequence[tuple[str, str]], y: float) -> str:
-    drawn, x = [], float(LEFT)
+    parts, x = [], float(LEFT)
     for label, color in entries:
-        drawn.append(f'<rect x="{x:.0f}" y="{y - 9:.0f}" width="10" height="10" fill="{color}"/>')
-        drawn.append(_text(x + 15, y, label))
+        parts.append(f'<rect x="{x:.0f}" y="{y - 9:.0f}" width="10" height="10" fill="{color}"/>')
+        parts.append(_text(x + 15, y, label))
         x += 34 + 6.5 * len(label)
-    return "".join(drawn)
+    return "".join(parts)
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:

@@ -89,16 +89,16 @@ def send(tracks: Tracks, process: str, run: str, since_s: float) -> int:
     return sent
 
 
-def _span(one: Any, track: str, trace: str, since_s: float) -> dict[str, Any]:
-    key = f"{trace} {track} {one.name} {one.start_s!r} {one.end_s!r}"
+def _span(span: Any, track: str, trace: str, since_s: float) -> dict[str, Any]:
+    key = f"{trace} {track} {span.name} {span.start_s!r} {span.end_s!r}"
     return {
         "traceId": trace,
         "spanId": hashlib.blake2b(key.encode(), digest_size=8).hexdigest(),
-        "name": one.name,
+        "name": span.name,
         "kind": 1,  # internal
-        "startTimeUnixNano": str(int((since_s + one.start_s) * 1e9)),
-        "endTimeUnixNano": str(int((since_s + one.end_s) * 1e9)),
-        "attributes": _attributes({"thread.name": track, **one.args}),
+        "startTimeUnixNano": str(int((since_s + span.start_s) * 1e9)),
+        "endTimeUnixNano": str(int((since_s + span.end_s) * 1e9)),
+        "attributes": _attributes({"thread.name": track, **span.args}),
     }
 
 

@@ -209,8 +209,8 @@ def set_aside(path: Path, keep: Callable[[int, dict[str, Any]], bool]) -> None:
             path.stem + SUPERSEDED,
         )
     if moved:
-        with path.with_name(path.stem + SUPERSEDED).open("ab") as aside:
-            aside.writelines(raw if raw.endswith(b"\n") else raw + b"\n" for raw in moved)
+        with path.with_name(path.stem + SUPERSEDED).open("ab") as file:
+            file.writelines(raw if raw.endswith(b"\n") else raw + b"\n" for raw in moved)
         fresh = path.with_name(path.name + ".tmp")
         fresh.write_bytes(b"".join(kept))
         fresh.replace(path)
@@ -262,8 +262,8 @@ class RunLog(logging.Handler):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            whole = "" if isinstance(error, JaxrlError) else f"\n{_traceback((kind, error, trace))}"
-            self.line(f"ended by {type(error).__name__}: {error}{whole}", "ERROR")
+            text = "" if isinstance(error, JaxrlError) else f"\n{_traceback((kind, error, trace))}"
+            self.line(f"ended by {type(error).__name__}: {error}{text}", "ERROR")
         own = logging.getLogger(OWN)
         own.removeHandler(self)
         if self._shown_from is not None:
@@ -303,7 +303,7 @@ class RunLog(logging.Handler):
             root.handle(record)
             return
         last = logging.lastResort
-        if last is not None and record.levelno >= last.level and self._is_alone(record.name):
+        if last is not None and record.levelno >= last.level and self._is_unhandled(record.name):
             last.handle(record)
 
     def close(self) -> None:
@@ -344,7 +344,7 @@ class RunLog(logging.Handler):
             "%s can no longer be written (%s): the run continues without it", LOG_FILE, error
         )
 
-    def _is_alone(self, name: str) -> bool:
+    def _is_unhandled(self, name: str) -> bool:
         """Return whether a logger's records reach no other handler."""
         logger: logging.Logger | None = logging.getLogger(name)
         while logger is not None:

@@ -49,8 +49,8 @@ def tick_labels(values: Sequence[float]) -> list[str]:
     near = [min((abs(v - u) for u in values if u != v), default=inf) for v in values]
     for more in range(MOST_DIGITS):
         labels = [number(value, more) for value in values]
-        said = (float(label.replace(",", "")) for label in labels)
-        if all(abs(s - v) <= n / 1000 for s, v, n in zip(said, values, near, strict=True)):
+        labelled = (float(label.replace(",", "")) for label in labels)
+        if all(abs(s - v) <= n / 1000 for s, v, n in zip(labelled, values, near, strict=True)):
             break
     return labels
 

@@ -27,7 +27,7 @@ class Symptom:
     """A symptom that an update may show."""
 
     shown: Callable[[Mapping[str, float]], bool]  # from its metrics; missing ones show no symptom
-    says: str
+    text: str
     section: str  # of DOCS
 
 
@@ -92,15 +92,15 @@ class Symptoms:
         update (evaluations) are ignored."""
         if "train/grad_norm" not in values:
             return []
-        said = []
+        texts = []
         for name, symptom in SYMPTOMS.items():
             self._in_a_row[name] = self._in_a_row[name] + 1 if symptom.shown(values) else 0
-            is_said = self._in_a_row.get(FOLLOWS.get(name, ""), 0) >= IN_A_ROW
-            if self._in_a_row[name] == IN_A_ROW and not is_said:
-                said.append(
-                    f"the last {IN_A_ROW} updates {symptom.says} ({DOCS}#{symptom.section})"
+            is_covered = self._in_a_row.get(FOLLOWS.get(name, ""), 0) >= IN_A_ROW
+            if self._in_a_row[name] == IN_A_ROW and not is_covered:
+                texts.append(
+                    f"the last {IN_A_ROW} updates {symptom.text} ({DOCS}#{symptom.section})"
                 )
-        return said
+        return texts
 
 
 # ---- alerts of the dashboard
@@ -116,7 +116,7 @@ class AlertRule:
     title: str
     keys: tuple[str, ...]  # metrics to look at
     shown: Callable[[Mapping[str, float]], bool]  # missing metrics show no problem
-    says: str  # after "N updates"
+    text: str  # after "N updates"
     section: str = TABLE  # of DOCS
     in_a_row: int = IN_A_ROW  # updates that make an alert
     behind: str = ""  # a rule whose alert says the same more strongly
@@ -135,7 +135,7 @@ ALERT_RULES = (
             title=name,
             keys=LOOKED_AT.get(name, ()),
             shown=symptom.shown,
-            says=symptom.says,
+            text=symptom.text,
             section=symptom.section,
             behind=FOLLOWS.get(name, ""),
         )
@@ -145,7 +145,7 @@ ALERT_RULES = (
         title="little signal",
         keys=("reward/zero_variance_share", "reward/mean"),
         shown=_at_least("reward/zero_variance_share", 0.9),
-        says="had equal rewards in at least 90 % of the groups (reward/zero_variance_share), from "
+        text="had equal rewards in at least 90 % of the groups (reward/zero_variance_share), from "
         "which nothing is learned. Unless the task is solved, give easier or harder prompts, a "
         "larger algorithm.group_size, or set algorithm.dynamic_sampling",
         behind="no gradient",
@@ -154,7 +154,7 @@ ALERT_RULES = (
         title="far from the reference",
         keys=("policy/kl_reference",),
         shown=_at_least("policy/kl_reference", 0.5),
-        says="had a policy/kl_reference of at least 0.5 nats per token: the policy writes texts "
+        text="had a policy/kl_reference of at least 0.5 nats per token: the policy writes texts "
         "that the reference finds improbable. Raise algorithm.kl_coefficient, or lower "
         "algorithm.learning_rate",
     ),
@@ -162,7 +162,7 @@ ALERT_RULES = (
         title="far from the sampler's policy",
         keys=("policy/k3_behavior", "policy/ratio_max", "policy/ratio_min"),
         shown=_at_least("policy/k3_behavior", 0.1),
-        says="had a policy/k3_behavior of at least 0.1 nats per token: the policy that is trained "
+        text="had a policy/k3_behavior of at least 0.1 nats per token: the policy that is trained "
         "is far from the one that sampled. Lower algorithm.learning_rate, algorithm.epochs or "
         "staleness.max_staleness",
     ),
@@ -170,14 +170,14 @@ ALERT_RULES = (
         title="clipped ratios",
         keys=("policy/clip_share", "policy/ratio_max", "policy/ratio_min"),
         shown=_at_least("policy/clip_share", 0.2),
-        says="clipped away the gradient of at least 20 % of the tokens (policy/clip_share). Lower "
+        text="clipped away the gradient of at least 20 % of the tokens (policy/clip_share). Lower "
         "algorithm.learning_rate, or algorithm.epochs",
     ),
     AlertRule(
         title="data too old",
         keys=("offpolicy/ess_share", "staleness/mean"),
         shown=_at_most("offpolicy/ess_share", 0.5),
-        says="had an effective sample size of at most half of the tokens (offpolicy/ess_share): "
+        text="had an effective sample size of at most half of the tokens (offpolicy/ess_share): "
         "the data is too old for the rate at which the policy changes. Lower "
         "staleness.max_staleness or algorithm.learning_rate",
     ),
@@ -185,7 +185,7 @@ ALERT_RULES = (
         title="many truncated answers",
         keys=("rollout/truncated_share", "rollout/length_mean"),
         shown=_at_least("rollout/truncated_share", 0.5),
-        says="had at least half of their answers cut off (rollout/truncated_share). Raise "
+        text="had at least half of their answers cut off (rollout/truncated_share). Raise "
         "sampler.max_new_tokens, or penalise length (algorithm.shaping)",
         section="truncated-answers",
         behind="truncated answers",
@@ -194,7 +194,7 @@ ALERT_RULES = (
         title="mismatch",
         keys=("mismatch/mean", "mismatch/max", "weights/probe_error"),
         shown=_at_least("mismatch/mean", 0.01),
-        says="had a mismatch/mean of at least 0.01 nats: with the same weights, sampler and "
+        text="had a mismatch/mean of at least 0.01 nats: with the same weights, sampler and "
         "trainer compute different log-probs. See model.dtype, weights.dtype and "
         "algorithm.keep_routing",
         section="the-samplers-log-probs-on-the-probe-differ",
@@ -203,7 +203,7 @@ ALERT_RULES = (
         title="skipped update",
         keys=("train/skipped", "train/blown_up", "train/grad_norm"),
         shown=_at_least("train/skipped", 1.0),
-        says="changed no weights (train/skipped): loss, gradient or new weights were not finite "
+        text="changed no weights (train/skipped): loss, gradient or new weights were not finite "
         "or far too large. Lower algorithm.learning_rate, or raise trainer.warmup_steps",
         in_a_row=1,
     ),

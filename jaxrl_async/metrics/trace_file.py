@@ -49,9 +49,9 @@ class ThreadSpans:
         self._kept: deque[RecordedSpan] = deque(maxlen=capacity)
         self._added = self._taken = 0
 
-    def add(self, one: RecordedSpan) -> None:
+    def add(self, span: RecordedSpan) -> None:
         """Keep a span, replacing the oldest one if there are too many."""
-        self._kept.append(one)
+        self._kept.append(span)
         self._added += 1
 
     def take(self) -> list[RecordedSpan]:
@@ -80,7 +80,7 @@ class SpanRecorder:
         self._numbers: Iterator[int] = count()
         self._dropped = 0  # of threads that have ended
 
-    def add(self, one: RecordedSpan) -> None:
+    def add(self, span: RecordedSpan) -> None:
         """Keep a span of the calling thread."""
         spans = getattr(self._own, "spans", None)
         if spans is None:
@@ -89,7 +89,7 @@ class SpanRecorder:
                 spans = ThreadSpans(thread, next(self._numbers), self._capacity)
                 self._threads.append(spans)
             self._own.spans = spans
-        spans.add(one)
+        spans.add(span)
 
     def take(self) -> list[tuple[ThreadSpans, list[RecordedSpan]]]:
         """Return and remove the spans added since the last call, by thread."""
@@ -135,12 +135,12 @@ class Lanes:
         """Assign spans to tracks, after the spans of earlier calls; return the new ones by
         track."""
         dealt: dict[int, list[RecordedSpan]] = {}
-        for one in in_order(spans):
-            free = (i for i, end_s in enumerate(self._ends_s) if end_s <= one.start_s)
-            place = next(free, len(self._ends_s))
-            self._ends_s[place : place + 1] = [one.end_s]
-            dealt.setdefault(place, []).append(one)
-        return [(f"{self._name} {place + 1:03}", dealt[place]) for place in sorted(dealt)]
+        for span in in_order(spans):
+            free = (i for i, end_s in enumerate(self._ends_s) if end_s <= span.start_s)
+            index = next(free, len(self._ends_s))
+            self._ends_s[index : index + 1] = [span.end_s]
+            dealt.setdefault(index, []).append(span)
+        return [(f"{self._name} {index + 1:03}", dealt[index]) for index in sorted(dealt)]
 
 
 class TraceFile:
@@ -158,9 +158,9 @@ class TraceFile:
         self._numbers: dict[int | str, int] = {}  # of the tracks, the same in both files
         self._next_number: Iterator[int] = count(1)
         self._named: set[int | str] = set()  # the tracks that the file names
-        self._end = self._count = self._told = 0  # where its last line begins (0: no file), its
+        self._end = self._count = self._noted = 0  # where its last line begins (0: no file), its
         # spans, and how many it says were dropped
-        self._older_count = self._older_told = 0  # spans of the older file, and what it says
+        self._older_count = self._older_noted = 0  # spans of the older file, and what it says
         self._lost = 0  # spans that could not be written, or are no longer in a file
 
     @property
@@ -212,10 +212,10 @@ class TraceFile:
             if key not in named:
                 named.add(key)
                 events.append(_named("thread_name", pid, number, name))
-            events += [_event(one, pid, number) for one in spans]
+            events += [_event(span, pid, number) for span in spans]
         lines = ",\n".join(json.dumps(event, default=str) for event in events).encode()
-        told = self.dropped(not_taken) - self._older_told
-        first = _first_line(told)
+        noted = self.dropped(not_taken) - self._older_noted
+        first = _first_line(noted)
         if self._end:
             with self._path.open("r+b") as file:
                 file.seek(self._end)
@@ -227,23 +227,23 @@ class TraceFile:
         else:
             if not self._older_count:
                 self._older.unlink(missing_ok=True)  # of an earlier run
-            whole = first + b'"traceEvents": [\n' + lines + LAST_LINE
-            self._path.write_bytes(whole)
-            end = len(whole) - len(LAST_LINE)
-        self._end, self._named, self._told = end, named, told
+            content = first + b'"traceEvents": [\n' + lines + LAST_LINE
+            self._path.write_bytes(content)
+            end = len(content) - len(LAST_LINE)
+        self._end, self._named, self._noted = end, named, noted
 
     def _begin_next(self) -> None:
         """Replace the older file with the full one."""
         self._path.replace(self._older)
         self._lost += self._older_count
-        self._older_count, self._older_told = self._count, self._told
+        self._older_count, self._older_noted = self._count, self._noted
         # most other tracks are of threads that have ended
         self._numbers = {key: n for key, n in self._numbers.items() if key in self._named}
         self._begin()
 
     def _begin(self) -> None:
         """Make the next write create a new file."""
-        self._end = self._count = self._told = 0
+        self._end = self._count = self._noted = 0
         self._named = set()
 
 
@@ -254,16 +254,16 @@ def in_order(spans: Iterable[RecordedSpan]) -> list[RecordedSpan]:
 
 def _own(taken: Taken) -> list[tuple[ThreadSpans, list[RecordedSpan]]]:
     """Return the spans on the tracks of their threads."""
-    found = ((thread, [s for s in spans if not s.lanes]) for thread, spans in taken)
-    return [(thread, spans) for thread, spans in found if spans]
+    own = ((thread, [s for s in spans if not s.lanes]) for thread, spans in taken)
+    return [(thread, spans) for thread, spans in own if spans]
 
 
 def _overlapping(taken: Taken) -> dict[str, list[RecordedSpan]]:
     """Return the overlapping spans, by the name of their lanes."""
-    found: dict[str, list[RecordedSpan]] = {}
-    for one in (one for _, spans in taken for one in spans if one.lanes):
-        found.setdefault(one.lanes, []).append(one)
-    return found
+    by_lanes: dict[str, list[RecordedSpan]] = {}
+    for span in (span for _, spans in taken for span in spans if span.lanes):
+        by_lanes.setdefault(span.lanes, []).append(span)
+    return by_lanes
 
 
 def _first_line(dropped: int) -> bytes:
@@ -274,10 +274,10 @@ def _first_line(dropped: int) -> bytes:
     return f"{line:{FIRST_LINE_BYTES - 2}},\n".encode()
 
 
-def _event(one: RecordedSpan, pid: int, number: int) -> dict[str, Any]:
-    start_ns, end_ns = int(one.start_s * 1e9), int(one.end_s * 1e9)
+def _event(span: RecordedSpan, pid: int, number: int) -> dict[str, Any]:
+    start_ns, end_ns = int(span.start_s * 1e9), int(span.end_s * 1e9)
     own = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}
-    return {"name": one.name, "ph": "X", "pid": pid, "tid": number, **own, "args": one.args}
+    return {"name": span.name, "ph": "X", "pid": pid, "tid": number, **own, "args": span.args}
 
 
 def _named(what: str, pid: int, number: int, name: str) -> dict[str, Any]:
@@ -330,9 +330,9 @@ def _file_name(process: str) -> str:
 def traces_of(root: Path) -> list[tuple[int, str, int]]:
     """Return the step, the path relative to the run's folder, and the size in bytes of each trace
     for Perfetto, by step and process."""
-    found = []
+    traces = []
     for path in root.glob(f"{SESSIONS}/*/*{SUFFIXES[1]}"):
         step = _STEP.fullmatch(path.parent.name)
         if step and _NAME.fullmatch(path.name) and path.is_file():
-            found.append((int(step[1]), path.relative_to(root).as_posix(), path.stat().st_size))
-    return sorted(found)
+            traces.append((int(step[1]), path.relative_to(root).as_posix(), path.stat().st_size))
+    return sorted(traces)

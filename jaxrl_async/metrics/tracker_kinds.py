@@ -91,11 +91,11 @@ class MlflowTracker:
             self._info = self._client.get_run(run.continues).info
             self._client.update_run(self._info.run_id, status="RUNNING")
             return str(self._info.run_id)
-        found = self._client.get_experiment_by_name(self._section.experiment)
+        existing = self._client.get_experiment_by_name(self._section.experiment)
         experiment = (
             self._client.create_experiment(self._section.experiment)
-            if found is None
-            else found.experiment_id
+            if existing is None
+            else existing.experiment_id
         )
         tags = {"jaxrl_async": run.version, "folder": str(run.folder.absolute())}
         self._info = self._client.create_run(experiment, run_name=run.name, tags=tags).info

@@ -78,24 +78,24 @@ def make_trackers(section: MetricsSection) -> list[Tracker]:
     """Return the trackers that are switched on. Raises MissingExtraError, and ConfigError if a
     tracker cannot work."""
     check_trackers(section)
-    found: list[Tracker] = []
+    trackers: list[Tracker] = []
     if section.wandb is not None:
-        found.append(tracker_kinds.WandbTracker(section.wandb))
+        trackers.append(tracker_kinds.WandbTracker(section.wandb))
     if section.mlflow is not None:
-        found.append(tracker_kinds.MlflowTracker(section.mlflow))
+        trackers.append(tracker_kinds.MlflowTracker(section.mlflow))
     if section.trackio is not None:
-        found.append(tracker_kinds.TrackioTracker(section.trackio.project))
-    return found
+        trackers.append(tracker_kinds.TrackioTracker(section.trackio.project))
+    return trackers
 
 
 def check_trackers(section: MetricsSection) -> None:
     """Raise MissingExtraError if a tracker is switched on whose package is not installed."""
-    for package, given in (
+    for package, settings in (
         ("wandb", section.wandb),
         ("mlflow", section.mlflow),
         ("trackio", section.trackio),
     ):
-        if given is not None and not _is_installed(package):
+        if settings is not None and not _is_installed(package):
             raise MissingExtraError(
                 f"metrics.{package} needs the package {package}, which is not installed. Run "
                 f"`pip install 'jaxrl_async[{package}]'` or set metrics.{package}=null."
@@ -158,19 +158,19 @@ class TrackerThread:
                 late,
             )
         if lost:
-            told = "%s lacks %d steps of this run; metrics.jsonl has all"
-            log.warning(told, self._tracker.name, lost)
+            text = "%s lacks %d steps of this run; metrics.jsonl has all"
+            log.warning(text, self._tracker.name, lost)
 
     def _work(self) -> None:
-        if not self._opened():
+        if not self._open_run():
             return
-        while (one := self._next()) is not None:
-            if not self._tried(lambda one=one: self._tracker.log(*one), TRIES):  # type: ignore[misc]
+        while (step := self._next()) is not None:
+            if not self._try(lambda step=step: self._tracker.log(*step), TRIES):  # type: ignore[misc]
                 with self._changed:
                     self._lost += 1
-        self._tried(lambda: self._tracker.close(self._failed), 1)
+        self._try(lambda: self._tracker.close(self._failed), 1)
 
-    def _opened(self) -> bool:
+    def _open_run(self) -> bool:
         """Begin the run in the service, retrying without limit; return False if all tries
         failed."""
 
@@ -180,7 +180,7 @@ class TrackerThread:
             _remember(self._run.folder, self._tracker.name, known_by, link)
             log.info("%s: %s", self._tracker.name, link)
 
-        if self._tried(begin, None):
+        if self._try(begin, None):
             return True
         with self._changed:
             self._lost += len(self._steps)
@@ -193,7 +193,7 @@ class TrackerThread:
             self._changed.wait_for(lambda: self._steps or self._closing.is_set())
             return self._steps.popleft() if self._steps else None
 
-    def _tried(self, call: Callable[[], None], tries: int | None) -> bool:
+    def _try(self, call: Callable[[], None], tries: int | None) -> bool:
         """Call until it does not raise, at most `tries` times (None: no limit), or once more at the
         end; return whether it succeeded."""
         failed = 0
@@ -214,8 +214,8 @@ class TrackerThread:
         with self._changed:
             self._failures += 1
         if not self._is_failing:  # once each time it starts to fail
-            name, told = self._tracker.name, f"{type(error).__name__}: {error}"
-            log.warning("%s fails; the run continues and retries it: %s", name, told)
+            name, reason = self._tracker.name, f"{type(error).__name__}: {error}"
+            log.warning("%s fails; the run continues and retries it: %s", name, reason)
         self._is_failing = True
 
 
@@ -228,7 +228,7 @@ class TrackedWriter:
         """Wrap `writer`, which gets everything first, with the trackers' failures so far."""
         self._writer, self._trackers = writer, tuple(trackers)
         self.samples = writer.samples  # which are not sent to trackers
-        self._lock, self._told = threading.Lock(), (0, 0)
+        self._lock, self._reported = threading.Lock(), (0, 0)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write a step's metrics, and send them."""
@@ -253,7 +253,7 @@ class TrackedWriter:
         with self._lock:
             counts = [tracker.counts() for tracker in self._trackers]
             now = sum(f for f, _ in counts), sum(lost for _, lost in counts)
-            before, self._told = self._told, now
+            before, self._reported = self._reported, now
         return {
             "faults/tracker_failures": float(now[0] - before[0]),
             "faults/tracker_lost_steps": float(now[1] - before[1]),

@@ -493,7 +493,7 @@ def alerts(run: WatchedRun) -> list[dict[str, object]]:
         count = stretch[1] - stretch[0] + 1
         found[rule.title] = {
             "title": rule.title,
-            "says": f"{count:,} {'update' if count == 1 else 'updates'} {rule.says}.",
+            "says": f"{count:,} {'update' if count == 1 else 'updates'} {rule.text}.",
             "first": first,
             "last": last,
             "lasts": stretch[1] == len(steps) - 1,

@@ -1393,10 +1393,10 @@ GROUPS = (
         ),
         (
             ('before.endswith("#")', "True"),
-            ("same and not units.differ(given.line, right.line)", "same"),
+            ("same and not units.differ(answer.line, right.line)", "same"),
             (
-                "number is not None and written_numbers.number_of(given) == number",
-                "written_numbers.number_of(given) == number",
+                "number is not None and written_numbers.number_of(answer) == number",
+                "written_numbers.number_of(answer) == number",
             ),
             ('(after_thinking(completion) or "").strip()', "completion.strip()"),
         ),
@@ -1423,7 +1423,7 @@ GROUPS = (
         (
             ("(float(number) - worst) / (best - worst)", "float(number) / best"),
             ("if len({key for key, _ in pairs}) < len(pairs):", "if False:"),
-            ("if set(given) != set(wanted):", "if not set(given) >= set(wanted):"),
+            ("if set(values) != set(names):", "if not set(values) >= set(names):"),
         ),
     ),
     Group(
@@ -1779,7 +1779,7 @@ GROUPS = (
             ("last.handle(record)", "pass"),
             ("record.levelno < self._shown_from", "record.levelno <= self._shown_from"),
             ("own.propagate = True", "pass"),
-            ("and self._is_alone(record.name)", ""),
+            ("and self._is_unhandled(record.name)", ""),
         ),
     ),
     Group(
