@@ -152,9 +152,9 @@ class ProgramMember:
         self._session: PolicySession | None = None  # set while it plays
         self._kept: Sequence[SavedCalls] = ()  # calls before a resume, until it plays
 
-    def drawn_versions(self) -> IntArray:
+    def sampled_versions(self) -> IntArray:
         """See ports.Plays."""
-        made = NOTHING if self._session is None else self._session.drawn_versions()
+        made = NOTHING if self._session is None else self._session.sampled_versions()
         waiting = self._kept if self._session is None else self._session.not_repeated()
         kept = (completion.versions for calls in waiting for completion in calls.completions)
         return np.concatenate([made, *kept]).astype(np.int32)

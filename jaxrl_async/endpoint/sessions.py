@@ -316,10 +316,10 @@ class PolicySession:
         with self._lock:
             return self._times.drawing_s(draws=self._trace.num_drawing > 0)
 
-    def drawn_versions(self) -> IntArray:
+    def sampled_versions(self) -> IntArray:
         """Return the versions of the tokens of its finished calls, [drawn] int32."""
         with self._lock:
-            return self._trace.drawn_versions()
+            return self._trace.sampled_versions()
 
     def saved_calls(self) -> tuple[SavedCalls, ...]:
         """Return its finished calls, and those before a resume that were not repeated yet."""

@@ -149,7 +149,7 @@ class GameMember:
         self._envs, self._chat = envs, envs.chat
         self._seats: dict[str, _Seat] = {}
 
-    def drawn_versions(self) -> IntArray:
+    def sampled_versions(self) -> IntArray:
         """See ports.Plays."""
         turns = (turn for seat in self._seats.values() for turn in seat.turns)
         return np.concatenate([NOTHING, *(t.completion.versions for t in turns)]).astype(np.int32)

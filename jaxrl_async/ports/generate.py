@@ -70,7 +70,7 @@ class Departure:
     """The voluntary departure of a replica: its reason, and its running requests."""
 
     reason: str
-    # of its running requests: what they had drawn, by the future of each; others had drawn nothing
+    # of its running requests, by the future of each: what was sampled; others had nothing
     partials: Mapping["ThreadFuture[Completion]", Partial] = field(default_factory=dict)
 
 

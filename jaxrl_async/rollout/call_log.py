@@ -139,7 +139,7 @@ class Trace:
         """Return whether the call with this number has ended and generated tokens."""
         return number in self._ends
 
-    def drawn_versions(self) -> IntArray:
+    def sampled_versions(self) -> IntArray:
         """Return the versions of all sampled tokens, [drawn] int32."""
         turns = (turn for context in self._contexts for turn in context.turns)
         return np.concatenate([NOTHING, *(t.completion.versions for t in turns)]).astype(np.int32)

@@ -190,7 +190,7 @@ def saved_episode(progress: EpisodeProgress, partial: Partial | None) -> SavedEp
     if isinstance(progress.env, Plays):
         calls = tuple(progress.env.calls()) if isinstance(progress.env, KeepsCalls) else ()
         return SavedEpisode(
-            calls=calls, restarts=not calls and len(progress.env.drawn_versions()) > 0
+            calls=calls, restarts=not calls and len(progress.env.sampled_versions()) > 0
         )
     if (turns or opening is not None) and progress.env_state is None:
         return SavedEpisode(restarts=bool(turns))  # the environment cannot be restored
@@ -567,7 +567,7 @@ def drawn_so_far(progress: EpisodeProgress, partials: Iterable[Partial]) -> IntA
     versions = [p.versions for p in partials]
     waiting = progress.waiting
     if isinstance(progress.env, Plays):
-        versions.append(progress.env.drawn_versions())
+        versions.append(progress.env.sampled_versions())
     elif not versions and waiting is not None and waiting.done() and not waiting.cancelled():
         versions += [] if waiting.exception() else [waiting.result().versions]
     versions += [turn.completion.versions for turn in progress.turns]
