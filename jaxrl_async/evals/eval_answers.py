@@ -72,11 +72,11 @@ def answers_of(
     """
     return [
         EvalAnswer(
-            index=index_of(one.index),
+            index=index_of(p.index),
             sample=sample,
             seat=episode.seat,
-            prompt=one.prompt.text,
-            reference=one.prompt.reference,
+            prompt=p.prompt.text,
+            reference=p.prompt.reference,
             completion=decode(episode.token_ids[episode.drawn]),
             answer=read(episode),
             reward=score.total,
@@ -87,8 +87,8 @@ def answers_of(
             turns=episode.num_turns,
             version=int(episode.versions.max(initial=0)),
         )
-        for one in played
-        for sample, episode, score in zip(one.samples, one.episodes, one.scores, strict=True)
+        for p in played
+        for sample, episode, score in zip(p.samples, p.episodes, p.scores, strict=True)
     ]
 
 
@@ -105,28 +105,28 @@ def write_answers(file: Path, answers: Iterable[EvalAnswer]) -> None:
 
 def read_answers_of(file: Path) -> list[EvalAnswer]:
     """Return the answers of a file. Lines that are none are counted and logged."""
-    found: list[EvalAnswer] = []
+    answers: list[EvalAnswer] = []
     lines = file.read_text("utf-8", "replace").split("\n")[:-1]
     for line in lines:
         if (answer := answer_from(line)) is not None:
-            found.append(answer)
-    if len(found) < len(lines):
-        left_out = len(lines) - len(found)
+            answers.append(answer)
+    if len(answers) < len(lines):
+        left_out = len(lines) - len(answers)
         log.warning("%s: %d lines are no answers of an evaluation: skipped", file, left_out)
-    return found
+    return answers
 
 
 def answer_from(line: str) -> EvalAnswer | None:
     """Return the answer on a line of a file; None: the line holds none."""
     try:
-        given: dict[str, Any] = json.loads(line)
-        answer = EvalAnswer(**{field.name: given[field.name] for field in fields(EvalAnswer)})
+        entry: dict[str, Any] = json.loads(line)
+        answer = EvalAnswer(**{field.name: entry[field.name] for field in fields(EvalAnswer)})
         numbers = [answer.reward, *answer.parts.values()]
-        whole = all(isinstance(n, int) for n in (answer.index, answer.sample, answer.length))
-        good = whole and all(isinstance(n, float | int) for n in numbers)
+        has_counts = all(isinstance(n, int) for n in (answer.index, answer.sample, answer.length))
+        is_valid = has_counts and all(isinstance(n, float | int) for n in numbers)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None
-    return answer if good else None
+    return answer if is_valid else None
 
 
 # ---- what they measure
@@ -140,18 +140,18 @@ def grades(
     is_graded: the reward has the part `correct`, which is the grade; an answer without it counts as
     wrong, unless a function did not apply to it. Otherwise the reward is the grade.
     """
-    found: dict[int, list[tuple[EvalAnswer, float]]] = {}
-    for one in answers:
-        if is_graded and CORRECT not in one.parts and one.left_out:
+    graded: dict[int, list[tuple[EvalAnswer, float]]] = {}
+    for answer in answers:
+        if is_graded and CORRECT not in answer.parts and answer.left_out:
             continue
-        grade = one.parts.get(CORRECT, 0.0) if is_graded else one.reward
-        found.setdefault(one.index, []).append((one, grade))
-    return found
+        grade = answer.parts.get(CORRECT, 0.0) if is_graded else answer.reward
+        graded.setdefault(answer.index, []).append((answer, grade))
+    return graded
 
 
 def has_correct(answers: Iterable[EvalAnswer]) -> bool:
     """Return whether a reward has the part `correct`."""
-    return any(CORRECT in one.parts for one in answers)
+    return any(CORRECT in answer.parts for answer in answers)
 
 
 def estimates(
@@ -171,31 +171,31 @@ def estimates(
         is_graded: see `grades`.
     """
     rewards: dict[int, list[float]] = {}
-    for one in answers:
-        rewards.setdefault(one.index, []).append(one.reward)
-    found = {"reward": estimate([*rewards.values()])}
+    for answer in answers:
+        rewards.setdefault(answer.index, []).append(answer.reward)
+    results = {"reward": estimate([*rewards.values()])}
     groups = [*grades(answers, is_graded=is_graded).values()]
     if not groups:
-        return found
+        return results
     mean = estimate([[grade for _, grade in group] for group in groups])
     if is_graded:
-        found["accuracy"] = mean
-    if any(one.seat for one in answers):
-        return found
+        results["accuracy"] = mean
+    if any(answer.seat for answer in answers):
+        return results
     if samples > 1:
-        found[f"avg_at_{samples}"] = mean
+        results[f"avg_at_{samples}"] = mean
     passed = [[float(grade >= pass_reward) for _, grade in group] for group in groups]
     for k in doubling(samples):
         counts = [(len(p), int(sum(p))) for p in passed if len(p) >= k]
         if counts:
-            found[f"pass_at_{k}"] = estimate([[pass_at_k(n, c, k)] for n, c in counts])
-    if samples > 1 and any(one.answer is not None for one in answers):
+            results[f"pass_at_{k}"] = estimate([[pass_at_k(n, c, k)] for n, c in counts])
+    if samples > 1 and any(answer.answer is not None for answer in answers):
         votes = [
-            majority([one.answer for one, _ in group], p)
+            majority([answer.answer for answer, _ in group], p)
             for group, p in zip(groups, passed, strict=True)
         ]
-        found[f"maj_at_{samples}"] = estimate([[vote] for vote in votes])
-    return found
+        results[f"maj_at_{samples}"] = estimate([[vote] for vote in votes])
+    return results
 
 
 def changes(
@@ -203,25 +203,25 @@ def changes(
 ) -> dict[str, Estimate]:
     """Return the paired differences of `after` to `before` over the prompts that both have: of the
     reward, and of the accuracy; {}: they have no prompt in common."""
-    found: dict[str, Estimate] = {}
-    pairs = [_by_key((one, one.reward) for one in side) for side in (before, after)]
+    differences: dict[str, Estimate] = {}
+    pairs = [_by_key((answer, answer.reward) for answer in side) for side in (before, after)]
     if (reward := paired_difference(*pairs)) is not None:
-        found["reward"] = reward[0]
+        differences["reward"] = reward[0]
     if is_graded:
         pairs = [
             _by_key(pair for group in grades(side, is_graded=True).values() for pair in group)
             for side in (before, after)
         ]
         if (accuracy := paired_difference(*pairs)) is not None:
-            found["accuracy"] = accuracy[0]
-    return found
+            differences["accuracy"] = accuracy[0]
+    return differences
 
 
 def _by_key(pairs: Iterable[tuple[EvalAnswer, float]]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
+    values_of: dict[str, list[float]] = {}
     for answer, value in pairs:
-        found.setdefault(answer.key, []).append(value)
-    return found
+        values_of.setdefault(answer.key, []).append(value)
+    return values_of
 
 
 def facts(answers: Sequence[EvalAnswer]) -> dict[str, float]:
@@ -229,18 +229,18 @@ def facts(answers: Sequence[EvalAnswer]) -> dict[str, float]:
     reward."""
     count = len(answers)
     seats: dict[str, list[float]] = {}
-    for one in answers:
-        if one.seat:
-            seats.setdefault(one.seat, []).append(one.reward)
+    for a in answers:
+        if a.seat:
+            seats.setdefault(a.seat, []).append(a.reward)
     return {
-        "length_mean": sum(one.length for one in answers) / count,
-        "truncated_share": sum(one.stop == StopReason.LENGTH.value for one in answers) / count,
+        "length_mean": sum(a.length for a in answers) / count,
+        "truncated_share": sum(a.stop == StopReason.LENGTH.value for a in answers) / count,
         **{f"seat_{seat}": math.fsum(r) / len(r) for seat, r in sorted(seats.items())},
     }
 
 
 def flat(named: Mapping[str, Estimate], suffix: str = "") -> dict[str, float]:
     """Return estimates as metrics: NAME and NAME_stderr, with a suffix after NAME."""
-    found = {f"{name}{suffix}": one.mean for name, one in named.items()}
+    means = {f"{name}{suffix}": one.mean for name, one in named.items()}
     errors = {f"{name}{suffix}_stderr": one.stderr for name, one in named.items()}
-    return found | {name: error for name, error in errors.items() if error is not None}
+    return means | {name: error for name, error in errors.items() if error is not None}

@@ -189,8 +189,8 @@ def _of_evaluation(section: NamedEvalSection, config: Config) -> dict[str, objec
 def _data_of(section: NamedEvalSection, data: DataSection) -> DataSection:
     """Return the settings that read an evaluation's file."""
     fields = {"path": section.data, "eval_path": None}
-    given = {"prompt_field", "answer_field", "answer_mark"}
-    own = {name: value for name in given if (value := getattr(section, name)) is not None}
+    columns = {"prompt_field", "answer_field", "answer_mark"}
+    own = {name: value for name in columns if (value := getattr(section, name)) is not None}
     jsonl: JsonlSection = data.record_fields.model_copy(update={**fields, **own})
     return data.model_copy(update={"jsonl": jsonl, "addition": None})
 

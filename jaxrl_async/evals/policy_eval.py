@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 USUAL_ANSWER = 1024
 """Default maximum length of an answer of a policy without a run, tokens."""
-TOLD = 10
+PROGRESS_LINES = 10
 """Number of times that the progress of an evaluation is logged."""
 GIVEN = "given"
 """Name in `evals` of the evaluation that is made."""
@@ -84,7 +84,7 @@ class PolicyEvaluation:
             f"{self.policy}: {self.facts['prompts']:g} prompts, {samples} "
             f"answer{'s' * (samples > 1)} each, temperature {self.settings['temperature']:g}"
         ]
-        lines += [_row(shown_name(name), one) for name, one in self.estimates.items()]
+        lines += [_row(shown_name(name), estimate) for name, estimate in self.estimates.items()]
         lines.append(
             f"length {self.facts['length_mean']:.1f} tokens, "
             f"{self.facts['truncated_share']:.1%} cut off"
@@ -93,7 +93,7 @@ class PolicyEvaluation:
             lines.append(f"{skipped:g} prompts skipped, whose answers could not be scored")
         if self.compared is not None:
             lines += ["", self.compared.table(), "", "difference on the prompts of both"]
-            lines += [_row(name, one, sign="+") for name, one in self.differences.items()]
+            lines += [_row(name, estimate, sign="+") for name, estimate in self.differences.items()]
         return "\n".join(lines)
 
     def save(self, folder: str | Path) -> Path:
@@ -109,16 +109,16 @@ class PolicyEvaluation:
         return folder
 
     def _as_json(self) -> dict[str, Any]:
-        found = {
+        content = {
             "policy": self.policy,
             "settings": dict(self.settings),
             "estimates": {name: _as_json(one) for name, one in self.estimates.items()},
             **self.facts,
         }
         if self.compared is not None:
-            found["compared"] = self.compared._as_json()
-            found["differences"] = {name: _as_json(one) for name, one in self.differences.items()}
-        return found
+            content["compared"] = self.compared._as_json()
+            content["differences"] = {name: _as_json(one) for name, one in self.differences.items()}
+        return content
 
     def __str__(self) -> str:
         return self.table()
@@ -129,12 +129,12 @@ def shown_name(name: str) -> str:
     return name.replace("_at_", "@")
 
 
-def _row(name: str, one: Estimate, sign: str = "") -> str:
+def _row(name: str, estimate: Estimate, sign: str = "") -> str:
     between = ""
-    if one.interval is not None:
-        low, high = one.interval
+    if estimate.interval is not None:
+        low, high = estimate.interval
         between = f"   95 % {low:{sign}.4f} to {high:{sign}.4f}"
-    return f"  {name:<10} {one.mean:{sign}.4f}{between}"
+    return f"  {name:<10} {estimate.mean:{sign}.4f}{between}"
 
 
 def _as_json(one: Estimate) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class PolicySource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedPrompts:
+class EvalQuestions:
     """What a policy is asked, and what scores its answers."""
 
     tokenizer: Tokenizer
@@ -247,24 +247,24 @@ def evaluate_policy(
 
     Raises JaxrlErrors.
     """
-    found = _evaluated(source, config, task, seed)
+    result = _evaluate(source, config, task, seed)
     if compare is None:
-        return found
-    other = _evaluated(compare, config, task, seed)
-    graded = has_correct(found.answers) or has_correct(other.answers)
-    differences = changes(other.answers, found.answers, is_graded=graded)
+        return result
+    other = _evaluate(compare, config, task, seed)
+    graded = has_correct(result.answers) or has_correct(other.answers)
+    differences = changes(other.answers, result.answers, is_graded=graded)
     if not differences:
         raise DataError(f"{source.name} and {compare.name} have answered no prompt in common.")
     order = [name for name in MAIN if name in differences]
-    return replace(found, compared=other, differences={name: differences[name] for name in order})
+    return replace(result, compared=other, differences={name: differences[name] for name in order})
 
 
-def _evaluated(
+def _evaluate(
     source: PolicySource, config: Config, task: Task | None, seed: int
 ) -> PolicyEvaluation:
     section = config.named_evals[GIVEN]
-    ask = _of_endpoint if source.endpoint is not None else _of_policy
-    result, answers, asked = ask(source, config, task, seed)
+    ask = _ask_endpoint if source.endpoint is not None else _ask_policy
+    result, answers, num_asked = ask(source, config, task, seed)
     graded = has_correct(answers)
     return PolicyEvaluation(
         policy=source.name,
@@ -274,7 +274,7 @@ def _evaluated(
         ),
         facts={
             "prompts": float(result.num_prompts),
-            "skipped": float(asked - result.num_prompts),
+            "skipped": float(num_asked - result.num_prompts),
             **facts(answers),
         },
         answers=tuple(answers),
@@ -286,62 +286,60 @@ def _settings(section: NamedEvalSection) -> dict[str, Any]:
     return {name: getattr(section, name) for name in names}
 
 
-Found = tuple[EvalResult, list[EvalAnswer], int]
+Answered = tuple[EvalResult, list[EvalAnswer], int]
 """A result, its answers, and the number of prompts that were asked."""
 
 
-def _of_policy(source: PolicySource, config: Config, task: Task | None, seed: int) -> Found:
+def _ask_policy(source: PolicySource, config: Config, task: Task | None, seed: int) -> Answered:
     """Ask a policy that is loaded here."""
     policy = source.loaded()
-    config = _with_room(config, policy, whole=source.run is None)
+    config = _with_room(config, policy, own_limits=source.run is None)
     own = Tokenizer(policy.tokenizer.hf, eos_ids=policy.tokenizer.eos_ids)
     own.max_tokens = config.longest_text
-    with _questions(config, task, own, vocab=policy.spec.vocab) as asked:
+    with _questions(config, task, own, vocab=policy.spec.vocab) as questions:
         settings = SamplerSettings(tokenizer=own)
         with Sampler(policy, section=config.sampler, seed=seed, settings=settings) as sampler:
-            result = run_loop(_played(sampler, asked, config))
-        return result, _answers(result, asked), len(asked.prompts)
+            result = run_loop(_play(sampler, questions, config))
+        return result, _answers(result, questions), len(questions.prompts)
 
 
-def _of_endpoint(source: PolicySource, config: Config, task: Task | None, seed: int) -> Found:
+def _ask_endpoint(source: PolicySource, config: Config, task: Task | None, seed: int) -> Answered:
     """Ask a policy at an address, in chat completions."""
     assert source.endpoint is not None
     endpoint = source.endpoint
-    config = _with_room(config, None, whole=source.run is None)
+    config = _with_room(config, None, own_limits=source.run is None)
 
-    async def played(asked: AskedPrompts) -> tuple[EvalResult, TextEndpoint]:
+    async def played(questions: EvalQuestions) -> tuple[EvalResult, TextEndpoint]:
         generate = TextEndpoint(
             endpoint,
-            asked.prompts,
+            questions.prompts,
             seed=seed,
-            system_prompt=asked.task.system_prompt or config.data.system_prompt,
+            system_prompt=questions.task.system_prompt or config.data.system_prompt,
             template=config.data.record_fields.template,
         )
         try:
-            return await _played(generate, asked, config), generate
+            return await _play(generate, questions, config), generate
         finally:
             await generate.close()
 
-    with _questions(config, task, CodePoints(), vocab=None) as asked:
-        result, generate = run_loop(played(asked))
-        positions = {one.index: one.prompt.position for one in result.played}
+    with _questions(config, task, CodePoints(), vocab=None) as questions:
+        result, generate = run_loop(played(questions))
+        positions = {a.index: a.prompt.position for a in result.played}
         answers = [
-            replace(
-                one, length=generate.lengths.get((positions[one.index], one.sample), one.length)
-            )
-            for one in _answers(result, asked)
+            replace(a, length=generate.lengths.get((positions[a.index], a.sample), a.length))
+            for a in _answers(result, questions)
         ]
-        return result, answers, len(asked.prompts)
+        return result, answers, len(questions.prompts)
 
 
-def _with_room(config: Config, policy: Policy | None, *, whole: bool) -> Config:
+def _with_room(config: Config, policy: Policy | None, *, own_limits: bool) -> Config:
     """Return a configuration whose sampler has the policy's own length, unless a run's or the
     caller's is given.
 
-    whole: the policy is not a run's. policy: None: it is at an endpoint.
+    own_limits: the policy is not a run's. policy: None: it is at an endpoint.
     """
     own = config.sampler
-    if not whole or own.is_set("max_length"):
+    if not own_limits or own.is_set("max_length"):
         return config
     room = own if policy is None else roomy_section(policy.spec, "float32")
     longest = 2**20 if policy is None else room.max_length
@@ -353,14 +351,14 @@ def _with_room(config: Config, policy: Policy | None, *, whole: bool) -> Config:
 
 
 @contextmanager
-def _questions(config: Config, given: Task | None, tokenizer: Tokenizer, vocab: int | None) -> Any:
+def _questions(config: Config, passed: Task | None, tokenizer: Tokenizer, vocab: int | None) -> Any:
     """Yield the prompts with environments and scorers, checked. Raises ConfigError, DataError.
 
     vocab: of the policy; None: it answers in text, and cannot play environments.
     """
     faults = FaultCounts()
     outages = make_outages(config.faults, faults, resumed=config.run.resume)
-    task, section = find_task(config, given), config.named_evals[GIVEN]
+    task, section = find_task(config, passed), config.named_evals[GIVEN]
     where = f"task = {name_of(config.task)!r}" if config.task else "the task"
     if task.program is not None or task.game is not None:
         raise ConfigError(f"{where} has a program or a game, which only a run plays (evals).")
@@ -373,7 +371,7 @@ def _questions(config: Config, given: Task | None, tokenizer: Tokenizer, vocab: 
             )
         make_env: MakeEnv = SingleTurn
         stops: tuple[int, ...] = ()
-        prompts = _asked_in_text(config, task, tokenizer, graded=bool(graders))
+        prompts = _text_prompts(config, task, tokenizer, graded=bool(graders))
     else:
         play = make_play(config, task, tokenizer, faults.add, NoServing(), NoOpponents(), outages)
         task = play.task
@@ -391,7 +389,7 @@ def _questions(config: Config, given: Task | None, tokenizer: Tokenizer, vocab: 
     with tempfile.TemporaryDirectory() as folder:
         scorers.begin(Path(folder), 0, lambda: 0)
         try:
-            yield AskedPrompts(
+            yield EvalQuestions(
                 tokenizer=tokenizer,
                 task=task,
                 prompts=prompts,
@@ -411,7 +409,7 @@ def _questions(config: Config, given: Task | None, tokenizer: Tokenizer, vocab: 
             scorers.close()
 
 
-def _asked_in_text(
+def _text_prompts(
     config: Config, task: Task, tokenizer: Tokenizer, *, graded: bool
 ) -> Sequence[Prompt]:
     """Return the held-out prompts for a policy that is asked in text."""
@@ -422,33 +420,33 @@ def _asked_in_text(
     return [prompt_of(source[i], i, EVAL_POSITION + i) for i in range(len(source))[:most]]
 
 
-async def _played(generate: Generate, asked: AskedPrompts, config: Config) -> EvalResult:
-    section, count, done = config.named_evals[GIVEN], len(asked.prompts), 0
+async def _play(generate: Generate, questions: EvalQuestions, config: Config) -> EvalResult:
+    section, count, done = config.named_evals[GIVEN], len(questions.prompts), 0
     each = "1 answer" if section.samples == 1 else f"{section.samples} answers"
     log.info("evaluating %d prompts, %s each", count, each)
 
     async def scored(episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
         nonlocal done
-        scores = await asked.scorers.evaluation(episodes, prompt)
+        scores = await questions.scorers.evaluation(episodes, prompt)
         done += 1
-        if done * TOLD // count > (done - 1) * TOLD // count:
+        if done * PROGRESS_LINES // count > (done - 1) * PROGRESS_LINES // count:
             log.info("%d of %d prompts", done, count)
         return scores
 
     return await play_all(
         generate,
-        asked.prompts,
+        questions.prompts,
         scored,
         sampling=sampling_of(section),
-        stop_token_ids=asked.stop_token_ids,
+        stop_token_ids=questions.stop_token_ids,
         max_new_tokens=section.max_new_tokens or config.sampler.max_new_tokens,
         max_length=config.sampler.max_length,
-        make_env=asked.make_env,
-        effort=asked.effort,
-        constraint=prompt_constraint(asked.task),
+        make_env=questions.make_env,
+        effort=questions.effort,
+        constraint=prompt_constraint(questions.task),
         samples=section.samples,
     )
 
 
-def _answers(result: EvalResult, asked: AskedPrompts) -> list[EvalAnswer]:
-    return answers_of(result.played, asked.tokenizer.decode, asked.scorers.final_answer)
+def _answers(result: EvalResult, questions: EvalQuestions) -> list[EvalAnswer]:
+    return answers_of(result.played, questions.tokenizer.decode, questions.scorers.final_answer)

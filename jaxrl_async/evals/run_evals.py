@@ -63,24 +63,24 @@ class NamedEvaluation:
                 self.inputs.scorers.final_answer,
                 lambda index: index * lockstep.players + lockstep.player,
             )
-            measured = self._measured(version, self._of_all(own))
+            measured = self._measured(version, self._gather(own))
         measured["time_s"] = time.perf_counter() - start
         return {f"eval/{self.name}/{key}": value for key, value in measured.items()}
 
-    def _of_all(self, own: list[EvalAnswer]) -> list[EvalAnswer]:
+    def _gather(self, own: list[EvalAnswer]) -> list[EvalAnswer]:
         """Return the answers of all processes, by prompt."""
         if self.evaluation.lockstep.count == 1:
             return own
-        shares = self.evaluation.lockstep.gather_json([asdict(one) for one in own])
-        answers = [EvalAnswer(**one) for share in shares for one in share]
-        return sorted(answers, key=lambda one: (one.index, one.sample))
+        shares = self.evaluation.lockstep.gather_json([asdict(answer) for answer in own])
+        answers = [EvalAnswer(**answer) for share in shares for answer in share]
+        return sorted(answers, key=lambda answer: (answer.index, answer.sample))
 
     def _measured(self, version: int, answers: list[EvalAnswer]) -> dict[str, float]:
         """Return the metrics of answers, and write them."""
         section = self.inputs.section
         before = self._before(version)
         is_graded = has_correct(answers) or has_correct(before)
-        found = estimates(
+        results = estimates(
             answers,
             samples=section.samples,
             pass_reward=section.pass_reward,
@@ -90,10 +90,10 @@ class NamedEvaluation:
         if self.evaluation.lockstep.writes:
             write_answers(self.folder / f"{version}{SUFFIX}", answers)
         return {
-            **flat(found),
+            **flat(results),
             **flat(changed, "_change"),
             **facts(answers),
-            "prompts": float(len({one.index for one in answers})),
+            "prompts": float(len({answer.index for answer in answers})),
         }
 
     def _before(self, version: int) -> list[EvalAnswer]:
@@ -113,18 +113,18 @@ class RunEvaluations:
             name: make_eval_inputs(name, section, config, run, lockstep.players)
             for name, section in config.named_evals.items()
         }
-        of_run = [run.scorers, *(part.scorers for part in run.tasks.values())]
+        of_run = [run.scorers, *(task.scorers for task in run.tasks.values())]
         self._own = {
-            name: one
-            for name, one in self._inputs.items()
-            if not any(one.scorers is scorers for scorers in of_run)
+            name: part
+            for name, part in self._inputs.items()
+            if not any(part.scorers is scorers for scorers in of_run)
         }
 
     def oldest_s(self) -> tuple[float, float]:
         """Return the ages of the oldest call of a scorer, and of the oldest reply of an
         environment, seconds; 0: none."""
-        scorers = (one.scorers.oldest_s() for one in self._own.values())
-        envs = (one.envs.oldest_s() for one in self._inputs.values())
+        scorers = (part.scorers.oldest_s() for part in self._own.values())
+        envs = (part.envs.oldest_s() for part in self._inputs.values())
         return max(scorers, default=0.0), max(envs, default=0.0)
 
     def begin(
@@ -142,32 +142,32 @@ class RunEvaluations:
         named = [
             NamedEvaluation(
                 name=name,
-                inputs=one,
-                evaluation=self._evaluation(name, one, like),
+                inputs=part,
+                evaluation=self._evaluation(name, part, like),
                 folder=folder / "evals" / name,
             )
-            for name, one in self._inputs.items()
+            for name, part in self._inputs.items()
         ]
         if self._lockstep.writes:
-            for one in named:
-                one.folder.mkdir(parents=True, exist_ok=True)
-                move_later_aside(one.folder, version)
+            for part in named:
+                part.folder.mkdir(parents=True, exist_ok=True)
+                move_later_aside(part.folder, version)
         for own in self._own.values():
             own.scorers.begin(folder, self._lockstep.player, newest)
 
         def evaluate(version: int, last: bool) -> Mapping[str, float]:
             measured: dict[str, float] = {}
-            for one in named:
-                if is_due(one.inputs.section.every, version, last=last):
-                    measured |= one.run(version)
+            for part in named:
+                if is_due(part.inputs.section.every, version, last=last):
+                    measured |= part.run(version)
             return measured
 
         return evaluate
 
     def close(self) -> None:
         """End the processes of their functions. Idempotent."""
-        for one in self._own.values():
-            one.scorers.close()
+        for part in self._own.values():
+            part.scorers.close()
 
     def _evaluation(self, name: str, inputs: EvalInputs, like: Evaluation) -> Evaluation:
         section, lockstep = inputs.section, self._lockstep

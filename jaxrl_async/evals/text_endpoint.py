@@ -84,13 +84,13 @@ def model_at(endpoint: EndpointSettings) -> str:
     headers = {"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else None
     try:
         reply = httpx2.get(url, headers=headers, timeout=MODELS_S)
-        names = [str(one["id"]) for one in reply.json()["data"]] if reply.is_success else None
-        said = reply.text[:200]
+        names = [str(entry["id"]) for entry in reply.json()["data"]] if reply.is_success else None
+        text = reply.text[:200]
     except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError, LookupError, TypeError) as e:
-        names, said = None, f"{type(e).__name__}: {e}"
+        names, text = None, f"{type(e).__name__}: {e}"
     if names is None:
         raise ConfigError(
-            f"{url} does not list its models ({said}). Check the address, which ends in /v1, and "
+            f"{url} does not list its models ({text}). Check the address, which ends in /v1, and "
             f"the key in {endpoint.key_variable}; or name the model."
         )
     if len(names) != 1:
@@ -140,8 +140,8 @@ class TextEndpoint:
         self, requests: Sequence[Request | Partial]
     ) -> list["asyncio.Future[Completion]"]:
         """See ports.Generate."""
-        wanted = [one.request if isinstance(one, Partial) else one for one in requests]
-        return [asyncio.ensure_future(self._completed(request)) for request in wanted]
+        plain = [r.request if isinstance(r, Partial) else r for r in requests]
+        return [asyncio.ensure_future(self._complete(r)) for r in plain]
 
     def progress(self) -> tuple[Partial, ...]:
         """Return nothing: texts arrive whole."""
@@ -163,10 +163,10 @@ class TextEndpoint:
             messages = [{"role": "system", "content": self._system}, *messages]
         return messages
 
-    async def _completed(self, request: Request) -> Completion:
+    async def _complete(self, request: Request) -> Completion:
         assert request.key is not None, "episode.make_request gives one"
         position, sample = request.key
-        reply = await self._tried(self._body(request, position, sample))
+        reply = await self._call(self._body(request, position, sample))
         if reply.completion_tokens:
             self.lengths[request.key] = reply.completion_tokens
         ids = code_points(reply.text)
@@ -191,14 +191,14 @@ class TextEndpoint:
             "seed": int(mixed) % SEEDS,
         }
 
-    async def _tried(self, body: Mapping[str, object]) -> JudgeReply:
+    async def _call(self, body: Mapping[str, object]) -> JudgeReply:
         """Make a call, again while the endpoint is busy. Raises RolloutError."""
         try:
             return await self._client.ask_again(
                 body, retries=TRIES - 1, first_s=FIRST_WAIT_S, longest_s=math.inf
             )
         except JudgeRefusal as error:
-            said, _, _ = str(error).partition(" If it refuses a field")
-            raise RolloutError(f"the endpoint refuses a question: {said}") from error
+            text, _, _ = str(error).partition(" If it refuses a field")
+            raise RolloutError(f"the endpoint refuses a question: {text}") from error
         except JudgeBusy as error:
             raise RolloutError(f"after {TRIES} calls: {error}") from error
