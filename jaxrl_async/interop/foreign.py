@@ -131,14 +131,14 @@ class ForeignSampler(Living):
         return self.loop.drawn_from.version
 
     @property
-    def places(self) -> int:
+    def capacity(self) -> int:
         """Number of slots of the engine."""
         return int(self.engine.max_concurrent_decodes)
 
     @property
     def rows(self) -> int:
         """See ports.Replica."""
-        return self.places
+        return self.capacity
 
     @property
     def blamed(self) -> frozenset[str]:

@@ -119,14 +119,14 @@ class VllmSampler(Living):
         return self.loop.version
 
     @property
-    def places(self) -> int:
+    def capacity(self) -> int:
         """Maximum number of concurrent requests to the server."""
         return self.settings.places
 
     @property
     def rows(self) -> int:
         """See ports.Replica."""
-        return self.places
+        return self.capacity
 
     @property
     def blamed(self) -> frozenset[str]:

@@ -91,12 +91,12 @@ class Replica(Protocol):
         """See Generate.seed. All replicas of a router have the same seed."""
 
     @property
-    def places(self) -> int:
+    def capacity(self) -> int:
         """Maximum number of requests that it holds at the same time."""
 
     @property
     def rows(self) -> int:
-        """Maximum number of requests that generate in one step; `places` if that is not known."""
+        """Maximum number of requests that generate in one step; `capacity` if that is not known."""
 
     @property
     def has_logprobs(self) -> bool:

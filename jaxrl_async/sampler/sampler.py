@@ -127,7 +127,7 @@ class Sampler(Living):
         sources = sources or AdapterSources()
         self.setup, self.engine, self.section = setup, setup.engine, setup.section
         self.seed = setup.seed
-        self.places, self.rows = setup.engine.spec.total_slots, setup.engine.spec.slots
+        self.capacity, self.rows = setup.engine.spec.total_slots, setup.engine.spec.slots
         self.lifetime = Lifetime(self, lambda s: s.loop.step(), name=setup.settings.name)
         self.loop = DecodeLoop(
             setup, self.lifetime, weights, version=version, prepared=prepared, sources=sources

@@ -29,7 +29,7 @@ class ScriptedReplica:
 
     has_logprobs = True
     seed = 0
-    places = 4
+    capacity = 4
     rows = 2
 
     def __init__(self, name: str = "replica", *, replaceable: bool = True) -> None:

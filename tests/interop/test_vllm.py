@@ -110,7 +110,7 @@ def test_requests_go_side_by_side_and_come_back_as_completions(server, make):
     server.token_s = 0.01
     sampler = make()
     as_replica: Replica = sampler
-    assert as_replica.places == 8 and as_replica.seed is None
+    assert as_replica.capacity == 8 and as_replica.seed is None
     wishes = [request(i) for i in range(20)] + [request(20, stop_token_ids=(4,))]
     done = results(sampler, wishes)
     assert [c.request_id for c in done] == [r.request_id for r in wishes]

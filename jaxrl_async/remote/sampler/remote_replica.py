@@ -101,14 +101,14 @@ class RemoteReplica:
         return self._session.peer
 
     @property
-    def places(self) -> int:
+    def capacity(self) -> int:
         """Number of requests that the sampler holds at the same time, as reported in its beats."""
         return self._outstanding.places
 
     @property
     def rows(self) -> int:
         """See ports.Replica."""
-        return self.places
+        return self.capacity
 
     @property
     def error(self) -> BaseException | None:

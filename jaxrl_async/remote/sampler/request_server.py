@@ -284,7 +284,7 @@ class ReplicaServer:
     def _tell(self, stats: SamplerStats, now: float) -> None:
         """Send the statistics; the next regular beat is timed from now."""
         self._next_beat_s, self._sent_swaps = now + self._beat_s, stats.swaps
-        self._session.send(Beat(stats=asdict(stats), places=self._sampler.places))
+        self._session.send(Beat(stats=asdict(stats), places=self._sampler.capacity))
 
     # ---- the asking thread
 

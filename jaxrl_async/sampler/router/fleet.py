@@ -77,7 +77,7 @@ class ReplicaSlot:
         return Candidate(
             slot=self.number,
             in_flight=len(self.jobs),
-            places=self.replica.places,
+            places=self.replica.capacity,
             rows=self.replica.rows,
             tries_suspect=self.has_suspects,
         )

@@ -123,7 +123,7 @@ def test_no_more_is_sent_than_the_sampler_has_room_for(played):
         played.answer(wish)
     until(lambda: len(played.started) == room + 2)
     played.say(Beat(stats={"blocks": 7, "busy_s": 1.5}, places=4 * PLACES))
-    until(lambda: played.replica.places == 4 * PLACES)
+    until(lambda: played.replica.capacity == 4 * PLACES)
     assert played.replica.stats().blocks == 7 and played.replica.stats().busy_s == 1.5
     played.answer(played.started[2])
     until(lambda: len(played.started) == 9)

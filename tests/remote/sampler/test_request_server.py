@@ -82,7 +82,7 @@ def test_answers_are_those_of_the_sampler_and_beats_say_how_it_is(served, expect
     until(lambda: len(served.completions) == 12)
     assert {i: c.token_ids.tolist() for i, c in served.completions.items()} == expected
     until(lambda: served.beats[-1].stats["requests_done"] == 12)
-    assert served.beats[-1].places == served.sampler.places
+    assert served.beats[-1].places == served.sampler.capacity
 
 
 @pytest.mark.full
@@ -151,7 +151,7 @@ def test_when_it_leaves_each_request_is_answered_or_handed_back_once(served, exp
     until(lambda: not served.sampler.loop.busy)
     drawn = sum(len(p.token_ids) for p in handed.values()) + 24 * len(served.completions)
     # one block before they are told to end, and the one in which they are
-    most = drawn + 2 * SECTION.block * served.sampler.places
+    most = drawn + 2 * SECTION.block * served.sampler.capacity
     assert drawn <= served.sampler.stats().generated_tokens <= most
 
 
