@@ -89,8 +89,8 @@ def _is_own(frame: FrameType) -> bool:
 
 def _is_installed(frame: FrameType) -> bool:
     """Return whether a frame is in the standard library or in an installed package."""
-    places = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return frame.f_code.co_filename.startswith(("<frozen", *(f"{p}{os.sep}" for p in places if p)))
+    folders = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return frame.f_code.co_filename.startswith(("<frozen", *(f"{p}{os.sep}" for p in folders if p)))
 
 
 def _refusal(frame: FrameType, line: int, call: str) -> ProcessEndRefused:

@@ -67,7 +67,7 @@ class Paths:
 
     @property
     def ledger(self) -> Path:
-        """The fate of each group, one JSON object each."""
+        """The outcome of each group, one JSON object each."""
         return self.root / "ledger.jsonl"
 
     @property
@@ -221,8 +221,8 @@ def claimed(run: RunSection) -> Iterator[Paths]:
                 undo.callback(_clear, paths.root, set(paths.root.iterdir()))
                 held.enter_context(_locked(paths.root))
             if not run.resume and holds_something(paths.root):
-                aside = paths.root.rename(free_name(paths.root))
-                undo.callback(aside.rename, paths.root)
+                moved = paths.root.rename(free_name(paths.root))
+                undo.callback(moved.rename, paths.root)
             if not paths.root.is_dir():
                 _made(paths.root, undo)
                 undo.callback(_clear, paths.root, set[Path]())
@@ -274,7 +274,7 @@ class FolderWatch:
 
     def check(self) -> None:
         """Raise FolderLost if the folder, or a file to which the run appends, is gone or replaced.
-        Raises another OSError if the file system does not tell."""
+        Raises another OSError if the file system does not say so."""
         for path, known in self._known.items():
             if _identity(path) != known:
                 raise self.lost(path)

@@ -63,7 +63,7 @@ class Lockstep:
         self._meet: Callable[[], None] = _no_meeting
         if jax.distributed.is_initialized():
             index, count = jax.process_index(), jax.process_count()
-        self._place(index, count, first_plays=first_plays)
+        self._set_rank(index, count, first_plays=first_plays)
         if self.count > 1:
             first = {d.process_index: d for d in reversed(jax.devices())}
             mesh = Mesh(np.array([first[i] for i in range(self.count)]), ("process",))
@@ -73,7 +73,7 @@ class Lockstep:
             if colocated:
                 self._meet = HostMeeting(distributed_meetings())
 
-    def _place(self, index: int, count: int, *, first_plays: bool) -> None:
+    def _set_rank(self, index: int, count: int, *, first_plays: bool) -> None:
         self.index, self.count = index, count
         self.writes = index == 0  # logs, metrics, ledger, report
         self.players = 1 if first_plays else count  # processes with rollouts, the first ones
@@ -195,7 +195,7 @@ class Accounts(Protocol):
         """Whether this process failed where the others may not have: nothing can be saved."""
 
     def settle(self, until: int | None = None) -> None:
-        """Write the fates of groups up to this number of lines of the buffer's ledger."""
+        """Write the outcomes of groups up to this number of lines of the buffer's ledger."""
 
 
 class OwnAccounts:
@@ -267,7 +267,7 @@ def pass_on(stop: Stop, reasons: Iterable[str]) -> str:
 class SharedSource:
     """A GroupSource over the buffers of all processes: each gives its part of a step's groups.
 
-    Group k of process i of n is group k n + i of the run, as is its prompt's place in the stream.
+    Group k of process i of n is group k n + i of the run, as is its prompt's index in the stream.
     Used by the trainer's thread; `is_set` is the stop agreed at the last draw.
     """
 
@@ -310,7 +310,7 @@ class SharedSource:
             if own is not None and all(ready for ready, _ in reports):
                 break
             if self._reason:
-                self._give_up(drawn=own is not None)
+                self._give_up(has_draw=own is not None)
         sent = dumps({"draw": own, "ledger": self._buffer_ledger.take()}).tobytes()
         shares = [read_message(message) for message in self._lockstep.gather(sent)]
         lines = [share["ledger"] for share in shares]
@@ -331,9 +331,9 @@ class SharedSource:
             self.failed_alone = True
             raise
 
-    def _give_up(self, *, drawn: bool) -> NoReturn:
+    def _give_up(self, *, has_draw: bool) -> NoReturn:
         """Raise Closed; the groups of the draw go back to the buffer, untrained."""
-        if drawn:
+        if has_draw:
             self._buffer.give_back()
         unwritten = ("trained", "returned")
         lines = [line for line in self._buffer_ledger.take() if line["fate"] not in unwritten]

@@ -231,7 +231,7 @@ def _run_results(paths: Paths, weights: Path | None) -> tuple[list[str], list[st
 
 
 def _all_results(config: Config) -> tuple[list[str], list[str]]:
-    """Return the achievements of each of several runs, and the places of its results."""
+    """Return the achievements of each of several runs, and where its results are."""
     of_all = folders_of(config)
     lines = {
         name: [*achievements(Paths(folder).metrics), *before_and_after(Paths(folder).answers)]

@@ -2,7 +2,7 @@
 
     ExampleStream ──take──> pack ──> update ──> metrics.jsonl, console, TensorBoard
           │                             │
-          └──place──> checkpoint <── TrainState ──every eval.every──> measure(held-out examples)
+          └──state──> checkpoint <── TrainState ──every eval.every──> measure(held-out examples)
 
 A job is an update with examples that it can pack; all jobs share the loop. There is no sampler.
 """

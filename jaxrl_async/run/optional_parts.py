@@ -186,7 +186,7 @@ class JoinedSamplers(TracedSamplers, Protocol):
         """Refuse samplers that join from now on. Idempotent."""
 
     def close(self) -> None:
-        """Tell the samplers that the run has ended. Idempotent."""
+        """Notify the samplers that the run has ended. Idempotent."""
 
 
 class SamplerProcesses(Protocol):

@@ -96,7 +96,7 @@ class Ahead(Generic[T]):
         self._make, self._state = make, state
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="examples")
         self._next: Future[tuple[T, Any]] | None = None
-        self._after: Any = None  # the place after the last value that was taken
+        self._after: Any = None  # the state after the last value that was taken
 
     def take(self) -> T:
         """Return the next value, and start making the one after it. Raises the errors of `make`."""

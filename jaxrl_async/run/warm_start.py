@@ -2,7 +2,7 @@
 
     FittingPairs ──next──> pack ──> update ──> console, RUN/warm_start: metrics.jsonl, tensorboard
          │                             │
-         └──place──> checkpoint <── TrainState     (RUN/warm_start/checkpoints, the newest one)
+         └──state──> checkpoint <── TrainState     (RUN/warm_start/checkpoints, the newest one)
 
 The run's own checkpoints begin where the warm start ends: once one exists, nothing here is read.
 """

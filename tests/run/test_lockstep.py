@@ -133,7 +133,7 @@ class Together(Lockstep):
         *,
         first_plays: bool = False,
     ) -> None:
-        self._place(index, count, first_plays=first_plays)
+        self._set_rank(index, count, first_plays=first_plays)
         self._table, self._barrier = table, barrier
 
     def gather(self, message: bytes) -> list[bytes]:

@@ -54,7 +54,7 @@ def check_shared_tokens(
 ) -> None:
     """Raise ConfigError if ids mean other tokens to the model in `path` than to the policy.
 
-    Vocabularies of one family may be padded to different sizes; then only tokenizers can tell.
+    Vocabularies of one family may be padded to different sizes; then only tokenizers show it.
 
     Args:
         spec: of the policy.

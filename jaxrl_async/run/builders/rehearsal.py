@@ -140,7 +140,7 @@ def rehearsed(
 ) -> list[Request]:
     """Return requests for `members` answers to each prompt, with lengths from one token to the
     maximum: as in a run, they end one after another. If an environment would open the episode,
-    random tokens take the place of its messages: half of the room."""
+    random tokens stand for its messages: half of the room."""
     opening = max((section.max_length - section.max_new_tokens) // 2, 1)
     count = len(prompts) * members
     shares = np.linspace(0, 1, count)[np.random.default_rng(0).permutation(count)]

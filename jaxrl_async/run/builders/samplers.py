@@ -81,7 +81,7 @@ class Sampling:
             self.members.begin_close()
 
     def dismiss(self) -> None:
-        """Tell samplers in separate processes that the run has ended. Idempotent."""
+        """Notify samplers in separate processes that the run has ended. Idempotent."""
         if self.members is not None:
             self.members.close()
         if self.processes is not None:
@@ -97,7 +97,7 @@ class GivingUp:
     def __init__(
         self, stop: Stop, router: Router, end_sessions: Callable[[], None], outages: Outages
     ) -> None:
-        """end_sessions: called once when the flag is set, to tell agents why they are cut off."""
+        """end_sessions: called once when the flag is set, to notify agents why they are cut off."""
         self._stop, self._router, self._outages = stop, router, outages
         self._given_up = False
         self._end_sessions = end_sessions

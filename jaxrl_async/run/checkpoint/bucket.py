@@ -3,13 +3,13 @@
     DIR/NAME/STEP/
         state/ loop/ rollouts/ ...   written by orbax, each process its own shards
         records/                     the run's metrics, ledger, ...: see bucket_start.py
-        checksums.json               what the bucket said of each object: written last, goes first
+        checksums.json               the bucket's report on each object: written last, goes first
     DIR/NAME/writer.json             the trainer that writes here: the last one that began
 
 A bucket renames nothing, but an object appears whole or not at all: what has no checksums.json is
 no checkpoint, and is removed at the next use. The digests are those that the bucket computes of
 what it has received: a check lists the objects and reads none of them. A trainer that finds another
-one's writer.json ends: it never refuses a start, since nothing tells whether the other one lives.
+one's writer.json ends: it never refuses a start, since nothing shows whether the other one lives.
 """
 
 import errno
@@ -39,7 +39,7 @@ BLOCK = 8 << 20
 """Bytes of a record that are in memory at a time."""
 REMOVED_AT_ONCE = 16
 FACTS = ("size", "crc32c", "md5Hash")
-"""What the bucket tells of an object; one that was composed of others has no md5Hash."""
+"""What the bucket reports of an object; one that was composed of others has no md5Hash."""
 
 log = logging.getLogger(__name__)
 

@@ -118,7 +118,7 @@ class Checkpoints:
 
         The arrays are being copied to host memory when this returns: they may be donated
         immediately. All else runs on a separate thread. (With several processes orbax begins here,
-        since it talks to the others on the devices.) The save before is finished first; if it
+        since the processes communicate on the devices.) The save before is finished first; if it
         failed, EarlierSaveError is raised once this one has started. Raises FolderLost, or
         CheckpointError where the folder cannot be looked at now, and then starts nothing.
 

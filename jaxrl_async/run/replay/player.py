@@ -69,14 +69,14 @@ class Replay:
         self._closed = False
         self._of_sampler: dict[str, deque[int]] = {}  # indices of its future events
         self._samplers_of: dict[str, deque[str]] = {}  # request -> samplers that take it, in order
-        self._fates: dict[int, str] = {}
+        self._outcomes: dict[int, str] = {}
         self.cancelled: dict[int, Event] = {}  # groups that became too old during sampling
         for index, event in enumerate(recorded.events):
             if "sampler" in event:
                 self._of_sampler.setdefault(event["sampler"], deque()).append(index)
                 for request in event["take"]:
                     self._samplers_of.setdefault(request, deque()).append(event["sampler"])
-            self._fates |= {event[fate]: fate for fate in ("put", "fail") if fate in event}
+            self._outcomes |= {event[end]: end for end in ("put", "fail") if end in event}
             if "oldest" in event:
                 self.cancelled[event["fail"]] = event
 
@@ -175,13 +175,13 @@ class Replay:
         """
         with self._changed:
             self._raise_if_over()
-            fate = self._fates.get(number, name)
-            if name in ("put", "fail") and name != fate:
+            end = self._outcomes.get(number, name)
+            if name in ("put", "fail") and name != end:
                 did = {"put": "was scored", "fail": "failed"}
                 self._fail(
-                    f"group {number} {did[name]} now, and {did[fate]} in the recording. "
+                    f"group {number} {did[name]} now, and {did[end]} in the recording. "
                     "Effects of wall time, such as reward.timeout_s, cannot be replayed.",
-                    next(i for i, e in enumerate(self._recorded.events) if e.get(fate) == number),
+                    next(i for i, e in enumerate(self._recorded.events) if e.get(end) == number),
                 )
             self._later[name, number] = act
         self._run_later()
@@ -303,7 +303,7 @@ class ReplayedBuffer:
         return tickets
 
     def put(self, group: EpisodeGroup) -> Drop | None:
-        """See ports.Gate; None, since the group's fate is not known before its turn."""
+        """See ports.Gate; None, since the group's outcome is not known before its turn."""
         if group.ticket.group in self._replay.cancelled:  # it was too old before its last token
             ticket, prompt_id = group.ticket, group.prompt.prompt_id
             self.cancel(CancelledGroup(ticket=ticket, prompt_id=prompt_id, oldest=0, lengths=()))

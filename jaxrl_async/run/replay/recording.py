@@ -172,7 +172,7 @@ class Recorded:
     ended: bool  # False: killed, or crashed
 
     def location(self, index: int) -> str:
-        """Return the place of an event, for people."""
+        """Return the file and line of an event, for people."""
         return f"{self.path}, line {index + 2}"
 
 
