@@ -35,7 +35,7 @@ WARM_START = "warm_start"
 LOG_FILE, STARTS_FILE = "run.log", "starts.jsonl"
 """Names of the files in the run's folder."""
 MAX_HELD = 10_000
-"""Lines that are held while the folder is not known; the first ones are dropped, which is logged."""
+"""Lines that are held while the folder is not known; the first ones are dropped and counted."""
 SUPERSEDED = ".superseded.jsonl"
 """Suffix of the files with lines that a resumed run writes again."""
 
@@ -131,8 +131,8 @@ def numbered_lines(path: Path) -> list[tuple[int, dict[str, Any] | None]]:
 
 
 def is_own(line: object) -> bool:
-    """Return whether a run wrote a line: an object with the number of a step, or with the outcome of a
-    group (ledger.jsonl)."""
+    """Return whether a run wrote a line: an object with the number of a step, or an outcome of
+    a group (ledger.jsonl)."""
     if not isinstance(line, dict):
         return False
     step = line.get("step")

@@ -32,7 +32,7 @@ _real: dict[str, Callable[..., Any]] = {}
 
 
 @contextmanager
-def no_end_by_others() -> Iterator[None]:
+def no_user_exits() -> Iterator[None]:
     """Have the functions of ENDING raise ProcessEndRefused, unless this package calls them, until
     the last `with` in this process has ended."""
     global _runs

@@ -52,7 +52,7 @@ from jaxrl_async.run.builders.devices import (
     with_dtype,
 )
 from jaxrl_async.run.checkpoint.storage import bring_back
-from jaxrl_async.run.exits import exits_refused, no_end_by_others
+from jaxrl_async.run.exits import exits_refused, no_user_exits
 from jaxrl_async.run.folder import Paths, claimed, look, settled, write_config
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.optional_parts import CopyOfRun
@@ -129,7 +129,7 @@ def _trained(
 ) -> Path:
     """Run a checked configuration to its end; return its folder. kept: opened in the folder."""
     with ExitStack() as closing:
-        closing.enter_context(no_end_by_others())
+        closing.enter_context(no_user_exits())
         closing.enter_context(logs_as(config.run.logs, run=config.run.name, role="trainer"))
         add_labels(process=str(lockstep.index))
         # ends late: it brings the trace there, too

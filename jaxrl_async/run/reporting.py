@@ -351,7 +351,7 @@ class Evaluation:
     label: str = "eval"  # of its requests: eval, or eval/NAME
 
     @property
-    def called(self) -> str:
+    def shown_name(self) -> str:
         """Its name in messages."""
         name = self.label.removeprefix("eval").removeprefix("/")
         return f"the evaluation {name}" if name else "an evaluation"
@@ -364,7 +364,7 @@ class Evaluation:
         """
         start = time.perf_counter()
         result = self.own_result()
-        measured = {} if result is None else self._measured(result)
+        measured = {} if result is None else self._metrics_of(result)
         return {**measured, "time/eval_s": time.perf_counter() - start}
 
     def own_result(self) -> EvalResult | None:
@@ -378,10 +378,10 @@ class Evaluation:
         except RolloutError as error:
             result = None
             self.faults.add("failed_evaluations")
-            log.warning("%s is skipped: %s", self.called, error)
+            log.warning("%s is skipped: %s", self.shown_name, error)
         return result if all(self.lockstep.gather_json(result is not None)) else None
 
-    def _measured(self, result: EvalResult) -> dict[str, float]:
+    def _metrics_of(self, result: EvalResult) -> dict[str, float]:
         """Return the metrics of all processes' results."""
         if self.lockstep.writes:
             self.write(result.samples)
@@ -429,17 +429,17 @@ class Evaluation:
 
     async def _evaluate_unless_stopped(self) -> EvalResult | None:
         """Return the result; None: the evaluation was abandoned."""
-        answered = asyncio.ensure_future(self._answered())
+        answered = asyncio.ensure_future(self._evaluate())
         while not (answered.done() or self.gives_up()):
             await asyncio.wait((answered,), timeout=LOOK_S)
         if answered.done():
             return await answered
         answered.cancel()
         await asyncio.wait((answered,), timeout=GIVE_UP_S)
-        log.warning("%s is skipped: a stop was requested before all answers", self.called)
+        log.warning("%s is skipped: a stop was requested before all answers", self.shown_name)
         return None
 
-    async def _answered(self) -> EvalResult:
+    async def _evaluate(self) -> EvalResult:
         return await evaluate(
             self.generate,
             self.prompts,

@@ -28,7 +28,7 @@ from jaxrl_async.private_folder import (
     write_whole,
 )
 from jaxrl_async.run.builders import devices
-from jaxrl_async.run.builders.program_cache import VerifiedPrograms, keep_used, own_or_spare
+from jaxrl_async.run.builders.program_cache import VerifiedPrograms, keep_used, usable_folder
 
 SOURCE = """
 #include <cstdlib>
@@ -537,12 +537,12 @@ def test_another_users_folder_of_programs_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    mine = own_or_spare(tmp_path / "runs" / ".jax_cache")
+    mine = usable_folder(tmp_path / "runs" / ".jax_cache")
     assert mine == tmp_path / "runs" / ".jax_cache" and mine.stat().st_mode & 0o777 == 0o700
     mine.chmod(0o777)
-    assert own_or_spare(mine).stat().st_mode & 0o777 == 0o755
+    assert usable_folder(mine).stat().st_mode & 0o777 == 0o755
     os.chown(mine, NOBODY, NOBODY)
-    assert own_or_spare(mine) == tmp_path / "cache" / "jaxrl_async" / "programs"
+    assert usable_folder(mine) == tmp_path / "cache" / "jaxrl_async" / "programs"
     assert "belongs to another user" in caplog.text
 
 
@@ -579,7 +579,7 @@ def test_what_is_no_folder_of_programs_has_a_spare(machine: Path, kind: str) -> 
         cache.touch()
     else:
         cache.symlink_to(machine / "absent")
-    assert own_or_spare(cache) == machine / "home" / ".cache" / "jaxrl_async" / "programs"
+    assert usable_folder(cache) == machine / "home" / ".cache" / "jaxrl_async" / "programs"
 
 
 def test_a_folder_of_programs_whose_modes_cannot_be_changed_is_used(
@@ -590,18 +590,18 @@ def test_a_folder_of_programs_whose_modes_cannot_be_changed_is_used(
 
     tmp_path.chmod(0o777)
     monkeypatch.setattr(Path, "chmod", refused)
-    assert own_or_spare(tmp_path) == tmp_path and not caplog.records
+    assert usable_folder(tmp_path) == tmp_path and not caplog.records
 
 
 def test_a_team_hears_that_its_folder_of_programs_is_closed_to_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tmp_path.chmod(0o2775)
-    assert own_or_spare(tmp_path) == tmp_path
+    assert usable_folder(tmp_path) == tmp_path
     assert tmp_path.stat().st_mode & 0o7777 == 0o2755
     assert "(mode 2755, it was 2775)" in caplog.text
     caplog.clear()
-    assert own_or_spare(tmp_path) == tmp_path and not caplog.records
+    assert usable_folder(tmp_path) == tmp_path and not caplog.records
 
 
 PROGRAM = """

@@ -24,7 +24,7 @@ from jaxrl_async.model.decoder import init_table
 from jaxrl_async.model.heads import with_head
 from jaxrl_async.model.lora import adapter_table, lora_of
 from jaxrl_async.run import loop
-from jaxrl_async.run.exits import no_end_by_others
+from jaxrl_async.run.exits import no_user_exits
 from jaxrl_async.sampler.probe import Probe, ProbeJudge
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.objectives.preference_objective import PreferenceData, preference_update
@@ -186,7 +186,7 @@ def test_weights_that_give_nan_from_the_start_are_not_blamed_on_the_transfer():
 
 def test_what_would_end_the_process_raises_while_a_run_goes_on():
     real = os._exit
-    with no_end_by_others(), no_end_by_others():
+    with no_user_exits(), no_user_exits():
         for end in (
             lambda: os._exit(0),
             lambda: os.execv("/bin/true", ["true"]),
@@ -214,8 +214,8 @@ FORKED = """
 import os
 import re
 from jaxrl_async.run import loop
-from jaxrl_async.run.exits import no_end_by_others
-with no_end_by_others():
+from jaxrl_async.run.exits import no_user_exits
+with no_user_exits():
     if not (child := os.fork()):
         os._exit(7)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

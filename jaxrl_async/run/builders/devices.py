@@ -27,7 +27,7 @@ from jaxrl_async.mesh import (
     have_threads_for_collectives,
     skip_absent_accelerators,
 )
-from jaxrl_async.run.builders.program_cache import own_or_spare, verify_compiled_programs
+from jaxrl_async.run.builders.program_cache import usable_folder, verify_compiled_programs
 from jaxrl_async.run.lockstep import Lockstep
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def keep_compiled_programs(folder: Path) -> None:
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
     try:
-        chosen = str(own_or_spare(folder.resolve()))
+        chosen = str(usable_folder(folder.resolve()))
     except (OSError, RuntimeError) as error:  # RuntimeError: a circle of links
         log.warning(
             "compiled programs are not kept, and the next run compiles them again: %s. Set "

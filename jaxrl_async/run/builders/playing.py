@@ -77,7 +77,7 @@ def find_task(config: Config, passed: Task | None = None) -> Task:
     passed: the object of a Python program; None: the task that config.task names.
     """
     if config.task is None:
-        return _for_outsiders(config.serving, config.algorithm, NO_TASK)
+        return _for_external_agents(config.serving, config.algorithm, NO_TASK)
     task, name = passed or named_tasks.load_task(config.task), name_of(config.task)
     plays_whole = task.program is not None or task.game is not None
     both = task.program is not None and task.game is not None
@@ -102,7 +102,7 @@ def find_task(config: Config, passed: Task | None = None) -> Task:
         raise ConfigError(
             f"task = {name!r} is empty. Give it records, an environment, tools or a reward."
         )
-    return _for_outsiders(config.serving, config.algorithm, task)
+    return _for_external_agents(config.serving, config.algorithm, task)
 
 
 def tasks_of(config: Config, passed: Task | None = None) -> dict[str, Task]:
@@ -131,7 +131,7 @@ def tokenizer_source(config: Config, tasks: Mapping[str, Task]) -> tuple[DataSec
     return data, replace(NO_TASK, words=tuple(dict.fromkeys(words)))
 
 
-def _for_outsiders(serving: EndpointSection, algorithm: AlgorithmSection, task: Task) -> Task:
+def _for_external_agents(serving: EndpointSection, algorithm: AlgorithmSection, task: Task) -> Task:
     """Return the task as external agents play it, if endpoint.external_agents is set. Raises
     ConfigError."""
     if not serving.external_agents:

@@ -33,7 +33,7 @@ MOST_BYTES = 8 << 30
 """Maximum bytes of a folder outside of all runs' folders, which is not removed with a run."""
 
 
-def own_or_spare(folder: Path) -> Path:
+def usable_folder(folder: Path) -> Path:
     """Return the folder, created if needed, which others cannot change. If it is another user's or
     cannot be created, log that and return a private one. Raises OSError if neither can be used."""
     try:

@@ -226,7 +226,7 @@ def buffer_settings(config: Config, processes: int) -> BufferSettings:
         rank=rank_of(buffer.select),
         max_resampled=algorithm.max_resampled,
         wants_pairs=config.pairs is not None,
-        has_signal=worth_learning(algorithm, config.pairs, config.run.seed),
+        has_signal=signal_test(algorithm, config.pairs, config.run.seed),
         task_bounds={
             name: task.max_staleness
             for name, task in config.named_tasks.items()
@@ -245,7 +245,7 @@ def rank_of(select: str) -> Rank:
     return own_rank(load_function(select, "buffer.select"), select)
 
 
-def worth_learning(
+def signal_test(
     algorithm: AlgorithmSection, pairs: PairsSection | None, seed: int
 ) -> Callable[[EpisodeGroup], bool]:
     """Return a function that says whether a group has a training signal. seed: the run's."""
