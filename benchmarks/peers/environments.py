@@ -92,13 +92,13 @@ def python_of(environment: Environment) -> Path:
     """
     folder = FOLDER / environment.folder
     python = folder / "bin" / "python"
-    done, wanted = folder / "installed", " ".join(environment.requirements)
-    if done.exists() and done.read_text(encoding="utf-8") == wanted:
+    done, requirements = folder / "installed", " ".join(environment.requirements)
+    if done.exists() and done.read_text(encoding="utf-8") == requirements:
         return python
-    print(f"# installing {wanted} in {folder}", file=sys.stderr)
+    print(f"# installing {requirements} in {folder}", file=sys.stderr)
     base = shutil.which(environment.python) if environment.python else sys.executable
     if base is None:
-        raise RuntimeError(f"{wanted} needs {environment.python}, which is not on PATH")
+        raise RuntimeError(f"{requirements} needs {environment.python}, which is not on PATH")
     run(base, "-m", "venv", "--clear", str(folder))
     uv = shutil.which("uv", path=str(Path(sys.executable).parent))  # far quicker, where it is
     pip = (uv, "pip") if uv else (str(python), "-m", "pip")
@@ -106,7 +106,7 @@ def python_of(environment: Environment) -> Path:
     run(*pip, "install", "--quiet", *where, *environment.requirements)
     if environment.without:
         run(str(python), "-m", "pip", "uninstall", "--quiet", "-y", *environment.without)
-    done.write_text(wanted, encoding="utf-8")
+    done.write_text(requirements, encoding="utf-8")
     return python
 
 

@@ -50,7 +50,7 @@ class Worker:
         answer = self._read()
         self.startup_s, self.version = float(answer["startup_s"]), str(answer["version"])
 
-    def ask(self, prompts: Sequence[Any], lengths: Sequence[int], concurrency: int) -> Any:
+    def measure(self, prompts: Sequence[Any], lengths: Sequence[int], concurrency: int) -> Any:
         """Generate and return the worker's measurements. Raises RuntimeError if it failed."""
         assert self._process.stdin is not None
         request = {
@@ -130,10 +130,10 @@ def measure_starts(model: str, names: Sequence[str]) -> list[Row]:
     prompts = random_prompts(MODELS[model].vocab, 8)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
         Policy(MODELS[model], make_params(MODELS[model])).save_pretrained(folder)
-        mine: tuple[str, tuple[str, ...]] = ("worker_ours.py", (folder, "1", "full", cache))
+        arguments: tuple[str, tuple[str, ...]] = ("worker_ours.py", (folder, "1", "full", cache))
         engines: list[tuple[str, str, str, tuple[str, ...]]] = [
-            ("ours, cold", sys.executable, *mine),
-            ("ours, warm cache", sys.executable, *mine),
+            ("ours, cold", sys.executable, *arguments),
+            ("ours, warm cache", sys.executable, *arguments),
         ]
         for name in names:
             there = ENVIRONMENTS[name]
@@ -142,7 +142,7 @@ def measure_starts(model: str, names: Sequence[str]) -> list[Row]:
             start = time.perf_counter()
             worker = Worker(name, Path(python), script, Path(words[0]), *words[1:])
             try:
-                worker.ask(prompts, [1] * 8, 8)
+                worker.measure(prompts, [1] * 8, 8)
                 taken_s = time.perf_counter() - start
             finally:
                 worker.close()
@@ -153,8 +153,8 @@ def measure_starts(model: str, names: Sequence[str]) -> list[Row]:
 def start_all(folder: Path, names: Sequence[str], replicas: int, numbers: str) -> list[Worker]:
     """Start ours, then the peers that can be installed here."""
     matmul, of_peers = NUMBERS[numbers]
-    mine = (str(replicas), matmul)
-    workers = [Worker("ours", Path(sys.executable), "worker_ours.py", folder, *mine)]
+    arguments = (str(replicas), matmul)
+    workers = [Worker("ours", Path(sys.executable), "worker_ours.py", folder, *arguments)]
     for name in names:
         environment = ENVIRONMENTS[name]
         try:
@@ -182,8 +182,8 @@ def one_workload(
     first_s: dict[str, float] = {}
     for worker in list(workers):
         try:
-            first_s[worker.name] = worker.ask(prompts, lengths, concurrency)["seconds"]
-            worker.ask(prompts[:concurrency], [1] * concurrency, concurrency)
+            first_s[worker.name] = worker.measure(prompts, lengths, concurrency)["seconds"]
+            worker.measure(prompts[:concurrency], [1] * concurrency, concurrency)
         except RuntimeError as error:
             print(f"# left out from here on: {error}", file=sys.stderr)
             workers.remove(worker)
@@ -191,9 +191,9 @@ def one_workload(
     token: dict[str, list[float]] = {w.name: [] for w in workers}
     for _ in range(repeats):
         for worker in workers:
-            taken[worker.name].append(worker.ask(prompts, lengths, concurrency))
-            one = worker.ask(prompts[:concurrency], [1] * concurrency, concurrency)
-            token[worker.name].append(one["seconds"])
+            taken[worker.name].append(worker.measure(prompts, lengths, concurrency))
+            first = worker.measure(prompts[:concurrency], [1] * concurrency, concurrency)
+            token[worker.name].append(first["seconds"])
     ours = statistics.median(a["seconds"] for a in taken["ours"])
     rows = []
     for worker in workers:

@@ -21,8 +21,8 @@ class Shop:
 
 
 def correct(completions, answer, **kwargs):
-    said = [completion[-1]["content"] for completion in completions]
-    return [float(text.strip() == right) for text, right in zip(said, answer, strict=True)]
+    texts = [completion[-1]["content"] for completion in completions]
+    return [float(text.strip() == right) for text, right in zip(texts, answer, strict=True)]
 
 
 def with_prompt(record):

@@ -37,8 +37,8 @@ class ShopTask(vf.Task[ShopData]):
 class ShopTaskset(vf.Taskset[ShopTask]):
     def load(self):
         for record in RECORDS:
-            asked = {"prompt": record["question"], "prices": record["prices"]}
-            yield ShopTask(ShopData(**asked, answer=record["answer"]), self.config.task)
+            columns = {"prompt": record["question"], "prices": record["prices"]}
+            yield ShopTask(ShopData(**columns, answer=record["answer"]), self.config.task)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The first job of a newcomer for start_*.py: a model's folder, questions, and a score.
 
-The score prints how long ago the process was started when it first judges a drawn answer.
+The score prints how long ago the process was started when it first judges a sampled answer.
 """
 
 import os

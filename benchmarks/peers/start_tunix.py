@@ -20,18 +20,18 @@ def right(prompts, completions, answer, **kwargs):
     return [score(text, str(a)) for text, a in zip(completions, answer, strict=True)]
 
 
-said = json.loads((Path(MODEL) / "config.json").read_text())
+config = json.loads((Path(MODEL) / "config.json").read_text())
 sizes = qwen3.ModelConfig(
-    num_layers=said["num_hidden_layers"],
-    vocab_size=said["vocab_size"],
-    embed_dim=said["hidden_size"],
-    hidden_dim=said["intermediate_size"],
-    num_heads=said["num_attention_heads"],
-    num_kv_heads=said["num_key_value_heads"],
-    head_dim=said["head_dim"],
+    num_layers=config["num_hidden_layers"],
+    vocab_size=config["vocab_size"],
+    embed_dim=config["hidden_size"],
+    hidden_dim=config["intermediate_size"],
+    num_heads=config["num_attention_heads"],
+    num_kv_heads=config["num_key_value_heads"],
+    head_dim=config["head_dim"],
     rope_theta=10_000,
-    norm_eps=said["rms_norm_eps"],
-    use_tied_embedding=said["tie_word_embeddings"],
+    norm_eps=config["rms_norm_eps"],
+    use_tied_embedding=config["tie_word_embeddings"],
 )
 mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 actor, reference = (

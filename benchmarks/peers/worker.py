@@ -26,20 +26,20 @@ def serve(load: Callable[[str], tuple[Generate, str]]) -> None:
     os.dup2(2, 1)
     start = time.perf_counter()
     generate, version = load(sys.argv[1])
-    say(answers, ready=True, startup_s=time.perf_counter() - start, version=version)
+    reply(answers, ready=True, startup_s=time.perf_counter() - start, version=version)
     for line in sys.stdin:
-        wish = json.loads(line)
+        request = json.loads(line)
         start = time.perf_counter()
         try:
-            computed = generate(wish["prompts"], wish["lengths"], wish["concurrency"])
+            computed = generate(request["prompts"], request["lengths"], request["concurrency"])
         except Exception as error:
-            say(answers, error=f"{type(error).__name__}: {error}")
+            reply(answers, error=f"{type(error).__name__}: {error}")
             continue
-        say(
+        reply(
             answers,
             seconds=time.perf_counter() - start,
             computed_tokens=computed,
-            useful_tokens=sum(wish["lengths"]),
+            useful_tokens=sum(request["lengths"]),
             peak_rss_bytes=peak_rss_bytes(),
         )
 
@@ -47,13 +47,13 @@ def serve(load: Callable[[str], tuple[Generate, str]]) -> None:
 def peak_rss_bytes() -> int:
     """Return the peak memory of this process and its children, bytes."""
     own, children = (
-        resource.getrusage(who).ru_maxrss * 1024
-        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        resource.getrusage(process).ru_maxrss * 1024
+        for process in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
     return max(own, children)
 
 
-def say(answers: Any, **what: Any) -> None:
+def reply(answers: Any, **what: Any) -> None:
     """Write one line of JSON."""
     answers.write(json.dumps(what) + "\n")
     answers.flush()

@@ -71,7 +71,7 @@ def load(folder: str) -> tuple[Generate, str]:
         return made[concurrency]
 
     def generate(prompts: list[list[int]], lengths: list[int], concurrency: int) -> int:
-        wishes = [
+        requests = [
             Request(
                 request_id=f"r{i}",
                 token_ids=np.array(prompt, np.int32),
@@ -83,7 +83,7 @@ def load(folder: str) -> tuple[Generate, str]:
         ]
         sampler = router(concurrency)
         before = sampler.stats().row_steps
-        sampler.generate(wishes)
+        sampler.generate(requests)
         return int(sampler.stats().row_steps - before)
 
     return generate, jaxrl_async.__version__

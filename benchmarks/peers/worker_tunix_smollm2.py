@@ -1,7 +1,7 @@
 """Train the real model of benchmarks/real_model.py with Tunix's own GRPO, on a CPU in float32.
 
 Arguments and output: as worker_trl_smollm2.py. Its best settings: sampler and train step share the
-weights, no reference, nothing recomputed, all answers drawn in one batch into a cache that just
+weights, no reference, nothing recomputed, all answers sampled in one batch into a cache that just
 fits, micro-batches that fit the memory. On policy; its loss is averaged over the tokens of each
 micro-batch.
 
@@ -55,7 +55,7 @@ class Words(Ids):
         return " ".join(map(str, self.of_model.encode(text, add_special_tokens=False)))
 
 
-def adapted_model(folder: str, asked: dict[str, Any]) -> tuple[Any, Any]:
+def adapted_model(folder: str, job: dict[str, Any]) -> tuple[Any, Any]:
     """Return the model with adapters, and its mesh."""
     import jax
     import qwix
@@ -65,24 +65,24 @@ def adapted_model(folder: str, asked: dict[str, Any]) -> tuple[Any, Any]:
     hf = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     llama3.apply_rope = functools.partial(llama3.apply_rope, rope_theta=hf["rope_theta"])
     model, _, mesh = llama3_of(folder)
-    adapters = qwix.LoraProvider(module_path=LINEAR, rank=asked["rank"], alpha=asked["alpha"])
+    adapters = qwix.LoraProvider(module_path=LINEAR, rank=job["rank"], alpha=job["alpha"])
     with jax.set_mesh(mesh):
         model = qwix.apply_lora_to_model(model, adapters, **model.get_model_input())
         return reshard.reshard_model_to_mesh(model, mesh), mesh
 
 
-def make_cluster(model: Any, mesh: Any, words: Words, longest: int, asked: dict[str, Any]) -> Any:
+def make_cluster(model: Any, mesh: Any, words: Words, longest: int, job: dict[str, Any]) -> Any:
     """Return Tunix's cluster on one device."""
     import jax.numpy as jnp
     import optax
     from tunix.rl.rl_cluster import ClusterConfig, Mode, RLCluster, RLTrainingConfig, Role
     from tunix.rl.rollout.base_rollout import RolloutConfig
 
-    rates = asked["learning_rate"] * jnp.asarray(asked["shape"])
+    rates = job["learning_rate"] * jnp.asarray(job["shape"])
     sampling = RolloutConfig(
-        max_tokens_to_generate=asked["new_tokens"],
+        max_tokens_to_generate=job["new_tokens"],
         max_prompt_length=longest,
-        kv_cache_size=longest + asked["new_tokens"],
+        kv_cache_size=longest + job["new_tokens"],
         temperature=1.0,
         top_p=1.0,  # of all tokens, its fastest; None is greedy
     )
@@ -90,19 +90,19 @@ def make_cluster(model: Any, mesh: Any, words: Words, longest: int, asked: dict[
         role_to_mesh={Role.ACTOR: mesh, Role.ROLLOUT: mesh},
         training_config=RLTrainingConfig(
             actor_optimizer=optax.chain(
-                optax.clip_by_global_norm(asked["max_grad_norm"]),
+                optax.clip_by_global_norm(job["max_grad_norm"]),
                 optax.adamw(
                     lambda step: rates[jnp.minimum(step, len(rates) - 1)],
-                    *asked["betas"],
-                    weight_decay=asked["weight_decay"],
+                    *job["betas"],
+                    weight_decay=job["weight_decay"],
                 ),
             ),
             eval_every_n_steps=10**9,
             max_steps=10**9,  # the batches end
-            mini_batch_size=asked["prompts"],
-            train_micro_batch_size=asked["rows"] // asked["samples"],
-            rollout_micro_batch_size=asked["prompts"],
-            compute_logps_micro_batch_size=asked["prompts"],
+            mini_batch_size=job["prompts"],
+            train_micro_batch_size=job["rows"] // job["samples"],
+            rollout_micro_batch_size=job["prompts"],
+            compute_logps_micro_batch_size=job["prompts"],
         ),
         rollout_config={
             Mode.TRAIN: sampling,
@@ -110,21 +110,21 @@ def make_cluster(model: Any, mesh: Any, words: Words, longest: int, asked: dict[
         },
     )
     cluster = RLCluster(actor=model, tokenizer=words, cluster_config=config)
-    put_right(cluster.rollout, words.eos_id(), asked)
+    put_right(cluster.rollout, words.eos_id(), job)
     return cluster
 
 
-def put_right(rollout: Any, eos: int, asked: dict[str, Any]) -> None:
-    """Draw each call of the sampler with a new key, and keep the ends of answers."""
+def put_right(rollout: Any, eos: int, job: dict[str, Any]) -> None:
+    """Sample in each call with a new key, and keep the ends of answers."""
     import jax
     import numpy as np
 
     generate = rollout.generate
-    keys = (jax.random.fold_in(jax.random.key(asked["seed"]), n) for n in itertools.count())
+    keys = (jax.random.fold_in(jax.random.key(job["seed"]), n) for n in itertools.count())
 
     def kept(prompts: Any, config: Any, **more: Any) -> Any:
         out = generate(prompts, dataclasses.replace(config, seed=next(keys)), **more)
-        whole = asked["new_tokens"]
+        whole = job["new_tokens"]
         out.tokens = [np.append(t, eos) if len(t) < whole else t for t in out.tokens]
         return out
 
@@ -134,7 +134,7 @@ def put_right(rollout: Any, eos: int, asked: dict[str, Any]) -> None:
 def main() -> None:
     """Train and evaluate."""
     lines = UpdateLines()
-    asked = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
+    job = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
     import jax
     import numpy as np
     from flax import nnx
@@ -142,10 +142,10 @@ def main() -> None:
     from tunix.rl.rl_cluster import Mode
 
     words, means = Words(sys.argv[1]), [0.0]
-    prompts = {split: [words.prompt(r) for r in asked[split]] for split in ("records", "held_out")}
+    prompts = {split: [words.prompt(r) for r in job[split]] for split in ("records", "held_out")}
     longest = max(len(p.split()) for p in itertools.chain(*prompts.values()))
-    model, mesh = adapted_model(sys.argv[1], asked)
-    cluster = make_cluster(model, mesh, words, longest, asked)
+    model, mesh = adapted_model(sys.argv[1], job)
+    cluster = make_cluster(model, mesh, words, longest, job)
 
     def scores(prompts: Any, completions: list[str], answer: Any, **_: Any) -> list[float]:
         right = [float(t.strip() == a) for t, a in zip(completions, answer, strict=True)]
@@ -154,28 +154,26 @@ def main() -> None:
 
     def greedy_accuracy() -> float:
         out = cluster.generate(prompts["held_out"], mode=Mode.EVAL)
-        answers = [r["answer"] for r in asked["held_out"]]
+        answers = [r["answer"] for r in job["held_out"]]
         return sum(t.strip() == a for t, a in zip(out.text, answers, strict=True)) / len(answers)
 
     def batches() -> Iterator[dict[str, Any]]:
-        order = np.random.default_rng(asked["seed"])
-        pairs = [
-            (p, r["answer"]) for p, r in zip(prompts["records"], asked["records"], strict=True)
-        ]
+        order = np.random.default_rng(job["seed"])
+        pairs = [(p, r["answer"]) for p, r in zip(prompts["records"], job["records"], strict=True)]
         shuffled = itertools.chain.from_iterable(
             order.permutation(len(pairs)) for _ in itertools.count()
         )
         for number in itertools.count():
             jax.block_until_ready(nnx.state(cluster.actor_trainer.model))
             lines.ended(**({"reward": means[0]} if number else {}))
-            if number == asked["steps"]:
+            if number == job["steps"]:
                 return
-            taken = [pairs[i] for i in itertools.islice(shuffled, asked["prompts"])]
+            taken = [pairs[i] for i in itertools.islice(shuffled, job["prompts"])]
             prompted, answers = zip(*taken, strict=True)
             yield {"prompts": np.array(prompted), "answer": np.array(answers)}
 
     algorithm = GRPOConfig(
-        num_generations=asked["samples"], num_iterations=1, beta=0.0, loss_agg_mode="token-mean"
+        num_generations=job["samples"], num_iterations=1, beta=0.0, loss_agg_mode="token-mean"
     )
     learner = GRPOLearner(cluster, algorithm, scores)
     with mesh:

@@ -27,8 +27,8 @@ def make_update(folder: str, data: str, rows: int) -> Any:
     from tunix.sft import peft_trainer
 
     model, _, mesh = llama3_of(folder)
-    given = np.load(data)
-    ids, prompt = given["token_ids"], int(given["prompt"])
+    arrays = np.load(data)
+    ids, prompt = arrays["token_ids"], int(arrays["prompt"])
     micros = len(ids) // rows
     training = peft_trainer.TrainingConfig(
         eval_every_n_steps=10**9, gradient_accumulation_steps=micros if micros > 1 else None
@@ -51,9 +51,9 @@ def make_update(folder: str, data: str, rows: int) -> Any:
             prompt_mask=jnp.ones((rows, prompt), jnp.int32),
             completion_ids=jnp.asarray(answers),
             completion_mask=jnp.ones(answers.shape, jnp.int32),
-            advantages=jnp.asarray(given["advantages"][part]),
+            advantages=jnp.asarray(arrays["advantages"][part]),
             ref_per_token_logps=None,
-            old_per_token_logps=jnp.asarray(given["behavior_logprobs"][part, prompt:]),
+            old_per_token_logps=jnp.asarray(arrays["behavior_logprobs"][part, prompt:]),
         )
 
     with jax.set_mesh(mesh):

@@ -2,7 +2,7 @@
 
 Set up as its users do: compiled (40 % faster than eager here, but slower to start), KV space for
 the whole workload, its own continuous batching, no prefix cache; as many sequences at once as the
-workload says, and each drawn token's log-prob, both as ours. argv[2]: the number type; default:
+workload says, and each sampled token's log-prob, both as ours. argv[2]: the number type; default:
 float32.
 """
 
@@ -37,9 +37,9 @@ def load(folder: str) -> tuple[Generate, str]:
     def generate(prompts: list[list[int]], lengths: list[int], concurrency: int) -> int:
         scheduler.max_num_active_reqs = min(concurrency, 256)
         forced = {"temperature": 1.0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
-        wishes = [vllm.SamplingParams(min_tokens=n, max_tokens=n, **forced) for n in lengths]
+        sampling = [vllm.SamplingParams(min_tokens=n, max_tokens=n, **forced) for n in lengths]
         texts = [{"prompt_token_ids": p} for p in prompts]
-        done = llm.generate(texts, wishes, use_tqdm=False)
+        done = llm.generate(texts, sampling, use_tqdm=False)
         assert all(len(o.outputs[0].logprobs) == n for o, n in zip(done, lengths, strict=True))
         return sum(len(o.outputs[0].token_ids) for o in done)
 

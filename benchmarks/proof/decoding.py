@@ -51,8 +51,8 @@ def decode(work: Work) -> None:
     )
     began = time.perf_counter()
     sampler = Sampler((spec, params), section=section, settings=SamplerSettings(dtype=jnp.bfloat16))
-    wishes = requests(spec.vocab, [prompt] * slots, [answer] * slots)
-    answers = sampler.generate(wishes)
+    sent = requests(spec.vocab, [prompt] * slots, [answer] * slots)
+    answers = sampler.generate(sent)
     first_s = time.perf_counter() - began
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     plan = sampler.setup.plan
@@ -72,7 +72,7 @@ def decode(work: Work) -> None:
             **memory_of(device),
         },
     )
-    taken = fastest_s(lambda: sampler.generate(wishes), 2)
+    taken = fastest_s(lambda: sampler.generate(sent), 2)
     # of each step: all weights (an embedding that is the head is read whole), and the keys and
     # values of all contexts, whose mean length is the prompt's and half of the answer's
     context = slots * (prompt + answer / 2)
@@ -90,7 +90,7 @@ def decode(work: Work) -> None:
         },
     )
     sampler.close()
-    work.report("mismatch of sampled and trained", mismatch(spec, params, wishes[:8], answers[:8]))
+    work.report("mismatch of sampled and trained", mismatch(spec, params, sent[:8], answers[:8]))
 
 
 def paged(work: Work) -> None:
@@ -110,10 +110,10 @@ def paged(work: Work) -> None:
         settings = SamplerSettings(dtype=jnp.bfloat16)
         sampler = Sampler((spec, params), section=section, settings=settings)
         prompts = np.linspace(2, longest - answer, 8).astype(int).tolist()
-        wishes = requests(spec.vocab, prompts, [answer] * 8)
-        answers = sampler.generate(wishes)
+        sent = requests(spec.vocab, prompts, [answer] * 8)
+        answers = sampler.generate(sent)
         sampler.close()
-        work.report(name, mismatch(spec, params, wishes, answers))
+        work.report(name, mismatch(spec, params, sent, answers))
     work.report("compiled", compiled.facts)
 
 
@@ -140,7 +140,7 @@ def requests(vocab: int, prompts: list[int], answers: list[int]) -> list[Any]:
     ]
 
 
-def mismatch(spec: Any, params: Any, wishes: list[Any], answers: list[Any]) -> dict[str, Any]:
+def mismatch(spec: Any, params: Any, sent: list[Any], answers: list[Any]) -> dict[str, Any]:
     """Return how far the sampler's log-probs of its tokens are from the trainer's in packed rows,
     both in bfloat16, and how far each is from the reference in float32, nats.
 
@@ -155,17 +155,18 @@ def mismatch(spec: Any, params: Any, wishes: list[Any], answers: list[Any]) -> d
     from jaxrl_async.trainer.pack import TrainSequence, pack
 
     sequences = []
-    for wish, answer in zip(wishes, answers, strict=True):
-        drawn = np.arange(len(wish.token_ids) + len(answer.token_ids)) >= len(wish.token_ids)
-        logprobs = np.zeros(len(drawn), np.float32)
-        logprobs[drawn] = answer.logprobs
+    for request, answer in zip(sent, answers, strict=True):
+        begin = len(request.token_ids)
+        sampled = np.arange(begin + len(answer.token_ids)) >= begin
+        logprobs = np.zeros(len(sampled), np.float32)
+        logprobs[sampled] = answer.logprobs
         sequences.append(
             TrainSequence(
-                token_ids=np.concatenate([wish.token_ids, answer.token_ids]).astype(np.int32),
-                mask=drawn,
+                token_ids=np.concatenate([request.token_ids, answer.token_ids]).astype(np.int32),
+                mask=sampled,
                 behavior_logprobs=logprobs,
-                versions=np.where(drawn, 0, -1).astype(np.int32),
-                advantages=np.zeros(len(drawn), np.float32),
+                versions=np.where(sampled, 0, -1).astype(np.int32),
+                advantages=np.zeros(len(sampled), np.float32),
             )
         )
     row = 2 * max(len(s.token_ids) for s in sequences)
@@ -216,8 +217,8 @@ def churn(work: Work) -> None:
     sampler = Sampler((spec, params), section=section, settings=SamplerSettings(dtype=jnp.bfloat16))
     rng = np.random.default_rng(0)
     prompts, answers = rng.integers(4, longest // 2, (2, 2 * slots if work.tiny else 3 * slots))
-    wishes = requests(spec.vocab, prompts.tolist(), answers.tolist())
-    taken = [fastest_s(lambda: sampler.generate(wishes), 1) for _ in range(2)]
+    sent = requests(spec.vocab, prompts.tolist(), answers.tolist())
+    taken = [fastest_s(lambda: sampler.generate(sent), 1) for _ in range(2)]
     work.report(
         "programs",
         {

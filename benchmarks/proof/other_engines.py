@@ -64,14 +64,14 @@ def vllm(work: Work) -> None:
         enable_prefix_caching=False,
         gpu_memory_utilization=0.8,
     )
-    wishes = SamplingParams(
+    sampling = SamplingParams(
         temperature=1.0, ignore_eos=True, max_tokens=answer, detokenize=False, logprobs=0
     )
     texts = np.random.default_rng(0).integers(0, work.vocab, (slots, prompt)).tolist()
     prompts = [{"prompt_token_ids": text} for text in texts]
 
     def generate() -> None:
-        engine.generate(prompts, wishes, use_tqdm=False)
+        engine.generate(prompts, sampling, use_tqdm=False)
 
     generate()
     report(work, slots, answer, fastest_s(generate, 2))

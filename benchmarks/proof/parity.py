@@ -215,14 +215,14 @@ def decoder(work: Work, name: str, shape: Mapping[str, Any]) -> None:
     found = {}
     for way, (device, dtype, attention) in ways.items():
         inputs = jax.device_put((params, tokens, weighting), device)
-        program = jax.jit(partial(_learnt, spec, device, dtype, attention)).lower(*inputs).compile()
+        program = jax.jit(partial(_losses, spec, device, dtype, attention)).lower(*inputs).compile()
         if way == "chosen":
             kernels = kernels_in(program.as_text())
         found[way] = jax.tree.map(lambda x: np.asarray(x, np.float32), program(*inputs))
     gaps = {way: _distance(found[way], found["true"]) for way in ("chosen", "reference")}
     ok = all(
-        mine <= max(LEAST, WORSE * usual)
-        for mine, usual in zip(gaps["chosen"], gaps["reference"], strict=True)
+        own <= max(LEAST, WORSE * usual)
+        for own, usual in zip(gaps["chosen"], gaps["reference"], strict=True)
     )
     work.report(
         f"decoder: {name}",
@@ -237,7 +237,7 @@ def decoder(work: Work, name: str, shape: Mapping[str, Any]) -> None:
     )
 
 
-def _learnt(
+def _losses(
     spec: Any, device: Any, dtype: Any, attention: str, params: Any, tokens: Any, weighting: Any
 ) -> Any:
     """Return the log-probs of all tokens, and the gradient of their weighted sum."""
@@ -271,6 +271,6 @@ def _distance(got: Any, true: Any) -> tuple[float, float]:
     def length(trees: list[NDArray[np.float32]]) -> float:
         return float(np.sqrt(sum(float(np.sum(np.square(x))) for x in trees)))
 
-    leaves, wanted = jax.tree.leaves(got[1]), jax.tree.leaves(true[1])
-    apart = length([a - b for a, b in zip(leaves, wanted, strict=True)])
-    return float(np.abs(got[0] - true[0]).max()), apart / length(wanted)
+    leaves, expected = jax.tree.leaves(got[1]), jax.tree.leaves(true[1])
+    distance = length([a - b for a, b in zip(leaves, expected, strict=True)])
+    return float(np.abs(got[0] - true[0]).max()), distance / length(expected)

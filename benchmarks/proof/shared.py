@@ -114,15 +114,15 @@ class Compiled:
         import jax
 
         self.programs, self.compile_s, self.cached = 0, 0.0, 0
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
-        jax.monitoring.register_event_listener(self._heard_of_cache)
+        jax.monitoring.register_event_duration_secs_listener(self._note_duration)
+        jax.monitoring.register_event_listener(self._note_event)
 
-    def _heard(self, event: str, duration_secs: float, **_: Any) -> None:
+    def _note_duration(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             self.programs += 1
             self.compile_s += duration_secs
 
-    def _heard_of_cache(self, event: str, **_: Any) -> None:
+    def _note_event(self, event: str, **_: Any) -> None:
         self.cached += event == "/jax/compilation_cache/cache_hits"
 
     @property
