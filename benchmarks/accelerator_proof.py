@@ -138,10 +138,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         words = [sys.executable, "-m", "proof.stage", "--out", str(args.out), "--scratch", scratch]
         words += ["--tiny"] if args.tiny else []
-        wanted = [known[name] for name in args.stages] if args.stages else remaining(args.out)
+        stages = [known[name] for name in args.stages] if args.stages else remaining(args.out)
         if args.tiny:
-            wanted = [replace(stage, most_s=TINY_MOST * stage.most_s) for stage in wanted]
-        run_all(wanted, words, env, args.out, end)
+            stages = [replace(stage, most_s=TINY_MOST * stage.most_s) for stage in stages]
+        run_all(stages, words, env, args.out, end)
     return 1 if problems(findings_in(args.out)) else 0
 
 
@@ -268,16 +268,16 @@ def findings_in(out: Path) -> list[Finding]:
     """Return the findings of a folder: of a stage that was run several times, its last ones."""
     file = out / "results.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    found: dict[str, list[Finding]] = {}
-    for finding in map(json.loads, filter(_is_whole, lines)):
+    by_stage: dict[str, list[Finding]] = {}
+    for finding in map(json.loads, filter(_is_complete, lines)):
         if finding["finding"] == "begin":
-            found.pop(finding["stage"], None)
+            by_stage.pop(finding["stage"], None)
         else:
-            found.setdefault(finding["stage"], []).append(finding)
-    return [finding for of_stage in found.values() for finding in of_stage]
+            by_stage.setdefault(finding["stage"], []).append(finding)
+    return [finding for of_stage in by_stage.values() for finding in of_stage]
 
 
-def _is_whole(line: str) -> bool:
+def _is_complete(line: str) -> bool:
     """Return whether a line is complete: a killed stage may leave half of one."""
     with suppress(ValueError):
         return isinstance(json.loads(line), dict)

@@ -5,7 +5,7 @@
     segmented   rows sorted by adapter, jax.lax.ragged_dot
 
 All matrices of two of a model's layers are multiplied, 8 adapters, row i with adapter i mod 8.
-Then whole answers: `sampler` of a base without places, `sampler_one` with one adapter in its
+Then whole answers: `sampler` of a base without adapter slots, `sampler_one` with one adapter in its
 weights, `sampler_mixed` with 8 that requests name in turn.
 
 `base` is the products without adapters, `over_base` the median over that of `base` in the same run;

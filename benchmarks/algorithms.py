@@ -90,13 +90,13 @@ def main() -> None:
                 "run.seed": str(seed), "algorithm.learning_rate": "0.0"})  # fmt: skip
         for name in args.only:
             for staleness in args.staleness:
-                done = [one(folder, name, staleness, seed, args) for seed in args.seeds]
+                done = [one_run(folder, name, staleness, seed, args) for seed in args.seeds]
                 rows.append(row_of(name, staleness, done))
                 print(rows[-1], file=sys.stderr, flush=True)
     report("algorithms", rows, args)
 
 
-def one(folder: str, name: str, staleness: int, seed: int, args: Any) -> list[dict[str, float]]:
+def one_run(folder: str, name: str, staleness: int, seed: int, args: Any) -> list[dict[str, float]]:
     """Return one run's metrics."""
     sections = sections_of(name)
     start = Path(folder) / f"warm{seed}" / "policy"
@@ -122,13 +122,13 @@ def sections_of(name: str) -> dict[str, Any]:
     """Return the sections of the algorithm: algorithm, critic, teacher."""
     if name in VARIATIONS:
         return {"algorithm": {"group_size": 8, "groups_per_step": 8, **VARIATIONS[name]}}
-    given = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
-    algorithm = {**given["algorithm"], "group_size": 8, "groups_per_step": 8}
+    config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
+    algorithm = {**config["algorithm"], "group_size": 8, "groups_per_step": 8}
     if "shaping" in algorithm:  # DAPO's lengths, for these shorter answers
         algorithm["shaping"] = ["mask_truncated"]
     if isinstance(algorithm.get("aggregate"), dict):
         algorithm["aggregate"] = {"constant": {"divisor": 32}}
-    return {"algorithm": algorithm, **{k: given[k] for k in ("critic", "teacher") if k in given}}
+    return {"algorithm": algorithm, **{k: config[k] for k in ("critic", "teacher") if k in config}}
 
 
 def run(

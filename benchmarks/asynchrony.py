@@ -10,7 +10,7 @@ plan of Qwen3-8B on v6e-8 + 24 chooses (docs/plans.md); `--computed` takes the m
 shared cores instead.
 
 setting       in turns: max_staleness 0, each slice waits for the other; staleness N; in turns,
-              both chips: one policy on both chips (mesh.colocated), which draws with half the rows
+              both chips: one policy on both chips (mesh.colocated), sampling with half the rows
               on each and learns in half the time, so that nothing but tails and seams is lost.
               With --swaps: sampler.on_new_weights at staleness 4, 128 slots and a device whose
               sampler takes the time, so that an answer of 32 tokens outlives several updates.
@@ -21,15 +21,15 @@ reached_s     until the first evaluation with at least --level, of the seeds tha
 update_s      median, least and most over updates and seeds, without those that evaluate.
 per_chip      trained tokens a second and chip (two chips in every row).
 idle          share of time in which the trainer's, the sampler's chip had nothing to do.
-lost          drawn tokens that nobody learns from: discarded by a restart, or too old.
+lost          sampled tokens that are not trained on: discarded by a restart, or too old.
 cpu_s         CPU seconds of the process for 1,000 trained tokens (median update).
-lag           mean staleness of the learnt tokens, versions.
-apart         |sampler - trainer log-prob| of all learnt tokens, nats: what the weights have moved
+lag           mean staleness of the trained tokens, versions.
+apart         |sampler - trainer log-prob| of all trained tokens, nats: what the weights have moved
               since, and KV of older weights.
-mismatch      the same of tokens drawn by the weights that learn them, mean over the run and most:
-              what is above rounding comes from KV of older weights. nan: no such token was learnt.
+mismatch      the same of tokens sampled by the weights that train on them, mean and most:
+              what is above rounding comes from KV of older weights. nan: there was no such token.
 pause_ms      longest pause of decoding caused by a swap; again: tokens prefilled again after swaps,
-              as a share of the drawn ones.
+              as a share of the sampled ones.
 """
 
 import math
@@ -51,7 +51,7 @@ from jaxrl_async.run.assemble import Parts
 from jaxrl_async.testing.sabotage import injected
 
 SLICES = Dictated(step_s=0.004, row_s=1e-4, update_s=0.33)
-"""One chip draws, one learns: 32 steps of 64 rows take as long as an update."""
+"""One chip samples, one trains: 32 steps of 64 rows take as long as an update."""
 BOTH = Dictated(step_s=0.004, row_s=0.5e-4, update_s=0.165)
 """Both do both: half the rows on each, half the update; a step reads all weights as before."""
 SLOW = Dictated(step_s=0.025, row_s=0.0, update_s=0.12)
@@ -188,7 +188,7 @@ def row_of(name: str, runs: list[Done], level: float) -> Row:
     steps = spread([line["time/step_s"] for line in plain])
     wall_s = sum(line["time/step_s"] for line in plain)
     tokens = sum(line["train/tokens"] for line in plain)
-    drawn = sum(line["throughput/generated_tokens_per_s"] * line["time/step_s"] for line in plain)
+    sampled = sum(line["throughput/generated_tokens_per_s"] * line["time/step_s"] for line in plain)
     cpu_s = [b - a for run in runs for a, b in between(run)]
     exact = [line["mismatch/mean"] for line in plain if "mismatch/mean" in line]
     again = sum(line.get("sampler/recomputed_tokens", 0.0) for line in plain)
@@ -211,7 +211,7 @@ def row_of(name: str, runs: list[Done], level: float) -> Row:
         "trainer_idle": sum(x["trainer/idle_share"] * x["time/step_s"] for x in plain) / wall_s,
         "sampler_idle": 1
         - sum(min(x["sampler/busy_share"], 1.0) * x["time/step_s"] for x in plain) / wall_s,
-        "lost": lost / max(drawn, 1.0),
+        "lost": lost / max(sampled, 1.0),
         "cpu_s": statistics.median(cpu_s) / (tokens / len(plain)) * 1000,
         "lag": statistics.fmean(line["staleness/mean"] for line in plain),
         "apart": statistics.fmean(line["mismatch/all_mean"] for line in plain),
@@ -220,7 +220,7 @@ def row_of(name: str, runs: list[Done], level: float) -> Row:
             (x["mismatch/max"] for x in plain if "mismatch/max" in x), default=0.0
         ),
         "pause_ms": max(line.get("weights/swap_pause_s", 0.0) for line in plain) * 1000,
-        "again": again / max(drawn, 1.0),
+        "again": again / max(sampled, 1.0),
     }
 
 

@@ -93,7 +93,7 @@ class Job:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Its command line, but for the place."""
+        """Its command line, except for the folder."""
         own = [
             f"run.steps={self.steps}",
             *(f"runs.{name}.run.steps={self.steps}" for name in self.runs[1:]),
@@ -246,8 +246,8 @@ class Hunt:
             self.failures.append(str(error))
             log = self._root(run).with_suffix(".log")
             tail = log.read_text(encoding="utf-8", errors="replace")[-4000:] if log.exists() else ""
-            told = "\n  ".join([f"FAILED: {self.name}: {error}", *self.events])
-            print(f"{told}\n{tail}", file=sys.stderr, flush=True)
+            message = "\n  ".join([f"FAILED: {self.name}: {error}", *self.events])
+            print(f"{message}\n{tail}", file=sys.stderr, flush=True)
 
     def _root(self, run: str) -> Path:
         return self.folder / f"{self.name.replace(' ', '_').replace(',', '')}-{run}"
@@ -255,17 +255,17 @@ class Hunt:
     def _process(self, run: str) -> "subprocess.Popen[bytes]":
         """Start a run, or continue it if it has a folder."""
         root = self._root(run)
-        place = [f"run.dir={self.folder}", f"run.name={root.name}"]
+        overrides = [f"run.dir={self.folder}", f"run.name={root.name}"]
         if self.job.staleness is not None:
-            place.append(f"reward.function={self.folder}/reward.py:many_digits")
-        place += [
+            overrides.append(f"reward.function={self.folder}/reward.py:many_digits")
+        overrides += [
             f"runs.{name}.reward.function={self.folder}/reward.py:many_digits"
             for name in self.job.runs[1:]
         ]
         resume = RESUME if root.is_dir() else ()
         with root.with_suffix(".log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "jaxrl_async.train", *self.job.words, *place, *resume],
+                [sys.executable, "-m", "jaxrl_async.train", *self.job.words, *overrides, *resume],
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
@@ -449,7 +449,7 @@ def weights(root: Path, job: Job) -> dict[str, bytes]:
 
 
 def same_as(whole: Path, killed: Path) -> None:
-    """Raise Failed if two runs have other metrics, but for the evaluations of one alone."""
+    """Raise Failed if two runs have other metrics, except for the evaluations of only one."""
     first, second = (
         [comparable(line) for line in read_lines(root / "metrics.jsonl")]
         for root in (whole, killed)

@@ -137,8 +137,8 @@ def random_prompts(vocab: int, count: int, seed: int = 0) -> list[IntArray]:
 
 def long_tail(count: int, seed: int = 0, *, median: int = 24, most: int = 128) -> list[int]:
     """Draw answer lengths, tokens: log-normal (sigma 1) with this median, clipped to 1..most."""
-    drawn = np.random.default_rng(seed).lognormal(np.log(median), 1.0, count)
-    return [int(n) for n in np.clip(np.round(drawn), 1, most)]
+    lengths = np.random.default_rng(seed).lognormal(np.log(median), 1.0, count)
+    return [int(n) for n in np.clip(np.round(lengths), 1, most)]
 
 
 def cpu_s() -> float:
@@ -206,10 +206,10 @@ def table(rows: Sequence[Row]) -> str:
     right = [isinstance(rows[0][name], int | float) for name in names]
 
     def line(texts: Sequence[str]) -> str:
-        placed = (
+        cells = (
             t.rjust(w) if r else t.ljust(w) for t, w, r in zip(texts, widths, right, strict=True)
         )
-        return "  ".join(placed).rstrip()
+        return "  ".join(cells).rstrip()
 
     return "\n".join([line(names), line(["-" * w for w in widths]), *map(line, cells)])
 

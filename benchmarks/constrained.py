@@ -75,9 +75,9 @@ def measured(model: str, slots: int, waited: list[int], repeats: int) -> list[Ro
             for number in range(repeats + 1):  # in turns; the first compiles
                 for case in [(usual, 0), *cases]:
                     shaping_args.MOST_WAITED = case[0]
-                    found = one_run(sampler, spec.vocab, tokenizer, slots - held, case[1])
+                    outcome = one_run(sampler, spec.vocab, tokenizer, slots - held, case[1])
                     if number:
-                        runs.setdefault(case, []).append(found)
+                        runs.setdefault(case, []).append(outcome)
             shaping_args.MOST_WAITED = usual
             alone = statistics.median(plain for plain, _ in runs[usual, 0])
             for case in cases:
@@ -126,16 +126,16 @@ def one_run(
     others = sampler.start_many(endless)
     while held and len(sampler.progress()) < held:
         time.sleep(0.01)
-    before = drawn(sampler)
+    before = generated_tokens(sampler)
     ended = threading.Semaphore(0)
     begin = time.perf_counter()
-    wanted = sampler.start_many(plain_requests(prompts[:plain], LENGTH))
-    for future in wanted:
+    requests = sampler.start_many(plain_requests(prompts[:plain], LENGTH))
+    for future in requests:
         future.add_done_callback(lambda _: ended.release())
-    for _ in wanted:
+    for _ in requests:
         ended.acquire()
     took = time.perf_counter() - begin
-    more = drawn(sampler) - before
+    more = generated_tokens(sampler) - before
     for future in others:
         future.cancel()
     while held and sampler.stats().in_flight:
@@ -157,7 +157,7 @@ def plain_requests(prompts: Sequence[IntArray], length: int) -> list[Request]:
     ]
 
 
-def drawn(sampler: Sampler) -> int:
+def generated_tokens(sampler: Sampler) -> int:
     """Return the number of tokens of the constrained requests so far."""
     running = sampler.progress()
     return sum(len(p.token_ids) for p in running if p.request.request_id.startswith("c"))

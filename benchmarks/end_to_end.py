@@ -11,11 +11,11 @@ those of the main job, one device for the trainer and one for each sampler, whic
 Only the reward is made up, and the lengths of the answers are forced. At max_staleness 0 trainer
 and sampler take turns; from 1 on they overlap.
 
-tokens_per_s  drawn and learnt tokens of an update, by its median seconds
+tokens_per_s  sampled and trained tokens of an update, by its median seconds
 peak_mib      most memory of the process
 draw_s        of an update, median: ours, while samplers were at work; Tunix, until the rewards
 update_s      the same of training and handing over the weights
-occupancy     share of the sampler's places that drew a token (Tunix: all, as no answer ends early)
+occupancy     share of the sampler's slots that sampled a token (Tunix: all, no answer ends early)
 s, cpu_s      wall and CPU seconds of the process for an update; the spread is over updates
 """
 
@@ -139,7 +139,7 @@ def tunix_command(
     Policy(spec, make_params(spec)).save_pretrained(folder / "policy")
     prompts = folder / "prompts.npy"
     np.save(prompts, np.stack(random_prompts(spec.vocab, 1024)))
-    asked: Mapping[str, float | None] = {
+    settings: Mapping[str, float | None] = {
         "prompts": args.prompts,
         "samples": args.samples,
         "answer": answer,
@@ -148,7 +148,7 @@ def tunix_command(
     }
     script = HERE / "peers" / "worker_tunix_grpo.py"
     python = python_of(ENVIRONMENTS["tunix"])
-    return python, script, folder / "policy", prompts, json.dumps(asked)
+    return python, script, folder / "policy", prompts, json.dumps(settings)
 
 
 def _options() -> argparse.Namespace:

@@ -147,8 +147,8 @@ def _counts(lines: list[dict[str, Any]]) -> dict[str, int]:
     return {k: n for k, n in sums.items() if n}
 
 
-def _words(counts: dict[str, int], wanted: Callable[[str], bool]) -> str:
-    return ", ".join(f"{n} {key.replace('_', ' ')}" for key, n in counts.items() if wanted(key))
+def _words(counts: dict[str, int], selects: Callable[[str], bool]) -> str:
+    return ", ".join(f"{n} {key.replace('_', ' ')}" for key, n in counts.items() if selects(key))
 
 
 if __name__ == "__main__":

@@ -61,22 +61,22 @@ def started(name: str, model: Path) -> Start:
     python = sys.executable if name == "ours" else str(python_of(ENVIRONMENTS[name]))
     script = PEERS / f"start_{name}.py"
     with tempfile.TemporaryDirectory() as folder:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX")}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("JAX")}
         begin = time.time()
         done = subprocess.run(
             [python, str(script), str(model)],
             cwd=folder,
-            env={**kept, "STARTED": str(begin), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"},
+            env={**inherited, "STARTED": str(begin), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"},
             capture_output=True,
             text=True,
             timeout=LONGEST_S,
         )
         whole_s = time.time() - begin
-    found = re.search(r"first reward after ([\d.]+) s", done.stdout)
-    if done.returncode or found is None:
+    match = re.search(r"first reward after ([\d.]+) s", done.stdout)
+    if done.returncode or match is None:
         raise RuntimeError(f"{script.name}: {(done.stderr or done.stdout).strip()[-1500:]}")
     lines = counted_lines(script.read_text(encoding="utf-8"))
-    return Start(library=NAMES[name], lines=lines, first_reward_s=float(found[1]), whole_s=whole_s)
+    return Start(library=NAMES[name], lines=lines, first_reward_s=float(match[1]), whole_s=whole_s)
 
 
 def main(names: list[str]) -> None:

@@ -79,10 +79,10 @@ def task(folder: str, python: str, right_share: float = 0.5, **more: Any) -> Tas
         written = word if random.random() < right_share else str(random.choice(words))
         worked.append({**record, "worked": conversation(start, word, written)})
     texts = (start, START, BETWEEN, END, CONFIRM, SURE, STATE, SCREEN, OUTPUT, SHELL, BLANK)
-    asked = ("Write the word ", " into the file ", ".txt")
+    pieces = ("Write the word ", " into the file ", ".txt")
     return replace(
         made,
         records=worked,
         held_out=worked[:4],
-        words=(*texts, *asked, *sorted(words, reverse=True), *PRINTABLE),
+        words=(*texts, *pieces, *sorted(words, reverse=True), *PRINTABLE),
     )

@@ -103,10 +103,10 @@ def made_up(groups: int, prompt: int, median: int, most: int) -> list[EpisodeGro
 
 def group_of(index: int, prompt: int, lengths: list[int], rng: np.random.Generator) -> EpisodeGroup:
     """Make one group of answers of these lengths, half of them right."""
-    asked = rng.integers(0, 512, prompt, dtype=np.int32)
+    prompt_ids = rng.integers(0, 512, prompt, dtype=np.int32)
     return EpisodeGroup(
-        prompt=Prompt(prompt_id=index, position=index, token_ids=asked, text="", reference=""),
-        episodes=tuple(episode_of(asked, length, rng) for length in lengths),
+        prompt=Prompt(prompt_id=index, position=index, token_ids=prompt_ids, text="", reference=""),
+        episodes=tuple(episode_of(prompt_ids, length, rng) for length in lengths),
         scores=tuple(
             Score(reward=float(r), parts={"correct": float(r)})
             for r in rng.permutation(len(lengths)) % 2
@@ -115,17 +115,17 @@ def group_of(index: int, prompt: int, lengths: list[int], rng: np.random.Generat
     )
 
 
-def episode_of(asked: Any, length: int, rng: np.random.Generator) -> Episode:
-    """Make an answer whose later half was drawn by newer weights."""
+def episode_of(prompt_ids: Any, length: int, rng: np.random.Generator) -> Episode:
+    """Make an answer whose later half was sampled by newer weights."""
     answer = rng.integers(0, 512, length, dtype=np.int32)
-    drawn = np.repeat([False, True], [len(asked), length])
-    logprobs = np.zeros(len(drawn), np.float32)
-    logprobs[drawn] = -rng.random(length, dtype=np.float32)
-    versions = np.full(len(drawn), NOT_DRAWN, np.int32)
-    versions[drawn] = np.arange(length) * 2 // length
+    sampled = np.repeat([False, True], [len(prompt_ids), length])
+    logprobs = np.zeros(len(sampled), np.float32)
+    logprobs[sampled] = -rng.random(length, dtype=np.float32)
+    versions = np.full(len(sampled), NOT_DRAWN, np.int32)
+    versions[sampled] = np.arange(length) * 2 // length
     return Episode(
-        token_ids=np.concatenate([asked, answer]),
-        drawn=drawn,
+        token_ids=np.concatenate([prompt_ids, answer]),
+        drawn=sampled,
         logprobs=logprobs,
         versions=versions,
         stop=StopReason.EOS,

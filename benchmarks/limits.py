@@ -116,7 +116,7 @@ def elsewhere(library: str, shapes: list[tuple[int, int]], repeats: int) -> Any:
     python, preload = Path(sys.executable), ""
     if library == "torch":
         python, preload = FOLDER / peer.folder / "bin" / "python", preloaded(peer)
-    wish = {"rows": ROWS, "shapes": shapes, "size": SQUARE, "repeats": repeats}
+    request = {"rows": ROWS, "shapes": shapes, "size": SQUARE, "repeats": repeats}
     environment = {
         n: v for n, v in os.environ.items() if n not in ("OPENBLAS_CORETYPE", "PYTHONPATH")
     }
@@ -126,7 +126,7 @@ def elsewhere(library: str, shapes: list[tuple[int, int]], repeats: int) -> Any:
     try:
         done = subprocess.run(
             words,
-            input=json.dumps(wish),
+            input=json.dumps(request),
             capture_output=True,
             text=True,
             env=environment,
@@ -146,13 +146,13 @@ def chained_s(weights: list[Any], inputs: dict[int, Any], times: Times, repeats:
     """Time products in sequence, each waiting for the one before, in one program, seconds."""
 
     def chain(weights: Any, inputs: Any, steps: Any) -> Any:
-        def one(_: Any, x: Any) -> Any:
+        def product(_: Any, x: Any) -> Any:
             for w, width in zip(weights, widths, strict=True):
                 rows = inputs[width]
                 x = times(rows + x.astype(rows.dtype), w)[0, 0] * 1e-30
             return x
 
-        return jax.lax.fori_loop(0, steps, one, jnp.float32(0))
+        return jax.lax.fori_loop(0, steps, product, jnp.float32(0))
 
     widths, arrays = [width for width, _ in weights], [w for _, w in weights]
     compiled, steps = jax.jit(chain), 4

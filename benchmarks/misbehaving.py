@@ -84,8 +84,8 @@ async def play_by_function(session: Any) -> float:
         await asyncio.sleep(0.01)
         call.add_done_callback(lambda done: done.cancelled() or done.exception())
         return 0.0
-    said = (await call)["choices"][0]["message"]["content"] or ""
-    return "much" if fault == "nonsense" else float(len(said) % 3)  # type: ignore[return-value]
+    answer = (await call)["choices"][0]["message"]["content"] or ""
+    return "much" if fault == "nonsense" else float(len(answer) % 3)  # type: ignore[return-value]
 
 
 def play_by_command() -> int:
@@ -109,8 +109,8 @@ def play_by_command() -> int:
         print(LONG * 16)
     text = LONG if fault == "long" else "1 to 8"
     body = {"messages": [{"role": "user", "content": text}]}
-    said = post(url, key, "/chat/completions", body)["choices"][0]["message"]["content"] or ""
-    post(url, reward_key, "/session/reward", {"reward": len(said) % 3})
+    answer = post(url, key, "/chat/completions", body)["choices"][0]["message"]["content"] or ""
+    post(url, reward_key, "/session/reward", {"reward": len(answer) % 3})
     return 0
 
 
@@ -180,13 +180,13 @@ async def session(socket: Any) -> None:
         fault = misbehaves(SERVER_FAULTS)
         reward, done = None, False
         if message["type"] == "reset":
-            number, made, said = 1 + message["data"]["seed"] % HIGHEST, 0, "1 to 8"
+            number, made, prompt = 1 + message["data"]["seed"] % HIGHEST, 0, "1 to 8"
         else:
             guess = message["data"]["guess"].strip()
             made += 1
             done = guess == str(number) or made == GUESSES
             reward = float(guess == str(number))
-            said = "lower" if guess > str(number) else "higher"
+            prompt = "lower" if guess > str(number) else "higher"
         if fault == "hang":
             await asyncio.sleep(10)
         elif fault == "close":
@@ -200,7 +200,7 @@ async def session(socket: Any) -> None:
             continue
         elif fault == "nan":
             reward = float("nan")
-        seen = {"prompt": LONG if fault == "long" else said}
+        seen = {"prompt": LONG if fault == "long" else prompt}
         observed = {"observation": seen, "reward": reward, "done": done}
         await socket.send(json.dumps({"type": "observation", "data": observed}))
 

@@ -116,12 +116,12 @@ class Field:
 
     def wait_for_step(self, step: int) -> bool:
         """Wait until this step is written; return False if the run ended or hung before."""
-        heard = time.monotonic()
+        seen_at = time.monotonic()
         while (last := last_step(self.metrics)) < step:
             if not self.seen or last > self.seen[-1][1]:
-                heard = time.monotonic()
-                self.seen.append((heard, last))
-            if self.running["trainer"].poll() is not None or time.monotonic() - heard > HANG_S:
+                seen_at = time.monotonic()
+                self.seen.append((seen_at, last))
+            if self.running["trainer"].poll() is not None or time.monotonic() - seen_at > HANG_S:
                 return False
             time.sleep(0.02)
         self.seen.append((time.monotonic(), last))
@@ -275,9 +275,9 @@ def measure(name: str, there: Field) -> Row:
         left = {n: ended(there, n, SILENCE_S + WAIT_S + 20.0) for n in there.running}
     finally:
         there.end()
-    lines, found = read_lines(there.metrics), audit_run(there.folder / "run")
-    if found.problems:
-        print(audit_report(found), file=sys.stderr)
+    lines, audit = read_lines(there.metrics), audit_run(there.folder / "run")
+    if audit.problems:
+        print(audit_report(audit), file=sys.stderr)
     counts = {
         key.removeprefix("faults/"): int(sum(x.get(key, 0) for x in lines))
         for key in lines[-1]
@@ -295,7 +295,7 @@ def measure(name: str, there: Field) -> Row:
         "moved": moved,
         "counted": ", ".join(f"{n} {k.replace('_', ' ')}" for k, n in counts.items() if n)
         or "none",
-        "audit_problems": len(found.problems),
+        "audit_problems": len(audit.problems),
         "samplers": f"near {left['near']}, far {left['far']}",
         "note": there.note or "",
     }

@@ -128,8 +128,8 @@ def row(samplers: int) -> Row:
         times.append((made - began, done - began))
         threads = max(threads, most)
     channel.close()
-    offers, whole = (1e3 * min(taken) for taken in zip(*times, strict=True))
-    return {"samplers": samplers, "offers_ms": offers, "version_ms": whole, "threads": threads}
+    offers, live = (1e3 * min(taken) for taken in zip(*times, strict=True))
+    return {"samplers": samplers, "offers_ms": offers, "version_ms": live, "threads": threads}
 
 
 def _come(

@@ -48,7 +48,7 @@ def main() -> None:
         compile_s += sum(
             p["compile_s"] for side in ("trainer", "sampler") for p in plan[side]["programs"]
         )
-    every = [one for found in rows.values() for one in found]
+    every = [one for of_compiler in rows.values() for one in of_compiler]
     measured_on = {**machine(), "compile_s": round(compile_s)}
     if args.json:
         result = json.dumps({"benchmark": "plans", "machine": measured_on, "rows": every}, indent=2)
@@ -56,11 +56,11 @@ def main() -> None:
     if args.json != "-":
         print("# plans\n# " + ", ".join(f"{k} {v}" for k, v in measured_on.items()))
         print(table(every))
-    for compiler, found in rows.items() if args.write else ():
-        if found:
+    for compiler, new_rows in rows.items() if args.write else ():
+        if new_rows:
             begin, end = MARKS[compiler]
-            whole = [*others(DOCS, found, begin=begin, end=end), *found]
-            write(DOCS, markdown(whole, compiler), begin=begin, end=end)
+            all_rows = [*others(DOCS, new_rows, begin=begin, end=end), *new_rows]
+            write(DOCS, markdown(all_rows, compiler), begin=begin, end=end)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,8 +81,8 @@ def made(config: Path, cache: str | None) -> dict[str, Any]:
         done = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.DEVNULL)
         if not file.exists():
             raise RuntimeError(f"{config.name}: no plan (exit code {done.returncode})")
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return found
+        plan: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return plan
 
 
 def compiler_of(plan: dict[str, Any]) -> str:

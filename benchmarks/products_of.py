@@ -16,9 +16,9 @@ from typing import Any
 
 def main() -> None:
     """Measure and print."""
-    wish = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     number = _numpy if sys.argv[1] == "numpy" else _torch
-    times, peak = number(wish["rows"], wish["shapes"], wish["size"], wish["repeats"])
+    times, peak = number(request["rows"], request["shapes"], request["size"], request["repeats"])
     answer = {"products_s": times[0], "bf16_products_s": times[1] if len(times) > 1 else None}
     print(json.dumps({**answer, "flop_per_s": peak}))
 

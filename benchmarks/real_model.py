@@ -65,18 +65,18 @@ MICRO_BATCH_ROWS = 16
 def main() -> None:
     """Train in every way, with every seed, and report."""
     args = _options()
-    kept = Path(args.json) if args.json else None
+    file = Path(args.json) if args.json else None
     rows: list[Row] = []
-    if kept and kept.exists():
-        rows = json.loads(kept.read_text(encoding="utf-8"))["rows"]
+    if file and file.exists():
+        rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     with tempfile.TemporaryDirectory() as folder:
         for seed in args.seeds:
             for way in args.ways:
                 rows.append(row_of(way, seed, args, Path(folder)))
-                if kept:
+                if file:
                     result = {"benchmark": "real_model", "quick": args.quick, "machine": machine()}
                     text = json.dumps({**result, "rows": rows}, indent=1) + "\n"
-                    kept.write_text(text, encoding="utf-8")
+                    file.write_text(text, encoding="utf-8")
     print("# real_model" + (" (quick: compare no numbers)" if args.quick else ""))
     print("# " + ", ".join(f"{k} {v}" for k, v in machine().items()))
     print(table([{k: v for k, v in row.items() if k != "curve"} for row in rows]))
@@ -86,15 +86,15 @@ def main() -> None:
 
 def row_of(way: str, seed: int, args: argparse.Namespace, folder: Path) -> Row:
     """Train in one way and return its row. Raises RuntimeError with the end of its output."""
-    place = folder / f"{way}-{seed}"
-    place.mkdir()
+    root = folder / f"{way}-{seed}"
+    root.mkdir()
     print(f"# {way}, seed {seed}", file=sys.stderr, flush=True)
-    command, (out, log) = command_of(way, seed, args, place), (place / "out", place / "log")
+    command, (out, log) = command_of(way, seed, args, root), (root / "out", root / "log")
     began, began_at = time.perf_counter(), time.time()
     with out.open("w") as lines, log.open("w") as errors:
         process = subprocess.Popen(
             [str(word) for word in command],
-            cwd=ROOT if way == "ours" else place,
+            cwd=ROOT if way == "ours" else root,
             env={**without_jax(os.environ), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"},
             stdout=lines,
             stderr=errors,
@@ -105,7 +105,7 @@ def row_of(way: str, seed: int, args: argparse.Namespace, folder: Path) -> Row:
         end = out.read_text(errors="replace")[-1000:] + log.read_text(errors="replace")[-3000:]
         raise RuntimeError(f"{way} ended with {process.returncode}: {end}")
     if way == "ours":
-        facts, taken_s, rewards = of_ours(place / "run" / METRICS_FILE, began_at)
+        facts, taken_s, rewards = own_facts(root / "run" / METRICS_FILE, began_at)
     else:
         facts, taken_s, rewards = of_peer(map(json.loads, out.read_text().splitlines()), began)
     return {
@@ -128,7 +128,7 @@ Facts = tuple[Row, list[float], list[float]]
 """load_s, before and after; seconds of each update; mean reward of each."""
 
 
-def of_ours(metrics: Path, began_at: float) -> Facts:
+def own_facts(metrics: Path, began_at: float) -> Facts:
     """Read a run's metrics. An update's time is without the evaluation that follows it."""
     lines = [line for line in read_lines(metrics) if "time/elapsed_s" in line]
     first, updates = lines[0], lines[1:]
@@ -156,13 +156,13 @@ def of_peer(lines: Iterable[Any], began: float) -> Facts:
     return facts, [u["ended"] - u["began"] for u in updates], [u["reward"] for u in updates]
 
 
-def command_of(way: str, seed: int, args: argparse.Namespace, place: Path) -> list[Any]:
+def command_of(way: str, seed: int, args: argparse.Namespace, root: Path) -> list[Any]:
     """Return what trains in this way; for a peer, write its model and what is asked of it."""
     overrides = [
         *(QUICK if args.quick else ()),
         f"run.steps={args.steps}",
         f"run.seed={seed}",
-        f"run.dir={place}",
+        f"run.dir={root}",
         "run.name=run",
         f"algorithm.learning_rate={args.learning_rate}",
         f"eval.every={args.steps}",
@@ -174,8 +174,8 @@ def command_of(way: str, seed: int, args: argparse.Namespace, place: Path) -> li
     assert isinstance(config.task, dict) and config.model.path and config.model.lora
     ((task, settings),) = config.task.items()
     made = load_function(task, "task")(**settings)
-    Policy.from_pretrained(config.model.path).save_pretrained(place / "model")
-    asked = {
+    Policy.from_pretrained(config.model.path).save_pretrained(root / "model")
+    job = {
         "records": made.records,
         "held_out": made.held_out,
         "steps": args.peer_steps or args.steps,
@@ -194,9 +194,9 @@ def command_of(way: str, seed: int, args: argparse.Namespace, place: Path) -> li
         "weight_decay": config.trainer.weight_decay,
         "max_grad_norm": config.trainer.max_grad_norm,
     }
-    (place / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
+    (root / "job.json").write_text(json.dumps(job), encoding="utf-8")
     worker = HERE / "peers" / f"worker_{way}_smollm2.py"
-    return [python_of(ENVIRONMENTS[way]), worker, place / "model", place / "asked.json"]
+    return [python_of(ENVIRONMENTS[way]), worker, root / "model", root / "job.json"]
 
 
 def learning_rates(config: Config) -> list[float]:
@@ -231,34 +231,34 @@ def figure(rows: Sequence[Row]) -> str:
         return f'<polyline points="{path}" fill="none" {look}/>'
 
     turned = f' transform="rotate(-90 20 {(TOP + BOTTOM) / 2})"'
-    drawn = [
+    shapes = [
         text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, "minutes since the first update began"),
         text(20, (TOP + BOTTOM) / 2, "mean reward of the update's answers", more=turned),
     ]
     for level in (0, 0.2, 0.4, 0.6, 0.8, 1):
         across = f'<path d="M{LEFT} {y(level):.1f}H{WIDTH - RIGHT}" stroke="{GRAY}" opacity="0.3"/>'
-        drawn += [across, text(LEFT - 8, y(level) + 4, f"{level:g}", "end")]
+        shapes += [across, text(LEFT - 8, y(level) + 4, f"{level:g}", "end")]
     for minutes in ticks(0, last, 8):
         if minutes <= last:
-            drawn.append(text(x(minutes), BOTTOM + 18, number(minutes)))
+            shapes.append(text(x(minutes), BOTTOM + 18, number(minutes)))
     at = float(LEFT)
     for (way, rate), of_way in ways.items():
         color, label = f'stroke="{COLORS[way]}"', NAMES[way] + ("" if rate else ", learning rate 0")
         dashes = "" if rate else ' stroke-dasharray="5 4"'
         curves = [row["curve"] for row in of_way]
         if len(curves) > 1:
-            drawn += [line(curve, f'{color} stroke-width="0.8" opacity="0.4"') for curve in curves]
+            shapes += [line(curve, f'{color} stroke-width="0.8" opacity="0.4"') for curve in curves]
         points = zip(*curves, strict=False)  # as many as the shortest has
         mean = [[statistics.fmean(v) for v in zip(*p, strict=True)] for p in points]
-        drawn.append(line(mean, f'{color} stroke-width="2"{dashes}'))
-        drawn.append(f'<path d="M{at:.0f} 14h20" {color} stroke-width="3"{dashes}/>')
-        drawn.append(text(at + 26, 18, label, "start"))
+        shapes.append(line(mean, f'{color} stroke-width="2"{dashes}'))
+        shapes.append(f'<path d="M{at:.0f} 14h20" {color} stroke-width="3"{dashes}/>')
+        shapes.append(text(at + 26, 18, label, "start"))
         at += 50 + 7 * len(label)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'font-family="sans-serif" font-size="12" fill="{GRAY}">'
     )
-    return head + "".join(drawn) + "</svg>\n"
+    return head + "".join(shapes) + "</svg>\n"
 
 
 def _options() -> argparse.Namespace:

@@ -89,7 +89,7 @@ class _Trainer:
         self._params, self._samplers = params, samplers
         self._offering: Any = make_offering(section, run="benchmark")
         for sampler in samplers:
-            sampler.tell(["start", section.model_dump()])
+            sampler.send(["start", section.model_dump()])
         self._addresses = {sampler: sampler.hear() for sampler in samplers}
         self._version = 0
 
@@ -106,8 +106,8 @@ class _Trainer:
         addresses = [self._addresses[sampler] for sampler in samplers]
         trainer = self._offering.address
         orders = [
-            sources_of_next(place, addresses.__getitem__, fanout, trainer)
-            for place in range(len(addresses))
+            sources_of_next(index, addresses.__getitem__, fanout, trainer)
+            for index in range(len(addresses))
         ]
         taken_s, offer_s, cpu_s, sent = [], [], [], []
         for _ in range(repeats):
@@ -117,7 +117,7 @@ class _Trainer:
             where = self._offering.offer(self._version, self._params)
             offered = time.monotonic()
             for sampler, order in zip(samplers, orders, strict=True):
-                sampler.tell(["fetch", self._version, where, order])
+                sampler.send(["fetch", self._version, where, order])
             results = [sampler.hear() for sampler in samplers]
             taken_s.append(max(end for end, _ in results) - offered)
             offer_s.append(offered - began)
@@ -136,7 +136,7 @@ class _Trainer:
 
 
 class SamplerProcess:
-    """One sampler, spoken to by lines of JSON."""
+    """One sampler, controlled by lines of JSON."""
 
     def __init__(self, model: str) -> None:
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
@@ -150,10 +150,10 @@ class SamplerProcess:
 
     def ask(self, message: Any) -> Any:
         """Send a message and return the answer."""
-        self.tell(message)
+        self.send(message)
         return self.hear()
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Send a message."""
         assert self._process.stdin is not None, "opened with a pipe"
         self._process.stdin.write(json.dumps(message) + "\n")

@@ -1,6 +1,6 @@
 """Measure samplers in processes of their own beside one in a thread: tokens/s, weights, staleness.
 
-    decode     1, 2 and 4 samplers draw without end, lengths forced, nobody learns; in turns:
+    decode     1, 2 and 4 samplers sample without end, lengths forced, nothing is trained; in turns:
                no weights are published, one version a second, and each as soon as the last is live
     --updates  whole runs of `jaxrl_async.train`, at max_staleness 1 and 2
 
@@ -11,7 +11,7 @@ fall_in_cpu      of tokens per CPU second of the samplers' processes, versions b
                  transfers and swaps take from a sampler's own core, whatever else runs
 sampler_ms       CPU time of one sampler for one version: fetching, comparing, the swap
 trainer_ms       CPU time of the trainer's process for one version, whatever the number of samplers
-live_ms          from publish until every sampler draws from the version, median
+live_ms          from publish until every sampler samples from the version, median
 gbytes_per_s     what all samplers have received, per second of the window, versions back to back
 transfer_gbytes_per_s  of one transfer to one sampler, from offer to complete and checked
 
@@ -72,7 +72,7 @@ from jaxrl_async.types import Completion, Request, SamplingParams, VersionedPara
 LONGEST = 96
 """Longest answer, tokens; the shortest is a third of it."""
 AHEAD = 2
-"""Requests under way, as a multiple of all samplers' places."""
+"""Requests under way, as a multiple of all samplers' slots."""
 LIVE_S = 60.0
 """Longest wait for a version to be live, seconds."""
 WARM_UP = 3
@@ -124,7 +124,7 @@ def main() -> None:
     force_cpu_devices(2)
     rows = []
     for model in args.models:
-        for where, samplers in places(args, threads=[1]):
+        for where, samplers in arrangements(args, threads=[1]):
             rows.append({"model": model, "samplers_in": where, "samplers": samplers})
             with started_sampling(MODELS[model], where, samplers, args) as (sampling, params):
                 rows[-1] |= decode_row(MODELS[model], sampling, params, args)
@@ -132,7 +132,7 @@ def main() -> None:
     report("sampler_processes", rows, args)
 
 
-def places(args: argparse.Namespace, *, threads: list[int]) -> list[tuple[str, int]]:
+def arrangements(args: argparse.Namespace, *, threads: list[int]) -> list[tuple[str, int]]:
     """Return where samplers run and how many; threads: how many in threads."""
     counts = {"threads": threads, "processes": args.samplers}
     return [(where, count) for where in args.samplers_in for count in counts[where]]
@@ -324,7 +324,7 @@ def one_window(
     publishing: Publishing,
     seconds: float,
 ) -> Window:
-    """Publish for some seconds, and count what was drawn and what has come meanwhile."""
+    """Publish for some seconds, and count what was sampled and what has come meanwhile."""
     meter = Meter(sampling.router)
     sampler_cpu_s, trainer_cpu_s = cpu_of_samplers(sampling), time.process_time()
     before, began = sampling.channel.stats(), time.perf_counter()
@@ -412,7 +412,7 @@ class Meter:
 
 def update_rows(args: argparse.Namespace) -> Iterator[Row]:
     """Run configs/addition.yaml without its warm start, with samplers here and there."""
-    kinds = itertools.product(args.max_staleness, places(args, threads=args.samplers))
+    kinds = itertools.product(args.max_staleness, arrangements(args, threads=args.samplers))
     for staleness, (where, samplers) in kinds:
         metrics = run_updates(where, samplers, staleness, args)
         yield {

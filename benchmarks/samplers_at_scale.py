@@ -11,10 +11,10 @@ one process, the trainer one for each 4 chips.
 
 present    samplers at work, mean
 busy       of the samplers that are present
-again      tokens that were drawn again, of all drawn
+again      tokens that were sampled again, of all sampled
 first      requests of a sampler that has gone overtake those that wait; else they wait behind them
 egress     what the trainer sends of each version, GB
-live       seconds from publish until every sampler draws from a version, mean
+live       seconds from publish until every sampler samples from a version, mean
 """
 
 import argparse
@@ -129,22 +129,22 @@ def row(scene: Scene, samplers: int, hours: float) -> Row:
     """Simulate a scene."""
     updates = WARM_UP + max(2, round(3600 * hours * scene.share / 57))
     began_s = time.process_time()
-    told = simulate(pipeline(scene, samplers), updates=updates, warm_up=WARM_UP)
-    sent = told.trainer_sent_bytes / updates
+    result = simulate(pipeline(scene, samplers), updates=updates, warm_up=WARM_UP)
+    sent = result.trainer_sent_bytes / updates
     return {
         "setting": scene.name,
-        "trainer_busy": f"{told.trainer_busy_share:.1%}",
-        "present": f"{told.samplers_mean:,.0f}",
-        "busy": f"{told.sampler_busy_share:.1%}",
-        "slots_in_use": f"{told.slot_occupancy:.1%}",
-        "tokens_per_s": f"{told.trained_tokens_per_s:,.0f}",
-        "staleness": f"{told.staleness_mean:.2f}, {told.staleness_max} at most",
-        "gone": told.leaves + told.kills,
-        "moved": told.moved_answers,
-        "again": f"{told.lost_tokens / told.drawn_tokens:.3%}",
+        "trainer_busy": f"{result.trainer_busy_share:.1%}",
+        "present": f"{result.samplers_mean:,.0f}",
+        "busy": f"{result.sampler_busy_share:.1%}",
+        "slots_in_use": f"{result.slot_occupancy:.1%}",
+        "tokens_per_s": f"{result.trained_tokens_per_s:,.0f}",
+        "staleness": f"{result.staleness_mean:.2f}, {result.staleness_max} at most",
+        "gone": result.leaves + result.kills,
+        "moved": result.moved_answers,
+        "again": f"{result.lost_tokens / result.drawn_tokens:.3%}",
         "egress": f"{sent / 1e9:,.0f}",
-        "live": f"{told.live_s:.1f}",
-        "simulated_min": f"{told.wall_s / 60:.0f}",
+        "live": f"{result.live_s:.1f}",
+        "simulated_min": f"{result.wall_s / 60:.0f}",
         "cpu_s": round(time.process_time() - began_s),
     }
 

@@ -48,11 +48,11 @@ def rows_of(sampler: Sampler, model: str, length: int, repeats: int) -> list[Row
     prompts = rng.integers(0, MODELS[model].vocab, (PROMPTS, length), dtype=np.int32)
     rows: list[Row] = []
     for name, (new, logprobs) in KINDS.items():
-        asked = [
+        requests = [
             Request(request_id=f"r{i}", token_ids=prompt, max_new_tokens=new, logprobs=logprobs)
             for i, prompt in enumerate(prompts)
         ]
-        taken = measure(partial(sampler.generate, asked), repeats)
+        taken = measure(partial(sampler.generate, requests), repeats)
         base = rows[0]["median_s"] if rows else taken.median
         rows.append(
             {

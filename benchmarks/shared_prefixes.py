@@ -1,7 +1,7 @@
 """Time one GRPO update whose contexts share prefixes, with trainer.share_prefixes and without.
 
     prompt   two groups of 8 answers of 64 tokens to a prompt of 512
-    tree     two episodes of 12 contexts: each goes on from an earlier one after one of its turns,
+    tree     two episodes of 12 contexts: each continues an earlier one after one of its turns,
              of a tool's reply of 16 tokens and an answer of 32
 
 Both kinds run in turns. `tokens` are those that are computed.
@@ -26,7 +26,7 @@ from jaxrl_async.types import BoolArray, IntArray, PackedBatch
 ROW = 1152
 """Tokens of a packed row: two answers, each with its prompt."""
 Contexts = list[tuple[IntArray, BoolArray]]
-"""Tokens of each context of an episode, and which of them are learnt."""
+"""Tokens of each context of an episode, and which of them are trained."""
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def rows_of(model: str, workload: str, args: argparse.Namespace) -> list[Row]:
-    """Time updates of one workload, apart and shared in turns."""
+    """Time updates of one workload, separate and shared in turns."""
     spec = MODELS[model]
     sequences = WORKLOADS[workload](np.random.default_rng(0), spec.vocab, args.parts)
     batches = {s: pack(sequences, ROW, share_prefixes=s) for s in (False, True)}
@@ -93,8 +93,8 @@ def answers_to_prompts(rng: np.random.Generator, vocab: int, groups: int) -> lis
         prompt = _tokens(rng, vocab, 512)
         for _ in range(8):
             tokens = np.concatenate([prompt, _tokens(rng, vocab, 64)])
-            learnt = np.arange(len(tokens)) >= len(prompt)
-            sequences.append(_sequence(rng, [(tokens, learnt)], group))
+            trained = np.arange(len(tokens)) >= len(prompt)
+            sequences.append(_sequence(rng, [(tokens, trained)], group))
     return sequences
 
 
@@ -108,10 +108,10 @@ def trees_of_contexts(rng: np.random.Generator, vocab: int, episodes: int) -> li
             left = int(rng.integers(len(tokens)))
             seen = tokens[left][: 256 + 48 * int(rng.integers(turns[left] // 2, turns[left] + 1))]
             seen = np.concatenate([seen, _tokens(rng, vocab, 16)])
-            whole = np.concatenate([seen, _tokens(rng, vocab, 32)])
-            contexts.append((whole, np.arange(len(whole)) >= len(seen)))
-            tokens.append(whole)
-            turns.append((len(whole) - 256) // 48)
+            context = np.concatenate([seen, _tokens(rng, vocab, 32)])
+            contexts.append((context, np.arange(len(context)) >= len(seen)))
+            tokens.append(context)
+            turns.append((len(context) - 256) // 48)
         sequences.append(_sequence(rng, contexts, number))
     return sequences
 
@@ -124,15 +124,15 @@ def _tokens(rng: np.random.Generator, vocab: int, count: int) -> IntArray:
 
 
 def _sequence(rng: np.random.Generator, contexts: Contexts, group: int) -> TrainSequence:
-    """Make an episode that was drawn evenly, with a random advantage."""
-    learnt = np.concatenate([mask for _, mask in contexts])
+    """Make an episode that was sampled evenly, with a random advantage."""
+    trained = np.concatenate([mask for _, mask in contexts])
     lengths = [len(tokens) for tokens, _ in contexts]
     return TrainSequence(
         token_ids=np.concatenate([tokens for tokens, _ in contexts]),
-        mask=learnt,
-        behavior_logprobs=np.where(learnt, -6.0, 0.0).astype(np.float32),
-        versions=np.where(learnt, 0, -1).astype(np.int32),
-        advantages=np.where(learnt, rng.standard_normal(), 0.0).astype(np.float32),
+        mask=trained,
+        behavior_logprobs=np.where(trained, -6.0, 0.0).astype(np.float32),
+        versions=np.where(trained, 0, -1).astype(np.int32),
+        advantages=np.where(trained, rng.standard_normal(), 0.0).astype(np.float32),
         group=group,
         starts=tuple(np.cumsum([0, *lengths[:-1]]).tolist()),
     )

@@ -74,7 +74,7 @@ class Setting:
 
     name: str
     overrides: tuple[str, ...]
-    lengths: tuple[int, ...]  # of answers, dealt out at random; empty: what the model draws
+    lengths: tuple[int, ...]  # of answers, dealt out at random; empty: what the model samples
     device: Dictated | None = None  # None: computed
     score_s: float = 0.0
 
@@ -193,7 +193,7 @@ COMPARED = (
     "staleness_mean",
 )  # fmt: skip
 COMPILED_S = 0.25
-"""A round with a program that comes from the cache, and takes less than this, disturbs nobody."""
+"""A round with a program that comes from the cache, and takes less than this, disturbs nothing."""
 SLEPT_SAMPLER = Path(__file__).parent / "slept_sampler.py"
 
 
@@ -411,8 +411,8 @@ class Forced:
         return self._inner.submit_many([replace(r, forced_length=self._of(r)) for r in requests])
 
     def _of(self, request: Any) -> int:
-        drawn = np.random.default_rng([*request.key, 7]).integers(len(self._lengths))
-        return self._lengths[int(drawn)]
+        index = np.random.default_rng([*request.key, 7]).integers(len(self._lengths))
+        return self._lengths[int(index)]
 
 
 def noting(
@@ -454,21 +454,21 @@ def calibrated(found: Run, warm_up: int) -> Pipeline:
     """Derive the simulation's input from a run's times and lengths."""
     config, lines = found.config, found.lines[1:-1]  # the first and the last step evaluate
     bad = disturbed(found, warm_up)
-    learnt = [x for x in lines[warm_up:] if x["step"] not in bad]
+    updates = [x for x in lines[warm_up:] if x["step"] not in bad]
     sequences = config.algorithm.groups_per_step * config.algorithm.group_size
-    tokens = np.array([found.batch_tokens[x["step"] - 1] for x in learnt], np.float64)
-    answers = np.array([x["train/tokens"] for x in learnt])
-    train_s = np.array([x["time/train_s"] for x in learnt])
+    tokens = np.array([found.batch_tokens[x["step"] - 1] for x in updates], np.float64)
+    answers = np.array([x["train/tokens"] for x in updates])
+    train_s = np.array([x["time/train_s"] for x in updates])
     slope, start = np.polyfit(tokens, train_s, 1)
     update_token_s = float(slope) if slope > 0 and start > 0 else 0.0
-    publish_s = [x["time/publish_s"] - found.publish_wait_s[x["step"]] for x in learnt]
+    publish_s = [x["time/publish_s"] - found.publish_wait_s[x["step"]] for x in updates]
     ends = {x["step"]: x["time/elapsed_s"] for x in lines}
     reports_s = [
         x["time/elapsed_s"] - ends[x["step"] - 1] - x["time/step_s"]
-        for x in learnt
+        for x in updates
         if x["step"] - 1 in ends
     ]
-    transfers_s = [x["weights/transfer_s"] for x in learnt if "weights/transfer_s" in x]
+    transfers_s = [x["weights/transfer_s"] for x in updates if "weights/transfer_s" in x]
     tree = TransferTree(
         num_bytes=0.0,
         trainer_bytes_per_s=1.0,
@@ -547,13 +547,13 @@ def measured(found: Run, warm_up: int) -> dict[str, float]:
         return np.array([x[key] for x in after])
 
     busy, step_s = column("sampler/busy_share"), column("time/step_s")
-    drawn = column("throughput/generated_tokens_per_s") * walls
-    decoded = drawn > 0
-    slot_steps = drawn[decoded] / column("sampler/slot_occupancy")[decoded]
+    tokens = column("throughput/generated_tokens_per_s") * walls
+    decoded = tokens > 0
+    slot_steps = tokens[decoded] / column("sampler/slot_occupancy")[decoded]
     return {
         "trainer_busy_share": float(np.average(1 - column("trainer/idle_share"), weights=step_s)),
         "sampler_busy_share": float(np.average(busy, weights=walls)),
-        "slot_occupancy": float(drawn.sum() / slot_steps.sum()),
+        "slot_occupancy": float(tokens.sum() / slot_steps.sum()),
         "trained_tokens_per_s": float(column("train/tokens").sum() / walls.sum()),
         "staleness_mean": float(
             np.average(column("staleness/mean"), weights=column("train/tokens"))
@@ -563,7 +563,7 @@ def measured(found: Run, warm_up: int) -> dict[str, float]:
 
 def disturbed(found: Run, warm_up: int) -> set[int]:
     """Return the steps to leave out: those with a compile or a delay, and those after them that
-    train on data drawn meanwhile."""
+    train on data sampled meanwhile."""
     lines = found.lines[1:-1]
     slow = [r for r in found.rounds if r.compiled and r.busy_s - r.decode_s > COMPILED_S]
     compiled = {version for r in slow for version in r.making}

@@ -6,15 +6,15 @@ Each row is a whole run of the main job with a tiny decoder on benchmarks/sleepy
 of three turns, with a tool that sleeps log-normally (median 1 s) after the first two. At staleness
 s a step has 256 / (s + 1) sessions, so that at most 256 are open in every row; sampler, trainer,
 records and sleeps are the same. The first row takes its turns together: the run at staleness 0,
-where no session draws its next turn before the tools of all 256 have answered. Each tool starts as
-soon as its own session has drawn, and turns are drawn in the same continuous batch. In the rows
-`overtaking` (staleness.lookahead) younger groups may be learnt before a slow one, and a step has
+where no session samples its next turn before the tools of all 256 answer. Each tool starts as
+soon as its own session has sampled, and turns are sampled in the same continuous batch. In the rows
+`overtaking` (staleness.lookahead) younger groups may be trained before a slow one, and a step has
 256 / (s / 2 + 1) sessions, so that again at most 256 are open.
 
 The policy is warm-started once and knows the task. The first 512 sessions sleep a tenth: programs
 compile in them. Then s + 1 steps more are left out where s > 0. What follows is measured in windows
 of about 256 sessions: their median, least and most. `sampler_busy` is the share of wall time in
-which the sampler had work, `slots_drawing` that of wall time x slots that drew a token,
+which the sampler had work, `slots_drawing` that of wall time x slots that sampled a token,
 `of_sleeps_alone` the episodes/s in the long run if nothing but the sleeps took time, by simulation.
 """
 
@@ -202,12 +202,12 @@ def one_row(case: Case, sizes: Sizes, slots: int, policy: Path, folder: Path) ->
 
 def of_sleeps_alone(case: Case, sizes: Sizes, sessions: int = 100_000) -> float:
     """Return the episodes/s in the long run if nothing took time but the sleeps, by simulation."""
-    draw, step, most = random.Random(0), sizes.groups(case), sizes.lookahead(case)
+    rng, step, most = random.Random(0), sizes.groups(case), sizes.lookahead(case)
     open_at_once = (case.staleness + 1) * step - most
     now_s, made, ends_s = 0.0, 0, list[float]()  # of the groups that are open, oldest first
 
     def call_s() -> float:
-        return sizes.median_s * draw.lognormvariate(0.0, sizes.sigma)
+        return sizes.median_s * rng.lognormvariate(0.0, sizes.sigma)
 
     def group_s() -> float:
         return max(sum(call_s() for _ in range(CALLS)) for _ in range(sizes.group))
@@ -221,8 +221,8 @@ def of_sleeps_alone(case: Case, sizes: Sizes, sessions: int = 100_000) -> float:
         while len(ends_s) < open_at_once:
             ends_s.append(now_s + group_s())
         now_s = max(now_s, sorted(ends_s[: step + most])[step - 1])
-        learnt = [n for n, end_s in enumerate(ends_s[: step + most]) if end_s <= now_s][:step]
-        ends_s = [end_s for n, end_s in enumerate(ends_s) if n not in learnt]
+        trained = [n for n, end_s in enumerate(ends_s[: step + most]) if end_s <= now_s][:step]
+        ends_s = [end_s for n, end_s in enumerate(ends_s) if n not in trained]
         made += step
     return made * sizes.group / now_s
 

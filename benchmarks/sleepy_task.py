@@ -8,7 +8,7 @@
     assistant  m
 
 The same chains and sleeps are played by an environment, by an agent program, and by an environment
-whose sessions take their turns together: no session draws its next turn before the tools of all
+whose sessions take their turns together: no session samples its next turn before the tools of all
 sessions of the batch have answered.
 """
 
@@ -82,8 +82,8 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Sitting:
-    """One session of a record: what its tools' sleeps are drawn by."""
+class TimedSession:
+    """One session of a record: its tools' sleeps depend on it."""
 
     number: int  # of the session in the run; -1: held out
     record: int
@@ -91,25 +91,25 @@ class Sitting:
 
     def sleep_s(self, call: int, pace: Pace) -> float:
         """Return the sleep of a call, seconds; the same in every run."""
-        drawn = random.Random(f"{self.record} {self.nth} {call}").lognormvariate(0.0, pace.sigma)
-        return pace.median_s * drawn * (0.1 if self.number < pace.hurried else 1.0)
+        factor = random.Random(f"{self.record} {self.nth} {call}").lognormvariate(0.0, pace.sigma)
+        return pace.median_s * factor * (0.1 if self.number < pace.hurried else 1.0)
 
 
-class Sittings:
+class TimedSessions:
     """Numbers the sessions of a run."""
 
     def __init__(self) -> None:
         self._number, self._of_record = 0, Counter[int]()
 
-    def seat(self, record: Mapping[str, Any]) -> Sitting:
+    def begin(self, record: Mapping[str, Any]) -> TimedSession:
         """Begin a session of a record."""
         index = int(record["index"])
         if record["held_out"]:
-            return Sitting(-1, index, 0)
-        sitting = Sitting(self._number, index, self._of_record[index])
+            return TimedSession(-1, index, 0)
+        timed = TimedSession(self._number, index, self._of_record[index])
         self._number += 1
         self._of_record[index] += 1
-        return sitting
+        return timed
 
 
 class Chain(Environment):
@@ -117,16 +117,16 @@ class Chain(Environment):
 
     tools = ("look",)
 
-    def __init__(self, sittings: Sittings, pace: Pace, barriers: "Barriers | None") -> None:
-        self._sittings, self._pace, self._barriers = sittings, pace, barriers
+    def __init__(self, sessions: TimedSessions, pace: Pace, barriers: "Barriers | None") -> None:
+        self._sessions, self._pace, self._barriers = sessions, pace, barriers
         self._barrier: TurnBarrier | None = None
         self._calls = 0
 
     async def reset(self, record: Mapping[str, Any]) -> str:
-        """Say where the chain begins."""
-        self._record, self._sitting = record, self._sittings.seat(record)
-        if self._barriers is not None and self._sitting.number >= 0:
-            self._barrier = self._barriers.of(self._sitting.number)
+        """Return where the chain begins."""
+        self._record, self._session = record, self._sessions.begin(record)
+        if self._barriers is not None and self._session.number >= 0:
+            self._barrier = self._barriers.of(self._session.number)
         return str(record["question"])
 
     async def look(self, place: str) -> str:
@@ -136,7 +136,7 @@ class Chain(Environment):
             place: its letter.
         """
         self._calls += 1
-        await asyncio.sleep(self._sitting.sleep_s(self._calls, self._pace))
+        await asyncio.sleep(self._session.sleep_s(self._calls, self._pace))
         if self._barrier is not None:
             await self._barrier.wait()
         return next_place(self._record, place)
@@ -148,7 +148,7 @@ class Chain(Environment):
         return Step(parts={"correct": is_right(self._record, message["content"])})
 
     async def close(self) -> None:
-        """Let the batch go on without it."""
+        """Let the batch continue without it."""
         if self._barrier is not None:
             self._barrier.leave()
 
@@ -168,38 +168,38 @@ class Agent:
     """The same session, played by a program that knows an OpenAI endpoint."""
 
     def __init__(self, pace: Pace) -> None:
-        self._pace, self._sittings = pace, Sittings()
+        self._pace, self._sessions = pace, TimedSessions()
         self._client: AsyncOpenAI | None = None  # of all sessions: each has a key of its own
 
     async def play(self, session: Any) -> float:
         """Play it; return 1 for the right answer."""
         self._client = self._client or AsyncOpenAI(base_url=session.base_url, api_key="none")
-        draw = self._client.with_options(api_key=session.api_key).chat.completions.create
-        record, sitting = session.record, self._sittings.seat(session.record)
+        create = self._client.with_options(api_key=session.api_key).chat.completions.create
+        record, timed = session.record, self._sessions.begin(session.record)
         messages: list[Any] = [{"role": "user", "content": record["question"]}]
         for call in range(1, CALLS + 2):
-            answer = await draw(model=session.model, messages=messages, tools=TOOLS)
+            answer = await create(model=session.model, messages=messages, tools=TOOLS)
             message = answer.choices[0].message
             if not message.tool_calls or call > CALLS:
                 return is_right(record, message.content or "")
-            await asyncio.sleep(sitting.sleep_s(call, self._pace))
-            asked = message.tool_calls[0]
-            place = str(json.loads(asked.function.arguments).get("place", ""))  # type: ignore[union-attr]
+            await asyncio.sleep(timed.sleep_s(call, self._pace))
+            tool_call = message.tool_calls[0]
+            place = str(json.loads(tool_call.function.arguments).get("place", ""))  # type: ignore[union-attr]
             messages.append(message.model_dump(exclude_none=True))
-            said = {"tool_call_id": asked.id, "content": next_place(record, place)}
-            messages.append({"role": "tool", **said})
+            reply = {"tool_call_id": tool_call.id, "content": next_place(record, place)}
+            messages.append({"role": "tool", **reply})
         return 0.0
 
 
 def next_place(record: Mapping[str, Any], place: str) -> str:
-    """Return the place behind this one in the record's chain."""
+    """Return the place after this one in the record's chain."""
     chain = str(record["chain"])
     return chain[(chain.find(place[:1]) + 1) % len(chain)]
 
 
-def is_right(record: Mapping[str, Any], said: str) -> float:
+def is_right(record: Mapping[str, Any], answer: str) -> float:
     """Return 1 for the end of the chain, else 0."""
-    return float(said.strip() == record["chain"][-1])
+    return float(answer.strip() == record["chain"][-1])
 
 
 def record_of(index: int, *, held_out: bool = False) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def sleepy(
     Args:
         played_by: environment or program.
         hurried: sessions at the start whose tools sleep a tenth.
-        together: sessions that take their turns together; 0: each goes on when its tool answers.
+        together: sessions that take their turns together; 0: each continues when its tool answers.
         median_s: of the sleeps, seconds.
         sigma: standard deviation of their logarithm.
     """
@@ -241,9 +241,9 @@ def sleepy(
     words = (*WORDS, *"0123456789")
     if played_by == "program":
         return Task(records=records, held_out=held_out, words=words, program=Agent(pace).play)
-    sittings, barriers = Sittings(), Barriers(together) if together else None
+    sessions, barriers = TimedSessions(), Barriers(together) if together else None
 
     def make() -> Chain:
-        return Chain(sittings, pace, barriers)
+        return Chain(sessions, pace, barriers)
 
     return Task(records=records, held_out=held_out, words=words, environment=make)

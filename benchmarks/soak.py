@@ -263,8 +263,8 @@ def count_compiled(event: str, duration_secs: float, **about: str | int) -> None
 def configuration(job: str, folder: str) -> Config:
     """Return a job's configuration; it runs until it is stopped."""
     config, settings = JOBS[job]
-    place = f"run={{name: soak, dir: {folder}, steps: 1000000000, overwrite: false}}"
-    return load(config, [*settings, *EVERY, place])
+    run_setting = f"run={{name: soak, dir: {folder}, steps: 1000000000, overwrite: false}}"
+    return load(config, [*settings, *EVERY, run_setting])
 
 
 class Watch(threading.Thread):

@@ -100,14 +100,14 @@ def table(result: Result, common: str = "") -> str:
     names, hidden = result.get("shown") or result["columns"], result.get("hidden", {})
     if odd := ", ".join(name for name in [*names, *hidden] if name not in result["columns"]):
         raise ValueError(f"{odd}: no column of {', '.join(result['columns'])}")
-    places = [result["columns"].index(name) for name in names]
+    indices = [result["columns"].index(name) for name in names]
     kept = [
         row
         for row in result["rows"]
         if not any(row[result["columns"].index(name)] in hidden[name] for name in hidden)
     ]
     ranges = result.get("ranges", True)
-    rows = [names, *([shown(row[i], ranges=ranges) for i in places] for row in kept)]
+    rows = [names, *([shown(row[i], ranges=ranges) for i in indices] for row in kept)]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|---" * len(names) + "|")
     machine = [] if result["machine"] == common else [result["machine"]]
@@ -127,11 +127,11 @@ def filled(result: Result) -> str:
     key, text = each.groups()
     if key not in result["columns"]:
         raise ValueError(f"{each[0]} names no column of {', '.join(result['columns'])}")
-    place = result["columns"].index(key)
+    index = result["columns"].index(key)
     parts: list[str] = []
     missing = ValueError("no rows")
-    for value in dict.fromkeys(shown(row[place]) for row in result["rows"]):
-        rows = [row for row in result["rows"] if shown(row[place]) == value]
+    for value in dict.fromkeys(shown(row[index]) for row in result["rows"]):
+        rows = [row for row in result["rows"] if shown(row[index]) == value]
         try:
             parts.append(f"{value}: {_with_numbers(text, result['columns'], rows)}")
         except ValueError as error:
@@ -167,8 +167,8 @@ def summary(results: dict[str, Result], with_table: list[str]) -> str:
     for name in sorted(set(results) - set(with_table)):
         if not results[name].get("page", True):
             continue
-        asked, measured = results[name]["question"], filled(results[name])
-        rows.append(f"| {asked} | {measured} (`{name}.json`) |")
+        question, measured = results[name]["question"], filled(results[name])
+        rows.append(f"| {question} | {measured} (`{name}.json`) |")
     machine = f"Where no other machine is named: {common_machine(results)}."
     return "\n".join([machine, "", "| question | measured |", "|---|---|", *rows])
 

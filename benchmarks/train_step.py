@@ -185,13 +185,13 @@ def tunix_update(
         text=True,
     )
     assert process.stdin is not None and process.stdout is not None
-    asked, answers = process.stdin, process.stdout
+    requests, answers = process.stdin, process.stdout
     stack.callback(process.wait)
-    stack.callback(asked.close)  # called first
+    stack.callback(requests.close)  # called first
 
     def update() -> Taken:
-        asked.write("\n")
-        asked.flush()
+        requests.write("\n")
+        requests.flush()
         taken = json.loads(answers.readline())
         return taken["s"], taken["cpu_s"]
 
@@ -199,7 +199,7 @@ def tunix_update(
 
 
 def random_batch(vocab: int, count: int, length: int, seed: int = 0) -> PackedBatch:
-    """Make `count` sequences of random tokens, all drawn by the policy except the prompt."""
+    """Make `count` sequences of random tokens, all sampled by the policy except the prompt."""
     rng = np.random.default_rng(seed)
     mask = np.arange(length) >= PROMPT_TOKENS
     return pack(

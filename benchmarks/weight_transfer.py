@@ -103,12 +103,12 @@ def timed(ways: dict[str, Way], params: Any, source: Any, repeats: int) -> dict[
     """Time whole transfers, and their begin while a step still runs."""
     step = jax.jit(_slow_copy, out_shardings=source)
     step_s = measure(lambda: jax.block_until_ready(step(params)), repeats)
-    moved = {name: whole(way, params) for name, way in ways.items()}  # a sampler holds a set
+    moved = {name: transferred(way, params) for name, way in ways.items()}  # a sampler holds a set
     taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name, way in ways.items():
             cpu, start = cpu_s(), time.perf_counter()
-            moved[name] = whole(way, params)
+            moved[name] = transferred(way, params)
             wall_s, used_s = time.perf_counter() - start, cpu_s() - cpu
             made = step(params)
             start = time.perf_counter()
@@ -131,7 +131,7 @@ def timed(ways: dict[str, Way], params: Any, source: Any, repeats: int) -> dict[
     return rows
 
 
-def whole(way: Way, params: Any) -> Any:
+def transferred(way: Way, params: Any) -> Any:
     """Transfer the weights, and wait for them."""
     return jax.block_until_ready(way.finish(jax.block_until_ready(way.begin(params))))
 

@@ -124,7 +124,7 @@ class Forced:
 
 
 async def made_up_reward(episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
-    """Return 0 or 1 by the last token drawn: each for about half of a group."""
+    """Return 0 or 1 by the last token sampled: each for about half of a group."""
     return tuple(Score(reward=float(e.token_ids[-1] % 2)) for e in episodes)
 
 
