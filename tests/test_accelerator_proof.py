@@ -58,7 +58,7 @@ def lives(pid: int) -> bool:
 
 
 @pytest.mark.full
-def test_a_stage_that_fails_or_hangs_is_told_and_the_others_run(proof, tmp_path, capsys):
+def test_a_stage_that_fails_or_hangs_is_reported_and_the_others_run(proof, tmp_path, capsys):
     run_fakes(proof, tmp_path, "works", "fails", "hangs", "works too", most_s=4)
     findings = proof.findings_in(tmp_path)
     ends = {f["stage"]: f for f in findings if f["finding"] == "end"}
@@ -74,7 +74,7 @@ def test_a_stage_that_fails_or_hangs_is_told_and_the_others_run(proof, tmp_path,
     assert "| found | rate 1.5 |" in table and table in capsys.readouterr().out
 
 
-def test_without_time_a_stage_is_left_out_and_told(proof, tmp_path):
+def test_without_time_a_stage_is_left_out_and_reported(proof, tmp_path):
     run_fakes(proof, tmp_path, "works", "works too", seconds=0)
     outcomes = [f["outcome"] for f in proof.findings_in(tmp_path)]
     assert outcomes == ["left out: no time"] * 2
@@ -125,13 +125,13 @@ def test_every_stage_has_its_function(proof):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"), [(["--stages", "envy"], "unknown stages: envy"), ([], "neither an NVIDIA")]
+    ("words", "text"), [(["--stages", "envy"], "unknown stages: envy"), ([], "neither an NVIDIA")]
 )
-def test_what_cannot_be_run_is_refused(proof, words, told, tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_run_is_refused(proof, words, text, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr(proof, "accelerator", lambda: "")
     assert proof.main([*words, "--out", str(tmp_path / "out")]) == 2
-    assert told in capsys.readouterr().out
+    assert text in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
 
 

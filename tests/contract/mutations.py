@@ -961,10 +961,10 @@ GROUPS = (
         "evals/eval_answers",
         ("evals/test_eval_answers.py",),
         (
-            ("not in one.parts and one.left_out:", "not in one.parts:"),
+            ("not in answer.parts and answer.left_out:", "not in answer.parts:"),
             ("grade >= pass_reward", "grade > pass_reward"),
             ("if len(p) >= k]", "if p]"),
-            ("if any(one.seat for one in answers):", "if False:"),
+            ("if any(answer.seat for answer in answers):", "if False:"),
             ("if samples > 1 and any(", "if samples > 1 or any("),
             ("{self.index}\\0{self.prompt}", "{self.index}"),
         ),
@@ -1428,7 +1428,7 @@ GROUPS = (
     ),
     Group(
         "judge/judge_prompt",
-        ("judge/test_judge.py::test_each_answer_is_scored_on_the_scale_and_alike_ones_once",),
+        ("judge/test_judge.py::test_each_answer_is_scored_on_the_scale_and_equal_ones_once",),
         (("not worst <= number <= best", "not worst < number <= best"),),
     ),
     Group(

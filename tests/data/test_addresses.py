@@ -96,15 +96,15 @@ def test_what_a_killed_copy_has_left_is_removed_and_one_under_way_is_not(bucket,
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("address", "message"),
     [
         ("memory://bucket/nothing", "found nothing"),
         ("memory://bucket/data", "none of .*safetensors"),
         ("nowhere://b/x", "a scheme that fsspec supports"),
     ],
 )
-def test_what_cannot_be_had_is_refused_with_what_to_do(bucket, address, said):
-    with pytest.raises(ConfigError, match=rf"model\.path = '{address}'.*{said}"):
+def test_what_cannot_be_had_is_refused_with_what_to_do(bucket, address, message):
+    with pytest.raises(ConfigError, match=rf"model\.path = '{address}'.*{message}"):
         copied_here(address, "model.path")
 
 

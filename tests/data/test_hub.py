@@ -142,12 +142,12 @@ def test_a_cache_with_only_a_part_of_a_model_is_not_enough(cache, policy):
     assert model_folder("tiny/adder", "model.path") == snapshot
 
 
-def test_without_a_network_the_command_to_download_is_told(cache):
+def test_without_a_network_the_command_to_download_is_shown(cache):
     with pytest.raises(ConfigError) as refused:
         with_hub_folders(load("recipe:addition", ["model.path=Qwen/Qwen3-0.6B"]))
-    told = str(refused.value)
-    assert "model.path = 'Qwen/Qwen3-0.6B'" in told and "HF_HUB_OFFLINE is set" in told
-    assert "run `hf download Qwen/Qwen3-0.6B`" in told and "\n" not in told
+    message = str(refused.value)
+    assert "model.path = 'Qwen/Qwen3-0.6B'" in message and "HF_HUB_OFFLINE is set" in message
+    assert "run `hf download Qwen/Qwen3-0.6B`" in message and "\n" not in message
     words = ["data.addition=null", "data.jsonl.path=openai/gsm8k:main", "warm_start.steps=0",
              "reward.function=gsm8k"]  # fmt: skip
     with pytest.raises(ConfigError, match="hf download openai/gsm8k --repo-type dataset`"):
@@ -155,7 +155,7 @@ def test_without_a_network_the_command_to_download_is_told(cache):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
         ("ConnectError", "cannot be reached (ConnectError: no route)"),
         ("ConnectTimeout", "cannot be reached (ConnectTimeout: no route)"),
@@ -163,7 +163,7 @@ def test_without_a_network_the_command_to_download_is_told(cache):
         ("RepositoryNotFoundError", "it does not exist on the hub"),
     ],
 )
-def test_what_the_hub_answers_is_told_with_what_to_do(cache, monkeypatch, kind, told):
+def test_what_the_hub_answers_is_reported_with_what_to_do(cache, monkeypatch, kind, message):
     limits = []
 
     def fails(self, name, *, repo_type, timeout):
@@ -173,25 +173,25 @@ def test_what_the_hub_answers_is_told_with_what_to_do(cache, monkeypatch, kind, 
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", fails)
     with pytest.raises(ConfigError) as refused:
         model_folder("a/b", "model.path")
-    assert told in str(refused.value) and "hf download a/b" in str(refused.value)
+    assert message in str(refused.value) and "hf download a/b" in str(refused.value)
     assert limits == [hub.ASK_S]
 
 
 def test_what_the_cache_lacks_is_downloaded_without_other_forms_of_the_weights(
     cache, policy, monkeypatch
 ):
-    asked = []
+    requests = []
 
     def download(name, *, repo_type, local_files_only=False, **chosen):
         if local_files_only:
             raise FileNotFoundError
-        asked.append((name, repo_type, chosen))
+        requests.append((name, repo_type, chosen))
         return str(policy)
 
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda *_, **__: None)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert model_folder("a/b", "model.path") == policy
-    ((name, kind, chosen),) = asked
+    ((name, kind, chosen),) = requests
     assert (name, kind) == ("a/b", "model")
 
     def taken(files: list[str]) -> list[str]:

@@ -33,11 +33,11 @@ def png(image: Image.Image) -> bytes:
 def test_a_photo_is_turned_as_its_camera_says(tmp_path) -> None:
     file = tmp_path / "photo.png"
     file.write_bytes(png(photo()))
-    wanted = np.asarray(load_image(str(file)))
-    assert wanted.shape == (12, 8, 3)
-    np.testing.assert_array_equal(np.asarray(opened(file_of(str(file), "here"))), wanted)
+    expected = np.asarray(load_image(str(file)))
+    assert expected.shape == (12, 8, 3)
+    np.testing.assert_array_equal(np.asarray(opened(file_of(str(file), "here"))), expected)
     given = Image.open(file)
-    np.testing.assert_array_equal(np.asarray(opened(file_of(given, "here"))), wanted)
+    np.testing.assert_array_equal(np.asarray(opened(file_of(given, "here"))), expected)
 
 
 def test_an_image_with_too_many_pixels_is_a_bad_record(tmp_path, monkeypatch) -> None:

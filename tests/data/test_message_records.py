@@ -182,8 +182,8 @@ def test_questions_are_taught_as_before_a_chat_format_was_asked(tmp_path):
 
 def test_preferences_may_be_messages(tmp_path):
     text = {"prompt": "1+2?", "chosen": "3", "rejected": "4"}
-    listed = {"prompt": [ASKED], "chosen": [said("3")], "rejected": [said("4")]}
-    whole = {"chosen": [ASKED, said("3")], "rejected": [ASKED, said("4")]}
+    listed = {"prompt": [ASKED], "chosen": [answer("3")], "rejected": [answer("4")]}
+    whole = {"chosen": [ASKED, answer("3")], "rejected": [ASKED, answer("4")]}
     mixed = {"prompt": [ASKED], "chosen": "3", "rejected": "4"}
     path = lines(tmp_path, text, listed, whole, mixed)
     pairs = read_preferences(path, section(), TOKENIZER, max_tokens=100)
@@ -192,22 +192,22 @@ def test_preferences_may_be_messages(tmp_path):
     assert shown(pairs[0].prompt_ids) == "<user>1+2?<eos><assistant>"
     assert shown(pairs[0].chosen_ids) == "3<eos>"
     (judged,) = read_preferences(
-        lines(tmp_path, {"prompt": [ASKED], "completion": [said("3")], "label": True}),
+        lines(tmp_path, {"prompt": [ASKED], "completion": [answer("3")], "label": True}),
         section(), TOKENIZER, max_tokens=100,
     )  # fmt: skip
     assert shown(judged.chosen_ids) == "3<eos>" and not len(judged.rejected_ids)
 
 
-def said(text):
+def answer(text):
     return {"role": "assistant", "content": text}
 
 
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ({"chosen": [ASKED, said("3")], "rejected": [AGAIN, said("4")]}, "different messages"),
+        ({"chosen": [ASKED, answer("3")], "rejected": [AGAIN, answer("4")]}, "different messages"),
         (
-            {"prompt": [AGAIN], "chosen": [ASKED, said("3")], "rejected": [ASKED, said("4")]},
+            {"prompt": [AGAIN], "chosen": [ASKED, answer("3")], "rejected": [ASKED, answer("4")]},
             "not a single",
         ),
         (
@@ -243,12 +243,12 @@ def test_parquet_is_read_as_json_lines_are(tmp_path, arrow, monkeypatch):
     (tmp_path / "parts").mkdir()
     parquet.write_table(table.slice(0, 3), tmp_path / "parts" / "a-0.parquet")
     parquet.write_table(table.slice(3), tmp_path / "parts" / "a-1.parquet")
-    told = read_records(lines(tmp_path, *ROWS), section(), TOKENIZER)
-    for place in (tmp_path / "d.parquet", tmp_path / "parts"):
-        found = read_records(place, section(), TOKENIZER)
-        assert [r.token_ids.tolist() for r in found] == [r.token_ids.tolist() for r in told]
+    expected = read_records(lines(tmp_path, *ROWS), section(), TOKENIZER)
+    for source in (tmp_path / "d.parquet", tmp_path / "parts"):
+        found = read_records(source, section(), TOKENIZER)
+        assert [r.token_ids.tolist() for r in found] == [r.token_ids.tolist() for r in expected]
         assert [(r.reference, r.columns["n"]) for r in found] == [(str(i), i) for i in range(5)]
-        assert found[0].messages == told[0].messages == (ASKED,)
+        assert found[0].messages == expected[0].messages == (ASKED,)
 
 
 def importlib_parquet():
@@ -279,8 +279,8 @@ def test_what_datasets_itself_saves_and_holds_is_read(tmp_path):
     saved = datasets.Dataset.from_list(ROWS)
     saved.save_to_disk(tmp_path / "train")
     saved.to_parquet(tmp_path / "d.parquet")
-    for place in (tmp_path / "train", tmp_path / "d.parquet"):
-        found = read_records(place, section(), TOKENIZER)
+    for source in (tmp_path / "train", tmp_path / "d.parquet"):
+        found = read_records(source, section(), TOKENIZER)
         assert [r.columns["n"] for r in found] == list(range(5))
 
 

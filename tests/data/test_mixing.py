@@ -83,16 +83,16 @@ def test_each_task_has_its_share_of_any_number_of_draws_within_one_group(weights
 
 def test_the_schedule_is_that_of_the_earliest_deadline():
     """In integers: of the tasks whose next window has begun, the one whose window ends first."""
-    weights, counts, drawn = {"a": 3.0, "b": 2.0, "c": 2.0}, dict.fromkeys("abc", 0), []
+    weights, counts, taken = {"a": 3.0, "b": 2.0, "c": 2.0}, dict.fromkeys("abc", 0), []
     credits, most = dict.fromkeys("abc", 0.0), dict.fromkeys("abc", 9.0)
     for slot in range(21):
         credits = accrued(credits, weights, most)
-        drawn.append(due(credits, weights, "abc"))
-        credits = spent(credits, drawn[-1])
+        taken.append(due(credits, weights, "abc"))
+        credits = spent(credits, taken[-1])
         released = [n for n in "abc" if 7 * counts[n] < int(weights[n]) * (slot + 1)]
         ends = {n: -(-7 * (counts[n] + 1) // int(weights[n])) for n in released}
-        assert ends[drawn[-1]] == min(ends.values()), "rounded up to slots"
-        counts[drawn[-1]] += 1
+        assert ends[taken[-1]] == min(ends.values()), "rounded up to slots"
+        counts[taken[-1]] += 1
     assert counts == {"a": 9, "b": 6, "c": 6}
 
 
@@ -108,8 +108,8 @@ def test_a_task_that_could_not_start_catches_up_by_a_bounded_number(weights, eve
     weights = named(map(float, weights))
     most = catch_up(weights, per_step)
     credits = dict.fromkeys(weights, 0.0)
-    for away, is_dropped in events:
-        able = [name for name in weights if name not in away] or [*weights]
+    for unable, is_dropped in events:
+        able = [name for name in weights if name not in unable] or [*weights]
         credits = accrued(credits, weights, most)
         name = due(credits, weights, able)
         credits = spent(credits, name)
@@ -155,11 +155,11 @@ def test_a_task_catches_up_by_at_most_a_step_of_its_own_groups():
 
 def test_prompts_name_their_task_and_have_positions_of_their_own():
     source = mix({"a": 1.0, "b": 1.0})
-    drawn = [next(source) for _ in range(8)]
-    assert Counter(p.task for p in drawn) == {"a": 4, "b": 4}
-    assert [p.position for p in drawn] == list(range(8))
+    taken = [next(source) for _ in range(8)]
+    assert Counter(p.task for p in taken) == {"a": 4, "b": 4}
+    assert [p.position for p in taken] == list(range(8))
     for name, seed in (("a", 0), ("b", 1)):
-        own = [p.text for p in drawn if p.task == name]
+        own = [p.text for p in taken if p.task == name]
         assert own == [stream(seed=seed).at(i).text for i in range(4)]
 
 
@@ -186,18 +186,18 @@ def test_a_task_at_its_limit_is_passed_over_until_a_group_ends():
 
 def test_no_group_begins_while_every_task_is_at_its_limit():
     source = mix({"a": 1.0, "b": 1.0}, {"a": 1, "b": 1})
-    drawn = [next(source), next(source)]
+    taken = [next(source), next(source)]
     assert not source.may_begin()
-    source.dropped(drawn[0].task, 0, Drop.FAILED)
-    assert source.may_begin() and next(source).task == drawn[0].task
+    source.dropped(taken[0].task, 0, Drop.FAILED)
+    assert source.may_begin() and next(source).task == taken[0].task
 
 
 @pytest.mark.full
 def test_a_resting_task_leaves_its_share_to_the_others():
     resting = {"a"}
     source = mix({"a": 1.0, "b": 1.0, "c": 2.0}, rests=resting.__contains__)
-    drawn = Counter(next(source).task for _ in range(30))
-    assert drawn == {"b": 10, "c": 20}
+    taken = Counter(next(source).task for _ in range(30))
+    assert taken == {"b": 10, "c": 20}
     resting.clear()
     assert Counter(next(source).task for _ in range(400))["a"] <= 100 + 2 + 1
 
@@ -223,14 +223,14 @@ def test_a_mix_that_is_restored_anywhere_draws_as_one_that_was_never_stopped(
 ):
     weights = named(weights)
     curricula = ("a",) if learns else ()
-    source, running, drawn = mix(weights, curricula=curricula), {}, 0
+    source, running, taken = mix(weights, curricula=curricula), {}, 0
     saved = None
-    for place, event in enumerate(events):
-        if place == at:
-            saved = numbers(source), dict(running), drawn
+    for index, event in enumerate(events):
+        if index == at:
+            saved = numbers(source), dict(running), taken
         if event == "draw" or not running:
-            running[drawn] = next(source)
-            drawn += 1
+            running[taken] = next(source)
+            taken += 1
         else:
             number = min(running)
             prompt = running.pop(number)
@@ -240,15 +240,15 @@ def test_a_mix_that_is_restored_anywhere_draws_as_one_that_was_never_stopped(
                 source.dropped(prompt.task, number, Drop.NO_SIGNAL)
     if saved is None:
         return
-    state, running, drawn = saved
+    state, running, taken = saved
     again = mix(weights, curricula=curricula)
     again.restore(state)
     again.restore_running({number: prompt.task for number, prompt in running.items()})
     assert numbers(again) == state
     for event in events[at:]:
         if event == "draw" or not running:
-            running[drawn] = next(again)
-            drawn += 1
+            running[taken] = next(again)
+            taken += 1
         else:
             number = min(running)
             prompt = running.pop(number)
@@ -260,12 +260,12 @@ def test_a_mix_that_is_restored_anywhere_draws_as_one_that_was_never_stopped(
     assert [next(again) for _ in range(20)] == [next(source) for _ in range(20)]
 
 
-def played(source, events, running, drawn):
+def played(source, events, running, taken):
     """Let these events happen; return the number of draws. running: prompts by number."""
     for event in events:
         if event == "draw" or not running:
-            running[drawn] = next(source)
-            drawn += 1
+            running[taken] = next(source)
+            taken += 1
             continue
         number = max(running) if event == "score" else min(running)
         prompt = running.pop(number)
@@ -273,7 +273,7 @@ def played(source, events, running, drawn):
             source.observe(scored(prompt, number, reward=number % 3))
         else:
             source.dropped(prompt.task, number, Drop.NO_SIGNAL)
-    return drawn
+    return taken
 
 
 @pytest.mark.full
@@ -295,28 +295,28 @@ def test_a_checkpoint_has_what_had_happened_when_the_buffer_was_read(
     curricula = ("a",) if learns else ()
     source, stopped, whole = (mix(weights, curricula=curricula) for _ in range(3))
     running = {}
-    drawn = played(source, before, running, 0)
+    taken = played(source, before, running, 0)
     played(stopped, before, {}, 0)
-    then, held = drawn, set(running)
-    drawn = played(source, after, running, drawn)
+    then, held = taken, set(running)
+    taken = played(source, after, running, taken)
     played(whole, before + after, {}, 0)
     state = source.state(then, lambda number: number < then and number not in held)
     assert json.loads(json.dumps(state)) == numbers(stopped)
-    later = source.state(drawn, lambda number: number < drawn and number not in running)
+    later = source.state(taken, lambda number: number < taken and number not in running)
     assert json.loads(json.dumps(later)) == numbers(whole)
 
 
 def test_a_burst_that_is_left_out_of_a_checkpoint_takes_what_became_of_it_along():
     source = mix({"a": 1.0, "b": 1.0})
-    drawn = [next(source) for _ in range(4)]
-    source.dropped(drawn[1].task, 1, Drop.FAILED)
-    drawn += [next(source) for _ in range(2)]  # the burst
-    source.dropped(drawn[5].task, 5, Drop.FAILED)
-    source.dropped(drawn[3].task, 3, Drop.FAILED)
-    source.observe(scored(drawn[0], 0))
+    taken = [next(source) for _ in range(4)]
+    source.dropped(taken[1].task, 1, Drop.FAILED)
+    taken += [next(source) for _ in range(2)]  # the burst
+    source.dropped(taken[5].task, 5, Drop.FAILED)
+    source.dropped(taken[3].task, 3, Drop.FAILED)
+    source.observe(scored(taken[0], 0))
     own = source.state(4, lambda number: number in (0, 1, 3))["tasks"]
     assert {name: own[name]["drawn"] for name in "ab"} == {"a": 2, "b": 2}
-    assert [p.task for p in drawn[:4]] == ["a", "b", "a", "b"]
+    assert [p.task for p in taken[:4]] == ["a", "b", "a", "b"]
     assert own["b"]["dropped"] == 2 and own["a"]["dropped"] == 0
     assert own["a"]["rewards"] == [0.5]
     whole = numbers(source)["tasks"]
@@ -325,20 +325,20 @@ def test_a_burst_that_is_left_out_of_a_checkpoint_takes_what_became_of_it_along(
 
 def test_the_state_before_an_earlier_draw_repeats_the_later_ones():
     source = mix({"a": 2.0, "b": 1.0, "c": 1.0})
-    drawn = [next(source) for _ in range(40)]
+    taken = [next(source) for _ in range(40)]
     again = mix({"a": 2.0, "b": 1.0, "c": 1.0})
     again.restore(json.loads(json.dumps(source.state(13))))
-    assert [next(again) for _ in range(27)] == drawn[13:]
+    assert [next(again) for _ in range(27)] == taken[13:]
 
 
 def test_a_state_has_what_has_arrived_since_the_last_draw():
     source = mix({"a": 1.0, "b": 1.0})
-    drawn = [next(source) for _ in range(4)]
+    taken = [next(source) for _ in range(4)]
     for number in (0, 2):
-        source.observe(scored(drawn[number], number, reward=number))
+        source.observe(scored(taken[number], number, reward=number))
     source.dropped("b", 1, Drop.FAILED)
     own = numbers(source)["tasks"]
-    assert [p.task for p in drawn] == ["a", "b", "a", "b"]
+    assert [p.task for p in taken] == ["a", "b", "a", "b"]
     assert own["a"]["rewards"] == [0.0, 1.0] and own["b"]["dropped"] == 1
     assert own["b"]["credit"] == 0.5 and own["a"]["credit"] == -0.5
 
@@ -350,10 +350,10 @@ def test_a_new_task_begins_at_a_resume_and_a_missing_one_is_refused():
     state = numbers(source)
     more = mix({"a": 1.0, "b": 1.0, "c": 2.0})
     more.restore(state)
-    drawn = [next(more) for _ in range(40)]
-    assert [p.position for p in drawn] == list(range(10, 50))
-    assert abs(Counter(p.task for p in drawn)["c"] - 20) <= 1
-    assert next(p for p in drawn if p.task == "c").text == stream(seed=2).at(0).text
+    taken = [next(more) for _ in range(40)]
+    assert [p.position for p in taken] == list(range(10, 50))
+    assert abs(Counter(p.task for p in taken)["c"] - 20) <= 1
+    assert next(p for p in taken if p.task == "c").text == stream(seed=2).at(0).text
     with pytest.raises(DataError, match=r"task 'b'.*weight: 0"):
         mix({"a": 1.0}).restore(state)
     with pytest.raises(DataError, match="one task"):
@@ -386,9 +386,9 @@ def test_a_users_function_names_the_next_task():
         return "b" if view.draw % 3 else "a"
 
     source = mix({"a": 1.0, "b": 1.0}, choose=choose)
-    drawn = [next(source) for _ in range(9)]
-    assert [p.task for p in drawn] == ["a", "b", "b"] * 3
-    source.observe(scored(drawn[1], 1, reward=3.0))
+    taken = [next(source) for _ in range(9)]
+    assert [p.task for p in taken] == ["a", "b", "b"] * 3
+    source.observe(scored(taken[1], 1, reward=3.0))
     source.dropped("a", 0, Drop.FAILED)
     next(source)
     view = seen[-1]
@@ -442,9 +442,9 @@ def test_an_exception_of_a_users_function_names_it():
 
 def test_each_task_reports_its_share_its_drops_and_its_groups_in_flight():
     source = mix({"a": 3.0, "b": 1.0}, curricula=("b",))
-    drawn = [next(source) for _ in range(8)]
-    b = [n for n, p in enumerate(drawn) if p.task == "b"]
-    source.observe(scored(drawn[b[0]], b[0], reward=0.0))
+    taken = [next(source) for _ in range(8)]
+    b = [n for n, p in enumerate(taken) if p.task == "b"]
+    source.observe(scored(taken[b[0]], b[0], reward=0.0))
     source.dropped("b", b[1], Drop.FAILED)
     next(source)
     found = source.measures(9)

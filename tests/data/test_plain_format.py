@@ -40,15 +40,15 @@ def test_a_demonstration_is_a_question_and_its_answer_which_alone_is_trained_on(
 
 
 @pytest.mark.parametrize(
-    ("messages", "tools", "said"),
+    ("messages", "tools", "message"),
     [
         ([{"role": "system", "content": "Be brief."}, ASKED], (), "system, user"),
         ([ASKED, {"role": "assistant", "content": "3"}, ASKED], (), "user, assistant, user"),
         ([ASKED], ({"type": "function", "function": {"name": "f"}},), "user with tools"),
     ],
 )
-def test_another_conversation_is_refused_with_what_to_set(messages, tools, said):
-    with pytest.raises(DataError, match=rf"not a single question but {said}.*data\.chat_format"):
+def test_another_conversation_is_refused_with_what_to_set(messages, tools, message):
+    with pytest.raises(DataError, match=rf"not a single question but {message}.*data\.chat_format"):
         PlainFormat(character_tokenizer("123+=")).opening(messages, tools)
 
 

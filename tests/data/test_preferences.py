@@ -106,7 +106,7 @@ def test_one_prompt_has_no_other_prompts_answers():
         mismatched([pair, pair])
 
 
-def test_pairs_whose_answers_are_the_same_are_told(tmp_path, caplog):
+def test_pairs_whose_answers_are_the_same_are_logged(tmp_path, caplog):
     read(tmp_path, pair_of("a", "b", "b"), pair_of("a", "b", "c"))
     assert "in 1 of 2 pairs both answers are equal" in caplog.text
 

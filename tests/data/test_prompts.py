@@ -86,7 +86,7 @@ def test_the_same_seed_gives_the_same_stream_and_another_seed_another():
 @pytest.mark.full
 @settings(max_examples=30, deadline=None)
 @given(count=st.integers(3, 40), processes=st.integers(1, 3), seed=st.integers(0, 5))
-def test_processes_share_the_records_and_never_a_place(count, processes, seed):
+def test_processes_share_the_records_and_never_a_position(count, processes, seed):
     streams = [
         PromptStream(records(count), seed, process_index=i, process_count=processes)
         for i in range(processes)
@@ -101,7 +101,7 @@ def test_processes_share_the_records_and_never_a_place(count, processes, seed):
 @pytest.mark.full
 @settings(max_examples=30, deadline=None)
 @given(taken=st.integers(0, 60))
-def test_a_restored_stream_goes_on_where_it_was(taken):
+def test_a_restored_stream_continues_where_it_was(taken):
     stream = PromptStream(records(20), 0)
     list(islice(stream, taken))
     again = PromptStream(records(20), 0)
@@ -114,13 +114,13 @@ def test_a_restored_stream_goes_on_where_it_was(taken):
 @pytest.mark.parametrize(
     "change", [{"seed": 9}, {"num_records": 3}, {"process_count": 2}, {"next": None}]
 )
-def test_the_place_in_another_stream_is_refused(change):
+def test_the_state_of_another_stream_is_refused(change):
     stream = PromptStream(records(20), 0)
     with pytest.raises(DataError, match="of another stream"):
         stream.restore({**stream.state(), **change})
 
 
-def test_the_place_before_an_earlier_draw_is_where_that_draw_was_made():
+def test_the_state_before_an_earlier_draw_is_where_that_draw_was_made():
     stream = PromptStream(records(20), 0)
     taken = list(islice(stream, 9))
     again = PromptStream(records(20), 0)
@@ -201,7 +201,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD)
-def test_a_bad_record_is_skipped_and_told_with_its_line(tmp_path, caplog, line, reason):
+def test_a_bad_record_is_skipped_and_logged_with_its_line(tmp_path, caplog, line, reason):
     data = jsonl(tmp_path, [question(0), line, question(2)], eval_size=1, max_bad_share=0.4)
     assert next(make_prompts(data, TOKENIZER, 0)).text == "q0"
     assert f"line 2: skipped: {reason}" in caplog.text
@@ -236,15 +236,15 @@ def test_empty_missing_and_too_small_files_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("t.csv", "question,answer\nq,a\n", r"pandas\.read_csv"),
         ("t.json", '[{"question": "q", "answer": "a"}]', "one object per line"),
     ],
 )
-def test_a_table_and_a_list_are_refused_with_what_reads_them(tmp_path, name, content, said):
+def test_a_table_and_a_list_are_refused_with_what_reads_them(tmp_path, name, content, message):
     (tmp_path / name).write_text(content, encoding="utf-8")
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         list(rows_of_file(tmp_path / name))
 
 
@@ -337,15 +337,15 @@ def test_a_gigantic_line_is_skipped_and_the_lines_after_it_are_read(tmp_path, ca
     path.write_bytes(f"{'x' * 1000}\n{good}\n{'y' * 64}\n{' ' * 65}\n{good}z\n{'z' * 65}".encode())
     found = read_records(path, section(max_bad_share=0.9), TOKENIZER)
     assert [record.text for record in found] == ["a"]
-    told = [r.getMessage() for r in caplog.records if "skipped:" in r.getMessage()]
-    assert [line.split(": ")[0].rpartition(" ")[2] for line in told[:-1]] == [
+    messages = [r.getMessage() for r in caplog.records if "skipped:" in r.getMessage()]
+    assert [line.split(": ")[0].rpartition(" ")[2] for line in messages[:-1]] == [
         "1",
         "3",
         "4",
         "5",
         "6",
     ]
-    assert "3 x a line of more than 64 MiB, 2 x not a JSON object" in told[-1]
+    assert "3 x a line of more than 64 MiB, 2 x not a JSON object" in messages[-1]
 
 
 def test_a_gigantic_line_costs_no_more_memory_than_the_limit(tmp_path, monkeypatch):
@@ -362,7 +362,7 @@ def test_a_gigantic_line_costs_no_more_memory_than_the_limit(tmp_path, monkeypat
     assert peak < 8 * 2**20
 
 
-def test_copies_of_a_record_are_kept_and_told(tmp_path, caplog):
+def test_copies_of_a_record_are_kept_and_logged(tmp_path, caplog):
     path = tmp_path / "d.jsonl"
     lines = [json.dumps({"question": q, "answer": "b"}) for q in "abaac"]
     path.write_text("\n".join(lines))
@@ -467,7 +467,7 @@ def test_a_reference_is_the_whole_answer_and_json_where_that_is_no_text(
     assert found.reference == reference
 
 
-def test_answers_without_the_mark_are_told(tmp_path, caplog):
+def test_answers_without_the_mark_are_logged(tmp_path, caplog):
     data = jsonl(tmp_path, [question(0), {"question": "q", "answer": "7"}, question(2)],
                  answer_mark="#### ", eval_size=1)  # fmt: skip
     assert {p.reference for p in islice(make_prompts(data, TOKENIZER, 0), 2)} == {"0", "7"}

@@ -314,7 +314,7 @@ def test_fuzz_any_text_behind_any_prompt_decodes_to_both_joined(kind, prompt, an
 
 
 @pytest.mark.full
-def test_an_answer_that_no_tokens_make_the_joined_text_of_is_counted_and_told(caplog):
+def test_an_answer_that_no_tokens_make_the_joined_text_of_is_counted_and_logged(caplog):
     tokenizer = character_tokenizer("e\u00e9\u0301")
     tokenizer.hf.backend_tokenizer.normalizer = normalizers.NFC()  # joins the e and its accent
     assert len(tokenizer.encode_answer("e", "\u0301e")) == 3
@@ -397,12 +397,12 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
-def places(tree, path=()):
+def paths(tree, path=()):
     """Every path into a JSON tree, some levels deep."""
     yield path
     if isinstance(tree, dict | list):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from places(value, (*path, key))
+            yield from paths(value, (*path, key))
 
 
 @pytest.mark.full
@@ -413,7 +413,7 @@ def test_fuzz_a_mutated_tokenizer_works_or_is_a_data_error(whole, tmp_path, data
     if data.draw(st.booleans()):
         tree = json.loads(whole[name])
         for _ in range(data.draw(st.integers(1, 3))):
-            *way, last = data.draw(st.sampled_from(list(places(tree))[1:] or [("x",)]))
+            *way, last = data.draw(st.sampled_from(list(paths(tree))[1:] or [("x",)]))
             inner = tree
             for key in way:
                 inner = inner[key]

@@ -97,7 +97,7 @@ def test_the_seats_of_a_game_are_no_samples():
     }  # fmt: skip
 
 
-def test_changes_are_paired_by_the_prompts_text_and_place():
+def test_changes_are_paired_by_the_prompts_text_and_index():
     before = [*graded(0, 0, 1), *graded(1, 1, 1), *graded(2, 0, 0)]
     after = [*graded(0, 1, 1), *graded(1, 1, 1), *graded(2, 0, 0, prompt="another")]
     found = changes(before, after, is_graded=True)
@@ -176,7 +176,7 @@ def test_the_answers_of_all_processes_are_in_the_order_of_the_prompts(tmp_path):
         evaluation=SimpleNamespace(lockstep=Halves(others)),
         folder=tmp_path,
     )
-    assert named._of_all(own) == sorted(others + own, key=lambda a: (a.index, a.sample))
+    assert named._gather(own) == sorted(others + own, key=lambda a: (a.index, a.sample))
 
 
 def test_a_users_reward_says_which_answer_it_reads(caplog):

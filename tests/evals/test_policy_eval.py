@@ -71,11 +71,11 @@ def test_records_and_rewards_of_the_caller_and_another_policy_to_compare_with(tr
     def length(completion):
         return len(completion) / 10
 
-    asked = {"data": QUESTIONS, "reward": length, "samples": 2, "temperature": 1.0}
+    args = {"data": QUESTIONS, "reward": length, "samples": 2, "temperature": 1.0}
     policy = Policy.from_pretrained(trained / "policy")
-    asked["config"] = trained / "config.yaml"
+    args["config"] = trained / "config.yaml"
     with pytest.raises(ConfigError, match="task"):
-        jr.evaluate(policy, **{**asked, "task": "calculator"})
+        jr.evaluate(policy, **{**args, "task": "calculator"})
     file = tmp_path / "q.jsonl"
     file.write_text("".join(json.dumps(one) + "\n" for one in QUESTIONS))
     noisy = policy.with_params(
@@ -93,9 +93,9 @@ def test_records_and_rewards_of_the_caller_and_another_policy_to_compare_with(tr
     other = [np.mean([a.reward for a in found.compared.answers if a.index == i]) for i in range(5)]
     assert found.differences["reward"].mean == pytest.approx(np.mean(np.subtract(own, other)))
     folder = found.save(tmp_path / "out")
-    told = json.loads((folder / "evaluation.json").read_text())
-    assert told["estimates"]["accuracy"]["mean"] == found.estimates["accuracy"].mean
-    assert told["compared"]["prompts"] == 5 and "differences" in told
+    message = json.loads((folder / "evaluation.json").read_text())
+    assert message["estimates"]["accuracy"]["mean"] == found.estimates["accuracy"].mean
+    assert message["compared"]["prompts"] == 5 and "differences" in message
     assert read_answers_of(folder / "answers.jsonl") == [*found.answers]
     assert read_answers_of(folder / "compared.jsonl") == [*found.compared.answers]
 
@@ -110,16 +110,16 @@ def test_an_adapter_is_evaluated_on_its_base(trained, tmp_path):
     adapter = jax.tree.map(lambda x: x + 0.3, adapted.adapter)
     adapted = adapted.with_trained(adapter)
     adapted.save_adapter(tmp_path / "adapter", str(trained / "policy"))
-    asked = {"data": trained_file(tmp_path), "samples": 2, "temperature": 1.0, "max_new_tokens": 6}
-    found = jr.evaluate(tmp_path / "adapter", **asked)
-    merged = jr.evaluate(adapted, **asked)
+    args = {"data": trained_file(tmp_path), "samples": 2, "temperature": 1.0, "max_new_tokens": 6}
+    found = jr.evaluate(tmp_path / "adapter", **args)
+    merged = jr.evaluate(adapted, **args)
     assert [a.completion for a in found.answers] == [a.completion for a in merged.answers]
-    plain = jr.evaluate(trained / "policy", **asked)
+    plain = jr.evaluate(trained / "policy", **args)
     assert [a.completion for a in found.answers] != [a.completion for a in plain.answers]
-    named = jr.evaluate(tmp_path / "adapter", base=trained / "policy", **asked)
+    named = jr.evaluate(tmp_path / "adapter", base=trained / "policy", **args)
     assert named.answers == found.answers
     with pytest.raises(ConfigError, match="is no adapter"):
-        jr.evaluate(trained / "policy", base=trained / "policy", **asked)
+        jr.evaluate(trained / "policy", base=trained / "policy", **args)
 
 
 def trained_file(folder: Path) -> Path:
@@ -182,8 +182,8 @@ def test_the_command_prints_a_table_and_writes_the_answers(trained, tmp_path, ca
     assert "4 prompts, 2 answers each, temperature 0.8" in out and "pass@2" in out
     _, _, difference = out.partition("difference on the prompts of both\n")
     assert difference.startswith("  reward     +0.0000   95 % +0.0000 to +0.0000\n")
-    told = json.loads((tmp_path / "evaluations/addition/evaluation.json").read_text())
-    assert told["settings"]["temperature"] == 0.8 and told["prompts"] == 4
+    message = json.loads((tmp_path / "evaluations/addition/evaluation.json").read_text())
+    assert message["settings"]["temperature"] == 0.8 and message["prompts"] == 4
     assert main([*argv, "--out", "evaluations/addition"]) == 2
     assert "already exists" in capsys.readouterr().err
     assert main([str(trained), "--samples", "2"]) == 2
@@ -192,7 +192,7 @@ def test_the_command_prints_a_table_and_writes_the_answers(trained, tmp_path, ca
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"samples": 4}, r"^evaluate: samples \(4\) with temperature 0 and top_k 0 would all be"),
         ({"top_p": 0.0}, r"^evaluate: top_p = 0\.0 is not allowed"),
@@ -206,9 +206,9 @@ def test_the_command_prints_a_table_and_writes_the_answers(trained, tmp_path, ca
         ),
     ],
 )
-def test_arguments_that_do_not_fit_are_named_as_they_were_given(arguments, told):
+def test_arguments_that_do_not_fit_are_named_as_they_were_given(arguments, message):
     given = {"policy": "http://h/v1", "data": QUESTIONS, "model": "m", **arguments}
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         jr.evaluate(**given)
 
 

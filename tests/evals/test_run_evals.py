@@ -233,20 +233,20 @@ def refused(tmp_path: Path, own: str, kind: type[Exception] = ConfigError) -> st
 
 
 @pytest.mark.full
-def test_what_cannot_be_evaluated_is_said_before_a_run_begins(tmp_path: Path) -> None:
+def test_what_cannot_be_evaluated_is_reported_before_a_run_begins(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text('{"question": "1+1="}\n')
     assert "answer" in refused(tmp_path, f"{{data: {empty}}}", DataError)
     assert "program or a game" in refused(tmp_path, "{task: nim}")
     file = tmp_path / "own.py"
     file.write_text(FAILING)
-    told = refused(tmp_path, f"{{task: '{file}:task', data: {empty}}}")
-    assert "its task has its own records" in told
+    message = refused(tmp_path, f"{{task: '{file}:task', data: {empty}}}")
+    assert "its task has its own records" in message
     assert "names no function" in refused(tmp_path, "{reward: none}")
 
 
 @pytest.mark.parametrize(
-    ("own", "told"),
+    ("own", "message"),
     [
         ({"samples": 2}, "all be the same answer"),
         ({"samples": 2, "temperature": 1.0, "top_k": 1}, "all be the same answer"),
@@ -256,10 +256,10 @@ def test_what_cannot_be_evaluated_is_said_before_a_run_begins(tmp_path: Path) ->
         ({"every": -1}, "evals.x.every"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(own: dict[str, object], told: str) -> None:
+def test_settings_that_do_not_fit_are_refused(own: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load({"evals": {"x": own}})
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_setting_of_one_evaluation_is_overridden_by_its_name() -> None:

@@ -38,12 +38,12 @@ def decode(ids):
 def episode(text: str) -> Episode:
     """An answer of one turn to a prompt of two tokens."""
     ids = np.array([LETTERS.index(c) for c in "zz" + text], np.int32)
-    drawn = np.arange(len(ids)) >= 2
+    sampled = np.arange(len(ids)) >= 2
     return Episode(
         token_ids=ids,
-        drawn=drawn,
+        drawn=sampled,
         logprobs=np.zeros(len(ids), np.float32),
-        versions=np.where(drawn, 0, -1).astype(np.int32),
+        versions=np.where(sampled, 0, -1).astype(np.int32),
         stop=StopReason.EOS,
     )
 
@@ -58,7 +58,7 @@ PROMPT = Prompt(
 
 
 def section(server: FakeJudge, **settings) -> JudgeSection:
-    wish = {
+    fields = {
         "model": "m",
         "base_url": server.url,
         "rubric": "Many a?",
@@ -66,19 +66,19 @@ def section(server: FakeJudge, **settings) -> JudgeSection:
         "timeout_s": 0.4,
         "patience_s": 5.0,
     }
-    return JudgeSection.model_validate(wish | settings)
+    return JudgeSection.model_validate(fields | settings)
 
 
 def judged(server, answers, *, others=None, cache: Path | None = None, outages=None, **settings):
     """The scores or the error of a group, the faults, the meter's totals."""
     faults = Counter()
     chosen = section(server, **settings)
-    desk = JudgeService(chosen, lambda name: faults.update([name]), outages)
+    service = JudgeService(chosen, lambda name: faults.update([name]), outages)
     if cache is not None:
-        desk.cache.open(cache)
+        service.cache.open(cache)
     shown = Transcripts(decode=decode, decode_all=decode)
     scorer = JudgeScorer(
-        desk,
+        service,
         chosen,
         rubric_of(chosen),
         shown,
@@ -91,8 +91,8 @@ def judged(server, answers, *, others=None, cache: Path | None = None, outages=N
         result = asyncio.run(guard(episodes, PROMPT))
     except RolloutError as error:
         result = error
-    desk.close()
-    return result, dict(faults), desk.meter.read()
+    service.close()
+    return result, dict(faults), service.meter.read()
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def server():
         yield fake
 
 
-def test_each_answer_is_scored_on_the_scale_and_alike_ones_once(server):
+def test_each_answer_is_scored_on_the_scale_and_equal_ones_once(server):
     scores, faults, cost = judged(server, ["aaaa", "b", "aaaa", "a" * 10])
     assert [s.reward for s in scores] == [0.4, 0.0, 0.4, 1.0]
     assert scores[0].parts == {"judge": 0.4}
@@ -188,7 +188,7 @@ def test_what_cannot_be_judged_fails_or_is_neutral(server):
 
 @pytest.mark.full
 @pytest.mark.parametrize("on_failure", ["fail", "neutral"])
-def test_a_judge_that_is_away_is_waited_for_and_no_answer_is_neutral(server, on_failure):
+def test_a_judge_that_is_unavailable_is_waited_for_and_no_answer_is_neutral(server, on_failure):
     server.faults, outages = ["503", "500", "429"] * 6, QuickOutages()
     outages.answered(f"the judge at {server.url}")
     answers = ["aa", "a" * 5, "b"]
@@ -357,8 +357,8 @@ def test_a_task_of_several_messages_is_shown_whole():
     roles = ("system", "user", "assistant", "user")
     for count, text in ((2, "task"), (4, "zz")):
         messages = tuple({"role": role, "content": "a"} for role in roles[:count])
-        asked = Prompt(**{**_fields(PROMPT), "text": "task", "messages": messages})
-        assert shown.task(episode("b"), asked, reference=False).text == text
+        prompt = Prompt(**{**_fields(PROMPT), "text": "task", "messages": messages})
+        assert shown.task(episode("b"), prompt, reference=False).text == text
 
 
 @pytest.mark.full
@@ -366,18 +366,18 @@ def test_a_task_of_several_messages_is_shown_whole():
 def test_each_answer_is_judged_by_the_opening_that_it_was_given_to(server, mode):
     """Environments may open differently within a group: before, all were shown the first one's."""
     chosen = section(server, mode=mode)
-    desk = JudgeService(chosen, lambda name: None)
+    service = JudgeService(chosen, lambda name: None)
     shown = Transcripts(decode=decode, decode_all=decode)
-    scorer = JudgeScorer(desk, chosen, rubric_of(chosen), shown)
-    asked = Prompt(**{**_fields(PROMPT), "text": ""})
+    scorer = JudgeScorer(service, chosen, rubric_of(chosen), shown)
+    prompt = Prompt(**{**_fields(PROMPT), "text": ""})
     opened = [episode(text) for text in ("aa", "b", "aa")]
     for one, opening in zip(opened, (23, 24, 24), strict=True):  # x y y
         one.token_ids[:2] = opening
-    scores = asyncio.run(scorer(tuple(opened), asked))
-    desk.close()
-    told = [body["messages"][-1]["content"] for body in server.bodies]
-    assert len(told) == {"score": 3, "rank": 2}[mode]
-    for body in told:
+    scores = asyncio.run(scorer(tuple(opened), prompt))
+    service.close()
+    messages = [body["messages"][-1]["content"] for body in server.bodies]
+    assert len(messages) == {"score": 3, "rank": 2}[mode]
+    for body in messages:
         (task,) = {t for t in ("\nxx\n", "\nyy\n") if t in body}
         assert task == "\nyy\n" or "\naa\n" in body
     assert len(scores) == 3 and scores[1].reward < scores[2].reward
@@ -387,14 +387,14 @@ def test_each_answer_is_judged_by_the_opening_that_it_was_given_to(server, mode)
 def test_a_misset_judge_is_asked_once_and_no_retry_of_the_guard_follows(server, neutral):
     server.faults = ["401"] * 9
     chosen = section(server, on_failure="neutral" if neutral else "fail")
-    desk = JudgeService(chosen, lambda name: None)
+    service = JudgeService(chosen, lambda name: None)
     shown = Transcripts(decode=decode, decode_all=decode)
-    scorer = JudgeScorer(desk, chosen, rubric_of(chosen), shown)
+    scorer = JudgeScorer(service, chosen, rubric_of(chosen), shown)
     guard = GuardedScorer(scorer, timeout_s=20.0, retries=5, backoff_s=0.0)
     with pytest.raises(EndpointMisset, match=r"Correct reward\.judge"):
         asyncio.run(guard((episode("a"),), PROMPT))
-    assert desk.meter.read()["calls"] == 1
-    desk.close()
+    assert service.meter.read()["calls"] == 1
+    service.close()
 
 
 def _fields(prompt: Prompt) -> dict:

@@ -57,7 +57,7 @@ def episode(runs: list[list[int]], starts: tuple[int, ...] = (0,), version: int 
 
 
 @given(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=12), min_size=1, max_size=4))
-def test_steps_hold_all_that_was_drawn_and_end_where_their_text_does(runs):
+def test_steps_hold_all_that_was_sampled_and_end_where_their_text_does(runs):
     whole = episode(runs)
     for split in ("separator", "turn", "token"):
         steps = steps_of(whole, section_of(split=split, separator="."), decode)
@@ -134,14 +134,14 @@ async def endless(steps):
     await asyncio.sleep(3600)
 
 
-def test_a_group_goes_on_without_what_is_late():
+def test_a_group_continues_without_what_is_late():
     faults = Counter()
     (score,) = scored(endless, [episode([[1]])], faults=faults, max_age_s=0.02)
     assert score == Score(reward=1.0) and faults == {"late_process_rewards": 1}
 
 
 @pytest.mark.full
-def test_a_group_goes_on_when_the_weights_are_too_new():
+def test_a_group_continues_when_the_weights_are_too_new():
     faults, versions = Counter(), iter([3, 4, 5, 5, 5])
     (score,) = scored(
         endless,
@@ -205,10 +205,10 @@ def test_a_function_that_cannot_be_called_is_refused():
 def test_the_judge_rates_steps_and_their_number_earns_nothing():
     with FakeJudge() as server:
         judge = JudgeSection(model="m", base_url=server.url, weight=0.0, backoff_s=0.01)
-        desk = JudgeService(judge, lambda name: None)
+        service = JudgeService(judge, lambda name: None)
         shown = Transcripts(decode=decode, decode_all=decode)
         section = ProcessSection(function="judge", separator=".")
-        rewards = JudgedSteps(desk, judge, "Good?", shown)
+        rewards = JudgedSteps(service, judge, "Good?", shown)
         scorer = ProcessScorer(outcome, rewards, section, decode=decode)
         server.judge = lambda text: 10.0
         for runs in ([[0, 2, 0]], [[0, 2, 0, 2, 0, 2, 0]]):
@@ -217,4 +217,4 @@ def test_the_judge_rates_steps_and_their_number_earns_nothing():
         server.judge = lambda text: 11.0
         with pytest.raises(RolloutError, match="steps could not be judged"):
             asyncio.run(scorer((episode([[4]]),), PROMPT))
-        desk.close()
+        service.close()

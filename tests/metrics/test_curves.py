@@ -17,9 +17,9 @@ def test_a_curve_rises_and_falls_with_its_values():
 @pytest.mark.full
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200), st.integers(1, 60))
 def test_blocks_are_ordered_as_the_means_of_their_columns(values, width):
-    drawn = curve(values, width)
+    curve_text = curve(values, width)
     columns = min(width, len(values))
-    assert len(drawn) == columns
+    assert len(curve_text) == columns
     size, larger = divmod(len(values), columns)
     means, at = [], 0
     for column in range(columns):  # the first columns take one more
@@ -27,6 +27,6 @@ def test_blocks_are_ordered_as_the_means_of_their_columns(values, width):
         means.append(sum(values[at : at + count]) / count)
         at += count
     extent = max(means) - min(means)
-    for mean, block in zip(means, drawn, strict=True):
+    for mean, block in zip(means, curve_text, strict=True):
         share = (mean - min(means)) / extent if extent > 0 else 0.0
         assert abs(BLOCKS.index(block) / 7 - share) <= 0.5 / 7 + 1e-6

@@ -50,10 +50,10 @@ def test_records_prints_and_tracebacks_are_entries_with_labels(capsys):
             logging.getLogger("elsewhere").exception("failed")
         print("the end", end="")
     print("text again")
-    told = capsys.readouterr()
-    *out, last = told.out.splitlines()
+    output = capsys.readouterr()
+    *out, last = output.out.splitlines()
     assert last == "text again"
-    out, err = entries("\n".join(out)), entries(told.err)
+    out, err = entries("\n".join(out)), entries(output.err)
     assert [(e["severity"], e["message"]) for e in out] == [
         ("INFO", "step 1/3  reward 0.5"),
         ("INFO", "half and half"),
@@ -80,10 +80,10 @@ def test_a_line_that_is_written_over_is_one_entry_and_bytes_go_through(capsysbin
         print("1 %\r", end="", file=sys.stderr)
         print("failed", file=sys.stderr)
         sys.stdout.buffer.write(b"raw\n")
-    told = capsysbinary.readouterr()
-    messages = [e["message"] for e in entries(told.err.decode())]
+    output = capsysbinary.readouterr()
+    messages = [e["message"] for e in entries(output.err.decode())]
     assert messages == ["2 of 2", "2 %", "then", "failed"]
-    assert told.out == b"raw\n"
+    assert output.out == b"raw\n"
 
 
 def test_text_stays_text_and_what_was_before_comes_back(capsys):
@@ -181,9 +181,9 @@ def test_every_line_of_a_run_and_of_its_sampler_process_is_an_entry(tmp_path):
     command = [sys.executable, "-m", "jaxrl_async.train", str(tmp_path / "c.yaml"), *words]
     with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
         ended = subprocess.run(command, stdout=out, stderr=err, timeout=500)
-    told = (tmp_path / "err").read_text("utf-8")
-    assert ended.returncode == 0, told
-    found = entries((tmp_path / "out").read_text("utf-8")) + entries(told)
+    output = (tmp_path / "err").read_text("utf-8")
+    assert ended.returncode == 0, output
+    found = entries((tmp_path / "out").read_text("utf-8")) + entries(output)
     assert any("report.html" in one["message"] for one in found)
     assert {one[LABELS]["run"] for one in found} == {"run"}
     (log,) = (tmp_path / "runs" / "run" / "samplers").glob("*.log")
@@ -203,6 +203,6 @@ with logs_as("json", run="r"), Stop():
 
 def test_what_a_signal_says_is_an_entry():
     command = [sys.executable, "-c", SIGNALLED]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
-    (one,) = entries(told.stderr)
+    output = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
+    (one,) = entries(output.stderr)
     assert one["message"].startswith(f"{signal.SIGTERM.name}: stopping after this step")

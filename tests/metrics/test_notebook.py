@@ -37,8 +37,8 @@ def line(step: int, **more: float) -> dict[str, float]:
 def lane(svg: str, color: str) -> list[tuple[float, float]]:
     """(left, width) of the timeline's bars of a colour."""
     bars = [r.attrib for r in ET.fromstring(svg).iter(f"{SVG}rect")]
-    mine = [b for b in bars if b["fill"] == color and b["height"] == str(LANE_HEIGHT)]
-    return [(float(b["x"]), float(b["width"])) for b in mine]
+    own = [b for b in bars if b["fill"] == color and b["height"] == str(LANE_HEIGHT)]
+    return [(float(b["x"]), float(b["width"])) for b in own]
 
 
 def test_the_timeline_has_each_second_where_it_was():
@@ -94,7 +94,7 @@ def test_the_held_out_reward_stands_in_where_there_is_no_accuracy():
 
 
 @pytest.mark.parametrize("reward", [8e-6, 123_456_789.0, 1000.001, -1.23456e-7])
-def test_no_label_of_an_axis_is_cut_or_said_twice(reward):
+def test_no_label_of_an_axis_is_cut_or_shown_twice(reward):
     svg = run_svg([line(1, **{"reward/mean": reward}), line(2, **{"reward/mean": 2 * reward})])
     labels = re.findall(r'<text x="([0-9.]+)" y="[0-9.]+" text-anchor="end">([^<]*[0-9])<', svg)
     assert len(labels) > 2 and len({text for _, text in labels}) == len(labels)
@@ -106,7 +106,7 @@ def test_a_value_that_is_not_finite_is_left_out():
     assert "nan" not in run_svg([line(1, **{"eval/accuracy": float("nan")}), line(2)])
 
 
-def test_a_run_that_goes_on_is_drawn_as_far_as_it_is(tmp_path):
+def test_a_run_that_continues_is_drawn_as_far_as_it_is(tmp_path):
     run = Run(tmp_path)
     assert "no step has finished yet" in run._repr_svg_()
     (tmp_path / METRICS_FILE).write_text(json.dumps(line(1)) + "\n")

@@ -64,9 +64,9 @@ def test_a_collector_gets_what_the_file_has(tmp_path: Path, collector) -> None:
     }
     learn, judge = resource.scope_spans[0].spans
     assert learn.name == "learn" and judge.name == "judge"
-    told = {a.key: a.value for a in learn.attributes}
-    assert told["step"].int_value == 3 and told["share"].double_value == 0.5
-    assert told["last"].bool_value and told["thread.name"].string_value == "MainThread"
+    attributes = {a.key: a.value for a in learn.attributes}
+    assert attributes["step"].int_value == 3 and attributes["share"].double_value == 0.5
+    assert attributes["last"].bool_value and attributes["thread.name"].string_value == "MainThread"
     took_ns = judge.end_time_unix_nano - judge.start_time_unix_nano
     assert abs(took_ns - 1_500_000_000) < 1_000
     ids = [s["spanId"] for s in json.loads(body)["resourceSpans"][0]["scopeSpans"][0]["spans"]]
@@ -83,7 +83,7 @@ def test_many_spans_come_in_several_requests(collector, monkeypatch) -> None:
     assert names == [f"s{i}" for i in range(10)] and len(collector) == 3
 
 
-def test_without_a_collector_nothing_is_sent_and_one_that_is_gone_is_told(
+def test_without_a_collector_nothing_is_sent_and_one_that_is_gone_is_logged(
     monkeypatch, caplog
 ) -> None:
     one = spans.RecordedSpan("s", 0.0, 1.0, "", {})
@@ -95,7 +95,7 @@ def test_without_a_collector_nothing_is_sent_and_one_that_is_gone_is_told(
     assert "could not be sent to http://127.0.0.1:9/x after 0" in caplog.text
 
 
-def test_what_is_no_collector_of_http_is_told_and_never_fails_a_run(
+def test_what_is_no_collector_of_http_is_logged_and_never_fails_a_run(
     tmp_path: Path, monkeypatch, caplog
 ) -> None:
     """Such as the port of gRPC, 4317, which many environments name."""

@@ -79,7 +79,7 @@ def test_logging_a_step_again_merges_into_its_line(tmp_path):
     ]
 
 
-def test_a_resumed_run_moves_later_lines_aside_and_goes_on(tmp_path):
+def test_a_resumed_run_moves_later_lines_aside_and_continues(tmp_path):
     write_run(tmp_path, [1, 2, 3, 4])
     write_run(tmp_path, [3, 4, 5], resume_step=2)
     for name in ("metrics", "samples"):

@@ -24,7 +24,7 @@ def events_of(path) -> list[dict]:
     return json.loads(path.read_text("utf-8"))["traceEvents"]
 
 
-def told_of(path) -> int:
+def dropped_in(path) -> int:
     return json.loads(path.read_text("utf-8"))["otherData"]["dropped"]
 
 
@@ -73,7 +73,7 @@ def test_spans_of_threads_are_tracks_of_their_own_and_nest(tmp_path):
             assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 0.01
 
 
-def test_nothing_is_kept_while_nobody_asked(tmp_path):
+def test_nothing_is_kept_while_no_one_asked(tmp_path):
     with recorded_spans(None, "test"), span("x"):
         add_span("y", 0.0, 1.0)
     assert spans._recorder is None and not list(tmp_path.iterdir())
@@ -82,7 +82,7 @@ def test_nothing_is_kept_while_nobody_asked(tmp_path):
     assert not list(tmp_path.iterdir()), "the run's folder was never made"
 
 
-def test_between_two_writes_the_newest_spans_are_kept_and_what_is_dropped_is_told(
+def test_between_two_writes_the_newest_spans_are_kept_and_what_is_dropped_is_counted(
     tmp_path, caplog, monkeypatch
 ):
     recorder = SpanRecorder(capacity=3)
@@ -98,7 +98,7 @@ def test_between_two_writes_the_newest_spans_are_kept_and_what_is_dropped_is_tol
         for _ in range(5):
             add_span("x", 0.0, 1.0)
     assert "few.json: no room for the oldest 2 spans" in caplog.text
-    assert told_of(tmp_path / "few.json") == 2
+    assert dropped_in(tmp_path / "few.json") == 2
 
 
 def test_a_thread_that_has_ended_is_forgotten_and_its_spans_are_not():
@@ -132,7 +132,7 @@ def test_parts_are_added_behind_what_is_there_and_only_the_newest_files_are_kept
         named = {e["tid"]: e["args"]["name"] for e in events_of(one) if e["ph"] == "M"}
         assert sorted(named.values()) == ["MainThread", "lane 001", "lane 002", "test"]
         assert {e["tid"] for e in events_of(one)} == set(named)
-    assert told_of(path) + told_of(older) == file.dropped(6) == 6 + 4 * 3
+    assert dropped_in(path) + dropped_in(older) == file.dropped(6) == 6 + 4 * 3
 
 
 def test_tracks_of_threads_that_ended_are_forgotten_with_their_file(tmp_path):
@@ -156,7 +156,7 @@ def test_tracks_of_threads_that_ended_are_forgotten_with_their_file(tmp_path):
     }
 
 
-def test_what_cannot_be_written_is_lost_and_told_and_the_rest_stays(tmp_path):
+def test_what_cannot_be_written_is_lost_and_counted_and_the_rest_stays(tmp_path):
     path, recorder = tmp_path / "trace.json", SpanRecorder()
     file = TraceFile(path, "test")
     recorder.add(at(0, 1, name="first"))
@@ -172,7 +172,7 @@ def test_what_cannot_be_written_is_lost_and_told_and_the_rest_stays(tmp_path):
     recorder.add(at(2, 3, name="last"))
     file.add(recorder.take())
     assert [e["name"] for e in events_of(path) if e["ph"] == "X"] == ["first", "last"]
-    assert told_of(path) == file.dropped(0) == 1
+    assert dropped_in(path) == file.dropped(0) == 1
 
 
 def test_what_is_recorded_so_far_is_written_now_and_then_and_when_asked(tmp_path, monkeypatch):
@@ -193,7 +193,7 @@ def test_what_is_recorded_so_far_is_written_now_and_then_and_when_asked(tmp_path
     assert [e["name"] for e in events_of(path) if e["ph"] == "X"] == ["early", "late"]
 
 
-def test_times_are_microseconds_and_the_clocks_are_told(tmp_path, monkeypatch):
+def test_times_are_microseconds_and_the_clocks_are_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(trace_file, "TRACE_CLOCK", lambda: 7.0)
     monkeypatch.setattr(trace_file.time, "time", lambda: 1_234_567_890.5)
     recorder = SpanRecorder()
@@ -201,11 +201,11 @@ def test_times_are_microseconds_and_the_clocks_are_told(tmp_path, monkeypatch):
     TraceFile(tmp_path / "trace.json", "test").add(recorder.take())
     (one,) = (e for e in events_of(tmp_path / "trace.json") if e["ph"] == "X")
     assert (one["ts"], one["dur"]) == (2_000_000, 500_000)
-    told = json.loads((tmp_path / "trace.json").read_text())["otherData"]
-    assert told["written_at"] == {"wall_clock_s": 1_234_567_890.5, "trace_clock_s": 7.0}
+    data = json.loads((tmp_path / "trace.json").read_text())["otherData"]
+    assert data["written_at"] == {"wall_clock_s": 1_234_567_890.5, "trace_clock_s": 7.0}
 
 
-def test_a_file_that_somebody_removes_is_begun_anew_and_its_spans_are_told(tmp_path):
+def test_a_file_that_is_removed_is_begun_again_and_its_spans_are_counted(tmp_path):
     path, recorder = tmp_path / "trace.json", SpanRecorder()
     file = TraceFile(path, "test", most_spans=2)
     for number in range(5):
@@ -216,10 +216,10 @@ def test_a_file_that_somebody_removes_is_begun_anew_and_its_spans_are_told(tmp_p
     older = tmp_path / "older.trace.json"
     assert [e["name"] for e in events_of(older) if e["ph"] == "X"] == ["2", "3"]
     assert [e["name"] for e in events_of(path) if e["ph"] == "X"] == ["4"]
-    assert told_of(path) + told_of(older) == file.dropped(0) == 2
+    assert dropped_in(path) + dropped_in(older) == file.dropped(0) == 2
 
 
-def test_what_is_said_of_a_span_may_be_anything(tmp_path):
+def test_attributes_of_a_span_may_be_anything(tmp_path):
     path, recorder = tmp_path / "trace.json", SpanRecorder()
     recorder.add(RecordedSpan("x", 0.0, 1.0, "", {"step": np.int64(3), "file": tmp_path}))
     TraceFile(path, "test").add(recorder.take())

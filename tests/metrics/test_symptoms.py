@@ -25,7 +25,7 @@ ILL = {
 }
 
 
-def said(updates: list[dict[str, float]]) -> list[int]:
+def warned_steps(updates: list[dict[str, float]]) -> list[int]:
     """Return the updates, from 1, after which something was said."""
     symptoms = Symptoms()
     return [n for n, values in enumerate(updates, 1) for _ in symptoms.warnings(values)]
@@ -44,8 +44,8 @@ def test_one_warning_at_the_end_of_each_tenth_in_a_row(name, shown):
     """The reference: runs of the symptom in the text of all updates, as a regular expression."""
     updates = [HEALTHY | (ILL[name] if ill else {}) for ill in shown]
     text = "".join("x" if ill else "." for ill in shown)
-    wanted = [m.start() + IN_A_ROW for m in re.finditer("x+", text) if len(m[0]) >= IN_A_ROW]
-    assert said(updates) == wanted
+    expected = [m.start() + IN_A_ROW for m in re.finditer("x+", text) if len(m[0]) >= IN_A_ROW]
+    assert warned_steps(updates) == expected
 
 
 @pytest.mark.full
@@ -64,30 +64,30 @@ def test_one_warning_at_the_end_of_each_tenth_in_a_row(name, shown):
     )
 )
 def test_a_healthy_run_hears_nothing(updates):
-    assert said(updates) == []
+    assert warned_steps(updates) == []
 
 
 @pytest.mark.full
 @given(st.lists(st.dictionaries(st.sampled_from([*HEALTHY, "eval/reward"]), st.floats())))
 def test_no_metrics_break_it(updates):
-    said(updates)
+    warned_steps(updates)
 
 
 def test_what_is_no_update_counts_for_nothing():
     ill = HEALTHY | ILL["no gradient"]
     evaluation = {"eval/reward": 0.5}
-    assert said([*[ill] * 5, evaluation, *[ill] * 5]) == [11]
+    assert warned_steps([*[ill] * 5, evaluation, *[ill] * 5]) == [11]
 
 
 def test_supervised_updates_may_become_certain():
     certain = {"train/grad_norm": 1e-5, "policy/entropy": 1e-9}
-    assert said([certain] * 30) == []
+    assert warned_steps([certain] * 30) == []
 
 
-def test_equal_rewards_are_told_whatever_their_size_and_small_ones_are_not_equal():
+def test_equal_rewards_are_reported_whatever_their_size_and_small_ones_are_not_equal():
     huge = HEALTHY | {"reward/mean": 1e30, "reward/std": 1e13}
     small = HEALTHY | {"reward/mean": 1e-10, "reward/std": 1e-11}
-    assert said([huge] * 10) == [10] and said([small] * 10) == []
+    assert warned_steps([huge] * 10) == [10] and warned_steps([small] * 10) == []
 
 
 @pytest.mark.parametrize("later", [0, 4])
@@ -97,7 +97,7 @@ def test_equal_rewards_that_leave_no_gradient_are_one_warning(later):
     both = equal | ILL["no gradient"]
     (only,) = warned([HEALTHY | ILL["no gradient"]] * later + [both] * 15)
     assert "had no gradient" in only
-    assert said([*[both] * 9, *[equal] * 5]) == [10]
+    assert warned_steps([*[both] * 9, *[equal] * 5]) == [10]
 
 
 def test_each_warning_names_a_section_of_the_docs_that_exists():

@@ -96,7 +96,7 @@ def test_calls_that_fail_are_logged_once_and_made_again(tmp_path, caplog):
     assert "lacks" not in caplog.text
 
 
-def test_a_tracker_that_is_never_there_stops_nothing_and_what_it_lacks_is_told(tmp_path, caplog):
+def test_a_tracker_that_is_never_there_stops_nothing_and_what_it_lacks_is_logged(tmp_path, caplog):
     service = Service(opens=10**9)
     writer = writer_to(service, tmp_path)
     for step in (1, 2, 3):
@@ -139,7 +139,7 @@ def test_a_tracker_that_hangs_holds_up_neither_the_run_nor_its_end(tmp_path, mon
     assert "did not end within" in caplog.text and "lacks" in caplog.text
 
 
-def test_a_run_that_fails_is_said_to_have_failed(tmp_path):
+def test_a_run_that_fails_is_reported_as_failed(tmp_path):
     service = Service()
     with pytest.raises(RuntimeError), ExitStack() as closing:
         closing.callback(writer_to(service, tmp_path).close)
