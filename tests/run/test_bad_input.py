@@ -78,15 +78,15 @@ def command(tmp_path, *overrides, text=""):
 
 def check_refusal(capsys, code, expected_code, *fragments, of_user=False):
     """of_user: what a user's own function raised ends the text, with its traceback alone."""
-    told = capsys.readouterr().err
-    assert code == expected_code, told
+    message = capsys.readouterr().err
+    assert code == expected_code, message
     for fragment in fragments:
-        assert fragment in told
-    assert ("Traceback" in told) == of_user and len(told) < 3000
+        assert fragment in message
+    assert ("Traceback" in message) == of_user and len(message) < 3000
     if of_user:
-        assert "/jaxrl_async/" not in told.partition("Traceback")[2]
+        assert "/jaxrl_async/" not in message.partition("Traceback")[2]
         return
-    assert told.rstrip().endswith((".", "?"))
+    assert message.rstrip().endswith((".", "?"))
 
 
 # ---- the configuration
@@ -98,7 +98,7 @@ BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("run:\n\tname: a\n", "line 2, column 1: not valid YAML"),
         ("run: {name: a}\nrun: {name: b}\n", "run is given twice"),
@@ -115,8 +115,8 @@ BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
     ],
     ids=lambda v: str(v[:20]),
 )
-def test_a_file_that_is_no_configuration_is_refused(tmp_path, capsys, text, told):
-    check_refusal(capsys, command(tmp_path, text=text), 2, "config error: ", told)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path, capsys, text, message):
+    check_refusal(capsys, command(tmp_path, text=text), 2, "config error: ", message)
 
 
 @pytest.mark.parametrize("path", [".", "none.yaml", "/dev/zero", "a" * 300 + ".yaml"])
@@ -126,7 +126,7 @@ def test_what_is_no_file_is_refused(tmp_path, capsys, monkeypatch, path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["model.architecture.layrs=2"], "did you mean model.architecture.layers"),
         (["reward.api_key=hunter2"], "reward.api_key is not a setting"),
@@ -154,9 +154,9 @@ def test_what_is_no_file_is_refused(tmp_path, capsys, monkeypatch, path):
     ids=lambda v: v[0][:50] if isinstance(v, list) else "",
 )
 def test_a_setting_that_cannot_be_is_refused_before_the_warm_start(
-    tmp_path, capsys, overrides, told
+    tmp_path, capsys, overrides, message
 ):
-    check_refusal(capsys, command(tmp_path, SCRATCH, *overrides), 2, "config error: ", told)
+    check_refusal(capsys, command(tmp_path, SCRATCH, *overrides), 2, "config error: ", message)
 
 
 @pytest.mark.parametrize("size", ["64", "65536"])
@@ -166,7 +166,7 @@ def test_a_mesh_with_too_few_devices_is_refused(tmp_path, capsys, size):
 
 
 @pytest.mark.parametrize("error", [MemoryError, lambda: RuntimeError("RESOURCE_EXHAUSTED: x")])
-def test_running_out_of_memory_is_told_with_the_way_out(tmp_path, capsys, monkeypatch, error):
+def test_running_out_of_memory_is_reported_with_the_way_out(tmp_path, capsys, monkeypatch, error):
     def exhausted(*_):
         raise error()
 
@@ -174,7 +174,7 @@ def test_running_out_of_memory_is_told_with_the_way_out(tmp_path, capsys, monkey
     check_refusal(capsys, command(tmp_path, SCRATCH), 1, "out of memory: ", "Lower sampler.slots")
 
 
-def test_the_value_of_an_unknown_key_is_not_told(tmp_path, capsys):
+def test_the_value_of_an_unknown_key_is_not_shown(tmp_path, capsys):
     command(tmp_path, "reward.api_key=hunter2", text="model: {token: hunter2}")
     assert "hunter2" not in capsys.readouterr().err
 
@@ -267,7 +267,7 @@ def only_an_index(folder):
 
 
 @pytest.mark.parametrize(
-    ("edit", "told"),
+    ("edit", "message"),
     [
         (tensors(lambda w: w.pop(NORM)), "1 tensors missing (model.norm.weight [16])"),
         (tensors(lambda w: w.update(x=np.zeros(2))), "not part of this model (x)"),
@@ -310,12 +310,12 @@ def only_an_index(folder):
         (lambda folder: (folder / "config.json").unlink(), "config.json: not found"),
     ],
 )
-def test_a_models_directory_with_a_defect_is_refused(tmp_path, capsys, model, edit, told):
+def test_a_models_directory_with_a_defect_is_refused(tmp_path, capsys, model, edit, message):
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     edit(folder)
     code = command(tmp_path, f"model.path={folder}", f"data.tokenizer={model}")
-    check_refusal(capsys, code, 1, "CheckpointError: ", told)
+    check_refusal(capsys, code, 1, "CheckpointError: ", message)
 
 
 @pytest.mark.parametrize(
@@ -352,8 +352,8 @@ def test_longer_sequences_than_a_model_was_made_for_are_refused(
     described = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**described, "max_position_embeddings": 63}))
     overrides = [f"model.path={model}", *(o.format(folder) for o in overrides)]
-    told = f"{setting} is more than the max_position_embeddings (63) of "
-    check_refusal(capsys, command(tmp_path, *overrides), 2, "config error: ", told, str(folder))
+    message = f"{setting} is more than the max_position_embeddings (63) of "
+    check_refusal(capsys, command(tmp_path, *overrides), 2, "config error: ", message, str(folder))
 
 
 # ---- the tokenizer
@@ -367,7 +367,7 @@ def cut_to_two_tokens(folder):
 
 
 @pytest.mark.parametrize(
-    ("edit", "told"),
+    ("edit", "message"),
     [
         (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json here"),
         (written("tokenizer.json", b"{"), "not a tokenizer"),
@@ -379,12 +379,12 @@ def cut_to_two_tokens(folder):
         (cut_to_two_tokens, "Set data.tokenizer to the tokenizer of that model"),
     ],
 )
-def test_a_tokenizer_that_does_not_work_or_fit_is_refused(tmp_path, capsys, model, edit, told):
+def test_a_tokenizer_that_does_not_work_or_fit_is_refused(tmp_path, capsys, model, edit, message):
     folder = tmp_path / "tokenizer"
     shutil.copytree(model, folder)
     edit(folder)
     code = command(tmp_path, f"model.path={model}", f"data.tokenizer={folder}")
-    check_refusal(capsys, code, 1, "DataError: ", told)
+    check_refusal(capsys, code, 1, "DataError: ", message)
 
 
 # ---- data
@@ -394,7 +394,7 @@ GOOD = {"question": "1+2=", "answer": "3"}
 
 @pytest.mark.parametrize("job", ["rl", "sft", "preference"])
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"", "the file is empty"),
         (b"\n \r\n\n", "the file is empty"),
@@ -412,20 +412,20 @@ GOOD = {"question": "1+2=", "answer": "3"}
     ],
 )  # fmt: skip
 def test_records_that_cannot_be_used_are_refused_with_their_line(
-    tmp_path, capsys, model, content, told, job
+    tmp_path, capsys, model, content, message, job
 ):
     file = tmp_path / "d.jsonl"
     file.write_bytes(content)
     data = f"data={{addition: null, jsonl: {{path: '{file}'}}}}"
     code = command(tmp_path, f"model.path={model}", data, f"run.job={job}", "warm_start.steps=0")
-    check_refusal(capsys, code, 1, "DataError: ", str(file), told)
+    check_refusal(capsys, code, 1, "DataError: ", str(file), message)
 
 
 def test_a_data_file_that_is_none_is_refused(tmp_path, capsys, model):
     os.mkfifo(tmp_path / "pipe")
     no_records = (1, "DataError: ", "Give a file of JSON lines")
     nothing = (2, "config error: data.jsonl.path = ", "there is no such file")
-    for path, told in (
+    for path, message in (
         (tmp_path, (1, "DataError: ", "Give the folder of one split")),
         (tmp_path / "pipe", no_records),
         (tmp_path / "none", nothing),
@@ -433,14 +433,14 @@ def test_a_data_file_that_is_none_is_refused(tmp_path, capsys, model):
     ):
         data = f"data={{addition: null, jsonl: {{path: '{path}'}}}}"
         code = command(tmp_path, f"model.path={model}", data)
-        check_refusal(capsys, code, *told)
+        check_refusal(capsys, code, *message)
 
 
 # ---- rewards
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "message"),
     [
         (None, "there is no file"),
         ("def reward(:", "fails to load: SyntaxError"),
@@ -466,24 +466,24 @@ def test_a_data_file_that_is_none_is_refused(tmp_path, capsys, model):
         ("import time\ndef reward(p, c, r): time.sleep(99)", "took more than 0.1 s"),
     ],
 )
-def test_a_reward_function_that_cannot_work_is_refused(tmp_path, capsys, code, told):
+def test_a_reward_function_that_cannot_work_is_refused(tmp_path, capsys, code, message):
     file = tmp_path / "own_reward.py"
     if code is not None:
         file.write_text(code)
     given = [SCRATCH, f"reward.function={file}:reward"]
     given += ["reward.timeout_s=0.1", "faults.backoff_s=0.0"]
     raises = code is not None and ("raise " in code or "1 / 0" in code)
-    words = ("config error: reward.function = ", told)
+    words = ("config error: reward.function = ", message)
     check_refusal(capsys, command(tmp_path, *given), 2, *words, of_user=raises)
 
 
 def test_a_part_that_the_reward_has_not_gives_no_signal_and_has_no_weight(tmp_path, capsys):
     given = [SCRATCH, "algorithm.dynamic_sampling=true", "algorithm.signal_part=corect"]
-    told = "algorithm.signal_part = 'corect': the reward has no such part (it has: correct)"
-    check_refusal(capsys, command(tmp_path, *given), 2, told)
+    message = "algorithm.signal_part = 'corect': the reward has no such part (it has: correct)"
+    check_refusal(capsys, command(tmp_path, *given), 2, message)
     given = [SCRATCH, "algorithm.advantage={gdpo: {weights: {corect: 1.0}}}"]
-    told = "the reward has no part 'corect' (it has: correct, shaping, tokens)"
-    check_refusal(capsys, command(tmp_path, *given), 2, told)
+    message = "the reward has no part 'corect' (it has: correct, shaping, tokens)"
+    check_refusal(capsys, command(tmp_path, *given), 2, message)
     given = [SCRATCH, "algorithm.signal_part=correct"]
     check_refusal(capsys, command(tmp_path, *given), 2, "algorithm.dynamic_sampling=true")
 
@@ -492,7 +492,7 @@ def test_a_part_that_the_reward_has_not_gives_no_signal_and_has_no_weight(tmp_pa
 
 
 @pytest.mark.parametrize("way", ["file in the way", "name too long", "no permission"])
-def test_a_folder_that_cannot_be_made_is_told(tmp_path, capsys, way):
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path, capsys, way):
     (tmp_path / "file").write_text("x")
     folder = {
         "file in the way": tmp_path / "file",
@@ -514,7 +514,7 @@ def test_a_run_whose_folder_leads_elsewhere_is_not_resumed(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("algorithm.loss=ppo_clp", "did you mean 'ppo_clip'"),
         ("algorithm.correction=trunctate", "did you mean 'truncate'"),
@@ -524,10 +524,10 @@ def test_a_run_whose_folder_leads_elsewhere_is_not_resumed(tmp_path, capsys):
     ],
 )
 def test_a_wrong_name_or_argument_is_refused_where_the_configuration_is_only_printed(
-    tmp_path, capsys, override, told
+    tmp_path, capsys, override, message
 ):
     code = command(tmp_path, override, "--print-config")
-    check_refusal(capsys, code, 2, told)
+    check_refusal(capsys, code, 2, message)
 
 
 @pytest.mark.parametrize(
@@ -552,13 +552,13 @@ def test_the_names_in_each_recipe_are_known():
 # ---- samplers in processes of their own
 
 
-def test_a_run_that_nobody_could_join_is_refused_before_its_warm_start(
+def test_a_run_that_no_one_could_join_is_refused_before_its_warm_start(
     tmp_path, capsys, monkeypatch
 ):
     monkeypatch.delenv("JAXRL_ASYNC_SECRET", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        for setting, told in (
+        for setting, message in (
             (f"remote.listen=127.0.0.1:{port}", "(Address already in use). Choose another port"),
             (f"remote.data_port={port}", f"remote.data_port={port}: cannot listen"),
             ("remote.listen=0.0.0.0:0", "set the environment variable JAXRL_ASYNC_SECRET"),
@@ -570,5 +570,5 @@ def test_a_run_that_nobody_could_join_is_refused_before_its_warm_start(
             code = command(
                 tmp_path, SCRATCH, "run.name=alone", "mesh.samplers_in=external", setting
             )
-            check_refusal(capsys, code, 2, "config error: ", told)
+            check_refusal(capsys, code, 2, "config error: ", message)
     assert not (tmp_path / "runs").exists()

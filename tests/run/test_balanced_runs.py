@@ -52,10 +52,10 @@ def test_a_run_that_moves_corrections_resumes_as_if_it_had_not_stopped(
     train(config_for(job, tmp_path, "run.name=parts", "run.steps=2"))
     resumed = ("run.name=parts", "run.steps=4", "run.resume=true", "run.overwrite=false")
     train(parts := config_for(job, tmp_path, *resumed))
-    wanted, found = weights_of(whole), weights_of(parts)
-    for name, array in wanted.items():
+    expected, found = weights_of(whole), weights_of(parts)
+    for name, array in expected.items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)
-    moved = [a for name, a in wanted.items() if "e_score_correction_bias" in name]
+    moved = [a for name, a in expected.items() if "e_score_correction_bias" in name]
     steps = np.concatenate(moved) / 0.01
     assert len(moved) == 2 and np.abs(steps).max() > 0.5
     np.testing.assert_allclose(steps, np.round(steps), atol=1e-3)

@@ -93,7 +93,7 @@ def test_a_file_that_is_as_it_was_is_not_read_again(tmp_path: Path, monkeypatch)
 @pytest.mark.parametrize(
     "noted", ["[]", "{}", '{"base": "full", "files": {"model.safetensors": "0"}}', '{"weights": 3}']
 )
-def test_a_note_of_another_form_is_told(tmp_path: Path, caplog, noted: str) -> None:
+def test_a_note_of_another_form_is_reported(tmp_path: Path, caplog, noted: str) -> None:
     own = tmp_path / "base"
     save(own)
     (tmp_path / "base.json").write_text(noted, encoding="utf-8")

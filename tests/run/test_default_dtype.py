@@ -27,9 +27,9 @@ TINY = (
 )
 
 
-def config_of(folder: Path, *wishes: str) -> Config:
+def config_of(folder: Path, *overrides: str) -> Config:
     where = f"run={{name: one, dir: {folder}, steps: 1}}"
-    return load(CONFIGS / "addition.yaml", [where, "warm_start.steps=0", *TINY, *wishes])
+    return load(CONFIGS / "addition.yaml", [where, "warm_start.steps=0", *TINY, *overrides])
 
 
 def written(config: Config) -> Any:
@@ -73,8 +73,8 @@ def test_accelerators_compute_in_bfloat16_where_they_can(
     config, nothing = config_of(tmp_path), tmp_path / "config.yaml"
     assert dtype_on(platform, capability) == chosen
     assert devices.with_dtype(config, nothing).model.dtype == chosen
-    for wish in ("float32", "bfloat16"):
-        wished = config_of(tmp_path, f"model.dtype={wish}")
+    for override in ("float32", "bfloat16"):
+        wished = config_of(tmp_path, f"model.dtype={override}")
         assert devices.with_dtype(wished, nothing) == wished
 
 
@@ -106,11 +106,11 @@ def test_a_run_writes_what_it_has_chosen_and_computes_in_it(
 def test_a_run_on_a_cpu_computes_in_float32_and_a_resumed_one_in_what_it_had(
     tmp_path: Path, as_on: Any
 ) -> None:
-    wishes = ("run.job=sft", "run.overwrite=false")
-    config = config_of(tmp_path, *wishes)
+    overrides = ("run.job=sft", "run.overwrite=false")
+    config = config_of(tmp_path, *overrides)
     train(config)
     assert written(config) == "float32"
     as_on("tpu")  # as if the machine were another one
-    more = config_of(tmp_path, *wishes, "run.resume=true", "run.steps=2")
+    more = config_of(tmp_path, *overrides, "run.resume=true", "run.steps=2")
     train(more)
     assert written(more) == "float32" and metrics_of(more)[-1]["step"] == 2

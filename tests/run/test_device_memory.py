@@ -90,10 +90,10 @@ def test_of_a_trainer_over_two_processes_each_has_half_beside_its_sampler() -> N
     """An adapter of rank 8 has 180,224 weights a layer; each takes 16 bytes to learn, and 2 in
     transfer, once. The base takes 4 bytes a weight in the trainer, and 2 in each sampler."""
     config, spec = a_run(4, "mesh={colocated: true, trainer: {fsdp: 2}}", "model.lora.rank=8")
-    learnt, base = 28 * 180_224, num_weights(spec)
-    kv = sampler_bytes(config, spec) - 2 * base - 2 * learnt
+    trained, base = 28 * 180_224, num_weights(spec)
+    kv = sampler_bytes(config, spec) - 2 * base - 2 * trained
     assert 0 < kv - 4 * 151936 * (256 + 320) <= 4 * GIB
-    expected = (4 * base + 16 * learnt) / 2 + 2 * base + 2 * learnt + kv
+    expected = (4 * base + 16 * trained) / 2 + 2 * base + 2 * trained + kv
     assert both_bytes(config, spec) == expected
 
 
@@ -101,9 +101,9 @@ def test_what_does_not_fit_says_how_jax_gets_more_of_the_card(monkeypatch) -> No
     config, spec = a_run(56)
     with pytest.raises(ConfigError) as refused:
         check_devices_hold(config, spec, slices_of(59.3))
-    told = str(refused.value)
-    assert "the mesh has 59.3 GiB" in told and "JAX takes 75% of each GPU" in told
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95" in told and "sampler.kv_memory_mib" in told
+    message = str(refused.value)
+    assert "the mesh has 59.3 GiB" in message and "JAX takes 75% of each GPU" in message
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95" in message and "sampler.kv_memory_mib" in message
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     check_devices_hold(config, spec, slices_of(75.2))
     with pytest.raises(ConfigError) as refused:
@@ -129,7 +129,7 @@ def test_a_reference_on_the_host_takes_nothing_of_the_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "share", "planned", "early"),
+    ("message", "share", "planned", "early"),
     [
         ({}, 0.75, 0.95, True),
         ({PYTHON: "0.4"}, 0.4, 0.4, True),
@@ -144,24 +144,24 @@ def test_a_reference_on_the_host_takes_nothing_of_the_devices() -> None:
     ],
 )
 def test_what_jax_takes_of_a_gpu_is_read_in_one_place(
-    told, share, planned, early, monkeypatch
+    message, share, planned, early, monkeypatch
 ) -> None:
-    for name, value in told.items():
+    for name, value in message.items():
         monkeypatch.setenv(name, value)
     memory = gpu_memory()
     assert (memory.share, memory.planned_share, memory.problem) == (share, planned, "")
     assert memory.preallocated == early
-    assert memory.variable == (NEWER if NEWER in told else PYTHON)
+    assert memory.variable == (NEWER if NEWER in message else PYTHON)
     assert memory_share() == planned
 
 
 @pytest.mark.parametrize("value", ["much", "0", "-0.1", "1.5", "nan", "inf"])
 @pytest.mark.parametrize("name", [PYTHON, NEWER])
-def test_a_share_that_is_none_is_told_wherever_it_is_read(name, value, monkeypatch) -> None:
+def test_a_share_that_is_none_is_reported_wherever_it_is_read(name, value, monkeypatch) -> None:
     monkeypatch.setenv(name, value)
-    told = f"{name}={value} is not a share of a card's memory: give one such as 0.95."
-    assert gpu_memory().problem == told and more_of_a_gpu() == f"{told} "
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    message = f"{name}={value} is not a share of a card's memory: give one such as 0.95."
+    assert gpu_memory().problem == message and more_of_a_gpu() == f"{message} "
+    with pytest.raises(ConfigError, match=re.escape(message)):
         memory_share()
 
 
@@ -179,10 +179,10 @@ def test_more_is_asked_for_by_the_variable_that_is_set(monkeypatch) -> None:
 
 @pytest.mark.skipif(not hasattr(xla_client, "generate_pjrt_gpu_plugin_options"), reason="moved")
 @pytest.mark.parametrize(
-    "told", [{}, {PYTHON: "0.4"}, {NEWER: ".9"}, {EARLY: "False"}, {EARLY: "1"}]
+    "message", [{}, {PYTHON: "0.4"}, {NEWER: ".9"}, {EARLY: "False"}, {EARLY: "1"}]
 )
-def test_the_reading_is_that_of_jaxlib(told, monkeypatch) -> None:
-    for name, value in told.items():
+def test_the_reading_is_that_of_jaxlib(message, monkeypatch) -> None:
+    for name, value in message.items():
         monkeypatch.setenv(name, value)
     options, memory = xla_client.generate_pjrt_gpu_plugin_options(), gpu_memory()
     assert options.get("memory_fraction") == memory.told

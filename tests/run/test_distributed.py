@@ -41,7 +41,7 @@ VM = {
 }
 
 
-def told(section=None, env=None, vm=None):
+def rank_of(section=None, env=None, vm=None):
     """(process, of how many, coordinator) or None."""
     rank = find(section or DistributedSection(), env or {}, (vm or {}).get)
     return rank and (rank.process_id, rank.num_processes, rank.coordinator)
@@ -63,13 +63,13 @@ def told(section=None, env=None, vm=None):
     ],
 )
 def test_the_first_source_that_speaks_says_who_this_is(section, env, vm, expected):
-    assert told(section, env, vm) == expected
+    assert rank_of(section, env, vm) == expected
 
 
 def test_slices_of_tpu_vms_are_read_from_their_metadata():
     slices = {k: v for k, v in SLICES.items() if k.startswith("MEGASCALE")}
     lines = "".join(f"{key}: '{value}'\n" for key, value in slices.items())
-    assert told(vm=VM | {"tpu-env": lines}) == (3, 4, "first:8482")
+    assert rank_of(vm=VM | {"tpu-env": lines}) == (3, 4, "first:8482")
 
 
 def test_the_metadata_server_is_left_alone_where_it_must_be():
@@ -81,7 +81,7 @@ def test_the_metadata_server_is_left_alone_where_it_must_be():
 
 
 @pytest.mark.parametrize(
-    ("section", "env", "said"),
+    ("section", "env", "message"),
     [
         (
             DistributedSection(coordinator="a:1"),
@@ -105,10 +105,10 @@ def test_the_metadata_server_is_left_alone_where_it_must_be():
         (HERE, JAX, "detect=false"),
     ],
 )
-def test_partial_and_contradictory_settings_are_refused(section, env, said):
+def test_partial_and_contradictory_settings_are_refused(section, env, message):
     with pytest.raises(ConfigError, match=r"\.$") as error:
-        told(section, env)
-    assert said in str(error.value)
+        rank_of(section, env)
+    assert message in str(error.value)
 
 
 def test_one_process_starts_nothing():
@@ -125,7 +125,7 @@ def test_a_run_that_several_processes_cannot_make_is_refused_before_they_meet():
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "rank_of"),
     [
         ({"mesh": {"samplers_in": "processes"}}, "starts samplers on one machine"),
         ({"run": {"replay_schedule": "x"}}, "the events of one process's threads"),
@@ -134,8 +134,8 @@ def test_a_run_that_several_processes_cannot_make_is_refused_before_they_meet():
         ({"mesh": {"trainer": {"fsdp": 4}}}, "must be multiples of"),
     ],
 )
-def test_what_four_processes_cannot_do_is_refused(settings, told):
-    with pytest.raises(ConfigError, match=told):
+def test_what_four_processes_cannot_do_is_refused(settings, rank_of):
+    with pytest.raises(ConfigError, match=rank_of):
         run_devices_per_process(Config.model_validate(settings), 4)
 
 
@@ -173,7 +173,7 @@ def test_the_number_of_processes_can_be_asked_for():
 
 
 @pytest.mark.full
-def test_a_coordinator_that_nobody_is_at_is_told_with_its_address(tmp_path):
+def test_a_coordinator_that_does_not_listen_is_reported_with_its_address(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -91,8 +91,8 @@ def played(params) -> dict[str, EpisodeGroup]:
             sampling=sampling, stop_token_ids=tuple(range(8)), max_new_tokens=8,
             max_length=ROW, keep_mask=True,
         )  # fmt: skip
-        told = [(f"g{number}", prompt, [SavedEpisode()] * 4)]
-        (members,) = begin_groups(sampler, Twice, told, limits)
+        saved = [(f"g{number}", prompt, [SavedEpisode()] * 4)]
+        (members,) = begin_groups(sampler, Twice, saved, limits)
         episodes = await play_group(sampler, prompt, members, label=f"g{number}", limits=limits)
         scores = tuple(Score(reward=float(i)) for i in range(4))
         ticket = Ticket(group=number, version=0)
@@ -127,8 +127,8 @@ def test_with_its_masks_the_trainers_log_probs_are_the_samplers(params, played):
         tokens = TokenRows(b.token_ids, b.positions, b.segment_ids, np.asarray(b.kept))
         logprobs[keep], entropies[keep] = map(np.asarray, compute(params, tokens)[:2])
         errors[keep] = np.abs(logprobs[keep] - b.behavior_logprobs)
-    for place, kind in enumerate(played):
-        here = batch.mask & (batch.group_ids == place)
+    for index, kind in enumerate(played):
+        here = batch.mask & (batch.group_ids == index)
         assert here.sum() > 20, kind
         assert errors[True][here].max() < 1e-5, kind
         assert errors[False][here].mean() > 0.05 and errors[False][here].max() > 0.1, kind
@@ -179,7 +179,7 @@ def test_an_update_on_fresh_tokens_has_ratio_one_on_any_mesh_in_any_order(params
 
 
 @pytest.mark.parametrize(
-    ("sampler", "keep", "wanted", "said"),
+    ("sampler", "keep", "expected", "message"),
     [
         ({"top_k": 5}, True, True, None),
         ({"top_k": 5}, None, True, None),
@@ -192,28 +192,28 @@ def test_an_update_on_fresh_tokens_has_ratio_one_on_any_mesh_in_any_order(params
         ({}, False, False, None),
     ],
 )
-def test_masks_are_asked_for_where_they_say_something(caplog, sampler, keep, wanted, said):
+def test_masks_are_asked_for_where_they_say_something(caplog, sampler, keep, expected, message):
     config = schema.Config(
         sampler=schema.SamplerSection(**sampler),
         algorithm=schema.AlgorithmSection(keep_sampling_mask=keep),
     )
     with caplog.at_level(logging.INFO):
-        assert keeps_masks(config) is wanted
-    assert len(caplog.messages) == (said is not None)
-    assert said is None or said in caplog.text
+        assert keeps_masks(config) is expected
+    assert len(caplog.messages) == (message is not None)
+    assert message is None or message in caplog.text
 
 
-@pytest.mark.parametrize(("keep", "wanted"), [(None, False), (True, True), (False, False)])
-def test_pairs_have_no_ratio_and_are_compared_over_the_whole_vocabulary(caplog, keep, wanted):
+@pytest.mark.parametrize(("keep", "expected"), [(None, False), (True, True), (False, False)])
+def test_pairs_have_no_ratio_and_are_compared_over_the_whole_vocabulary(caplog, keep, expected):
     config = schema.Config(
         sampler=schema.SamplerSection(top_p=0.9),
         algorithm=schema.AlgorithmSection(keep_sampling_mask=keep),
         pairs=schema.PairsSection(loss="dpo"),
     )
-    assert keeps_masks(config) is wanted and not caplog.messages
+    assert keeps_masks(config) is expected and not caplog.messages
 
 
 def test_a_dense_model_has_no_routing_to_keep(tmp_path: Path):
-    wishes = [f"run.dir={tmp_path}", "algorithm.keep_routing=true"]
+    overrides = [f"run.dir={tmp_path}", "algorithm.keep_routing=true"]
     with pytest.raises(ConfigError, match=r"the qwen3 model .* is dense.*keep_routing=false"):
-        train(load(ROOT / "configs" / "addition.yaml", wishes))
+        train(load(ROOT / "configs" / "addition.yaml", overrides))

@@ -36,11 +36,11 @@ TINY = (
 )
 
 
-def run(folder: Path, *wishes: str) -> list[dict]:
-    return run_job("addition", folder, *TINY, many_digits(folder), *wishes)
+def run(folder: Path, *overrides: str) -> list[dict]:
+    return run_job("addition", folder, *TINY, many_digits(folder), *overrides)
 
 
-def told(lines: list[dict]) -> dict[str, float]:
+def totals(lines: list[dict]) -> dict[str, float]:
     """All faults that the metrics tell of, and how often."""
     keys = {k for line in lines for k in line if k.startswith("faults/")}
     sums = {k.removeprefix("faults/"): sum(line.get(k, 0.0) for line in lines) for k in keys}
@@ -76,7 +76,7 @@ def test_a_run_with_two_samplers_survives_everything_at_once(tmp_path: Path) -> 
     ):
         lines = run(tmp_path, "mesh.samplers=2", "faults.sampler_restarts=9")
     assert [line["step"] for line in lines] == list(range(7))
-    found = told(lines)
+    found = totals(lines)
     for name in (
         "sampler_deaths",
         "sampler_hangs",
@@ -118,7 +118,7 @@ def test_a_held_out_record_whose_scorer_fails_is_left_out_and_counted(tmp_path: 
     judge = f"reward.function={tmp_path / 'judge.py'}:reward"
     lines = run(tmp_path, judge, "faults.scorer_retries=0", "data.addition.digits=4")
     assert [line["step"] for line in lines if "eval/reward" in line] == [0, 3, 6]
-    assert told(lines) == {"eval_left_out": 1}
+    assert totals(lines) == {"eval_left_out": 1}
 
 
 def test_at_max_staleness_0_a_lost_sampler_changes_no_token_and_no_weight(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_at_max_staleness_0_a_lost_sampler_changes_no_token_and_no_weight(tmp_pa
             lines = run(folder, "staleness.max_staleness=0")
         rewards.append([line.get("reward/mean") for line in lines])
         weights.append(load_file(folder / "addition/policy/model.safetensors"))
-        assert told(lines).get("sampler_deaths", 0) == len(broken)
+        assert totals(lines).get("sampler_deaths", 0) == len(broken)
     assert rewards[0] == rewards[1]
     for key, values in weights[0].items():
         np.testing.assert_allclose(values, weights[1][key], atol=1e-5, err_msg=key)

@@ -169,18 +169,18 @@ def run_together(folder, plan, was, version, how):
     results: list = [None, None]
 
     def process(index):
-        place, stop, kept = Together(index, 2, table, barrier), Stop(), Ledger(keep=True)
+        lockstep, stop, kept = Together(index, 2, table, barrier), Stop(), Ledger(keep=True)
         path = folder / "ledger.jsonl"
         ledger = Ledger()
-        if place.writes:
+        if lockstep.writes:
             ledger = Ledger(path) if was is None else reopened(path, was, version, resumes=True)
         buffer = ReplayBuffer(BufferSettings(groups_per_step=PER_STEP, **how), ledger=kept)
         playing = {}
         if was is not None:
-            mine = local_share(was, place)
-            buffer.restore(mine.buffer, version)
-            playing = {g.ticket.group: g.ticket for g in mine.groups}
-        source, now = SharedSource(buffer, place, stop, kept, ledger), version
+            own = local_share(was, lockstep)
+            buffer.restore(own.buffer, version)
+            playing = {g.ticket.group: g.ticket for g in own.groups}
+        source, now = SharedSource(buffer, lockstep, stop, kept, ledger), version
 
         def finish(fails=()):
             for _ in range(2):  # what fails makes room for others
@@ -206,13 +206,13 @@ def run_together(folder, plan, was, version, how):
             stop.request("SIGTERM")
         with pytest.raises(Closed):
             source.draw(now)
-        told = tuple(
+        calls = tuple(
             SavedGroup(ticket=t, prompt=make_prompt(n), episodes=(SavedEpisode(),))
             for n, t in sorted(playing.items())
         )
-        rollouts, active = SimpleNamespace(progress=lambda: told), how["max_staleness"] > 0
+        rollouts, active = SimpleNamespace(progress=lambda: calls), how["max_staleness"] > 0
         state = rollouts_state(buffer, rollouts, active=active)
-        results[index] = gathered_state(state, source, ledger, place), now
+        results[index] = gathered_state(state, source, ledger, lockstep), now
         ledger.close()
 
     threads = [threading.Thread(target=process, args=(i,), daemon=True) for i in (0, 1)]
@@ -265,7 +265,7 @@ def test_preempting_several_processes_while_one_waits_loses_no_group(
         run_together(tmp_path / "whole", [*rounds, *[NOTHING] * 2], None, 0, how)
         whole = read_lines(tmp_path / "whole" / "ledger.jsonl")
         trained_on = [
-            sorted((x["version"], x["group"]) for x in told if x["fate"] == "trained")
-            for told in (lines, whole)
+            sorted((x["version"], x["group"]) for x in records if x["fate"] == "trained")
+            for records in (lines, whole)
         ]
         assert trained_on[0] == trained_on[1]

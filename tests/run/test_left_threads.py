@@ -65,11 +65,11 @@ def started(
     folder: Path, act: str, *, seconds: float = LASTS_S, fails: bool = True
 ) -> "subprocess.Popen[str]":
     """Start a tiny run whose second update lasts; the sampler fails meanwhile."""
-    wishes = (*TINY, f"run.dir={folder}", "checkpoint.grace_s=2", many_digits(folder))
-    wishes += ("eval.every=0", "staleness.max_staleness=8")  # the sampler always has work
+    overrides = (*TINY, f"run.dir={folder}", "checkpoint.grace_s=2", many_digits(folder))
+    overrides += ("eval.every=0", "staleness.max_staleness=8")  # the sampler always has work
     program = PROGRAM.format(seconds=seconds, fails=fails, act=act.strip())
     return subprocess.Popen(
-        [sys.executable, "-c", program, str(CONFIGS / "addition.yaml"), *wishes],
+        [sys.executable, "-c", program, str(CONFIGS / "addition.yaml"), *overrides],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -90,7 +90,7 @@ def ended(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
 
 
 @pytest.mark.full
-def test_a_command_ends_at_once_with_one_message_while_an_update_goes_on(tmp_path: Path) -> None:
+def test_a_command_ends_at_once_with_one_message_while_an_update_continues(tmp_path: Path) -> None:
     code, _, err = ended(started(tmp_path, COMMAND))
     assert code == 1
     assert err.count("injected") == 1 and "Traceback" not in err, err

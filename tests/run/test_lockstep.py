@@ -102,7 +102,7 @@ def test_a_draw_arrives_as_it_was_sent(numbers, seed):
 
 
 @pytest.mark.parametrize("message", [b"", b"{}\n", b'{"carrier": "Prompt", "fields": {}}\n', b"x"])
-def test_a_message_that_is_something_else_is_told(message):
+def test_a_message_that_is_something_else_is_refused(message):
     with pytest.raises(DataError, match="same version"):
         read_message(message)
 
@@ -180,9 +180,9 @@ def of_two(tmp_path, work, numbers=((0, 1), (0, 1))):
     results: list = [None, None]
 
     def process(index: int) -> None:
-        place, stop, kept = Together(index, 2, table, barrier), Stop(), Ledger(keep=True)
-        ledger = Ledger(tmp_path / "ledger.jsonl") if place.writes else Ledger()
-        source = SharedSource(Buffer(numbers[index], kept), place, stop, kept, ledger)
+        lockstep, stop, kept = Together(index, 2, table, barrier), Stop(), Ledger(keep=True)
+        ledger = Ledger(tmp_path / "ledger.jsonl") if lockstep.writes else Ledger()
+        source = SharedSource(Buffer(numbers[index], kept), lockstep, stop, kept, ledger)
         results[index] = work(index, source, stop)
         ledger.close()
 
@@ -207,20 +207,20 @@ def ledger(folder):
     return [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
 
 
-def test_the_groups_of_the_only_process_with_rollouts_are_learnt_from_by_all(tmp_path):
+def test_the_groups_of_the_only_process_with_rollouts_are_trained_on_by_all(tmp_path):
     """Samplers in processes of their own: the others' part of each step is empty."""
     table, barrier = [b"", b""], threading.Barrier(2)
-    learnt: list = [None, None]
+    groups: list = [None, None]
 
     def process(index: int) -> None:
-        place = Together(index, 2, table, barrier, first_plays=True)
+        lockstep = Together(index, 2, table, barrier, first_plays=True)
         kept, run = Ledger(keep=True), Ledger()
-        if place.writes:
+        if lockstep.writes:
             run = Ledger(tmp_path / "ledger.jsonl")
-        numbers = [LATE, 0, 5] if place.plays else []
-        joined = place.joined(Buffer(numbers, kept), Stop(), kept, run)
-        joined.source.set_limit(3) if not place.plays else None
-        learnt[index] = [[g.ticket.group for g in joined.source.draw(v).groups] for v in (0, 1)]
+        numbers = [LATE, 0, 5] if lockstep.plays else []
+        joined = lockstep.joined(Buffer(numbers, kept), Stop(), kept, run)
+        joined.source.set_limit(3) if not lockstep.plays else None
+        groups[index] = [[g.ticket.group for g in joined.source.draw(v).groups] for v in (0, 1)]
         run.close()
 
     threads = [threading.Thread(target=process, args=(i,)) for i in (0, 1)]
@@ -228,7 +228,7 @@ def test_the_groups_of_the_only_process_with_rollouts_are_learnt_from_by_all(tmp
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert learnt == [[[0], [5]]] * 2, "in the numbers of the one that played them"
+    assert groups == [[[0], [5]]] * 2, "in the numbers of the one that played them"
     trained = [(x["group"], x["version"]) for x in ledger(tmp_path) if x["fate"] == "trained"]
     assert trained == [(0, 0), (5, 1)]
 
@@ -310,9 +310,9 @@ def prepared(folder, **run):
 
     def process(index: int) -> None:
         try:
-            place = Together(index, 2, table, barrier)
+            lockstep = Together(index, 2, table, barrier)
             with ExitStack() as closing:
-                found[index] = claim_together(closing, place, look_together(config, place))
+                found[index] = claim_together(closing, lockstep, look_together(config, lockstep))
         except ConfigError as error:
             found[index] = error
 
@@ -497,7 +497,7 @@ def test_a_job_without_samplers_has_none_in_several_processes():
 
 
 @pytest.mark.parametrize(
-    ("axes", "each", "told"),
+    ("axes", "each", "message"),
     [
         (
             {"trainer": {"fsdp": 4}, "sampler": {"tensor": 4}, "colocated": True},
@@ -515,8 +515,8 @@ def test_a_job_without_samplers_has_none_in_several_processes():
         ({"trainer": {"fsdp": 4}, "samplers": 2}, 2, "mesh needs 6 devices"),
     ],
 )
-def test_slices_that_several_processes_cannot_share_are_refused(axes, each, told):
-    with pytest.raises(MeshError, match=told):
+def test_slices_that_several_processes_cannot_share_are_refused(axes, each, message):
+    with pytest.raises(MeshError, match=message):
         make_slices(mesh(**axes), devices(2, each))
 
 

@@ -676,7 +676,7 @@ def test_graders_read_the_answer_that_is_meant():
         ("答案：２", "sentence", "２"),
     ],
 )
-def test_one_place_of_a_text_has_its_answer(text, mark, answer):
+def test_one_part_of_a_text_has_its_answer(text, mark, answer):
     found = find_answer(text)
     assert (found.mark, found.line) == (mark, answer)
 

@@ -41,8 +41,8 @@ def guarded(scorer, **how):
     async def sleep(seconds):
         waits.append(seconds)
 
-    wish = {"timeout_s": 0.05, "retries": 2, "backoff_s": 3.0, **how}
-    guard = GuardedScorer(scorer, count=faults.add, sleep=sleep, **wish)
+    fields = {"timeout_s": 0.05, "retries": 2, "backoff_s": 3.0, **how}
+    guard = GuardedScorer(scorer, count=faults.add, sleep=sleep, **fields)
     try:
         result = asyncio.run(guard(EPISODES, PROMPT))
     except Exception as error:
@@ -56,7 +56,7 @@ def test_a_failure_and_a_hang_are_tried_again_after_a_growing_wait():
     assert found == (GOOD, {"scorer_retries": 2, "scorer_timeouts": 1}, [3.0, 6.0])
 
 
-def test_the_last_failure_is_told_with_its_cause():
+def test_the_last_failure_is_reported_with_its_cause():
     error, faults, _ = guarded(Script(*[ValueError(str(i)) for i in range(3)]))
     assert isinstance(error, RolloutError) and faults == {"scorer_retries": 2}
     assert str(error) == "prompt 5: the scorer raised ValueError: 2"

@@ -37,14 +37,14 @@ def test_sequences_of_any_length_have_their_log_probs(top_k: int, temperature: f
         SPEC, PARAMS, mesh_of(), top_k=top_k, temperature=temperature, dtype="float32", chunk=16
     )
     for ids, (logprobs, top_ids, likely) in zip(sequences, model(sequences), strict=True):
-        wanted = np.log(in_float64(ids, temperature)) if len(ids) > 1 else np.zeros((0, VOCAB))
+        expected = np.log(in_float64(ids, temperature)) if len(ids) > 1 else np.zeros((0, VOCAB))
         assert np.isnan(logprobs[0]) and logprobs.shape == (len(ids),)
-        own = wanted[np.arange(len(ids) - 1), ids[1:]]
+        own = expected[np.arange(len(ids) - 1), ids[1:]]
         np.testing.assert_allclose(logprobs[1:], own, rtol=1e-5, atol=2e-5)
-        order = np.argsort(-wanted, axis=-1)[:, :top_k]
+        order = np.argsort(-expected, axis=-1)[:, :top_k]
         assert top_ids.shape == likely.shape == (len(ids), top_k)
         np.testing.assert_array_equal(top_ids[1:], order)
-        best = np.take_along_axis(wanted, order, -1)
+        best = np.take_along_axis(expected, order, -1)
         np.testing.assert_allclose(likely[1:], best, rtol=1e-5, atol=2e-5)
 
 

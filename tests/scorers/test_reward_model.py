@@ -121,7 +121,7 @@ def test_lengths_and_rows_are_padded_to_few_shapes():
 
 
 @pytest.mark.full
-def test_reward_is_the_weighted_sum_and_parts_are_told_before_weighting(model, params):
+def test_reward_is_the_weighted_sum_and_parts_are_reported_before_weighting(model, params):
     token_rewards = np.array([0, 1, 2], np.float32)
     function = Fixed(Score(reward=2.0, token_rewards=token_rewards), Score(reward=0.0))
     scorer = RewardModelScorer(model, function=function, function_weight=0.5, model_weight=3.0)
@@ -155,7 +155,7 @@ def test_a_score_that_is_not_finite_names_the_prompt(params):
         score(scorer, sequence(9, 1))
 
 
-def test_the_event_loop_goes_on_while_the_model_computes(model):
+def test_the_event_loop_continues_while_the_model_computes(model):
     names: list[str] = []
     model([sequence(9)])  # compiled
     inner = model.__call__

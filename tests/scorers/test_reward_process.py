@@ -121,7 +121,7 @@ def test_a_regular_expression_that_backtracks_is_ended_and_other_threads_go_on()
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_a_service_that_is_away_is_known_from_a_process_as_from_a_thread(processes):
+def test_a_service_that_is_unavailable_is_known_from_a_process_as_from_a_thread(processes):
     with pytest.raises(RolloutError, match=r"reward away on prompt .*the grader is away") as caught:
         scores_of(scorer_of(away, processes=processes), record(), "a")
     found = away_in(caught.value)
@@ -173,7 +173,7 @@ def test_where_they_run():
         (odd, "ab", "gave a reward of 'good'"),
     ],
 )
-def test_what_goes_wrong_is_said_and_the_next_call_works(function, text, words):
+def test_what_goes_wrong_is_reported_and_the_next_call_works(function, text, words):
     scorer = scorer_of(function, processes=1)
     with pytest.raises(RolloutError, match=rf"reward {function.__name__} on prompt 7.*{words}"):
         asyncio.run(scorer((answer(text),), record()))

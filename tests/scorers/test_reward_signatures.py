@@ -105,7 +105,7 @@ def test_a_column_of_any_name_is_a_list(column):
     assert rewards(namespace["f"], of, "12", "1") == [1, 0]
 
 
-def test_one_text_for_all_answers_is_never_taken_apart():
+def test_one_text_for_all_answers_is_never_split():
     """`zip(completions, reference)` would pair each answer with one character."""
 
     def zipped(completions, reference):
@@ -159,9 +159,9 @@ def test_messages_as_json_text_are_a_conversation_for_rewards_too():
         assert prompts == [[{"role": "user", "content": "4 + 4?"}]] * 2
         return [float(c == [{"role": "assistant", "content": "8"}]) for c in completions]
 
-    said = ({"role": "user", "content": "4 + 4?"},)
+    messages = ({"role": "user", "content": "4 + 4?"},)
     for name in ("prompt", "messages", "question"):
-        of = replace(record("4 + 4?", messages=said), columns={name: json.dumps(said)})
+        of = replace(record("4 + 4?", messages=messages), columns={name: json.dumps(messages)})
         assert rewards(asked_and_said, of, "8", "9") == [1, 0]
     of = record("[4]", messages=({"role": "user", "content": "[4]"},), question="[4]")
     assert rewards(lambda completions: [float(c == "8") for c in completions], of, "8") == [1]
@@ -265,7 +265,7 @@ def test_the_step_and_trls_trainer_state():
     assert asyncio.run(scorer((answer("a"),), record()))[0].reward == 10.25
 
 
-def test_what_trl_passes_and_is_not_passed_here_is_said():
+def test_what_trl_passes_and_is_not_passed_here_is_named():
     def scored(completions, log_extra, log_metric, **kwargs):
         return [1.0] * len(completions)
 
@@ -499,7 +499,7 @@ def test_a_function_of_a_whole_step_cannot_change_it():
     assert data.rewards[0].flags.writeable and data.rewards[0].tolist() == [1.0, 0.0]
 
 
-def test_what_cannot_be_copied_is_shared_and_said_once(caplog):
+def test_what_cannot_be_copied_is_shared_and_logged_once(caplog):
     import threading
 
     lock = threading.Lock()
@@ -511,7 +511,7 @@ def test_what_cannot_be_copied_is_shared_and_said_once(caplog):
 # ---- what it raises
 
 
-def test_a_reward_that_raises_is_told_with_file_line_and_traceback(tmp_path):
+def test_a_reward_that_raises_is_reported_with_file_line_and_traceback(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("def half(text):\n    return 1 / (len(text) - 2)\n\ndef f(completion):\n"
                     "    return half(completion)\n")  # fmt: skip
@@ -529,7 +529,7 @@ def test_a_reward_that_raises_is_told_with_file_line_and_traceback(tmp_path):
     assert lines[-1] == "ZeroDivisionError: division by zero"
 
 
-def test_an_async_reward_that_raises_is_told_so_too(tmp_path):
+def test_an_async_reward_that_raises_is_reported_so_too(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("async def f(completions):\n    raise KeyError('x')\n")
     scorer = make_scorer(RewardSection(function=f"{path}:f"), spell)

@@ -89,11 +89,11 @@ def test_what_it_asks_for_by_name():
         seen.update(locals())
         return 0
 
-    drawn = episode(b"x", "ab", b"tool", "c", stop=StopReason.LENGTH)
-    score(by_name, drawn, of=prompt(tests=["t"], b=2))
+    sampled = episode(b"x", "ab", b"tool", "c", stop=StopReason.LENGTH)
+    score(by_name, sampled, of=prompt(tests=["t"], b=2))
     assert seen["completion"] == spell(seen["token_ids"]) == "abc" and seen["stop"] == "length"
     assert seen["versions"].tolist() == [4] * 3 and seen["logprobs"].tolist() == [-0.5] * 3
-    assert seen["episode"].token_ids.tolist() == drawn.token_ids.tolist()
+    assert seen["episode"].token_ids.tolist() == sampled.token_ids.tolist()
     assert dict(seen["columns"]) == {"tests": ["t"], "b": 2}
     assert (seen["tests"], seen["other"]) == (["t"], 5)
 
@@ -141,12 +141,12 @@ def test_no_parameter_is_given_something_else_than_its_name_says(user_file, sign
 
 
 @pytest.mark.parametrize("names", ["question, response, label", "query, output, ground_truth"])
-def test_other_usual_names_fit_in_their_own_places(names):
+def test_other_usual_names_fit_in_their_own_positions(names):
     made = eval(f"lambda {names}: [{names}] == ['1+1=', 'ab', '2']")
     assert score(made, episode("ab"))[0].reward == 1
 
 
-def test_three_in_order_may_have_the_names_of_their_own_places(user_file):
+def test_three_in_order_may_have_the_names_of_their_own_positions(user_file):
     path = user_file("def r(prompt, answer, reference, *, tests): return float(answer == 'a')")
     section = RewardSection(function=f"{path}:r")
     records = [prompt(tests=1, prompt="of the record", reference="too")]
@@ -223,7 +223,7 @@ def test_parts_that_cannot_be_distinct_parts_are_refused():
         score(scorer_of(first, lambda p, c, r: {"correct": 0}), episode("a"))
 
 
-def test_a_part_named_model_is_told_from_the_reward_models(user_file):
+def test_a_part_named_model_is_distinguished_from_the_reward_models(user_file):
     path = user_file("def f(completion): return {'model': 1, 'b': 2}\n")
     with_model = RewardSection(function=f"{path}:f", model="a_folder")
     (got,) = score(make_scorer(with_model, spell), episode("a"))
@@ -367,15 +367,15 @@ def test_any_real_number_is_a_reward(value):
 
 
 def test_rewards_of_tokens_lie_where_the_tokens_lie():
-    drawn = episode(b"xx", "ab", b"tool", "c")
+    sampled = episode(b"xx", "ab", b"tool", "c")
     spread = [0, 0, 0.5, 0, 0, 0, 0, 0, -1]
-    for told in ([0.5, 0, -1], np.array([0.5, 0, -1]), jnp.array([0.5, 0, -1])):
-        (got,) = score(lambda p, c, r, g=told: {"correct": 1, "token_rewards": g}, drawn)
+    for rewards_given in ([0.5, 0, -1], np.array([0.5, 0, -1]), jnp.array([0.5, 0, -1])):
+        (got,) = score(lambda p, c, r, g=rewards_given: {"correct": 1, "token_rewards": g}, sampled)
         assert (got.reward, dict(got.parts)) == (1.0, {"correct": 1.0})
         assert got.token_rewards.tolist() == spread and got.token_rewards.dtype == np.float32
     whole = Score(reward=0.0, token_rewards=np.array(spread, np.float32))
     half = (lambda p, c, r: {"token_rewards": [0.5, 0, -1]}, 0.5)
-    (got,) = score(scorer_of(lambda p, c, r: whole, half), drawn)
+    (got,) = score(scorer_of(lambda p, c, r: whole, half), sampled)
     assert got.token_rewards.tolist() == [1.5 * value for value in spread]
 
 
@@ -406,10 +406,10 @@ def test_correct_is_from_0_to_1():
 
 
 def test_correct_that_rounding_brought_over_its_bounds_is_within_them():
-    for number, told in ((sum([1 / 9] * 9), 1), (-1e-17, 0), (1 + 1e-7, 1), (0.25, 0.25)):
+    for number, value in ((sum([1 / 9] * 9), 1), (-1e-17, 0), (1 + 1e-7, 1), (0.25, 0.25)):
         scores = score(lambda p, c, r, n=number: {"correct": n}, episode("a"))
         (got,) = checked(scores, (episode("a"),), prompt())
-        assert got.parts == {"correct": told} and got.reward == scores[0].reward
+        assert got.parts == {"correct": value} and got.reward == scores[0].reward
     scores = score(lambda p, c, r: {"correct": 1.000002}, episode("a"))
     with pytest.raises(RolloutError, match=r"'correct' of 1\.000002\..*from 0 to 1"):
         checked(scores, (episode("a"),), prompt())
@@ -459,7 +459,7 @@ FAILURES = (
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda error: type(error).__name__)
-def test_whatever_a_reward_raises_is_told_with_its_cause(failure, is_async):
+def test_whatever_a_reward_raises_is_reported_with_its_cause(failure, is_async):
     async def broken(p, c, r):
         raise failure
 
@@ -687,15 +687,15 @@ def test_thinking_is_seen_where_its_marks_are_special_tokens(opening, closing, s
     config = Config(reward=RewardSection(function="gsm8k"))
     scorers = make_scorers(config, tokenizer, [], None, Lock(), FaultCounts(), Task())
 
-    def paid(text, asked="q"):
-        asked, said = tokenizer.encode(asked), tokenizer.encode(text)
-        assert (opening in tokenizer.decode(asked) + tokenizer.decode(said)) <= (not special)
-        ids = np.concatenate([asked, said, [tokenizer.eos_ids[0]]]).astype(np.int32)
-        drawn = np.arange(len(ids)) >= len(asked)
+    def paid(text, before="q"):
+        before, answer = tokenizer.encode(before), tokenizer.encode(text)
+        assert (opening in tokenizer.decode(before) + tokenizer.decode(answer)) <= (not special)
+        ids = np.concatenate([before, answer, [tokenizer.eos_ids[0]]]).astype(np.int32)
+        sampled = np.arange(len(ids)) >= len(before)
         zeros = np.zeros(len(ids), np.float32)
         of = Episode(
             token_ids=ids,
-            drawn=drawn,
+            drawn=sampled,
             logprobs=zeros,
             versions=zeros.astype(np.int32),
             stop=StopReason.EOS,

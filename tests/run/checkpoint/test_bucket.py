@@ -69,7 +69,7 @@ def test_only_what_has_checksums_is_a_checkpoint_and_the_rest_is_removed(place, 
 
 
 @pytest.mark.parametrize("harm", ["cut", "gone", "added", "no sums", "other sums"])
-def test_what_is_not_what_was_written_is_told_and_is_damage(place, harm):
+def test_what_is_not_what_was_written_is_reported_and_is_damage(place, harm):
     write(place, 1)
     place.check(1)
     file, sums = f"{AT}/1/state/d/1", f"{AT}/1/{CHECKSUMS}"
@@ -107,7 +107,7 @@ def away_now(*_: object, **__: object) -> None:
     raise RuntimeError("503 from the bucket")
 
 
-def test_a_bucket_that_is_away_is_no_damage(place, monkeypatch):
+def test_a_bucket_that_is_unreachable_is_no_damage(place, monkeypatch):
     write(place, 1)
 
     monkeypatch.setattr(place.system, "find", away_now)
@@ -208,7 +208,7 @@ def test_an_empty_machine_gets_the_records_of_the_newest_whole_one(place, tmp_pa
     assert not list(here.glob("*.tmp"))
 
 
-def test_a_folder_that_goes_on_from_the_checkpoint_stays_and_another_is_moved(place, tmp_path):
+def test_a_folder_that_continues_from_the_checkpoint_stays_and_another_is_moved(place, tmp_path):
     here = made_run(tmp_path / "here/a", 1)
     assert not resumed(here.root)
     write(place, 1, here)
@@ -308,7 +308,7 @@ def test_a_folder_that_knows_nothing_of_the_bucket_is_not_taken_for_it(place, tm
     assert steps_in(tmp_path / "here/a") == [1]
 
 
-def test_a_host_that_was_not_the_first_may_be_the_first_when_a_run_goes_on(place, tmp_path):
+def test_a_host_that_was_not_the_first_may_be_the_first_when_a_run_continues(place, tmp_path):
     write(place, 1, made_run(tmp_path / "there/a", 1))
     (tmp_path / "here/a").mkdir(parents=True)
     (tmp_path / "here/a/trace.1.json").write_text("[]")
@@ -361,7 +361,7 @@ def test_who_begins_while_another_seals_finds_no_seal_of_it(place, tmp_path, mon
     assert place.steps() == []
 
 
-def test_a_run_whose_sign_was_removed_goes_on(place, tmp_path):
+def test_a_run_whose_sign_was_removed_continues(place, tmp_path):
     run = made_run(tmp_path / "a", 1)
     place.system.rm_file(f"{AT}/{WRITER}")
     write(writing(place, run), 1, run)
@@ -538,7 +538,7 @@ TINY = (
 
 @pytest.mark.full
 @pytest.mark.exhaustive
-def test_a_killed_run_goes_on_elsewhere_from_the_bucket_alone(tmp_path):
+def test_a_killed_run_continues_elsewhere_from_the_bucket_alone(tmp_path):
     """Its weights are those of a run that was not disturbed, bit for bit."""
     (tmp_path / "reward.py").write_text(HELD)
     both = (*TINY, f"reward.function={tmp_path / 'reward.py'}:many_digits")
@@ -583,7 +583,7 @@ def test_a_killed_run_goes_on_elsewhere_from_the_bucket_alone(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.exhaustive
-def test_a_killed_run_of_hosts_that_share_no_folder_goes_on_on_others(tmp_path):
+def test_a_killed_run_of_hosts_that_share_no_folder_continues_on_others(tmp_path):
     """The first of them has the folder of what was the second before. What is learnt is what one
     process learns."""
     words = ("warm_start.steps=0", "run={name: a, steps: 6}", "checkpoint.every=2", "eval.every=0")

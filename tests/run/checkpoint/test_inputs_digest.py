@@ -73,7 +73,7 @@ def with_keyword(number):
     return reward
 
 
-def told(words):
+def documented(words):
     def inner():
         return 1.0
 
@@ -99,8 +99,8 @@ def test_code_differs_where_the_reward_does():
     same = [
         (longer_than(1), longer_than(1)),
         (Counts(), Counts()),
-        (told("'one'\n    "), told("'another'\n    ")),
-        (told("'one'\n    "), told("")),
+        (documented("'one'\n    "), documented("'another'\n    ")),
+        (documented("'one'\n    "), documented("")),
         (with_keyword(1), with_keyword(1)),
         (module_of(DECORATED.format(1, 5)).reward, module_of(DECORATED.format(1, 5)).reward),
         (longer_than(np.arange(3)), longer_than(np.arange(3))),

@@ -38,12 +38,12 @@ class Rollouts:
         self.tickets, self.goes_on = tickets, goes_on
 
     def progress(self):
-        told = tuple(
+        saved = tuple(
             SavedGroup(ticket=t, prompt=make_prompt(t.group), episodes=(SavedEpisode(),))
             for t in self.tickets
         )
         self.goes_on()
-        return told
+        return saved
 
 
 SETTINGS = BufferSettings(groups_per_step=2, max_staleness=1)
@@ -89,7 +89,7 @@ def test_a_burst_that_is_admitted_meanwhile_comes_again_whole():
     assert [t.group for t in resumed.admit(0)] == [4, 5]
 
 
-def test_one_checkpoint_can_be_gone_on_from_again_and_again(tmp_path):
+def test_one_checkpoint_can_be_resumed_again_and_again(tmp_path):
     """Killed each time before the next checkpoint, and once more after it."""
     path, rules = tmp_path / "ledger.jsonl", Rules(max_staleness=1, groups_per_step=2)
     buffer = ReplayBuffer(SETTINGS, ledger=Ledger(path))
@@ -125,7 +125,7 @@ def test_without_what_is_active_nothing_is_asked():
     assert state.groups == () and state.buffer.pending == () and state.buffer.next_group == 2
 
 
-def test_prompts_that_are_drawn_again_are_saved_as_not_drawn():
+def test_prompts_that_are_taken_again_are_saved_as_not_taken():
     """Two groups of a burst were admitted while the rollouts were read: their prompts, too, have
     left the stream, and a resumed run begins with them."""
     buffer, tickets = started()
@@ -144,9 +144,9 @@ class ReadBuffer:
         self.buffer, self.goes_on = buffer, goes_on
 
     def state(self, *, active):
-        told = self.buffer.state(active=active)
+        saved = self.buffer.state(active=active)
         self.goes_on()
-        return told
+        return saved
 
 
 def test_the_mix_has_just_the_drops_that_the_buffer_has():

@@ -175,15 +175,15 @@ def test_a_link_out_of_a_checkpoint_is_not_followed(tmp_path):
         checkpoints.restore(None, make_state(0))
 
 
-def test_what_a_resumed_run_changes_is_told(tmp_path, caplog):
+def test_what_a_resumed_run_changes_is_logged(tmp_path, caplog):
     before, now = Config(), Config(run={"steps": 7, "resume": True}, sampler={"slots": 8})
     loop = {"job": "rl", "schema": SCHEMA, "config": dump(before)}
     saved = Saved(step=1, state=None, loop=loop)
     check_resumed(saved, now, tmp_path)
     assert "run.steps 100 -> 7" in caplog.text and "sampler.slots" in caplog.text
     assert "resume" not in caplog.text.replace("resumed with", "")
-    for wrong, said in (({"job": "sft"}, "run.job=sft"), ({"schema": 1}, "schema 1")):
-        with pytest.raises(CheckpointError, match=said):
+    for wrong, message in (({"job": "sft"}, "run.job=sft"), ({"schema": 1}, "schema 1")):
+        with pytest.raises(CheckpointError, match=message):
             check_resumed(Saved(step=1, state=None, loop={**loop, **wrong}), now, tmp_path)
 
 
@@ -203,12 +203,12 @@ def test_a_part_that_the_saved_run_did_not_have_names_its_setting(tmp_path):
         ("critic", r"algorithm\.advantage=gae"),
         ("teacher", r"teacher\.source=self"),
     ):
-        wanted = {"train": make_state(0), part: make_state(0)}
+        expected = {"train": make_state(0), part: make_state(0)}
         with (
             Checkpoints(tmp_path / "c") as checkpoints,
             pytest.raises(CheckpointError, match=f"made without .*{setting}"),
         ):
-            checkpoints.restore(None, wanted)
+            checkpoints.restore(None, expected)
 
 
 @pytest.mark.full
@@ -287,7 +287,7 @@ checkpoints.close()
 
 @pytest.mark.full
 @pytest.mark.parametrize(("keep", "left"), [(9, ["0", "1", "4", "5"]), (1, ["5"])])
-def test_a_save_that_the_disk_cannot_hold_is_told_by_the_next_and_leaves_nothing(
+def test_a_save_that_the_disk_cannot_hold_is_reported_by_the_next_and_leaves_nothing(
     tmp_path, keep, left
 ):
     """Files may have no more than 100 kB while steps 2 and 3 are written."""
@@ -347,7 +347,7 @@ def test_what_lies_in_the_hosts_memory_comes_back_there(tmp_path):
 
 
 @pytest.mark.full
-def test_an_error_of_orbax_is_told_once(tmp_path, monkeypatch):
+def test_an_error_of_orbax_is_reported_once(tmp_path, monkeypatch):
     checkpoints, full = Checkpoints(tmp_path / "c"), OSError("no space left")
 
     def fails(*args, **kwargs):

@@ -102,13 +102,13 @@ def buffer(**how):
 def record(path, schedule):
     """A run from one thread: what it did, and its ledger of results."""
     recording = Recording(path, {"schedule": 1})
-    real, tickets, told = buffer(note=recording.write), {}, []
+    real, tickets, log = buffer(note=recording.write), {}, []
     version = live = 0
     for name, pick in schedule:
         if name == "admit":
             new = real.admit(0)
             tickets |= {t.group: t for t in new}
-            told += [("admit", t.group, t.version) for t in new]
+            log += [("admit", t.group, t.version) for t in new]
         elif name == "live" and live < version:
             live = version
             real.set_live(live)
@@ -118,7 +118,7 @@ def record(path, schedule):
             except TimeoutError:
                 continue
             version += 1
-            told.append(("draw", [g.ticket.group for g in draw.groups], len(draw.dropped)))
+            log.append(("draw", [g.ticket.group for g in draw.groups], len(draw.dropped)))
         elif tickets:
             ticket = tickets.pop(sorted(tickets)[pick % len(tickets)])
             if name == "put":
@@ -126,7 +126,7 @@ def record(path, schedule):
             else:
                 real.fail(ticket, make_prompt(), Drop.FAILED)
     recording.close()
-    return told
+    return log
 
 
 @pytest.mark.full
@@ -136,7 +136,7 @@ def record(path, schedule):
 )
 def test_however_the_threads_run_now_the_buffer_does_what_was_recorded(tmp_path_factory, schedule):
     folder = tmp_path_factory.mktemp("replay")
-    told = record(folder / "schedule.jsonl", schedule)
+    log = record(folder / "schedule.jsonl", schedule)
     events = [json.loads(line) for line in lines(folder / "schedule.jsonl")[:-1]]
     replay = Replay(recorded(*events), Recording(folder / "again.jsonl", {"schedule": 1}))
     real = buffer(note=replay.write)
@@ -175,8 +175,8 @@ def test_however_the_threads_run_now_the_buffer_does_what_was_recorded(tmp_path_
     for thread in threads:
         thread.join(JOIN_S)
     replay.close()
-    assert again["admit"] == [t for t in told if t[0] == "admit"]
-    assert again["draw"] == [t for t in told if t[0] == "draw"]
+    assert again["admit"] == [t for t in log if t[0] == "admit"]
+    assert again["draw"] == [t for t in log if t[0] == "draw"]
     assert lines(folder / "again.jsonl") == lines(folder / "schedule.jsonl")
 
 
@@ -216,7 +216,7 @@ def test_a_group_that_was_cancelled_for_its_age_is_cancelled_where_it_was_record
     assert [json.loads(x) for x in lines(tmp_path / "again.jsonl")] == events
 
 
-def test_at_the_end_of_the_recording_the_trainer_is_told_and_nobody_else_is_stopped(replay):
+def test_at_the_end_of_the_recording_only_the_trainer_is_stopped(replay):
     schedule = replay({"admit": 0, "count": 9, "version": 0})
     gate = ReplayedBuffer(buffer(note=schedule.write), schedule, curriculum=False)
     assert len(gate.admit()) == 9
@@ -308,7 +308,7 @@ def test_a_sampler_without_work_before_its_next_event_is_named(replay):
         schedule.due("sampler", 3, working=False)
 
 
-def test_who_waits_too_long_is_told_for_what(replay):
+def test_who_waits_too_long_gets_an_error_that_says_for_what(replay):
     now = [0.0]
     schedule = replay(took(5, ["g7/m0/t0"]), stuck_s=10.0, clock=lambda: now[0])
     assert schedule.due("sampler", 5, working=True) == Intake(requests=("g7/m0/t0",))
@@ -358,7 +358,7 @@ def test_a_recording_is_read_up_to_its_end_or_to_where_its_run_was_killed(file):
     assert [json.loads(line) for line in whole.lines] == events
 
 
-def test_what_a_resumed_run_did_is_left_out_and_said(file, caplog):
+def test_what_a_resumed_run_did_is_left_out_and_logged(file, caplog):
     path = file({"put": 1}, header_of(config(), 4), {"put": 9}, {"end": True})
     with caplog.at_level(logging.WARNING):
         read = read_schedule(path, config())
@@ -367,7 +367,7 @@ def test_what_a_resumed_run_did_is_left_out_and_said(file, caplog):
 
 
 @pytest.mark.parametrize(
-    ("events", "first", "overrides", "said"),
+    ("events", "first", "overrides", "message"),
     [
         ([], None, ["algorithm.learning_rate=0.5"], r"learning_rate was .* and is 0\.5"),
         ([], None, ["run.seed=7", "run.steps=3"], r"run\.seed was 0 and is 7 \(2 differ"),
@@ -377,8 +377,8 @@ def test_what_a_resumed_run_did_is_left_out_and_said(file, caplog):
         ([[1]], None, [], r"line 2 is no event: '\[1\]'"),
     ],
 )
-def test_a_recording_that_does_not_fit_is_refused(file, events, first, overrides, said):
-    with pytest.raises(ReplayError, match=said):
+def test_a_recording_that_does_not_fit_is_refused(file, events, first, overrides, message):
+    with pytest.raises(ReplayError, match=message):
         read_schedule(file(*events, first=first), config(*overrides))
 
 
